@@ -1,0 +1,39 @@
+"""Errors: each says what was expected, what came, where, and what to do."""
+
+from __future__ import annotations
+
+
+class FzeroError(Exception):
+    """Base of every error that fzero raises on purpose."""
+
+
+class PlanError(FzeroError, ValueError):
+    """A plan cannot be carried out: sizes, devices or options do not fit together."""
+
+
+class BatchError(FzeroError, ValueError):
+    """A batch does not fit the plan or differs in structure from the batches before it."""
+
+
+class StateError(FzeroError, ValueError):
+    """A state does not belong to this model, optimizer or plan, or two of its leaves share memory."""
+
+
+class StateConsumedError(FzeroError, RuntimeError):
+    """A state was donated to a step: its memory now belongs to the state which that step returned."""
+
+
+class PlacementError(FzeroError, RuntimeError):
+    """A leaf is not where an operation needs it."""
+
+
+class ScheduleError(FzeroError, ValueError):
+    """A pipeline schedule is incomplete, out of order, unsafe or deadlocks."""
+
+
+class CheckpointError(FzeroError, RuntimeError):
+    """A checkpoint cannot be read or written as asked; nothing was changed."""
+
+
+class ConversionError(FzeroError, ValueError):
+    """A PyTorch module cannot be converted without changing what it computes."""
