@@ -1,0 +1,17 @@
+"""Pipeline schedules as data: built, checked, simulated, drawn and optimized without a device."""
+
+from fzero.pipeline.actions import Action as Action
+from fzero.pipeline.actions import Schedule as Schedule
+from fzero.pipeline.builders import eager_one_f_one_b as eager_one_f_one_b
+from fzero.pipeline.builders import gpipe as gpipe
+from fzero.pipeline.builders import inference as inference
+from fzero.pipeline.builders import interleaved as interleaved
+from fzero.pipeline.builders import looped_bfs as looped_bfs
+from fzero.pipeline.builders import one_f_one_b as one_f_one_b
+from fzero.pipeline.names import BUILDERS as BUILDERS
+from fzero.pipeline.names import schedule as schedule
+from fzero.pipeline.order import align as align
+from fzero.pipeline.zero_bubble import dualpipe_v as dualpipe_v
+from fzero.pipeline.zero_bubble import zb_h1 as zb_h1
+from fzero.pipeline.zero_bubble import zb_h2 as zb_h2
+from fzero.pipeline.zero_bubble import zb_v as zb_v
