@@ -36,7 +36,8 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -58,7 +59,7 @@ class Action(NamedTuple):
         match = _CELL.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
-                f"expected an action like 0F3, 2B0, 1I4 or 1W4 (stage, kind, microbatch), got {text!r}"
+                f"expected stage, kind and microbatch, like 0F3, 2B0, 1I4 or 1W4, got {text!r}"
             )
         stage, kind, microbatch = match.groups()
         return cls(kind, int(stage), int(microbatch))  # type: ignore[arg-type]

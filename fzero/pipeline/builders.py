@@ -122,7 +122,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def looped_bfs(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """All microbatches through one chunk before the next chunk: each weight is gathered once a pass.
+    """All microbatches through one chunk before the next: each weight is gathered once a pass.
 
     Args:
         stages: number of stages in all, a multiple of `chunks`.

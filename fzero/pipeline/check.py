@@ -202,7 +202,7 @@ def _own_needs(schedule: Schedule, places: Places, action: Action) -> list[Actio
         return [Action("I", stage, microbatch)]
     if kind == "F":
         return [Action("F", stage - 1, microbatch)] if stage else []
-    after = [Action(k, stage + 1, microbatch) for k in ("B", "I")]  # type: ignore[arg-type]
+    after = [Action("B", stage + 1, microbatch), Action("I", stage + 1, microbatch)]
     return [Action("F", stage, microbatch), *(a for a in after if a in places)]
 
 

@@ -41,7 +41,8 @@ class Instruction(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.operation}{self.microbatch}@{self.slot}"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def lower(

@@ -53,9 +53,7 @@ BUILDERS: dict[str, Builder] = {
 _DEFAULT_CHUNKS = {"interleaved": 2, "looped_bfs": 2, "inference": 1}
 
 
-def schedule(
-    name: str, *, stages: int, microbatches: int, chunks: int | None = None
-) -> Schedule:
+def schedule(name: str, *, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """Builds a schedule by name.
 
     Args:
