@@ -1,0 +1,28 @@
+"""PyTorch modules and checkpoints into JAX and back."""
+
+from .convert import Applied as Applied
+from .convert import Converted as Converted
+from .convert import convert as convert
+from .files import load as load
+from .files import save as save
+from .losses import causal_lm_loss as causal_lm_loss
+from .lower import register_operator as register_operator
+from .lower import registered_operators as registered_operators
+from .statedict import load_state_dict as load_state_dict
+from .statedict import state_dict as state_dict
+from .structure import Output as Output
+
+
+__all__ = [
+    "Applied",
+    "Converted",
+    "Output",
+    "causal_lm_loss",
+    "convert",
+    "load",
+    "load_state_dict",
+    "register_operator",
+    "registered_operators",
+    "save",
+    "state_dict",
+]

@@ -1,0 +1,264 @@
+"""The converted graph: a flat list of instructions, evaluated by ordinary (traceable) JAX calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import torch
+from torch.export.graph_signature import OutputKind
+
+from fzero.errors import ConversionError
+
+from .lower import find_lowering
+from .lower.symbolic import python_function
+from .shapes import unbacked
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A value computed earlier, by its name in the graph."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One operator call; `draw` numbers the random ones, `drop` names what is not needed after."""
+
+    name: str
+    operator: str
+    where: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    draw: int | None
+    drop: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Everything that is computed in one mode.
+
+    `outputs` are the module's own leaves in order; `mutations` maps a buffer's name to its new
+    value.
+    """
+
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[Any, ...]
+    mutations: Mapping[str, Any]
+    num_draws: int
+
+    def run(self, inputs: Mapping[str, Any], rng: Any) -> tuple[list[Any], dict[str, Any]]:
+        """Evaluate the graph.
+
+        Args:
+            inputs: a value for each placeholder.
+            rng: a JAX key; each random node gets `fold_in(rng, its number)`. May be None when
+                `num_draws` is 0.
+
+        Returns:
+            The module's output leaves, and the new value of each buffer it writes.
+        """
+        values = dict(inputs)
+        for step in self.instructions:
+            args, kwargs = _fill(step.args, values), _fill(step.kwargs, values)
+            if step.draw is not None:
+                kwargs["key"] = jax.random.fold_in(rng, step.draw)
+            try:
+                values[step.name] = step.fn(*args, **kwargs)
+            except Exception as error:
+                error.add_note(f"while evaluating {step.operator} in {step.where}")
+                raise
+            for name in step.drop:
+                del values[name]
+        return _fill(list(self.outputs), values), _fill(dict(self.mutations), values)
+
+
+def _fill(template: Any, values: Mapping[str, Any]) -> Any:
+    if isinstance(template, Ref):
+        return values[template.name]
+    if isinstance(template, list | tuple):
+        return type(template)(_fill(item, values) for item in template)
+    if isinstance(template, Mapping):
+        return {key: _fill(item, values) for key, item in template.items()}
+    return template
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Operators without a lowering, and the module paths that use each."""
+
+    operators: Mapping[str, frozenset[str]]
+
+
+def missing_operators(program: torch.export.ExportedProgram) -> Mapping[str, frozenset[str]]:
+    """All operators of a program that have no lowering, with the modules that call them."""
+    found: dict[str, set[str]] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and _resolve(node.target) is None:
+            found.setdefault(str(node.target), set()).add(module_path(node))
+    return {name: frozenset(paths) for name, paths in found.items()}
+
+
+def refuse_missing(found: Sequence[Mapping[str, frozenset[str]]]) -> None:
+    """Raise one error for everything that cannot be lowered, over all graphs of a module.
+
+    Raises:
+        ConversionError: lists each operator once, with all its module paths.
+    """
+    merged: dict[str, set[str]] = {}
+    for operators in found:
+        for name, paths in operators.items():
+            merged.setdefault(name, set()).update(paths)
+    if merged:
+        lines = [f"  {name}  in {', '.join(sorted(merged[name]))}" for name in sorted(merged)]
+        raise ConversionError(
+            f"{len(merged)} operator(s) have no JAX lowering:\n" + "\n".join(lines) + "\n"
+            "Write these modules with other operators, or add each with "
+            "torch_bridge.register_operator(name)."
+        )
+
+
+def refuse_data_dependent(program: torch.export.ExportedProgram) -> None:
+    """Refuse sizes that depend on tensor values: XLA compiles fixed sizes only.
+
+    Raises:
+        ConversionError: names the operator, the module path and the source line.
+    """
+    for node in program.graph.nodes:
+        if node.op == "call_function" and unbacked(node.meta.get("val")):
+            raise ConversionError(
+                f"{node.target} in {module_path(node)} has a size or number that depends on "
+                f"tensor values, which XLA cannot compile.\n  at: {source_line(node)}\n  Use "
+                "torch.where or a mask of fixed size instead of boolean indexing, nonzero or "
+                ".item()."
+            )
+
+
+def module_path(node: torch.fx.Node) -> str:
+    """The path of the submodule that a node belongs to, `(root)` for the outermost."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [entry[0] for entry in stack.values()]
+    return (paths[-1] if paths else "") or "(root)"
+
+
+def source_line(node: torch.fx.Node) -> str:
+    """The innermost line of Python that made a node, outside torch itself where possible."""
+    frames = (node.meta.get("stack_trace") or "").strip().split("File ")[1:]
+    own = [f for f in frames if "site-packages/torch/" not in f] or frames
+    return " | ".join(part.strip() for part in own[-1].splitlines()) if own else "unknown line"
+
+
+def _resolve(target: Any) -> Callable[..., Any] | None:
+    plain = python_function(target)
+    if plain is not None:
+        return plain
+    lowering = find_lowering(str(target))
+    return None if lowering is None else lowering.fn
+
+
+def build_graph(program: torch.export.ExportedProgram) -> Graph:
+    """Turn a decomposed program into instructions; every operator must have a lowering.
+
+    Args:
+        program: what `export_program` returned.
+
+    Returns:
+        A graph that holds no torch tensors.
+
+    Raises:
+        ConversionError: the module writes to one of its parameters.
+    """
+    live = _live_nodes(program)
+    last_use = _last_uses(live)
+    instructions: list[Instruction] = []
+    draws = 0
+    for node in live:
+        if node.op != "call_function":
+            continue
+        args, kwargs = _template(tuple(node.args)), _template(dict(node.kwargs))
+        lowering = find_lowering(str(node.target))
+        drawing = lowering is not None and lowering.draws is not None
+        draw = None
+        if drawing and lowering.draws(*args, **kwargs):  # type: ignore[union-attr, misc]
+            draw, draws = draws, draws + 1
+        fn = _resolve(node.target)
+        assert fn is not None, node.target
+        operator = str(node.target)
+        instructions.append(
+            Instruction(
+                node.name,
+                operator,
+                f"{module_path(node)} ({source_line(node)})",
+                fn,
+                args,
+                kwargs,
+                draw,
+                last_use.get(node.name, ()),
+            )
+        )
+    outputs, mutations = _outputs(program)
+    return Graph(tuple(instructions), outputs, mutations, draws)
+
+
+_CHECKS = ("aten._assert_scalar.default",)
+
+
+def _live_nodes(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
+    """Nodes that an output needs, and size checks; the rest (metadata asserts) is dropped."""
+    wanted: set[torch.fx.Node] = set()
+    nodes = list(program.graph.nodes)
+    for node in reversed(nodes):
+        if node.op in ("output",) or node in wanted or str(node.target) in _CHECKS:
+            wanted.add(node)
+            wanted.update(node.all_input_nodes)
+    return [n for n in nodes if n in wanted]
+
+
+def _last_uses(nodes: Sequence[torch.fx.Node]) -> dict[str, tuple[str, ...]]:
+    """For each node, the computed values that nothing after it reads (inputs are kept)."""
+    final: dict[str, str] = {}
+    for node in nodes:
+        for used in node.all_input_nodes:
+            final[used.name] = "" if node.op == "output" else node.name
+    drops: dict[str, list[str]] = {}
+    for name, user in final.items():
+        if user:
+            drops.setdefault(user, []).append(name)
+    return {user: tuple(names) for user, names in drops.items()}
+
+
+def _template(value: Any) -> Any:
+    if isinstance(value, torch.fx.Node):
+        return Ref(value.name)
+    if isinstance(value, list | tuple):  # fx has list and tuple types of its own
+        items = [_template(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, Mapping):
+        return {key: _template(item) for key, item in value.items()}
+    return value
+
+
+def _outputs(
+    program: torch.export.ExportedProgram,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    (node,) = (n for n in program.graph.nodes if n.op == "output")
+    returned: Any = node.args[0]
+    outputs: list[Any] = []
+    mutations: dict[str, Any] = {}
+    for spec, value in zip(program.graph_signature.output_specs, returned, strict=True):
+        if spec.kind is OutputKind.USER_OUTPUT:
+            outputs.append(_template(value))
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
+            mutations[str(spec.target)] = _template(value)
+        elif spec.kind is OutputKind.PARAMETER_MUTATION:
+            raise ConversionError(
+                f"the forward writes to the parameter `{spec.target}`; a step's parameters are "
+                "inputs only. Keep what changes in a buffer (register_buffer)."
+            )
+        elif spec.kind is not OutputKind.USER_INPUT_MUTATION:
+            raise ConversionError(f"the module returns {spec.kind.name}, which has no JAX form")
+    return tuple(outputs), mutations

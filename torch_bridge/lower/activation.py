@@ -1,0 +1,112 @@
+"""Activations that stay whole through export."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..dtypes import accumulation_dtype, cast, jax_dtype
+from .registry import register_operator
+
+
+@register_operator("aten.relu.default")
+def relu(x: jax.Array) -> jax.Array:
+    return jax.nn.relu(x)
+
+
+@register_operator("aten.gelu.default")
+def gelu(x: jax.Array, approximate: str = "none") -> jax.Array:
+    wide = cast(x, accumulation_dtype(x))  # torch computes half precision in float32
+    return jax.nn.gelu(wide, approximate=approximate == "tanh").astype(x.dtype)
+
+
+@register_operator("aten.silu.default")
+def silu(x: jax.Array) -> jax.Array:
+    wide = cast(x, accumulation_dtype(x))
+    return jax.nn.silu(wide).astype(x.dtype)
+
+
+@register_operator("aten.mish.default")
+def mish(x: jax.Array) -> jax.Array:
+    return jax.nn.mish(x)
+
+
+@register_operator("aten.softplus.default")
+def softplus(x: jax.Array, beta: Any = 1, threshold: Any = 20) -> jax.Array:
+    scaled = x * beta
+    # The inner `where` keeps the unused branch finite, so that its gradient is 0 and not NaN.
+    low = jnp.where(scaled > threshold, jnp.zeros((), x.dtype), scaled)
+    return jnp.where(scaled > threshold, x, jnp.log1p(jnp.exp(low)) / beta)
+
+
+@register_operator("aten.hardswish.default")
+def hardswish(x: jax.Array) -> jax.Array:
+    return x * (jnp.clip(x + 3.0, 0.0, 6.0) / 6.0)
+
+
+@register_operator("aten.hardsigmoid.default")
+def hardsigmoid(x: jax.Array) -> jax.Array:
+    return jnp.clip(x + 3.0, 0.0, 6.0) / 6.0
+
+
+@register_operator("aten.hardtanh.default")
+def hardtanh(x: jax.Array, min_val: Any = -1, max_val: Any = 1) -> jax.Array:
+    return jnp.clip(x, cast(min_val, x.dtype), cast(max_val, x.dtype))
+
+
+@register_operator("aten.leaky_relu.default")
+def leaky_relu(x: jax.Array, negative_slope: Any = 0.01) -> jax.Array:
+    return jnp.where(x > 0, x, x * negative_slope)
+
+
+@register_operator("aten.elu.default")
+def elu(x: jax.Array, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> jax.Array:
+    low = jnp.where(x > 0, jnp.zeros((), x.dtype), x)
+    return jnp.where(x > 0, x * scale, jnp.expm1(low * input_scale) * (alpha * scale))
+
+
+@register_operator("aten.prelu.default", "aten._prelu_kernel.default")
+def prelu(x: jax.Array, weight: Any) -> jax.Array:
+    slope = weight
+    if weight.size > 1 and weight.ndim == 1 and x.ndim > 1:
+        slope = jnp.reshape(weight, (1, -1, *(1,) * (x.ndim - 2)))
+    return jnp.where(x > 0, x, x * slope.astype(x.dtype))
+
+
+@register_operator("aten.log_sigmoid_forward.default")
+def log_sigmoid_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jax.nn.log_sigmoid(x), jnp.zeros((0,), x.dtype)
+
+
+@register_operator("aten.log_sigmoid.default")
+def log_sigmoid(x: jax.Array) -> jax.Array:
+    return jax.nn.log_sigmoid(x)
+
+
+@register_operator("aten.glu.default")
+def glu(x: jax.Array, dim: int = -1) -> jax.Array:
+    a, b = jnp.split(x, 2, axis=dim)
+    return a * jax.nn.sigmoid(b)
+
+
+@register_operator("aten.softmax.int", "aten._softmax.default")
+def softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
+    # `_softmax` has a bool (half_to_float) in third place; False there means the same dtype.
+    out = jax_dtype(dtype) if dtype is not None and not isinstance(dtype, bool) else x.dtype
+    wide = cast(x, accumulation_dtype(cast(x, out)))
+    return jax.nn.softmax(wide, axis=dim).astype(out)
+
+
+@register_operator("aten._safe_softmax.default")
+def safe_softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
+    dead = jnp.all(x == -jnp.inf, axis=dim, keepdims=True)
+    return jnp.where(dead, 0.0, softmax(jnp.where(dead, 0.0, x), dim, dtype))
+
+
+@register_operator("aten.log_softmax.int", "aten._log_softmax.default")
+def log_softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
+    out = jax_dtype(dtype) if dtype is not None and not isinstance(dtype, bool) else x.dtype
+    wide = cast(x, accumulation_dtype(cast(x, out)))
+    return jax.nn.log_softmax(wide, axis=dim).astype(out)

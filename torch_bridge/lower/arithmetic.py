@@ -1,0 +1,310 @@
+"""Elementwise arithmetic, comparison and logic, with torch's promotion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..dtypes import (
+    accumulation_dtype,
+    canonical,
+    cast,
+    is_bool,
+    is_float,
+    jax_dtype,
+    promote,
+    promote_float,
+    result_dtype,
+)
+from .registry import register_operator
+
+
+def _scaled(y: Any, alpha: Any) -> Any:
+    return y if alpha == 1 else y * alpha
+
+
+@register_operator("aten.add.Tensor", "aten.add.Scalar")
+def add(x: jax.Array, y: Any, alpha: Any = 1) -> jax.Array:
+    a, b = promote(x, y)
+    return jnp.add(a, _scaled(b, alpha))
+
+
+@register_operator("aten.sub.Tensor", "aten.sub.Scalar")
+def sub(x: jax.Array, y: Any, alpha: Any = 1) -> jax.Array:
+    a, b = promote(x, y)
+    return jnp.subtract(a, _scaled(b, alpha))
+
+
+@register_operator("aten.rsub.Tensor", "aten.rsub.Scalar")
+def rsub(x: jax.Array, y: Any, alpha: Any = 1) -> jax.Array:
+    return sub(y, x, alpha)
+
+
+@register_operator("aten.mul.Tensor", "aten.mul.Scalar")
+def mul(x: jax.Array, y: Any) -> jax.Array:
+    a, b = promote(x, y)
+    return jnp.multiply(a, b)
+
+
+@register_operator(
+    "aten.div.Tensor", "aten.div.Scalar", "aten.div.Tensor_mode", "aten.div.Scalar_mode"
+)
+def div(x: jax.Array, y: Any, rounding_mode: str | None = None) -> jax.Array:
+    if rounding_mode is None:
+        a, b = promote_float(x, y)
+        return jnp.divide(a, b)
+    a, b = promote(x, y)
+    if rounding_mode == "floor":
+        return jnp.floor_divide(a, b)
+    if is_float(a):
+        return jnp.trunc(a / b)
+    return jax.lax.div(*jnp.broadcast_arrays(a, b))  # truncates towards zero, as torch does
+
+
+@register_operator("aten.floor_divide.default", "aten.floor_divide.Scalar")
+def floor_divide(x: jax.Array, y: Any) -> jax.Array:
+    return div(x, y, rounding_mode="floor")
+
+
+@register_operator("aten.remainder.Tensor", "aten.remainder.Scalar", "aten.remainder.Scalar_Tensor")
+def remainder(x: jax.Array, y: Any) -> jax.Array:
+    a, b = promote(x, y)
+    return jnp.remainder(a, b)
+
+
+@register_operator("aten.fmod.Tensor", "aten.fmod.Scalar")
+def fmod(x: jax.Array, y: Any) -> jax.Array:
+    a, b = promote(x, y)
+    return jnp.fmod(a, b)
+
+
+@register_operator("aten.pow.Tensor_Scalar")
+def pow_scalar(x: jax.Array, exponent: Any) -> jax.Array:
+    dtype = result_dtype(x, exponent)
+    base = cast(x, dtype)
+    if float(exponent).is_integer() and abs(exponent) <= 16:
+        # Repeated multiplication: exact gradients at 0 and no call to the slow general pow.
+        return base ** int(exponent)
+    if exponent == 0.5:
+        return jnp.sqrt(base)
+    if exponent == -0.5:
+        return jax.lax.rsqrt(base)
+    return jnp.power(base, cast(exponent, dtype))
+
+
+@register_operator("aten.pow.Tensor_Tensor", "aten.pow.Scalar")
+def pow_tensor(x: jax.Array, exponent: Any) -> jax.Array:
+    a, b = promote(x, exponent)
+    return jnp.power(a, b)
+
+
+@register_operator("aten.addcmul.default")
+def addcmul(x: jax.Array, a: Any, b: Any, value: Any = 1) -> jax.Array:
+    return add(x, mul(mul(a, b), value))
+
+
+@register_operator("aten.addcdiv.default")
+def addcdiv(x: jax.Array, a: Any, b: Any, value: Any = 1) -> jax.Array:
+    return add(x, mul(div(a, b), value))
+
+
+@register_operator("aten.lerp.Scalar", "aten.lerp.Tensor")
+def lerp(x: jax.Array, end: Any, weight: Any) -> jax.Array:
+    return add(x, mul(weight, sub(end, x)))
+
+
+@register_operator("aten.maximum.default")
+def maximum(x: jax.Array, y: Any) -> jax.Array:
+    return jnp.maximum(*promote(x, y))
+
+
+@register_operator("aten.minimum.default")
+def minimum(x: jax.Array, y: Any) -> jax.Array:
+    return jnp.minimum(*promote(x, y))
+
+
+@register_operator("aten.atan2.default")
+def atan2(x: jax.Array, y: Any) -> jax.Array:
+    return jnp.arctan2(*promote_float(x, y))
+
+
+@register_operator("aten.clamp.default", "aten.clamp.Tensor")
+def clamp(x: jax.Array, min: Any = None, max: Any = None) -> jax.Array:
+    dtype = result_dtype(*(v for v in (x, min, max) if v is not None))
+    out = cast(x, dtype)
+    # torch's gradient at a bound is 1 (the value is inside); jnp.maximum would split it.
+    if min is not None:
+        low = cast(min, dtype)
+        out = jnp.where(out < low, low, out)
+    if max is not None:
+        high = cast(max, dtype)
+        out = jnp.where(out > high, high, out)
+    return out
+
+
+@register_operator("aten.clamp_min.default", "aten.clamp_min.Tensor")
+def clamp_min(x: jax.Array, min: Any) -> jax.Array:
+    return clamp(x, min=min)
+
+
+@register_operator("aten.clamp_max.default", "aten.clamp_max.Tensor")
+def clamp_max(x: jax.Array, max: Any) -> jax.Array:
+    return clamp(x, max=max)
+
+
+def _unary(name: str, fn: Any) -> None:
+    register_operator(f"aten.{name}.default")(lambda x: fn(x))
+
+
+def _unary_float(name: str, fn: Any) -> None:
+    register_operator(f"aten.{name}.default")(lambda x: fn(promote_float(x)[0]))
+
+
+for _name, _fn in {
+    "abs": jnp.abs,
+    "neg": jnp.negative,
+    "sign": jnp.sign,
+    "sgn": jnp.sign,
+    "square": jnp.square,
+    "floor": lambda x: jnp.floor(x) if is_float(x) else x,
+    "ceil": lambda x: jnp.ceil(x) if is_float(x) else x,
+    "round": lambda x: jnp.round(x) if is_float(x) else x,
+    "trunc": lambda x: jnp.trunc(x) if is_float(x) else x,
+    "isnan": jnp.isnan,
+    "isinf": jnp.isinf,
+    "isfinite": jnp.isfinite,
+    "logical_not": lambda x: jnp.logical_not(x.astype(bool)),
+    "bitwise_not": jnp.bitwise_not,
+}.items():
+    _unary(_name, _fn)
+
+for _name, _fn in {
+    "exp": jnp.exp,
+    "exp2": jnp.exp2,
+    "expm1": jnp.expm1,
+    "log": jnp.log,
+    "log2": jnp.log2,
+    "log10": jnp.log10,
+    "log1p": jnp.log1p,
+    "sqrt": jnp.sqrt,
+    "rsqrt": jax.lax.rsqrt,
+    "reciprocal": lambda x: 1.0 / x,
+    "sin": jnp.sin,
+    "cos": jnp.cos,
+    "tan": jnp.tan,
+    "asin": jnp.arcsin,
+    "acos": jnp.arccos,
+    "atan": jnp.arctan,
+    "sinh": jnp.sinh,
+    "cosh": jnp.cosh,
+    "tanh": jnp.tanh,
+    "asinh": jnp.arcsinh,
+    "acosh": jnp.arccosh,
+    "atanh": jnp.arctanh,
+    "erf": jax.lax.erf,
+    "erfc": jax.lax.erfc,
+    "sigmoid": jax.nn.sigmoid,
+}.items():
+    _unary_float(_name, _fn)
+
+
+def _compare(name: str, fn: Any) -> None:
+    register_operator(f"aten.{name}.Tensor", f"aten.{name}.Scalar")(lambda x, y: fn(*promote(x, y)))
+
+
+for _name, _fn in {
+    "eq": jnp.equal,
+    "ne": jnp.not_equal,
+    "lt": jnp.less,
+    "le": jnp.less_equal,
+    "gt": jnp.greater,
+    "ge": jnp.greater_equal,
+}.items():
+    _compare(_name, _fn)
+
+
+def _bitwise(name: str, fn: Any) -> None:
+    register_operator(f"aten.bitwise_{name}.Tensor", f"aten.bitwise_{name}.Scalar")(
+        lambda x, y: fn(*promote(x, y))
+    )
+    register_operator(f"aten.logical_{name}.default")(
+        lambda x, y: fn(x.astype(bool), y.astype(bool))
+    )
+
+
+for _name, _fn in {
+    "and": jnp.bitwise_and,
+    "or": jnp.bitwise_or,
+    "xor": jnp.bitwise_xor,
+}.items():
+    _bitwise(_name, _fn)
+
+
+@register_operator("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf")
+def where(condition: Any, x: Any, y: Any) -> jax.Array:
+    a, b = promote(x, y)
+    return jnp.where(condition, a, b)
+
+
+@register_operator("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
+def masked_fill(x: jax.Array, mask: Any, value: Any) -> jax.Array:
+    return jnp.where(mask, cast(value, x.dtype), x)
+
+
+@register_operator("aten.nan_to_num.default")
+def nan_to_num(x: jax.Array, nan: Any = None, posinf: Any = None, neginf: Any = None) -> jax.Array:
+    return jnp.nan_to_num(x, nan=0.0 if nan is None else nan, posinf=posinf, neginf=neginf)
+
+
+@register_operator("aten.cumsum.default")
+def cumsum(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
+    if dtype is not None:
+        x = cast(x, jax_dtype(dtype))
+    elif not is_float(x):
+        x = cast(x, canonical("int64"))  # bool and small integers count in 64 bits
+    if x.ndim == 0:
+        return jnp.asarray(x)
+    wide = cast(x, accumulation_dtype(x))
+    return jnp.cumsum(wide, axis=dim).astype(x.dtype)
+
+
+@register_operator("aten.cumprod.default")
+def cumprod(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
+    if dtype is not None:
+        x = cast(x, jax_dtype(dtype))
+    return jnp.cumprod(x, axis=dim) if x.ndim else jnp.asarray(x)
+
+
+@register_operator("aten._to_copy.default", "prims.convert_element_type.default")
+def to_copy(x: jax.Array, dtype: Any = None, **_: Any) -> jax.Array:
+    return jnp.asarray(x) if dtype is None else cast_torch(x, jax_dtype(dtype))
+
+
+def cast_torch(x: jax.Array, dtype: Any) -> jax.Array:
+    """A dtype conversion as torch does it: anything non-zero is True."""
+    if is_bool(dtype):
+        return jnp.asarray(x != 0) if not is_bool(x) else jnp.asarray(x)
+    return jnp.asarray(x).astype(dtype)
+
+
+@register_operator(
+    "aten.clone.default",
+    "aten.alias.default",
+    "aten.lift_fresh_copy.default",
+    "aten.contiguous.default",
+    "aten.positive.default",
+)
+def identity(x: jax.Array, **_: Any) -> Any:
+    return x
+
+
+@register_operator("aten.detach.default")
+def detach(x: jax.Array) -> jax.Array:
+    return jax.lax.stop_gradient(x)
+
+
+@register_operator("aten.copy.default")
+def copy(x: jax.Array, src: Any, non_blocking: bool = False) -> jax.Array:
+    return jnp.broadcast_to(cast_torch(src, x.dtype), x.shape)

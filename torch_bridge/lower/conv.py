@@ -1,0 +1,92 @@
+"""Convolution, plain and transposed, in 1 to 3 dimensions, in torch's NCHW / OIHW layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..dtypes import cast, promote
+from .registry import register_operator
+
+
+_SPATIAL = "DHW"
+
+
+@register_operator("aten.convolution.default")
+def convolution(
+    x: jax.Array,
+    weight: Any,
+    bias: Any,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> jax.Array:
+    """Shapes: x `(N, C, *spatial)`; weight `(O, C / groups, *kernel)`, or `(C, O / g, ..)`."""
+    a, w = promote(x, weight)
+    dims = w.ndim - 2
+    unbatched = a.ndim == dims + 1
+    if unbatched:
+        a = jnp.expand_dims(a, 0)
+    stride, padding, dilation = (_each(v, dims) for v in (stride, padding, dilation))
+    if transposed:
+        out = _transposed(a, w, stride, padding, dilation, _each(output_padding, dims), groups)
+    else:
+        out = jax.lax.conv_general_dilated(
+            a,
+            w,
+            stride,
+            [(p, p) for p in padding],
+            rhs_dilation=dilation,
+            feature_group_count=groups,
+            dimension_numbers=_layout(dims),
+        )
+    if bias is not None:
+        out = out + jnp.reshape(cast(bias, out.dtype), (1, -1, *(1,) * dims))
+    return jnp.squeeze(out, 0) if unbatched else out
+
+
+def _each(values: Sequence[int], dims: int) -> tuple[int, ...]:
+    return tuple(values) * dims if len(values) == 1 else tuple(values)
+
+
+def _layout(dims: int) -> tuple[str, str, str]:
+    spatial = _SPATIAL[3 - dims :]
+    return "NC" + spatial, "OI" + spatial, "NC" + spatial
+
+
+def _transposed(
+    x: jax.Array,
+    weight: jax.Array,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    output_padding: Sequence[int],
+    groups: int,
+) -> jax.Array:
+    """The transpose of a convolution: the input spread by `stride`, the kernel mirrored."""
+    dims = weight.ndim - 2
+    cin, per_group, *kernel = weight.shape
+    # (C, O/g, ...) -> (O, C/g, ...): swap in and out channels inside each group.
+    w = jnp.reshape(weight, (groups, cin // groups, per_group, *kernel))
+    w = jnp.reshape(jnp.swapaxes(w, 1, 2), (groups * per_group, cin // groups, *kernel))
+    w = jnp.flip(w, tuple(range(2, 2 + dims)))
+    edges = [
+        (d * (k - 1) - p, d * (k - 1) - p + extra)
+        for k, p, d, extra in zip(kernel, padding, dilation, output_padding, strict=True)
+    ]
+    return jax.lax.conv_general_dilated(
+        x,
+        w,
+        (1,) * dims,
+        edges,
+        lhs_dilation=stride,
+        rhs_dilation=dilation,
+        feature_group_count=groups,
+        dimension_numbers=_layout(dims),
+    )

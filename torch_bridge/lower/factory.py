@@ -1,0 +1,115 @@
+"""Tensors made from nothing: arange, full, zeros, and their `_like` forms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..dtypes import canonical, jax_dtype
+from .registry import register_operator
+
+
+def _number_dtype(values: Sequence[Any], dtype: Any) -> np.dtype[Any]:
+    if dtype is not None:
+        return jax_dtype(dtype)
+    if all(isinstance(v, bool) for v in values):
+        return np.dtype(np.bool_)
+    return canonical("int64") if all(isinstance(v, int) for v in values) else np.dtype("float32")
+
+
+def _fit(value: Any, dtype: np.dtype[Any]) -> Any:
+    """Clip an integer constant to the range of a narrowed dtype (int64's extremes as sentinels)."""
+    if dtype.kind in "iu" and isinstance(value, int) and not isinstance(value, bool):
+        limits = np.iinfo(dtype)
+        return max(int(limits.min), min(int(limits.max), value))
+    return value
+
+
+@register_operator("aten.arange.start_step")
+def arange(start: Any, end: Any, step: Any = 1, dtype: Any = None, **_: Any) -> jax.Array:
+    return jnp.arange(start, end, step, dtype=_number_dtype((start, end, step), dtype))
+
+
+@register_operator("aten.arange.default")
+def arange_end(end: Any, **kwargs: Any) -> jax.Array:
+    return arange(0, end, **kwargs)
+
+
+@register_operator("aten.arange.start")
+def arange_start(start: Any, end: Any, **kwargs: Any) -> jax.Array:
+    return arange(start, end, **kwargs)
+
+
+@register_operator("aten.linspace.default")
+def linspace(start: Any, end: Any, steps: int, dtype: Any = None, **_: Any) -> jax.Array:
+    return jnp.linspace(start, end, steps, dtype=jax_dtype(dtype))
+
+
+@register_operator("aten.full.default")
+def full(size: Sequence[int], fill_value: Any, dtype: Any = None, **_: Any) -> jax.Array:
+    kind = _number_dtype((fill_value,), dtype)
+    return jnp.full(tuple(size), _fit(fill_value, kind), kind)
+
+
+@register_operator("aten.full_like.default")
+def full_like(x: jax.Array, fill_value: Any, dtype: Any = None, **_: Any) -> jax.Array:
+    kind = np.dtype(x.dtype) if dtype is None else jax_dtype(dtype)
+    return jnp.full(x.shape, _fit(fill_value, kind), kind)
+
+
+@register_operator("aten.scalar_tensor.default")
+def scalar_tensor(value: Any, dtype: Any = None, **_: Any) -> jax.Array:
+    kind = jax_dtype(dtype)  # torch's default is float32 here, whatever the number is
+    return jnp.asarray(_fit(value, kind), kind)
+
+
+@register_operator("aten.zeros.default", "aten.empty.memory_format", "aten.empty_permuted.default")
+def zeros(size: Sequence[int], *_rest: Any, dtype: Any = None, **_: Any) -> jax.Array:
+    return jnp.zeros(tuple(size), jax_dtype(dtype))
+
+
+@register_operator("aten.ones.default")
+def ones(size: Sequence[int], dtype: Any = None, **_: Any) -> jax.Array:
+    return jnp.ones(tuple(size), jax_dtype(dtype))
+
+
+@register_operator("aten.zeros_like.default", "aten.empty_like.default")
+def zeros_like(x: jax.Array, dtype: Any = None, **_: Any) -> jax.Array:
+    return full_like(x, 0, dtype)
+
+
+@register_operator("aten.ones_like.default")
+def ones_like(x: jax.Array, dtype: Any = None, **_: Any) -> jax.Array:
+    return full_like(x, 1, dtype)
+
+
+@register_operator("aten.new_zeros.default", "aten.new_empty.default")
+def new_zeros(x: jax.Array, size: Sequence[int], dtype: Any = None, **_: Any) -> jax.Array:
+    return jnp.zeros(tuple(size), x.dtype if dtype is None else jax_dtype(dtype))
+
+
+@register_operator("aten.new_ones.default")
+def new_ones(x: jax.Array, size: Sequence[int], dtype: Any = None, **_: Any) -> jax.Array:
+    return jnp.ones(tuple(size), x.dtype if dtype is None else jax_dtype(dtype))
+
+
+@register_operator("aten.new_full.default")
+def new_full(
+    x: jax.Array, size: Sequence[int], value: Any, dtype: Any = None, **_: Any
+) -> jax.Array:
+    kind = np.dtype(x.dtype) if dtype is None else jax_dtype(dtype)
+    return jnp.full(tuple(size), _fit(value, kind), kind)
+
+
+@register_operator("aten.fill.Scalar", "aten.fill.Tensor")
+def fill(x: jax.Array, value: Any) -> jax.Array:
+    return jnp.full(x.shape, value, x.dtype)
+
+
+@register_operator("aten.eye.default", "aten.eye.m")
+def eye(n: int, m: int | None = None, dtype: Any = None, **_: Any) -> jax.Array:
+    return jnp.eye(n, m, dtype=jax_dtype(dtype))

@@ -1,0 +1,162 @@
+"""Reading and writing by index. Indices outside the tensor: torch raises, here they read NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..dtypes import canonical, cast, is_bool
+from .registry import register_operator
+from .shape import slice_bounds
+
+
+@register_operator("aten.embedding.default")
+def embedding(
+    weight: Any,
+    indices: Any,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> jax.Array:
+    if scale_grad_by_freq:
+        raise NotImplementedError("Embedding(scale_grad_by_freq=True): its gradient is not covered")
+    rows = jnp.take(weight, indices, axis=0)
+    if padding_idx < 0:
+        return rows
+    padded = jnp.expand_dims(indices == padding_idx, -1)
+    return jnp.where(padded, jax.lax.stop_gradient(rows), rows)
+
+
+def _indexers(x: jax.Array, indices: Sequence[Any]) -> tuple[Any, ...]:
+    if any(i is not None and is_bool(i) for i in indices):
+        raise NotImplementedError(
+            "indexing with a boolean mask has a size that depends on the data; use torch.where"
+        )
+    return tuple(slice(None) if i is None else i for i in indices)
+
+
+@register_operator("aten.index.Tensor", "aten._unsafe_index.Tensor")
+def index(x: jax.Array, indices: Sequence[Any]) -> jax.Array:
+    return x[_indexers(x, indices)]
+
+
+@register_operator("aten.index_put.default", "aten._unsafe_index_put.default")
+def index_put(
+    x: jax.Array, indices: Sequence[Any], values: Any, accumulate: bool = False
+) -> jax.Array:
+    masks = [i for i in indices if i is not None and is_bool(i)]
+    if masks and len(indices) == 1 and values.size == 1 and not accumulate:
+        # x[mask] = scalar has a fixed shape after all.
+        mask = jnp.reshape(masks[0], (*masks[0].shape, *(1,) * (x.ndim - masks[0].ndim)))
+        return jnp.where(mask, jnp.reshape(cast(values, x.dtype), ()), x)
+    where = x.at[_indexers(x, indices)]
+    new = cast(values, x.dtype)
+    return where.add(new) if accumulate else where.set(new)
+
+
+@register_operator("aten.index_select.default")
+def index_select(x: jax.Array, dim: int, index: Any) -> jax.Array:
+    return jnp.take(x, index, axis=dim) if x.ndim else x
+
+
+def _along(x: jax.Array, dim: int, index: Any) -> tuple[Any, ...]:
+    """Index arrays so that `x[_along(...)]` is torch's gather: other dims count along `index`."""
+    grid = jnp.meshgrid(
+        *(jnp.arange(n, dtype=index.dtype) for n in index.shape), indexing="ij", sparse=True
+    )
+    grid[dim % x.ndim] = index
+    return tuple(grid)
+
+
+@register_operator("aten.gather.default", "aten.take_along_dim.default")
+def gather(x: jax.Array, dim: int, index: Any, sparse_grad: bool = False) -> jax.Array:
+    return x[_along(x, dim, index)] if x.ndim else x
+
+
+@register_operator("aten.scatter.src")
+def scatter(x: jax.Array, dim: int, index: Any, src: Any) -> jax.Array:
+    part = src[tuple(slice(n) for n in index.shape)]
+    return x.at[_along(x, dim, index)].set(cast(part, x.dtype))
+
+
+@register_operator("aten.scatter.value")
+def scatter_value(x: jax.Array, dim: int, index: Any, value: Any) -> jax.Array:
+    return x.at[_along(x, dim, index)].set(cast(value, x.dtype))
+
+
+@register_operator("aten.scatter_add.default")
+def scatter_add(x: jax.Array, dim: int, index: Any, src: Any) -> jax.Array:
+    part = src[tuple(slice(n) for n in index.shape)]
+    return x.at[_along(x, dim, index)].add(cast(part, x.dtype))
+
+
+@register_operator("aten.index_add.default")
+def index_add(x: jax.Array, dim: int, index: Any, source: Any, alpha: Any = 1) -> jax.Array:
+    where = (slice(None),) * (dim % x.ndim) + (index,)
+    return x.at[where].add(cast(source, x.dtype) * alpha)
+
+
+@register_operator("aten.select_scatter.default")
+def select_scatter(x: jax.Array, src: Any, dim: int, index: int) -> jax.Array:
+    where = (slice(None),) * (dim % x.ndim) + (index,)
+    return x.at[where].set(cast(src, x.dtype))
+
+
+@register_operator("aten.slice_scatter.default")
+def slice_scatter(
+    x: jax.Array,
+    src: Any,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> jax.Array:
+    low, high = slice_bounds(x.shape[dim], start, end)
+    if (low, high, step) == (0, x.shape[dim], 1):
+        return jnp.broadcast_to(cast(src, x.dtype), x.shape)
+    where = (slice(None),) * (dim % x.ndim) + (slice(low, high, step),)
+    return x.at[where].set(cast(src, x.dtype))
+
+
+@register_operator("aten.one_hot.default")
+def one_hot(x: jax.Array, num_classes: int = -1) -> jax.Array:
+    if num_classes < 0:
+        raise NotImplementedError("one_hot without num_classes has a size that depends on the data")
+    return jax.nn.one_hot(x, num_classes, dtype=canonical("int64"))
+
+
+@register_operator("aten.sort.default")
+def sort(x: jax.Array, dim: int = -1, descending: bool = False) -> tuple[jax.Array, jax.Array]:
+    return sort_stable(x, stable=True, dim=dim, descending=descending)
+
+
+@register_operator("aten.sort.stable")
+def sort_stable(
+    x: jax.Array, *, stable: bool | None = None, dim: int = -1, descending: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    if x.ndim == 0:
+        return x, jnp.zeros((), canonical("int64"))
+    order = jnp.argsort(x, axis=dim, stable=True, descending=descending)
+    return jnp.take_along_axis(x, order, axis=dim), order.astype(canonical("int64"))
+
+
+@register_operator("aten.argsort.default")
+def argsort(x: jax.Array, dim: int = -1, descending: bool = False) -> jax.Array:
+    return sort(x, dim, descending)[1]
+
+
+@register_operator("aten.topk.default")
+def topk(
+    x: jax.Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[jax.Array, jax.Array]:
+    moved = jnp.moveaxis(x, dim, -1)
+    if largest:
+        values, order = jax.lax.top_k(moved, k)
+    else:
+        order = jnp.argsort(moved, axis=-1, stable=True)[..., :k]
+        values = jnp.take_along_axis(moved, order, axis=-1)
+    order = order.astype(canonical("int64"))
+    return jnp.moveaxis(values, -1, dim), jnp.moveaxis(order, -1, dim)

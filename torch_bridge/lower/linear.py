@@ -1,0 +1,49 @@
+"""Matrix products. Weights stay in torch's (out, in) layout: dot_general contracts either side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..dtypes import cast, promote, result_dtype
+from .registry import register_operator
+
+
+@register_operator("aten.linear.default")
+def linear(x: jax.Array, weight: Any, bias: Any = None) -> jax.Array:
+    a, w = promote(x, weight)
+    out = jax.lax.dot_general(a, w, (((a.ndim - 1,), (w.ndim - 1,)), ((), ())))
+    return out if bias is None else out + cast(bias, out.dtype)
+
+
+@register_operator("aten.mm.default", "aten.bmm.default", "aten.mv.default", "aten.dot.default")
+def matmul_plain(x: jax.Array, y: Any) -> jax.Array:
+    return jnp.matmul(*promote(x, y))
+
+
+@register_operator("aten.matmul.default")
+def matmul(x: jax.Array, y: Any) -> jax.Array:
+    return jnp.matmul(*promote(x, y))
+
+
+@register_operator("aten.addmm.default", "aten.addmv.default", "aten.baddbmm.default")
+def addmm(bias: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+    dtype = result_dtype(x, y)
+    out = jnp.matmul(cast(x, dtype), cast(y, dtype))
+    if alpha != 1:
+        out = out * alpha
+    if beta == 0:  # torch ignores the bias altogether then, NaN included
+        return out
+    return out + cast(bias, dtype) * (1 if beta == 1 else beta)
+
+
+@register_operator("aten.outer.default")
+def outer(x: jax.Array, y: Any) -> jax.Array:
+    return jnp.outer(*promote(x, y))
+
+
+@register_operator("aten.einsum.default")
+def einsum(equation: str, operands: Any, path: Any = None) -> jax.Array:
+    return jnp.einsum(equation, *promote(*operands))

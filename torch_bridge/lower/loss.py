@@ -1,0 +1,81 @@
+"""Losses that export keeps whole or in half."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..dtypes import promote
+from .registry import register_operator
+
+
+_NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction
+
+
+def _reduce(x: jax.Array, reduction: int) -> jax.Array:
+    if reduction == _MEAN:
+        return jnp.mean(x)
+    return jnp.sum(x) if reduction == _SUM else x
+
+
+@register_operator("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
+def nll_loss_forward(
+    x: jax.Array, target: Any, weight: Any, reduction: int, ignore_index: int
+) -> tuple[jax.Array, jax.Array]:
+    """Shapes: x `(N, C, *rest)` or `(C,)`, target `(N, *rest)` or `()`."""
+    axis = 1 if x.ndim > 1 else 0
+    kept = target != ignore_index
+    safe = jnp.where(kept, target, 0)
+    picked = -jnp.squeeze(jnp.take_along_axis(x, jnp.expand_dims(safe, axis), axis=axis), axis)
+    scale = kept.astype(x.dtype)
+    if weight is not None:
+        scale = scale * jnp.take(weight.astype(x.dtype), safe)
+    losses = jnp.where(kept, picked * scale, jnp.zeros((), x.dtype))
+    total = jnp.sum(scale)
+    if reduction == _NONE:
+        return losses, jnp.zeros((), x.dtype)
+    return (jnp.sum(losses) / total if reduction == _MEAN else jnp.sum(losses)), total
+
+
+@register_operator("aten.nll_loss.default", "aten.nll_loss_nd.default")
+def nll_loss(
+    x: jax.Array, target: Any, weight: Any = None, reduction: int = _MEAN, ignore_index: int = -100
+) -> jax.Array:
+    return nll_loss_forward(x, target, weight, reduction, ignore_index)[0]
+
+
+@register_operator("aten.mse_loss.default")
+def mse_loss(x: jax.Array, target: Any, reduction: int = _MEAN) -> jax.Array:
+    a, b = promote(x, target)
+    return _reduce(jnp.square(a - b), reduction)
+
+
+@register_operator("aten.binary_cross_entropy.default")
+def binary_cross_entropy(
+    x: jax.Array, target: Any, weight: Any = None, reduction: int = _MEAN
+) -> jax.Array:
+    a, b = promote(x, target)
+    low = jnp.asarray(-100.0, a.dtype)  # torch clamps both logarithms there
+    losses = -(b * jnp.maximum(jnp.log(a), low) + (1 - b) * jnp.maximum(jnp.log1p(-a), low))
+    return _reduce(losses if weight is None else losses * weight, reduction)
+
+
+@register_operator("aten.huber_loss.default")
+def huber_loss(x: jax.Array, target: Any, reduction: int = _MEAN, delta: float = 1.0) -> jax.Array:
+    a, b = promote(x, target)
+    gap = jnp.abs(a - b)
+    losses = jnp.where(gap < delta, 0.5 * jnp.square(gap), delta * (gap - 0.5 * delta))
+    return _reduce(losses, reduction)
+
+
+@register_operator("aten.smooth_l1_loss.default")
+def smooth_l1_loss(
+    x: jax.Array, target: Any, reduction: int = _MEAN, beta: float = 1.0
+) -> jax.Array:
+    a, b = promote(x, target)
+    gap = jnp.abs(a - b)
+    if beta == 0:
+        return _reduce(gap, reduction)
+    return _reduce(jnp.where(gap < beta, 0.5 * gap * gap / beta, gap - 0.5 * beta), reduction)

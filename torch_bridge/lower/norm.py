@@ -1,0 +1,169 @@
+"""Normalisation. Half-precision inputs are normalised in float32, as torch does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..dtypes import accumulation_dtype, cast
+from .registry import register_operator
+
+
+def _affine(x: jax.Array, weight: Any, bias: Any, shape: Sequence[int] | None = None) -> jax.Array:
+    for factor, apply in ((weight, jnp.multiply), (bias, jnp.add)):
+        if factor is not None:
+            wide = cast(factor, x.dtype)
+            x = apply(x, wide if shape is None else jnp.reshape(wide, shape))
+    return x
+
+
+def _moments(x: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """Mean and biased variance, in two passes: one pass loses digits where mean >> deviation."""
+    mean = jnp.mean(x, axis=tuple(axes), keepdims=True)
+    return mean, jnp.mean(jnp.square(x - mean), axis=tuple(axes), keepdims=True)
+
+
+@register_operator("aten.layer_norm.default")
+def layer_norm(
+    x: jax.Array,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> jax.Array:
+    wide = cast(x, accumulation_dtype(x))
+    mean, var = _moments(wide, range(x.ndim - len(normalized_shape), x.ndim))
+    out = (wide - mean) * jax.lax.rsqrt(var + eps)
+    return _affine(out, weight, bias).astype(x.dtype)
+
+
+@register_operator("aten.native_layer_norm.default")
+def native_layer_norm(
+    x: jax.Array, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    wide = cast(x, accumulation_dtype(x))
+    mean, var = _moments(wide, range(x.ndim - len(normalized_shape), x.ndim))
+    return (
+        layer_norm(x, normalized_shape, weight, bias, eps),
+        mean,
+        jax.lax.rsqrt(var + eps),
+    )
+
+
+@register_operator("aten.rms_norm.default")
+def rms_norm(
+    x: jax.Array, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> jax.Array:
+    wide = cast(x, accumulation_dtype(x))
+    axes = tuple(range(x.ndim - len(normalized_shape), x.ndim))
+    # torch's default is the machine epsilon of the computation, not of the input
+    floor = float(jnp.finfo(wide.dtype).eps) if eps is None else eps
+    out = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axes, keepdims=True) + floor)
+    return _affine(out, weight, None).astype(x.dtype)
+
+
+@register_operator("aten._fused_rms_norm.default")
+def fused_rms_norm(
+    x: jax.Array, normalized_shape: Sequence[int], weight: Any, eps: float | None
+) -> tuple[jax.Array, None]:
+    return rms_norm(x, normalized_shape, weight, eps), None
+
+
+@register_operator("aten.group_norm.default")
+def group_norm(
+    x: jax.Array,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> jax.Array:
+    wide = cast(x, accumulation_dtype(x))
+    n, c, *spatial = x.shape
+    grouped = jnp.reshape(wide, (n, num_groups, -1))
+    mean, var = _moments(grouped, (2,))
+    out = jnp.reshape((grouped - mean) * jax.lax.rsqrt(var + eps), x.shape)
+    return _affine(out, weight, bias, (1, c, *(1,) * len(spatial))).astype(x.dtype)
+
+
+@register_operator("aten.native_group_norm.default")
+def native_group_norm(
+    x: jax.Array, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float
+) -> tuple[jax.Array, None, None]:
+    return group_norm(x, group, weight, bias, eps), None, None
+
+
+def _batch_norm_apply(
+    x: jax.Array, mean: jax.Array, var: jax.Array, weight: Any, bias: Any, eps: float
+) -> jax.Array:
+    shape = (1, -1, *(1,) * (x.ndim - 2))
+    wide = cast(x, accumulation_dtype(x))
+    centred = wide - jnp.reshape(cast(mean, wide.dtype), shape)
+    out = centred * jnp.reshape(jax.lax.rsqrt(cast(var, wide.dtype) + eps), shape)
+    return _affine(out, weight, bias, shape).astype(x.dtype)
+
+
+def _batch_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    axes = (0, *range(2, x.ndim))
+    mean, var = _moments(cast(x, accumulation_dtype(x)), axes)
+    return jnp.reshape(mean, (-1,)), jnp.reshape(var, (-1,))
+
+
+@register_operator(
+    "aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit.default"
+)
+def batch_norm_functional(
+    x: jax.Array,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    """BatchNorm that returns its new statistics: (out, mean, invstd, running mean, running var)."""
+    if not training:
+        out = _batch_norm_apply(x, running_mean, running_var, weight, bias, eps)
+        return out, None, None, running_mean, running_var
+    mean, var = _batch_moments(x)
+    out = _batch_norm_apply(x, mean, var, weight, bias, eps)
+    count = x.size // x.shape[1]
+    # Normalised with the biased variance, but remembered unbiased.
+    unbiased = var * (count / max(count - 1, 1))
+    old_mean, old_var = cast(running_mean, mean.dtype), cast(running_var, var.dtype)
+    new_mean = old_mean * (1.0 - momentum) + jax.lax.stop_gradient(mean) * momentum
+    new_var = old_var * (1.0 - momentum) + jax.lax.stop_gradient(unbiased) * momentum
+    return (
+        out,
+        mean,
+        jax.lax.rsqrt(var + eps),
+        new_mean.astype(running_mean.dtype),
+        new_var.astype(running_var.dtype),
+    )
+
+
+@register_operator("aten._native_batch_norm_legit_no_training.default")
+def batch_norm_no_training(
+    x: jax.Array,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    return _batch_norm_apply(x, running_mean, running_var, weight, bias, eps), None, None
+
+
+@register_operator("aten._native_batch_norm_legit.no_stats")
+def batch_norm_no_stats(
+    x: jax.Array, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+) -> tuple[Any, ...]:
+    mean, var = _batch_moments(x)
+    out = _batch_norm_apply(x, mean, var, weight, bias, eps)
+    return out, mean, jax.lax.rsqrt(var + eps)

@@ -1,0 +1,233 @@
+"""Pooling over the last one to three dims of `(N, C, *spatial)` or `(C, *spatial)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..dtypes import accumulation_dtype, cast
+from .registry import register_operator
+
+
+def _each(values: Any, dims: int) -> tuple[int, ...]:
+    items = (values,) if isinstance(values, int) else tuple(values)
+    return items * dims if len(items) == 1 else items
+
+
+def _out_length(n: int, k: int, s: int, p: int, d: int, ceil_mode: bool) -> int:
+    span = n + 2 * p - d * (k - 1) - 1
+    length = (-(-span // s) if ceil_mode else span // s) + 1
+    # torch: the last window has to start inside the input or its left padding.
+    return length - 1 if ceil_mode and (length - 1) * s >= n + p else length
+
+
+class _Windows:
+    """The windows of one pooling call, as `lax.reduce_window` wants them."""
+
+    def __init__(
+        self,
+        x: Any,
+        dims: int,
+        kernel: Any,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        ceil_mode: bool,
+    ) -> None:
+        self.kernel = _each(kernel, dims)
+        self.stride = _each(stride, dims) if stride not in (None, [], ()) else self.kernel
+        self.padding = _each(padding, dims)
+        self.dilation = _each(dilation, dims)
+        spatial = x.shape[x.ndim - dims :]
+        self.edges: list[tuple[int, int]] = []
+        for n, k, s, p, d in zip(
+            spatial, self.kernel, self.stride, self.padding, self.dilation, strict=True
+        ):
+            length = _out_length(n, k, s, p, d, ceil_mode)
+            reach = (length - 1) * s + d * (k - 1) + 1
+            self.edges.append((p, max(reach - n - p, 0)))
+        self.lead = x.ndim - dims
+
+    def reduce(self, x: jax.Array, initial: Any, fn: Any) -> jax.Array:
+        ones = (1,) * self.lead
+        return jax.lax.reduce_window(
+            x,
+            np.asarray(initial, x.dtype),
+            fn,
+            (*ones, *self.kernel),
+            (*ones, *self.stride),
+            [(0, 0)] * self.lead + self.edges,
+            window_dilation=(*ones, *self.dilation),
+        )
+
+
+def _max_pool(
+    x: jax.Array,
+    dims: int,
+    kernel: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> jax.Array:
+    windows = _Windows(x, dims, kernel, stride, padding, dilation, ceil_mode)
+    lowest = -np.inf if jnp.issubdtype(x.dtype, jnp.floating) else np.iinfo(x.dtype).min
+    return windows.reduce(x, lowest, jax.lax.max)
+
+
+@register_operator("aten.max_pool1d.default")
+def max_pool1d(x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+    return _max_pool(x, 1, *args, **kwargs)
+
+
+@register_operator("aten.max_pool2d.default")
+def max_pool2d(x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+    return _max_pool(x, 2, *args, **kwargs)
+
+
+@register_operator("aten.max_pool3d.default")
+def max_pool3d(x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+    return _max_pool(x, 3, *args, **kwargs)
+
+
+@register_operator("aten.max_pool2d_with_indices.default")
+def max_pool2d_with_indices(x: jax.Array, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
+    """Values and flat indices into the plane, the first of equal values as in torch."""
+    values = _max_pool(x, 2, *args, **kwargs)
+    flat = jnp.arange(x.shape[-2] * x.shape[-1], dtype=np.int32)
+    places = jnp.broadcast_to(jnp.reshape(flat, x.shape[-2:]), x.shape)
+    windows = _Windows(x, 2, *_pool_args(*args, **kwargs))
+    sliced = _window_slices(x, windows, -np.inf)
+    where = _window_slices(places, windows, 0)
+    best = jnp.argmax(sliced, axis=-1, keepdims=True)
+    return values, jnp.squeeze(jnp.take_along_axis(where, best, axis=-1), -1)
+
+
+def _pool_args(
+    kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+) -> tuple[Any, ...]:
+    return kernel, stride, padding, dilation, ceil_mode
+
+
+def _window_slices(x: jax.Array, windows: _Windows, fill: Any) -> jax.Array:
+    """All values of each window, stacked on a new last dim in row order."""
+    widths = [(0, 0, 0)] * windows.lead + [(low, high, 0) for low, high in windows.edges]
+    padded = jax.lax.pad(x, np.asarray(fill, x.dtype), widths)
+    parts = []
+    for offset in np.ndindex(*windows.kernel):
+        start = [0] * windows.lead
+        stop = list(padded.shape[: windows.lead])
+        for i, o in enumerate(offset):
+            first = o * windows.dilation[i]
+            size = padded.shape[windows.lead + i]
+            reach = windows.dilation[i] * (windows.kernel[i] - 1) + 1
+            count = (size - reach) // windows.stride[i] + 1
+            start.append(first)
+            stop.append(first + (count - 1) * windows.stride[i] + 1)
+        strides = (*(1,) * windows.lead, *windows.stride)
+        parts.append(jax.lax.slice(padded, start, stop, strides))
+    return jnp.stack(parts, axis=-1)
+
+
+def _avg_pool(
+    x: jax.Array,
+    dims: int,
+    kernel: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> jax.Array:
+    windows = _Windows(x, dims, kernel, stride, padding, 1, ceil_mode)
+    wide = cast(x, accumulation_dtype(x))
+    total = windows.reduce(wide, 0, jax.lax.add)
+    if divisor_override is not None:
+        return (total / divisor_override).astype(x.dtype)
+    # Counted on the host: padding counts as input or not, the overhang of ceil_mode never does.
+    counts = np.ones((), np.float64)
+    for i, n in enumerate(x.shape[windows.lead :]):
+        k, s, p = windows.kernel[i], windows.stride[i], windows.padding[i]
+        begin = np.arange(total.shape[windows.lead + i]) * s - p
+        end = np.minimum(begin + k, n + p)
+        if not count_include_pad:
+            begin, end = np.maximum(begin, 0), np.minimum(end, n)
+        counts = np.multiply.outer(counts, end - begin)
+    return (total / np.asarray(counts, total.dtype)).astype(x.dtype)
+
+
+@register_operator("aten.avg_pool1d.default")
+def avg_pool1d(x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+    return _avg_pool(x, 1, *args, **kwargs)
+
+
+@register_operator("aten.avg_pool2d.default")
+def avg_pool2d(x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+    return _avg_pool(x, 2, *args, **kwargs)
+
+
+@register_operator("aten.avg_pool3d.default")
+def avg_pool3d(x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+    return _avg_pool(x, 3, *args, **kwargs)
+
+
+def _adaptive_bounds(n: int, out: int) -> list[tuple[int, int]]:
+    return [(i * n // out, -(-(i + 1) * n // out)) for i in range(out)]
+
+
+def _adaptive_avg(x: jax.Array, sizes: Sequence[int | None]) -> jax.Array:
+    wide = cast(x, accumulation_dtype(x))
+    lead = x.ndim - len(sizes)
+    for i, size in enumerate(sizes):
+        n = x.shape[lead + i]
+        if size is None or size == n:
+            continue
+        # Overlapping, uneven windows along one dim are a product with a small averaging matrix.
+        matrix = np.zeros((n, size), wide.dtype)
+        for column, (begin, end) in enumerate(_adaptive_bounds(n, size)):
+            matrix[begin:end, column] = 1.0 / (end - begin)
+        if size == 1:
+            wide = jnp.mean(wide, axis=lead + i, keepdims=True)
+        else:
+            moved = jnp.moveaxis(wide, lead + i, -1)
+            wide = jnp.moveaxis(jnp.matmul(moved, matrix), -1, lead + i)
+    return wide.astype(x.dtype)
+
+
+@register_operator(
+    "aten.adaptive_avg_pool1d.default",
+    "aten.adaptive_avg_pool2d.default",
+    "aten.adaptive_avg_pool3d.default",
+    "aten._adaptive_avg_pool2d.default",
+    "aten._adaptive_avg_pool3d.default",
+)
+def adaptive_avg_pool(x: jax.Array, output_size: Sequence[int | None]) -> jax.Array:
+    return _adaptive_avg(x, output_size)
+
+
+def _adaptive_max(x: jax.Array, sizes: Sequence[int | None]) -> tuple[jax.Array, None]:
+    lead = x.ndim - len(sizes)
+    for i, size in enumerate(sizes):
+        axis = lead + i
+        if size is None or size == x.shape[axis]:
+            continue
+        parts = [
+            jnp.max(jax.lax.slice_in_dim(x, begin, end, axis=axis), axis=axis, keepdims=True)
+            for begin, end in _adaptive_bounds(x.shape[axis], size)
+        ]
+        x = jnp.concatenate(parts, axis=axis)
+    return x, None
+
+
+@register_operator("aten.adaptive_max_pool2d.default", "aten.adaptive_max_pool3d.default")
+def adaptive_max_pool(x: jax.Array, output_size: Sequence[int | None]) -> tuple[jax.Array, None]:
+    return _adaptive_max(x, output_size)
+
+
+@register_operator("aten.adaptive_max_pool1d.default")
+def adaptive_max_pool1d(x: jax.Array, output_size: Sequence[int | None]) -> tuple[jax.Array, None]:
+    return _adaptive_max(x, output_size)

@@ -1,0 +1,157 @@
+"""Reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..dtypes import accumulation_dtype, canonical, cast, is_complex, is_float, jax_dtype
+from .registry import register_operator
+
+
+Dims = Any
+
+
+def axes_of(x: jax.Array, dim: Dims) -> tuple[int, ...]:
+    """The dims torch means: none or an empty list is all of them; scalars have none."""
+    if x.ndim == 0:
+        return ()
+    if dim is None or (isinstance(dim, Sequence) and not dim):
+        return tuple(range(x.ndim))
+    return tuple(d % x.ndim for d in ([dim] if isinstance(dim, int) else dim))
+
+
+@register_operator("aten.sum.default", "aten.sum.dim_IntList")
+def sum_(x: jax.Array, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
+    if dtype is not None:
+        out = jax_dtype(dtype)
+    else:
+        out = x.dtype if is_float(x) or is_complex(x) else canonical("int64")
+    wide = cast(x, out)
+    wide = cast(wide, accumulation_dtype(wide))
+    return jnp.sum(wide, axis=axes_of(x, dim), keepdims=keepdim).astype(out)
+
+
+@register_operator("aten.mean.default", "aten.mean.dim")
+def mean(x: jax.Array, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
+    out = x.dtype if dtype is None else jax_dtype(dtype)
+    wide = cast(x, accumulation_dtype(cast(x, out)))
+    return jnp.mean(wide, axis=axes_of(x, dim), keepdims=keepdim).astype(out)
+
+
+@register_operator("aten.prod.default", "aten.prod.dim_int")
+def prod(x: jax.Array, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
+    if dtype is not None:
+        x = cast(x, jax_dtype(dtype))
+    elif not is_float(x):
+        x = cast(x, canonical("int64"))
+    return jnp.prod(x, axis=axes_of(x, dim), keepdims=keepdim)
+
+
+@register_operator("aten.amax.default")
+def amax(x: jax.Array, dim: Dims = (), keepdim: bool = False) -> jax.Array:
+    return jnp.max(x, axis=axes_of(x, dim), keepdims=keepdim)
+
+
+@register_operator("aten.amin.default")
+def amin(x: jax.Array, dim: Dims = (), keepdim: bool = False) -> jax.Array:
+    return jnp.min(x, axis=axes_of(x, dim), keepdims=keepdim)
+
+
+@register_operator("aten.max.default")
+def max_all(x: jax.Array) -> jax.Array:
+    return jnp.max(x)
+
+
+@register_operator("aten.min.default")
+def min_all(x: jax.Array) -> jax.Array:
+    return jnp.min(x)
+
+
+def _with_index(x: jax.Array, dim: int, keepdim: bool, argfn: Any) -> tuple[jax.Array, jax.Array]:
+    if x.ndim == 0:
+        return x, jnp.zeros((), canonical("int64"))
+    index = argfn(x, axis=dim, keepdims=True)
+    # Values are read through the index, so that the gradient goes to one place, as in torch.
+    value = jnp.take_along_axis(x, index, axis=dim)
+    index = index.astype(canonical("int64"))
+    return (value, index) if keepdim else (jnp.squeeze(value, dim), jnp.squeeze(index, dim))
+
+
+@register_operator("aten.max.dim")
+def max_dim(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    return _with_index(x, dim, keepdim, jnp.argmax)
+
+
+@register_operator("aten.min.dim")
+def min_dim(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    return _with_index(x, dim, keepdim, jnp.argmin)
+
+
+@register_operator("aten.argmax.default")
+def argmax(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.Array:
+    return jnp.argmax(x, axis=dim, keepdims=keepdim).astype(canonical("int64"))
+
+
+@register_operator("aten.argmin.default")
+def argmin(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.Array:
+    return jnp.argmin(x, axis=dim, keepdims=keepdim).astype(canonical("int64"))
+
+
+@register_operator("aten.any.default", "aten.any.dim", "aten.any.dims")
+def any_(x: jax.Array, dim: Dims = None, keepdim: bool = False) -> jax.Array:
+    return jnp.any(x != 0, axis=axes_of(x, dim), keepdims=keepdim)
+
+
+@register_operator("aten.all.default", "aten.all.dim", "aten.all.dims")
+def all_(x: jax.Array, dim: Dims = None, keepdim: bool = False) -> jax.Array:
+    return jnp.all(x != 0, axis=axes_of(x, dim), keepdims=keepdim)
+
+
+@register_operator("aten.var.correction", "aten.var.dim")
+def var(x: jax.Array, dim: Dims = None, correction: Any = 1, keepdim: bool = False) -> jax.Array:
+    axes = axes_of(x, dim)
+    wide = cast(x, accumulation_dtype(x))
+    ddof = 1 if correction is None else correction
+    return jnp.var(wide, axis=axes, ddof=ddof, keepdims=keepdim).astype(x.dtype)
+
+
+@register_operator("aten.std.correction", "aten.std.dim")
+def std(x: jax.Array, dim: Dims = None, correction: Any = 1, keepdim: bool = False) -> jax.Array:
+    return jnp.sqrt(var(x, dim, correction, keepdim))
+
+
+@register_operator("aten.var_mean.correction")
+def var_mean(
+    x: jax.Array, dim: Dims = None, correction: Any = 1, keepdim: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    return var(x, dim, correction, keepdim), mean(x, dim, keepdim)
+
+
+@register_operator("aten.logsumexp.default")
+def logsumexp(x: jax.Array, dim: Dims, keepdim: bool = False) -> jax.Array:
+    return jax.nn.logsumexp(x, axis=axes_of(x, dim), keepdims=keepdim)
+
+
+@register_operator("aten.linalg_vector_norm.default")
+def vector_norm(
+    x: jax.Array, ord: Any = 2, dim: Dims = None, keepdim: bool = False, dtype: Any = None
+) -> jax.Array:
+    if dtype is not None:
+        x = cast(x, jax_dtype(dtype))
+    axes = axes_of(x, dim)
+    if ord == 2:
+        total = jnp.sum(jnp.square(x), axis=axes, keepdims=keepdim)
+        # torch's gradient of the norm at 0 is 0; that of a bare sqrt would be NaN.
+        safe = jnp.where(total == 0, jnp.ones((), x.dtype), total)
+        return jnp.where(total == 0, jnp.zeros((), x.dtype), jnp.sqrt(safe))
+    if ord == float("inf"):
+        return jnp.max(jnp.abs(x), axis=axes, keepdims=keepdim)
+    if ord == float("-inf"):
+        return jnp.min(jnp.abs(x), axis=axes, keepdims=keepdim)
+    if ord == 0:
+        return jnp.sum((x != 0).astype(x.dtype), axis=axes, keepdims=keepdim)
+    return jnp.sum(jnp.abs(x) ** ord, axis=axes, keepdims=keepdim) ** (1.0 / ord)

@@ -1,0 +1,143 @@
+"""Sizes a converted graph accepts: what torch.export kept symbolic, fixed, or assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from fzero.errors import ConversionError
+
+
+Dim = int | sympy.Expr
+
+
+@dataclass(frozen=True)
+class ShapeRules:
+    """Symbolic sizes of all inputs together with the conditions the trace relied on."""
+
+    paths: tuple[str, ...]
+    shapes: tuple[tuple[Dim, ...], ...]
+    ranges: Mapping[sympy.Symbol, tuple[int, int | None]]
+    guards: tuple[sympy.Expr, ...]
+
+    def check(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Refuse sizes for which the graph was not traced.
+
+        Args:
+            shapes: the shape of each tensor argument, in graph order.
+
+        Raises:
+            ConversionError: says which dim of which argument, and what to do.
+        """
+        values: dict[sympy.Symbol, int] = {}
+        later: list[tuple[str, int, sympy.Expr, int]] = []
+        for path, expected, got in zip(self.paths, self.shapes, shapes, strict=True):
+            if len(expected) != len(got):
+                raise ConversionError(
+                    f"argument `{path}`: expected {len(expected)} dims as in the example, "
+                    f"got shape {tuple(got)}"
+                )
+            for dim, (want, size) in enumerate(zip(expected, got, strict=True)):
+                if isinstance(want, sympy.Symbol):
+                    if values.setdefault(want, size) != size:
+                        raise ConversionError(_tied(path, dim, values[want], size))
+                else:
+                    later.append((path, dim, want, size))
+        for path, dim, want, size in later:
+            number = want if isinstance(want, int) else int(want.subs(values))
+            if number != size:
+                raise ConversionError(_fixed(path, dim, number, size))
+        self._check_conditions(values)
+
+    def _check_conditions(self, values: Mapping[sympy.Symbol, int]) -> None:
+        for symbol, size in values.items():
+            low, high = self.ranges.get(symbol, (0, None))
+            if size < low or (high is not None and size > high):
+                limit = f"from {low}" + (f" to {high}" if high is not None else " up")
+                raise ConversionError(
+                    f"{self._describe(symbol)} has size {size}, but the module was traced for "
+                    f"sizes {limit}. Convert again with an example of this size."
+                )
+        for guard in self.guards:
+            if guard.free_symbols <= values.keys() and not bool(guard.subs(values)):
+                sizes = ", ".join(f"{self._describe(s)} = {values[s]}" for s in guard.free_symbols)
+                raise ConversionError(
+                    f"the module takes another path through its Python code for these sizes "
+                    f"({sizes}); the graph holds only where {guard}. Convert again with an "
+                    "example of these sizes."
+                )
+
+    def _describe(self, symbol: sympy.Symbol) -> str:
+        for path, shape in zip(self.paths, self.shapes, strict=True):
+            for dim, size in enumerate(shape):
+                if size == symbol:
+                    return f"argument `{path}` dim {dim}"
+        return str(symbol)
+
+
+def _fixed(path: str, dim: int, want: int, got: int) -> str:
+    note = " (an example of size 1 always fixes that dim)" if want == 1 else ""
+    return (
+        f"argument `{path}` dim {dim}: expected {want}, got {got}. The module ties this size to "
+        f"its example{note}; convert again with an example of the size you need."
+    )
+
+
+def _tied(path: str, dim: int, want: int, got: int) -> str:
+    return f"argument `{path}` dim {dim}: expected {want} like the dims it goes with, got {got}"
+
+
+def shape_rules(
+    program: torch.export.ExportedProgram, paths: Sequence[str], names: Sequence[str]
+) -> ShapeRules:
+    """Read the rules off an exported program.
+
+    Args:
+        program: the decomposed program.
+        paths: how to call each tensor argument in messages.
+        names: its placeholder's name in the graph.
+
+    Returns:
+        Rules that can be checked without torch's symbolic machinery.
+    """
+    values = {n.name: n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"}
+    shapes: list[tuple[Dim, ...]] = []
+    guards: tuple[sympy.Expr, ...] = ()
+    for name in names:
+        fake: Any = values[name]
+        shapes.append(tuple(_dim(size) for size in fake.shape))
+        environment = getattr(getattr(fake, "fake_mode", None), "shape_env", None)
+        if environment is not None:
+            guards = tuple(guard.expr for guard in environment.guards)
+    ranges = {
+        symbol: (int(limits.lower), _finite(limits.upper))
+        for symbol, limits in program.range_constraints.items()
+    }
+    return ShapeRules(tuple(paths), tuple(shapes), ranges, guards)
+
+
+def _dim(size: Any) -> Dim:
+    if isinstance(size, torch.SymInt):
+        expr = size.node.expr
+        return int(expr) if expr.is_number else expr
+    return int(size)
+
+
+def _finite(bound: Any) -> int | None:
+    # torch writes "no upper limit" as its own infinity, or as the largest int64.
+    return int(bound) if getattr(bound, "is_Integer", False) and int(bound) < 2**62 else None
+
+
+def unbacked(value: Any) -> bool:
+    """Whether a node's value has a size that depends on the data."""
+    items = value if isinstance(value, tuple | list) else (value,)
+    return any(
+        isinstance(item, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
+        and bool(free_unbacked_symbols(item))
+        for item in items
+    )
