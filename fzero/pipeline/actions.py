@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
-from typing import Literal, NamedTuple, TextIO, get_args
+from typing import Literal, NamedTuple, get_args
 
 from fzero.errors import ScheduleError
+from fzero.pipeline.grid import format_grid
+from fzero.pipeline.serialize import Source, Text, read_csv, read_json, write_csv, write_json
 
 
 Kind = Literal["F", "B", "I", "W"]
@@ -179,12 +181,10 @@ class Schedule:
             >>> Schedule([[Action("F", 0, 0), None, Action("B", 0, 0)]]).to_csv()
             '0F0,,0B0\\r\\n'
         """
-        from fzero.pipeline import serialize
-
-        return serialize.to_csv(self, path)
+        return write_csv(self._texts(), path)
 
     @classmethod
-    def from_csv(cls, source: str | PathLike[str] | TextIO) -> Schedule:
+    def from_csv(cls, source: Source) -> Schedule:
         """Reads PyTorch's compute-only CSV, whoever wrote it.
 
         Args:
@@ -197,9 +197,7 @@ class Schedule:
         Raises:
             ScheduleError: a cell is not a compute action; names file, row and cell.
         """
-        from fzero.pipeline import serialize
-
-        return serialize.from_csv(source)
+        return cls(map(_parse_row, read_csv(source)))
 
     def to_json(self, path: str | PathLike[str] | None = None) -> str:
         """Writes the grid as JSON.
@@ -210,12 +208,10 @@ class Schedule:
         Returns:
             The text: an object with `format` and `ranks`, cells as in the CSV, `null` for idle.
         """
-        from fzero.pipeline import serialize
-
-        return serialize.to_json(self, path)
+        return write_json(self._texts(), path)
 
     @classmethod
-    def from_json(cls, source: str | PathLike[str] | TextIO) -> Schedule:
+    def from_json(cls, source: Source) -> Schedule:
         """Reads what `to_json` wrote.
 
         Args:
@@ -227,9 +223,10 @@ class Schedule:
         Raises:
             ScheduleError: not such a file; names file, row and cell.
         """
-        from fzero.pipeline import serialize
+        return cls(map(_parse_row, read_json(source)))
 
-        return serialize.from_json(source)
+    def _texts(self) -> list[list[str]]:
+        return [["" if action is None else str(action) for action in row] for row in self.ranks]
 
     def __repr__(self) -> str:
         return (
@@ -238,9 +235,18 @@ class Schedule:
         )
 
     def __str__(self) -> str:
-        from fzero.pipeline.grid import format_grid
-
         return format_grid(self.ranks)
+
+
+def _parse_row(row: Iterable[Text]) -> list[Cell]:
+    return [_parse_cell(text, where) for text, where in row]
+
+
+def _parse_cell(text: str, where: str) -> Cell:
+    try:
+        return Action.parse(text) if text else None
+    except ScheduleError as error:
+        raise ScheduleError(f"{where}: {error}") from None
 
 
 def natural(name: str, value: int, least: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""`fzero schedule`: build, draw, check and compare schedules from the command line."""
+"""Build, draw, check and compare pipeline schedules; no device needed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
@@ -173,7 +174,9 @@ def check_file(
 
 @app.command("compare")
 def compare(
-    stages: Stages,
+    stages: Annotated[
+        int, typer.Option(help="Ranks; a schedule with two chunks makes twice as many stages.")
+    ],
     microbatches: Microbatches,
     cost: CostText = "f=1,b=2",
 ) -> None:
@@ -199,9 +202,16 @@ def comparison(ranks: int, microbatches: int, cost: Cost) -> Table:
         action; peak in whole rank shares; makespan, asynchronous and in lock step; and the
         strictest meaning of a send that cannot deadlock.
     """
-    table = Table(title=f"{ranks} ranks, {microbatches} microbatches", title_justify="left")
+    # At most 80 columns: that is what a pipe gets.
+    table = Table(
+        title=f"{ranks} ranks, {microbatches} microbatches",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("schedule", no_wrap=True)
-    for name in ("chunks", "bubble %", "in span %", "peak", "makespan", "lock step"):
+    for name in ("chunks", "bubble %", "span %", "peak", "makespan", "lock step"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("sends", no_wrap=True)
     for builder in BUILDERS.values():

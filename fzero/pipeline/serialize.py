@@ -1,4 +1,4 @@
-"""Schedules as CSV that PyTorch reads and writes, and as JSON."""
+"""Grids of text cells as CSV that PyTorch reads and writes, and as JSON."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from fzero.errors import ScheduleError
-from fzero.pipeline.actions import Action, Cell, Schedule
 
 
 Source = str | PathLike[str] | TextIO
@@ -26,17 +25,45 @@ _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")
 
 
-def to_csv(schedule: Schedule, path: str | PathLike[str] | None) -> str:
-    """See `Schedule.to_csv`."""
+class Text(NamedTuple):
+    """A cell as text.
+
+    Attributes:
+        text: the action's text, empty for idle.
+        where: file, row and cell, for messages.
+    """
+
+    text: str
+    where: str
+
+
+def write_csv(rows: Sequence[Sequence[str]], path: str | PathLike[str] | None) -> str:
+    """Writes text cells as CSV.
+
+    Args:
+        rows: the cells of each rank, empty for idle.
+        path: file to write; `None` writes none.
+
+    Returns:
+        The text.
+    """
     buffer = io.StringIO(newline="")
-    writer = csv.writer(buffer)
-    for row in schedule.ranks:
-        writer.writerow(["" if action is None else str(action) for action in row])
+    csv.writer(buffer).writerows(rows)
     return _write(buffer.getvalue(), path)
 
 
-def from_csv(source: Source) -> Schedule:
-    """See `Schedule.from_csv`."""
+def read_csv(source: Source) -> list[list[Text]]:
+    """Reads text cells from CSV; PyTorch's overlapped pairs become two cells.
+
+    Args:
+        source: a path or an open text file.
+
+    Returns:
+        The cells of each rank.
+
+    Raises:
+        ScheduleError: the file cannot be read, or holds communication actions.
+    """
     with _opened(source) as (file, name):
         try:
             rows = list(csv.reader(file))
@@ -44,24 +71,38 @@ def from_csv(source: Source) -> Schedule:
             raise ScheduleError(f"{name}: not a CSV file: {error}") from error
     if not rows:
         raise ScheduleError(f"{name}: expected a row of actions per rank, got an empty file")
-    return Schedule(
-        [
-            action
-            for index, cell in enumerate(row)
-            for action in _parse_cell(cell, _where(name, rank, index))
-        ]
+    return [
+        [part for index, cell in enumerate(row) for part in _split(cell, _where(name, rank, index))]
         for rank, row in enumerate(rows)
-    )
+    ]
 
 
-def to_json(schedule: Schedule, path: str | PathLike[str] | None) -> str:
-    """See `Schedule.to_json`."""
-    ranks = [[None if a is None else str(a) for a in row] for row in schedule.ranks]
+def write_json(rows: Sequence[Sequence[str]], path: str | PathLike[str] | None) -> str:
+    """Writes text cells as JSON.
+
+    Args:
+        rows: the cells of each rank, empty for idle.
+        path: file to write; `None` writes none.
+
+    Returns:
+        The text.
+    """
+    ranks = [[cell or None for cell in row] for row in rows]
     return _write(json.dumps({"format": JSON_FORMAT, "ranks": ranks}), path)
 
 
-def from_json(source: Source) -> Schedule:
-    """See `Schedule.from_json`."""
+def read_json(source: Source) -> list[list[Text]]:
+    """Reads text cells from JSON.
+
+    Args:
+        source: a path or an open text file.
+
+    Returns:
+        The cells of each rank.
+
+    Raises:
+        ScheduleError: the file cannot be read, or is not what `write_json` writes.
+    """
     with _opened(source) as (file, name):
         try:
             data = json.load(file)
@@ -76,40 +117,29 @@ def from_json(source: Source) -> Schedule:
     ranks = data.get("ranks")
     if not isinstance(ranks, list) or not all(isinstance(row, list) for row in ranks):
         raise ScheduleError(f"{name}: expected `ranks` to be a list of lists of cells")
-    return Schedule(
-        [_parse_json_cell(cell, _where(name, rank, index)) for index, cell in enumerate(row)]
+    return [
+        [_json_cell(cell, _where(name, rank, index)) for index, cell in enumerate(row)]
         for rank, row in enumerate(ranks)
-    )
+    ]
 
 
-def _parse_json_cell(cell: object, where: str) -> Cell:
-    if cell is None:
-        return None
-    if not isinstance(cell, str):
+def _json_cell(cell: object, where: str) -> Text:
+    if cell is not None and not isinstance(cell, str):
         raise ScheduleError(f"{where}: expected a string or null, got {cell!r}")
-    return _parse_action(cell, where)
+    return Text(cell or "", where)
 
 
-def _parse_cell(cell: str, where: str) -> list[Cell]:
+def _split(cell: str, where: str) -> list[Text]:
     text = cell.strip()
-    if not text:
-        return [None]
     overlap = _OVERLAP.fullmatch(text)
     if overlap is not None:
-        return [_parse_action(part, where) for part in overlap.group(1).split(";")]
+        return [Text(part.strip(), where) for part in overlap.group(1).split(";")]
     if _COMMUNICATION.fullmatch(text):
         raise ScheduleError(
             f"{where}: expected a compute action, got the communication action {text!r}; dump the "
             f'file with format="compute_only": fzero derives communication from the order'
         )
-    return [_parse_action(text, where)]
-
-
-def _parse_action(text: str, where: str) -> Action:
-    try:
-        return Action.parse(text)
-    except ScheduleError as error:
-        raise ScheduleError(f"{where}: {error}") from None
+    return [Text(text, where)]
 
 
 def _where(name: str, rank: int, cell: int) -> str:
