@@ -92,8 +92,9 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
 
     Args:
         stages: number of stages in all, a multiple of `chunks`.
-        microbatches: number of microbatches, of any size. They pass the chunks in groups of
-            `stages / chunks`; where that does not divide, the last group is smaller.
+        microbatches: number of microbatches. They pass the chunks in groups of as many as there
+            are ranks; where that does not divide, the first groups are one or more larger, which
+            keeps the time of the closed form for every number that is not less than the ranks.
         chunks: stages per rank.
 
     Returns:
@@ -109,16 +110,15 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     Source: Narayanan et al., Efficient Large-Scale Language Model Training (2021), section 2.2.
     """
     ranks, count = ranks_for(stages, chunks), natural("microbatches", microbatches)
-    # Built for whole groups and then cut: the counting rule below is proven for groups of equal
-    # size only, and a legal schedule stays legal without some of its microbatches.
-    whole = -(-count // ranks) * ranks
-    forwards = list(_grouped(whole, ranks, range(chunks)))
-    backwards = list(_grouped(whole, ranks, range(chunks - 1, -1, -1)))
+    sizes = _group_sizes(count, ranks)
+    forwards = list(_grouped(sizes, range(chunks)))
+    backwards = list(_grouped(sizes, range(chunks - 1, -1, -1)))
     rows = []
     for rank in range(ranks):
-        ahead = min((chunks - 1) * ranks + 2 * (ranks - 1 - rank) + 1, len(forwards))
+        # The first backward of the last chunk waits for the first group to pass all chunks.
+        ahead = min((chunks - 1) * sizes[0] + 2 * (ranks - 1 - rank) + 1, len(forwards))
         rows.append(_zip_1f1b(rank, ranks, forwards, backwards, ahead))
-    return Schedule(rows).first_microbatches(count)
+    return Schedule(rows)
 
 
 def looped_bfs(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
@@ -172,7 +172,7 @@ def inference(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
         ((0F0, 0F1), (1F0, 1F1))
     """
     ranks, count = ranks_for(stages, chunks), natural("microbatches", microbatches)
-    order = list(_grouped(count, ranks, range(chunks)))
+    order = list(_grouped(_group_sizes(count, ranks), range(chunks)))
     return Schedule(
         [Action("F", chunk * ranks + rank, m) for chunk, m in order] for rank in range(ranks)
     )
@@ -215,12 +215,25 @@ def _alternate(stage: int, count: int, warmup: int) -> list[Action]:
     return _zip_1f1b(stage, 1, order, order, min(warmup, count))
 
 
-def _grouped(count: int, size: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields (chunk, microbatch): `size` microbatches pass all chunks before the next `size`."""
-    for first in range(0, count, size):
+def _group_sizes(count: int, ranks: int) -> list[int]:
+    """Splits microbatches in groups of at least `ranks`, the larger ones first.
+
+    Larger first, because a group that is larger than the first would need forwards further ahead
+    than the first did, and deadlock.
+    """
+    groups = max(1, count // ranks)
+    size, larger = divmod(count, groups)
+    return [size + 1] * larger + [size] * (groups - larger)
+
+
+def _grouped(sizes: Sequence[int], chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields (chunk, microbatch): a group passes all chunks before the next group does."""
+    first = 0
+    for size in sizes:
         for chunk in chunks:
-            for microbatch in range(first, min(first + size, count)):
+            for microbatch in range(first, first + size):
                 yield chunk, microbatch
+        first += size
 
 
 def _zip_1f1b(

@@ -125,7 +125,9 @@ def test_names():
         schedule("1F1B!", stages=4, microbatches=8)
     with pytest.raises(ScheduleError, match="zb_v: expected chunks=2"):
         schedule("zb_v", stages=6, microbatches=8, chunks=3)
-    with pytest.raises(ScheduleError, match=r"stages \(6\) must be divisible by chunks \(4\).*4 or 8"):
+    with pytest.raises(
+        ScheduleError, match=r"stages \(6\) must be divisible by chunks \(4\).*4 or 8"
+    ):
         schedule("interleaved", stages=6, microbatches=8, chunks=4)
     for stages, microbatches in ((0, 1), (1, 0), (True, 1), (1.0, 1)):
         with pytest.raises(ScheduleError, match="expected a whole number of at least 1"):
