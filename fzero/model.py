@@ -1,13 +1,19 @@
-"""What is trained: functions plus initial values. No array is ever kept inside a model function."""
+"""What is trained: functions plus initial values. No array is ever kept inside a model's function.
+
+A `Model` is one loss function. A `Sequential` is a chain of `Layer`s and `Stack`s from which the
+loss follows; being a chain is what lets a step gather one layer ahead, and a pipeline cut it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from fzero.errors import PlanError
 
 
 PyTree = Any
@@ -18,15 +24,365 @@ LossFn = Callable[..., tuple[Any, PyTree, dict[str, Any]]]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mean:
-    """A mean kept as its two sums, so that it stays exact over microbatches and devices."""
+    """A mean kept as its two sums, so that it stays exact over microbatches and devices.
+
+    Totals and counts are added over microbatches and devices before the division. Padded tokens,
+    ragged microbatches and any split of a batch then give the loss and gradient of one big batch.
+
+    Args:
+        total: scalar sum of what is averaged; differentiable.
+        count: scalar number of things averaged; treated as a constant by the gradient.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> parts = [Mean(jnp.float32(6), jnp.float32(3)), Mean(jnp.float32(2), jnp.float32(1))]
+        >>> float(sum(p.total for p in parts) / sum(p.count for p in parts))
+        2.0
+    """
 
     total: jax.Array
     count: jax.Array
 
+    @staticmethod
+    def of(value: Any) -> Mean:
+        """A `Mean` from a `Mean` or a scalar (which counts once per device and microbatch)."""
+        if isinstance(value, Mean):
+            return Mean(jnp.asarray(value.total), jnp.asarray(value.count))
+        return Mean(jnp.asarray(value), jnp.ones((), jnp.float32))
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Model:
-    """`init(rng) -> (params, buffers)` (or the pair itself) and `loss(params, buffers, batch, rng, train)`."""
+    """A loss function and initial values.
+
+    Args:
+        init: `init(rng) -> (params, buffers)`, traced under jit so that every array is born in
+            its sharding; or the concrete pair itself (arrays are copied, never aliased).
+            `params` are floating-point arrays that gradients exist for; everything else that
+            changes while training (running statistics, counters) belongs into `buffers`.
+        loss: `loss(params, buffers, batch, rng, train) -> (Mean or scalar, buffers, metrics)`.
+            It sees one device's rows of one microbatch; `metrics` is a dict of `Mean`s or scalars.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> def loss(params, buffers, batch, rng, train):
+        ...     error = batch["x"] @ params["w"] - batch["y"]
+        ...     return Mean(jnp.sum(error**2), jnp.float32(error.size)), buffers, {}
+        >>> model = Model(lambda rng: ({"w": jnp.zeros((3, 1))}, {}), loss)
+    """
 
     init: InitFn | tuple[PyTree, PyTree]
     loss: LossFn
+
+    @property
+    def layers(self) -> tuple[Layer | Stack, ...]:
+        """The chain: one layer that reads every parameter, unless this is a `Sequential`."""
+
+        def apply(params: PyTree, batch: PyTree, ctx: Context) -> tuple[Any, PyTree]:
+            out, buffers, metrics = self.loss(params, ctx.buffers, batch, ctx.rng, ctx.train)
+            return (out, metrics), buffers
+
+        return (Layer("", None, apply, stateful=True),)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a layer may read besides its parameters and its input.
+
+    Args:
+        batch: this device's rows of the microbatch.
+        rng: this layer's own key, folded from (step, microbatch, layer).
+        train: whether this is a training pass.
+        buffers: this layer's buffers (`None` unless the layer is stateful).
+    """
+
+    batch: PyTree
+    rng: jax.Array
+    train: bool
+    buffers: PyTree = None
+
+    def at(self, number: Any, buffers: PyTree = None) -> Context:
+        """The context of layer `number` of the chain, from that of the microbatch."""
+        buffers = self.buffers if buffers is None else buffers
+        return Context(self.batch, jax.random.fold_in(self.rng, number), self.train, buffers)
+
+
+ApplyFn = Callable[[PyTree, Any, Context], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One link of a chain: `apply(params, x, ctx) -> x`.
+
+    The first layer of a chain gets the batch as `x`.
+
+    Args:
+        name: key of its parameters in the params tree; unique in the chain.
+        init: `init(rng) -> params`, or `-> (params, buffers)` when stateful; `None` for a layer
+            without parameters of its own.
+        apply: `apply(params, x, ctx) -> x`, or `-> (x, buffers)` when stateful.
+        reads: other layers' parameters that this one reads too, as `{name: "layer/path/in/it"}`;
+            they appear in `params` under `name`. This is how weights are tied: one leaf, several
+            readers, gradients summed.
+        stateful: whether the layer has buffers, such as running statistics.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> embed = Layer("embed", lambda rng: {"table": jnp.ones((10, 4))},
+        ...               lambda p, batch, ctx: p["table"][batch["ids"]])
+        >>> head = Layer("head", None, lambda p, x, ctx: x @ p["table"].T,
+        ...              reads={"table": "embed/table"})
+    """
+
+    name: str
+    init: Callable[[jax.Array], Any] | None
+    apply: ApplyFn
+    reads: Mapping[str, str] = field(default_factory=dict)
+    stateful: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers this link counts for when random keys are folded."""
+        return 1
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """`num` identical layers in a row, with their parameters stacked on a leading dim.
+
+    One layer's program is compiled and looped over; ZeRO-3 gathers its parameters one layer
+    ahead of their use.
+
+    Args:
+        name: key of its parameters; every leaf there has shape `(num, ...)`.
+        num: number of layers.
+        init: `init(rng) -> params` of one layer, or `-> (params, buffers)` when stateful.
+        apply: `apply(params, x, ctx) -> x` of one layer; output and input have the same structure,
+            shapes and dtypes. `-> (x, buffers)` when stateful.
+        shared: keys of a dict `x` that every layer reads and none changes (masks, position
+            tables). They stay outside the loop: kept once, gradients summed over the layers.
+        stateful: whether each layer has buffers.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> stack = Stack("blocks", 12, lambda rng: {"w": jnp.eye(4)}, lambda p, x, ctx: x @ p["w"])
+    """
+
+    name: str
+    num: int
+    init: Callable[[jax.Array], Any]
+    apply: ApplyFn
+    shared: tuple[str, ...] = ()
+    stateful: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers this link counts for when random keys are folded."""
+        return self.num
+
+
+class Sequential(Model):
+    """A model that is a chain of `Layer`s and `Stack`s.
+
+    The parameters are `{layer.name: its params}`, the buffers `{layer.name: its buffers}` for
+    stateful layers. The last layer gives the loss, `Mean | scalar` or `(Mean | scalar, metrics)`;
+    or gives outputs that `loss(outputs, batch)` turns into that.
+
+    Args:
+        layers: the chain, in order.
+        loss: optional `loss(x, batch) -> Mean | scalar | (Mean | scalar, metrics)`.
+        init: replaces the layers' own initial values: a function of a key or the concrete pair.
+
+    Raises:
+        PlanError: names are empty, repeated or contain `/`, a Stack has no layers, or `reads`
+            names a layer that does not exist.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> model = Sequential(
+        ...     [Layer("in", lambda rng: {"w": jnp.ones((3, 2))}, lambda p, b, ctx: b["x"] @ p["w"])],
+        ...     loss=lambda y, batch: Mean(jnp.sum(y), jnp.float32(y.size)))
+        >>> params, buffers = model.init(jax.random.key(0))
+        >>> out, _, _ = model.loss(params, buffers, {"x": jnp.ones((5, 3))}, jax.random.key(0), True)
+        >>> float(out.total / out.count)
+        3.0
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer | Stack],
+        loss: Callable[[Any, PyTree], Any] | None = None,
+        init: InitFn | tuple[PyTree, PyTree] | None = None,
+    ) -> None:
+        chain = tuple(layers)
+        _check_names(chain)
+        if loss is not None:
+            chain = (*chain, Layer("loss", None, lambda _, x, ctx: loss(x, ctx.batch)))
+        object.__setattr__(self, "_chain", chain)
+        object.__setattr__(self, "init", init or _chain_init(chain))
+        object.__setattr__(self, "loss", _chain_loss(chain))
+
+    @property
+    def layers(self) -> tuple[Layer | Stack, ...]:
+        """The chain; a loss function given apart is its last link."""
+        chain: tuple[Layer | Stack, ...] = getattr(self, "_chain")  # noqa: B009 (frozen dataclass)
+        return chain
+
+
+def _check_names(chain: tuple[Layer | Stack, ...]) -> None:
+    names = [layer.name for layer in chain]
+    for name in names:
+        if not name or "/" in name or name == "loss":
+            raise PlanError(
+                f"model: layer name {name!r}: expected a non-empty name without '/' other than"
+                " 'loss' (reserved for the loss function); rename the layer"
+            )
+        if names.count(name) > 1:
+            raise PlanError(
+                f"model: two layers are named {name!r}; give each its own name and let the second"
+                ' read the first one\'s weights with reads={"key": "name"} if they are tied'
+            )
+    for layer in chain:
+        if isinstance(layer, Stack) and layer.num < 1:
+            raise PlanError(f"model: Stack {layer.name!r} has num={layer.num}; expected 1 or more")
+        for key, path in getattr(layer, "reads", {}).items():
+            if path.split("/")[0] not in names:
+                raise PlanError(
+                    f"model: layer {layer.name!r} reads {key!r} from {path!r}, but no layer is"
+                    f" named {path.split('/')[0]!r}; the chain has {names}"
+                )
+
+
+def _chain_init(chain: tuple[Layer | Stack, ...]) -> InitFn:
+    def init(rng: jax.Array) -> tuple[PyTree, PyTree]:
+        params: dict[str, PyTree] = {}
+        buffers: dict[str, PyTree] = {}
+        for index, layer in enumerate(chain):
+            if layer.init is None:
+                continue
+            key = jax.random.fold_in(rng, index)
+            if isinstance(layer, Stack):
+                values = jax.vmap(layer.init)(jax.random.split(key, layer.num))
+            else:
+                values = layer.init(key)
+            if layer.stateful:
+                params[layer.name], buffers[layer.name] = values
+            else:
+                params[layer.name] = values
+        return params, buffers
+
+    return init
+
+
+def subtree(params: PyTree, path: str) -> PyTree:
+    """The part of a tree of dicts under `a/b/c`.
+
+    Raises:
+        PlanError: the path does not exist; says which keys do.
+    """
+    node = params
+    for step in path.split("/"):
+        if not isinstance(node, Mapping) or step not in node:
+            have = sorted(node) if isinstance(node, Mapping) else type(node).__name__
+            raise PlanError(f"model: no parameter {path!r}: {step!r} is not among {have}")
+        node = node[step]
+    return node
+
+
+def layer_params(layer: Layer | Stack, params: PyTree) -> PyTree:
+    """What a layer's `apply` gets: its own parameters and those it reads from others."""
+    if not layer.name:
+        return params
+    own = params.get(layer.name, {})
+    reads = getattr(layer, "reads", {})
+    if not reads:
+        return own
+    return {**own, **{key: subtree(params, path) for key, path in reads.items()}}
+
+
+def split_shared(stack: Stack, x: Any) -> tuple[Any, Any]:
+    """A stack's input as what the layers carry on and what they only read."""
+    if not stack.shared:
+        return x, {}
+    shared = {key: x[key] for key in stack.shared}
+    return {key: value for key, value in x.items() if key not in shared}, shared
+
+
+def apply_layer(
+    layer: Layer | Stack, params: PyTree, carry: Any, shared: Any, ctx: Context
+) -> tuple[Any, PyTree]:
+    """One layer of a link: `(new carry, new buffers)`."""
+    x = {**carry, **shared} if shared else carry
+    out = layer.apply(params, x, ctx)
+    y, buffers = out if layer.stateful else (out, ctx.buffers)
+    if shared:
+        y = {key: value for key, value in y.items() if key not in shared}
+    return y, buffers
+
+
+def split_loss(out: Any) -> tuple[Mean, dict[str, Any]]:
+    """What a chain ends with, `Mean | scalar` or a pair with metrics, as (Mean, metrics)."""
+    if isinstance(out, tuple) and not isinstance(out, Mean):
+        value, metrics = out
+        return Mean.of(value), dict(metrics)
+    return Mean.of(out), {}
+
+
+def run_chain(
+    chain: Sequence[Layer | Stack],
+    batch: PyTree,
+    buffers: PyTree,
+    run_link: Callable[[Layer | Stack, Any, PyTree, int], tuple[Any, PyTree]],
+) -> tuple[Any, PyTree]:
+    """Runs a chain forward, `(output, new buffers)`.
+
+    Args:
+        chain: the links.
+        batch: what the first link gets.
+        buffers: buffers of all links.
+        run_link: `run_link(link, x, its buffers, number of its first layer) -> (x, new buffers)`.
+    """
+    if not chain[0].name:  # a plain Model: one link that owns everything
+        return run_link(chain[0], batch, buffers, 0)
+    x: Any = batch
+    new = dict(buffers)
+    number = 0
+    for layer in chain:
+        x, state = run_link(layer, x, buffers.get(layer.name), number)
+        if layer.stateful:
+            new[layer.name] = state
+        number += layer.num_layers
+    return x, new
+
+
+def _chain_loss(chain: tuple[Layer | Stack, ...]) -> LossFn:
+    def loss(
+        params: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array, train: bool
+    ) -> tuple[Mean, PyTree, dict[str, Any]]:
+        def run_link(
+            layer: Layer | Stack, x: Any, state: PyTree, number: int
+        ) -> tuple[Any, PyTree]:
+            weights = layer_params(layer, params)
+            ctx = Context(batch, rng, train, state)
+            if isinstance(layer, Stack):
+                return _scan_stack(layer, weights, x, ctx, number)
+            return apply_layer(layer, weights, x, {}, ctx.at(number))
+
+        x, new = run_chain(chain, batch, buffers, run_link)
+        out, metrics = split_loss(x)
+        return out, new, metrics
+
+    return loss
+
+
+def _scan_stack(
+    stack: Stack, params: PyTree, x: Any, ctx: Context, number: int
+) -> tuple[Any, PyTree]:
+    carry, shared = split_shared(stack, x)
+
+    def body(carry: Any, xs: Any) -> tuple[Any, Any]:
+        weights, state, index = xs
+        return apply_layer(stack, weights, carry, shared, ctx.at(number + index, state))
+
+    carry, new = jax.lax.scan(body, carry, (params, ctx.buffers, jnp.arange(stack.num)))
+    return ({**carry, **shared} if shared else carry), new

@@ -1,0 +1,147 @@
+"""One step's gradients on one device: microbatches, loss seed, accumulation, reduction.
+
+Everything here runs inside `jax.shard_map` with the mesh axes manual. What is summed over devices
+and microbatches are totals; they are divided once, by the count of the whole step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fzero.model import Mean, Model
+from fzero.precision import cast_batch, power_of_two_below
+from fzero.tree import PyTree, is_floating
+from fzero.zero.chain import eval_forward, train_backward, train_forward
+from fzero.zero.collectives import Group, all_reduce, all_reduce_tree, shard_index
+from fzero.zero.partition import map_splits
+from fzero.zero.rules import Rules
+
+
+def local_gradients(
+    model: Model,
+    rules: Rules,
+    kept: PyTree,
+    buffers: PyTree,
+    batch: PyTree,
+    rng: jax.Array,
+    scale: jax.Array | None,
+) -> tuple[PyTree, Mean, dict[str, Mean], PyTree]:
+    """Gradients of the loss's total over this step's rows.
+
+    Args:
+        model: the model.
+        rules: how to fetch and reduce.
+        kept: this device's parameters as kept.
+        buffers: buffers before the step.
+        batch: this device's rows.
+        rng: the step's key.
+        scale: loss scale, or `None`.
+
+    Returns:
+        `(sums, loss, metrics, buffers)`: shards of summed gradients (in the compute dtype after one
+        microbatch, float32 after several), loss and metrics summed over all devices, new buffers.
+    """
+    plan, group = rules.plan, rules.group
+    batch = cast_batch(plan, batch)
+    count = plan.microbatches
+    block = shard_index(group) * count
+
+    def one(buffers: PyTree, rows: PyTree, index: Any) -> tuple[PyTree, Mean, Any, PyTree]:
+        # Keys follow the block of rows, so that dropout is the same however a batch is divided
+        # between devices and microbatches.
+        key = jax.random.fold_in(rng, block + index)
+        tape = train_forward(model, rules, kept, buffers, rows, key)
+        total, seed = tape.mean.total, jnp.ones((), jnp.float32)
+        if scale is not None and plan.precision == "fp16":
+            # Gradients of a sum over tokens overflow fp16 long before those of its mean.
+            shrink = power_of_two_below(all_reduce(tape.mean.count.astype(jnp.float32), group))
+            seed = scale / shrink
+            unscale = shrink / scale
+        grads = train_backward(tape, seed.astype(total.dtype))
+        if scale is not None and plan.precision == "fp16":
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) * unscale, grads)
+        return grads, _float_mean(tape.mean), _means(tape.metrics), tape.buffers
+
+    if count == 1:
+        sums, mean, metrics, new = one(buffers, batch, 0)
+    else:
+        rows = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+
+        def body(carry: Any, xs: Any) -> tuple[Any, None]:
+            sums, mean, metrics, buffers = carry
+            grads, one_mean, one_metrics, buffers = one(buffers, *xs)
+            add = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, grads)
+            mean, metrics = jax.tree.map(jnp.add, (mean, metrics), (one_mean, one_metrics))
+            return (add, mean, metrics, buffers), None
+
+        shapes = jax.eval_shape(one, buffers, jax.tree.map(lambda x: x[0], rows), 0)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes[:3])
+        (sums, mean, metrics, new), _ = jax.lax.scan(
+            body, (*zeros, buffers), (rows, jnp.arange(count))
+        )
+    if not rules.reduce:
+        late = dataclasses.replace(rules, reduce=True)
+        sums = late.finish(map_splits(late.scatter, rules.layout, sums))
+    mean, metrics = all_reduce_tree((mean, metrics), group)
+    return sums, mean, metrics, _agreed_buffers(new, buffers, group)
+
+
+def local_evaluation(
+    model: Model, rules: Rules, kept: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array
+) -> tuple[Mean, dict[str, Mean]]:
+    """Loss and metrics over all devices, in evaluation mode."""
+    key = jax.random.fold_in(rng, shard_index(rules.group))
+    batch = cast_batch(rules.plan, batch)
+    mean, metrics = eval_forward(model, rules, kept, buffers, batch, key)
+    summed: tuple[Mean, dict[str, Mean]] = all_reduce_tree(
+        (_float_mean(mean), _means(metrics)), rules.group
+    )
+    return summed
+
+
+def square_norm(layout: PyTree, grads: PyTree, group: Group) -> jax.Array:
+    """Squared global norm of gradients kept as shards (whole leaves count once)."""
+    split, whole = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    leaves: list[tuple[Any, jax.Array]] = []
+    map_splits(lambda s, g: leaves.append((s, g)), layout, grads)
+    for where, grad in leaves:
+        square = jnp.sum(jnp.square(grad.astype(jnp.float32)))
+        if where.dim is None:
+            whole = whole + square
+        else:
+            split = split + square
+    # Shards are the same in every replica group: sum over the data axis only.
+    return all_reduce(split, dataclasses.replace(group, replica=1)) + whole
+
+
+def _float_mean(mean: Mean) -> Mean:
+    return Mean(mean.total.astype(jnp.float32), mean.count.astype(jnp.float32))
+
+
+def _means(metrics: dict[str, Any]) -> dict[str, Mean]:
+    return {name: _float_mean(Mean.of(value)) for name, value in metrics.items()}
+
+
+def _agreed_buffers(new: PyTree, old: PyTree, group: Group) -> PyTree:
+    """One value of the buffers for all devices.
+
+    Floating-point buffers are averaged: a running mean then is that of the whole batch. Counters
+    are equal everywhere already, so the largest is each of them.
+    """
+    size = group.data * group.replica
+    if size == 1:
+        return new
+    leaves, treedef = jax.tree.flatten(new)
+    floats = [leaf for leaf in leaves if is_floating(leaf)]
+    summed = iter(all_reduce_tree(floats, group))
+    axes = ("replica", "data")
+    return treedef.unflatten(
+        [
+            next(summed) / size if is_floating(leaf) else jax.lax.pmax(leaf, axes)
+            for leaf in leaves
+        ]
+    )

@@ -1,0 +1,196 @@
+"""The plan: frozen data that says how state is laid out and stepped. It holds no arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from fzero import compat
+from fzero.errors import PlanError
+
+
+# Mesh axes, outermost first: replicas of a sharding group may sit on different hosts, the devices
+# of one group (`data`) are neighbours.
+REPLICA, DATA = "replica", "data"
+AXES = (REPLICA, DATA)
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+REMATS = ("layer", "dots", "none")
+REDUCES = ("microbatch", "step")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a state is sharded and stepped.
+
+    Args:
+        zero: ZeRO stage. 0 replicates everything; 1 shards the optimizer state (and the fp32
+            master under mixed precision); 2 the gradients too; 3 the parameters too.
+        data: devices in a sharding group (mesh axis `data`); `None` takes all that remain.
+        pipe: pipeline stages; only 1 until pipelines land.
+        replica: sharding groups (mesh axis `replica`). Above 1 this is hybrid sharding: state is
+            sharded within a group and replicated across groups.
+        microbatches: pieces a batch is cut into, one after the other on each device.
+        precision: `fp32`; `bf16` or `fp16` compute from one fp32 master.
+        clip_norm: largest global gradient norm, or `None`.
+        remat: what a `Stack` keeps for its backward pass: `layer`, only each layer's input; `dots`,
+            also the outputs of its matmuls; `none`, everything but casts and reshapes. Gathered
+            weights are never kept.
+        min_shard_bytes: leaves smaller than this (one layer's part, in the compute dtype) stay
+            whole. A collective over fewer bytes costs its latency and saves nothing.
+        reduce: when gradients are reduced. `microbatch`: after each one, so that only shards are
+            accumulated, and all four stages add in the same order. `step`: once a step, from whole
+            local sums; stages 0 and 1 only.
+        skip_nonfinite: in fp32 and bf16, leave the state as it is when a gradient is not finite.
+            (fp16 always does, and lowers its loss scale.)
+
+    Raises:
+        PlanError: a value is out of range or two of them exclude each other.
+
+    Example:
+        >>> plan = Plan(zero=3, data=8, precision="bf16")
+        >>> Plan.from_json(plan.to_json()) == plan
+        True
+
+    Source: ZeRO, arXiv:1910.02054, sections 5 and 7 (stages, communication volume).
+    """
+
+    zero: int = 3
+    data: int | None = None
+    pipe: int = 1
+    replica: int = 1
+    microbatches: int = 1
+    precision: str = "fp32"
+    clip_norm: float | None = None
+    remat: str = "layer"
+    min_shard_bytes: int = 16 * 1024
+    reduce: str = "microbatch"
+    skip_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        _expect_choice("zero", self.zero, (0, 1, 2, 3))
+        _expect_choice("precision", self.precision, PRECISIONS)
+        _expect_choice("remat", self.remat, REMATS)
+        _expect_choice("reduce", self.reduce, REDUCES)
+        for name in ("pipe", "replica", "microbatches"):
+            _expect_int(name, getattr(self, name), 1)
+        if self.data is not None:
+            _expect_int("data", self.data, 1)
+        _expect_int("min_shard_bytes", self.min_shard_bytes, 0)
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise PlanError(
+                f"plan: clip_norm={self.clip_norm!r}: expected a positive number, or None for no"
+                " clipping"
+            )
+        if self.pipe > 1:
+            raise PlanError(
+                f"plan: pipe={self.pipe}: pipeline execution has not landed yet; use pipe=1 and"
+                " put the devices on the data axis"
+            )
+        if self.reduce == "step" and self.zero >= 2:
+            raise PlanError(
+                f"plan: reduce='step' keeps whole gradients on every device, which zero={self.zero}"
+                " promises not to do; use reduce='microbatch', or zero=0 or 1"
+            )
+
+    def sizes(self, num_devices: int) -> dict[str, int]:
+        """Mesh axis sizes on `num_devices` devices; needs no device.
+
+        Raises:
+            PlanError: the plan wants more devices than there are, or `data=None` cannot be
+                filled evenly.
+
+        Example:
+            >>> Plan(replica=2).sizes(8)
+            {'replica': 2, 'data': 4}
+        """
+        if self.data is not None:
+            wanted = self.replica * self.data
+            if wanted > num_devices:
+                raise PlanError(
+                    f"plan: replica={self.replica} x data={self.data} needs {wanted} devices, but"
+                    f" there are {num_devices}; lower one of them, or start more devices (on CPU:"
+                    f" jax.config.update('jax_num_cpu_devices', {wanted}) before the first use)"
+                )
+            return {REPLICA: self.replica, DATA: self.data}
+        if num_devices % self.replica:
+            raise PlanError(
+                f"plan: {num_devices} devices cannot be split into replica={self.replica} equal"
+                f" groups; choose a divisor of {num_devices} or set data explicitly"
+            )
+        return {REPLICA: self.replica, DATA: num_devices // self.replica}
+
+    def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
+        """The device mesh, axes `(replica, data)`, over the first devices given (default: all).
+
+        Raises:
+            PlanError: there are too few devices.
+        """
+        have = list(jax.devices() if devices is None else devices)
+        sizes = self.sizes(len(have))
+        count = sizes[REPLICA] * sizes[DATA]
+        grid = np.asarray(have[:count], dtype=object).reshape(sizes[REPLICA], sizes[DATA])
+        return compat.auto_mesh(grid, AXES)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether compute runs in a lower precision than the fp32 master."""
+        return self.precision != "fp32"
+
+    @property
+    def keeps_compute_copy(self) -> bool:
+        """Whether a cast copy of the parameters is kept between steps (stages 0 to 2, mixed)."""
+        return self.mixed and self.zero < 3
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step with a non-finite gradient leaves the state as it is."""
+        return self.precision == "fp16" or self.skip_nonfinite
+
+    def shards(self, state_class: str) -> bool:
+        """Whether leaves of a state class (`params`, `compute`, `opt_state`, `grads`) are kept
+        sharded between steps."""
+        if state_class == "params":
+            return self.zero == 3 or (self.mixed and self.zero >= 1)
+        return {"compute": False, "opt_state": self.zero >= 1, "grads": self.reduce != "step"}[
+            state_class
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as a JSON-able dict."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any] | str) -> Plan:
+        """A plan from `to_json()` or its JSON text.
+
+        Raises:
+            PlanError: a key is unknown.
+        """
+        values = json.loads(data) if isinstance(data, str) else dict(data)
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise PlanError(f"plan: unknown keys {unknown}; known are {sorted(known)}")
+        return cls(**values)
+
+    def replace(self, **changes: Any) -> Plan:
+        """The same plan with some values changed (and validated again)."""
+        return dataclasses.replace(self, **changes)
+
+
+def _expect_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices or isinstance(value, bool):
+        raise PlanError(f"plan: {name}={value!r}: expected one of {list(choices)}")
+
+
+def _expect_int(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PlanError(f"plan: {name}={value!r}: expected a whole number of at least {least}")

@@ -1,0 +1,96 @@
+"""Mixed precision: casts from one fp32 master, and fp16's dynamic loss scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fzero.plan import Plan
+from fzero.tree import is_floating
+
+
+PyTree = Any
+
+COMPUTE_DTYPES = {"fp32": None, "bf16": jnp.bfloat16, "fp16": jnp.float16}
+
+# The usual constants of dynamic loss scaling (Megatron, DeepSpeed, torch.amp agree on them):
+# start high and fall quickly, double after 1000 clean steps, and forgive one overflow before
+# halving, because a single overflow says little.
+INITIAL_SCALE = 2.0**16
+GROWTH_STEPS = 1000
+HYSTERESIS = 2
+MIN_SCALE = 1.0
+
+
+def compute_dtype(plan: Plan, dtype: Any) -> np.dtype[Any]:
+    """The dtype in which a parameter of `dtype` computes and travels."""
+    target = COMPUTE_DTYPES[plan.precision]
+    if target is None or not jax.dtypes.issubdtype(dtype, np.floating):
+        return np.dtype(dtype)
+    return np.dtype(target)
+
+
+def cast_batch(plan: Plan, batch: PyTree) -> PyTree:
+    """Floating-point inputs follow the parameters into the compute dtype; ints stay."""
+    return jax.tree.map(
+        lambda x: x.astype(compute_dtype(plan, x.dtype)) if is_floating(x) else x, batch
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossScale:
+    """Loss scale and its counters (scalars).
+
+    Args:
+        scale: float32; losses are multiplied by it before the backward pass. Always 1 when the
+            plan skips non-finite steps in fp32 or bf16.
+        good_steps: int32; clean steps since the scale last changed.
+        hysteresis: int32; overflows still forgiven before the scale falls.
+        skipped: int32; steps skipped so far.
+    """
+
+    scale: jax.Array
+    good_steps: jax.Array
+    hysteresis: jax.Array
+    skipped: jax.Array
+
+
+def initial_loss_scale(plan: Plan) -> LossScale | None:
+    """The loss scale a new state starts with; `None` when the plan never skips a step."""
+    if not plan.skips:
+        return None
+    zero = jnp.zeros((), jnp.int32)
+    start = INITIAL_SCALE if plan.precision == "fp16" else 1.0
+    return LossScale(jnp.float32(start), zero, zero + HYSTERESIS, zero)
+
+
+def next_loss_scale(plan: Plan, old: LossScale, finite: jax.Array) -> LossScale:
+    """The loss scale after a step whose gradients were finite or not."""
+    skipped = old.skipped + jnp.where(finite, 0, 1)
+    if plan.precision != "fp16":
+        return LossScale(old.scale, old.good_steps, old.hysteresis, skipped)
+    grow = finite & (old.good_steps + 1 >= GROWTH_STEPS)
+    fall = ~finite & (old.hysteresis <= 1)
+    scale = jnp.where(grow, old.scale * 2, old.scale)
+    scale = jnp.where(fall, jnp.maximum(scale / 2, MIN_SCALE), scale)
+    good = jnp.where(finite & ~grow, old.good_steps + 1, 0)
+    # Patience is restored when the scale grows, not by every clean step: then overflows that
+    # alternate with clean steps still bring the scale down.
+    patience = jnp.where(finite, old.hysteresis, jnp.maximum(old.hysteresis - 1, 1))
+    patience = jnp.where(grow, HYSTERESIS, patience)
+    return LossScale(scale, good.astype(jnp.int32), patience.astype(jnp.int32), skipped)
+
+
+def power_of_two_below(x: jax.Array) -> jax.Array:
+    """The largest power of two that is not above `x` (1 for anything below 1).
+
+    Scaling by it is exact, so gradients of a sum can be kept at the size of gradients of a mean,
+    which fp16 needs, without changing a single bit of the result.
+    """
+    _, exponent = jnp.frexp(jnp.maximum(x.astype(jnp.float32), 1.0))
+    return jnp.ldexp(jnp.float32(1), exponent - 1)

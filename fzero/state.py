@@ -1,0 +1,393 @@
+"""The state: one immutable pytree for training, evaluation, offload, checkpoints and export."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from fzero.blueprint import Blueprint, blueprint
+from fzero.compat import is_key
+from fzero.errors import StateConsumedError, StateError
+from fzero.model import Model
+from fzero.plan import Plan
+from fzero.precision import LossScale, compute_dtype, initial_loss_scale
+from fzero.tree import PyTree, aliased_leaves, named_leaves
+from fzero.zero.partition import Split, map_splits
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Pending:
+    """Gradients accumulated by `accumulate_step` and not yet applied.
+
+    Args:
+        sums: float32 gradients of the summed loss total, one per parameter, sharded.
+        total: float32 sum of the losses so far.
+        count: float32 sum of their counts.
+        calls: int32, batches accumulated.
+    """
+
+    sums: PyTree
+    total: jax.Array
+    count: jax.Array
+    calls: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that training changes, as one value.
+
+    Args:
+        step: int32 scalar, optimizer steps taken.
+        params: the parameters; the fp32 master under mixed precision.
+        compute: a cast copy of `params` that the forward pass reads, or `None` when it reads
+            `params` (fp32) or casts them as it gathers (stage 3).
+        opt_state: the optax state.
+        buffers: whatever else the model changes (running statistics); replicated.
+        rng: key from which every layer's key is folded; never changes.
+        loss_scale: fp16's loss scale and the count of skipped steps, or `None`.
+        grads: an accumulation in progress, or `None`.
+
+    A leaf of `params` or `opt_state` that no dim divides is stored with zeros at its end;
+    `fz.describe` names such leaves, `fz.logical` gives their own shapes back.
+    """
+
+    step: jax.Array
+    params: PyTree
+    compute: PyTree
+    opt_state: PyTree
+    buffers: PyTree
+    rng: jax.Array
+    loss_scale: LossScale | None
+    grads: Pending | None = None
+
+    def replace(self, **changes: Any) -> TrainState:
+        """The same state with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def init(
+    model: Model,
+    tx: optax.GradientTransformation | None,
+    plan: Plan,
+    rng: int | jax.Array = 0,
+    *,
+    devices: Sequence[Any] | None = None,
+) -> TrainState:
+    """A new state, every array born in its sharding.
+
+    Args:
+        model: what to train.
+        tx: any optax transformation; `None` for a state that is only evaluated.
+        plan: how to lay it out.
+        rng: seed or `jax.random.key`.
+        devices: devices to use; all by default.
+
+    Returns:
+        The state. Shapes and shardings are those of `abstract_state`.
+
+    Raises:
+        PlanError: the plan does not fit the devices.
+        StateError: two initial leaves share memory, or a parameter is not floating point.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, fzero as fz
+        >>> model = fz.Model(lambda rng: ({"w": jnp.zeros((8, 2))}, {}),
+        ...                  lambda p, b, batch, rng, train: (jnp.mean(batch["x"] @ p["w"]), b, {}))
+        >>> state = fz.init(model, optax.adam(1e-3), fz.Plan(zero=1, data=1), rng=0)
+        >>> int(state.step), state.params["w"].shape
+        (0, (8, 2))
+    """
+    blue = blueprint(model, tx, plan, devices)
+    key = rng if isinstance(rng, jax.Array) and is_key(rng) else jax.random.key(rng)
+    shapes = blue.shapes()
+    shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
+    if callable(model.init):
+        make = model.init
+
+        def born(key: jax.Array) -> dict[str, Any]:
+            params, buffers = make(key)
+            return {"params": _store(blue, "params", params), "buffers": buffers} | _derived(
+                blue, params, key
+            )
+
+        return TrainState(**jax.jit(born, out_shardings=shardings)(key))
+
+    given, buffers = model.init
+    fields = {
+        "params": map_splits(_copy_in, blue.params, given, shapes["params"]),
+        "buffers": jax.tree.map(lambda x, to: _copy_shards(np.asarray(x), to), buffers,
+                                shapes["buffers"]),
+    }  # fmt: skip
+
+    def derived(params: PyTree, key: jax.Array) -> dict[str, Any]:
+        return _derived(blue, logical_view(blue, "params", params), key)
+
+    rest = {name: shardings[name] for name in shardings if name not in fields}
+    fields |= jax.jit(derived, out_shardings=rest)(fields["params"], key)
+    return TrainState(**fields)
+
+
+def abstract_state(
+    model: Model,
+    tx: optax.GradientTransformation | None,
+    plan: Plan,
+    *,
+    devices: Sequence[Any] | None = None,
+) -> TrainState:
+    """The state's shapes, dtypes and shardings, without allocating anything.
+
+    Args and Raises as for `init`.
+
+    Returns:
+        A `TrainState` of `jax.ShapeDtypeStruct`s, fit for `train_step(...).lower`.
+    """
+    return TrainState(**blueprint(model, tx, plan, devices).shapes())
+
+
+def replan(
+    state: TrainState,
+    model: Model,
+    tx: optax.GradientTransformation | None,
+    old_plan: Plan,
+    new_plan: Plan,
+    *,
+    devices: Sequence[Any] | None = None,
+) -> TrainState:
+    """The same state under another plan: other ZeRO stage, devices or precision.
+
+    Values are bit-identical, and what already lies where the new plan wants it is not copied (the
+    two states then share it). Replanning twice is replanning once.
+
+    Args:
+        state: a state of `old_plan`.
+        model: its model.
+        tx: its optimizer, or `None`.
+        old_plan: the plan it was made or last replanned with.
+        new_plan: the plan wanted.
+        devices: devices for the new plan; all by default.
+
+    Returns:
+        A state of `new_plan`.
+
+    Raises:
+        StateConsumedError: the state was given to a step.
+        StateError: the state is not one of `old_plan`, or holds an accumulation in progress that
+            the new plan's layout cannot take over.
+    """
+    require_alive(state, "replan")
+    old = blueprint(model, tx, old_plan, _devices_of(state))
+    new = blueprint(model, tx, new_plan, devices)
+    require_fits(state, old, "replan")
+    shapes = new.shapes()
+    fields: dict[str, Any] = {"grads": None}
+    for name in ("params", "opt_state"):
+        before, after = getattr(old, name), getattr(new, name)
+        was, now = old_plan.shards(name), new_plan.shards(name)
+
+        def move(a: Split, b: Split, leaf: jax.Array, to: Any, was: bool = was,
+                 now: bool = now) -> jax.Array:  # fmt: skip
+            same_padding = (a.pad if was else 0) == (b.pad if now else 0) and a.dim == b.dim
+            if not same_padding:
+                leaf = a.logical(leaf) if was else leaf
+                leaf = b.store(leaf) if now else leaf
+            return _place(leaf, to.sharding)
+
+        fields[name] = map_splits(move, before, after, getattr(state, name), shapes[name])
+    for name in ("step", "buffers", "rng"):
+        fields[name] = jax.tree.map(
+            lambda leaf, to: _place(leaf, to.sharding), getattr(state, name), shapes[name]
+        )
+    fields["compute"] = _replanned_compute(state, new, fields["params"], shapes)
+    scale = state.loss_scale
+    if new_plan.skips and (scale is None or old_plan.precision != new_plan.precision):
+        fresh = initial_loss_scale(new_plan)
+        assert fresh is not None
+        scale = fresh if scale is None else dataclasses.replace(fresh, skipped=scale.skipped)
+    fields["loss_scale"] = jax.tree.map(
+        lambda leaf, to: _place(leaf, to.sharding), scale if new_plan.skips else None,
+        shapes["loss_scale"],
+    )  # fmt: skip
+    if state.grads is not None:
+        raise StateError(
+            "replan: an accumulation is in progress (state.grads); finish it with train_step, or"
+            " drop it with state.replace(grads=None)"
+        )
+    return TrainState(**fields)
+
+
+def _replanned_compute(state: TrainState, new: Blueprint, params: PyTree, shapes: Any) -> PyTree:
+    if not new.plan.keeps_compute_copy:
+        return None
+    if state.compute is not None:
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves(state.compute)}
+        if dtypes == {leaf.dtype for leaf in jax.tree.leaves(shapes["compute"])}:
+            return jax.tree.map(
+                lambda leaf, to: _place(leaf, to.sharding), state.compute, shapes["compute"]
+            )
+    cast = jax.jit(
+        lambda p: _cast(new, logical_view(new, "params", p)),
+        out_shardings=jax.tree.map(lambda to: to.sharding, shapes["compute"]),
+    )
+    return cast(params)
+
+
+def _cast(blue: Blueprint, params: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.astype(compute_dtype(blue.plan, leaf.dtype)), params)
+
+
+def _derived(blue: Blueprint, params: PyTree, key: jax.Array) -> dict[str, Any]:
+    """All fields that follow from logical parameters and the key."""
+    opt_state = () if blue.tx is None else blue.tx.init(params)
+    return {
+        "step": jnp.zeros((), jnp.int32),
+        "compute": _cast(blue, params) if blue.plan.keeps_compute_copy else None,
+        "opt_state": _store(blue, "opt_state", opt_state),
+        "rng": key,
+        "loss_scale": initial_loss_scale(blue.plan),
+    }
+
+
+def _store(blue: Blueprint, name: str, logical: PyTree) -> PyTree:
+    """Logical leaves of a state class as they are kept."""
+    if not blue.plan.shards(name):
+        return logical
+    return map_splits(lambda split, leaf: split.store(leaf), getattr(blue, name), logical)
+
+
+def logical_view(blue: Blueprint, name: str, stored: PyTree) -> PyTree:
+    """Kept leaves of a state class in their own shapes (inside jit)."""
+    if not blue.plan.shards(name):
+        return stored
+
+    def view(split: Split, leaf: jax.Array) -> jax.Array:
+        return blue.constrain(split, split.logical(leaf)) if split.pad else leaf
+
+    return map_splits(view, getattr(blue, name), stored)
+
+
+def logical(model: Model, state: TrainState) -> PyTree:
+    """The parameters in their own shapes, without the padding of sharded leaves.
+
+    Args:
+        model: the state's model.
+        state: the state.
+
+    Returns:
+        A params tree; leaves without padding are the state's own arrays.
+
+    Raises:
+        StateConsumedError: the state was given to a step.
+    """
+    from fzero.blueprint import initial_shapes
+
+    require_alive(state, "logical")
+    shapes, _ = initial_shapes(model)
+    return jax.tree.map(
+        lambda leaf, to: leaf if leaf.shape == to.shape else leaf[tuple(map(slice, to.shape))],
+        state.params,
+        shapes,
+    )
+
+
+def _copy_in(split: Split, leaf: Any, to: jax.ShapeDtypeStruct) -> jax.Array:
+    host = np.asarray(leaf)
+    if host.shape != to.shape:
+        widths = [(0, new - old) for old, new in zip(host.shape, to.shape, strict=True)]
+        host = np.pad(host, widths)
+    return _copy_shards(host, to)
+
+
+def _copy_shards(host: np.ndarray[Any, Any], to: jax.ShapeDtypeStruct) -> jax.Array:
+    # Each shard is copied first: the CPU backend adopts aligned numpy memory (jax#37830), and a
+    # step would then write into an array that belongs to somebody else.
+    return jax.make_array_from_callback(
+        to.shape, to.sharding, lambda index: np.array(host[index], dtype=to.dtype, copy=True)
+    )
+
+
+def _place(leaf: jax.Array, sharding: Any) -> jax.Array:
+    if leaf.sharding == sharding:
+        return leaf
+    if is_key(leaf):
+        data = jax.device_put(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    placed: jax.Array = jax.device_put(leaf, sharding)
+    return placed
+
+
+def _devices_of(state: TrainState) -> list[Any]:
+    sharding = state.step.sharding
+    if isinstance(sharding, NamedSharding):
+        return list(sharding.mesh.devices.flat)
+    return list(sharding.device_set)
+
+
+def consumed_by(state: TrainState) -> str | None:
+    """Which step consumed a state, in words; `None` for a live one."""
+    leaves = jax.tree.leaves((state.params, state.compute, state.opt_state, state.buffers))
+    if not any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
+        return None
+    # Steps give away everything but the step count and the key, so a consumed state still knows.
+    return f"step {int(state.step) + 1}"
+
+
+def require_alive(state: TrainState, operation: str) -> None:
+    """Raises `StateConsumedError` if the state was given to a step."""
+    by = consumed_by(state)
+    if by is not None:
+        raise StateConsumedError(
+            f"{operation}: this state was consumed by train_step as it took {by}: its memory now"
+            " belongs to the state that step returned. Use that one, or build the step with"
+            " fz.train_step(..., donate=False) to keep both"
+        )
+
+
+def require_fits(state: TrainState, blue: Blueprint, operation: str) -> None:
+    """Raises `StateError` if the state is not one of this model, optimizer and plan."""
+    expected = TrainState(**blue.shapes(), grads=None)
+    want = dict(named_leaves(expected))
+    have = dict(named_leaves(state.replace(grads=None)))
+    problems = [f"{path}: expected, but missing" for path in want if path not in have]
+    problems += [f"{path}: not expected" for path in have if path not in want]
+    for path, to in want.items():
+        leaf = have.get(path)
+        if leaf is None:
+            continue
+        if tuple(leaf.shape) != tuple(to.shape) or leaf.dtype != to.dtype:
+            problems.append(
+                f"{path}: expected {to.dtype}{list(to.shape)}, got {leaf.dtype}{list(leaf.shape)}"
+            )
+        elif not leaf.sharding.is_equivalent_to(to.sharding, len(to.shape)):
+            problems.append(f"{path}: expected {to.sharding.spec} on {to.sharding.mesh.shape},"
+                            f" got {leaf.sharding}")  # fmt: skip
+    if problems:
+        shown = "\n  ".join(problems[:8])
+        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise StateError(
+            f"{operation}: the state is not one of this model, optimizer and plan:\n  {shown}{more}"
+            "\nMake it with fz.init(model, tx, plan), or bring it over with"
+            " fz.replan(state, model, tx, old_plan, new_plan)"
+        )
+
+
+def require_unaliased(state: TrainState, operation: str) -> None:
+    """Raises `StateError` if two leaves of a state are one array."""
+    given = state.replace(step=None, rng=None)
+    groups = aliased_leaves(given)
+    if groups:
+        raise StateError(
+            f"{operation}: these leaves are one array: "
+            + "; ".join(" = ".join(paths) for paths in groups)
+            + ". Donating the state would give one buffer away twice: copy one of them"
+            " (jnp.array(leaf, copy=True)), or build the step with donate=False"
+        )

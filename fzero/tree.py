@@ -1,0 +1,106 @@
+"""Paths, sizes and aliases of pytree leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+
+PyTree = Any
+
+
+def key_name(entry: Any) -> str:
+    """The bare name of one step of a tree path: a dict key, a field name or an index."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
+
+
+def path_name(path: Iterable[Any]) -> str:
+    """A tree path as users write it: `blocks/attn/w`."""
+    return "/".join(key_name(entry) for entry in path)
+
+
+def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """All leaves with their path strings, in tree order.
+
+    Example:
+        >>> named_leaves({"b": 1, "a": {"w": 2}})
+        [('a/w', 2), ('b', 1)]
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(path_name(path), leaf) for path, leaf in leaves]
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array-like, in the dtype jax would give it."""
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if is_plain(leaf) else leaf.dtype
+    return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether a leaf has an ordinary dtype (not a typed random key)."""
+    return not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
+def shapes_of(tree: PyTree) -> PyTree:
+    """The tree with every leaf replaced by its `jax.ShapeDtypeStruct`."""
+    return jax.tree.map(shape_of, tree)
+
+
+def is_floating(leaf: Any) -> bool:
+    """Whether a leaf is a floating-point array (gradients exist for it)."""
+    return bool(jax.dtypes.issubdtype(leaf.dtype, np.floating))
+
+
+def leaf_bytes(leaf: Any, shape: tuple[int, ...] | None = None) -> int:
+    """Bytes of a leaf, or of a piece of it that has `shape`."""
+    size = int(np.prod(leaf.shape if shape is None else shape, dtype=np.int64))
+    return size * int(leaf.dtype.itemsize)
+
+
+def device_bytes(leaf: Any) -> int:
+    """Bytes that one device holds of a leaf (the largest shard); the whole leaf without a sharding."""
+    sharding = getattr(leaf, "sharding", None)
+    shape = tuple(leaf.shape) if sharding is None else sharding.shard_shape(tuple(leaf.shape))
+    return leaf_bytes(leaf, shape)
+
+
+def aliased_leaves(tree: PyTree) -> list[list[str]]:
+    """Groups of paths whose leaves are one object or share one buffer; empty when none do.
+
+    Donating such a tree would give one buffer away twice. Zero-size leaves own no memory and
+    never alias.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> w = jnp.ones(3)
+        >>> aliased_leaves({"a": w, "b": w, "c": jnp.ones(3)})
+        [['a', 'b']]
+    """
+    groups: dict[Any, list[str]] = {}
+    for path, leaf in named_leaves(tree):
+        if not hasattr(leaf, "shape") or 0 in leaf.shape:
+            continue
+        groups.setdefault(_memory(leaf), []).append(path)
+    return [paths for paths in groups.values() if len(paths) > 1]
+
+
+def _memory(leaf: Any) -> Any:
+    concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    if not concrete or not is_plain(leaf):
+        return id(leaf)
+    shards = leaf.addressable_shards
+    if not shards:
+        return id(leaf)
+    return (shards[0].device.id, shards[0].data.unsafe_buffer_pointer())
+
+
+def same_object(leaves: Iterable[Any]) -> bool:
+    """Whether any two leaves are one Python object (a check cheap enough for every step)."""
+    ids = [id(leaf) for leaf in leaves]
+    return len(set(ids)) != len(ids)

@@ -1,0 +1,107 @@
+"""The two collectives of ZeRO: gather a leaf's shards, reduce-scatter its gradient.
+
+Used inside `jax.shard_map` with the `replica` and `data` axes manual. Hybrid sharding reduces
+within a group first, so that only a shard crosses groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fzero.plan import AXES, DATA, REPLICA
+from fzero.tree import PyTree
+from fzero.zero.partition import Split
+
+
+@dataclass(frozen=True)
+class Group:
+    """The devices that collectives run over.
+
+    Args:
+        data: size of the data axis.
+        replica: size of the replica axis.
+        ordered: add contributions in device order with our own sums. Within a process the CPU
+            backend already adds in that order; between processes gloo's rings do not, and results
+            would depend on how devices are spread over processes.
+    """
+
+    data: int
+    replica: int
+    ordered: bool = False
+
+
+def gather(shard: jax.Array, split: Split, group: Group) -> jax.Array:
+    """A whole leaf (or one layer of a stack) from its shards."""
+    dim = split.layer_dim if shard.ndim == len(split.shape) - int(split.stacked) else split.dim
+    if dim is None or group.data == 1:
+        return shard
+    whole = jax.lax.all_gather(shard, DATA, axis=dim, tiled=True)
+    if split.pad:
+        whole = jax.lax.slice_in_dim(whole, 0, whole.shape[dim] - split.pad, axis=dim)
+    return whole
+
+
+def reduce_scatter(grad: jax.Array, split: Split, group: Group) -> jax.Array:
+    """The shard of the sum over devices of a whole leaf's gradient; the sum itself for whole leaves."""
+    dim = split.layer_dim if grad.ndim == len(split.shape) - int(split.stacked) else split.dim
+    if dim is None:
+        return all_reduce(grad, group)
+    if split.pad:
+        widths = [(0, split.pad if d == dim else 0) for d in range(grad.ndim)]
+        grad = jnp.pad(grad, widths)
+    if group.data > 1:
+        grad = _scatter_sum(grad, dim, group)
+    return _sum(grad, REPLICA, group.replica, group)
+
+
+def all_reduce(value: jax.Array, group: Group) -> jax.Array:
+    """The sum over all devices."""
+    return _sum(_sum(value, DATA, group.data, group), REPLICA, group.replica, group)
+
+
+def all_reduce_tree(tree: PyTree, group: Group) -> PyTree:
+    """The sums over all devices of many small arrays, one collective per dtype."""
+    leaves, treedef = jax.tree.flatten(tree)
+    out: list[Any] = list(leaves)
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+        where = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        flat = jnp.concatenate([leaves[i].reshape(-1) for i in where])
+        flat = all_reduce(flat, group)
+        start = 0
+        for i in where:
+            out[i] = flat[start : start + leaves[i].size].reshape(leaves[i].shape)
+            start += leaves[i].size
+    return jax.tree.unflatten(treedef, out)
+
+
+def shard_index(group: Group) -> jax.Array:
+    """This device's number over both axes, replica-major; rows of a batch follow it."""
+    return jax.lax.axis_index(AXES)
+
+
+def _sum(value: jax.Array, axis: str, size: int, group: Group) -> jax.Array:
+    if size == 1:
+        return value
+    if not group.ordered:
+        return jax.lax.psum(value, axis)
+    return _add_in_order(jax.lax.all_gather(value, axis), size)
+
+
+def _scatter_sum(grad: jax.Array, dim: int, group: Group) -> jax.Array:
+    if not group.ordered:
+        return jax.lax.psum_scatter(grad, DATA, scatter_dimension=dim, tiled=True)
+    rows = grad.shape[dim] // group.data
+    pieces = grad.reshape(*grad.shape[:dim], group.data, rows, *grad.shape[dim + 1 :])
+    pieces = jax.lax.all_to_all(jnp.moveaxis(pieces, dim, 0), DATA, 0, 0)
+    return _add_in_order(pieces, group.data)
+
+
+def _add_in_order(parts: jax.Array, size: int) -> jax.Array:
+    total = parts[0]
+    for index in range(1, size):
+        total = total + parts[index]
+    return total

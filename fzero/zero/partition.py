@@ -1,0 +1,175 @@
+"""Which dim of a leaf is split over the data axis, with what padding, and why.
+
+Everything here is computed from shapes; no device is needed. A layout is decided once per
+(model, plan, number of devices) and is the same for all four ZeRO stages: the stage only says
+which state classes are *kept* in it between steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fzero.model import Model, Stack
+from fzero.plan import DATA, Plan
+from fzero.precision import compute_dtype
+from fzero.tree import PyTree, key_name, path_name
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one leaf is cut over the data axis.
+
+    Args:
+        path: the leaf's path, such as `blocks/attn/w`.
+        shape: logical shape; what the model and the optimizer see.
+        dtype: dtype of the kept (master) leaf.
+        dim: the dim that is split, or `None` for a whole leaf.
+        pad: zeros at the end of `dim` in a stored shard, so that it divides.
+        stacked: whether dim 0 counts the layers of a `Stack`.
+        reason: why, in words.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    dim: int | None
+    pad: int
+    stacked: bool
+    reason: str
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape with padding."""
+        if self.dim is None or not self.pad:
+            return self.shape
+        return (*self.shape[: self.dim], self.shape[self.dim] + self.pad, *self.shape[self.dim + 1 :])
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The leaf's partition spec when it is kept sharded."""
+        if self.dim is None:
+            return PartitionSpec()
+        return PartitionSpec(*(None,) * self.dim, DATA)
+
+    @property
+    def layer_dim(self) -> int | None:
+        """`dim` as one layer of a stack sees it."""
+        return None if self.dim is None else self.dim - int(self.stacked)
+
+    def store(self, leaf: jax.Array) -> jax.Array:
+        """Adds the padding to a whole leaf."""
+        if self.dim is None or not self.pad:
+            return leaf
+        widths = [(0, self.pad if dim == self.dim else 0) for dim in range(leaf.ndim)]
+        return jnp.pad(leaf, widths)
+
+    def logical(self, leaf: jax.Array) -> jax.Array:
+        """Cuts the padding off a whole leaf."""
+        if self.dim is None or not self.pad:
+            return leaf
+        return jax.lax.slice_in_dim(leaf, 0, self.shape[self.dim], axis=self.dim)
+
+
+def split_leaf(
+    path: str, leaf: Any, parts: int, plan: Plan, stacked: bool = False
+) -> Split:
+    """Decides how one leaf is cut into `parts`.
+
+    The outermost divisible dim is taken: gathering along it concatenates whole blocks of memory.
+    A leaf below `plan.min_shard_bytes` stays whole. Where no dim divides, the dim that grows the
+    least is padded.
+    """
+    shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
+    first = int(stacked)
+
+    def split(dim: int | None, pad: int, reason: str) -> Split:
+        return Split(path, shape, dtype, dim, pad, stacked, reason)
+
+    part = shape[first:]
+    size = int(np.prod(part, dtype=np.int64)) * compute_dtype(plan, dtype).itemsize
+    if parts == 1:
+        return split(None, 0, "one device on the data axis")
+    if not part or 0 in shape:
+        return split(None, 0, "scalar" if not part else "no elements")
+    if size < plan.min_shard_bytes:
+        return split(None, 0, f"{size} bytes: below min_shard_bytes={plan.min_shard_bytes}")
+    if max(part) < parts:
+        return split(None, 0, f"no dim has {parts} rows to give away")
+    for dim in range(first, len(shape)):
+        if shape[dim] % parts == 0:
+            return split(dim, 0, f"dim {dim} ({shape[dim]}) divides by {parts}")
+    # Relative growth decides: one row of 50257 costs less than one of 25.
+    dim = min(range(first, len(shape)), key=lambda d: ((-shape[d] % parts) / shape[d], d))
+    pad = -shape[dim] % parts
+    grown = shape[dim] + pad
+    return split(dim, pad, f"no dim divides by {parts}: dim {dim} padded by {pad} to {grown}")
+
+
+def stacked_names(model: Model) -> frozenset[str]:
+    """Names of the model's stacks: their leaves count layers on dim 0."""
+    return frozenset(layer.name for layer in model.layers if isinstance(layer, Stack))
+
+
+def split_params(model: Model, shapes: PyTree, plan: Plan, parts: int) -> PyTree:
+    """The layout of a params tree: a `Split` for every leaf."""
+    stacks = stacked_names(model)
+
+    def split(path: tuple[Any, ...], leaf: Any) -> Split:
+        stacked = bool(path) and key_name(path[0]) in stacks
+        return split_leaf(path_name(path), leaf, parts, plan, stacked)
+
+    return jax.tree_util.tree_map_with_path(split, shapes)
+
+
+def split_opt_state(shapes: PyTree, params: PyTree, plan: Plan, parts: int) -> PyTree:
+    """The layout of any optax state.
+
+    A leaf that mirrors a parameter (its path ends with the parameter's, same shape) is cut like it,
+    so that the update touches only local memory. Any other leaf (factored moments, counters) is
+    cut by its own shape.
+    """
+    by_path = {split.path: split for split in jax.tree.leaves(params, is_leaf=is_split)}
+
+    def split(path: tuple[Any, ...], leaf: Any) -> Split:
+        name = path_name(path)
+        steps = name.split("/")
+        for start in range(len(steps)):
+            mirrored = by_path.get("/".join(steps[start:]))
+            if mirrored is not None and mirrored.shape == tuple(leaf.shape):
+                return Split(
+                    name, mirrored.shape, np.dtype(leaf.dtype), mirrored.dim, mirrored.pad,
+                    mirrored.stacked, f"as {mirrored.path}",
+                )  # fmt: skip
+        return split_leaf(name, leaf, parts, plan)
+
+    return jax.tree_util.tree_map_with_path(split, shapes)
+
+
+def is_split(node: Any) -> bool:
+    """`is_leaf` for trees of splits."""
+    return isinstance(node, Split)
+
+
+def map_splits(function: Any, layout: PyTree, *trees: PyTree) -> PyTree:
+    """`jax.tree.map` over a layout and trees of the same structure."""
+    return jax.tree.map(function, layout, *trees, is_leaf=is_split)
+
+
+def stored_shapes(layout: PyTree, mesh: Mesh, sharded: bool, dtype: Any = None) -> PyTree:
+    """`ShapeDtypeStruct`s with shardings for leaves as they are kept between steps."""
+
+    def stored(split: Split) -> jax.ShapeDtypeStruct:
+        spec = split.spec if sharded else PartitionSpec()
+        return jax.ShapeDtypeStruct(
+            split.stored_shape if sharded else split.shape,
+            split.dtype if dtype is None else dtype(split.dtype),
+            sharding=NamedSharding(mesh, spec),
+        )
+
+    return map_splits(stored, layout)

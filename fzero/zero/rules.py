@@ -1,0 +1,65 @@
+"""How parameters are fetched for use and their gradients reduced, under one plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+from fzero.plan import Plan
+from fzero.precision import compute_dtype
+from fzero.tree import PyTree
+from fzero.zero.collectives import Group, all_reduce_tree, gather, reduce_scatter
+from fzero.zero.partition import Split, is_split
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How parameters are fetched and gradients reduced.
+
+    Args:
+        plan: the plan.
+        layout: a `Split` per parameter.
+        group: the devices.
+        sharded: whether the parameters at hand are shards.
+        reduce: whether gradients are reduced now (or stay local sums).
+    """
+
+    plan: Plan
+    layout: PyTree
+    group: Group
+    sharded: bool
+    reduce: bool
+
+    def fetch(self, split: Split, leaf: jax.Array) -> jax.Array:
+        """A leaf ready for use: cast, then gathered, so that the compute dtype travels."""
+        leaf = leaf.astype(compute_dtype(self.plan, leaf.dtype))
+        return self.fence(gather(leaf, split, self.group) if self.sharded else leaf)
+
+    def scatter(self, split: Split, grad: jax.Array) -> jax.Array:
+        """The reduced shard of a split leaf's gradient. Whole leaves wait for `finish`."""
+        grad = self.fence(grad)
+        if not self.reduce or split.dim is None:
+            return grad
+        return self.fence(reduce_scatter(grad, split, self.group))
+
+    def fence(self, value: PyTree) -> PyTree:
+        """Stops the compiler from fusing across; the value is the same.
+
+        What lies between a fetch and a scatter is then compiled alike in every stage, wherever
+        weights come from and gradients go. Without it XLA may skip the rounding of a cast whose
+        result is widened again (`xla_allow_excess_precision`), in one stage and not in another.
+        """
+        if self.group.data * self.group.replica == 1 and not self.plan.mixed:
+            return value
+        return jax.lax.optimization_barrier(value)
+
+    def finish(self, grads: PyTree) -> PyTree:
+        """Reduces the gradients of all whole leaves, in one collective per dtype."""
+        if not self.reduce:
+            return grads
+        splits, treedef = jax.tree.flatten(self.layout, is_leaf=is_split)
+        leaves = treedef.flatten_up_to(grads)
+        whole = {i: leaf for i, leaf in enumerate(leaves) if splits[i].dim is None}
+        whole = self.fence(all_reduce_tree(self.fence(whole), self.group))
+        return treedef.unflatten([whole.get(i, leaf) for i, leaf in enumerate(leaves)])
