@@ -54,7 +54,8 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """
     if dtype not in _TO_NUMPY:
         raise TypeError(f"no JAX dtype has the bits of {dtype}; quantised tensors are not covered")
-    return _TO_NUMPY[dtype]
+    found: np.dtype[Any] = _TO_NUMPY[dtype]
+    return found
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
@@ -64,12 +65,12 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 def x64_enabled() -> bool:
     """Whether JAX may hold 64-bit values in this process."""
-    return bool(jax.config.read("jax_enable_x64"))
+    return bool(jax.config.read("jax_enable_x64"))  # type: ignore[no-untyped-call]
 
 
 def canonical(dtype: Any) -> np.dtype[Any]:
     """The dtype that JAX holds instead of `dtype`: 64-bit ones narrow when x64 is off."""
-    exact = np.dtype(dtype)
+    exact: np.dtype[Any] = np.dtype(dtype)
     return exact if x64_enabled() else _NARROW.get(exact, exact)
 
 
@@ -90,13 +91,31 @@ def is_complex(x: Any) -> bool:
 
 def is_bool(x: Any) -> bool:
     """Whether an array or dtype is boolean."""
-    return np.dtype(getattr(x, "dtype", x)) == np.bool_
+    return bool(np.dtype(getattr(x, "dtype", x)) == np.bool_)
 
 
 def _promote(a: np.dtype[Any] | None, b: np.dtype[Any] | None) -> np.dtype[Any] | None:
-    if a is None or b is None:
+    """torch's promotion of two dtypes (jnp's own is refused in strict mode)."""
+    if a is None or b is None or a == b:
         return b if a is None else a
-    return np.dtype(jnp.promote_types(a, b))
+    low, high = sorted((a, b), key=_category)
+    if _category(low) < _category(high) < 3:
+        return high
+    if _category(high) == 3:
+        wide = 16 in (low.itemsize, high.itemsize) or low == np.float64
+        return np.dtype(np.complex128 if wide else np.complex64)
+    if _category(high) == 2 and low.itemsize == high.itemsize:
+        return np.dtype(np.float32)  # float16 with bfloat16
+    if _category(high) == 2:
+        return max(low, high, key=lambda d: d.itemsize)
+    return np.promote_types(low, high)
+
+
+def _category(dtype: np.dtype[Any]) -> int:
+    """bool, integer, float, complex: 0 to 3."""
+    if is_complex(dtype):
+        return 3
+    return 2 if is_float(dtype) else int(not is_bool(dtype))
 
 
 def _combine(higher: np.dtype[Any] | None, lower: np.dtype[Any] | None) -> np.dtype[Any] | None:
@@ -106,7 +125,7 @@ def _combine(higher: np.dtype[Any] | None, lower: np.dtype[Any] | None) -> np.dt
     if is_complex(higher) or (is_float(higher) and not is_complex(lower)):
         return higher
     if is_float(higher):  # float tensor with a complex scalar
-        return np.dtype(jnp.promote_types(higher, np.complex64))
+        return _promote(higher, np.dtype(np.complex64))
     if is_bool(higher) or is_float(lower) or is_complex(lower):
         return _promote(higher, lower)
     return higher

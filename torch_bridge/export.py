@@ -23,15 +23,66 @@ from fzero.errors import ConversionError
 
 # Operators that stay whole: those that lose their gradient rule (detach), their speed (linear,
 # matmul, attention) or their exact half-precision behaviour (norms, softmax) when decomposed.
-_KEPT = """
-    detach linear matmul einsum scaled_dot_product_attention lstm gru rnn_tanh rnn_relu
-    layer_norm rms_norm group_norm gelu silu softmax log_softmax _safe_softmax pad triu tril roll
-    repeat_interleave split transpose adaptive_avg_pool1d adaptive_avg_pool2d
-    adaptive_avg_pool3d max_pool1d max_pool2d max_pool3d std softplus logsumexp hardswish mish
-    pixel_shuffle take_along_dim one_hot cumsum baddbmm floor_divide clamp_min clamp_max
-    nan_to_num glu log_sigmoid binary_cross_entropy mse_loss huber_loss smooth_l1_loss
-    masked_fill elu leaky_relu hardtanh hardsigmoid addcmul addcdiv lerp
-""".split()
+_KEPT = (
+    "detach",
+    "linear",
+    "matmul",
+    "einsum",
+    "scaled_dot_product_attention",
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
+    "layer_norm",
+    "rms_norm",
+    "group_norm",
+    "gelu",
+    "silu",
+    "softmax",
+    "log_softmax",
+    "_safe_softmax",
+    "pad",
+    "triu",
+    "tril",
+    "roll",
+    "repeat_interleave",
+    "split",
+    "transpose",
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+    "max_pool1d",
+    "max_pool2d",
+    "max_pool3d",
+    "std",
+    "softplus",
+    "logsumexp",
+    "hardswish",
+    "mish",
+    "pixel_shuffle",
+    "take_along_dim",
+    "one_hot",
+    "cumsum",
+    "baddbmm",
+    "floor_divide",
+    "clamp_min",
+    "clamp_max",
+    "nan_to_num",
+    "glu",
+    "log_sigmoid",
+    "binary_cross_entropy",
+    "mse_loss",
+    "huber_loss",
+    "smooth_l1_loss",
+    "masked_fill",
+    "elu",
+    "leaky_relu",
+    "hardtanh",
+    "hardsigmoid",
+    "addcmul",
+    "addcdiv",
+    "lerp",
+)
 
 # Inputs up to this rank have every dim tried as dynamic (tokens, features, sequences); images
 # only the batch: symbolic heights and widths make export slow and specialise anyway.
@@ -62,7 +113,8 @@ def export_program(
             if isinstance(graph_module, torch.fx.GraphModule):
                 _inline_grad_regions(graph_module)
         try:
-            return program.run_decompositions(_decompositions())
+            decomposed: ExportedProgram = program.run_decompositions(_decompositions())
+            return decomposed
         except Exception as error:
             raise ConversionError(_explain(error, mode)) from error
 
@@ -124,19 +176,19 @@ def _export_most_dynamic(
     functions: list[str],
 ) -> ExportedProgram:
     """Try every dim dynamic, then the batch only, then all fixed (stated when called otherwise)."""
-    first: Exception | None = None
+    last: Exception | None = None
     for dynamic in ("all", "batch", "none"):
         shapes = _dynamic_shapes(module, (args, kwargs), dynamic)
         try:
             program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
         except Exception as error:
-            first = first or error
+            last = error  # the last try fixes all sizes: its error is about the module itself
         else:
             _refuse_functions(functions, mode)
             return program
     _refuse_functions(functions, mode)
-    assert first is not None
-    raise ConversionError(_explain(first, mode)) from first
+    assert last is not None
+    raise ConversionError(_explain(last, mode)) from last
 
 
 def _refuse_functions(functions: Sequence[str], mode: str) -> None:
@@ -176,7 +228,7 @@ def _like_signature(module: torch.nn.Module, args: Sequence[Any], kwargs: Mappin
 
 
 def _decompositions() -> Any:
-    table = default_decompositions()
+    table: Any = default_decompositions()
     for name in _KEPT:
         packet = getattr(torch.ops.aten, name, None)
         for overload in packet.overloads() if packet is not None else ():
@@ -263,13 +315,14 @@ def _explain(error: Exception, mode: str) -> str:
     cause = lines[0] if lines else type(error).__name__
     code = _user_line(lines)
     where = f"\n  at: {code}" if code else ""
-    hint = (
-        "Control flow and sizes must not depend on tensor values (use torch.where, or a size that "
-        "is known before)."
-    )
+    hint = ""
     if "item()" in str(error) or "data-dependent" in str(error).lower():
-        hint += " BatchNorm(momentum=None) counts batches in a tensor: give it a momentum."
-    return f"torch.export cannot trace the {mode} forward: {cause}{where}\n  {hint}"
+        hint = (
+            "\n  Control flow and sizes must not depend on tensor values (use torch.where, or a "
+            "size that is known before). BatchNorm(momentum=None) counts batches in a tensor: "
+            "give it a momentum."
+        )
+    return f"torch.export cannot trace the {mode} forward: {cause}{where}{hint}"
 
 
 def _user_line(lines: Sequence[str]) -> str | None:

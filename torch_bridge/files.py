@@ -1,4 +1,4 @@
-"""Weight files, `.safetensors` and `.pt`: written whole or not at all, read without running code."""
+"""Weight files, `.safetensors` and `.pt`: written whole or not at all, read without code."""
 
 from __future__ import annotations
 

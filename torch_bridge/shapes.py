@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fzero.errors import ConversionError
 
 
-Dim = int | sympy.Expr
+Dim = Any  # an int, or a sympy expression of the sizes that are free
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ def _build(spec: torch_pytree.TreeSpec, leaves: Iterator[Any]) -> Any:
     if kind in (dict, OrderedDict):
         return kind(zip(spec.context, items, strict=True))
     if _is_namedtuple(kind):
-        return kind(*items)
+        return kind(*items) if hasattr(kind, "_fields") else tuple(items)  # torch.return_types
     if isinstance(kind, type) and issubclass(kind, Mapping) and len(spec.context) == len(items):
         return Output(zip(spec.context, items, strict=True))
     raise ConversionError(

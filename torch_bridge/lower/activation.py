@@ -1,5 +1,7 @@
 """Activations that stay whole through export."""
 
+# mypy: allow-untyped-calls, no-warn-return-any
+# (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,7 @@
 """Elementwise arithmetic, comparison and logic, with torch's promotion."""
 
+# mypy: allow-untyped-calls, no-warn-return-any
+# (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
 from typing import Any
@@ -162,6 +164,8 @@ def _unary_float(name: str, fn: Any) -> None:
     register_operator(f"aten.{name}.default")(lambda x: fn(promote_float(x)[0]))
 
 
+_name: str
+_fn: Any
 for _name, _fn in {
     "abs": jnp.abs,
     "neg": jnp.negative,

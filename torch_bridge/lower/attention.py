@@ -1,5 +1,7 @@
 """scaled_dot_product_attention, with every form of mask torch has."""
 
+# mypy: allow-untyped-calls, no-warn-return-any
+# (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
 import math

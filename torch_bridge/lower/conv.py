@@ -1,5 +1,7 @@
 """Convolution, plain and transposed, in 1 to 3 dimensions, in torch's NCHW / OIHW layout."""
 
+# mypy: allow-untyped-calls, no-warn-return-any
+# (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
 from collections.abc import Sequence

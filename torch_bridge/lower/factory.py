@@ -1,5 +1,7 @@
 """Tensors made from nothing: arange, full, zeros, and their `_like` forms."""
 
+# mypy: allow-untyped-calls, no-warn-return-any
+# (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
 from collections.abc import Sequence

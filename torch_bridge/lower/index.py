@@ -1,5 +1,7 @@
 """Reading and writing by index. Indices outside the tensor: torch raises, here they read NaN."""
 
+# mypy: allow-untyped-calls, no-warn-return-any
+# (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -71,9 +73,16 @@ def _along(x: jax.Array, dim: int, index: Any) -> tuple[Any, ...]:
     return tuple(grid)
 
 
-@register_operator("aten.gather.default", "aten.take_along_dim.default")
+@register_operator("aten.gather.default")
 def gather(x: jax.Array, dim: int, index: Any, sparse_grad: bool = False) -> jax.Array:
     return x[_along(x, dim, index)] if x.ndim else x
+
+
+@register_operator("aten.take_along_dim.default")
+def take_along_dim(x: jax.Array, indices: Any, dim: int | None = None) -> jax.Array:
+    if dim is None:
+        return jnp.take_along_axis(jnp.ravel(x), jnp.ravel(indices), axis=0)
+    return jnp.take_along_axis(x, indices, axis=dim)
 
 
 @register_operator("aten.scatter.src")

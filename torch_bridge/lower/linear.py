@@ -1,5 +1,7 @@
 """Matrix products. Weights stay in torch's (out, in) layout: dot_general contracts either side."""
 
+# mypy: allow-untyped-calls, no-warn-return-any
+# (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
 from typing import Any
@@ -41,7 +43,8 @@ def addmm(bias: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1) -> jax.Array
 
 @register_operator("aten.outer.default")
 def outer(x: jax.Array, y: Any) -> jax.Array:
-    return jnp.outer(*promote(x, y))
+    a, b = promote(x, y)
+    return a[:, None] * b[None, :]
 
 
 @register_operator("aten.einsum.default")

@@ -1,5 +1,7 @@
 """Normalisation. Half-precision inputs are normalised in float32, as torch does."""
 
+# mypy: allow-untyped-calls, no-warn-return-any
+# (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
 from collections.abc import Sequence

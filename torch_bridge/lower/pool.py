@@ -1,5 +1,7 @@
 """Pooling over the last one to three dims of `(N, C, *spatial)` or `(C, *spatial)`."""
 
+# mypy: allow-untyped-calls, no-warn-return-any
+# (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -75,6 +77,11 @@ def _max_pool(
     ceil_mode: bool = False,
 ) -> jax.Array:
     windows = _Windows(x, dims, kernel, stride, padding, dilation, ceil_mode)
+    if any(d > 1 for d in windows.dilation):
+        # lax.reduce_window has no gradient with dilated windows.
+        sliced = _window_slices(x, windows, -np.inf)
+        best = jnp.argmax(sliced, axis=-1, keepdims=True)
+        return jnp.squeeze(jnp.take_along_axis(sliced, best, axis=-1), -1)
     lowest = -np.inf if jnp.issubdtype(x.dtype, jnp.floating) else np.iinfo(x.dtype).min
     return windows.reduce(x, lowest, jax.lax.max)
 

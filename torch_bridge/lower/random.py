@@ -3,6 +3,8 @@
 The distributions are torch's, the streams are JAX's: the same key gives the same numbers.
 """
 
+# mypy: allow-untyped-calls, no-warn-return-any
+# (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """Reductions."""
 
+# mypy: allow-untyped-calls, no-warn-return-any
+# (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -103,12 +105,12 @@ def argmin(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.A
 
 @register_operator("aten.any.default", "aten.any.dim", "aten.any.dims")
 def any_(x: jax.Array, dim: Dims = None, keepdim: bool = False) -> jax.Array:
-    return jnp.any(x != 0, axis=axes_of(x, dim), keepdims=keepdim)
+    return jnp.any(x.astype(bool), axis=axes_of(x, dim), keepdims=keepdim)
 
 
 @register_operator("aten.all.default", "aten.all.dim", "aten.all.dims")
 def all_(x: jax.Array, dim: Dims = None, keepdim: bool = False) -> jax.Array:
-    return jnp.all(x != 0, axis=axes_of(x, dim), keepdims=keepdim)
+    return jnp.all(x.astype(bool), axis=axes_of(x, dim), keepdims=keepdim)
 
 
 @register_operator("aten.var.correction", "aten.var.dim")

@@ -1,5 +1,7 @@
 """Views: everything that rearranges, cuts or joins. JAX has no strides, so a view is a reshape."""
 
+# mypy: allow-untyped-calls, no-warn-return-any
+# (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
 from collections.abc import Sequence

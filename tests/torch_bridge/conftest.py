@@ -1,0 +1,52 @@
+"""Shared conversions: exporting is the slow part, so each module is converted once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import torch_bridge as tb
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _strict_promotion() -> Iterator[None]:
+    """Every cast in a lowering has to be explicit: JAX refuses implicit ones here."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def make_gpt2(dropout: float) -> GPT2LMHeadModel:
+    torch.manual_seed(1)
+    config = GPT2Config(
+        n_layer=2,
+        n_embd=32,
+        n_head=4,
+        vocab_size=61,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=0,
+        embd_pdrop=dropout,
+        resid_pdrop=dropout,
+        attn_pdrop=dropout,
+    )
+    return GPT2LMHeadModel(config)
+
+
+@pytest.fixture(scope="session")
+def gpt2() -> GPT2LMHeadModel:
+    """Without dropout, so that both modes have exact references."""
+    return make_gpt2(0.0)
+
+
+@pytest.fixture(scope="session")
+def gpt2_converted(gpt2: GPT2LMHeadModel) -> tb.Converted:
+    return tb.convert(gpt2, torch.zeros(2, 8, dtype=torch.long))

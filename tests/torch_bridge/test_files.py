@@ -1,0 +1,166 @@
+"""Weight files: exact, atomic, and never a reason to run somebody's code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import torch_bridge as tb
+from fzero.errors import CheckpointError
+
+
+X = torch.ones(2, 4)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+        self.low = nn.Parameter(torch.randn(3).bfloat16())
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.b(self.a(x))) + self.low.sum()
+
+
+@pytest.fixture(scope="module")
+def net() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+@pytest.fixture(scope="module")
+def converted(net: Net) -> tb.Converted:
+    return tb.convert(net, X)
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pt", "m.bin"])
+def test_files_round_trip_exactly(
+    net: Net, converted: tb.Converted, name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    tb.save(path, converted, converted.params)
+    loaded = tb.load(path)
+    assert set(loaded) == set(net.state_dict())
+    for key, want in net.state_dict().items():
+        assert loaded[key].dtype == want.dtype
+        assert torch.equal(loaded[key], want), key
+    assert loaded["a.weight"].data_ptr() == loaded["b.weight"].data_ptr()
+    params, buffers = tb.load_state_dict(converted, loaded)
+    for key, value in {**params, **buffers}.items():
+        want = {**converted.params, **converted.buffers}[key]
+        assert value.dtype == want.dtype
+        np.testing.assert_array_equal(value, want)
+    fresh = Net()
+    fresh.load_state_dict(loaded, strict=True)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_a_failed_save_leaves_the_old_file(
+    converted: tb.Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.pt"
+    tb.save(path, converted, converted.params)
+    before = path.read_bytes()
+
+    def torn(tensors: Any, target: str) -> None:
+        Path(target).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", torn)
+    with pytest.raises(OSError, match="disk full"):
+        tb.save(path, converted, converted.params)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["m.pt"]
+
+
+class Malicious:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.target),)
+
+
+@pytest.mark.parametrize("writer", ["torch", "pickle"])
+def test_a_file_that_would_run_code_is_refused(tmp_path: Path, writer: str) -> None:
+    path, trap = tmp_path / "m.pt", tmp_path / "ran"
+    content = {"weight": torch.ones(2), "x": Malicious(trap)}
+    if writer == "torch":
+        torch.save(content, path)
+    else:
+        path.write_bytes(pickle.dumps(content))
+    with pytest.raises(CheckpointError, match="unpickling of code are refused"):
+        tb.load(path)
+    assert not trap.exists()
+    pickle.loads(pickle.dumps(Malicious(trap)))  # the trap itself does work
+    assert trap.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("m.safetensors", b"\xff" * 64, "not a readable safetensors file"),
+        ("m.safetensors", b"", "not a readable safetensors file"),
+        ("m.pt", b"nonsense", "cannot be read as plain tensors"),
+        ("m.onnx", b"", "unknown suffix"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, name: str, content: bytes, match: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=match):
+        tb.load(tmp_path / name)
+
+
+def test_nested_and_foreign_contents_are_refused(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"w": torch.ones(1)}, "epoch": 3}, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match=r"\['state_dict', 'epoch'\] are not"):
+        tb.load(tmp_path / "m.pt")
+    torch.save([1, 2], tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match="expected a state_dict, got list"):
+        tb.load(tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match="no such file"):
+        tb.load(tmp_path / "none.pt")
+
+
+def test_everything_that_does_not_fit_is_listed_at_once(net: Net, converted: tb.Converted) -> None:
+    bad = {k: v.clone() for k, v in net.state_dict().items()}
+    del bad["a.bias"]
+    bad["other"] = torch.ones(1)
+    bad["b.bias"] = torch.ones(5)
+    bad["low"] = bad["low"].float()
+    bad["b.weight"] += 1
+    with pytest.raises(CheckpointError) as caught:
+        tb.load_state_dict(converted, bad)
+    message = str(caught.value)
+    assert "in 5 place(s)" in message
+    for part in (
+        "unexpected: `other`",
+        "missing: `a.bias`",
+        "shape: `b.bias` is (5,), expected (4,)",
+        "dtype: `low` is torch.float32, expected torch.bfloat16",
+        "tied: `a.weight` and `b.weight` are one weight but differ",
+    ):
+        assert part in message
+
+
+def test_loose_loading_fills_in_and_casts_but_not_shapes(net: Net, converted: tb.Converted) -> None:
+    part = {"a.bias": torch.arange(4), "other": torch.ones(1)}
+    params, _ = tb.load_state_dict(converted, part, strict=False)
+    np.testing.assert_array_equal(params["a.bias"], np.arange(4, dtype=np.float32))
+    np.testing.assert_array_equal(params["b.bias"], converted.params["b.bias"])
+    with pytest.raises(CheckpointError, match="shape: `a.bias`"):
+        tb.load_state_dict(converted, {"a.bias": torch.ones(9)}, strict=False)
+    with pytest.raises(CheckpointError, match="do not fit into int32"):
+        tb.load_state_dict(
+            converted, {"norm.num_batches_tracked": torch.tensor(2**40)}, strict=False
+        )

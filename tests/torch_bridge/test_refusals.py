@@ -1,0 +1,224 @@
+"""What cannot be converted without changing the result is refused, with reason and place."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import torch_bridge as tb
+from fzero.errors import ConversionError
+
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+class Inner(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.special.i0(x) + torch.polygamma(1, x.abs() + 1)
+
+
+class TwoMissing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.ModuleList([Inner(), nn.Linear(4, 4), Inner()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.block:
+            x = layer(x)
+        return torch.special.i0(x).logcumsumexp(1)
+
+
+def test_all_missing_operators_are_listed_with_their_modules() -> None:
+    with pytest.raises(ConversionError) as caught:
+        tb.convert(TwoMissing(), X)
+    message = str(caught.value)
+    assert message.startswith("3 operator(s) have no JAX lowering")
+    assert re.search(r"aten\.i0\.default  in \(root\), block\.0, block\.2", message)
+    assert re.search(r"aten\.polygamma\.default  in block\.0, block\.2", message)
+    assert re.search(r"aten\.logcumsumexp\.default  in \(root\)", message)
+    assert "register_operator" in message
+
+
+class Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 7
+
+
+class Custom(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Cut.apply(x)
+
+
+def test_a_custom_autograd_function_is_refused_by_name() -> None:
+    before = torch.autograd.Function.__dict__["apply"]
+    with pytest.raises(ConversionError, match=r"autograd\.Function.*Cut"):
+        tb.convert(Custom(), X)
+    assert torch.autograd.Function.__dict__["apply"] is before
+    x = X.clone().requires_grad_(True)
+    Cut.apply(x).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(X, 7.0))
+
+
+class Masked(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0].sum()
+
+
+class Branch(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+def test_data_dependent_sizes_are_refused_with_the_source_line() -> None:
+    with pytest.raises(ConversionError, match=r"depends on\s+tensor values[\s\S]*x\[x > 0\]"):
+        tb.convert(Masked(), X)
+
+
+def test_data_dependent_control_flow_is_refused() -> None:
+    with pytest.raises(ConversionError, match=r"train forward: .*data-dependent"):
+        tb.convert(Branch(), X)
+
+
+class WritesWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return x * self.weight
+
+
+def test_writing_to_a_parameter_is_refused() -> None:
+    with pytest.raises(ConversionError, match="writes to the parameter `weight`"):
+        tb.convert(WritesWeight(), X)
+
+
+def test_float64_is_refused_while_x64_is_off() -> None:
+    with pytest.raises(ConversionError, match=r"torch.float64.*jax_enable_x64"):
+        tb.convert(nn.Linear(4, 2).double(), X.double())
+
+
+def test_overlapping_tensors_are_refused() -> None:
+    module = nn.Linear(4, 4)
+    module.part = nn.Parameter(module.weight.detach()[1:3])
+    with pytest.raises(ConversionError, match=r"`weight` and `part` share memory"):
+        tb.convert(module, X)
+
+
+class Options(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(
+        self, x: torch.Tensor, double: bool = False, extra: Any = None, *, shift: float = 0.0
+    ) -> torch.Tensor:
+        y = self.linear(x) * (2 if double else 1) + shift
+        return y if extra is None else y + extra["a"] - extra["b"][0]
+
+
+@pytest.fixture(scope="module")
+def options() -> tb.Converted:
+    extra = {"a": torch.ones(4), "b": [torch.zeros(4)]}
+    return tb.convert(Options(), X, True, extra=extra, shift=1.0)
+
+
+def test_arguments_may_be_spelled_differently(options: tb.Converted) -> None:
+    extra = {"b": [np.zeros(4, np.float32)], "a": np.ones(4, np.float32)}  # another key order
+    x = np.ones((5, 4), np.float32)
+    first, _ = options.apply(options.params, {}, x, True, extra=extra, shift=1.0)
+    second, _ = options.apply(options.params, {}, x=x, double=True, shift=1.0, extra=extra)
+    np.testing.assert_array_equal(first, second)
+    want = 2 * (x @ options.params["linear.weight"].T)
+    want += 2 * options.params["linear.bias"] + 2.0
+    np.testing.assert_allclose(first, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"double": False}, "`double`: expected True, got False"),
+        ({"shift": 2.0}, "`shift`: expected 1.0, got 2.0"),
+        ({"extra": {"a": X[0].numpy()}}, r"`extra`: expected a dict with keys"),
+        ({"extra": {"a": X[0].numpy(), "b": []}}, r"`extra\['b'\]`: expected 1 items"),
+        ({"x": np.ones((5, 4), np.int32)}, "`x`: expected float32 as in the example, got int32"),
+        ({"x": np.ones((5, 3), np.float32)}, "`x` dim 1: expected 4, got 3"),
+        ({"x": np.ones((5, 2, 4), np.float32)}, r"`x`: expected 2 dims.*\(5, 2, 4\)"),
+        ({"x": None}, "`x`: expected an array of float32"),
+    ],
+)
+def test_other_arguments_are_refused(
+    options: tb.Converted, change: dict[str, Any], match: str
+) -> None:
+    good = {
+        "x": np.ones((5, 4), np.float32),
+        "double": True,
+        "shift": 1.0,
+        "extra": {"a": np.ones(4, np.float32), "b": [np.ones(4, np.float32)]},
+    }
+    assert options.apply(options.params, {}, **good).output.shape == (5, 4)
+    with pytest.raises(ConversionError, match=match):
+        options.apply(options.params, {}, **{**good, **change})
+
+
+def test_state_that_does_not_fit_is_refused() -> None:
+    converted = tb.convert(nn.Linear(4, 2), X)
+    params = dict(converted.params)
+    del params["bias"]
+    with pytest.raises(ConversionError, match="params: `bias` is missing"):
+        converted.apply(params, {}, X.numpy())
+    params["bias"] = jnp.zeros(3)
+    with pytest.raises(ConversionError, match=r"`bias` has shape \(3,\), expected \(2,\)"):
+        converted.apply(params, {}, X.numpy())
+    plain = tb.convert(Options(), X)
+    with pytest.raises(ConversionError, match="argument `extra` was not given"):
+        plain.apply(plain.params, {}, X.numpy(), extra={"a": 1})
+
+
+class BySize(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] * x.shape[1] > 10 else x
+
+
+def test_sizes_that_take_another_path_are_refused() -> None:
+    converted = tb.convert(BySize(), X)
+    np.testing.assert_array_equal(
+        converted.apply({}, {}, np.ones((4, 5), np.float32)).output, np.full((4, 5), 2.0)
+    )
+    with pytest.raises(ConversionError, match="another path through its Python code"):
+        converted.apply({}, {}, np.ones((2, 2), np.float32))
+
+
+def test_a_batch_of_one_in_the_example_is_fixed_and_said_so() -> None:
+    converted = tb.convert(nn.Linear(4, 2), X[:1])
+    assert converted.apply(converted.params, {}, X[:1].numpy()).output.shape == (1, 2)
+    with pytest.raises(ConversionError, match="an example of size 1 always fixes that dim"):
+        converted.apply(converted.params, {}, X.numpy())
+
+
+def test_randomness_without_a_key_is_refused() -> None:
+    converted = tb.convert(nn.Dropout(0.5), X)
+    with pytest.raises(ConversionError, match=r"train forward draws random numbers in 1 place"):
+        converted.apply({}, {}, X.numpy(), train=True)
+    np.testing.assert_array_equal(converted.apply({}, {}, X.numpy()).output, X.numpy())
+    dropped = converted.apply({}, {}, X.numpy(), train=True, rng=jax.random.key(0)).output
+    assert set(np.unique(np.asarray(dropped) / X.numpy())) == {0.0, 2.0}
+
+
+def test_batch_norm_without_momentum_is_refused() -> None:
+    with pytest.raises(ConversionError, match="give it a momentum"):
+        tb.convert(nn.BatchNorm1d(4, momentum=None), X)
