@@ -183,10 +183,9 @@ def _dualpipe_v_row(rank: int, ranks: int, count: int) -> list[Action]:
         row.add("B", 1)
         row.add("F", 1)
         row.add("B", 0)
-    # 6: no forwards are left. The second half delays its weight gradients, and with one rank in
-    # two half a step later, so that neighbours do not wait for each other.
+    # 6: no forwards are left. The second half of these backwards delays its weight gradients.
     for step in range(rank + 1):
-        row.add("I" if 2 * step > rank or (2 * step == rank + 1 and rank % 2) else "B", 1)
+        row.add("I" if 2 * step > rank else "B", 1)
         row.add("I" if 2 * step >= rank else "B", 0)
     for _ in range(below):  # 7: fill the gaps between the last input gradients
         row.flush_one()

@@ -7,10 +7,15 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from hypothesis import settings
+
 from fzero.pipeline import BUILDERS, Schedule, schedule
 
 
 DATA = Path(__file__).parent / "data"
+# For every @given: the same examples in every run, and no deadline on a busy machine.
+repeatable = settings(deadline=None, derandomize=True)
+
 TRAINING = [name for name, builder in BUILDERS.items() if builder.trains]
 
 

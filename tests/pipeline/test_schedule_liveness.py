@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_cases import all_sizes, build, load
+from schedule_cases import all_sizes, build, load, repeatable
 
 from fzero.errors import ScheduleError
 from fzero.pipeline import check, inference, one_f_one_b, simulate, slots
@@ -121,6 +121,7 @@ def test_evaluation_holds_one():
     assert slots(inference(4, 8)).per_stage == [1, 1, 1, 1]
 
 
+@repeatable
 @given(st.lists(st.sampled_from("FB"), max_size=24))
 def test_slots_of_any_order(kinds):
     """One stage, backwards in any order that is open: never more slots than open forwards."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_cases import repeatable
 
 from fzero.errors import ScheduleError
 from fzero.pipeline import BUILDERS, Cost, check, optimize, simulate, zb_h1
@@ -43,7 +44,7 @@ def problems(draw):
     return cost, stages, microbatches, draw(st.integers(chunks, 2 * stages)), chunks
 
 
-@settings(max_examples=40, deadline=None)
+@settings(repeatable, max_examples=40)
 @given(problems())
 def test_never_worse_than_the_best_builder_that_fits(problem):
     cost, stages, microbatches, limit, chunks = problem

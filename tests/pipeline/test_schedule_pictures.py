@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib.util
 import json
 import subprocess
 import sys
@@ -16,6 +17,11 @@ import fzero.errors
 from fzero.errors import ScheduleError
 from fzero.pipeline import Cost, Schedule, draw, one_f_one_b, plot, schedule, simulate
 from fzero.pipeline.cli import app
+
+
+needs_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="plots need matplotlib"
+)
 
 
 def test_drawing():
@@ -59,6 +65,7 @@ def colours_of(pixels):
     return Counter(f"#{r:02X}{g:02X}{b:02X}" for r, g, b in rows[::3].tolist())
 
 
+@needs_matplotlib
 def test_plot_has_a_colour_for_every_kind_and_the_bubble(tmp_path):
     from fzero.pipeline.plot import COLOURS
 
@@ -69,6 +76,7 @@ def test_plot_has_a_colour_for_every_kind_and_the_bubble(tmp_path):
         assert found[colour] > 50, colour
 
 
+@needs_matplotlib
 def test_plot_as_svg_has_the_numbers(tmp_path):
     import matplotlib as mpl
 
@@ -86,6 +94,7 @@ def test_plot_as_svg_has_the_numbers(tmp_path):
     assert sum(f">{number}</text>" in line for line in text.split("\n") for number in (2,)) >= 4
 
 
+@needs_matplotlib
 def test_plot_refuses_unknown_endings(tmp_path):
     with pytest.raises(ScheduleError, match=r"cannot write .*t.foo"):
         plot(simulate(one_f_one_b(1, 1)), tmp_path / "t.foo")
@@ -133,6 +142,7 @@ def test_cli_builds_every_schedule(name):
     assert out.strip() == draw(simulate(schedule(name, stages=4, microbatches=8), Cost(f=1, b=2)))
 
 
+@needs_matplotlib
 def test_cli_options(tmp_path):
     csv, png = tmp_path / "s.csv", tmp_path / "s.png"
     out = call(

@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_cases import all_sizes, build
+from schedule_cases import all_sizes, build, repeatable
 
 from fzero.errors import ScheduleError
 from fzero.pipeline import Action, Cost, align, gpipe, inference, one_f_one_b, simulate
@@ -286,6 +286,7 @@ def test_costs():
         ),
         (lambda: simulate(gpipe(1, 1), mode="slow"), "expected 'async' or 'lockstep', got 'slow'"),
         (lambda: simulate(rows_of([["0B0", "0F0"]])), "rank 0 at cell 0 wait for ever"),
+        (lambda: simulate(rows_of([["0F0", "0W0", "0I0"]])), "rank 0 at cell 1 wait for ever"),
     ],
 )
 def test_errors(make, message):
@@ -318,6 +319,7 @@ def test_actions_that_take_no_time_keep_their_order():
 positive = st.integers(1, 9).map(float)
 
 
+@repeatable
 @given(st.data())
 def test_event_times_respect_everything(data):
     """Checked from outside: one action at a time per rank, and inputs there before use."""

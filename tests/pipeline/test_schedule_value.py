@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_cases import all_sizes, build, load
+from schedule_cases import all_sizes, build, load, repeatable
 
 from fzero.errors import ScheduleError
 from fzero.pipeline import Action, Schedule, align, check, schedule
@@ -45,6 +45,7 @@ cells = st.one_of(
 )
 
 
+@repeatable
 @given(st.lists(st.lists(cells, max_size=8), min_size=1, max_size=5))
 def test_text_forms_round_trip(rows):
     value = Schedule(rows)
