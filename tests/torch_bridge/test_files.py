@@ -158,7 +158,7 @@ def test_loose_loading_fills_in_and_casts_but_not_shapes(net: Net, converted: tb
     params, _ = tb.load_state_dict(converted, part, strict=False)
     np.testing.assert_array_equal(params["a.bias"], np.arange(4, dtype=np.float32))
     np.testing.assert_array_equal(params["b.bias"], converted.params["b.bias"])
-    with pytest.raises(CheckpointError, match="shape: `a.bias`"):
+    with pytest.raises(CheckpointError, match=r"shape: `a.bias`"):
         tb.load_state_dict(converted, {"a.bias": torch.ones(9)}, strict=False)
     with pytest.raises(CheckpointError, match="do not fit into int32"):
         tb.load_state_dict(

@@ -82,7 +82,8 @@ def views(x: torch.Tensor) -> Any:
     z.mul_(2)
     return (
         y, y.permute(2, 0, 1), y.transpose(0, 2), y.flatten(1), y.unsqueeze(1), x.t(), x[1], x[-1],
-        x[:, 1:5:2], x[..., -1], x.unsqueeze(0).squeeze(0), x[:1].expand(3, 6), torch.cat([x, x], 1),
+        x[:, 1:5:2], x[..., -1], x.unsqueeze(0).squeeze(0), x[:1].expand(3, 6),
+        torch.cat([x, x], 1),
         torch.stack([x, x], 1), *x.split(4, dim=1), *x.chunk(4), *x.unbind(0)[:2], x.flip(1),
         x.roll(2, 1), x.roll(1), x.repeat(2, 3), x.repeat_interleave(2, 1), x.tril(1), x.triu(),
         x.diagonal(), F.pad(x, (1, 2)), F.pad(x, (1, -2, 0, 1), value=3.0),
@@ -181,6 +182,7 @@ def test_one_dimensional_layers_agree_with_torch() -> None:
         adaptive=nn.AdaptiveAvgPool1d(4),
         norm=nn.GroupNorm(2, 4),
         instance=nn.InstanceNorm1d(4, affine=True),
+        batch=nn.BatchNorm1d(4, track_running_stats=False),
     )
     check_parity(module, x)
 
