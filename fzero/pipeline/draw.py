@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fzero.errors import ScheduleError
 from fzero.pipeline.actions import Kind
 from fzero.pipeline.simulate import Event, Timeline
@@ -60,12 +62,15 @@ def draw(timeline: Timeline, *, width: int = 100) -> str:
 
 def _scale(timeline: Timeline, width: int) -> float:
     """Characters per second: enough for every number, but no more than the width."""
-    wanted = [
-        (len(_name(e)) + 1) / (e.end_s - e.start_s) for e in timeline.events if e.end_s > e.start_s
-    ]
-    if not wanted or not timeline.makespan_s:
+    lasting = [e for e in timeline.events if e.end_s > e.start_s]
+    if not lasting:
         return 0.0
-    return min(max(wanted), width / timeline.makespan_s)
+    shortest = min(e.end_s - e.start_s for e in lasting)
+    wanted = max((len(_name(e)) + 1) * shortest / (e.end_s - e.start_s) for e in lasting)
+    fitting = width / timeline.makespan_s * shortest
+    # Whole characters for the shortest action: equal actions then look equal.
+    most = min(math.ceil(wanted), math.floor(fitting))
+    return (most or fitting) / shortest
 
 
 def _name(event: Event) -> str:

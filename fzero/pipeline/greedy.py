@@ -98,10 +98,8 @@ def list_schedule(
             taker = home.get(action.stage + (1 if action.kind == "F" else -1))
             if taker is not None and taker != rank:
                 heapq.heappush(events, (sent, taker))
-    total = microbatches * num_stages
-    if sum(a.kind in ("B", "W") for worker in ranks for a in worker.actions) < total:
-        return None
-    return Schedule(worker.actions for worker in ranks)
+    finished = all(worker.finished for worker in ranks)
+    return Schedule(worker.actions for worker in ranks) if finished else None
 
 
 class _Rank:
@@ -121,6 +119,11 @@ class _Rank:
         self._backwards = [0] * len(stages)
         self._delayed: deque[Action] = deque()
         self._live = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether every microbatch has passed every chunk and left nothing behind."""
+        return not self._live and all(n == self._microbatches for n in self._backwards)
 
     def offers(self) -> list[Action]:
         """The next forward and backward of each chunk, most urgent first."""

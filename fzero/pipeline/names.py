@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fzero.errors import ScheduleError
@@ -33,7 +33,7 @@ def _fixed(build: Callable[[int, int], Schedule]) -> Callable[[int, int, int], S
     return lambda stages, microbatches, chunks: build(stages, microbatches)
 
 
-BUILDERS: dict[str, Builder] = {
+BUILDERS: Mapping[str, Builder] = {
     b.name: b
     for b in (
         Builder("gpipe", _fixed(builders.gpipe), 1, "all forwards, then all backwards"),

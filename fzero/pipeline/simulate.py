@@ -47,8 +47,8 @@ class Cost:
     i: float | None = None
     w: float | None = None
     send: float = 0.0
-    per_stage: tuple[float | Cost, ...] | None = None
-    activation_bytes: int | tuple[int, ...] = 0
+    per_stage: Sequence[float | Cost] | None = None
+    activation_bytes: int | Sequence[int] = 0
 
     def __post_init__(self) -> None:
         # Lists are welcome; tuples keep the value hashable.
