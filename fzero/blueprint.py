@@ -49,7 +49,7 @@ class Blueprint:
         devices = self.mesh.devices.flat
         several = len({device.process_index for device in devices}) > 1
         cpu = self.mesh.devices.flat[0].platform == "cpu"
-        return Group(sizes[DATA], sizes[REPLICA], ordered=several and cpu)
+        return Group(sizes[DATA], sizes[REPLICA], ordered=several and cpu, bits=cpu)
 
     @cached_property
     def opt_state(self) -> PyTree:
@@ -154,4 +154,6 @@ def layout_leaves(layout: PyTree) -> list[Any]:
 
 def bytes_of(shapes: PyTree) -> int:
     """Bytes of whole leaves."""
-    return sum(int(np.prod(s.shape, dtype=np.int64)) * s.dtype.itemsize for s in jax.tree.leaves(shapes))
+    return sum(
+        int(np.prod(s.shape, dtype=np.int64)) * s.dtype.itemsize for s in jax.tree.leaves(shapes)
+    )

@@ -55,6 +55,9 @@ def local_gradients(
         # between devices and microbatches.
         key = jax.random.fold_in(rng, block + index)
         tape = train_forward(model, rules, kept, buffers, rows, key)
+        # Everything the forward pass leaves is settled here; only then does the backward pass start
+        # from it, in every stage alike.
+        tape.mean, tape.metrics = rules.fence((tape.mean, tape.metrics))
         total, seed = tape.mean.total, jnp.ones((), jnp.float32)
         if scale is not None and plan.precision == "fp16":
             # Gradients of a sum over tokens overflow fp16 long before those of its mean.
@@ -140,8 +143,5 @@ def _agreed_buffers(new: PyTree, old: PyTree, group: Group) -> PyTree:
     summed = iter(all_reduce_tree(floats, group))
     axes = ("replica", "data")
     return treedef.unflatten(
-        [
-            next(summed) / size if is_floating(leaf) else jax.lax.pmax(leaf, axes)
-            for leaf in leaves
-        ]
+        [next(summed) / size if is_floating(leaf) else jax.lax.pmax(leaf, axes) for leaf in leaves]
     )

@@ -34,6 +34,24 @@ def compute_dtype(plan: Plan, dtype: Any) -> np.dtype[Any]:
     return np.dtype(target)
 
 
+def round_to(leaf: jax.Array, dtype: Any) -> jax.Array:
+    """A cast that really rounds.
+
+    The rounding is an operation of its own: XLA may drop a cast that is widened again later
+    (`xla_allow_excess_precision`), in one program and not in another.
+    """
+    if jnp.finfo(dtype).bits >= 32:
+        return leaf.astype(dtype)
+    info = jnp.finfo(dtype)
+    wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+    return jax.lax.reduce_precision(wide, info.nexp, info.nmant).astype(dtype)
+
+
+def cast_param(plan: Plan, leaf: jax.Array) -> jax.Array:
+    """A parameter rounded into its compute dtype."""
+    return round_to(leaf, compute_dtype(plan, leaf.dtype))
+
+
 def cast_batch(plan: Plan, batch: PyTree) -> PyTree:
     """Floating-point inputs follow the parameters into the compute dtype; ints stay."""
     return jax.tree.map(

@@ -18,7 +18,7 @@ from fzero.compat import is_key
 from fzero.errors import StateConsumedError, StateError
 from fzero.model import Model
 from fzero.plan import Plan
-from fzero.precision import LossScale, compute_dtype, initial_loss_scale
+from fzero.precision import LossScale, cast_param, initial_loss_scale
 from fzero.tree import PyTree, aliased_leaves, named_leaves
 from fzero.zero.partition import Split, map_splits
 
@@ -242,7 +242,7 @@ def _replanned_compute(state: TrainState, new: Blueprint, params: PyTree, shapes
 
 
 def _cast(blue: Blueprint, params: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf.astype(compute_dtype(blue.plan, leaf.dtype)), params)
+    return jax.tree.map(lambda leaf: cast_param(blue.plan, leaf), params)
 
 
 def _derived(blue: Blueprint, params: PyTree, key: jax.Array) -> dict[str, Any]:

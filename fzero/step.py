@@ -23,7 +23,7 @@ from fzero.errors import BatchError, StateError
 from fzero.grads import local_evaluation, local_gradients, square_norm
 from fzero.model import Mean, Model
 from fzero.plan import AXES, Plan
-from fzero.precision import compute_dtype, next_loss_scale
+from fzero.precision import cast_param, next_loss_scale
 from fzero.state import (
     Pending,
     TrainState,
@@ -233,7 +233,9 @@ class TrainStep(_Step):
         """
         self._check_batch(batch, None)
         fields, kept = self._parts(state)
-        return self._run(self._program.lower, fields, kept, abstract_batch(batch, self.blueprint.mesh))
+        return self._run(
+            self._program.lower, fields, kept, abstract_batch(batch, self.blueprint.mesh)
+        )
 
     def _microbatches(self) -> int:
         return self.plan.microbatches
@@ -383,7 +385,7 @@ class TrainStep(_Step):
         return {"params": params, "compute": compute, "opt_state": opt_state}
 
     def _cast(self, tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: x.astype(compute_dtype(self.plan, x.dtype)), tree)
+        return jax.tree.map(lambda leaf: cast_param(self.plan, leaf), tree)
 
     def _pin_shards(self, tree: PyTree) -> PyTree:
         return map_splits(self.blueprint.constrain, self.blueprint.params, tree)
@@ -451,7 +453,17 @@ class EvalStep(_Step):
 def _refuse_reserved(metrics: dict[str, Any]) -> None:
     taken = sorted(set(metrics) & set(_RESERVED))
     if taken:
-        raise StateError(f"loss: metrics {taken} are names that steps report themselves; rename them")
+        raise StateError(
+            f"loss: metrics {taken} are names that steps report themselves; rename them"
+        )
 
 
-__all__ = ["EvalStep", "Metrics", "TrainStep", "accumulate_step", "eval_step", "is_floating", "train_step"]
+__all__ = [
+    "EvalStep",
+    "Metrics",
+    "TrainStep",
+    "accumulate_step",
+    "eval_step",
+    "is_floating",
+    "train_step",
+]

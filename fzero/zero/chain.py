@@ -47,15 +47,17 @@ class Fetched:
         """What a layer's `apply` reads."""
         return self._fetch(layer, layer_params(layer, self.kept))
 
-    def layer_again(self, layer: Layer, residuals: list[Any]) -> tuple[PyTree, list[Any]]:
-        """The same for the backward pass.
+    def layer_again(self, link: Link) -> tuple[list[Any], list[Any]]:
+        """A layer's whole leaves and residuals for its backward pass.
 
-        The barrier keeps the compiler from reusing the forward pass's gathered leaves, and from
+        The fence keeps the compiler from reusing the forward pass's gathered leaves, and from
         gathering before the residuals exist.
         """
-        shards = layer_params(layer, self.kept)
-        shards, residuals = jax.lax.optimization_barrier((shards, residuals))
-        return self._fetch(layer, shards), residuals
+        if not self.rules.sharded:
+            return self.rules.fence((link.weights, link.residuals))
+        shards = layer_params(link.layer, self.kept)
+        shards, residuals = self.rules.fence((shards, link.residuals))
+        return jax.tree.leaves(self._fetch(link.layer, shards)), residuals
 
     def _fetch(self, layer: Layer, shards: PyTree) -> PyTree:
         def fetch(split: Split, shard: jax.Array) -> jax.Array:
@@ -175,10 +177,7 @@ def train_backward(tape: Tape, seed: jax.Array) -> PyTree:
         if isinstance(link, StackLink):
             stacks[link.stack.name], cotangent = stack_backward(rules, link, cotangent)
             continue
-        weights, residuals = link.weights, link.residuals
-        if rules.sharded:
-            again, residuals = fetched.layer_again(link.layer, residuals)
-            weights = jax.tree.leaves(again)
+        weights, residuals = fetched.layer_again(link)
         grads, cotangent = link.pullback.run(residuals, weights, cotangent)
         splits = layer_params(link.layer, rules.layout)
         for split, grad in zip(
@@ -192,7 +191,9 @@ def _assemble(rules: Rules, stacks: dict[str, PyTree], local: dict[str, jax.Arra
     from_stack: dict[str, jax.Array] = {}
     for name, grads in stacks.items():
         for split, grad in zip(
-            jax.tree.leaves(rules.layout[name], is_leaf=is_split), jax.tree.leaves(grads), strict=True
+            jax.tree.leaves(rules.layout[name], is_leaf=is_split),
+            jax.tree.leaves(grads),
+            strict=True,
         ):
             from_stack[split.path] = grad
 

@@ -27,11 +27,15 @@ class Group:
         ordered: add contributions in device order with our own sums. Within a process the CPU
             backend already adds in that order; between processes gloo's rings do not, and results
             would depend on how devices are spread over processes.
+        bits: gather 16-bit floats as integers. The CPU backend widens 16-bit float collectives to
+            float32 and then drops the casts around them, which moves twice the bytes and lets
+            unrounded values through.
     """
 
     data: int
     replica: int
     ordered: bool = False
+    bits: bool = False
 
 
 def gather(shard: jax.Array, split: Split, group: Group) -> jax.Array:
@@ -39,7 +43,12 @@ def gather(shard: jax.Array, split: Split, group: Group) -> jax.Array:
     dim = split.layer_dim if shard.ndim == len(split.shape) - int(split.stacked) else split.dim
     if dim is None or group.data == 1:
         return shard
-    whole = jax.lax.all_gather(shard, DATA, axis=dim, tiled=True)
+    if group.bits and shard.dtype.itemsize == 2:
+        moved = jax.lax.bitcast_convert_type(shard, jnp.uint16)
+        moved = jax.lax.all_gather(moved, DATA, axis=dim, tiled=True)
+        whole = jax.lax.bitcast_convert_type(moved, shard.dtype)
+    else:
+        whole = jax.lax.all_gather(shard, DATA, axis=dim, tiled=True)
     if split.pad:
         whole = jax.lax.slice_in_dim(whole, 0, whole.shape[dim] - split.pad, axis=dim)
     return whole

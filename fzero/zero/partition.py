@@ -48,7 +48,11 @@ class Split:
         """The shape with padding."""
         if self.dim is None or not self.pad:
             return self.shape
-        return (*self.shape[: self.dim], self.shape[self.dim] + self.pad, *self.shape[self.dim + 1 :])
+        return (
+            *self.shape[: self.dim],
+            self.shape[self.dim] + self.pad,
+            *self.shape[self.dim + 1 :],
+        )
 
     @property
     def spec(self) -> PartitionSpec:
@@ -76,9 +80,7 @@ class Split:
         return jax.lax.slice_in_dim(leaf, 0, self.shape[self.dim], axis=self.dim)
 
 
-def split_leaf(
-    path: str, leaf: Any, parts: int, plan: Plan, stacked: bool = False
-) -> Split:
+def split_leaf(path: str, leaf: Any, parts: int, plan: Plan, stacked: bool = False) -> Split:
     """Decides how one leaf is cut into `parts`.
 
     The outermost divisible dim is taken: gathering along it concatenates whole blocks of memory.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from fzero.plan import Plan
-from fzero.precision import compute_dtype
+from fzero.precision import cast_param, round_to
 from fzero.tree import PyTree
 from fzero.zero.collectives import Group, all_reduce_tree, gather, reduce_scatter
 from fzero.zero.partition import Split, is_split
@@ -33,7 +33,7 @@ class Rules:
 
     def fetch(self, split: Split, leaf: jax.Array) -> jax.Array:
         """A leaf ready for use: cast, then gathered, so that the compute dtype travels."""
-        leaf = leaf.astype(compute_dtype(self.plan, leaf.dtype))
+        leaf = cast_param(self.plan, leaf)
         return self.fence(gather(leaf, split, self.group) if self.sharded else leaf)
 
     def scatter(self, split: Split, grad: jax.Array) -> jax.Array:
@@ -41,7 +41,7 @@ class Rules:
         grad = self.fence(grad)
         if not self.reduce or split.dim is None:
             return grad
-        return self.fence(reduce_scatter(grad, split, self.group))
+        return round_to(reduce_scatter(grad, split, self.group), grad.dtype)
 
     def fence(self, value: PyTree) -> PyTree:
         """Stops the compiler from fusing across; the value is the same.
@@ -61,5 +61,6 @@ class Rules:
         splits, treedef = jax.tree.flatten(self.layout, is_leaf=is_split)
         leaves = treedef.flatten_up_to(grads)
         whole = {i: leaf for i, leaf in enumerate(leaves) if splits[i].dim is None}
-        whole = self.fence(all_reduce_tree(self.fence(whole), self.group))
+        summed = all_reduce_tree(self.fence(whole), self.group)
+        whole = {i: round_to(leaf, leaf.dtype) for i, leaf in summed.items()}
         return treedef.unflatten([whole.get(i, leaf) for i, leaf in enumerate(leaves)])

@@ -140,7 +140,7 @@ def _loop(
     run: Callable[[PyTree, Any, Any], tuple[Any, Any, PyTree]],
 ) -> tuple[Any, tuple[Any, Any], PyTree]:
     """The forward loop: `(x, (saved of the looped layers, saved of the last), new buffers)`."""
-    start = (program.start, program.start_rest)
+    start = rules.fence((program.start, program.start_rest))
     last = stack.num - 1
     if not rules.sharded:
 
@@ -149,7 +149,7 @@ def _loop(
             return y, (saved, buffers)
 
         x, (saved, buffers) = jax.lax.scan(plain, start, jnp.arange(stack.num))
-        return _joined(program, x), (saved, None), buffers
+        return _joined(program, rules.fence(x)), (saved, None), buffers
 
     def ahead(carry: Any, k: jax.Array) -> tuple[Any, Any]:
         x, weights = carry
@@ -161,7 +161,9 @@ def _loop(
     looped: Any = (None, None)
     if last:
         carry, looped = jax.lax.scan(ahead, carry, jnp.arange(last))
-    x, saved, buffers = run(carry[1], carry[0], jnp.int32(last))
+    x, saved, buffers = run(carry[1], rules.fence(carry[0]), jnp.int32(last))
+    # A loop settles what it carries; outside of it a fence does.
+    x = rules.fence(x)
     if last:
         buffers = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), looped[1], buffers)
     else:
@@ -182,11 +184,9 @@ def stack_backward(rules: Rules, link: StackLink, cotangent: Any) -> tuple[PyTre
     last = stack.num - 1
     carry_ct, shared_ct = _split_cotangent(program, cotangent)
 
-    shards, saved = link.shards, link.saved
-    if rules.sharded:
-        # Keeps the compiler from reusing layers gathered in the forward pass, and from gathering
-        # the last one again before its input exists.
-        shards, saved = jax.lax.optimization_barrier((shards, saved))
+    # The fence keeps the compiler from reusing layers gathered in the forward pass, and from
+    # gathering the last one again before its input exists.
+    shards, saved = rules.fence((link.shards, link.saved))
 
     def kept(k: Any, is_last: bool = False) -> Any:
         if is_last and saved[1] is not None:
@@ -198,9 +198,9 @@ def stack_backward(rules: Rules, link: StackLink, cotangent: Any) -> tuple[PyTre
 
     def back(weights: PyTree, kept: Any, cts: Any) -> tuple[PyTree, Any]:
         grads, dx, ds = program.backward(weights, kept, cts[0])
-        return grads, (dx, [a + b for a, b in zip(cts[1], ds, strict=True)])
+        return grads, rules.fence((dx, [a + b for a, b in zip(cts[1], ds, strict=True)]))
 
-    cts: Any = (carry_ct, shared_ct)
+    cts: Any = rules.fence((carry_ct, shared_ct))
     if not (rules.reduce and rules.group.data * rules.group.replica > 1) or last == 0:
 
         def plain(cts: Any, k: jax.Array) -> tuple[Any, Any]:

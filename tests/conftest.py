@@ -1,0 +1,27 @@
+"""One test session: 8 virtual CPU devices, strict dtypes, programs compiled once."""
+
+import os
+import tempfile
+
+
+# Before jax is imported. Tests never use an accelerator: those that need one say so and skip.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import jax
+import pytest
+
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Many tests compile the same step from different function objects. XLA's cache knows programs
+    # by their text, so each is compiled once a session; children spawned by tests share it.
+    folder = tempfile.TemporaryDirectory(prefix="fzero-tests-")
+    config.add_cleanup(folder.cleanup)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    jax.config.update("jax_compilation_cache_dir", folder.name)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
