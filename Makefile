@@ -1,0 +1,59 @@
+# make demo   environment, then the main job: a PyTorch GPT-2 trained with ZeRO-3, checked in PyTorch
+# make test   environment, then lint, types and the whole test suite
+#
+# Needs Python >= 3.11 and make. Variables, as in `make test PYTHON=python3.12 VENV=.venv-3.12`:
+PYTHON ?= python3
+VENV ?= .venv
+# Extras of pyproject.toml; with NVIDIA GPUs and a driver for CUDA 13: EXTRAS=dev,cuda
+EXTRAS ?= dev
+DEMO_OUT ?= runs/demo
+DEMO_STEPS ?= 200
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+comma := ,
+# Installed again when what is to be installed changes.
+STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
+
+.PHONY: help install demo test lint types clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^PYTHON/q' Makefile
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "fzero needs Python >= 3.11; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	       "Say which to use: make PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) has no venv or ensurepip module. On Debian and Ubuntu:" \
+	       "apt install python3-venv. Or name another one: make PYTHON=..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): a few minutes, once"
+	$(BIN)/python -m pip install --quiet torch==2.13.0 -c constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[$(EXTRAS)]' -c constraints.txt
+	@touch $@
+
+# On a CPU eight virtual devices; with GPUs the largest number of them that divides the batch.
+demo: install
+	@$(BIN)/python -c 'import jax; n = jax.device_count(); \
+	  print(8 if jax.default_backend() == "cpu" else max(d for d in (1, 2, 4, 8) if d <= n))' \
+	  > $(VENV)/.num-devices
+	$(BIN)/fzero train --model hf:examples/gpt2_3m.json --data stdlib --out $(DEMO_OUT) \
+	  --steps $(DEMO_STEPS) --batch 16 --seq 128 --lr 2e-3 --zero 3 \
+	  --devices $$(cat $(VENV)/.num-devices) --clip 1.0 --eval-every 50 --eval-sequences 128 --overwrite --verify
+
+test: lint types
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+clean:
+	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

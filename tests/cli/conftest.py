@@ -1,0 +1,176 @@
+"""Shared by the tests of the commands: a tiny model, a little text, one training run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import pytest
+
+from fzero import cli
+
+
+# For the commands that run in this process; RuntimeError: the session has its devices already.
+with contextlib.suppress(RuntimeError):
+    jax.config.update("jax_num_cpu_devices", 8)
+jax.devices()  # starts jax: no command can ask for fewer afterwards
+
+
+TINY_CONFIG = {
+    "model_type": "gpt2",
+    "vocab_size": 256,
+    "n_positions": 32,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    # Dropout on: training must draw it, evaluation must not.
+    "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+# A factory as a user would write it; its one tied weight has two names in the state_dict.
+FACTORY_SOURCE = """
+import torch
+
+
+class Bigram(torch.nn.Module):
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.embed = torch.nn.Embedding(vocabulary, 16)
+        self.norm = torch.nn.LayerNorm(16)
+        self.head = torch.nn.Linear(16, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm.bias.requires_grad_(False)
+        torch.nn.init.constant_(self.norm.bias, 0.5)
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.embed(tokens)))
+
+
+def bigram():
+    return Bigram(256)
+
+
+def narrow():
+    return Bigram(100)
+
+
+def no_module():
+    return "a string"
+
+
+def no_logits():
+    return torch.nn.Flatten()
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished process."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+def fzero(*args: object, cwd: Path | None = None) -> Run:
+    """Runs the installed `fzero` command in a process of its own."""
+    done = subprocess.run(
+        [command(), *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment(),
+        cwd=cwd,
+    )
+    return Run(done.returncode, done.stdout, done.stderr)
+
+
+Command = Callable[..., Run]
+
+
+@pytest.fixture
+def here(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `fzero` in this process, where torch and transformers are imported already."""
+
+    def run(*args: object) -> Run:
+        capsys.readouterr()
+        before, sys.argv = sys.argv, ["fzero", *map(str, args)]
+        precision = jax.config.jax_default_matmul_precision
+        try:
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+        finally:
+            sys.argv = before
+            # A command owns its process and sets this for good; here others come after it.
+            jax.config.update("jax_default_matmul_precision", precision)
+        code = ended.value.code
+        assert isinstance(code, int | None)
+        return Run(code or 0, *capsys.readouterr())
+
+    return run
+
+
+def command() -> str:
+    """The script that the installation put beside this interpreter."""
+    return str(Path(sys.executable).with_name("fzero"))
+
+
+def environment() -> dict[str, str]:
+    """This process's environment without what the test session set for its own devices."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
+
+
+@pytest.fixture(scope="session")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "tiny.json"
+    path.write_text(json.dumps(TINY_CONFIG))
+    return path
+
+
+@pytest.fixture(scope="session")
+def factory_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("factory") / "bigram.py"
+    path.write_text(FACTORY_SOURCE)
+    return path
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three text files; which of them validates depends on their names alone."""
+    folder = tmp_path_factory.mktemp("texts")
+    paths = []
+    for number, word in enumerate(("tensor", "scatter", "gather")):
+        path = folder / f"{word}.txt"
+        path.write_text("".join(f"{word} {i} of {number + 40}\n" for i in range(400)))
+        paths.append(path)
+    return paths
+
+
+@pytest.fixture(scope="session")
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, config_file: Path, texts: list[Path]
+) -> tuple[Path, Run]:
+    """A directory that `fzero train` wrote and verified, and what the process printed."""
+    out = tmp_path_factory.mktemp("trained") / "out"
+    done = fzero(
+        "train", "--model", f"hf:{config_file}", "--data", *texts, "--out", out, "--steps", 6,
+        "--batch", 8, "--seq", 32, "--lr", 1e-2, "--zero", 3, "--devices", 4, "--clip", 1.0,
+        "--microbatches", 2, "--eval-every", 3, "--eval-sequences", 21, "--seed", 7, "--verify",
+    )  # fmt: skip
+    assert done.status == 0, done.stderr
+    return out, done

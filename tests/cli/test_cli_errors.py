@@ -1,0 +1,222 @@
+"""What a command refuses, in words that say what to do; listing without loading; display."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import TINY_CONFIG, Command
+from rich.console import Console
+
+from fzero import cli
+from torch_bridge.cli import check, devices, interrupt, outputs, progress
+
+
+def refusal(here: Command, *args: object) -> str:
+    """The error of a command that must fail."""
+    done = here(*args)
+    assert done.status == 2
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--batch", 7, "--devices", 2), "--batch 7 must be a multiple of 2"),
+        (("--batch", 6, "--devices", 2, "--microbatches", 2), "use --batch 4 or 8"),
+        (("--batch", 0), "--batch must be at least 1, got 0"),
+        (("--steps", 0), "--steps must be at least 1, got 0"),
+        (("--seq", 1), "--seq must be at least 2"),
+        (("--seq", 64), "longer than the 32 positions"),
+        (("--lr", 0), "must be positive, got 0.0"),
+        (("--clip", -1), "must be positive"),
+        (("--devices", 0), "--devices must be at least 1, got 0"),
+        (("--devices", 4096), "--devices 4096 asked for"),
+        (("--data", "absent.txt"), "absent.txt: no such file"),
+        (("--data", "stdlib", "absent.txt"), "either stdlib or paths"),
+        (("--data", "."), "is a directory; give its files"),
+        (("--model", "hf:absent"), "absent does not exist"),
+        (("--model", "absent.py:make"), "absent.py does not exist"),
+        (("--model", "gpt2"), "expected hf:DIR, hf:CONFIG.json or path/to/file.py:factory"),
+        (("--zero", 4), "--zero"),
+        (("--precision", "fp8"), "--precision"),
+    ],
+)
+def test_train_refuses(
+    here: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    config_file: Path,
+    texts: list[Path],
+    flags: tuple[object, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = {
+        "--model": f"hf:{config_file}",
+        "--out": "out",
+        "--seq": 32,
+        "--devices": 1,
+        "--batch": 4,
+    }
+    arguments = [
+        text for name, value in base.items() if name not in flags for text in (name, value)
+    ]
+    if "--data" not in flags:
+        arguments += ["--data", texts[0], texts[1]]
+    # What was wrong is in the error; nothing else was written.
+    assert message in refusal(here, "train", *arguments, *flags)
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_a_directory_with_something_in_it_is_refused(
+    here: Command, tmp_path: Path, config_file: Path
+) -> None:
+    (tmp_path / "mine.txt").write_text("keep me")
+    error = refusal(here, "train", "--model", f"hf:{config_file}", "--out", tmp_path)
+    assert "is not empty; give another directory, or --overwrite" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 200}, "a vocabulary of 200 cannot hold the 256 byte values"),
+        ({"model_type": "no-such-model"}, "no transformers configuration"),
+        ({"model_type": "vit"}, "no causal language model"),
+    ],
+)
+def test_a_configuration_that_cannot_serve_is_refused(
+    here: Command,
+    tmp_path: Path,
+    texts: list[Path],
+    changes: dict[str, object],
+    message: str,
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY_CONFIG | changes))
+    error = refusal(
+        here, "train", "--model", f"hf:{tmp_path}", "--out", tmp_path / "out", "--data",
+        *texts, "--seq", 32, "--devices", 1,
+    )  # fmt: skip
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("absent", "has no function named 'absent'"),
+        ("no_module", "must return a torch.nn.Module, got str"),
+        ("no_logits", "must turn token ids [batch, seq] into logits"),
+        ("narrow", "a vocabulary of 100 cannot hold the 256 byte values"),
+    ],
+)
+def test_a_factory_that_cannot_serve_is_refused(
+    here: Command,
+    tmp_path: Path,
+    factory_file: Path,
+    texts: list[Path],
+    factory: str,
+    message: str,
+) -> None:
+    error = refusal(
+        here, "train", "--model", f"{factory_file}:{factory}", "--out", tmp_path / "out",
+        "--data", *texts, "--devices", 1,
+    )  # fmt: skip
+    assert message in error
+
+
+def test_help_lists_the_commands_without_loading_what_they_need() -> None:
+    script = (
+        "import sys\n"
+        "from fzero import cli\n"
+        "sys.argv = ['fzero', '--help']\n"
+        "try:\n"
+        "    cli.main()\n"
+        "except SystemExit as ended:\n"
+        "    assert not ended.code\n"
+        "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for line in ("train     Train a PyTorch", "eval      Print the validation loss", "schedule"):
+        assert line in done.stdout
+
+
+def test_an_unknown_command_is_refused(here: Command) -> None:
+    assert "No such command 'trian'" in refusal(here, "trian")
+
+
+def test_the_commands_are_the_registered_ones() -> None:
+    assert {"train", "eval", "schedule"} <= set(cli.commands())
+
+
+def test_staged_files_appear_together_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("old")
+
+    def fails() -> None:
+        with outputs.staged(tmp_path) as scratch:
+            (scratch / "one.txt").write_text("new")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert (tmp_path / "one.txt").read_text() == "old"
+    with outputs.staged(tmp_path) as scratch:
+        (scratch / "one.txt").write_text("new")
+        (scratch / "two.txt").write_text("new")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "one.txt": "new",
+        "two.txt": "new",
+    }
+
+
+def test_a_bar_on_a_terminal_shows_loss_rate_and_remaining_time() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120)
+    with progress.display(20, console) as shown:
+        shown.step(5, 2.5, 12345.6)
+        shown.line("step 5  validation loss 2.25")
+        shown.step(10, 1.5, 12345.6)
+    text = screen.getvalue()
+    for part in ("10/20", "loss 1.5000", "12,346 tokens/s", "left", "validation loss 2.25"):
+        assert part in text
+
+
+def test_a_long_run_prints_few_plain_lines() -> None:
+    log = io.StringIO()
+    with progress.display(1000, Console(file=log)) as shown:
+        for step in range(1, 1001):
+            shown.step(step, 1.0, None)
+    assert 20 <= log.getvalue().count("\n") <= 22
+    assert "step 1000/1000" in log.getvalue()
+
+
+def test_the_second_ctrl_c_is_not_held_back() -> None:
+    import signal
+
+    with interrupt.StopOnInterrupt() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_figures_off_their_bounds_are_named() -> None:
+    good = {"logits_max_abs_diff": 9e-5, "torch_val_loss": 2.00001}
+    assert check.missed_bounds(good, 2.0, "fp32") == []
+    assert check.missed_bounds(good | {"torch_val_loss": 2.1}, 2.0, "bf16") == []
+    (loss,) = check.missed_bounds(good | {"torch_val_loss": 2.0001}, 2.0, "fp32")
+    assert "relative difference 5e-05, expected at most 1e-05" in loss
+    (logits,) = check.missed_bounds(good | {"logits_max_abs_diff": float("nan")}, 2.0, "fp32")
+    assert "logits differ by nan" in logits
+
+
+def test_without_a_number_every_device_is_used() -> None:
+    import jax
+
+    assert devices.configure(None, "bf16") == len(jax.devices())

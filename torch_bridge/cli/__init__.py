@@ -1,0 +1,1 @@
+"""`fzero train` and `fzero eval`: a PyTorch language model and text in, a checkpoint out."""

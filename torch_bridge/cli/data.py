@@ -1,0 +1,192 @@
+"""Text to sequences: files, their split, tokens, and batches as a function of (seed, step)."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.settings import STDLIB, DataSettings
+
+
+IntArray = NDArray[np.int32]
+Batch = dict[str, IntArray]
+
+# torch's convention for "no prediction here"; `torch_bridge.causal_lm_loss` follows it.
+IGNORED = -100
+# One file in twenty validates: with the standard library's 700 files that is some half a million
+# bytes.
+VALIDATION_SHARE = 0.05
+# Not part of the library proper, or different on every machine; tests alone are more than half of
+# all bytes.
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token sequences of one text, split by file.
+
+    `train` is [num_train, seq]. `validation` and `labels` are [num_validation, seq]; labels equal
+    the tokens except for -100 where a short last sequence was filled up.
+    """
+
+    train: IntArray
+    validation: IntArray
+    labels: IntArray
+    unigram_entropy: float  # nats per token of the validation sequences
+    byte_level: bool
+    num_files: tuple[int, int]  # training, validation
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the validation sequences: equal fingerprints, comparable validation losses."""
+        digest = hashlib.sha256(self.validation.tobytes())
+        digest.update(self.labels.tobytes())
+        return digest.hexdigest()[:16]
+
+
+def load(settings: DataSettings, tokenizer: Any = None) -> Corpus:
+    """Reads, splits and tokenizes the text; without a tokenizer every byte is a token."""
+    train_parts, validation_parts, counts = _read(settings)
+    encode, end = _encoder(tokenizer)
+    train = _concatenate([encode(part) for part in train_parts], end)
+    validation = _concatenate([encode(part) for part in validation_parts], end)
+    seq = settings.seq
+    if len(train) < seq or len(validation) < 2:
+        raise CommandError(
+            f"too little text: {len(train)} training and {len(validation)} validation tokens; "
+            f"--seq {seq} needs at least {seq} and 2; give more text, or a smaller --seq"
+        )
+    rows, labels = _validation_rows(validation, seq, settings.eval_sequences)
+    return Corpus(
+        train=train[: len(train) // seq * seq].reshape(-1, seq),
+        validation=rows,
+        labels=labels,
+        unigram_entropy=_entropy(rows[labels != IGNORED]),
+        byte_level=tokenizer is None,
+        num_files=counts,
+    )
+
+
+def train_batch(corpus: Corpus, seed: int, step: int, size: int) -> Batch:
+    """The batch of step `step`, from (seed, step) alone: no step needs those before it.
+
+    Each epoch visits every sequence once, in an order drawn from (seed, epoch).
+    """
+    num_sequences = len(corpus.train)
+    positions = np.arange(step * size, (step + 1) * size)
+    rows = [
+        _order(seed, int(p) // num_sequences, num_sequences)[p % num_sequences] for p in positions
+    ]
+    tokens = corpus.train[rows]
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def validation_batches(corpus: Corpus, size: int) -> Iterator[Batch]:
+    """The validation sequences in batches of one size; rows that fill the last count nothing."""
+    for start in range(0, len(corpus.validation), size):
+        tokens = corpus.validation[start : start + size]
+        labels = corpus.labels[start : start + size]
+        missing = ((0, size - len(tokens)), (0, 0))
+        yield {
+            "input_ids": np.pad(tokens, missing),
+            "labels": np.pad(labels, missing, constant_values=IGNORED),
+        }
+
+
+@functools.lru_cache(maxsize=2)  # a batch can straddle two epochs
+def _order(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(length)
+
+
+def _read(settings: DataSettings) -> tuple[list[bytes], list[bytes], tuple[int, int]]:
+    """Training texts, validation texts and how many files each came from."""
+    if settings.sources == (STDLIB,):
+        root = Path(sysconfig.get_path("stdlib"))
+        paths = _stdlib_files(root)
+    else:
+        paths = sorted(Path(source) for source in settings.sources)
+        root = Path(os.path.commonpath([path.parent for path in paths]))
+    try:
+        texts = {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
+    except OSError as error:
+        raise CommandError(f"--data: {error.filename} cannot be read ({error.strerror})") from error
+    if len(texts) == 1:
+        # One file cannot be split by file: its last part validates.
+        (text,) = texts.values()
+        cut = int(len(text) * (1 - VALIDATION_SHARE))
+        return [text[:cut]], [text[cut:]], (1, 1)
+    held_out = _held_out(list(texts))
+    train = [text for name, text in texts.items() if name not in held_out]
+    return train, [texts[name] for name in texts if name in held_out], (len(train), len(held_out))
+
+
+def _stdlib_files(root: Path) -> list[Path]:
+    """The standard library's own .py files, in an order that depends on their names only."""
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    found = [
+        root / name
+        for name in names
+        # config-*: how this interpreter was built
+        if not SKIPPED_FOLDERS.intersection(name.split("/")) and not name.startswith("config-")
+    ]
+    if len(found) < 2:
+        raise CommandError(
+            f"--data {STDLIB}: this interpreter's library at {root} holds no .py files; "
+            "give paths of text files instead"
+        )
+    return found
+
+
+def _held_out(names: list[str]) -> set[str]:
+    """The files that validate: those whose name hashes low, whatever other files there are."""
+    shares = {
+        name: int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) / 2**32 for name in names
+    }
+    chosen = {name for name in names if shares[name] < VALIDATION_SHARE}
+    # With few files the rule can leave a side empty; then one file validates.
+    return chosen if 0 < len(chosen) < len(names) else {min(names, key=lambda name: shares[name])}
+
+
+def _encoder(tokenizer: Any) -> tuple[Callable[[bytes], IntArray], int | None]:
+    """How one text becomes tokens, and the token that ends a text."""
+    if tokenizer is None:
+        # NUL occurs in no source text.
+        return lambda text: np.frombuffer(text, np.uint8).astype(np.int32), 0
+
+    def encode(text: bytes) -> IntArray:
+        # verbose=False: a text longer than the model's context is no mistake here, it is cut below.
+        ids = tokenizer(text.decode("utf-8", "replace"), add_special_tokens=False, verbose=False)
+        return np.asarray(ids["input_ids"], np.int32)
+
+    return encode, tokenizer.eos_token_id
+
+
+def _concatenate(parts: list[IntArray], end: int | None) -> IntArray:
+    mark = np.asarray([] if end is None else [end], np.int32)
+    return np.concatenate([piece for part in parts for piece in (part, mark)] or [mark])
+
+
+def _validation_rows(tokens: IntArray, seq: int, limit: int) -> tuple[IntArray, IntArray]:
+    """At most `limit` rows spread over the text; a short last one is filled, labelled -100."""
+    fill = -len(tokens) % seq
+    rows = np.pad(tokens, (0, fill)).reshape(-1, seq)
+    labels = np.pad(tokens, (0, fill), constant_values=IGNORED).reshape(-1, seq)
+    chosen = np.unique(np.linspace(0, len(rows) - 1, min(limit, len(rows))).astype(np.int64))
+    return rows[chosen], labels[chosen]
+
+
+def _entropy(tokens: IntArray) -> float:
+    """Nats per token of a model that knows how often each token occurs here, and nothing else."""
+    shares = np.bincount(tokens) / len(tokens)
+    shares = shares[shares > 0]
+    return float(-(shares * np.log(shares)).sum())

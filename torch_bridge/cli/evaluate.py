@@ -1,0 +1,94 @@
+"""Print the validation loss of a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torch_bridge.cli.outputs import WEIGHTS, Record
+from torch_bridge.cli.settings import (
+    BATCH,
+    HF_PREFIX,
+    SEQ,
+    STDLIB,
+    ZERO,
+    DataSettings,
+    EvalSettings,
+    resolve_sources,
+)
+from torch_bridge.cli.train import DataOption, MoreData, Precision
+
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: it wraps, and brackets stay brackets
+)
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Option("--model", help="A directory that `fzero train` wrote, or what it takes."),
+    ],
+    data: DataOption = None,
+    more_data: MoreData = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences per evaluation step.")] = None,
+    eval_sequences: Annotated[
+        int | None, typer.Option(help="Validation sequences to score, spread over all of them.")
+    ] = None,
+    zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage.")] = None,
+    devices: Annotated[int | None, typer.Option(help="As for `fzero train`.")] = None,
+    precision: Annotated[Precision | None, typer.Option(help="What forward computes in.")] = None,
+) -> None:
+    """Print the validation loss of a model: of what `fzero train` wrote, the one it printed last.
+
+    What is not given is as in the training run, or else as `fzero train` would choose.
+    """
+    directory = Path(model.removeprefix(HF_PREFIX)).expanduser()
+    record = Record.read(directory) if directory.is_dir() else None
+    if record is not None:
+        known = EvalSettings(
+            model=record.factory or f"{HF_PREFIX}{directory}",
+            weights=directory / WEIGHTS if record.factory else None,
+            data=record.data,
+            batch=record.batch,
+            zero=record.zero,
+            devices=record.devices,
+            precision=record.precision,
+            fingerprint=record.fingerprint,
+        )
+    else:
+        known = EvalSettings(
+            model=f"{HF_PREFIX}{directory}" if directory.is_dir() else model,
+            weights=None,
+            data=DataSettings((STDLIB,), SEQ),
+            batch=BATCH,
+            zero=ZERO,
+            devices=None,
+            precision=Precision.fp32.value,
+            fingerprint=None,
+        )
+    sources = resolve_sources(data, more_data) if data or more_data else known.data.sources
+    settings = replace(
+        known,
+        data=DataSettings(
+            sources,
+            known.data.seq if seq is None else seq,
+            known.data.eval_sequences if eval_sequences is None else eval_sequences,
+        ),
+        batch=known.batch if batch is None else batch,
+        zero=known.zero if zero is None else zero,
+        devices=known.devices if devices is None else devices,
+        precision=known.precision if precision is None else precision.value,
+    )
+    settings.data.check()
+    # torch and transformers take seconds to import: after what can be refused without them.
+    from torch_bridge.cli import run
+
+    run.evaluate(settings)

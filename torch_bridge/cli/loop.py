@@ -1,0 +1,180 @@
+"""The training loop: evaluate, step, evaluate, on one state from beginning to end."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from torch_bridge.cli import data
+from torch_bridge.cli.data import Batch, Corpus
+from torch_bridge.cli.interrupt import StopOnInterrupt
+from torch_bridge.cli.progress import Display
+
+
+TrainStep = Callable[[Any, Batch], tuple[Any, dict[str, Any]]]
+EvalStep = Callable[[Any, Batch], dict[str, Any]]
+
+
+@dataclass
+class History:
+    """What was measured, in order; every entry is also a line of metrics.jsonl."""
+
+    losses: list[tuple[int, float]] = field(default_factory=list)  # (steps done, nats per token)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    tokens_per_s: float | None = None
+    interrupted: bool = False
+
+    @property
+    def steps_done(self) -> int:
+        return self.losses[-1][0] if self.losses else 0
+
+
+class _Meter:
+    """Tokens per second of the training steps alone: compilation and evaluations do not count."""
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self._tokens_per_step = tokens_per_step
+        self._steps = 0
+        self._seconds = 0.0
+        self._started: float | None = None
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        if self._started is not None:
+            self._seconds += time.perf_counter() - self._started
+            self._started = None
+
+    def count_step(self) -> None:
+        if self._started is not None:
+            self._steps += 1
+
+    @property
+    def rate(self) -> float | None:
+        running = 0.0 if self._started is None else time.perf_counter() - self._started
+        seconds = self._seconds + running
+        return self._steps * self._tokens_per_step / seconds if self._steps and seconds else None
+
+
+class Recorder:
+    """Takes the metrics of each step as device values and reads them one step late.
+
+    Reading a metric waits for its step. Doing so only when the next step has been dispatched keeps
+    the devices busy, and keeps at most two steps in flight.
+    """
+
+    def __init__(self, sink: TextIO, display: Display, tokens_per_step: int) -> None:
+        self.history = History()
+        self._sink = sink
+        self._display = display
+        self._meter = _Meter(tokens_per_step)
+        self._pending: tuple[int, dict[str, Any]] | None = None
+
+    def step(self, done: int, metrics: dict[str, Any]) -> None:
+        """Step number `done` (from 1) was dispatched."""
+        self._read_pending()
+        self._pending = (done, metrics)
+        if done == 1:
+            # The first step compiles; the clock starts when it is over.
+            self._read_pending()
+            self._meter.start()
+
+    def validation(self, done: int, loss: float) -> None:
+        """After `done` steps the validation loss was `loss`."""
+        self.history.validation.append((done, loss))
+        self._write({"step": done, "val_loss": _finite(loss)})
+        self._display.line(f"step {done}  validation loss {loss:.6f}")
+
+    def pause(self) -> None:
+        """Waits for the last step and stops the clock."""
+        self._read_pending()
+        self._meter.stop()
+        self.history.tokens_per_s = self._meter.rate
+
+    def resume(self) -> None:
+        """Starts the clock again, unless the step that compiles is still to come."""
+        if self.history.losses:
+            self._meter.start()
+
+    def _read_pending(self) -> None:
+        if self._pending is None:
+            return
+        done, metrics = self._pending
+        self._pending = None
+        values = {name: float(value) for name, value in metrics.items() if value.ndim == 0}
+        self._meter.count_step()
+        self.history.losses.append((done, values["loss"]))
+        self._write({"step": done} | {name: _finite(value) for name, value in values.items()})
+        self._display.step(done, values["loss"], self._meter.rate)
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        # One write per line, flushed: whoever follows the file never sees half an entry.
+        self._sink.write(json.dumps(entry) + "\n")
+        self._sink.flush()
+
+
+def evaluate_state(eval_step: EvalStep, state: Any, corpus: Corpus, batch: int) -> float:
+    """The validation loss in nats per predicted token; an exact mean for any batch size."""
+    total = count = 0.0
+    ahead: dict[str, Any] | None = None
+    for rows in data.validation_batches(corpus, batch):
+        # One batch ahead of what is read: the devices stay busy, and never more than two programs
+        # are queued.
+        ahead, ready = eval_step(state, rows), ahead
+        total, count = _add(ready, total, count)
+    total, count = _add(ahead, total, count)
+    return total / count
+
+
+def _add(part: dict[str, Any] | None, total: float, count: float) -> tuple[float, float]:
+    """The two sums of an exact mean, with one more batch in them."""
+    if part is None:
+        return total, count
+    return total + float(part["loss"]) * float(part["count"]), count + float(part["count"])
+
+
+def fit(
+    state: Any,
+    train_step: TrainStep,
+    eval_step: EvalStep,
+    corpus: Corpus,
+    recorder: Recorder,
+    *,
+    num_steps: int,
+    batch: int,
+    eval_batch: int,
+    eval_every: int,
+    seed: int,
+) -> Any:
+    """Trains `state`; returns the one reached after `num_steps` steps, or at a Ctrl-C.
+
+    The validation loss is taken before the first step, every `eval_every` steps (0: never in
+    between) and of the state that is returned.
+    """
+    history = recorder.history
+    with StopOnInterrupt() as stop:
+        recorder.validation(0, evaluate_state(eval_step, state, corpus, eval_batch))
+        done = 0
+        while done < num_steps and not stop.asked:
+            state, metrics = train_step(state, data.train_batch(corpus, seed, done, batch))
+            done += 1
+            recorder.step(done, metrics)
+            if eval_every and done % eval_every == 0 and done < num_steps and not stop.asked:
+                recorder.pause()
+                recorder.validation(done, evaluate_state(eval_step, state, corpus, eval_batch))
+                recorder.resume()
+        recorder.pause()
+        history.interrupted = stop.asked and done < num_steps
+        if history.validation[-1][0] != done:
+            recorder.validation(done, evaluate_state(eval_step, state, corpus, eval_batch))
+    return state
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN and no infinity: null stands for both."""
+    return value if math.isfinite(value) else None

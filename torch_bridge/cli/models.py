@@ -1,0 +1,202 @@
+"""The PyTorch module behind `--model`: a Hugging Face directory or config, or a factory."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torch_bridge as tb
+from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.settings import HF_PREFIX
+
+
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A module whose forward takes [batch, seq] token ids, and what is known about it."""
+
+    module: torch.nn.Module
+    spec: str  # as given to `--model`, its path made absolute
+    vocab_size: int
+    max_seq: int | None  # longest sequence it takes; None: not known
+    tokenizer: Any = None
+    config: Any = None  # the transformers configuration; None for a factory
+
+    @property
+    def num_parameters(self) -> int:
+        """Every parameter once, tied ones too."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+
+def load(spec: str, seed: int) -> LoadedModel:
+    """Loads `hf:DIR`, `hf:CONFIG.json` or `FILE.py:FACTORY`; random weights come from `seed`.
+
+    Raises:
+        CommandError: the spec has neither form, names something missing, or gives no module.
+    """
+    torch.manual_seed(seed)
+    if spec.startswith(HF_PREFIX):
+        return _load_hf(Path(spec.removeprefix(HF_PREFIX)).expanduser().absolute())
+    path, colon, factory = spec.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise CommandError(
+            f"--model {spec}: expected hf:DIR, hf:CONFIG.json or path/to/file.py:factory"
+        )
+    return _load_factory(Path(path).expanduser().absolute(), factory)
+
+
+def check_fit(model: LoadedModel, seq: int) -> None:
+    """Refuses tokens that the vocabulary cannot hold, and sequences that are too long."""
+    if model.tokenizer is None and model.vocab_size < 256:
+        raise CommandError(
+            f"--model {model.spec}: a vocabulary of {model.vocab_size} cannot hold the 256 byte "
+            "values, and there is no tokenizer in the model directory; set vocab_size to 256 or "
+            "more, or add a tokenizer"
+        )
+    if model.tokenizer is not None and len(model.tokenizer) > model.vocab_size:
+        raise CommandError(
+            f"--model {model.spec}: its tokenizer has {len(model.tokenizer)} tokens, the model a "
+            f"vocabulary of {model.vocab_size}; set vocab_size to {len(model.tokenizer)} or more"
+        )
+    if model.max_seq is not None and seq > model.max_seq:
+        raise CommandError(
+            f"--seq {seq} is longer than the {model.max_seq} positions of {model.spec}; "
+            f"use --seq {model.max_seq}"
+        )
+
+
+def load_weights(module: torch.nn.Module, path: Path) -> None:
+    """Loads a weight file into a module that a factory made.
+
+    Raises:
+        CommandError: the names or shapes are not those of the module.
+        CheckpointError: there is no such file, or it is damaged.
+    """
+    try:
+        module.load_state_dict(tb.load(path))
+    except RuntimeError as error:
+        raise CommandError(
+            f"--model: {path} does not fit what the factory makes: {error}"
+        ) from error
+
+
+def example_ids(rows: int, seq: int) -> torch.Tensor:
+    """Token ids to convert a model with, for steps in which a device sees `rows` sequences.
+
+    torch.export takes a size of 1 as fixed and any other as free; so it must be 1 where it is 1.
+    """
+    return torch.zeros((min(rows, 2), seq), dtype=torch.int64)
+
+
+def _load_hf(path: Path) -> LoadedModel:
+    from transformers import AutoModelForCausalLM  # seconds to import: only when needed
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # its bar would run into ours
+
+    config_file = path / "config.json" if path.is_dir() else path
+    config = _read_config(config_file)
+    try:
+        if path.is_dir() and any((path / name).exists() for name in WEIGHT_FILES):
+            module = AutoModelForCausalLM.from_pretrained(
+                path, config=config, local_files_only=True, dtype=torch.float32
+            )
+        else:
+            module = AutoModelForCausalLM.from_config(config).float()
+    except ValueError as error:
+        raise CommandError(
+            f"{config_file}: transformers has no causal language model for it: {error}"
+        ) from error
+    tokenizer = None
+    if path.is_dir() and any((path / name).exists() for name in TOKENIZER_FILES):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return LoadedModel(
+        module=module,
+        spec=f"{HF_PREFIX}{path}",
+        vocab_size=config.vocab_size,
+        max_seq=getattr(config, "max_position_embeddings", None),
+        tokenizer=tokenizer,
+        config=config,
+    )
+
+
+def _read_config(config_file: Path) -> Any:
+    from transformers import AutoConfig
+
+    if not config_file.is_file():
+        raise CommandError(
+            f"--model: {config_file} does not exist; hf: takes a directory with a config.json, "
+            "or such a file itself"
+        )
+    try:
+        values = json.loads(config_file.read_text(encoding="utf-8"))
+        return AutoConfig.for_model(**values)
+    except (ValueError, TypeError) as error:
+        # TypeError: the file holds no object, or no "model_type".
+        raise CommandError(
+            f"{config_file} is no transformers configuration with a known model_type: {error}"
+        ) from error
+
+
+def _load_factory(path: Path, name: str) -> LoadedModel:
+    if not path.is_file():
+        raise CommandError(f"--model: {path} does not exist")
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert module_spec is not None  # a .py file always has a loader
+    assert module_spec.loader is not None
+    namespace = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(namespace)
+    factory = getattr(namespace, name, None)
+    if not callable(factory):
+        raise CommandError(f"--model: {path} has no function named {name!r}")
+    module = factory()
+    if not isinstance(module, torch.nn.Module):
+        raise CommandError(
+            f"--model: {name} of {path} must return a torch.nn.Module, got {type(module).__name__}"
+        )
+    return LoadedModel(module, f"{path}:{name}", _logits_width(module, f"{path}:{name}"), None)
+
+
+def _logits_width(module: torch.nn.Module, spec: str) -> int:
+    """The size of the vocabulary, found by asking the module for the logits of two tokens."""
+    training = module.training
+    with torch.no_grad():
+        logits = logits_of(module.eval()(torch.zeros((1, 2), dtype=torch.int64)))
+    module.train(training)
+    shape = tuple(getattr(logits, "shape", ()))
+    if len(shape) != 3 or shape[:2] != (1, 2):
+        raise CommandError(
+            f"--model {spec}: forward must turn token ids [batch, seq] into logits [batch, seq, "
+            f"vocabulary]; for ids of shape [1, 2] it gave {shape or type(logits).__name__}"
+        )
+    return int(shape[-1])
+
+
+def logits_of(output: Any) -> Any:
+    """The logits in what a forward returns: the array, or a field of a transformers output."""
+    if isinstance(output, dict):
+        return output["logits"]
+    if isinstance(output, tuple | list):
+        return output[0]
+    return getattr(output, "logits", output)

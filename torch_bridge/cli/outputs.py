@@ -1,0 +1,91 @@
+"""The directory that a run leaves: each file is written aside, then renamed into place."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.settings import DataSettings
+
+
+WEIGHTS = "model.safetensors"
+METRICS = "metrics.jsonl"
+PLOT = "loss.png"
+SUMMARY = "summary.json"
+# How the run cut its text and laid out its state: the defaults of `fzero eval`.
+RECORD = "fzero.json"
+PACKAGES = ("fzero", "jax", "jaxlib", "numpy", "optax", "torch", "transformers", "safetensors")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What `fzero eval` has to know about the run that wrote a directory."""
+
+    factory: str | None  # FILE.py:FUNCTION; None: the directory itself is a transformers one
+    data: DataSettings
+    batch: int  # sequences per evaluation step
+    zero: int
+    devices: int
+    precision: str
+    fingerprint: str  # of the validation sequences
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary that `Record.read` understands."""
+        return vars(self) | {"data": self.data.to_json()}
+
+    @classmethod
+    def read(cls, directory: Path) -> Record | None:
+        """The record in `directory`; None where `fzero train` wrote none."""
+        path = directory / RECORD
+        if not path.is_file():
+            return None
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**values | {"data": DataSettings.from_json(values["data"])})
+
+
+def prepare(directory: Path, overwrite: bool) -> None:
+    """Makes the output directory; one with something in it is used only with `overwrite`.
+
+    What an older run left there goes away only when this run replaces it: a run that fails early
+    keeps it.
+    """
+    if directory.is_file():
+        raise CommandError(f"--out {directory} is a file; give a directory")
+    if directory.is_dir() and any(directory.iterdir()) and not overwrite:
+        raise CommandError(
+            f"--out {directory} is not empty; give another directory, or --overwrite to replace "
+            "what an earlier run left there"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def staged(directory: Path) -> Iterator[Path]:
+    """A scratch directory; what it holds in the end moves into `directory`, file by file."""
+    scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=directory))
+    try:
+        yield scratch
+        for path in sorted(scratch.iterdir()):
+            path.replace(directory / path.name)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Writes one JSON file whole."""
+    with staged(path.parent) as scratch:
+        (scratch / path.name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    """The versions a result depends on."""
+    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}

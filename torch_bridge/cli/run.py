@@ -1,0 +1,264 @@
+"""What `fzero train` and `fzero eval` do, from checked settings to the written directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import fzero as fz
+import torch_bridge as tb
+from torch_bridge.cli import check, data, devices, models, outputs, plot
+from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.interrupt import EXIT_INTERRUPTED
+from torch_bridge.cli.loop import History, Recorder, evaluate_state, fit
+from torch_bridge.cli.models import LoadedModel
+from torch_bridge.cli.progress import display
+from torch_bridge.cli.settings import DataSettings, EvalSettings, TrainSettings, check_batch
+
+
+WARMUP_SHARE = 0.05
+# Where the cosine ends, as a share of the peak: low enough to settle, not so low that the last
+# steps are idle.
+FINAL_SHARE = 0.1
+# Sequences whose logits are compared with PyTorch's.
+COMPARED_ROWS = 4
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A model brought into JAX, with its text and the layout of its state."""
+
+    loaded: LoadedModel
+    corpus: data.Corpus
+    rows: int  # sequences that a device sees at once
+    converted: tb.Converted
+    model: fz.Model
+    plan: fz.Plan
+
+
+def train(settings: TrainSettings) -> int:
+    """Trains, writes `settings.out`, and returns the exit status.
+
+    Raises:
+        CommandError: something that was asked for cannot be done; nothing was trained.
+    """
+    outputs.prepare(settings.out, settings.overwrite)
+    num_devices = devices.configure(settings.devices, settings.precision)
+    check_batch(settings.batch, num_devices, settings.microbatches)
+    plan = fz.Plan(
+        zero=settings.zero,
+        data=num_devices,
+        microbatches=settings.microbatches,
+        precision=settings.precision,
+        clip_norm=settings.clip,
+    )
+    loaded = models.load(settings.model, settings.seed)
+    rows = settings.batch // (num_devices * settings.microbatches)
+    job = _prepare(loaded, settings.data, plan, rows)
+    tx = optimizer(settings.lr, settings.steps, job.converted)
+    state = fz.init(job.model, tx, plan, settings.seed)
+    with (
+        display(settings.steps) as shown,
+        (settings.out / outputs.METRICS).open("w", encoding="utf-8") as sink,
+    ):
+        for line in _describe(job, num_devices):
+            shown.line(line)
+        recorder = Recorder(sink, shown, settings.batch * settings.data.seq)
+        state = fit(
+            state,
+            fz.train_step(job.model, tx, plan),
+            fz.eval_step(job.model, plan),
+            job.corpus,
+            recorder,
+            num_steps=settings.steps,
+            batch=settings.batch,
+            eval_batch=rows * num_devices,
+            eval_every=settings.eval_every,
+            seed=settings.seed,
+        )
+    history = recorder.history
+    _write_model(settings, job, state, num_devices)
+    summary = _summary(settings, job, state, history, num_devices)
+    missed = _verify(settings, job, state, history, summary) if settings.verify else []
+    with outputs.staged(settings.out) as scratch:
+        _plot(scratch / outputs.PLOT, job, history, num_devices)
+    outputs.write_json(settings.out / outputs.SUMMARY, summary)
+    return _conclude(settings, history, summary, missed)
+
+
+def evaluate(settings: EvalSettings) -> None:
+    """Prints the validation loss of a model."""
+    num_devices = devices.configure(settings.devices, settings.precision)
+    check_batch(settings.batch, num_devices)
+    plan = fz.Plan(zero=settings.zero, data=num_devices, precision=settings.precision)
+    loaded = models.load(settings.model, seed=0)
+    if settings.weights is not None:
+        models.load_weights(loaded.module, settings.weights)
+    job = _prepare(loaded, settings.data, plan, settings.batch // num_devices)
+    state = fz.init(job.model, None, plan, 0)
+    loss = evaluate_state(fz.eval_step(job.model, plan), state, job.corpus, settings.batch)
+    print(
+        f"validation loss {loss:.6f}  "
+        f"({len(job.corpus.validation)} sequences of {settings.data.seq} tokens)"
+    )
+    if settings.fingerprint not in (None, job.corpus.fingerprint):
+        print("not the validation text of the training run: the two losses cannot be compared")
+
+
+def optimizer(lr: float, num_steps: int, converted: tb.Converted) -> optax.GradientTransformation:
+    """AdamW; the learning rate rises for a twentieth of the steps, then falls as a cosine."""
+    warmup = max(1, round(WARMUP_SHARE * num_steps))
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=lr / warmup,
+        peak_value=lr,
+        warmup_steps=warmup,
+        decay_steps=max(num_steps, warmup + 1),
+        end_value=lr * FINAL_SHARE,
+    )
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.01)
+    if not converted.frozen:
+        return adamw
+    # Weight decay would move a parameter that has no gradient.
+    frozen = {name: name in converted.frozen for name in converted.params}
+    return optax.chain(adamw, optax.masked(optax.set_to_zero(), frozen))
+
+
+def _prepare(loaded: LoadedModel, text: DataSettings, plan: fz.Plan, rows: int) -> _Job:
+    models.check_fit(loaded, text.seq)
+    corpus = data.load(text, loaded.tokenizer)
+    converted = tb.convert(loaded.module, models.example_ids(rows, text.seq))
+    return _Job(loaded, corpus, rows, converted, converted.model(_loss), plan)
+
+
+def _loss(forward: Any, batch: dict[str, Any]) -> Any:
+    """Next-token cross-entropy as an exact mean over the tokens that are predicted."""
+    return tb.causal_lm_loss(models.logits_of(forward(batch["input_ids"])), batch["labels"])
+
+
+def _describe(job: _Job, num_devices: int) -> list[str]:
+    corpus = job.corpus
+    about = devices.describe(num_devices)
+    unit = "bytes" if corpus.byte_level else "tokens"
+    return [
+        f"model   {job.loaded.spec}: {job.loaded.num_parameters:,} parameters",
+        f"text    {corpus.train.size:,} training {unit} from {corpus.num_files[0]} files; "
+        f"validation on {corpus.validation.size:,} {unit} from {corpus.num_files[1]}",
+        f"devices {num_devices} x {about['kind']}, ZeRO-{job.plan.zero}, {job.plan.precision}",
+    ]
+
+
+def _write_model(settings: TrainSettings, job: _Job, state: Any, num_devices: int) -> None:
+    """Weights, configuration, tokenizer and the record for `fzero eval`."""
+    loaded = job.loaded
+    record = outputs.Record(
+        factory=None if loaded.config is not None else loaded.spec,
+        data=settings.data,
+        batch=job.rows * num_devices,
+        zero=settings.zero,
+        devices=num_devices,
+        precision=settings.precision,
+        fingerprint=job.corpus.fingerprint,
+    )
+    with outputs.staged(settings.out) as scratch:
+        tb.save(scratch / outputs.WEIGHTS, job.converted, state)
+        if loaded.config is not None:
+            loaded.config.architectures = [type(loaded.module).__name__]
+            loaded.config.save_pretrained(scratch)
+        if loaded.tokenizer is not None:
+            loaded.tokenizer.save_pretrained(scratch)
+        outputs.write_json(scratch / outputs.RECORD, record.to_json())
+
+
+def _summary(
+    settings: TrainSettings, job: _Job, state: Any, history: History, num_devices: int
+) -> dict[str, Any]:
+    """Everything a reader of the run may ask for; losses in nats per token."""
+    last = history.validation[-1][1]
+    entropy = job.corpus.unigram_entropy
+    return {
+        "model": job.loaded.spec,
+        "parameters": job.loaded.num_parameters,
+        "plan": job.plan.to_json(),
+        "devices": devices.describe(num_devices),
+        "steps": history.steps_done,
+        "steps_asked": settings.steps,
+        "interrupted": history.interrupted,
+        "batch": settings.batch,
+        "seq": settings.data.seq,
+        "lr": settings.lr,
+        "seed": settings.seed,
+        "data": settings.data.to_json() | {"fingerprint": job.corpus.fingerprint},
+        "train_loss_first": history.losses[0][1] if history.losses else None,
+        "train_loss_last": history.losses[-1][1] if history.losses else None,
+        "val_loss_first": history.validation[0][1],
+        "val_loss_last": last,
+        "val_losses": history.validation,
+        # The best loss of a model that only knows how often each byte (or token) occurs in this
+        # text.
+        "byte_entropy": entropy if job.corpus.byte_level else None,
+        "unigram_entropy": entropy,
+        "below_unigram_entropy": entropy - last,
+        "tokens_per_s": history.tokens_per_s,
+        "bytes_per_device": fz.placement(state).to_json(),
+        "versions": outputs.versions(),
+        "torch_val_loss": None,
+        "logits_max_abs_diff": None,
+    }
+
+
+def _verify(
+    settings: TrainSettings, job: _Job, state: Any, history: History, summary: dict[str, Any]
+) -> list[str]:
+    """Adds PyTorch's figures to the summary and returns what does not agree."""
+    ids = job.corpus.validation[: min(job.rows, COMPARED_ROWS)]
+    # fp32 on both sides, also after training in a lower precision: what is compared is the way
+    # through the file.
+    with jax.default_matmul_precision("highest"):
+        output, _ = jax.jit(job.converted.apply)(fz.logical(job.model, state), state.buffers, ids)
+    factory = None if job.loaded.config is not None else job.loaded.spec
+    figures = check.in_torch(
+        settings.out, factory, job.corpus, ids, np.asarray(models.logits_of(output))
+    )
+    summary.update(figures)
+    return check.missed_bounds(figures, history.validation[-1][1], settings.precision)
+
+
+def _plot(path: Path, job: _Job, history: History, num_devices: int) -> None:
+    name = Path(job.loaded.spec.partition(":")[2] if job.loaded.config else job.loaded.spec).stem
+    title = (
+        f"{name}, {job.loaded.num_parameters / 1e6:.1f}M parameters, "
+        f"ZeRO-{job.plan.zero} on {num_devices} devices"
+    )
+    entropy = job.corpus.unigram_entropy if job.corpus.byte_level else None
+    plot.save_loss(path, history, title, entropy)
+
+
+def _conclude(
+    settings: TrainSettings, history: History, summary: dict[str, Any], missed: list[str]
+) -> int:
+    """Says how it ended, in the words of the summary; returns the exit status."""
+    print(
+        f"validation loss {summary['val_loss_first']:.4f} -> {summary['val_loss_last']:.6f}; "
+        f"single {'bytes' if summary['byte_entropy'] else 'tokens'} have an entropy of "
+        f"{summary['unigram_entropy']:.4f} nats: {summary['below_unigram_entropy']:.4f} below it"
+    )
+    if summary["torch_val_loss"] is not None:
+        print(
+            f"PyTorch, loading {settings.out}: validation loss {summary['torch_val_loss']:.6f}, "
+            f"logits within {summary['logits_max_abs_diff']:.2g}"
+        )
+    if missed:
+        raise CommandError(f"--verify: {'; '.join(missed)}")
+    if history.interrupted:
+        print(
+            f"interrupted: the state after {history.steps_done} of {settings.steps} steps is in "
+            f"{settings.out}"
+        )
+        return EXIT_INTERRUPTED
+    print(f"written to {settings.out}")
+    return 0

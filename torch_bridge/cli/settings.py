@@ -1,0 +1,135 @@
+"""What a run was asked to do, as frozen data, and the checks that need no device."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_bridge.cli.errors import CommandError
+
+
+STDLIB = "stdlib"
+# Enough sequences that the validation loss is steady to about 1 %, few enough that an evaluation
+# stays short.
+EVAL_SEQUENCES = 256
+SEQ = 128
+BATCH = 16
+ZERO = 3
+HF_PREFIX = "hf:"
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Which text, cut how. Two runs with equal settings validate on the same sequences."""
+
+    sources: tuple[str, ...]  # ("stdlib",), or absolute paths of text files
+    seq: int  # tokens per sequence
+    eval_sequences: int = EVAL_SEQUENCES  # validation sequences scored, at most
+
+    def check(self) -> None:
+        """Refuses sizes that no text could be cut into."""
+        if self.seq < 2:
+            raise CommandError(
+                f"--seq must be at least 2 (a token is predicted from earlier ones), got {self.seq}"
+            )
+        if self.eval_sequences < 1:
+            raise CommandError(f"--eval-sequences must be at least 1, got {self.eval_sequences}")
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary that `DataSettings.from_json` reads back."""
+        return asdict(self) | {"sources": list(self.sources)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> DataSettings:
+        """The inverse of `to_json`."""
+        return cls(tuple(data["sources"]), data["seq"], data["eval_sequences"])
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """One `fzero train` as data; the fields are the flags of the command."""
+
+    model: str
+    data: DataSettings
+    out: Path
+    steps: int
+    batch: int  # sequences per step, over all devices and microbatches
+    lr: float
+    zero: int
+    devices: int | None
+    microbatches: int
+    precision: str
+    clip: float | None
+    eval_every: int
+    seed: int
+    overwrite: bool = False
+    verify: bool = False
+
+    def check(self) -> None:
+        """Refuses what cannot work, before anything is loaded."""
+        self.data.check()
+        for flag, number in (
+            ("--steps", self.steps),
+            ("--batch", self.batch),
+            ("--microbatches", self.microbatches),
+        ):
+            if number < 1:
+                raise CommandError(f"{flag} must be at least 1, got {number}")
+        if self.lr <= 0 or (self.clip is not None and self.clip <= 0):
+            raise CommandError(f"--lr and --clip must be positive, got {self.lr} and {self.clip}")
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """One `fzero eval` as data."""
+
+    model: str  # as for `fzero train`
+    weights: Path | None  # safetensors to load into the module; None: it comes with its weights
+    data: DataSettings
+    batch: int
+    zero: int
+    devices: int | None
+    precision: str
+    fingerprint: str | None  # of the validation sequences of the training run, where known
+
+
+def check_batch(batch: int, num_devices: int, microbatches: int = 1) -> None:
+    """Refuses a batch that does not split evenly; names the two nearest sizes that do."""
+    unit = num_devices * microbatches
+    if batch < 1 or batch % unit:
+        below = batch // unit * unit
+        nearest = f"{below} or {below + unit}" if below else f"{unit}"
+        raise CommandError(
+            f"--batch {batch} must be a multiple of {unit} = --devices {num_devices} x "
+            f"--microbatches {microbatches}: every device takes equally many sequences; "
+            f"use --batch {nearest}"
+        )
+
+
+def resolve_sources(data: list[str] | None, more: list[str] | None) -> tuple[str, ...]:
+    """The sources of `--data A --data B` and of `--data A B`: absolute paths, or ("stdlib",).
+
+    Raises:
+        CommandError: stdlib mixed with files, a path that is no file, or one given twice.
+    """
+    names = [*(data or []), *(more or [])] or [STDLIB]
+    if STDLIB in names:
+        if len(names) > 1:
+            raise CommandError(
+                f"--data is either {STDLIB} or paths of text files, got {' '.join(names)}"
+            )
+        return (STDLIB,)
+    paths = [Path(name).expanduser().absolute() for name in names]
+    for path in paths:
+        if path.is_dir():
+            raise CommandError(f"--data {path} is a directory; give its files, as in {path}/*.txt")
+        if not path.is_file():
+            raise CommandError(
+                f"--data {path}: no such file (for the standard library say --data {STDLIB})"
+            )
+    if len(set(paths)) < len(paths):
+        raise CommandError(
+            "--data names a file twice; it could end up in both training and validation"
+        )
+    return tuple(str(path) for path in paths)

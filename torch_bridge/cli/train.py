@@ -1,0 +1,142 @@
+"""Train a PyTorch language model on text."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torch_bridge.cli.settings import (
+    BATCH,
+    EVAL_SEQUENCES,
+    SEQ,
+    ZERO,
+    DataSettings,
+    TrainSettings,
+    resolve_sources,
+)
+
+
+class Precision(StrEnum):
+    """What the model computes in; the parameters that are trained and written are always fp32."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help="hf:DIR (config.json, with or without weights), hf:CONFIG.json (random weights from "
+        "the seed), or path/to/file.py:factory, a function that returns a torch.nn.Module.",
+    ),
+]
+DataOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data",
+        help="Text files, any number of them, or stdlib: the source of this Python's own "
+        "standard library.  [default: stdlib]",
+        show_default=False,
+    ),
+]
+MoreData = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="PATH", help="Further files of --data.", show_default=False),
+]
+DevicesOption = Annotated[
+    int | None,
+    typer.Option(help="Devices the state is sharded over; on a CPU, virtual ones.  [default: all]"),
+]
+ZeroOption = Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")]
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: it wraps, and brackets stay brackets
+)
+
+
+@app.command()
+def train(
+    model: ModelOption,
+    out: Annotated[Path, typer.Option(help="Directory to write; must be empty or not exist.")],
+    data: DataOption = None,
+    more_data: MoreData = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 200,
+    batch: Annotated[
+        int, typer.Option(help="Sequences per step, over all devices and microbatches.")
+    ] = BATCH,
+    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = SEQ,
+    lr: Annotated[
+        float,
+        typer.Option(
+            help="Peak learning rate: 5 % of the steps lead up to it, then a cosine down."
+        ),
+    ] = 1e-3,
+    zero: ZeroOption = ZERO,
+    devices: DevicesOption = None,
+    microbatches: Annotated[
+        int, typer.Option(help="Pieces a batch is cut into on each device, to save memory.")
+    ] = 1,
+    precision: Annotated[
+        Precision, typer.Option(help="What forward and backward compute in.")
+    ] = Precision.fp32,
+    clip: Annotated[
+        float | None, typer.Option(help="Largest global gradient norm.  [default: none]")
+    ] = None,
+    eval_every: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Steps between validations; 0: only before the first, at the end."
+        ),
+    ] = 100,
+    eval_sequences: Annotated[
+        int, typer.Option(help="Validation sequences to score, spread over all of them.")
+    ] = EVAL_SEQUENCES,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of random weights, the order of the data, and dropout.")
+    ] = 0,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what --out holds.")
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="At the end, load the result in plain PyTorch and compare; fails if off.",
+        ),
+    ] = False,
+) -> None:
+    """Train a PyTorch language model on text, and write a checkpoint that PyTorch loads.
+
+    --out gets model.safetensors and config.json (transformers loads them with from_pretrained),
+    metrics.jsonl, loss.png and summary.json. Ctrl-C stops after the current step and writes what
+    was reached.
+    """
+    settings = TrainSettings(
+        model=model,
+        data=DataSettings(resolve_sources(data, more_data), seq, eval_sequences),
+        out=out,
+        steps=steps,
+        batch=batch,
+        lr=lr,
+        zero=zero,
+        devices=devices,
+        microbatches=microbatches,
+        precision=precision.value,
+        clip=clip,
+        eval_every=eval_every,
+        seed=seed,
+        overwrite=overwrite,
+        verify=verify,
+    )
+    settings.check()
+    # torch and transformers take seconds to import: after what can be refused without them.
+    from torch_bridge.cli import run
+
+    raise typer.Exit(run.train(settings))
