@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -17,10 +16,8 @@ import pytest
 from fzero import cli
 
 
-# For the commands that run in this process; RuntimeError: the session has its devices already.
-with contextlib.suppress(RuntimeError):
-    jax.config.update("jax_num_cpu_devices", 8)
-jax.devices()  # starts jax: no command can ask for fewer afterwards
+# Starts jax with the session's devices: no command in this process can ask for others afterwards.
+jax.devices()
 
 
 TINY_CONFIG = {

@@ -50,30 +50,7 @@ def evaluate(
 
     What is not given is as in the training run, or else as `fzero train` would choose.
     """
-    directory = Path(model.removeprefix(HF_PREFIX)).expanduser()
-    record = Record.read(directory) if directory.is_dir() else None
-    if record is not None:
-        known = EvalSettings(
-            model=record.factory or f"{HF_PREFIX}{directory}",
-            weights=directory / WEIGHTS if record.factory else None,
-            data=record.data,
-            batch=record.batch,
-            zero=record.zero,
-            devices=record.devices,
-            precision=record.precision,
-            fingerprint=record.fingerprint,
-        )
-    else:
-        known = EvalSettings(
-            model=f"{HF_PREFIX}{directory}" if directory.is_dir() else model,
-            weights=None,
-            data=DataSettings((STDLIB,), SEQ),
-            batch=BATCH,
-            zero=ZERO,
-            devices=None,
-            precision=Precision.fp32.value,
-            fingerprint=None,
-        )
+    known = _defaults(model)
     sources = resolve_sources(data, more_data) if data or more_data else known.data.sources
     settings = replace(
         known,
@@ -92,3 +69,30 @@ def evaluate(
     from torch_bridge.cli import run
 
     run.evaluate(settings)
+
+
+def _defaults(model: str) -> EvalSettings:
+    """As the training run had it, where `model` is what one wrote; else as a new run would."""
+    directory = Path(model.removeprefix(HF_PREFIX)).expanduser()
+    record = Record.read(directory) if directory.is_dir() else None
+    if record is not None:
+        return EvalSettings(
+            model=record.factory or f"{HF_PREFIX}{directory}",
+            weights=directory / WEIGHTS if record.factory else None,
+            data=record.data,
+            batch=record.batch,
+            zero=record.zero,
+            devices=record.devices,
+            precision=record.precision,
+            fingerprint=record.fingerprint,
+        )
+    return EvalSettings(
+        model=f"{HF_PREFIX}{directory}" if directory.is_dir() else model,
+        weights=None,
+        data=DataSettings((STDLIB,), SEQ),
+        batch=BATCH,
+        zero=ZERO,
+        devices=None,
+        precision=Precision.fp32.value,
+        fingerprint=None,
+    )

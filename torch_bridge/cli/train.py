@@ -53,6 +53,40 @@ DevicesOption = Annotated[
     typer.Option(help="Devices the state is sharded over; on a CPU, virtual ones.  [default: all]"),
 ]
 ZeroOption = Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")]
+OutOption = Annotated[Path, typer.Option(help="Directory to write; must be empty or not exist.")]
+StepsOption = Annotated[int, typer.Option(help="Optimizer steps.")]
+BatchOption = Annotated[
+    int, typer.Option(help="Sequences per step, over all devices and microbatches.")
+]
+SeqOption = Annotated[int, typer.Option(help="Tokens per sequence.")]
+LrOption = Annotated[
+    float,
+    typer.Option(help="Peak learning rate: 5 % of the steps lead up to it, then a cosine down."),
+]
+MicrobatchesOption = Annotated[
+    int, typer.Option(help="Pieces a batch is cut into on each device, to save memory.")
+]
+PrecisionOption = Annotated[Precision, typer.Option(help="What forward and backward compute in.")]
+ClipOption = Annotated[
+    float | None, typer.Option(help="Largest global gradient norm.  [default: none]")
+]
+EvalEveryOption = Annotated[
+    int,
+    typer.Option(min=0, help="Steps between validations; 0: only before the first, at the end."),
+]
+EvalSequencesOption = Annotated[
+    int, typer.Option(help="Validation sequences to score, spread over all of them.")
+]
+SeedOption = Annotated[
+    int, typer.Option(min=0, help="Of random weights, the order of the data, and dropout.")
+]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what --out holds.")]
+VerifyOption = Annotated[
+    bool,
+    typer.Option(
+        "--verify", help="At the end, load the result in plain PyTorch and compare; fails if off."
+    ),
+]
 
 app = typer.Typer(
     add_completion=False,
@@ -64,53 +98,23 @@ app = typer.Typer(
 @app.command()
 def train(
     model: ModelOption,
-    out: Annotated[Path, typer.Option(help="Directory to write; must be empty or not exist.")],
+    out: OutOption,
     data: DataOption = None,
     more_data: MoreData = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 200,
-    batch: Annotated[
-        int, typer.Option(help="Sequences per step, over all devices and microbatches.")
-    ] = BATCH,
-    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = SEQ,
-    lr: Annotated[
-        float,
-        typer.Option(
-            help="Peak learning rate: 5 % of the steps lead up to it, then a cosine down."
-        ),
-    ] = 1e-3,
+    steps: StepsOption = 200,
+    batch: BatchOption = BATCH,
+    seq: SeqOption = SEQ,
+    lr: LrOption = 1e-3,
     zero: ZeroOption = ZERO,
     devices: DevicesOption = None,
-    microbatches: Annotated[
-        int, typer.Option(help="Pieces a batch is cut into on each device, to save memory.")
-    ] = 1,
-    precision: Annotated[
-        Precision, typer.Option(help="What forward and backward compute in.")
-    ] = Precision.fp32,
-    clip: Annotated[
-        float | None, typer.Option(help="Largest global gradient norm.  [default: none]")
-    ] = None,
-    eval_every: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Steps between validations; 0: only before the first, at the end."
-        ),
-    ] = 100,
-    eval_sequences: Annotated[
-        int, typer.Option(help="Validation sequences to score, spread over all of them.")
-    ] = EVAL_SEQUENCES,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Of random weights, the order of the data, and dropout.")
-    ] = 0,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what --out holds.")
-    ] = False,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify",
-            help="At the end, load the result in plain PyTorch and compare; fails if off.",
-        ),
-    ] = False,
+    microbatches: MicrobatchesOption = 1,
+    precision: PrecisionOption = Precision.fp32,
+    clip: ClipOption = None,
+    eval_every: EvalEveryOption = 100,
+    eval_sequences: EvalSequencesOption = EVAL_SEQUENCES,
+    seed: SeedOption = 0,
+    overwrite: OverwriteOption = False,
+    verify: VerifyOption = False,
 ) -> None:
     """Train a PyTorch language model on text, and write a checkpoint that PyTorch loads.
 
