@@ -1,4 +1,4 @@
-"""ZeRO sharding, mixed precision and exact accumulation as pure functions over one immutable state."""
+"""ZeRO, mixed precision and exact accumulation as pure functions over one immutable state."""
 
 from fzero.errors import BatchError as BatchError
 from fzero.errors import CheckpointError as CheckpointError
@@ -9,6 +9,7 @@ from fzero.errors import PlanError as PlanError
 from fzero.errors import ScheduleError as ScheduleError
 from fzero.errors import StateConsumedError as StateConsumedError
 from fzero.errors import StateError as StateError
+from fzero.flax import from_flax as from_flax
 from fzero.model import Context as Context
 from fzero.model import Layer as Layer
 from fzero.model import Mean as Mean
@@ -16,6 +17,10 @@ from fzero.model import Model as Model
 from fzero.model import Sequential as Sequential
 from fzero.model import Stack as Stack
 from fzero.plan import Plan as Plan
+from fzero.report import Description as Description
+from fzero.report import Placement as Placement
+from fzero.report import describe as describe
+from fzero.report import placement as placement
 from fzero.state import Pending as Pending
 from fzero.state import TrainState as TrainState
 from fzero.state import abstract_state as abstract_state

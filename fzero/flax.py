@@ -1,0 +1,344 @@
+"""flax modules as models: linen and nnx, with running statistics, dropout and the train flag.
+
+flax is imported when a module is converted, not before, so that fzero works without it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fzero.errors import StateError
+from fzero.model import Context, Mean, Model, split_loss
+from fzero.tree import PyTree, named_leaves, shape_of
+
+
+# What modules call the argument that tells training from evaluation, and its value in training.
+_FLAGS = {"train": True, "training": True, "is_training": True, "deterministic": False}
+
+# `call(params, ctx, args, kwargs) -> (output, buffers)`: one call of a module.
+_Call = Callable[[PyTree, Context, tuple[Any, ...], dict[str, Any]], tuple[Any, PyTree]]
+
+
+def from_flax(
+    module: Any,
+    loss: Callable[..., Any],
+    *example_args: Any,
+    rng: int | None = None,
+    **example_kwargs: Any,
+) -> Model:
+    """A flax module with a loss, as a model.
+
+    A linen module starts from `module.init(key, *example_args, **example_kwargs)`, with the key
+    given to `fz.init`. That runs under jit, so no device ever holds the whole. Values from
+    elsewhere go in with `dataclasses.replace(model, init=(params, other_collections))`. An nnx
+    module starts from its own values, which are copied; the module itself is never changed.
+
+    Parameters are linen's `params` collection, or the `nnx.Param`s by path (`layers/0/kernel`).
+    Every other collection (`batch_stats`) or `nnx.Variable` is a buffer. A device sees its own
+    rows only: BatchNorm normalises by them, and its running statistics are averaged over devices;
+    `BatchNorm(axis_name=("replica", "data"))` normalises by the whole microbatch.
+
+    Args:
+        module: a `flax.linen.Module` or a `flax.nnx.Module`.
+        loss: `loss(forward, batch)`, which returns a `Mean` or a scalar, or a pair of that and a
+            dict of metrics. `forward(*args, **kwargs)` runs the module with the step's parameters,
+            buffers, key and mode. `method="encode"` calls another method; for linen,
+            `mutable=["intermediates"]` gives `(output, {"intermediates": ...})` as
+            `Module.apply` does. Called several times, each call has its own randomness and sees
+            the buffers that the one before left.
+        *example_args: arguments for linen's `init`, arrays or `jax.ShapeDtypeStruct`s.
+        rng: seed for linen's initial values, in place of the key given to `fz.init`.
+        **example_kwargs: keyword arguments for linen's `init`.
+
+    Returns:
+        The model. Training mode reaches the module by `train`, `training`, `is_training` or
+        `deterministic` (the opposite) where the called method takes one of them and the loss does
+        not pass it; by a linen module's attribute of that name otherwise; and by
+        `module.train()` and `module.eval()` for nnx.
+
+    Raises:
+        ImportError: flax is not installed.
+        TypeError: `module` is not a flax module.
+        StateError: examples or a seed for an nnx module, which has its values; or (in a step) a
+            call that changes the structure or shapes of the buffers.
+
+    Example:
+        >>> import fzero as fz, jax.numpy as jnp, numpy as np, optax
+        >>> from flax import linen as nn
+        >>> def loss(forward, batch):
+        ...     return jnp.mean((forward(batch["x"]) - batch["y"]) ** 2)
+        >>> model = fz.from_flax(nn.Dense(1), loss, np.zeros((1, 3), np.float32))
+        >>> plan, tx = fz.Plan(data=1), optax.sgd(0.1)
+        >>> batch = {"x": np.ones((4, 3), np.float32), "y": np.ones((4, 1), np.float32)}
+        >>> state, metrics = fz.train_step(model, tx, plan)(fz.init(model, tx, plan), batch)
+        >>> state.params["kernel"].shape, sorted(metrics)[:2]
+        ((3, 1), ['count', 'grad_norm'])
+    """
+    try:
+        from flax import linen, nnx
+    except ImportError as error:
+        raise ImportError(
+            "from_flax: flax is not installed; pip install 'fzero[flax]' (or flax>=0.12)"
+        ) from error
+    if isinstance(module, linen.Module):
+        init = _linen_init(module, example_args, example_kwargs, rng)
+        return Model(init, _loss(_linen_call(module), loss))
+    if not isinstance(module, nnx.Module):
+        raise TypeError(
+            f"from_flax: expected an instance of flax.linen.Module or flax.nnx.Module, got"
+            f" {module!r:.80}"
+        )
+    if example_args or example_kwargs or rng is not None:
+        raise StateError(
+            "from_flax: an nnx module brings its own initial values, so example arguments and rng="
+            " would be ignored; pass only the module and the loss"
+        )
+    parts, initial = _take_apart(module)
+    return Model(initial, _loss(parts.call, loss))
+
+
+def _loss(call: _Call, loss: Callable[..., Any]) -> Callable[..., Any]:
+    """fzero's loss from a user's `loss(forward, batch)`."""
+
+    def step_loss(
+        params: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array, train: bool
+    ) -> tuple[Mean, PyTree, dict[str, Any]]:
+        current = buffers
+        num_calls = 0
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal current, num_calls
+            ctx = Context(batch, jax.random.fold_in(rng, num_calls), train, current)
+            num_calls += 1
+            out, new = call(params, ctx, args, kwargs)
+            _require_same(current, new)
+            current = new
+            return out
+
+        mean, metrics = split_loss(loss(forward, batch))
+        return mean, current, metrics
+
+    return step_loss
+
+
+def _require_same(old: PyTree, new: PyTree) -> None:
+    """Refuses buffers that grew or changed shape: a state must come back as it went in."""
+    was = {path: (leaf.shape, leaf.dtype) for path, leaf in named_leaves(old)}
+    now = {path: (leaf.shape, leaf.dtype) for path, leaf in named_leaves(new)}
+    if was == now:
+        return
+    changed = sorted(path for path in was.keys() | now.keys() if was.get(path) != now.get(path))
+    shown = "; ".join(f"{path}: {was.get(path)} became {now.get(path)}" for path in changed[:4])
+    raise StateError(
+        f"from_flax: a call changed the structure of the buffers: {shown}. Buffers keep their"
+        " shapes and dtypes from step to step. Values that a module only reports belong into the"
+        " collection 'intermediates' (nnx.Intermediate), which is not kept; read them with"
+        " forward(..., mutable=['intermediates'])"
+    )
+
+
+def _with_flag(
+    function: Callable[..., Any], train: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Keyword arguments with the function's own train flag set, unless the caller set it."""
+    signature = inspect.signature(function)
+    given = signature.bind_partial(*args, **kwargs).arguments
+    flags = {
+        name: train == in_training
+        for name, in_training in _FLAGS.items()
+        if name in signature.parameters and name not in given
+    }
+    return {**kwargs, **flags}
+
+
+def _linen_mode(module: Any, function: Callable[..., Any], train: bool) -> Any:
+    """The module with its attribute `train` (or alike) set, where that is how it is told."""
+    taken = inspect.signature(function).parameters
+    flags = {
+        name: train == in_training
+        for name, in_training in _FLAGS.items()
+        if name in getattr(module, "__dataclass_fields__", {})
+        and name not in taken
+        and isinstance(getattr(module, name), bool | None)
+    }
+    return module.clone(**flags) if flags else module
+
+
+def _linen_init(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None
+) -> Callable[[jax.Array], tuple[PyTree, PyTree]]:
+    from flax.core import meta, unfreeze
+
+    # Host copies: a model holds no device memory, and cannot see a later change of the example.
+    args, kwargs = jax.tree.map(_host_copy, (args, kwargs))
+
+    def init(key: jax.Array) -> tuple[PyTree, PyTree]:
+        own_args, own_kwargs = jax.tree.map(_example, (args, kwargs))
+        own_kwargs = _with_flag(module.__call__, False, own_args, own_kwargs)
+        key = key if seed is None else jax.random.key(seed)
+        # Sharding annotations of linen (boxes around values) are not ours to follow: the plan
+        # decides where leaves live.
+        chosen = _linen_mode(module, module.__call__, False)
+        variables = unfreeze(meta.unbox(chosen.init(key, *own_args, **own_kwargs)))
+        return variables.pop("params", {}), variables
+
+    return init
+
+
+def _host_copy(leaf: Any) -> Any:
+    return np.array(leaf) if isinstance(leaf, np.ndarray | jax.Array) else leaf
+
+
+def _example(leaf: Any) -> Any:
+    return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+
+def _linen_call(module: Any) -> _Call:
+    def call(
+        params: PyTree, ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, PyTree]:
+        kwargs = dict(kwargs)
+        wanted, method = kwargs.pop("mutable", None), kwargs.pop("method", "__call__")
+        function = getattr(module, method)
+        kwargs = _with_flag(function, ctx.train, args, kwargs)
+        # Streams of other names draw from "params", as linen has it.
+        rngs = {
+            name: jax.random.fold_in(ctx.rng, i) for i, name in enumerate(("dropout", "params"))
+        }
+        out, new = _linen_mode(module, function, ctx.train).apply(
+            {"params": params, **ctx.buffers},
+            *args,
+            rngs=rngs,
+            method=method,
+            mutable=[*ctx.buffers, *_names(wanted)],
+            **kwargs,
+        )
+        kept = {name: new.get(name, old) for name, old in ctx.buffers.items()}
+        if wanted is None:
+            return out, kept
+        return (out, {name: new.get(name, {}) for name in _names(wanted)}), kept
+
+    return call
+
+
+def _names(wanted: str | Iterable[str] | None) -> tuple[str, ...]:
+    if wanted is None:
+        return ()
+    return (wanted,) if isinstance(wanted, str) else tuple(wanted)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """One leaf of an nnx module: its path, its kind, and its variable, emptied to a shape."""
+
+    path: tuple[Any, ...]
+    kind: str  # "param", "buffer", "key" or "count"
+    template: Any
+
+    @property
+    def name(self) -> tuple[str, ...]:
+        """The path as keys of nested dicts."""
+        return tuple(str(step) for step in self.path)
+
+    def filled(self, value: Any) -> Any:
+        """The leaf with a value."""
+        return self.template.replace(value) if hasattr(self.template, "replace") else value
+
+
+@dataclass(frozen=True, eq=False)
+class _NnxParts:
+    """An nnx module taken apart: its structure in both modes, and a slot for every leaf."""
+
+    graphs: Mapping[bool, Any]
+    slots: tuple[_Slot, ...]
+
+    def call(
+        self, params: PyTree, ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, PyTree]:
+        """Puts the module together for one call and reads its buffers back."""
+        from flax import nnx
+
+        leaves = [
+            (slot.path, slot.filled(_fill(index, slot, params, ctx)))
+            for index, slot in enumerate(self.slots)
+        ]
+        module = nnx.merge(self.graphs[ctx.train], nnx.from_flat_state(leaves))
+        kwargs = dict(kwargs)
+        function = getattr(module, kwargs.pop("method", "__call__"))
+        out = function(*args, **_with_flag(function, ctx.train, args, kwargs))
+        after = dict(_flat(module))
+        new = {s.name: jnp.asarray(_value(after[s.path])) for s in self.slots if s.kind == "buffer"}
+        return out, _nested(new)
+
+
+def _fill(index: int, slot: _Slot, params: PyTree, ctx: Context) -> Any:
+    """The value of a slot in one call."""
+    empty = _value(slot.template)
+    if slot.kind == "count":
+        return jnp.zeros(empty.shape, empty.dtype)
+    if slot.kind == "key":
+        # Every stream has a key of its own: nnx.reseed would give all dropout layers one mask.
+        key = jax.random.fold_in(ctx.rng, index)
+        return jax.random.split(key, empty.shape) if empty.shape else key
+    node = params if slot.kind == "param" else ctx.buffers
+    for step in slot.name:
+        node = node[step]
+    return node
+
+
+def _take_apart(module: Any) -> tuple[_NnxParts, tuple[PyTree, PyTree]]:
+    """An nnx module's parts and its values as read-only host copies; the module stays as it was."""
+    from flax import nnx
+
+    own = nnx.clone(module)
+    nnx.pop(own, nnx.Intermediate)
+    graphs = {}
+    for train in (True, False):
+        # These two set `deterministic` and `use_running_average` all the way down.
+        _ = own.train() if train else own.eval()
+        graphs[train] = nnx.graphdef(own)
+    slots: list[_Slot] = []
+    values: dict[str, dict[tuple[str, ...], Any]] = {"param": {}, "buffer": {}}
+    for path, leaf in _flat(own):
+        kind = "param" if isinstance(leaf, nnx.Param) else "buffer"
+        if isinstance(leaf, nnx.RngState):
+            kind = "key" if isinstance(leaf, nnx.RngKey) else "count"
+        value = _value(leaf)
+        shape = shape_of(value if isinstance(value, jax.Array) else np.asarray(value))
+        # Only shapes stay behind: a model's functions hold no arrays.
+        template = leaf.replace(shape) if isinstance(leaf, nnx.Variable) else shape
+        slots.append(_Slot(path, kind, template))
+        if kind in values:
+            copy = np.array(value, dtype=shape.dtype)
+            copy.flags.writeable = False
+            values[kind][slots[-1].name] = copy
+    initial = _nested(values["param"]), _nested(values["buffer"])
+    return _NnxParts(graphs, tuple(slots)), initial
+
+
+def _flat(module: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    from flax import nnx
+
+    return list(nnx.to_flat_state(nnx.state(module)))
+
+
+def _value(leaf: Any) -> Any:
+    """What a variable holds; arrays outside a variable are leaves themselves."""
+    return leaf.get_value() if hasattr(leaf, "get_value") else leaf
+
+
+def _nested(flat: Mapping[tuple[str, ...], Any]) -> PyTree:
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        node = tree
+        for step in path[:-1]:
+            node = node.setdefault(step, {})
+        node[path[-1]] = value
+    return tree
