@@ -54,7 +54,8 @@ def check_batch(batch: PyTree, parts: int, microbatches: int, spec: BatchSpec | 
     for path, leaf in leaves:
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise BatchError(
-                f"batch: {path or 'it'} is a {type(leaf).__name__}: expected an array (use np.asarray)"
+                f"batch: {path or 'it'} is a {type(leaf).__name__}: expected an array"
+                " (use np.asarray)"
             )
         if not leaf.shape:
             raise BatchError(

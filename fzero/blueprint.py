@@ -1,4 +1,4 @@
-"""Where every leaf of a state lives under one plan: computed from shapes, before anything is allocated."""
+"""Where every leaf of a state lives under a plan: computed from shapes, nothing allocated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -19,7 +18,7 @@ from fzero.plan import DATA, REPLICA, Plan
 from fzero.precision import compute_dtype, initial_loss_scale
 from fzero.tree import PyTree, aliased_leaves, is_floating, named_leaves, shapes_of
 from fzero.zero.collectives import Group
-from fzero.zero.partition import is_split, map_splits, split_opt_state, split_params, stored_shapes
+from fzero.zero.partition import map_splits, split_opt_state, split_params, stored_shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,15 +144,3 @@ def initial_shapes(model: Model) -> tuple[PyTree, PyTree]:
         )
     result: tuple[PyTree, PyTree] = shapes
     return result
-
-
-def layout_leaves(layout: PyTree) -> list[Any]:
-    """All splits of a layout, in tree order."""
-    return jax.tree.leaves(layout, is_leaf=is_split)
-
-
-def bytes_of(shapes: PyTree) -> int:
-    """Bytes of whole leaves."""
-    return sum(
-        int(np.prod(s.shape, dtype=np.int64)) * s.dtype.itemsize for s in jax.tree.leaves(shapes)
-    )

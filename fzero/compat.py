@@ -1,4 +1,4 @@
-"""Every edge between jax versions (0.10 on Python 3.11, 0.11 from Python 3.12 on), and nowhere else."""
+"""Every edge between jax versions (0.10, and 0.11 from Python 3.12 on), and nowhere else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -21,4 +22,4 @@ def auto_mesh(grid: np.ndarray[Any, Any], axes: Sequence[str]) -> Mesh:
 
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is a typed random key array (`jax.random.key`)."""
-    return bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))

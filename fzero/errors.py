@@ -16,11 +16,11 @@ class BatchError(FzeroError, ValueError):
 
 
 class StateError(FzeroError, ValueError):
-    """A state does not belong to this model, optimizer or plan, or two of its leaves share memory."""
+    """A state does not fit this model, optimizer or plan, or two of its leaves share memory."""
 
 
 class StateConsumedError(FzeroError, RuntimeError):
-    """A state was donated to a step: its memory now belongs to the state which that step returned."""
+    """A state was given to a step: its memory now belongs to the state that step returned."""
 
 
 class PlacementError(FzeroError, RuntimeError):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fzero.model import Mean, Model
+from fzero.plan import DATA, REPLICA
 from fzero.precision import cast_batch, power_of_two_below
 from fzero.tree import PyTree, is_floating
 from fzero.zero.chain import eval_forward, train_backward, train_forward
@@ -90,7 +91,7 @@ def local_gradients(
         late = dataclasses.replace(rules, reduce=True)
         sums = late.finish(map_splits(late.scatter, rules.layout, sums))
     mean, metrics = all_reduce_tree((mean, metrics), group)
-    return sums, mean, metrics, _agreed_buffers(new, buffers, group)
+    return sums, mean, metrics, _agreed_buffers(new, group)
 
 
 def local_evaluation(
@@ -129,7 +130,7 @@ def _means(metrics: dict[str, Any]) -> dict[str, Mean]:
     return {name: _float_mean(Mean.of(value)) for name, value in metrics.items()}
 
 
-def _agreed_buffers(new: PyTree, old: PyTree, group: Group) -> PyTree:
+def _agreed_buffers(new: PyTree, group: Group) -> PyTree:
     """One value of the buffers for all devices.
 
     Floating-point buffers are averaged: a running mean then is that of the whole batch. Counters
@@ -138,10 +139,11 @@ def _agreed_buffers(new: PyTree, old: PyTree, group: Group) -> PyTree:
     size = group.data * group.replica
     if size == 1:
         return new
-    leaves, treedef = jax.tree.flatten(new)
-    floats = [leaf for leaf in leaves if is_floating(leaf)]
-    summed = iter(all_reduce_tree(floats, group))
-    axes = ("replica", "data")
-    return treedef.unflatten(
-        [next(summed) / size if is_floating(leaf) else jax.lax.pmax(leaf, axes) for leaf in leaves]
-    )
+    leaves = jax.tree.leaves(new)
+    summed = iter(all_reduce_tree([leaf for leaf in leaves if is_floating(leaf)], group))
+    axes = (REPLICA, DATA)
+
+    def agree(leaf: jax.Array) -> jax.Array:
+        return next(summed) / size if is_floating(leaf) else jax.lax.pmax(leaf, axes)
+
+    return jax.tree.map(agree, new)

@@ -200,10 +200,11 @@ class Sequential(Model):
     Example:
         >>> import jax, jax.numpy as jnp
         >>> model = Sequential(
-        ...     [Layer("in", lambda rng: {"w": jnp.ones((3, 2))}, lambda p, b, ctx: b["x"] @ p["w"])],
+        ...     [Layer("in", lambda rng: jnp.ones((3, 2)), lambda w, batch, ctx: batch["x"] @ w)],
         ...     loss=lambda y, batch: Mean(jnp.sum(y), jnp.float32(y.size)))
         >>> params, buffers = model.init(jax.random.key(0))
-        >>> out, _, _ = model.loss(params, buffers, {"x": jnp.ones((5, 3))}, jax.random.key(0), True)
+        >>> batch, key = {"x": jnp.ones((5, 3))}, jax.random.key(0)
+        >>> out, _, _ = model.loss(params, buffers, batch, key, True)
         >>> float(out.total / out.count)
         3.0
     """

@@ -29,7 +29,7 @@ MIN_SCALE = 1.0
 def compute_dtype(plan: Plan, dtype: Any) -> np.dtype[Any]:
     """The dtype in which a parameter of `dtype` computes and travels."""
     target = COMPUTE_DTYPES[plan.precision]
-    if target is None or not jax.dtypes.issubdtype(dtype, np.floating):
+    if target is None or not jnp.issubdtype(dtype, np.floating):
         return np.dtype(dtype)
     return np.dtype(target)
 

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from fzero.batch import BatchSpec, abstract_batch, check_batch, place_batch
 from fzero.blueprint import Blueprint, blueprint
 from fzero.errors import BatchError, StateError
+from fzero.flags import compiler_options
 from fzero.grads import local_evaluation, local_gradients, square_norm
 from fzero.model import Mean, Model
 from fzero.plan import AXES, Plan
@@ -32,7 +33,7 @@ from fzero.state import (
     require_fits,
     require_unaliased,
 )
-from fzero.tree import PyTree, is_floating, same_object
+from fzero.tree import PyTree, same_object
 from fzero.zero.collectives import gather
 from fzero.zero.partition import map_splits
 from fzero.zero.rules import Rules
@@ -138,6 +139,12 @@ class _Step:
         self._fits: set[Any] = set()
         self._lock = threading.Lock()
 
+    def _jit(self, function: Callable[..., Any], **options: Any) -> Any:
+        blue = self.blueprint
+        platform = blue.mesh.devices.flat[0].platform
+        flags = compiler_options(self.plan, blue.params, blue.group.data, platform)
+        return jax.jit(function, compiler_options=flags or None, **options)
+
     def _rules(self) -> Rules:
         plan, group = self.plan, self.blueprint.group
         return Rules(
@@ -215,7 +222,7 @@ class TrainStep(_Step):
         super().__init__(blue, "train_step" if apply else "accumulate_step")
         self.donate = donate
         self.apply = apply
-        self._program = jax.jit(self._step, donate_argnums=(0,) if donate else ())
+        self._program = self._jit(self._step, donate_argnums=(0,) if donate else ())
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Takes one step; see `train_step`."""
@@ -407,7 +414,7 @@ class EvalStep(_Step):
 
     def __init__(self, blue: Blueprint) -> None:
         super().__init__(blue, "eval_step")
-        self._program = jax.jit(self._step)
+        self._program = self._jit(self._step)
 
     def __call__(self, state: TrainState, batch: PyTree) -> Metrics:
         """Evaluates; see `eval_step`."""
@@ -456,14 +463,3 @@ def _refuse_reserved(metrics: dict[str, Any]) -> None:
         raise StateError(
             f"loss: metrics {taken} are names that steps report themselves; rename them"
         )
-
-
-__all__ = [
-    "EvalStep",
-    "Metrics",
-    "TrainStep",
-    "accumulate_step",
-    "eval_step",
-    "is_floating",
-    "train_step",
-]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -44,7 +45,7 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def is_plain(leaf: Any) -> bool:
     """Whether a leaf has an ordinary dtype (not a typed random key)."""
-    return not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+    return not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
 def shapes_of(tree: PyTree) -> PyTree:
@@ -54,7 +55,7 @@ def shapes_of(tree: PyTree) -> PyTree:
 
 def is_floating(leaf: Any) -> bool:
     """Whether a leaf is a floating-point array (gradients exist for it)."""
-    return bool(jax.dtypes.issubdtype(leaf.dtype, np.floating))
+    return bool(jnp.issubdtype(leaf.dtype, np.floating))
 
 
 def leaf_bytes(leaf: Any, shape: tuple[int, ...] | None = None) -> int:
@@ -64,7 +65,7 @@ def leaf_bytes(leaf: Any, shape: tuple[int, ...] | None = None) -> int:
 
 
 def device_bytes(leaf: Any) -> int:
-    """Bytes that one device holds of a leaf (the largest shard); the whole leaf without a sharding."""
+    """Bytes that one device holds of a leaf; the whole leaf if it has no sharding."""
     sharding = getattr(leaf, "sharding", None)
     shape = tuple(leaf.shape) if sharding is None else sharding.shard_shape(tuple(leaf.shape))
     return leaf_bytes(leaf, shape)

@@ -29,7 +29,7 @@ from fzero.model import (
     split_loss,
 )
 from fzero.tree import PyTree
-from fzero.zero.partition import Split, is_split
+from fzero.zero.partition import Split, is_split, layout_leaves
 from fzero.zero.rules import Rules
 from fzero.zero.stack import StackLink, stack_backward, stack_eval, stack_forward
 from fzero.zero.vjp import Floats, Pullback, forward, keep_all_but_movement
@@ -54,7 +54,8 @@ class Fetched:
         gathering before the residuals exist.
         """
         if not self.rules.sharded:
-            return self.rules.fence((link.weights, link.residuals))
+            weights, residuals = self.rules.fence((link.weights, link.residuals))
+            return weights, residuals
         shards = layer_params(link.layer, self.kept)
         shards, residuals = self.rules.fence((shards, link.residuals))
         return jax.tree.leaves(self._fetch(link.layer, shards)), residuals
@@ -179,31 +180,29 @@ def train_backward(tape: Tape, seed: jax.Array) -> PyTree:
             continue
         weights, residuals = fetched.layer_again(link)
         grads, cotangent = link.pullback.run(residuals, weights, cotangent)
-        splits = layer_params(link.layer, rules.layout)
-        for split, grad in zip(
-            jax.tree.leaves(splits, is_leaf=is_split), jax.tree.leaves(grads), strict=True
-        ):
-            local[split.path] = local[split.path] + grad if split.path in local else grad
+        paths = _paths(layer_params(link.layer, rules.layout))
+        for path, grad in zip(paths, jax.tree.leaves(grads), strict=True):
+            local[path] = local[path] + grad if path in local else grad
     return rules.finish(_assemble(rules, stacks, local))
 
 
 def _assemble(rules: Rules, stacks: dict[str, PyTree], local: dict[str, jax.Array]) -> PyTree:
-    from_stack: dict[str, jax.Array] = {}
+    """One tree of gradients from those of the stacks (reduced) and of the other links (local)."""
+    whole: dict[str, jax.Array] = {}
     for name, grads in stacks.items():
-        for split, grad in zip(
-            jax.tree.leaves(rules.layout[name], is_leaf=is_split),
-            jax.tree.leaves(grads),
-            strict=True,
-        ):
-            from_stack[split.path] = grad
+        whole |= dict(zip(_paths(rules.layout[name]), jax.tree.leaves(grads), strict=True))
 
     def grad_of(split: Split) -> jax.Array:
-        parts = [from_stack[split.path]] if split.path in from_stack else []
+        parts = [whole[split.path]] if split.path in whole else []
         if split.path in local:
             parts.append(rules.scatter(split, local[split.path]))
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
     return jax.tree.map(grad_of, rules.layout, is_leaf=is_split)
+
+
+def _paths(layout: PyTree) -> list[str]:
+    return [split.path for split in layout_leaves(layout)]
 
 
 def eval_forward(

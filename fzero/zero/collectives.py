@@ -55,7 +55,7 @@ def gather(shard: jax.Array, split: Split, group: Group) -> jax.Array:
 
 
 def reduce_scatter(grad: jax.Array, split: Split, group: Group) -> jax.Array:
-    """The shard of the sum over devices of a whole leaf's gradient; the sum itself for whole leaves."""
+    """This device's shard of a gradient summed over devices; the whole sum for whole leaves."""
     dim = split.layer_dim if grad.ndim == len(split.shape) - int(split.stacked) else split.dim
     if dim is None:
         return all_reduce(grad, group)

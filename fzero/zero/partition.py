@@ -158,6 +158,11 @@ def is_split(node: Any) -> bool:
     return isinstance(node, Split)
 
 
+def layout_leaves(layout: PyTree) -> list[Split]:
+    """All splits of a layout, in tree order."""
+    return jax.tree.leaves(layout, is_leaf=is_split)
+
+
 def map_splits(function: Any, layout: PyTree, *trees: PyTree) -> PyTree:
     """`jax.tree.map` over a layout and trees of the same structure."""
     return jax.tree.map(function, layout, *trees, is_leaf=is_split)

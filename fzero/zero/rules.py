@@ -10,7 +10,7 @@ from fzero.plan import Plan
 from fzero.precision import cast_param, round_to
 from fzero.tree import PyTree
 from fzero.zero.collectives import Group, all_reduce_tree, gather, reduce_scatter
-from fzero.zero.partition import Split, is_split
+from fzero.zero.partition import Split, map_splits
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,20 @@ class Rules:
         """
         if self.group.data * self.group.replica == 1 and not self.plan.mixed:
             return value
-        return jax.lax.optimization_barrier(value)
+        fenced: PyTree = jax.lax.optimization_barrier(value)
+        return fenced
 
     def finish(self, grads: PyTree) -> PyTree:
         """Reduces the gradients of all whole leaves, in one collective per dtype."""
         if not self.reduce:
             return grads
-        splits, treedef = jax.tree.flatten(self.layout, is_leaf=is_split)
-        leaves = treedef.flatten_up_to(grads)
-        whole = {i: leaf for i, leaf in enumerate(leaves) if splits[i].dim is None}
+        whole: dict[str, jax.Array] = {}
+
+        def collect(split: Split, grad: jax.Array) -> None:
+            if split.dim is None:
+                whole[split.path] = grad
+
+        map_splits(collect, self.layout, grads)
         summed = all_reduce_tree(self.fence(whole), self.group)
-        whole = {i: round_to(leaf, leaf.dtype) for i, leaf in summed.items()}
-        return treedef.unflatten([whole.get(i, leaf) for i, leaf in enumerate(leaves)])
+        done = {path: round_to(leaf, leaf.dtype) for path, leaf in summed.items()}
+        return map_splits(lambda split, grad: done.get(split.path, grad), self.layout, grads)

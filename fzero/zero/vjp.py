@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fzero.tree import PyTree
@@ -55,9 +56,7 @@ class Floats:
     def of(tree: PyTree, differentiable: bool = True) -> tuple[Floats, list[Any], list[Any]]:
         """The structure, the leaves that gradients flow through (if any may), and the others."""
         leaves, treedef = jax.tree.flatten(tree)
-        mask = tuple(
-            differentiable and bool(jax.dtypes.issubdtype(x.dtype, np.inexact)) for x in leaves
-        )
+        mask = tuple(differentiable and bool(jnp.issubdtype(x.dtype, np.inexact)) for x in leaves)
         parts: tuple[list[Any], list[Any]] = ([], [])
         for leaf, is_float in zip(leaves, mask, strict=True):
             parts[not is_float].append(leaf)

@@ -1,0 +1,52 @@
+"""Compiler options as data, each with its reason. Nothing is set globally: they ride on one jit."""
+
+from __future__ import annotations
+
+from fzero.plan import Plan
+from fzero.precision import compute_dtype
+from fzero.tree import PyTree
+from fzero.zero.partition import layout_leaves
+
+
+CompilerOptions = dict[str, str | int | bool]
+
+
+def compiler_options(plan: Plan, layout: PyTree, parts: int, platform: str) -> CompilerOptions:
+    """XLA options for a step.
+
+    Args:
+        plan: the plan.
+        layout: a `Split` per parameter.
+        parts: devices on the data axis.
+        platform: platform of the devices, such as `cpu`, `gpu` or `cuda`.
+
+    Returns:
+        Options for `jax.jit(..., compiler_options=...)`; empty where the defaults are right.
+    """
+    if platform not in ("gpu", "cuda") or parts == 1:
+        return {}
+    layer = largest_layer_bytes(plan, layout)
+    if not layer:
+        return {}
+    # By default XLA joins gathers up to about 30 MiB, cuts a larger layer into several, and leaves
+    # one of them without a matmul to hide behind. One gather and one reduce-scatter a layer hide
+    # completely; above that, layers are joined with their neighbours and memory grows.
+    # (benchmarks/overlap.py: exposed bytes in the loops 420 MiB by default, 0 with these.)
+    return {
+        "xla_gpu_all_gather_combine_threshold_bytes": layer,
+        # Counts the scattered result, which is one part of the layer.
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": max(layer // parts, 1),
+    }
+
+
+def largest_layer_bytes(plan: Plan, layout: PyTree) -> int:
+    """Bytes of the largest layer of a stack in the compute dtype, counting split leaves."""
+    layers: dict[str, int] = {}
+    for split in layout_leaves(layout):
+        if split.stacked and split.dim is not None:
+            size = compute_dtype(plan, split.dtype).itemsize
+            for n in split.stored_shape[1:]:
+                size *= n
+            name = split.path.split("/")[0]
+            layers[name] = layers.get(name, 0) + size
+    return max(layers.values(), default=0)
