@@ -20,6 +20,9 @@ from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
 
+from .lower import find_lowering
+from .lower.symbolic import python_function
+
 
 # Operators that stay whole: those that lose their gradient rule (detach), their speed (linear,
 # matmul, attention) or their exact half-precision behaviour (norms, softmax) when decomposed.
@@ -112,6 +115,8 @@ def export_program(
         for graph_module in program.graph_module.modules():
             if isinstance(graph_module, torch.fx.GraphModule):
                 _inline_grad_regions(graph_module)
+        if not _needs_decomposing(program):
+            return program
         try:
             decomposed: ExportedProgram = program.run_decompositions(_decompositions())
             return decomposed
@@ -225,6 +230,28 @@ def _like_signature(module: torch.nn.Module, args: Sequence[Any], kwargs: Mappin
     """`dynamic_shapes` by parameter name, the one form export accepts for mixed arguments."""
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     return dict(bound.arguments)
+
+
+# Operators that write to a buffer although their schema does not say so.
+_HIDDEN_WRITES = ("batch_norm", "instance_norm")
+
+
+def _needs_decomposing(program: ExportedProgram) -> bool:
+    """Whether the graph as traced has an operator without a lowering, or one that writes.
+
+    Decomposing takes as long as tracing; a transformer's graph is often fine without.
+    """
+    for node in program.graph.nodes:
+        if node.op == "get_attr":
+            return True
+        if node.op != "call_function" or python_function(node.target) is not None:
+            continue
+        schema = getattr(node.target, "_schema", None)
+        writes = schema is None or schema.is_mutable
+        hidden = any(name in str(node.target) for name in _HIDDEN_WRITES)
+        if writes or hidden or find_lowering(str(node.target)) is None:
+            return True
+    return False
 
 
 def _decompositions() -> Any:

@@ -87,13 +87,6 @@ def _fill(template: Any, values: Mapping[str, Any]) -> Any:
     return template
 
 
-@dataclass(frozen=True)
-class Missing:
-    """Operators without a lowering, and the module paths that use each."""
-
-    operators: Mapping[str, frozenset[str]]
-
-
 def missing_operators(program: torch.export.ExportedProgram) -> Mapping[str, frozenset[str]]:
     """All operators of a program that have no lowering, with the modules that call them."""
     found: dict[str, set[str]] = {}
@@ -185,7 +178,7 @@ def build_graph(program: torch.export.ExportedProgram) -> Graph:
         draw = None
         if drawing and lowering.draws(*args, **kwargs):  # type: ignore[union-attr, misc]
             draw, draws = draws, draws + 1
-        fn = _resolve(node.target)
+        fn = _pass_through if _keeps_dtype(node) else _resolve(node.target)
         assert fn is not None, node.target
         operator = str(node.target)
         instructions.append(
@@ -202,6 +195,24 @@ def build_graph(program: torch.export.ExportedProgram) -> Graph:
         )
     outputs, mutations = _outputs(program)
     return Graph(tuple(instructions), outputs, mutations, draws)
+
+
+_CASTS = ("aten.to.", "aten._to_copy.", "aten.type_as.")
+
+
+def _keeps_dtype(node: torch.fx.Node) -> bool:
+    """Whether a cast changed nothing in the trace (`.to(device)`, `.to(x.dtype)`).
+
+    Such a cast must not pin its dtype: a step in bfloat16 would be widened to float32 by it.
+    """
+    if not str(node.target).startswith(_CASTS):
+        return False
+    source: Any = node.args[0]
+    return bool(source.meta["val"].dtype == node.meta["val"].dtype)
+
+
+def _pass_through(x: Any, *_: Any, **__: Any) -> Any:
+    return x
 
 
 _CHECKS = ("aten._assert_scalar.default",)

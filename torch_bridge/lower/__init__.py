@@ -3,6 +3,7 @@
 from . import activation as activation
 from . import arithmetic as arithmetic
 from . import attention as attention
+from . import composite as composite
 from . import conv as conv
 from . import factory as factory
 from . import index as index
