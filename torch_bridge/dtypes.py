@@ -65,7 +65,7 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 def x64_enabled() -> bool:
     """Whether JAX may hold 64-bit values in this process."""
-    return bool(jax.config.read("jax_enable_x64"))  # type: ignore[no-untyped-call]
+    return bool(jax.config.read("jax_enable_x64"))
 
 
 def canonical(dtype: Any) -> np.dtype[Any]:

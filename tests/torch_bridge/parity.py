@@ -90,7 +90,11 @@ def check_parity(
 
     floats = [numpy_of(t) for t in tracked if isinstance(t, torch.Tensor) and t.requires_grad]
     floats = [jnp.asarray(f) for f in floats]
-    grad_fn = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    # Compiled once and run once: LLVM optimisation would cost more than it saves.
+    quick = {"xla_backend_optimization_level": 0}
+    grad_fn = jax.jit(
+        jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), compiler_options=quick
+    )
     (_, got), (param_grads, input_grads) = grad_fn(converted.params, floats)
     for g, w in zip(got, want, strict=True):
         assert relative_error(g, w.detach().numpy()) <= forward_rtol
