@@ -1,0 +1,189 @@
+"""A wrong batch is refused before anything compiles, and nothing is spoiled by the refusal."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import tiny
+
+import fzero as fz
+from fzero.batch import BatchSpec, batch_sharding, check_batch, place_batch
+
+
+TX = optax.sgd(0.1)
+PLAN = tiny.plan(zero=1, data=4, microbatches=2)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """One plain model for the whole file."""
+    return tiny.regression()
+
+
+@pytest.fixture(scope="module")
+def state(model):
+    """A state that no step here consumes."""
+    return fz.init(model, TX, PLAN)
+
+
+@pytest.fixture(scope="module")
+def step(model, state):
+    """A compiled step that has seen one good batch."""
+    step = fz.train_step(model, TX, PLAN, donate=False)
+    step(state, tiny.points())
+    return step
+
+
+def changed(**leaves):
+    """A good batch with some leaves changed, or left out when `None`."""
+    batch = {**tiny.points(), **leaves}
+    return {key: value for key, value in batch.items() if value is not None}
+
+
+POINTS = tiny.points()
+LATER = {
+    "missing": (changed(y=None), ["'y' is missing", "['x', 'y']", "['x']"]),
+    "new": (changed(z=POINTS["x"]), ["'z' is new", "['x', 'y', 'z']"]),
+    "dtype": (changed(x=POINTS["x"].astype(np.int32)), ["'x'", "expected float32", "got int32"]),
+    "dims": (changed(x=POINTS["x"][..., None]), ["'x'", "with 2 dims", "with 3"]),
+    "ragged": (changed(y=POINTS["y"][:8]), ["different numbers", "'x': 16", "'y': 8"]),
+    "odd": (tiny.points(12), ["12 examples", "4 devices x 2 microbatches", "multiple of 8"]),
+    "none": (tiny.points(0), ["0 examples", "positive multiple of 8"]),
+    "scalar": (changed(y=np.float32(1)), ["y is a scalar", "leading dim"]),
+    "list": (changed(x=[1, 2]), ["x/0 is a int", "np.asarray"]),
+    "text": (changed(x="abc"), ["x is a str", "np.asarray"]),
+    "empty": ({}, ["without leaves"]),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_refused_before_compilation_and_the_state_stays_usable(model, state, step, name):
+    batch, said = LATER[name]
+    before = tiny.host(state)
+    traces = step.num_traces
+    with tiny.counted_compiles() as compiles, pytest.raises(fz.BatchError) as caught:
+        step(state, batch)
+    for words in said:
+        assert words in str(caught.value)
+    assert step.num_traces == traces
+    assert not compiles
+    tiny.same_bits(state, before)
+    new, _ = step(state, tiny.points())
+    assert int(new.step) == 1
+    assert step.num_traces == traces
+
+
+FIRST = ["ragged", "odd", "none", "scalar", "list", "text", "empty"]
+
+
+@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("build", [fz.train_step, fz.accumulate_step], ids=["train", "accumulate"])
+def test_a_first_batch_is_refused_before_tracing(model, state, build, name):
+    step = build(model, TX, PLAN)
+    with pytest.raises(fz.BatchError):
+        step(state, LATER[name][0])
+    assert step.num_traces == 0
+    assert not state.params["w"].is_deleted()
+
+
+def test_a_first_batch_without_a_key_that_the_model_asks_for(model):
+    """Refused by name, nothing compiled or given away; the complete batch is then welcome."""
+    state = fz.init(model, TX, PLAN)
+    step = fz.train_step(model, TX, PLAN)
+    with tiny.counted_compiles() as compiles:
+        with pytest.raises(fz.BatchError, match=r"asked for 'y', but the batch has \['x'\]"):
+            step(state, changed(y=None))
+        assert not compiles
+    assert not state.params["w"].is_deleted()
+    new, _ = step(state, tiny.points())
+    assert int(new.step) == 1
+
+
+def test_eval_refuses_a_missing_key_too(model, state):
+    evaluate = fz.eval_step(model, PLAN)
+    with pytest.raises(fz.BatchError, match="asked for 'x'"):
+        evaluate(state, changed(x=None))
+    assert evaluate(state, tiny.points())["loss"].shape == ()
+
+
+def test_a_key_error_of_the_model_itself_is_not_blamed_on_the_batch(state):
+    def loss(p, buffers, batch, rng, train):
+        return {"x": 1}[0], buffers, {}
+
+    wrong = fz.Model(tiny.regression().init, loss)
+    with pytest.raises(KeyError):
+        fz.train_step(wrong, TX, PLAN)(state, tiny.points())
+
+
+def test_eval_takes_batches_that_divide_by_devices_only(model, state):
+    """Evaluation has no microbatches."""
+    evaluate = fz.eval_step(model, PLAN)
+    evaluate(state, tiny.points(4))
+    with pytest.raises(fz.BatchError, match="multiple of 4"):
+        evaluate(state, tiny.points(6))
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, lambda x: x.astype(np.float64)])
+def test_kinds_of_arrays_that_are_the_same_to_jax_are_one_kind(model, state, step, kind):
+    traces = step.num_traces
+    new, _ = step(state, jax.tree.map(kind, tiny.points()))
+    assert step.num_traces == traces
+    tiny.same_bits(new, step(state, tiny.points())[0])
+
+
+def test_an_array_that_lies_there_already_is_not_copied():
+    mesh = PLAN.mesh()
+    x = jax.device_put(np.ones((8, 2), np.float32), batch_sharding(mesh))
+    assert place_batch({"x": x}, mesh)["x"] is x
+
+
+def test_rows_lie_in_order_over_replicas_then_data():
+    mesh = fz.Plan(replica=2).mesh()
+    x = place_batch({"x": np.arange(8, dtype=np.int32)}, mesh)["x"]
+    where = {shard.device.id: int(shard.data[0]) for shard in x.addressable_shards}
+    assert where == {device.id: row for row, device in enumerate(mesh.devices.flat)}
+
+
+def aligned(shape, value):
+    """A float32 array on a page boundary: memory that the CPU backend would adopt, not copy."""
+    room = np.empty(int(np.prod(shape)) * 4 + 4096, np.uint8)
+    start = -room.ctypes.data % 4096
+    array = room[start : start + int(np.prod(shape)) * 4].view(np.float32).reshape(shape)
+    array[...] = value
+    return array
+
+
+def test_a_loader_may_refill_its_buffer_right_after_the_call():
+    """Steps run asynchronously: the batch under way must not be the caller's memory."""
+    rows, width = 8, 1 << 14
+
+    def loss(p, buffers, batch, rng, train):
+        # Slow enough that the refill comes first, were the memory shared.
+        x = jax.lax.fori_loop(0, 40, lambda _, x: jnp.sin(x) + batch["x"], batch["x"])
+        return jnp.sum(x * p["w"]), buffers, {}
+
+    model = fz.Model(lambda key: ({"w": jnp.ones(())}, {}), loss)
+    plan = fz.Plan(zero=0, data=8)
+    state, step = fz.init(model, TX, plan), fz.train_step(model, TX, plan, donate=False)
+    buffer = aligned((rows, width), 1.0)
+    expected = float(step(state, {"x": buffer})[1]["loss"])
+    for _ in range(5):
+        buffer[...] = 1.0
+        _, metrics = step(state, {"x": buffer})
+        buffer[...] = 2.0
+        assert float(metrics["loss"]) == expected
+
+
+def test_check_needs_no_step():
+    check_batch(tiny.points(), 4, 2, None)
+    spec = BatchSpec.of(tiny.points())
+    assert spec == BatchSpec.of(tiny.points(32))
+    assert spec.leaves == (("x", np.dtype("float32"), 2), ("y", np.dtype("float32"), 2))
+    shapes = {"x": jax.ShapeDtypeStruct((16, 3), jnp.int32)}
+    assert BatchSpec.of(shapes).leaves == (("x", np.dtype("int32"), 2),)
+    check_batch(shapes, 8, 2, None)
+    with pytest.raises(fz.BatchError, match="multiple of 32"):
+        check_batch(shapes, 8, 4, None)

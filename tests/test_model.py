@@ -1,0 +1,212 @@
+"""Chains of layers: names, tied reads, stacks, buffers; and means kept as their two sums."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import tiny
+
+import fzero as fz
+
+
+def link(name, **options):
+    """A layer that adds its weight."""
+    return fz.Layer(name, lambda key: {"w": jnp.ones(2)}, lambda p, x, ctx: x + p["w"], **options)
+
+
+def stack(name, num=2):
+    """A stack of such layers."""
+    return fz.Stack(name, num, lambda key: {"w": jnp.ones(2)}, lambda p, x, ctx: x + p["w"])
+
+
+NAMES = [
+    ([link("")], ["''", "non-empty"]),
+    ([link("a/b")], ["'a/b'", "without '/'", "rename"]),
+    ([link("loss")], ["'loss'", "reserved"]),
+    ([link("a"), stack("a")], ["two layers are named 'a'", "reads="]),
+    ([stack("s", 0)], ["Stack 's'", "num=0", "1 or more"]),
+    ([link("a"), link("b", reads={"t": "none/w"})], ["'b' reads 't'", "'none'", "['a', 'b']"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layers", "said"), NAMES, ids=[s[0] for _, s in NAMES])
+def test_refuses_bad_chains(layers, said):
+    with pytest.raises(fz.PlanError) as caught:
+        fz.Sequential(layers)
+    for words in said:
+        assert words in str(caught.value)
+
+
+def test_a_read_of_a_missing_parameter_says_which_exist():
+    model = fz.Sequential(
+        [link("a"), link("b", reads={"t": "a/missing"})], loss=lambda x, b: jnp.sum(x)
+    )
+    params, buffers = model.init(jax.random.key(0))
+    with pytest.raises(fz.PlanError, match=r"'a/missing': 'missing' is not among \['w'\]"):
+        model.loss(params, buffers, jnp.zeros(2), jax.random.key(0), True)
+
+
+def test_params_are_keyed_by_layer_and_stacked_on_the_leading_dim():
+    params, buffers = tiny.chain(num=4).init(jax.random.key(0))
+    shapes = {path: leaf.shape for path, leaf in tiny.host(params).items()}
+    assert shapes == {
+        "embed/table": (27, 13), "embed/up": (13, 16), "blocks/w": (4, 16, 16),
+        "blocks/b": (4, 16), "head/down": (16, 13), "head/gain": (),
+    }  # fmt: skip
+    assert buffers == {}
+    # Every layer of a stack starts from its own key.
+    assert not np.array_equal(params["blocks"]["w"][0], params["blocks"]["w"][1])
+
+
+def unrolled(model, params, batch, rng, train=True):
+    """The chain of `tiny.chain`, layer after layer in Python."""
+    ctx = fz.Context(batch, rng, train)
+    embed, stack, head = model.layers[:3]
+    x = embed.apply(params["embed"], batch, ctx.at(0))
+    for k in range(stack.num):
+        x = stack.apply(jax.tree.map(lambda leaf: leaf[k], params["blocks"]), x, ctx.at(1 + k))  # noqa: B023
+    weights = {**params["head"], "table": params["embed"]["table"]}
+    return tiny.token_loss(head.apply(weights, x, ctx.at(1 + stack.num)), batch)
+
+
+@pytest.mark.parametrize("apply", [tiny.block, tiny.dropped_block], ids=["plain", "dropout"])
+def test_a_stack_equals_its_layers_unrolled(apply):
+    """Values and gradients, the tied table's included. Keys are counted over the whole chain."""
+    model, batch, rng = tiny.chain(apply=apply), tiny.tokens(4), jax.random.key(3)
+    params, _ = model.init(jax.random.key(0))
+
+    def by_model(p):
+        mean, _, metrics = model.loss(p, {}, batch, rng, True)
+        return mean.total, metrics["accuracy"].total
+
+    def by_hand(p):
+        mean, metrics = unrolled(model, p, batch, rng)
+        return mean.total, metrics["accuracy"].total
+
+    one = jax.jit(jax.value_and_grad(by_model, has_aux=True))(params)
+    two = jax.jit(jax.value_and_grad(by_hand, has_aux=True))(params)
+    # A loop and its unrolled form are fused differently: some ulps of fp32 per matmul of 16 terms.
+    tiny.close(one, two, rtol=2e-6, atol=2e-6)
+
+
+def test_a_tied_leaf_is_one_leaf_with_both_gradients():
+    """Cutting either reader off changes the gradient; the two parts add up to the whole."""
+    model, batch = tiny.chain(), tiny.tokens(4)
+    params, _ = model.init(jax.random.key(0))
+
+    def loss(first, second):
+        embed = {**params["embed"], "table": first}
+        ctx = fz.Context(batch, jax.random.key(0), True)
+        x = tiny.embed(embed, batch, ctx)
+        for k in range(3):
+            x = tiny.block(jax.tree.map(lambda leaf: leaf[k], params["blocks"]), x, ctx)  # noqa: B023
+        logits = tiny.head({**params["head"], "table": second}, x, ctx)
+        return tiny.token_loss(logits, batch)[0].total
+
+    table = params["embed"]["table"]
+    parts = jax.jit(jax.grad(loss, (0, 1)))(table, table)
+
+    def tied(p):
+        return model.loss(p, {}, batch, jax.random.key(0), True)[0].total
+
+    whole = jax.jit(jax.grad(tied))(params)["embed"]["table"]
+    assert all(float(jnp.max(jnp.abs(part))) > 0.1 for part in parts)
+    # Sum of two fp32 scatters in another order.
+    tiny.close(whole, parts[0] + parts[1], rtol=2e-6, atol=2e-6)
+
+
+def test_shared_inputs_reach_every_layer_and_come_out_unchanged():
+    def add(p, x, ctx):
+        # What a layer returns under a shared key is dropped: it may leave it out or spoil it.
+        return {"h": x["h"] + p["w"] * x["by"], "by": x["by"] * 100}
+
+    model = fz.Sequential(
+        [
+            fz.Layer("in", None, lambda p, batch, ctx: {"h": batch["h"], "by": batch["by"]}),
+            fz.Stack("s", 3, lambda key: {"w": jnp.ones(())}, add, shared=("by",)),
+        ],
+        loss=lambda x, batch: jnp.sum(x["h"]) + 1000 * jnp.sum(x["by"]),
+    )
+    params, buffers = model.init(jax.random.key(0))
+    batch = {"h": jnp.zeros(1), "by": jnp.full(1, 2.0)}
+    mean, _, _ = model.loss(params, buffers, batch, jax.random.key(0), True)
+    assert float(mean.total) == 3 * 2.0 + 1000 * 2.0
+
+
+def test_stateful_layers_and_stacks_return_new_buffers():
+    def init(key):
+        return {"w": jnp.ones(2)}, {"seen": jnp.zeros((), jnp.int32), "sum": jnp.zeros(2)}
+
+    def apply(p, x, ctx):
+        seen = ctx.buffers["seen"] + ctx.train
+        return x + p["w"], {"seen": seen, "sum": ctx.buffers["sum"] + x}
+
+    model = fz.Sequential(
+        [
+            fz.Layer("one", init, apply, stateful=True),
+            link("plain"),
+            fz.Stack("many", 3, init, apply, stateful=True),
+        ],
+        loss=lambda x, batch: jnp.sum(x),
+    )
+    params, buffers = model.init(jax.random.key(0))
+    assert set(buffers) == {"one", "many"}
+    assert buffers["many"]["sum"].shape == (3, 2)
+    _, new, _ = model.loss(params, buffers, jnp.zeros(2), jax.random.key(0), True)
+    assert new["one"]["seen"] == 1
+    np.testing.assert_array_equal(new["many"]["seen"], [1, 1, 1])
+    # Layer k of the stack sees what the layers before it added.
+    np.testing.assert_array_equal(new["many"]["sum"][:, 0], [2, 3, 4])
+
+
+def test_a_layer_without_parameters_gets_an_empty_dict():
+    seen = []
+    layer = fz.Layer("relu", None, lambda p, x, ctx: seen.append(p) or jax.nn.relu(x))
+    model = fz.Sequential([link("a"), layer], loss=lambda x, b: jnp.sum(x))
+    params, buffers = model.init(jax.random.key(0))
+    assert set(params) == {"a"}
+    model.loss(params, buffers, jnp.zeros(2), jax.random.key(0), True)
+    assert seen == [{}]
+
+
+def test_a_chain_may_end_with_the_loss_itself():
+    last = fz.Layer("out", None, lambda p, x, ctx: (fz.Mean(jnp.sum(x), 4.0), {"m": jnp.max(x)}))
+    model = fz.Sequential([link("a"), last])
+    params, buffers = model.init(jax.random.key(0))
+    mean, _, metrics = model.loss(params, buffers, jnp.ones(2), jax.random.key(0), True)
+    assert (float(mean.total), float(mean.count), float(metrics["m"])) == (4.0, 4.0, 2.0)
+
+
+def test_given_initial_values_replace_those_of_the_layers():
+    def mine(key):
+        return {"a": {"w": jnp.full(2, 7.0)}}, {}
+
+    model = fz.Sequential([link("a")], loss=lambda x, b: jnp.sum(x), init=mine)
+    assert model.init is mine
+
+
+def test_keys_differ_between_layers_and_do_not_depend_on_the_rest_of_the_chain():
+    ctx = fz.Context(None, jax.random.key(0), True)
+    keys = {jax.random.key_data(ctx.at(k).rng).tobytes() for k in range(5)}
+    assert len(keys) == 5
+    assert ctx.at(3).rng == jax.random.fold_in(jax.random.key(0), 3)
+
+
+class TestMean:
+    """Totals and counts, divided once."""
+
+    def test_a_scalar_counts_once(self):
+        mean = fz.Mean.of(3.0)
+        assert (float(mean.total), float(mean.count)) == (3.0, 1.0)
+
+    def test_a_mean_stays(self):
+        mean = fz.Mean.of(fz.Mean(6.0, 3))
+        assert (float(mean.total), int(mean.count)) == (6.0, 3)
+
+    def test_is_a_pytree_of_two_scalars_and_frozen(self):
+        mean = fz.Mean(jnp.float32(6), jnp.float32(3))
+        assert jax.tree.leaves(jax.tree.map(lambda x: x + 1, mean)) == [7, 4]
+        with pytest.raises(AttributeError):
+            mean.total = 1  # type: ignore[misc]
