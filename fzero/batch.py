@@ -32,7 +32,7 @@ class BatchSpec:
         )
 
 
-def check_batch(batch: PyTree, parts: int, microbatches: int, spec: BatchSpec | None) -> BatchSpec:
+def check_batch(batch: PyTree, parts: int, microbatches: int, spec: BatchSpec | None) -> None:
     """Checks a global batch; a pytree of arrays with one leading dim of examples in common.
 
     Args:
@@ -40,9 +40,6 @@ def check_batch(batch: PyTree, parts: int, microbatches: int, spec: BatchSpec | 
         parts: devices it is spread over.
         microbatches: pieces that each device's rows are cut into.
         spec: what earlier batches looked like.
-
-    Returns:
-        The batch's spec.
 
     Raises:
         BatchError: a leaf is no array or a scalar, leading dims differ or do not divide, or keys,
@@ -61,9 +58,8 @@ def check_batch(batch: PyTree, parts: int, microbatches: int, spec: BatchSpec | 
             raise BatchError(
                 f"batch: {path or 'it'} is a scalar: every leaf needs a leading dim of examples"
             )
-    found = BatchSpec.of(batch)
-    if spec is not None and spec != found:
-        _explain_difference(spec, found)
+    if spec is not None and spec != BatchSpec.of(batch):
+        _explain_difference(spec, BatchSpec.of(batch))
     rows = {path: leaf.shape[0] for path, leaf in leaves}
     if len(set(rows.values())) > 1:
         raise BatchError(f"batch: leaves have different numbers of examples (dim 0): {rows}")
@@ -74,7 +70,6 @@ def check_batch(batch: PyTree, parts: int, microbatches: int, spec: BatchSpec | 
             f" microbatches; expected a positive multiple of {parts * microbatches}. Pad the batch"
             " and leave the padding out of the loss's fz.Mean count"
         )
-    return found
 
 
 def _explain_difference(expected: BatchSpec, found: BatchSpec) -> None:

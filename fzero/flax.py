@@ -16,7 +16,7 @@ import numpy as np
 
 from fzero.errors import StateError
 from fzero.model import Context, Mean, Model, split_loss
-from fzero.tree import PyTree, named_leaves, shape_of
+from fzero.tree import PyTree, is_floating, named_leaves, shape_of
 
 
 # What modules call the argument that tells training from evaluation, and its value in training.
@@ -118,8 +118,7 @@ def _loss(call: _Call, loss: Callable[..., Any]) -> Callable[..., Any]:
             ctx = Context(batch, jax.random.fold_in(rng, num_calls), train, current)
             num_calls += 1
             out, new = call(params, ctx, args, kwargs)
-            _require_same(current, new)
-            current = new
+            current = _as_before(current, new)
             return out
 
         mean, metrics = split_loss(loss(forward, batch))
@@ -128,19 +127,21 @@ def _loss(call: _Call, loss: Callable[..., Any]) -> Callable[..., Any]:
     return step_loss
 
 
-def _require_same(old: PyTree, new: PyTree) -> None:
-    """Refuses buffers that grew or changed shape: a state must come back as it went in."""
-    was = {path: (leaf.shape, leaf.dtype) for path, leaf in named_leaves(old)}
-    now = {path: (leaf.shape, leaf.dtype) for path, leaf in named_leaves(new)}
+def _as_before(old: PyTree, new: PyTree) -> PyTree:
+    """New buffers in the dtypes of the old ones; refuses any that appeared or changed shape."""
+    was = {path: (leaf.shape, is_floating(leaf)) for path, leaf in named_leaves(old)}
+    now = {path: (leaf.shape, is_floating(leaf)) for path, leaf in named_leaves(new)}
     if was == now:
-        return
+        # A value that was computed in bfloat16 is still kept in its own precision.
+        return jax.tree.map(lambda a, b: b.astype(a.dtype), old, new)
     changed = sorted(path for path in was.keys() | now.keys() if was.get(path) != now.get(path))
-    shown = "; ".join(f"{path}: {was.get(path)} became {now.get(path)}" for path in changed[:4])
+    shapes = {path: (was.get(path, ("none",))[0], now.get(path, ("none",))[0]) for path in changed}
+    shown = "; ".join(f"{path}: {a} became {b}" for path, (a, b) in list(shapes.items())[:4])
     raise StateError(
-        f"from_flax: a call changed the structure of the buffers: {shown}. Buffers keep their"
-        " shapes and dtypes from step to step. Values that a module only reports belong into the"
-        " collection 'intermediates' (nnx.Intermediate), which is not kept; read them with"
-        " forward(..., mutable=['intermediates'])"
+        f"from_flax: a call changed the structure of the buffers (shapes by path): {shown}. Buffers"
+        " stay alike from step to step. What a module only reports (sow) belongs into the"
+        " collection 'intermediates' (nnx.Intermediate), which is not kept;"
+        " forward(..., mutable=['intermediates']) reads it from a linen module"
     )
 
 
@@ -290,7 +291,7 @@ def _fill(index: int, slot: _Slot, params: PyTree, ctx: Context) -> Any:
     node = params if slot.kind == "param" else ctx.buffers
     for step in slot.name:
         node = node[step]
-    return node
+    return jnp.asarray(node)
 
 
 def _take_apart(module: Any) -> tuple[_NnxParts, tuple[PyTree, PyTree]]:

@@ -109,19 +109,11 @@ def init(
     """
     blue = blueprint(model, tx, plan, devices)
     key = rng if isinstance(rng, jax.Array) and is_key(rng) else jax.random.key(rng)
+    if callable(model.init):
+        return TrainState(**_birth(blue)(key))
+
     shapes = blue.shapes()
     shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
-    if callable(model.init):
-        make = model.init
-
-        def born(key: jax.Array) -> dict[str, Any]:
-            params, buffers = make(key)
-            return {"params": _store(blue, "params", params), "buffers": buffers} | _derived(
-                blue, params, key
-            )
-
-        return TrainState(**jax.jit(born, out_shardings=shardings)(key))
-
     given, buffers = model.init
     fields = {
         "params": map_splits(_copy_in, blue.params, given, shapes["params"]),
@@ -135,6 +127,32 @@ def init(
     rest = {name: shardings[name] for name in shardings if name not in fields}
     fields |= jax.jit(derived, out_shardings=rest)(fields["params"], key)
     return TrainState(**fields)
+
+
+def lower_init(
+    model: Model,
+    tx: optax.GradientTransformation | None,
+    plan: Plan,
+    *,
+    devices: Sequence[Any] | None = None,
+) -> Any:
+    """The program that `init` runs for a model whose `init` is a function, lowered.
+
+    For reading its memory before it runs. Args and Raises as for `init`.
+    """
+    return _birth(blueprint(model, tx, plan, devices)).lower(jax.random.key(0))
+
+
+def _birth(blue: Blueprint) -> Any:
+    make = blue.model.init
+    assert callable(make)
+
+    def born(key: jax.Array) -> dict[str, Any]:
+        params, buffers = make(key)
+        kept = {"params": _store(blue, "params", params), "buffers": buffers}
+        return kept | _derived(blue, params, key)
+
+    return jax.jit(born, out_shardings=jax.tree.map(lambda to: to.sharding, blue.shapes()))
 
 
 def abstract_state(
@@ -346,9 +364,9 @@ def require_alive(state: TrainState, operation: str) -> None:
     by = consumed_by(state)
     if by is not None:
         raise StateConsumedError(
-            f"{operation}: this state was consumed by train_step as it took {by}: its memory now"
-            " belongs to the state that step returned. Use that one, or build the step with"
-            " fz.train_step(..., donate=False) to keep both"
+            f"{operation}: this state was consumed by {by} (train_step or accumulate_step):"
+            " its memory now belongs to the state which that step returned. Use that one, or build"
+            " the step with fz.train_step(..., donate=False) to keep both"
         )
 
 

@@ -188,15 +188,15 @@ class _Step:
             self._fits.add(key)
         if donate and same_object(leaves):
             require_unaliased(state, self.name)
-        self._spec = self._check_batch(batch, self._spec)
+        self._check_batch(batch, self._spec)
         return place_batch(batch, self.blueprint.mesh)
 
     def _require_fits(self, state: TrainState) -> None:
         require_fits(state, self.blueprint, self.name)
 
-    def _check_batch(self, batch: PyTree, spec: BatchSpec | None) -> BatchSpec:
+    def _check_batch(self, batch: PyTree, spec: BatchSpec | None) -> None:
         group = self.blueprint.group
-        return check_batch(batch, group.data * group.replica, self._microbatches(), spec)
+        check_batch(batch, group.data * group.replica, self._microbatches(), spec)
 
     def _microbatches(self) -> int:
         return 1
@@ -204,7 +204,10 @@ class _Step:
     def _run(self, program: Any, *args: Any) -> Any:
         batch = args[-1]
         try:
-            return program(*args)
+            result = program(*args)
+            # Only a batch that the model could use says what batches look like.
+            self._spec = self._spec or BatchSpec.of(batch)
+            return result
         except KeyError as error:
             keys = list(batch) if isinstance(batch, dict) else []
             if keys and error.args and isinstance(error.args[0], str) and error.args[0] not in keys:
@@ -314,8 +317,10 @@ class TrainStep(_Step):
     ) -> tuple[dict[str, Any], Metrics]:
         plan, blue = self.plan, self.blueprint
         # The two halves of a step are compiled apart, so that each is the same in every stage.
-        sums, mean, metrics = self._rules().fence((sums, mean, metrics))
-        norm = self._norm(sums, mean.count)
+        fence = self._rules().fence
+        sums, mean, metrics = fence((sums, mean, metrics))
+        # The norm gets a copy of its own, or it would be fused with what a stage does next.
+        norm = fence(self._norm(fence(sums), mean.count))
         grads = self._mean_gradients(sums, mean.count, norm)
         new = {"step": step + 1, "buffers": buffers, "grads": None}
         new |= self._updated(fields, grads, metrics["loss"])

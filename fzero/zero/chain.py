@@ -45,7 +45,7 @@ class Fetched:
 
     def layer(self, layer: Layer) -> PyTree:
         """What a layer's `apply` reads."""
-        return self._fetch(layer, layer_params(layer, self.kept))
+        return self._fetch(layer, layer_params(layer, self.kept), again=False)
 
     def layer_again(self, link: Link) -> tuple[list[Any], list[Any]]:
         """A layer's whole leaves and residuals for its backward pass.
@@ -58,12 +58,12 @@ class Fetched:
             return weights, residuals
         shards = layer_params(link.layer, self.kept)
         shards, residuals = self.rules.fence((shards, link.residuals))
-        return jax.tree.leaves(self._fetch(link.layer, shards)), residuals
+        return jax.tree.leaves(self._fetch(link.layer, shards, again=True)), residuals
 
-    def _fetch(self, layer: Layer, shards: PyTree) -> PyTree:
+    def _fetch(self, layer: Layer, shards: PyTree, again: bool) -> PyTree:
         def fetch(split: Split, shard: jax.Array) -> jax.Array:
             if split.path not in self.by_path:
-                self.by_path[split.path] = self.rules.fetch(split, shard)
+                self.by_path[split.path] = self.rules.fetch(split, shard, again)
             return self.by_path[split.path]
 
         splits = layer_params(layer, self.rules.layout)

@@ -38,17 +38,25 @@ class Group:
     bits: bool = False
 
 
-def gather(shard: jax.Array, split: Split, group: Group) -> jax.Array:
-    """A whole leaf (or one layer of a stack) from its shards."""
+def gather(shard: jax.Array, split: Split, group: Group, again: bool = False) -> jax.Array:
+    """A whole leaf (or one layer of a stack) from its shards.
+
+    `again` marks the gather of a backward pass: a unit dim makes it another operation than the
+    forward pass's, which the CPU compiler would otherwise reuse (it drops barriers before its last
+    search for common subexpressions) and so keep the gathered leaf alive.
+    """
     dim = split.layer_dim if shard.ndim == len(split.shape) - int(split.stacked) else split.dim
     if dim is None or group.data == 1:
         return shard
-    if group.bits and shard.dtype.itemsize == 2:
-        moved = jax.lax.bitcast_convert_type(shard, jnp.uint16)
-        moved = jax.lax.all_gather(moved, DATA, axis=dim, tiled=True)
-        whole = jax.lax.bitcast_convert_type(moved, shard.dtype)
+    dtype = shard.dtype
+    if group.bits and dtype.itemsize == 2:
+        shard = jax.lax.bitcast_convert_type(shard, jnp.uint16)
+    if again:
+        whole = jax.lax.all_gather(shard[None], DATA, axis=dim + 1, tiled=True)[0]
     else:
         whole = jax.lax.all_gather(shard, DATA, axis=dim, tiled=True)
+    if whole.dtype != dtype:
+        whole = jax.lax.bitcast_convert_type(whole, dtype)
     if split.pad:
         whole = jax.lax.slice_in_dim(whole, 0, whole.shape[dim] - split.pad, axis=dim)
     return whole

@@ -31,10 +31,13 @@ class Rules:
     sharded: bool
     reduce: bool
 
-    def fetch(self, split: Split, leaf: jax.Array) -> jax.Array:
-        """A leaf ready for use: cast, then gathered, so that the compute dtype travels."""
+    def fetch(self, split: Split, leaf: jax.Array, again: bool = False) -> jax.Array:
+        """A leaf ready for use: cast, then gathered, so that the compute dtype travels.
+
+        `again` marks a backward pass.
+        """
         leaf = cast_param(self.plan, leaf)
-        return self.fence(gather(leaf, split, self.group) if self.sharded else leaf)
+        return self.fence(gather(leaf, split, self.group, again) if self.sharded else leaf)
 
     def scatter(self, split: Split, grad: jax.Array) -> jax.Array:
         """The reduced shard of a split leaf's gradient. Whole leaves wait for `finish`."""

@@ -194,7 +194,7 @@ def stack_backward(rules: Rules, link: StackLink, cotangent: Any) -> tuple[PyTre
         return jax.tree.map(lambda leaf: _at(leaf, k), saved[0])
 
     def weights_of(k: Any) -> PyTree:
-        return _fetch(rules, stack, shards, k)
+        return _fetch(rules, stack, shards, k, again=True)
 
     def back(weights: PyTree, kept: Any, cts: Any) -> tuple[PyTree, Any]:
         grads, dx, ds = program.backward(weights, kept, cts[0])
@@ -256,11 +256,14 @@ def _at(leaf: jax.Array, k: Any) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(leaf, k, keepdims=False)
 
 
-def _fetch(rules: Rules, stack: Stack, shards: PyTree, k: Any) -> PyTree:
+def _fetch(rules: Rules, stack: Stack, shards: PyTree, k: Any, again: bool = False) -> PyTree:
     """Layer k's parameters, ready for use."""
     splits = rules.layout[stack.name]
     return jax.tree.map(
-        lambda split, leaf: rules.fetch(split, _at(leaf, k)), splits, shards, is_leaf=is_split
+        lambda split, leaf: rules.fetch(split, _at(leaf, k), again),
+        splits,
+        shards,
+        is_leaf=is_split,
     )
 
 

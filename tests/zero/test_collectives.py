@@ -1,0 +1,95 @@
+"""What the compiled step communicates, read from the program: the ZeRO paper's volumes, no more.
+
+Elements are counted, because the CPU backend reduces bfloat16 in float32.
+"""
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import fzero as fz
+from fzero import hlo
+from tests.support.gpt import GPT2, Size, abstract_batch, gpt, num_params
+
+
+N = 8
+
+
+def compiled_text(plan, size, rows, tx=None):
+    model, tx = gpt(size), tx or optax.adamw(1e-3)
+    step = fz.train_step(model, tx, plan)
+    lowered = step.lower(fz.abstract_state(model, tx, plan), abstract_batch(size, rows))
+    return lowered.compile().as_text()
+
+
+def by_kind(text):
+    found = hlo.collectives(text)
+    assert all(c.times is not None for c in found)
+    kinds = {c.kind for c in found}
+    return {kind: hlo.total(found, kind).wire_elements for kind in kinds}, found
+
+
+# (zero, precision) -> volume in Ψ (N-1)/N: gathered + reduced (section 7 of the paper).
+VOLUMES = {(0, "fp32"): (1, 1), (1, "bf16"): (1, 1), (2, "fp32"): (1, 1), (3, "bf16"): (2, 1)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "precision"), VOLUMES)
+def test_gpt2_124m_communicates_what_the_paper_says(zero, precision):
+    plan = fz.Plan(zero=zero, data=N, precision=precision, clip_norm=1.0)
+    # 2 of the real 1024 positions' rows: activations do not change what is communicated.
+    size = Size(GPT2.vocab, GPT2.d, GPT2.layers, GPT2.heads, seq=64)
+    kinds, found = by_kind(compiled_text(plan, size, rows=8))
+    unit = num_params(size) * (N - 1) / N
+    gathered, reduced = VOLUMES[zero, precision]
+    assert kinds["all-gather"] == pytest.approx(gathered * unit, rel=0.02)
+    assert kinds["reduce-scatter"] == pytest.approx(reduced * unit, rel=0.02)
+    assert set(kinds) <= {"all-gather", "reduce-scatter", "all-reduce"}
+    # Whole leaves (biases, norms) are reduced together; nothing else is larger than a scalar.
+    assert kinds["all-reduce"] <= 0.01 * unit
+    large = [c for c in found if c.kind == "all-reduce" and c.elements > 16]
+    assert len(large) <= 1
+
+
+def test_bf16_gathers_move_two_bytes_an_element():
+    plan = fz.Plan(zero=3, data=N, precision="bf16", min_shard_bytes=0)
+    found = hlo.collectives(compiled_text(plan, Size(), rows=8))
+    gathers = [c for c in found if c.kind == "all-gather"]
+    assert gathers
+    assert {c.bytes // c.elements for c in gathers} == {2}
+
+
+def test_hybrid_sharding_sends_only_shards_between_groups():
+    plan = fz.Plan(zero=3, data=4, replica=2, min_shard_bytes=128)
+    text = compiled_text(plan, Size(), rows=8)
+    found = hlo.collectives(text, mesh_axes={"replica": 2, "data": 4})
+    across = [c for c in found if "replica" in (c.axes or ()) and "data" not in c.axes]
+    sent = sum(c.elements * c.times for c in across)
+    shards = num_params(Size()) / 4
+    assert {c.kind for c in across} == {"all-reduce"}
+    # Shards of all gradients once; whole leaves and metrics are a little on top.
+    assert shards * 0.9 <= sent <= shards * 1.2
+
+
+def test_each_leaf_outside_a_stack_is_gathered_once_each_way_in_stage_3():
+    """A model that is not a chain: gathered at use, gathered again backward, never kept."""
+
+    def loss(params, buffers, batch, rng, train):
+        x = batch["x"]
+        for name in sorted(params):
+            x = jnp.tanh(x @ params[name])
+        return fz.Mean(jnp.sum(x), jnp.float32(x.size)), buffers, {}
+
+    model = fz.Model(lambda rng: ({f"w{i}": jnp.zeros((256, 256)) for i in range(8)}, {}), loss)
+    plan, tx = fz.Plan(zero=3, data=N), optax.sgd(0.1)
+    step = fz.train_step(model, tx, plan)
+    batch = {"x": jnp.zeros((8, 256))}
+    compiled = step.lower(fz.abstract_state(model, tx, plan), batch).compile()
+    kinds, _ = by_kind(compiled.as_text())
+    unit = 8 * 256 * 256 * (N - 1) / N
+    # The first layer's weights are not needed backward: no gradient flows into the batch.
+    assert kinds["all-gather"] == pytest.approx((2 - 1 / 8) * unit, rel=0.001)
+    assert kinds["reduce-scatter"] == pytest.approx(unit, rel=0.001)
+    # All eight gathered at once would be 8 x 256 KiB; kept ones would be among the temporaries.
+    layer = 256 * 256 * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * layer

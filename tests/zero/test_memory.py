@@ -1,0 +1,48 @@
+"""Stage 3 holds a constant number of gathered layers, however deep the stack."""
+
+import optax
+import pytest
+
+import fzero as fz
+from tests.support.gpt import Size, abstract_batch, gpt
+
+
+def temporaries(layers, zero=3):
+    # Weights dominate: a layer is 12 d² = 192 Ki parameters, its input 8 x 128.
+    size = Size(vocab=32, d=128, layers=layers, heads=2, seq=8)
+    model, tx = gpt(size), optax.sgd(0.1)
+    plan = fz.Plan(zero=zero, data=8, min_shard_bytes=1024)
+    step = fz.train_step(model, tx, plan)
+    shapes = fz.abstract_state(model, tx, plan)
+    compiled = step.lower(shapes, abstract_batch(size, 8)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.slow
+def test_temporaries_do_not_grow_with_depth_beyond_saved_activations():
+    layer = 12 * 128 * 128 * 4
+    saved = 1 * 8 * 128 * 4  # one row per device: a layer's input
+    shard = layer / 8  # the layer's reduced gradient, which the step must hold
+    temp = {depth: temporaries(depth) for depth in (4, 16, 64)}
+    for shallow, deep in ((4, 16), (16, 64)):
+        per_layer = (temp[deep] - temp[shallow]) / (deep - shallow)
+        # Gradient shards, the saved input, and a few hundred bytes of whole leaves' gradients.
+        assert per_layer <= shard + saved + 13 * 128 * 4 * 3
+    # Three gathered layers, gradients in flight included, and the gradient shards.
+    assert temp[64] - 64 * (shard + saved) <= 4.5 * layer
+
+
+def test_initialising_never_holds_a_whole_large_leaf():
+    import jax
+    import jax.numpy as jnp
+
+    model = fz.Model(
+        lambda rng: ({"w": jax.random.normal(rng, (4096, 1024))}, {}),
+        lambda p, b, batch, rng, train: (jnp.sum(p["w"]), b, {}),
+    )
+    plan = fz.Plan(zero=3, data=8)
+    lowered = fz.state.lower_init(model, optax.adamw(1e-3), plan)
+    memory = lowered.compile().memory_analysis()
+    whole = 4096 * 1024 * 4
+    assert memory.output_size_in_bytes < 3 * whole / 8 * 1.01 + 64
+    assert memory.temp_size_in_bytes < whole / 4
