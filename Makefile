@@ -42,8 +42,9 @@ demo: install
 	  print(8 if jax.default_backend() == "cpu" else max(d for d in (1, 2, 4, 8) if d <= n))' \
 	  > $(VENV)/.num-devices
 	$(BIN)/fzero train --model hf:examples/gpt2_3m.json --data stdlib --out $(DEMO_OUT) \
-	  --steps $(DEMO_STEPS) --batch 16 --seq 128 --lr 2e-3 --zero 3 \
-	  --devices $$(cat $(VENV)/.num-devices) --clip 1.0 --eval-every 50 --eval-sequences 128 --overwrite --verify
+	  --steps $(DEMO_STEPS) --batch 16 --seq 128 --lr 1e-3 --zero 3 \
+	  --devices $$(cat $(VENV)/.num-devices) --clip 1.0 --eval-every 50 \
+	  --eval-sequences 128 --overwrite --verify
 
 test: lint types
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -57,7 +57,11 @@ def test_the_summary_says_what_ran(trained: tuple[Path, Run]) -> None:
     assert summary["below_unigram_entropy"] == pytest.approx(
         summary["byte_entropy"] - summary["val_loss_last"]
     )
-    assert summary["bytes_per_device"]
+    held = summary["bytes_per_device"]
+    assert held["opt_state"] > held["params"] > 0
+    assert held["total"] == sum(size for name, size in held.items() if name != "total")
+    # Leaves below `min_shard_bytes` stay whole, so a model this small saves less than a quarter.
+    assert held["params"] < 4 * summary["parameters"]
     assert summary["versions"]["torch"].startswith("2.")
 
 
@@ -198,6 +202,7 @@ def test_ctrl_c_writes_what_was_reached(
     reached = summary["steps"]
     assert 4 <= reached < 100000
     assert summary["interrupted"] is True
+    assert f"Ctrl-C: stopped after step {reached};" in stdout
     assert f"interrupted: the state after {reached} of 100000 steps is in {out}" in stdout
     assert [step for step, _ in summary["val_losses"]] == [0, reached]
     module = AutoModelForCausalLM.from_pretrained(out)

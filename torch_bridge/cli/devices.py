@@ -21,10 +21,10 @@ def configure(num_devices: int | None, precision: str) -> int:
             raise CommandError(f"--devices must be at least 1, got {num_devices}")
         # RuntimeError: jax already runs in this process; what it has is checked below.
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", num_devices)  # type: ignore[no-untyped-call]
+            jax.config.update("jax_num_cpu_devices", num_devices)
     if precision == "fp32":
         # As PyTorch has it: on GPUs jax would otherwise multiply fp32 matrices as TF32.
-        jax.config.update("jax_default_matmul_precision", "highest")  # type: ignore[no-untyped-call]
+        jax.config.update("jax_default_matmul_precision", "highest")
     devices = jax.devices()
     if num_devices is None:
         return len(devices)

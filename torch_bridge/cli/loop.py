@@ -90,6 +90,10 @@ class Recorder:
         self._write({"step": done, "val_loss": _finite(loss)})
         self._display.line(f"step {done}  validation loss {loss:.6f}")
 
+    def say(self, text: str) -> None:
+        """Shows a line that is no measurement."""
+        self._display.line(text)
+
     def pause(self) -> None:
         """Waits for the last step and stops the clock."""
         self._read_pending()
@@ -170,6 +174,11 @@ def fit(
                 recorder.resume()
         recorder.pause()
         history.interrupted = stop.asked and done < num_steps
+        if history.interrupted:
+            recorder.say(
+                f"Ctrl-C: stopped after step {done}; validating, then writing what was reached "
+                "(Ctrl-C again: end at once and write nothing)"
+            )
         if history.validation[-1][0] != done:
             recorder.validation(done, evaluate_state(eval_step, state, corpus, eval_batch))
     return state

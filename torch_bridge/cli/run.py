@@ -204,7 +204,7 @@ def _summary(
         "unigram_entropy": entropy,
         "below_unigram_entropy": entropy - last,
         "tokens_per_s": history.tokens_per_s,
-        "bytes_per_device": fz.placement(state).to_json(),
+        "bytes_per_device": fz.placement(state).to_json()["bytes_per_device"],
         "versions": outputs.versions(),
         "torch_val_loss": None,
         "logits_max_abs_diff": None,
