@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import jax
@@ -130,16 +129,16 @@ def plan(**options: Any) -> fz.Plan:
     return fz.Plan(**{"min_shard_bytes": 0, **options})
 
 
-def whole_loss(model: fz.Model, params: Any, batch: Any, rng: Any = None) -> jax.Array:
+def whole_loss(model: fz.Model, params: Any, batch: Any, buffers: Any = None) -> jax.Array:
     """The loss of one big batch on one device, without fzero's steps."""
-    mean, _, _ = model.loss(params, {}, batch, rng, True)
+    mean, _, _ = model.loss(params, buffers or {}, batch, jax.random.key(0), True)
     return mean.total / mean.count
 
 
-def reference(model: fz.Model, params: Any, batch: Any) -> tuple[Any, Any]:
+def reference(model: fz.Model, params: Any, batch: Any, buffers: Any = None) -> tuple[Any, Any]:
     """Loss and gradient of one big batch on one device, by `jax.grad`."""
-    run = jax.jit(jax.value_and_grad(partial(whole_loss, model, rng=jax.random.key(0))))
-    return jax.device_get(run(on_one_device(params), batch))
+    run = jax.jit(jax.value_and_grad(lambda p: whole_loss(model, p, batch, buffers)))
+    return jax.device_get(run(on_one_device(params)))
 
 
 def on_one_device(tree: Any) -> Any:
