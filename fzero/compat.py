@@ -23,3 +23,15 @@ def auto_mesh(grid: np.ndarray[Any, Any], axes: Sequence[str]) -> Mesh:
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is a typed random key array (`jax.random.key`)."""
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def run_equation(equation: Any, values: Sequence[Any]) -> list[Any]:
+    """Applies one equation of a jaxpr to values, in the context it was traced in.
+
+    `get_bind_params` gave (functions, params) up to jax 0.9, params alone since.
+    """
+    params = equation.primitive.get_bind_params(equation.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    with equation.ctx.manager:
+        out = equation.primitive.bind(*functions, *values, **params)
+    return list(out) if equation.primitive.multiple_results else [out]

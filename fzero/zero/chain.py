@@ -12,6 +12,8 @@ All stages run this code. Where parameters are kept whole, gathering is the iden
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +30,9 @@ from fzero.model import (
     run_chain,
     split_loss,
 )
+from fzero.precision import compute_dtype
 from fzero.tree import PyTree
+from fzero.zero.at_use import gather_at_use
 from fzero.zero.partition import Split, is_split, layout_leaves
 from fzero.zero.rules import Rules
 from fzero.zero.stack import StackLink, stack_backward, stack_eval, stack_forward
@@ -36,48 +40,62 @@ from fzero.zero.vjp import Floats, Pullback, forward, keep_all_but_movement
 
 
 class Fetched:
-    """One pass's whole leaves, each fetched at most once."""
+    """One pass's whole leaves, each fetched at most once, whoever reads it."""
 
-    def __init__(self, rules: Rules, kept: PyTree) -> None:
+    def __init__(self, rules: Rules, kept: PyTree, again: bool) -> None:
         self.rules = rules
         self.kept = kept
+        self.again = again
         self.by_path: dict[str, jax.Array] = {}
 
-    def layer(self, layer: Layer) -> PyTree:
-        """What a layer's `apply` reads."""
-        return self._fetch(layer, layer_params(layer, self.kept), again=False)
+    def run(
+        self,
+        layer: Layer,
+        function: Callable[[list[Any]], PyTree],
+        after: PyTree = None,
+        finish: Callable[[int, Any], Any] | None = None,
+    ) -> PyTree:
+        """Runs a function of a layer's whole leaves, each gathered at its use.
 
-    def layer_again(self, link: Link) -> tuple[list[Any], list[Any]]:
-        """A layer's whole leaves and residuals for its backward pass.
-
-        The fence keeps the compiler from reusing the forward pass's gathered leaves, and from
-        gathering before the residuals exist.
+        Args:
+            layer: whose leaves.
+            function: takes them in tree order.
+            after: what must exist before anything is gathered.
+            finish: for a function that gives the leaves' gradients first: reduces gradient `i`.
         """
-        if not self.rules.sharded:
-            weights, residuals = self.rules.fence((link.weights, link.residuals))
-            return weights, residuals
-        shards = layer_params(link.layer, self.kept)
-        shards, residuals = self.rules.fence((shards, link.residuals))
-        return jax.tree.leaves(self._fetch(link.layer, shards, again=True)), residuals
+        rules = self.rules
+        splits = layout_leaves(layer_params(layer, rules.layout))
+        shards = jax.tree.leaves(layer_params(layer, self.kept))
+        if not rules.sharded:
+            out = function([self._fetch(*pair) for pair in zip(splits, shards, strict=True)])
+            if finish is None:
+                return out
+            grads, rest = out
+            return [finish(i, grad) for i, grad in enumerate(grads)], rest
+        if after is not None:
+            shards, _ = rules.fence((shards, after))
+        return gather_at_use(
+            function,
+            [jax.ShapeDtypeStruct(s.shape, compute_dtype(rules.plan, s.dtype)) for s in splits],
+            shards,
+            lambda i, shard: self._fetch(splits[i], shard),
+            [split.dim is not None and split.path not in self.by_path for split in splits],
+            finish,
+        )
 
-    def _fetch(self, layer: Layer, shards: PyTree, again: bool) -> PyTree:
-        def fetch(split: Split, shard: jax.Array) -> jax.Array:
-            if split.path not in self.by_path:
-                self.by_path[split.path] = self.rules.fetch(split, shard, again)
-            return self.by_path[split.path]
-
-        splits = layer_params(layer, self.rules.layout)
-        return jax.tree.map(fetch, splits, shards, is_leaf=is_split)
+    def _fetch(self, split: Split, shard: jax.Array) -> jax.Array:
+        if split.path not in self.by_path:
+            self.by_path[split.path] = self.rules.fetch(split, shard, self.again)
+        return self.by_path[split.path]
 
 
 @dataclass
 class Link:
-    """What a layer leaves for its backward pass."""
+    """What a layer leaves for its backward pass: never a gathered weight."""
 
     layer: Layer
     pullback: Pullback
     residuals: list[Any]
-    weights: list[Any]
 
 
 @dataclass
@@ -105,7 +123,7 @@ def train_forward(
         batch: this device's rows.
         rng: the microbatch's key.
     """
-    fetched = Fetched(rules, kept)
+    fetched = Fetched(rules, kept, again=False)
     links: list[Link | StackLink] = []
     out: dict[str, Any] = {}
     chain = model.layers
@@ -117,7 +135,7 @@ def train_forward(
             link, x, state = stack_forward(rules, layer, kept[layer.name], x, ctx, number)
         else:
             link, x, state = _layer_forward(
-                layer, fetched.layer(layer), x, ctx.at(number),
+                layer, fetched, x, ctx.at(number),
                 differentiable=layer is not chain[0], out=out if layer is chain[-1] else None,
             )  # fmt: skip
         links.append(link)
@@ -129,28 +147,33 @@ def train_forward(
 
 def _layer_forward(
     layer: Layer,
-    weights: PyTree,
+    fetched: Fetched,
     x: Any,
     ctx: Context,
     differentiable: bool,
     out: dict[str, Any] | None,
 ) -> tuple[Link, Any, PyTree]:
     structure, floats, rest = Floats.of(x, differentiable)
-    cell: dict[str, Any] = {}
+    cell: dict[str, Any] = {}  # static facts learnt while tracing
+    treedef = jax.tree.structure(layer_params(layer, fetched.kept))
 
-    def run(weights: PyTree, floats: list[Any]) -> tuple[Any, Any]:
-        y, buffers = apply_layer(layer, weights, structure.join(floats, rest), {}, ctx)
+    def run(weights: list[Any], floats: list[Any]) -> tuple[Any, Any]:
+        params = jax.tree.unflatten(treedef, weights)
+        y, buffers = apply_layer(layer, params, structure.join(floats, rest), {}, ctx)
         if out is not None:
             mean, metrics = split_loss(y)
             return mean.total, (mean.count, metrics, buffers)
         cell["out"], y_floats, y_rest = Floats.of(y)
         return y_floats, (y_rest, buffers)
 
-    # prevent_cse=False: nothing is recomputed but movement, which may be shared freely.
-    run = jax.checkpoint(run, policy=keep_all_but_movement, prevent_cse=False)
-    known = jax.tree.leaves(weights)
-    y, aux, pullback, kept = forward(run, (weights, floats), known)
-    link = Link(layer, pullback, kept, known)
+    def of_weights(weights: list[Any]) -> PyTree:
+        # prevent_cse=False: nothing is recomputed but movement, which may be shared freely.
+        once = jax.checkpoint(run, policy=keep_all_but_movement, prevent_cse=False)
+        y, aux, cell["pullback"], kept = forward(once, (weights, floats), weights)
+        return y, aux, kept
+
+    y, aux, kept = fetched.run(layer, of_weights)
+    link = Link(layer, cell["pullback"], kept)
     if out is not None:
         count, out["metrics"], buffers = aux
         out["mean"] = Mean(y, count)
@@ -170,35 +193,55 @@ def train_backward(tape: Tape, seed: jax.Array) -> PyTree:
         Gradients in the compute dtype: shards for split leaves if reduced now, otherwise whole.
     """
     rules = tape.rules
-    fetched = Fetched(rules, tape.kept)
-    local: dict[str, jax.Array] = {}
-    stacks: dict[str, PyTree] = {}
+    fetched = Fetched(rules, tape.kept, again=True)
+    layers = [link.layer for link in tape.links if isinstance(link, Link)]
+    readers = Counter(
+        path for layer in layers for path in _paths(layer_params(layer, rules.layout))
+    )
+    sums: dict[str, jax.Array] = {}
+    stacks: dict[str, jax.Array] = {}
     cotangent: Any = seed
     for link in reversed(tape.links):
         if isinstance(link, StackLink):
-            stacks[link.stack.name], cotangent = stack_backward(rules, link, cotangent)
-            continue
-        weights, residuals = fetched.layer_again(link)
-        grads, cotangent = link.pullback.run(residuals, weights, cotangent)
-        paths = _paths(layer_params(link.layer, rules.layout))
-        for path, grad in zip(paths, jax.tree.leaves(grads), strict=True):
-            local[path] = local[path] + grad if path in local else grad
-    return rules.finish(_assemble(rules, stacks, local))
-
-
-def _assemble(rules: Rules, stacks: dict[str, PyTree], local: dict[str, jax.Array]) -> PyTree:
-    """One tree of gradients from those of the stacks (reduced) and of the other links (local)."""
-    whole: dict[str, jax.Array] = {}
-    for name, grads in stacks.items():
-        whole |= dict(zip(_paths(rules.layout[name]), jax.tree.leaves(grads), strict=True))
+            grads, cotangent = stack_backward(rules, link, cotangent)
+            paths = _paths(rules.layout[link.stack.name])
+            stacks |= dict(zip(paths, jax.tree.leaves(grads), strict=True))
+        else:
+            cotangent = _layer_backward(fetched, link, cotangent, sums, readers)
 
     def grad_of(split: Split) -> jax.Array:
-        parts = [whole[split.path]] if split.path in whole else []
-        if split.path in local:
-            parts.append(rules.scatter(split, local[split.path]))
+        parts = [part[split.path] for part in (stacks, sums) if split.path in part]
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
-    return jax.tree.map(grad_of, rules.layout, is_leaf=is_split)
+    return rules.finish(jax.tree.map(grad_of, rules.layout, is_leaf=is_split))
+
+
+def _layer_backward(
+    fetched: Fetched,
+    link: Link,
+    cotangent: Any,
+    sums: dict[str, jax.Array],
+    readers: Counter[str],
+) -> Any:
+    """The cotangent of a layer's input; adds to `sums`, reduced once every reader was here."""
+    rules = fetched.rules
+    # The fence keeps what the forward pass computes out of the backward pass's fusions, and the
+    # gathers from starting before there is anything to differentiate.
+    residuals, cotangent = rules.fence((link.residuals, cotangent))
+    splits = layout_leaves(layer_params(link.layer, rules.layout))
+
+    def of_weights(weights: list[Any]) -> PyTree:
+        return link.pullback.run(residuals, weights, cotangent)
+
+    def finish(i: int, grad: jax.Array) -> jax.Array:
+        path = splits[i].path
+        total = sums[path] + grad if path in sums else grad
+        readers[path] -= 1
+        sums[path] = total if readers[path] else rules.scatter(splits[i], total)
+        return sums[path]
+
+    _, cotangent = fetched.run(link.layer, of_weights, residuals, finish)
+    return cotangent
 
 
 def _paths(layout: PyTree) -> list[str]:
@@ -209,13 +252,19 @@ def eval_forward(
     model: Model, rules: Rules, kept: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array
 ) -> tuple[Mean, dict[str, Any]]:
     """Runs the chain in evaluation mode; new buffers are dropped."""
-    fetched = Fetched(rules, kept)
+    fetched = Fetched(rules, kept, again=False)
 
     def run_link(layer: Layer | Stack, x: Any, state: PyTree, number: int) -> tuple[Any, PyTree]:
         ctx = Context(batch, rng, False, state)
         if isinstance(layer, Stack):
             return stack_eval(rules, layer, kept[layer.name], x, ctx, number)
-        return apply_layer(layer, fetched.layer(layer), x, {}, ctx.at(number))
+        treedef = jax.tree.structure(layer_params(layer, kept))
+
+        def of_weights(weights: list[Any]) -> PyTree:
+            params = jax.tree.unflatten(treedef, weights)
+            return apply_layer(layer, params, x, {}, ctx.at(number))
+
+        return fetched.run(layer, of_weights)
 
     out, _ = run_chain(model.layers, batch, buffers, run_link)
     return split_loss(out)
