@@ -105,10 +105,15 @@ def build(model: fz.Model, tx: optax.GradientTransformation, plan: fz.Plan, **kw
     return Run(model, tx, plan, *steps, first=fz.init(model, tx, plan, rng=7, **kw))
 
 
+def tiny_adamw() -> optax.GradientTransformation:
+    """AdamW with a schedule, so that its counter matters."""
+    return optax.adamw(optax.linear_schedule(1e-2, 1e-3, 6), weight_decay=0.1)
+
+
 @functools.cache
 def tiny_run(zero: int, steps_per_update: int = 1) -> Run:
     """The tiny run on a stage, built once a session."""
-    tx = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 6), weight_decay=0.1)
+    tx = tiny_adamw()
     if steps_per_update > 1:
         tx = optax.MultiSteps(tx, steps_per_update).gradient_transformation()
     return build(tiny_model(), tx, tiny_plan(zero))
