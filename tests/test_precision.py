@@ -1,0 +1,281 @@
+"""Mixed precision: one fp32 master, casts of it, and fp16's dynamic loss scale."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import tiny
+
+import fzero as fz
+from fzero import hlo, precision
+from fzero.precision import LossScale, initial_loss_scale, next_loss_scale
+
+
+TX = optax.adam(1e-2)
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def mild_loss(p, buffers, batch, rng, train):
+    """The regression's loss over 64: its gradients times 2^16 fit into fp16."""
+    mean, buffers, metrics = tiny.regression_loss(p, buffers, batch, rng, train)
+    return fz.Mean(mean.total / 64, mean.count), buffers, metrics
+
+
+MODEL = fz.Model(tiny.regression().init, mild_loss)
+
+
+@cache
+def plan(kind, zero):
+    """A plan that splits every leaf."""
+    return tiny.plan(zero=zero, precision=kind)
+
+
+@cache
+def step(kind, zero):
+    """A compiled step that keeps its input."""
+    return fz.train_step(MODEL, TX, plan(kind, zero), donate=False)
+
+
+@cache
+def start(kind, zero):
+    """A new state."""
+    return fz.init(MODEL, TX, plan(kind, zero))
+
+
+def rounded(value, kind):
+    """numpy's own rounding to nearest even."""
+    return np.asarray(value).astype(jnp.dtype(DTYPES[kind]))
+
+
+def overflowing(rows=16):
+    """Errors of 1e4, squared: beyond what fp16 holds once the gradient is scaled."""
+    batch = tiny.points(rows)
+    batch["y"][:] = 6e4
+    return batch
+
+
+class TestMaster:
+    """The master is float32 and moves by less than the compute dtype could hold."""
+
+    @pytest.mark.parametrize(
+        ("kind", "zero"),
+        [("bf16", 0), ("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 3)],
+    )
+    def test_the_compute_copy_is_the_masters_cast(self, kind, zero):
+        state = start(kind, zero)
+        for number in range(3):
+            assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+            moments = jax.tree.leaves((state.opt_state[0].mu, state.opt_state[0].nu))
+            assert {leaf.dtype for leaf in moments} == {jnp.dtype("float32")}
+            if zero == 3:
+                assert state.compute is None
+            else:
+                master = fz.logical(MODEL, state)
+                cast = {path: rounded(x, kind) for path, x in tiny.host(master).items()}
+                tiny.same_bits(state.compute, cast)
+            if number < 2:
+                state, _ = step(kind, zero)(state, tiny.points(seed=number))
+
+    def test_updates_below_the_compute_dtypes_ulp_are_not_lost(self):
+        """A hundred steps of 1e-4 on 1.0: every single one vanishes in bf16 (ulp 2^-8)."""
+
+        def loss(p, buffers, batch, rng, train):
+            return jnp.sum(p["w"] * batch["x"].mean()).astype(jnp.float32), buffers, {}
+
+        model = fz.Model(lambda key: ({"w": jnp.ones(8)}, {}), loss)
+        tx, one = optax.sgd(1e-4), tiny.plan(zero=1, precision="bf16")
+        state, go = fz.init(model, tx, one), fz.train_step(model, tx, one)
+        for _ in range(100):
+            state, _ = go(state, {"x": np.ones(8, np.float32)})
+        # A hundred fp32 subtractions, each off by up to half an ulp of 1 (3e-8).
+        np.testing.assert_allclose(state.params["w"], 0.99, rtol=4e-6)
+        np.testing.assert_array_equal(state.compute["w"], rounded(state.params["w"], "bf16"))
+
+    @pytest.mark.parametrize("kind", DTYPES)
+    def test_the_model_computes_in_the_compute_dtype(self, kind):
+        seen = {}
+
+        def loss(p, buffers, batch, rng, train):
+            seen.update(p=p["w"].dtype, x=batch["x"].dtype, i=batch["i"].dtype)
+            return jnp.sum(p["w"] * batch["x"].mean()), buffers, {}
+
+        model = fz.Model(lambda key: ({"w": jnp.ones(8)}, {}), loss)
+        one = fz.Plan(zero=3, precision=kind)
+        shapes = {
+            "x": jax.ShapeDtypeStruct((8,), "float32"),
+            "i": jax.ShapeDtypeStruct((8,), "int32"),
+        }
+        fz.train_step(model, TX, one).lower(fz.abstract_state(model, TX, one), shapes)
+        assert seen == {"p": DTYPES[kind], "x": DTYPES[kind], "i": "int32"}
+
+    def test_close_to_fp32(self):
+        """bf16 gradients carry 8 bits; a missing cast back or a wrong scale is far outside."""
+        norms = {
+            kind: float(step(kind, 3)(start(kind, 3), tiny.points())[1]["grad_norm"])
+            for kind in ("fp32", *DTYPES)
+        }
+        assert norms["bf16"] == pytest.approx(norms["fp32"], rel=2e-2)
+        assert norms["fp16"] == pytest.approx(norms["fp32"], rel=3e-3)
+        assert len(set(norms.values())) == 3
+
+
+def test_collectives_move_the_compute_dtype():
+    """Stage 3's gathers move two bytes an element in bf16 and four in fp32."""
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny.points())
+    moved = {}
+    for kind in ("fp32", "bf16"):
+        shapes = fz.abstract_state(MODEL, TX, plan(kind, 3))
+        text = step(kind, 3).lower(shapes, batch).compile().as_text()
+        found = hlo.collectives(text)
+        moved[kind] = hlo.total(found, "all-gather").wire_bytes
+    assert moved["bf16"] * 2 == moved["fp32"] > 0
+
+
+class TestLossScale:
+    """fp16's dynamic scale: starts at 2^16, forgives once, halves, doubles after the window."""
+
+    @pytest.mark.parametrize("zero", [0, 1, 3])
+    def test_overflows_change_nothing_but_scale_and_counter(self, zero):
+        go = step("fp16", zero)
+        state, metrics = go(start("fp16", zero), tiny.points())
+        assert float(metrics["loss_scale"]) == 2.0**16
+        assert float(metrics["nonfinite"]) == 0
+        before = tiny.host(state.replace(loss_scale=None))
+        # (scale the step used, scale and patience it leaves): the first overflow is forgiven
+        expected = [(16, 16, 1), (16, 15, 1), (15, 14, 1)]
+        for number, (used, left, patience) in enumerate(expected, 1):
+            state, metrics = go(state, overflowing())
+            tiny.same_bits(state.replace(loss_scale=None), before)
+            assert float(metrics["loss_scale"]) == 2.0**used
+            assert float(state.loss_scale.scale) == 2.0**left
+            assert int(state.loss_scale.hysteresis) == patience
+            assert int(state.loss_scale.skipped) == float(metrics["skipped"]) == number
+            assert int(state.loss_scale.good_steps) == 0
+            assert float(metrics["nonfinite"]) == 1
+        state, metrics = go(state, tiny.points())
+        assert int(state.step) == 2
+        assert float(metrics["skipped"]) == 3
+        assert int(state.loss_scale.good_steps) == 1
+        changed = tiny.host(state.params)
+        assert not np.array_equal(changed["w"], before["params/w"])
+
+    def test_buffers_are_kept_too(self):
+        def loss(p, buffers, batch, rng, train):
+            total = jnp.sum(jnp.square(batch["x"] * p["w"])).astype(jnp.float32)
+            return total, {"seen": buffers["seen"] + 1, "mean": batch["x"].mean()}, {}
+
+        def init(key):
+            return {"w": jnp.ones(())}, {"seen": jnp.int32(0), "mean": jnp.float16(0)}
+
+        model, one = fz.Model(init, loss), fz.Plan(zero=0, precision="fp16")
+        state, go = fz.init(model, TX, one), fz.train_step(model, TX, one)
+        state, _ = go(state, {"x": np.full(8, 0.5, np.float32)})
+        before = tiny.host(state.buffers)
+        state, metrics = go(state, {"x": np.full(8, 1e4, np.float32)})
+        assert float(metrics["nonfinite"]) == 1
+        tiny.same_bits(state.buffers, before)
+        assert int(state.buffers["seen"]) == 1
+
+    def test_growth_after_the_window(self, monkeypatch):
+        monkeypatch.setattr(precision, "GROWTH_STEPS", 3)
+        go = fz.train_step(MODEL, TX, plan("fp16", 3), donate=False)
+        state = start("fp16", 3)
+        place = lambda x: jax.device_put(x, state.step.sharding)  # noqa: E731
+        scale = LossScale(
+            place(np.float32(2.0**10)), place(np.int32(1)), place(np.int32(1)), place(np.int32(4))
+        )
+        state = state.replace(loss_scale=scale)
+        seen = []
+        for seed in range(4):
+            state, _ = go(state, tiny.points(seed=seed))
+            now = state.loss_scale
+            seen.append((float(now.scale), int(now.good_steps), int(now.hysteresis)))
+        assert seen == [(1024, 2, 1), (2048, 0, 2), (2048, 1, 2), (2048, 2, 2)]
+        assert int(state.loss_scale.skipped) == 4
+
+    @pytest.mark.parametrize("zero", [1, 3])
+    def test_results_do_not_depend_on_the_scale(self, zero):
+        """Scaling by a power of two is exact: 2^16 and 2^20 give the same bits."""
+        go, first = step("fp16", zero), start("fp16", zero)
+        outs = []
+        for power in (16, 20):
+            scale = jax.device_put(np.float32(2.0**power), first.step.sharding)
+            state = first.replace(loss_scale=replaced(first.loss_scale, scale))
+            new, metrics = go(state, tiny.points())
+            assert float(metrics.pop("loss_scale")) == 2.0**power
+            outs.append((new.replace(loss_scale=None), metrics))
+        tiny.same_bits(outs[0], outs[1])
+        assert float(outs[0][1]["nonfinite"]) == 0
+
+
+def replaced(old, scale):
+    """A loss scale with another value."""
+    return LossScale(scale, old.good_steps, old.hysteresis, old.skipped)
+
+
+# (precision, skip_nonfinite) -> scale a new state starts with, or None
+STARTS = [("fp16", False, 2.0**16), ("fp16", True, 2.0**16), ("bf16", True, 1.0),
+          ("fp32", True, 1.0), ("bf16", False, None), ("fp32", False, None)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "skip", "scale"), STARTS)
+def test_where_the_scale_starts(kind, skip, scale):
+    made = initial_loss_scale(fz.Plan(precision=kind, skip_nonfinite=skip))
+    assert (None if made is None else float(made.scale)) == scale
+    if made is not None:
+        assert (int(made.hysteresis), int(made.good_steps), int(made.skipped)) == (2, 0, 0)
+
+
+class TestNextScale:
+    """The rule by itself."""
+
+    PLAN = fz.Plan(precision="fp16")
+
+    def run(self, pattern, scale=2.0**16, good=0, patience=2):
+        old = LossScale(jnp.float32(scale), jnp.int32(good), jnp.int32(patience), jnp.int32(0))
+        for finite in pattern:
+            old = next_loss_scale(self.PLAN, old, jnp.bool_(finite == "+"))
+        return float(old.scale), int(old.good_steps), int(old.hysteresis), int(old.skipped)
+
+    @pytest.mark.parametrize(
+        ("pattern", "start", "expected"),
+        [
+            ("+", {}, (65536, 1, 2, 0)),
+            ("-", {}, (65536, 0, 1, 1)),
+            ("--", {}, (32768, 0, 1, 2)),
+            ("-+-", {}, (32768, 0, 1, 2)),  # a clean step does not restore patience
+            ("++-+", {}, (65536, 1, 1, 1)),
+            ("+", {"good": 999, "patience": 1}, (131072, 0, 2, 0)),
+            ("+", {"good": 998, "patience": 1}, (65536, 999, 1, 0)),
+            ("--", {"scale": 1.0, "patience": 1}, (1, 0, 1, 2)),  # never below 1
+        ],
+    )
+    def test_table(self, pattern, start, expected):
+        assert self.run(pattern, **start) == expected
+
+    def test_other_precisions_only_count(self):
+        one = jnp.int32(1)
+        new = next_loss_scale(
+            fz.Plan(skip_nonfinite=True), LossScale(jnp.float32(1), one, one, one), jnp.bool_(False)
+        )
+        assert (float(new.scale), int(new.skipped)) == (1.0, 2)
+
+
+@pytest.mark.parametrize("x", [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 1000.0, 2.0**20 + 1, 2.0**20])
+def test_power_of_two_below(x):
+    expected = 2.0 ** np.floor(np.log2(max(x, 1.0)))
+    assert float(precision.power_of_two_below(jnp.float32(x))) == expected
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_rounding_is_to_nearest_even_and_survives_the_compiler(kind):
+    """A cast that is widened again at once must round all the same, inside jit too."""
+    values = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
+    values[:3] = [0.0, -0.0, 1 + 2.0**-9]
+    run = jax.jit(lambda x: precision.round_to(x, DTYPES[kind]).astype(jnp.float32) * 1)
+    np.testing.assert_array_equal(run(values), rounded(values, kind).astype(np.float32))
