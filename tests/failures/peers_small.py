@@ -49,8 +49,14 @@ def block_shapes() -> dict[str, tuple[int, ...]]:
 def weights() -> dict[str, np.ndarray]:
     """Initial weights by `state_dict` name, in order."""
     blocks = {f"h.{i}.{k}": s for i in range(BLOCKS) for k, s in block_shapes().items()}
-    shapes = {"wte.weight": (VOCAB, WIDTH), "wpe.weight": (TOKENS, WIDTH), **blocks,
-              "ln_f.weight": (WIDTH,), "ln_f.bias": (WIDTH,), "lm_head.weight": (VOCAB, WIDTH)}  # fmt: skip
+    shapes = {
+        "wte.weight": (VOCAB, WIDTH),
+        "wpe.weight": (TOKENS, WIDTH),
+        **blocks,
+        "ln_f.weight": (WIDTH,),
+        "ln_f.bias": (WIDTH,),
+        "lm_head.weight": (VOCAB, WIDTH),
+    }
     draw = np.random.RandomState(_SEED)
     out = {}
     for name, shape in shapes.items():

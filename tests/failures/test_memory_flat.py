@@ -117,7 +117,9 @@ def test_eight_cycles_that_build_everything_anew() -> None:
 
 def test_a_kept_state_is_seen() -> None:
     kept: list[Any] = []
-    measured = list(cycles(5, keep=kept))
-    assert len({live for live, _ in measured}) == 5
+    measured = list(cycles(12, keep=kept))
+    assert len({live for live, _ in measured}) == 12
+    # The first few may find room that earlier tests left in the allocator.
+    measured = measured[6:]
     with pytest.raises(AssertionError):
         check_flat([(0, resident) for _, resident in measured], 1 / 2)

@@ -2,9 +2,9 @@
 
 Original reports: DeepSpeed #5620 (a second engine in one process breaks the first, ZeRO-3's hooks
 and parameter coordinator are global) and Lightning #19773 (several models, several optimizers, one
-strategy). Shown: with interleaved steps, different plans and overlapping devices, each model's whole
-trace and final state equal those of a run of its own, with steps of its own, bit for bit; for a
-GAN-like pair with two optimizers, and for policy, reference and reward.
+strategy). Shown: with interleaved steps, different plans and overlapping devices, each model's
+whole trace and final state equal those of a run of its own, with steps of its own, bit for bit; for
+a GAN-like pair with two optimizers, and for policy, reference and reward.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,10 @@
 """Wrappers pile up: building steps and placing state is free of traces, however often it is done.
 
 Original report: Lightning #8593, each call of the trainer wraps the module once more, parameter
-names grow prefixes, and a new module around an old `backbone` is wrapped twice. Shown, on every ZeRO
-stage: steps built ten times share one state whose tree structure never changes; `replan` to the plan
-a state already has returns the same arrays, and replanning twice is replanning once; every step is
-traced once; a new model around an old one's backbone evaluates with exactly those weights.
+names grow prefixes, and a new module around an old `backbone` is wrapped twice. Shown, on every
+ZeRO stage: steps built ten times share one state whose tree structure never changes; `replan` to
+the plan a state already has returns the same arrays, and replanning twice is replanning once; every
+step is traced once; a new model around an old one's backbone evaluates with exactly those weights.
 """
 
 from typing import Any
