@@ -1,0 +1,51 @@
+"""Every example runs as its header says and prints what it claims."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+# A line of each example's output, with the figures that say that it did its work.
+EXPECTED = {
+    "quickstart.py": r"loss 0\.\d+ -> 0\.0\d+ after 50 steps of ZeRO-3",
+    "flax_digits.py": r"held-out accuracy 0\.9[5-9]\d after 84 steps",
+    "torch_cnn_digits.py": r"held-out accuracy: JAX (0\.9[7-9]\d\d), PyTorch \1",
+    "gpt2_stdlib.py": r"validation loss 5\.\d+ -> [23]\.\d+",
+    "validate_then_fit.py": r"ok   fit\(2 steps\) twice is fit\(4 steps\).*Lightning #5007\)",
+}
+
+
+def run_example(name):
+    # From another folder: an example may not rely on where it is started.
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=os.path.sep,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_example(name):
+    out = run_example(name)
+    assert re.search(rf"^{EXPECTED[name]}$", out, re.MULTILINE), out
+    if name == "validate_then_fit.py":
+        lines = out.splitlines()
+        assert len(lines) == 7
+        assert all(line.startswith("ok   ") for line in lines), out
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_header_gives_the_command(name):
+    source = (EXAMPLES / name).read_text()
+    assert f"\n    python examples/{name}\n" in source.split('"""')[1]
