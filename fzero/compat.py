@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh
 
 
@@ -35,3 +36,12 @@ def run_equation(equation: Any, values: Sequence[Any]) -> list[Any]:
     with equation.ctx.manager:
         out = equation.primitive.bind(*functions, *values, **params)
     return list(out) if equation.primitive.multiple_results else [out]
+
+
+def row_major(value: jax.Array) -> jax.Array:
+    """Pins an array's memory layout to row-major.
+
+    Otherwise the compiler picks one that suits where the array comes from, and on the CPU backend a
+    matmul adds in another order for another layout.
+    """
+    return with_layout_constraint(value, Layout(tuple(range(value.ndim))))

@@ -57,6 +57,9 @@ class Fetched:
     ) -> PyTree:
         """Runs a function of a layer's whole leaves, each gathered at its use.
 
+        Stages that keep whole parameters have nothing to gather, but run the same program, so that
+        it is compiled to the same numbers, and reduce gradients as they come.
+
         Args:
             layer: whose leaves.
             function: takes them in tree order.
@@ -66,7 +69,7 @@ class Fetched:
         rules = self.rules
         splits = layout_leaves(layer_params(layer, rules.layout))
         shards = jax.tree.leaves(layer_params(layer, self.kept))
-        if not rules.sharded:
+        if not rules.fenced:
             out = function([self._fetch(*pair) for pair in zip(splits, shards, strict=True)])
             if finish is None:
                 return out

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 
+from fzero import compat
 from fzero.plan import Plan
 from fzero.precision import cast_param, round_to
 from fzero.tree import PyTree
@@ -37,7 +38,8 @@ class Rules:
         `again` marks a backward pass.
         """
         leaf = cast_param(self.plan, leaf)
-        return self.fence(gather(leaf, split, self.group, again) if self.sharded else leaf)
+        whole = self.fence(gather(leaf, split, self.group, again) if self.sharded else leaf)
+        return compat.row_major(whole) if self.fenced and self.group.bits else whole
 
     def scatter(self, split: Split, grad: jax.Array) -> jax.Array:
         """The reduced shard of a split leaf's gradient. Whole leaves wait for `finish`."""
@@ -53,10 +55,20 @@ class Rules:
         weights come from and gradients go. Without it XLA may skip the rounding of a cast whose
         result is widened again (`xla_allow_excess_precision`), in one stage and not in another.
         """
-        if self.group.data * self.group.replica == 1 and not self.plan.mixed:
+        if not self.fenced:
             return value
         fenced: PyTree = jax.lax.optimization_barrier(value)
         return fenced
+
+    @property
+    def fenced(self) -> bool:
+        """Whether fences stand; on one device in float32 all stages are one program anyway."""
+        return not self.alone or self.plan.mixed
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one device only: nothing to gather, nothing to reduce."""
+        return self.group.data * self.group.replica == 1
 
     def finish(self, grads: PyTree) -> PyTree:
         """Reduces the gradients of all whole leaves, in one collective per dtype."""

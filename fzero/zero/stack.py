@@ -6,6 +6,9 @@ each other within one loop body, so both are carried around the loop; the first 
 which have no neighbour on one side, stand outside it. Alive at any time: two gathered layers and
 one whole gradient.
 
+Stages that keep whole parameters run the same loops, with nothing to gather: the numbers then are
+the same, bit for bit, because the programs are. A single device has a plain loop.
+
 Between the passes only each layer's input is kept, plus what `Plan.remat` asks for; never weights.
 """
 
@@ -142,7 +145,7 @@ def _loop(
     """The forward loop: `(x, (saved of the looped layers, saved of the last), new buffers)`."""
     start = rules.fence((program.start, program.start_rest))
     last = stack.num - 1
-    if not rules.sharded:
+    if rules.alone:
 
         def plain(x: Any, k: jax.Array) -> tuple[Any, Any]:
             y, saved, buffers = run(_fetch(rules, stack, shards, k), x, k)
@@ -201,7 +204,7 @@ def stack_backward(rules: Rules, link: StackLink, cotangent: Any) -> tuple[PyTre
         return grads, rules.fence((dx, [a + b for a, b in zip(cts[1], ds, strict=True)]))
 
     cts: Any = rules.fence((carry_ct, shared_ct))
-    if not (rules.reduce and rules.group.data * rules.group.replica > 1) or last == 0:
+    if rules.alone or not rules.reduce or last == 0:
 
         def plain(cts: Any, k: jax.Array) -> tuple[Any, Any]:
             grads, cts = back(weights_of(k), kept(k, last == 0), cts)
