@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from fzero.blueprint import Blueprint, blueprint
+from fzero.blueprint import Blueprint, blueprint, initial_shapes
 from fzero.compat import is_key
 from fzero.errors import StateConsumedError, StateError
 from fzero.model import Model
@@ -306,8 +306,6 @@ def logical(model: Model, state: TrainState) -> PyTree:
     Raises:
         StateConsumedError: the state was given to a step.
     """
-    from fzero.blueprint import initial_shapes
-
     require_alive(state, "logical")
     shapes, _ = initial_shapes(model)
     return jax.tree.map(
