@@ -64,10 +64,10 @@ class Description:
         num_replica: sharding groups (mesh axis `replica`).
         num_elements: elements in all parameters, Ψ.
         leaves: every leaf of every state class.
-        bytes_per_device: bytes that each device keeps between steps, by state class and in
-            `total`; `opt_state` only if the optimizer was given.
+        bytes_per_device: kept between steps, by state class (`opt_state` if known) and in `total`.
         reduction: when gradients are reduced, in words.
-        elements_gathered: elements that one device receives in all-gathers, per step.
+        elements_gathered: elements that one device receives in all-gathers, per step; at most,
+            as a compiled step may keep for the backward pass what the forward pass ends with.
         elements_reduced: elements that one device sends to reduce gradients, per step.
     """
 
