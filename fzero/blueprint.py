@@ -110,6 +110,12 @@ def blueprint(
                 f"init: params/{path} has dtype {leaf.dtype}: parameters are floating-point arrays,"
                 " because gradients must exist for them; move it into buffers"
             )
+    unknown = sorted(model.frozen - {path for path, _ in named_leaves(params)})
+    if unknown:
+        raise StateError(
+            f"init: frozen names {unknown}, which are no parameters; there are"
+            f" {[path for path, _ in named_leaves(params)][:20]}"
+        )
     layout = split_params(model, params, plan, dict(mesh.shape)[DATA])
     return Blueprint(model, tx, plan, mesh, layout, buffers)
 

@@ -51,7 +51,9 @@ def local_gradients(
     count = plan.microbatches
     block = shard_index(group) * count
 
-    def one(buffers: PyTree, rows: PyTree, index: Any) -> tuple[PyTree, Mean, Any, PyTree]:
+    def one(
+        kept: PyTree, buffers: PyTree, rows: PyTree, index: Any
+    ) -> tuple[PyTree, Mean, Any, PyTree]:
         # Keys follow the block of rows, so that dropout is the same however a batch is divided
         # between devices and microbatches.
         key = jax.random.fold_in(rng, block + index)
@@ -71,18 +73,21 @@ def local_gradients(
         return grads, _float_mean(tape.mean), _means(tape.metrics), tape.buffers
 
     if count == 1:
-        sums, mean, metrics, new = one(buffers, batch, 0)
+        sums, mean, metrics, new = one(kept, buffers, batch, 0)
     else:
         rows = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
 
         def body(carry: Any, xs: Any) -> tuple[Any, None]:
             sums, mean, metrics, buffers = carry
-            grads, one_mean, one_metrics, buffers = one(buffers, *xs)
+            # Weights wait for their microbatch: otherwise gathers that do not depend on it would be
+            # lifted out of this loop, and stay alive through all of it.
+            own, xs = rules.fence((kept, xs))
+            grads, one_mean, one_metrics, buffers = one(own, buffers, *xs)
             add = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, grads)
             mean, metrics = jax.tree.map(jnp.add, (mean, metrics), (one_mean, one_metrics))
             return (add, mean, metrics, buffers), None
 
-        shapes = jax.eval_shape(one, buffers, jax.tree.map(lambda x: x[0], rows), 0)
+        shapes = jax.eval_shape(one, kept, buffers, jax.tree.map(lambda x: x[0], rows), 0)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes[:3])
         (sums, mean, metrics, new), _ = jax.lax.scan(
             body, (*zeros, buffers), (rows, jnp.arange(count))

@@ -62,6 +62,8 @@ class Model:
             changes while training (running statistics, counters) belongs into `buffers`.
         loss: `loss(params, buffers, batch, rng, train) -> (Mean or scalar, buffers, metrics)`.
             It sees one device's rows of one microbatch; `metrics` is a dict of `Mean`s or scalars.
+        frozen: paths of parameters that no step changes, whatever the optimizer says. (A zero
+            gradient is not enough: weight decay moves a parameter without one.)
 
     Example:
         >>> import jax.numpy as jnp
@@ -73,6 +75,7 @@ class Model:
 
     init: InitFn | tuple[PyTree, PyTree]
     loss: LossFn
+    frozen: frozenset[str] = frozenset()
 
     @property
     def layers(self) -> tuple[Layer | Stack, ...]:
@@ -192,6 +195,7 @@ class Sequential(Model):
         layers: the chain, in order.
         loss: optional `loss(x, batch) -> Mean | scalar | (Mean | scalar, metrics)`.
         init: replaces the layers' own initial values: a function of a key or the concrete pair.
+        frozen: paths of parameters that no step changes.
 
     Raises:
         PlanError: names are empty, repeated or contain `/`, a Stack has no layers, or `reads`
@@ -214,6 +218,7 @@ class Sequential(Model):
         layers: Sequence[Layer | Stack],
         loss: Callable[[Any, PyTree], Any] | None = None,
         init: InitFn | tuple[PyTree, PyTree] | None = None,
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
         chain = tuple(layers)
         _check_names(chain)
@@ -222,6 +227,7 @@ class Sequential(Model):
         object.__setattr__(self, "_chain", chain)
         object.__setattr__(self, "init", init or _chain_init(chain))
         object.__setattr__(self, "loss", _chain_loss(chain))
+        object.__setattr__(self, "frozen", frozen)
 
     @property
     def layers(self) -> tuple[Layer | Stack, ...]:

@@ -385,6 +385,11 @@ class TrainStep(_Step):
         opt_state = logical_view(blue, "opt_state", fields["opt_state"])
         tx = optax.with_extra_args_support(blue.tx)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        updates = map_splits(
+            lambda s, u: jnp.zeros_like(u) if s.path in blue.model.frozen else u,
+            blue.params,
+            updates,
+        )
         params = optax.apply_updates(params, updates)
         if not sharded:
             compute = self._cast(params) if plan.keeps_compute_copy else None

@@ -76,7 +76,8 @@ class Converted:
         params: initial values of what is trained, keyed by `state_dict` name, as read-only host
             arrays of the module's dtypes. Tied weights are one entry, under their first name.
         buffers: running statistics, integer and other untrained tensors, keyed the same way.
-        frozen: names in `params` with `requires_grad=False`; no gradient reaches them.
+        frozen: names in `params` with `requires_grad=False`; no gradient reaches them, and no step
+            of `model(...)` changes them.
         layout: names, ties and torch dtypes of every leaf.
     """
 
@@ -176,7 +177,8 @@ class Converted:
             value, metrics = result if isinstance(result, tuple) else (result, {})
             return value, current[0], metrics
 
-        return Model(init=(dict(self.params), dict(self.buffers)), loss=step_loss)
+        initial = dict(self.params), dict(self.buffers)
+        return Model(init=initial, loss=step_loss, frozen=self.frozen)
 
 
 def convert(module: torch.nn.Module, *example_args: Any, **example_kwargs: Any) -> Converted:

@@ -60,7 +60,7 @@ def train(settings: TrainSettings) -> int:
     loaded = models.load(settings.model, settings.seed)
     rows = settings.batch // (num_devices * settings.microbatches)
     job = _prepare(loaded, settings.data, plan, rows)
-    tx = optimizer(settings.lr, settings.steps, job.converted)
+    tx = optimizer(settings.lr, settings.steps)
     state = fz.init(job.model, tx, plan, settings.seed)
     with (
         display(settings.steps) as shown,
@@ -110,7 +110,7 @@ def evaluate(settings: EvalSettings) -> None:
         print("not the validation text of the training run: the two losses cannot be compared")
 
 
-def optimizer(lr: float, num_steps: int, converted: tb.Converted) -> optax.GradientTransformation:
+def optimizer(lr: float, num_steps: int) -> optax.GradientTransformation:
     """AdamW; the learning rate rises for a twentieth of the steps, then falls as a cosine."""
     warmup = max(1, round(WARMUP_SHARE * num_steps))
     schedule = optax.warmup_cosine_decay_schedule(
@@ -120,12 +120,7 @@ def optimizer(lr: float, num_steps: int, converted: tb.Converted) -> optax.Gradi
         decay_steps=max(num_steps, warmup + 1),
         end_value=lr * FINAL_SHARE,
     )
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.01)
-    if not converted.frozen:
-        return adamw
-    # Weight decay would move a parameter that has no gradient.
-    frozen = {name: name in converted.frozen for name in converted.params}
-    return optax.chain(adamw, optax.masked(optax.set_to_zero(), frozen))
+    return optax.adamw(schedule, b2=0.95, weight_decay=0.01)
 
 
 def _prepare(loaded: LoadedModel, text: DataSettings, plan: fz.Plan, rows: int) -> _Job:
