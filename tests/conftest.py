@@ -19,9 +19,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 def pytest_configure(config: pytest.Config) -> None:
     # Many tests compile the same step from different function objects. XLA's cache knows programs
     # by their text, so each is compiled once a session; children spawned by tests share it.
-    folder = tempfile.TemporaryDirectory(prefix="fzero-tests-")
-    config.add_cleanup(folder.cleanup)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
-    jax.config.update("jax_compilation_cache_dir", folder.name)
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if folder is None:  # the main process; its workers and children inherit the folder
+        made = tempfile.TemporaryDirectory(prefix="fzero-tests-")
+        config.add_cleanup(made.cleanup)
+        folder = os.environ["JAX_COMPILATION_CACHE_DIR"] = made.name
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

@@ -7,14 +7,12 @@ from tests.support.gpt import gpt, same_bits, train
 
 
 CASES = {
-    "fp32": {},
     "fp32-clip": {"clip_norm": 0.5},
     "fp32-accumulate-clip": {"microbatches": 2, "clip_norm": 0.5},
     "bf16-clip": {"precision": "bf16", "clip_norm": 0.5},
     "bf16-accumulate": {"precision": "bf16", "microbatches": 2},
     "fp16": {"precision": "fp16"},
-    "fp32-dots": {"remat": "dots"},
-    "fp32-none": {"remat": "none"},
+    "fp32-remat-none": {"remat": "none"},
 }
 
 
