@@ -44,7 +44,7 @@ def copied(state):
 
 @cache
 def steps(zero):
-    """(accumulate, train, evaluate); in stage 0 they consume their input, in stage 3 they do not."""
+    """(accumulate, train, evaluate); those of stage 0 consume their input."""
     return (
         fz.accumulate_step(MODEL, SGD, plan(zero), donate=zero == 0),
         fz.train_step(MODEL, SGD, plan(zero), donate=zero == 0),

@@ -1,0 +1,119 @@
+"""Two processes of four devices compute the same bits as one process of eight.
+
+Real processes on loopback with gloo between them, exactly as `jax.distributed` is used on hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from one_process import CASES, train_all
+
+
+WORKER = Path(__file__).with_name("one_process.py")
+# Each process compiles five programs, on a machine that runs other things too.
+TIMEOUT_S = 240
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(folder: Path, num_processes: int, first_process: int = 0) -> list[dict[str, np.ndarray]]:
+    """What every process wrote. All of them are ended when one fails or time is up."""
+    port = free_port()
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONFAULTHANDLER": "1"}
+    # A cache that both processes write could hide that they compiled different programs.
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)
+    children, outputs = [], []
+    try:
+        for process in range(first_process, first_process + num_processes):
+            out = folder / f"{process}.npz"
+            log = open(out.with_suffix(".log"), "w")  # noqa: SIM115 (open while the child runs)
+            args = [WORKER, out, process, num_processes, port]
+            command = [sys.executable, *map(str, args)]
+            children.append((subprocess.Popen(command, env=env, stdout=log, stderr=log), log))
+            outputs.append(out)
+        wait(children, outputs)
+    finally:
+        for child, log in children:
+            child.kill()
+            child.wait()
+            log.close()
+    results = []
+    for out in outputs:
+        with np.load(out) as data:
+            results.append({name: data[name] for name in data.files})
+    return results
+
+
+def wait(children, outputs) -> None:
+    """Until all have ended well; fails with every process's own words otherwise."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        codes = [child.poll() for child, _ in children]
+        if all(code == 0 for code in codes):
+            return
+        failed = any(code not in (None, 0) for code in codes)
+        if failed or time.monotonic() > deadline:
+            why = "a process failed" if failed else f"not done after {TIMEOUT_S} s"
+            for code, out in zip(codes, outputs, strict=True):
+                said = out.with_suffix(".log").read_text()[-6000:]
+                why += f"\n--- process {out.stem} (exit {code}) ---\n{said}"
+            pytest.fail(why, pytrace=False)
+        time.sleep(0.05)
+
+
+def joined(results: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Shards of all processes; metrics are every process's own copy and must be equal."""
+    whole = dict(results[0])
+    for one in results[1:]:
+        for name, value in one.items():
+            if "@" not in name:
+                assert value.tobytes() == whole[name].tobytes(), name
+            whole[name] = value
+    return whole
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """What two processes have, and what this one has."""
+    two = joined(run(tmp_path_factory.mktemp("two"), 2))
+    return two, train_all()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_give_the_bits_of_one(both, case):
+    """Losses, norms, and every shard of parameters and optimizer state, on the same device."""
+    two, one = ({k: v for k, v in each.items() if k.startswith(f"{case}:")} for each in both)
+    assert one.keys() == two.keys()
+    assert {int(name.split("@")[1]) for name in one if "@" in name} == set(range(8))
+    trace = one[f"{case}:trace"]
+    assert trace[3, 0] < trace[0, 0]  # the same batch again, three steps later
+    # Clipping was at work, so that the norm went into every parameter.
+    assert np.all(trace[:, 1] > 0.5)
+    for name, value in one.items():
+        assert value.dtype == two[name].dtype
+        np.testing.assert_array_equal(value, two[name], err_msg=name)
+        assert value.tobytes() == two[name].tobytes(), name
+
+
+@pytest.mark.multiprocess
+def test_a_failing_process_is_reported_with_its_own_words(tmp_path):
+    """Nothing hangs, and what the process said is shown."""
+    # The only process of one says that it is number 7.
+    said = r"a process failed(.|\n)*ValueError:.*process_id=7"
+    with pytest.raises(pytest.fail.Exception, match=said):
+        run(tmp_path, 1, first_process=7)
