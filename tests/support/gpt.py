@@ -120,10 +120,11 @@ def gpt(size: Size = Size(), dropout: float = 0.0) -> fz.Model:
 
 
 def batches(size: Size = Size(), rows: int = 16, seed: int = 0):
-    """Endless random batches."""
+    """Endless batches of sequences that count upwards from a random start."""
     random = np.random.RandomState(seed)
     while True:
-        yield {"ids": random.randint(0, size.vocab, (rows, size.seq + 1)).astype(np.int32)}
+        start = random.randint(0, size.vocab, (rows, 1))
+        yield {"ids": ((start + np.arange(size.seq + 1)) % size.vocab).astype(np.int32)}
 
 
 def abstract_batch(size: Size, rows: int):
