@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import math
 import os
 import platform
@@ -16,12 +17,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from rich.table import Table
 
 import fzero as fz
 
@@ -256,6 +259,43 @@ def spread(times: Sequence[float]) -> dict[str, float]:
         "median_s": statistics.median(times), "quartile_1_s": low, "quartile_3_s": high,
         "min_s": min(times),
     }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of text: printed with rich, saved as markdown."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+    def rich(self) -> Table:
+        """For the terminal."""
+        table = Table(title=self.title, title_justify="left")
+        for number, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if number else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        """For a file."""
+        rules = (":--", *("--:",) * (len(self.columns) - 1))
+        lines = (f"| {' | '.join(row)} |" for row in (self.columns, rules, *self.rows))
+        return "\n".join([f"**{self.title}**", "", *lines, ""])
+
+
+def save(path: str, report: Mapping[str, Any], grid: Grid) -> None:
+    """Writes a report as JSON, and its table as markdown beside it."""
+    file = Path(path)
+    file.write_text(json.dumps(report, indent=1) + "\n")
+    facts = []
+    for when in ("before", "after"):
+        seen = report[when]
+        versions = ", ".join(f"{name} {version}" for name, version in seen["versions"].items())
+        load = ", ".join(f"{x:.2f}" for x in seen["load_average"])
+        facts.append(f"- {when}: {seen['date']}, {seen['device']}, load {load}; {versions}")
+    file.with_suffix(".md").write_text("\n".join([grid.markdown(), *facts, ""]))
 
 
 def provenance() -> dict[str, Any]:

@@ -23,8 +23,6 @@ from typing import Any
 
 import common
 import jax
-from rich.console import Console
-from rich.table import Table
 
 import fzero as fz
 
@@ -96,8 +94,8 @@ def _restart_peak() -> None:
         pass
 
 
-def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs the peers and fzero in turns, and prints the table."""
+def compare(args: argparse.Namespace) -> tuple[dict[str, Any], common.Grid]:
+    """Runs the peers and fzero in turns."""
     directory = Path(args.peers_dir).resolve()
     before = common.provenance()
     ours = {
@@ -115,8 +113,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         if row["losses"] and reference:
             gaps = (abs(a - b) for a, b in zip(row["losses"], reference, strict=True))
             row["largest_loss_difference"] = max(gaps)
-    Console(width=None if sys.stdout.isatty() else 120).print(_table(rows))
-    return {"before": before, "after": common.provenance(), "rows": rows}
+    return {"before": before, "after": common.provenance(), "rows": rows}, _grid(rows)
 
 
 def _own_command(zero: int, devices: int) -> str:
@@ -149,22 +146,22 @@ def _row(directory: Path, name: str, repeats: int) -> dict[str, Any]:
     return {"name": name, **row, "step_s_medians": medians}
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="30 steps of the same run; medians", title_justify="left")
-    table.add_column("program")
-    for name in ("ms a step", "tokens/s", "tokens per CPU-second", "last loss",
-                 "largest loss gap to PyTorch", "peak MiB above import", "compile s"):  # fmt: skip
-        table.add_column(name, justify="right")
+def _grid(rows: list[dict[str, Any]]) -> common.Grid:
+    columns = (
+        "program", "ms a step", "tokens/s", "tokens per CPU-second", "last loss",
+        "largest loss gap to PyTorch", "peak MiB above import", "compile s",
+    )  # fmt: skip
+    cells: list[tuple[str, ...]] = []
     for row in rows:
         if not row["losses"]:
-            table.add_row(row["name"], "no result")
+            cells.append((row["name"], "no result", *("",) * 6))
             continue
         pairs = zip(row["rss_peak_train_mb"], row["rss_import_mb"], strict=True)
-        table.add_row(
+        cells.append((
             row["name"], f"{1e3 * row['step_s_median']:.0f}", f"{row['tok_s']:.0f}",
             f"{row['tok_per_cpu_s']:.0f}", f"{row['losses'][-1]:.6f}",
             f"{row.get('largest_loss_difference', float('nan')):.1e}",
             " + ".join(f"{peak - start:.0f}" for peak, start in pairs),
             f"{row['compile_s']:.1f}" if "compile_s" in row else "",
-        )  # fmt: skip
-    return table
+        ))  # fmt: skip
+    return common.Grid("The same 30 steps; medians of a step", columns, cells)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -29,7 +28,6 @@ import numpy as np
 import peers
 from jax.extend.backend import clear_backends
 from rich.console import Console
-from rich.table import Table
 
 import fzero as fz
 from fzero import hlo
@@ -45,10 +43,10 @@ def main() -> int:
     start_devices(max(args.devices))
     if args.as_peer:
         return peers.run_as_peer(args.zero[0], args.devices[0])
-    report = peers.compare(args) if args.peers else compare(args)
+    report, grid = peers.compare(args) if args.peers else compare(args)
+    Console(width=None if sys.stdout.isatty() else 150).print(grid.rich())
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(report, file, indent=1)
+        common.save(args.json, report, grid)
     return 0
 
 
@@ -60,17 +58,18 @@ def start_devices(count: int) -> None:
         clear_backends()
 
 
-def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Times every stage on every number of devices, and prints the table."""
+def compare(args: argparse.Namespace) -> tuple[dict[str, Any], common.Grid]:
+    """Times every stage on every number of devices."""
     config = common.CONFIGS[args.config]
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(soft_wrap=True)
     rate = common.matmul_rate()
     before = common.provenance()
-    console.print(
-        f"{config.name}: {config.layers} layers of {config.width}, batch {config.batch} x"
-        f" {config.seq} tokens, float32, AdamW, {args.microbatches} microbatch(es); jax"
-        f" {jax.__version__} on {before['device']}, load {before['load_average'][0]:.1f}"
+    what = (
+        f"{config.name}: {config.layers} layers of {config.width}, {config.batch} x {config.seq}"
+        f" tokens, float32, AdamW, {args.microbatches} microbatch(es)"
     )
+    load = before["load_average"][0]
+    console.print(f"{what}; jax {jax.__version__} on {before['device']}, load {load:.1f}")
     rows = []
     for devices in args.devices:
         _print_limits(console, config, devices, rate)
@@ -79,12 +78,13 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             row["limit"] = vars(common.limit(config, zero, devices, rate))
             rows.append(row)
             console.print(_sentence(row))
-    console.print(_table(rows))
-    return {
-        "settings": {key: value for key, value in vars(args).items() if key != "json"},
+    settings = ("config", "microbatches", "rounds", "warmup")
+    report = {
+        "settings": {name: getattr(args, name) for name in settings},
         "matmul_flops_per_second": rate, "before": before, "after": common.provenance(),
         "rows": rows,
     }  # fmt: skip
+    return report, _grid(rows, f"fzero / by hand, {what} (goal: a ratio of at most {GOAL})")
 
 
 def measure(config: common.Config, zero: int, devices: int, args: Any) -> dict[str, Any]:
@@ -199,29 +199,27 @@ def _sentence(row: dict[str, Any]) -> str:
     )
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"fzero / by hand (goal: <= {GOAL})", title_justify="left")
-    for name in (
+def _grid(rows: list[dict[str, Any]], title: str) -> common.Grid:
+    columns = (
         "devices", "ZeRO", "fzero ms", "by hand ms", "ratio", "95 %", "of fastest", "trace s",
-        "compile s", "sent MiB", "temporary MiB", "of limit", "loss gap",
-    ):  # fmt: skip
-        table.add_column(name, justify="right")
+        "compile s", "sent MiB", "temp MiB", "of limit", "loss gap",
+    )  # fmt: skip
+    cells = []
     for row in rows:
         own, theirs = row["fzero"], row["by_hand"]
 
         def both(key: str, unit: float, digits: int, own: Any = own, theirs: Any = theirs) -> str:
             return f"{own[key] / unit:.{digits}f} / {theirs[key] / unit:.{digits}f}"
 
-        table.add_row(
+        cells.append((
             str(row["devices"]), str(row["zero"]), f"{1e3 * own['median_s']:.1f}",
             f"{1e3 * theirs['median_s']:.1f}", f"{row['ratio']:.3f}",
-            "{:.3f} to {:.3f}".format(*row["ratio_95"]), f"{row['ratio_of_fastest']:.3f}",
+            "{:.3f}-{:.3f}".format(*row["ratio_95"]), f"{row['ratio_of_fastest']:.3f}",
             both("trace_s", 1, 1), both("compile_s", 1, 1), both("sent_bytes", MIB, 1),
             both("temporary_bytes", MIB, 0), f"{row['limit']['seconds'] / own['median_s']:.0%}",
             f"{row['largest_loss_difference']:.0e}",
-            style="bold red" if row["ratio"] > GOAL else None,
-        )  # fmt: skip
-    return table
+        ))  # fmt: skip
+    return common.Grid(title, columns, cells)
 
 
 def _arguments() -> argparse.Namespace:
@@ -234,7 +232,7 @@ def _arguments() -> argparse.Namespace:
     add("--rounds", type=int, help="timed steps of each (20; with --quick, 3)")
     add("--warmup", type=int, help="untimed steps of each before (3; with --quick, 1)")
     add("--quick", action="store_true", help="a smoke run: times mean nothing")
-    add("--json", metavar="FILE", help="write all figures there")
+    add("--json", metavar="FILE", help="write all figures there, and the table beside it")
     add("--peers", action="store_true", help="compare with PyTorch and DeepSpeed instead")
     add("--peers-dir", metavar="DIR", help="directory with run_all.py and its programs")
     add("--peers-python", metavar="PYTHON", help="interpreter that has torch and deepspeed")

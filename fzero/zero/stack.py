@@ -204,7 +204,7 @@ def stack_backward(rules: Rules, link: StackLink, cotangent: Any) -> tuple[PyTre
         return grads, rules.fence((dx, [a + b for a, b in zip(cts[1], ds, strict=True)]))
 
     cts: Any = rules.fence((carry_ct, shared_ct))
-    if rules.alone or not rules.reduce or last == 0:
+    if rules.alone or last == 0:
 
         def plain(cts: Any, k: jax.Array) -> tuple[Any, Any]:
             grads, cts = back(weights_of(k), kept(k, last == 0), cts)
@@ -280,7 +280,7 @@ def _room(rules: Rules, stack: Stack, grads: PyTree) -> PyTree:
 
     def room(split: Split, grad: jax.Array) -> jax.Array:
         shape = list(grad.shape)
-        if split.layer_dim is not None:
+        if rules.reduce and split.layer_dim is not None:
             shape[split.layer_dim] = (shape[split.layer_dim] + split.pad) // rules.group.data
         return jnp.zeros((stack.num, *shape), grad.dtype)
 
