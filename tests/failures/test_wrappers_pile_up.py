@@ -20,24 +20,9 @@ from failure_cases import STAGES, batch_at, bits, build, differing, fit, memory,
 import fzero as fz
 
 
-def small_model() -> fz.Model:
-    """A bigram model: the smallest program that still gathers, reduces and updates."""
-
-    def loss(params: Any, buffers: Any, batch: Any, rng: Any, train: bool) -> Any:
-        logits = params["table"][batch["ids"]] @ params["out"]
-        nats = jax.nn.logsumexp(logits, -1) - logits[..., 0]
-        return fz.Mean(jnp.sum(nats), jnp.float32(nats.size)), buffers, {}
-
-    def init(rng: jax.Array) -> tuple[dict, dict]:
-        table = jax.random.normal(rng, (cases.VOCAB, 8))
-        return {"table": table, "out": jnp.ones((8, 9))}, {}
-
-    return fz.Model(init, loss)
-
-
 @pytest.mark.parametrize("zero", STAGES)
 def test_steps_built_ten_times(zero: int) -> None:
-    model, tx, plan = small_model(), optax.adam(1e-2), tiny_plan(zero)
+    model, tx, plan = cases.bigram_model(), optax.adam(1e-2), tiny_plan(zero)
     runs = [build(model, tx, plan) for _ in range(2)]
     described = vars(model).copy()
     spare = [(fz.train_step(model, tx, plan), fz.eval_step(model, plan)) for _ in range(8)]

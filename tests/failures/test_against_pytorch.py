@@ -1,0 +1,120 @@
+"""Against PyTorch itself: 30 float32 losses of every stage, on a GPT of 6.6M parameters.
+
+No report of a failure, but the measure for all of them: a step that silently loses a gradient, a
+decay or a correction still trains. Shown, with the same weights, tokens and AdamW: every ZeRO stage
+on 8 devices has plain PyTorch's losses within 5e-6 (PyTorch's DDP and FSDP2 and DeepSpeed are
+within 1e-6 of it), and this is narrow enough to see a forgotten weight decay or a wrong epsilon.
+Against the same run in double precision fzero is closer (1e-6) than PyTorch itself (2e-6).
+
+Stages 3 and 0, the two ends, run all 30 steps. Stages 1 and 2 run the first ones only, to spare
+the suite two minutes: they compute the same bits as stage 3, which is checked here for losses and
+norms (and elsewhere for 20 steps and the final weights).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import peers_small as small
+import pytest
+from failure_cases import copied
+
+import fzero as fz
+
+
+# Promised. Losses are about 5, where float32 steps by 5e-7; PyTorch with one thread differs from
+# PyTorch with two by 1e-6, and fzero from either by 2e-6.
+WITHIN = 5e-6
+PREFIX = 8
+STEPS = {3: small.STEPS, 0: small.STEPS, 1: PREFIX, 2: PREFIX}
+STORED = json.loads((Path(__file__).parents[1] / "data/peers/small_losses.json").read_text())
+PYTORCH = np.array(STORED["losses"]["float32"])
+EXACT = np.array(STORED["losses"]["float64"])
+
+
+class Stage:
+    """A stage's step and initial state, and its losses and norms so far."""
+
+    def __init__(self, model: fz.Model, zero: int) -> None:
+        # Not recomputing saves a fifth of the time; the numbers are the same.
+        plan, tx = fz.Plan(zero=zero, data=8, remat="none"), small.adamw()
+        self.step = fz.train_step(model, tx, plan)
+        self.first = fz.init(model, tx, plan)
+
+    def run(self, steps: int, **hyperparams: float) -> tuple[np.ndarray, np.ndarray]:
+        """Losses and gradient norms, with some of AdamW's values changed."""
+        state = copied(self.first)
+        given = state.opt_state.hyperparams
+        changed = {
+            name: jax.device_put(np.float32(value), given[name].sharding)
+            for name, value in hyperparams.items()
+        }
+        opt_state = state.opt_state._replace(hyperparams={**given, **changed})
+        state, out = state.replace(opt_state=opt_state), []
+        for ids in small.tokens()[:steps]:
+            state, metrics = self.step(state, {"ids": ids})
+            out.append((metrics["loss"], metrics["grad_norm"]))
+        assert self.step.num_traces == 1
+        losses, norms = np.array(out, np.float32).T
+        return losses, norms
+
+
+@pytest.fixture(scope="module")
+def model() -> fz.Model:
+    return small.native_model()
+
+
+@pytest.fixture(scope="module")
+def stage_3(model: fz.Model) -> Stage:
+    return Stage(model, 3)
+
+
+@pytest.fixture(scope="module")
+def curve_3(stage_3: Stage) -> tuple[np.ndarray, np.ndarray]:
+    return stage_3.run(STEPS[3])
+
+
+def apart(losses: Any) -> float:
+    """The largest difference to PyTorch's losses."""
+    return float(np.max(np.abs(losses.astype(np.float64) - PYTORCH[: len(losses)])))
+
+
+def test_same_start() -> None:
+    assert small.sha256() == small.SHA256 == STORED["sha256"]
+    assert sum(weight.size for weight in small.weights().values()) == 6_613_504
+
+
+def test_stored_losses_are_pytorchs() -> None:
+    assert len(PYTORCH) == small.STEPS
+    # Two steps as a sample: the sums of a matmul are ordered by the number of threads.
+    assert apart(small.torch_losses(2)) <= 1e-6
+
+
+@pytest.mark.slow
+def test_stage_3_has_pytorchs_losses(curve_3: tuple[np.ndarray, np.ndarray]) -> None:
+    losses, _ = curve_3
+    assert len(losses) == small.STEPS
+    assert apart(losses) <= WITHIN
+    # No further from the exact run than PyTorch: measured 0.9e-6, PyTorch 1.6e-6 (2.1e-6 with one
+    # thread), a unit in the last place is 0.5e-6.
+    assert np.max(np.abs(losses - EXACT)) <= 2e-6
+    assert losses[0] - losses[-1] > 1.5  # it learns, so that every part of a step matters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_other_stages_have_the_same_bits(zero: int, model: Any, curve_3: Any) -> None:
+    losses, norms = Stage(model, zero).run(STEPS[zero])
+    assert apart(losses) <= WITHIN
+    assert np.array_equal(losses.view(np.int32), curve_3[0][: len(losses)].view(np.int32))
+    assert np.array_equal(norms.view(np.int32), curve_3[1][: len(norms)].view(np.int32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrong", "steps"), [({"decay": 0.0}, PREFIX), ({"eps": 1e-6}, 3)])
+def test_wrong_adamw_is_seen(wrong: dict[str, float], steps: int, stage_3: Stage) -> None:
+    # After all 30 steps 2e-4 and 6e-4.
+    losses, _ = stage_3.run(steps, **wrong)
+    assert apart(losses) > 2 * WITHIN
