@@ -7,6 +7,7 @@ for each collective inside a loop, what XLA scheduled between its start and its 
     python benchmarks/overlap.py --layers 48 --width 1600 --batch 4 --json overlap.json
     python benchmarks/overlap.py --all           # with the collectives outside loops
     python benchmarks/overlap.py --no-tuning     # XLA's own combine thresholds
+    python benchmarks/overlap.py --no-stack --precision fp32   # weights gathered one by one at use
 
 Needs the CUDA plugin beside jax (`pip install "fzero[cuda]"`), whose compiler runs on any Linux
 machine. Exits with 1 if a collective inside a loop has no matmul between its start and its done.
@@ -41,15 +42,18 @@ from fzero import hlo
 
 
 MIB = 2**20
+XLA_COMBINE_BYTES = 30 * MIB  # XLA's own default
 
 
 def main() -> int:
     """Compiles, prints, and says whether every collective inside a loop is hidden."""
     args = _arguments()
     started = time.perf_counter()
-    text = compile_step(args)
+    compiled = compile_step(args)
     seconds = time.perf_counter() - started
+    text: str = compiled.as_text()
     report = summary(text, args, seconds)
+    report["temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
     show(report, everything=args.all)
     if args.json:
         with open(args.json, "w") as file:
@@ -112,8 +116,23 @@ def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return unit.astype(x.dtype) * scale
 
 
-def compile_step(args: argparse.Namespace) -> str:
-    """Text of the training step compiled for `args.devices` H200s."""
+def no_chain(num_layers: int, width: int) -> fz.Model:
+    """A model without a stack: as many weights of width x width, one after the other."""
+
+    def loss(params: Any, buffers: Any, batch: Any, rng: Any, train: bool) -> Any:
+        x = batch["x"]
+        for name in sorted(params):
+            x = jnp.tanh(x @ params[name])
+        return fz.Mean(jnp.sum(x.astype(jnp.float32)), jnp.float32(x.size)), buffers, {}
+
+    def init(rng: jax.Array) -> Any:
+        return {f"w{i:02}": _normal(rng, width, width) for i in range(num_layers)}, {}
+
+    return fz.Model(init, loss)
+
+
+def compile_step(args: argparse.Namespace) -> Any:
+    """The training step compiled for `args.devices` H200s."""
     config = resources.files("fzero").joinpath("topologies/h200.txtpb").read_text()
     try:
         topology = topologies.get_topology_desc(
@@ -123,36 +142,28 @@ def compile_step(args: argparse.Namespace) -> str:
         raise SystemExit(
             f'{error}\noverlap: needs the CUDA plugin: pip install "fzero[cuda]"'
         ) from error
-    model = gpt(args.vocabulary, args.layers, args.width, args.width // 64, args.seq)
+    rows = args.batch * args.devices
+    if args.no_stack:
+        model = no_chain(args.layers, args.width)
+        batch = {"x": jax.ShapeDtypeStruct((rows, args.width), jnp.float32)}
+    else:
+        model = gpt(args.vocabulary, args.layers, args.width, args.width // 64, args.seq)
+        batch = {"ids": jax.ShapeDtypeStruct((rows, args.seq + 1), jnp.int32)}
     plan = fz.Plan(zero=args.zero, data=args.devices, precision=args.precision, clip_norm=1.0)
     tx, devices = optax.adamw(3e-4), topology.devices
     state = fz.abstract_state(model, tx, plan, devices=devices)
-    rows = args.batch * args.devices
-    batch = {"ids": jax.ShapeDtypeStruct((rows, args.seq + 1), jnp.int32)}
     lowered = fz.train_step(model, tx, plan, devices=devices).lower(state, batch)
-    text: str = lowered.compile(compiler_options=tuning(args)).as_text()
-    return text
+    return lowered.compile(compiler_options=tuning(args))
 
 
 def tuning(args: argparse.Namespace) -> dict[str, Any]:
-    """XLA options of this run.
-
-    XLA combines gathers up to 30 MiB. A layer then becomes several in a row, and the scheduler
-    finds no matmul for some of them. Combined, a layer is one gather, which spans what the layer
-    computes. More than a layer does harm: the embedding's collectives would be merged with a
-    layer's, and both wait for the later of the two. XLA counts the result: of a gather the whole
-    layer, of a reduce-scatter one device's shard of it.
-    """
+    """XLA options of this run beyond those that a step sets itself (`fzero.flags`)."""
     pairs = (option.split("=", 1) for option in args.option)
     options: dict[str, Any] = {name: json.loads(value) for name, value in pairs}
     if args.no_tuning:
-        return options
-    layer = (4 if args.precision == "fp32" else 2) * (12 * args.width**2 + 2 * args.width)
-    return {
-        "xla_gpu_all_gather_combine_threshold_bytes": layer,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": layer // args.devices,
-        **options,
-    }
+        for kind in ("all_gather", "reduce_scatter"):
+            options[f"xla_gpu_{kind}_combine_threshold_bytes"] = XLA_COMBINE_BYTES
+    return options
 
 
 def summary(text: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
@@ -217,6 +228,11 @@ def show(report: dict[str, Any], everything: bool) -> None:
             f"{where}: {sent / MIB:.1f} MiB sent per device, {exposed / MIB:.1f} MiB of it with no"
             f" matmul to hide behind ({share:.1%})"
         )
+    size = settings["width"] ** 2 * (4 if settings["precision"] == "fp32" else 2)
+    console.print(
+        f"temporary memory: {report['temporary_bytes'] / MIB:.0f} MiB ="
+        f" {report['temporary_bytes'] / size:.1f} weights of {settings['width']} squared"
+    )
     console.print(
         f"{report['matmul_flops'] / 1e12:.2f} TFLOP of matmuls per device;"
         f" compiled in {report['compile_seconds']:.1f} s"
@@ -236,6 +252,9 @@ def _arguments() -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default})")
     parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16", "fp16"))
+    parser.add_argument(
+        "--no-stack", action="store_true", help="a model that is no chain: weights one by one"
+    )
     parser.add_argument("--all", action="store_true", help="show collectives outside loops too")
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=JSON", help="one more XLA option"
