@@ -42,8 +42,11 @@ def frozen_tx(frozen: Any, style: str) -> optax.GradientTransformation:
     return optax.chain(optax.masked(adamw, moves), optax.masked(optax.set_to_zero(), frozen))
 
 
-def train(model: fz.Model, tx: Any, plan: fz.Plan) -> tuple[fz.TrainState, list[float]]:
-    state, step, losses = fz.init(model, tx, plan), fz.train_step(model, tx, plan), []
+def train(
+    model: fz.Model, tx: Any, plan: fz.Plan, state: fz.TrainState | None = None
+) -> tuple[fz.TrainState, list[float]]:
+    state = fz.init(model, tx, plan) if state is None else state
+    step, losses = fz.train_step(model, tx, plan), []
     for number in range(STEPS):
         state, metrics = step(state, batch_at(number))
         losses.append(float(metrics["loss"]))
@@ -115,11 +118,12 @@ def test_to_torch_and_back(zero: int, converted: Any, from_torch: Any, tmp_path:
     }
     same = {name for name in back if torch.equal(back[name], start[name])}
     assert same == {*converted.frozen, "empty", "limit", "nothing"}
-    # Adam divides by the root of tiny squares, which magnifies the last bit of a gradient: 1e-6
-    # measured, while an untied head, a scalar that stays or a decayed frozen leaf show as 1e-3.
-    np.testing.assert_allclose(losses, expected_losses, rtol=2e-6)
-    for name in back:
-        np.testing.assert_allclose(back[name], expected[name], rtol=0, atol=2e-5, err_msg=name)
+    # Adam divides by the root of tiny squares, which magnifies the last bit of a gradient; a lost
+    # contribution of the tied table, a scalar that stays or a decayed frozen leaf show as 1e-3.
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
+    off = {name: float((back[name] - expected[name]).abs().max()) for name in back
+           if back[name].numel()}  # fmt: skip
+    assert max(off.values()) < 2e-6, off
 
     module = Odd()
     module.load_state_dict(back, strict=True)
@@ -176,8 +180,9 @@ def test_native_chain(zero: int, precision: str, results: dict[Any, Any]) -> Non
     first, _ = model.init(jax.random.key(0))
     frozen = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "frozen", first)
     tx, plan = frozen_tx(frozen, "multi_transform"), tiny_plan(zero, precision=precision)
-    start = bits(fz.logical(model, fz.init(model, tx, plan)))
-    state, losses = train(model, tx, plan)
+    state = fz.init(model, tx, plan)
+    start = bits(fz.logical(model, state))
+    state, losses = train(model, tx, plan, state)
     final = bits(fz.logical(model, state))
     assert {path: value[:2] for path, value in final.items()} == {
         path: value[:2] for path, value in start.items()
