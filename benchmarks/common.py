@@ -208,7 +208,7 @@ def limit(config: Config, zero: int, devices: int, flops_per_second: float) -> L
     return Limit(flops, sent, flops / flops_per_second)
 
 
-def matmul_rate(repeats: int = 5, size: int = 2048) -> float:
+def matmul_rate(repeats: int = 20, size: int = 2048) -> float:
     """FLOP/s of one large float32 matrix product, the best of a few."""
     a = jnp.ones((size, size), jnp.float32)
     product = jax.jit(lambda a: a @ a)
@@ -223,8 +223,10 @@ def matmul_rate(repeats: int = 5, size: int = 2048) -> float:
 
 def interleaved(
     runs: Mapping[str, Callable[[int], Any]], rounds: int, warmup: int
-) -> dict[str, list[float]]:
-    """Seconds of each run's calls, taken in turns so that all see the same machine.
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds and CPU seconds of each run's calls, in turns, so that all see the same machine.
+
+    CPU seconds (of all threads) say less, but hardly change when others use the cores.
 
     Args:
         runs: per name, a function of the round's number that returns when its work is done.
@@ -233,13 +235,15 @@ def interleaved(
         warmup: untimed calls of each before that.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
+    cpu: dict[str, list[float]] = {name: [] for name in runs}
     for index in range(warmup + rounds):
         for name in list(runs)[:: 1 if index % 2 else -1]:
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             runs[name](index)
             if index >= warmup:
                 times[name].append(time.perf_counter() - start)
-    return times
+                cpu[name].append(time.process_time() - cpu_start)
+    return times, cpu
 
 
 def ratio_interval(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
