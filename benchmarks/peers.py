@@ -164,4 +164,5 @@ def _grid(rows: list[dict[str, Any]]) -> common.Grid:
             " + ".join(f"{peak - start:.0f}" for peak, start in pairs),
             f"{row['compile_s']:.1f}" if "compile_s" in row else "",
         ))  # fmt: skip
-    return common.Grid("The same 30 steps; medians of a step", columns, cells)
+    steps = max(len(row["losses"] or ()) for row in rows)
+    return common.Grid(f"The same {steps} steps; medians", columns, cells)

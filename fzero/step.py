@@ -232,6 +232,8 @@ class TrainStep(_Step):
         placed = self._check(state, batch, self.donate)
         fields, kept = self._parts(state)
         new, metrics = self._run(self._program, fields, kept, placed)
+        if self.donate:
+            _forget(fields)
         return TrainState(rng=state.rng, **new), metrics
 
     def lower(self, state: Any, batch: PyTree) -> Any:
@@ -465,6 +467,17 @@ class EvalStep(_Step):
         mean, own = run(kept, buffers, batch, rng)
         metrics = {"loss": mean.total / mean.count, "count": mean.count}
         return metrics | {name: value.total / value.count for name, value in own.items()}
+
+
+def _forget(fields: PyTree) -> None:
+    """Makes given-away arrays say so.
+
+    jax cannot donate a shard that somebody else still looks at (a numpy view on CPU, say). It then
+    donates the others and leaves the array as if it were whole.
+    """
+    for leaf in jax.tree.leaves(fields):
+        if not leaf.is_deleted():
+            leaf.delete()
 
 
 def _refuse_reserved(metrics: dict[str, Any]) -> None:

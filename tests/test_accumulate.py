@@ -206,10 +206,9 @@ class TestReduce:
         lowered = step.lower(state, tiny.tokens(16))
         return fz.logical(MODEL, new), metrics, hlo.collectives(lowered.compile().as_text())
 
-    @pytest.mark.parametrize("zero", [0, 1])
-    def test_both_give_the_same_gradient(self, zero):
-        early, one, _ = self.run(zero, "microbatch")
-        late, two, _ = self.run(zero, "step")
+    def test_both_give_the_same_gradient(self):
+        early, one, _ = self.run(1, "microbatch")
+        late, two, _ = self.run(1, "step")
         assert float(one["loss"]) == float(two["loss"])
         # Sums over microbatches and devices change places: fp32 rounding of the gradient.
         tiny.close(early, late, rtol=0, atol=1e-6)
@@ -217,10 +216,9 @@ class TestReduce:
     def test_stages_agree_bit_for_bit_on_one_reduction_per_step(self):
         tiny.same_bits(self.run(0, "step")[0], self.run(1, "step")[0])
 
-    @pytest.mark.parametrize("zero", [0, 1])
-    def test_bytes_reduced_are_those_of_one_microbatch(self, zero):
+    def test_bytes_reduced_are_those_of_one_microbatch(self):
         per = {
-            reduce: hlo.total(self.run(zero, reduce)[2], "reduce-scatter").wire_bytes
+            reduce: hlo.total(self.run(1, reduce)[2], "reduce-scatter").wire_bytes
             for reduce in ("microbatch", "step")
         }
         assert per["microbatch"] == 2 * per["step"] > 0

@@ -26,7 +26,8 @@ def mild_loss(p, buffers, batch, rng, train):
     return fz.Mean(mean.total / 64, mean.count), buffers, metrics
 
 
-MODEL = fz.Model(tiny.regression().init, mild_loss)
+# Given values: no initial random numbers to compile for every plan.
+MODEL = fz.Model(jax.device_get(tiny.regression().init(jax.random.key(0))), mild_loss)
 
 
 @cache
@@ -139,7 +140,7 @@ def test_collectives_move_the_compute_dtype():
 class TestLossScale:
     """fp16's dynamic scale: starts at 2^16, forgives once, halves, doubles after the window."""
 
-    @pytest.mark.parametrize("zero", [0, 1, 3])
+    @pytest.mark.parametrize("zero", [1, 3])
     def test_overflows_change_nothing_but_scale_and_counter(self, zero):
         go = step("fp16", zero)
         state, metrics = go(start("fp16", zero), tiny.points())

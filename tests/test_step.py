@@ -49,22 +49,26 @@ def one_big_batch():
     return loss, tiny.host(grads)
 
 
+@cache
+def chain_run(data, microbatches, zero, remat="layer"):
+    """`loss_and_gradient` of the chain under one division."""
+    plan = tiny.plan(zero=zero, data=data, microbatches=microbatches, remat=remat)
+    return loss_and_gradient(CHAIN, plan, start_under(plan), ROWS)
+
+
 # A parameter of size 0.5 is rounded to 3e-8 when its gradient of about 0.05 is taken off: 6e-7 of
 # the gradient. Sums of 50 tokens in another order add about as much.
 GRADIENT = {"rtol": 0, "atol": 4e-6}
 
 # (devices, microbatches, stage): every number of each, together and alone
-DIVISIONS = [
-    (1, 1, 0), (1, 2, 3), (1, 8, 0), (2, 1, 2), (2, 4, 3), (4, 1, 1), (8, 1, 3), (8, 2, 3),
-]  # fmt: skip
+DIVISIONS = [(1, 1, 0), (1, 8, 0), (1, 2, 3), (2, 4, 3), (4, 1, 1), (8, 2, 3)]
 
 
 @pytest.mark.parametrize(("data", "microbatches", "zero"), DIVISIONS)
 def test_any_division_of_a_batch_is_one_big_batch(data, microbatches, zero):
     """Rows hold 1 to 5 tokens, so that a mean of means would be wrong by far."""
     assert len({int(row.sum()) for row in ROWS["mask"]}) == 5
-    plan = tiny.plan(zero=zero, data=data, microbatches=microbatches)
-    gradient, metrics = loss_and_gradient(CHAIN, plan, start_under(plan), ROWS)
+    gradient, metrics = chain_run(data, microbatches, zero)
     loss, expected = one_big_batch()
     # One fp32 sum of 50 losses in another order.
     np.testing.assert_allclose(metrics["loss"], loss, rtol=5e-7)
@@ -141,7 +145,7 @@ class TestShapesOfModels:
             ],
             loss=tiny.token_loss,
         )  # fmt: skip
-        self.check(model, ROWS, [tiny.plan(zero=3, microbatches=2), tiny.plan(zero=0)])
+        self.check(model, ROWS, [tiny.plan(zero=3, microbatches=2)])
 
     def test_parameters_may_be_any_tree(self):
         def loss(p, buffers, batch, rng, train):
@@ -153,7 +157,7 @@ class TestShapesOfModels:
             return (jax.random.normal(key, (16, 9)), [jnp.ones(9)]), {}
 
         batch = {"x": tiny.points()["x"]}
-        self.check(fz.Model(init, loss), batch, [tiny.plan(zero=3), tiny.plan(zero=2)])
+        self.check(fz.Model(init, loss), batch, [tiny.plan(zero=3)])
 
     def test_a_plain_model_is_the_same_as_its_chain(self):
         """A `Sequential`'s own init and loss as a plain `Model`, gathered leaf by leaf."""
@@ -162,24 +166,18 @@ class TestShapesOfModels:
         loss, expected = one_big_batch()
         np.testing.assert_allclose(metrics["loss"], loss, rtol=5e-7)
         tiny.close(gradient, expected, **GRADIENT)
-        assert metrics["accuracy"] == pytest.approx(self.accuracy(), abs=1e-7)
-
-    def accuracy(self):
-        params = tiny.on_one_device(fz.logical(CHAIN, start()))
-        _, _, metrics = jax.jit(lambda p: CHAIN.loss(p, {}, ROWS, jax.random.key(0), True))(params)
-        return float(metrics["accuracy"].total / metrics["accuracy"].count)
+        # Counts of right tokens over counts of tokens: exact.
+        assert metrics["accuracy"] == chain_run(1, 1, 0)[1]["accuracy"] > 0
 
 
 def test_remat_changes_memory_not_numbers():
     """What is kept and what is computed again is the same arithmetic."""
-    results = {}
-    for remat in ("layer", "dots", "none"):
-        plan = tiny.plan(zero=3, remat=remat)
-        results[remat] = loss_and_gradient(CHAIN, plan, start_under(plan), ROWS)
+    kept = {remat: chain_run(8, 1, 3, remat) for remat in ("layer", "dots", "none")}
+    tiny.close(kept["layer"][0], one_big_batch()[1], **GRADIENT)
     for remat in ("dots", "none"):
-        assert results[remat][1]["loss"] == results["layer"][1]["loss"]
+        assert kept[remat][1]["loss"] == kept["layer"][1]["loss"]
         # Kept and recomputed values enter differently fused loops: the last bits may differ.
-        tiny.close(results[remat][0], results["layer"][0], **GRADIENT)
+        tiny.close(kept[remat][0], kept["layer"][0], **GRADIENT)
 
 
 class TestCompilation:
@@ -220,12 +218,12 @@ class TestCompilation:
         assert (step.num_traces, evaluate.num_traces) == traces == (1, 1)
         assert not compiles
 
-    def test_another_number_of_rows_compiles_once_more(self, step):
-        state = start_under(tiny.plan(zero=3))
-        traces = step.num_traces
-        for _ in range(2):
-            state, _ = step(state, tiny.tokens(8))
-        assert step.num_traces == traces + 1
+    def test_another_number_of_rows_compiles_once_more(self):
+        model, plan = tiny.regression(), tiny.plan(zero=1)
+        state, step = fz.init(model, SGD, plan), fz.train_step(model, SGD, plan)
+        for rows, traces in ((16, 1), (8, 2), (16, 2), (8, 2)):
+            state, _ = step(state, tiny.points(rows))
+            assert step.num_traces == traces
 
     def test_counting_sees_a_compilation(self):
         with tiny.counted_compiles() as compiles:
@@ -247,12 +245,19 @@ class TestMetrics:
     """Names, dtypes and what models may add."""
 
     def test_all_are_float32_scalars(self):
-        plan = tiny.plan(zero=1, skip_nonfinite=True)
-        state = fz.init(CHAIN, SGD, plan)
-        _, metrics = fz.train_step(CHAIN, SGD, plan)(state, ROWS)
-        names = {"loss", "count", "grad_norm", "nonfinite", "skipped", "loss_scale", "accuracy"}
-        assert set(metrics) == names
+        def loss(p, buffers, batch, rng, train):
+            mine = {"seven": fz.Mean(jnp.int32(14), jnp.int32(2)), "half": jnp.bfloat16(0.5)}
+            return jnp.sum(p["w"] * batch["x"]), buffers, mine
+
+        model = fz.Model(lambda key: ({"w": jnp.ones(())}, {}), loss)
+        plan = fz.Plan(zero=1, skip_nonfinite=True)
+        _, metrics = fz.train_step(model, SGD, plan)(
+            fz.init(model, SGD, plan), {"x": np.ones(8, np.float32)}
+        )
+        names = {"loss", "count", "grad_norm", "nonfinite", "skipped", "loss_scale"}
+        assert set(metrics) == {*names, "seven", "half"}
         assert {(v.dtype, v.shape) for v in metrics.values()} == {(jnp.dtype("float32"), ())}
+        assert (float(metrics["seven"]), float(metrics["half"])) == (7.0, 0.5)
 
     @pytest.mark.parametrize("name", ["loss", "count", "grad_norm", "nonfinite", "skipped"])
     @pytest.mark.parametrize("build", ["train", "eval"])
@@ -276,7 +281,6 @@ class TestRandomness:
         tiny.plan(zero=3, data=8),
         tiny.plan(zero=0, data=4, microbatches=2),
         tiny.plan(zero=2, data=1, microbatches=8),
-        tiny.plan(zero=3, data=2, replica=2, microbatches=2),
     )
     TX = optax.sgd(0.1)
 
@@ -423,7 +427,7 @@ class TestClipping:
         state, metrics = fz.train_step(model, tx, plan)(fz.init(model, tx, plan), tiny.points())
         return fz.logical(model, state), float(metrics["grad_norm"])
 
-    @pytest.mark.parametrize(("zero", "clip"), [(0, 0.3), (3, 0.3), (3, 100.0)])
+    @pytest.mark.parametrize(("zero", "clip"), [(3, 0.3), (0, 100.0)])
     def test_equals_optax(self, zero, clip):
         plain = tiny.plan(zero=zero)
         ours, norm = self.stepped(plain.replace(clip_norm=clip), SGD)
