@@ -41,7 +41,7 @@ def product(y: jax.Array, batch: dict) -> fz.Mean:
 
 
 def native_model(detached: str = "") -> fz.Model:
-    """`first` is used by the first link, and by the last one through `reads`."""
+    """`first` is used by the first link, and by two later ones through `reads`."""
 
     def use(name: str, weight: jax.Array) -> jax.Array:
         return jax.lax.stop_gradient(weight) if name == detached else weight
@@ -52,7 +52,9 @@ def native_model(detached: str = "") -> fz.Model:
         fz.Stack("blocks", 2, lambda rng: {"w": jnp.eye(WIDTH)}, lambda p, x, ctx: x @ p["w"] + x),
         fz.Layer("middle", None, lambda p, x, ctx: x @ use("middle", p["w"]),
                  reads={"w": "first/w"}),
-        fz.Layer("last", None, lambda p, x, ctx: x @ p["w"].T, reads={"w": "first/w"}),
+        # One link that reads the same leaf under two names.
+        fz.Layer("last", None, lambda p, x, ctx: x @ p["w"].T - x @ p["v"],
+                 reads={"w": "first/w", "v": "first/w"}),
     ]  # fmt: skip
     return fz.Sequential(chain, loss=product)
 
