@@ -52,7 +52,9 @@ def gather(shard: jax.Array, split: Split, group: Group, again: bool = False) ->
     if group.bits and dtype.itemsize == 2:
         shard = jax.lax.bitcast_convert_type(shard, jnp.uint16)
     if again:
-        whole = jax.lax.all_gather(shard[None], DATA, axis=dim + 1, tiled=True)[0]
+        # Behind the split dim, so that the layout of what is gathered stays what it is.
+        shard = jnp.expand_dims(shard, dim + 1)
+        whole = jnp.squeeze(jax.lax.all_gather(shard, DATA, axis=dim, tiled=True), dim + 1)
     else:
         whole = jax.lax.all_gather(shard, DATA, axis=dim, tiled=True)
     if whole.dtype != dtype:

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import torch_bridge as tb
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def _strict_promotion() -> Iterator[None]:
     """Every cast in a lowering has to be explicit: JAX refuses implicit ones here."""
     with jax.numpy_dtype_promotion("strict"):
