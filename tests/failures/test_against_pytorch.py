@@ -55,7 +55,8 @@ class Stage:
         state, out = state.replace(opt_state=opt_state), []
         for ids in small.tokens()[:steps]:
             state, metrics = self.step(state, {"ids": ids})
-            out.append((metrics["loss"], metrics["grad_norm"]))
+            # Waits for the step, so that one program at a time has the few cores of a test machine.
+            out.append((float(metrics["loss"]), float(metrics["grad_norm"])))
         assert self.step.num_traces == 1
         losses, norms = np.array(out, np.float32).T
         return losses, norms
