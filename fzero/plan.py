@@ -84,7 +84,8 @@ class Plan:
         if self.data is not None:
             _expect_int("data", self.data, 1)
         _expect_int("min_shard_bytes", self.min_shard_bytes, 0)
-        if self.clip_norm is not None and not self.clip_norm > 0:
+        number = isinstance(self.clip_norm, int | float) and not isinstance(self.clip_norm, bool)
+        if self.clip_norm is not None and not (number and self.clip_norm > 0):
             raise PlanError(
                 f"plan: clip_norm={self.clip_norm!r}: expected a positive number, or None for no"
                 " clipping"
@@ -172,9 +173,12 @@ class Plan:
         """A plan from `to_json()` or its JSON text.
 
         Raises:
-            PlanError: a key is unknown.
+            PlanError: the text is no JSON, or a key is unknown.
         """
-        values = json.loads(data) if isinstance(data, str) else dict(data)
+        try:
+            values = json.loads(data) if isinstance(data, str) else dict(data)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"plan: expected the JSON text of a plan: {error}") from error
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
@@ -187,7 +191,7 @@ class Plan:
 
 
 def _expect_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices or isinstance(value, bool):
+    if value not in choices or type(value) is not type(choices[0]):
         raise PlanError(f"plan: {name}={value!r}: expected one of {list(choices)}")
 
 

@@ -384,7 +384,7 @@ def require_fits(state: TrainState, blue: Blueprint, operation: str) -> None:
                 f"{path}: expected {to.dtype}{list(to.shape)}, got {leaf.dtype}{list(leaf.shape)}"
             )
         elif not leaf.sharding.is_equivalent_to(to.sharding, len(to.shape)):
-            problems.append(f"{path}: expected {to.sharding.spec} on {to.sharding.mesh.shape},"
+            problems.append(f"{path}: expected {to.sharding.spec} on {dict(to.sharding.mesh.shape)},"
                             f" got {leaf.sharding}")  # fmt: skip
     if problems:
         shown = "\n  ".join(problems[:8])
