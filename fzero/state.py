@@ -384,8 +384,8 @@ def require_fits(state: TrainState, blue: Blueprint, operation: str) -> None:
                 f"{path}: expected {to.dtype}{list(to.shape)}, got {leaf.dtype}{list(leaf.shape)}"
             )
         elif not leaf.sharding.is_equivalent_to(to.sharding, len(to.shape)):
-            problems.append(f"{path}: expected {to.sharding.spec} on {dict(to.sharding.mesh.shape)},"
-                            f" got {leaf.sharding}")  # fmt: skip
+            mesh = dict(to.sharding.mesh.shape)
+            problems.append(f"{path}: expected {to.sharding.spec} on {mesh}, got {leaf.sharding}")
     if problems:
         shown = "\n  ".join(problems[:8])
         more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
