@@ -50,6 +50,14 @@ class Blueprint:
         cpu = self.mesh.devices.flat[0].platform == "cpu"
         return Group(sizes[DATA], sizes[REPLICA], ordered=several and cpu, bits=cpu)
 
+    @property
+    def prefetch(self) -> bool:
+        """Whether stacks gather one layer ahead: as the plan says, or where it can hide."""
+        if self.group.data * self.group.replica == 1:
+            return False
+        wanted = self.plan.prefetch
+        return self.mesh.devices.flat[0].platform != "cpu" if wanted is None else wanted
+
     @cached_property
     def opt_state(self) -> PyTree:
         """A `Split` for every leaf of the optimizer state; the empty tuple without an optimizer."""

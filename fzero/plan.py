@@ -48,6 +48,10 @@ class Plan:
         reduce: when gradients are reduced. `microbatch`: after each one, so that only shards are
             accumulated, and all four stages add in the same order. `step`: once a step, from whole
             local sums; stages 0 and 1 only.
+        prefetch: whether a `Stack`'s layers are gathered one ahead of their use and reduced one
+            behind, with two gathered layers alive; otherwise each is gathered when it is used. The
+            numbers are the same. `None`: where communication can run beside computation, which is
+            on GPUs.
         skip_nonfinite: in fp32 and bf16, leave the state as it is when a gradient is not finite.
             (fp16 always does, and lowers its loss scale.)
 
@@ -72,6 +76,7 @@ class Plan:
     remat: str = "layer"
     min_shard_bytes: int = 16 * 1024
     reduce: str = "microbatch"
+    prefetch: bool | None = None
     skip_nonfinite: bool = False
 
     def __post_init__(self) -> None:
@@ -84,6 +89,10 @@ class Plan:
         if self.data is not None:
             _expect_int("data", self.data, 1)
         _expect_int("min_shard_bytes", self.min_shard_bytes, 0)
+        for name in ("prefetch", "skip_nonfinite"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and (name, value) != ("prefetch", None):
+                raise PlanError(f"plan: {name}={value!r}: expected True or False")
         number = isinstance(self.clip_norm, int | float) and not isinstance(self.clip_norm, bool)
         if self.clip_norm is not None and not (number and self.clip_norm > 0):
             raise PlanError(

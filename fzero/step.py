@@ -153,6 +153,7 @@ class _Step:
             group=group,
             sharded=plan.zero == 3 and group.data > 1,
             reduce=plan.reduce == "microbatch",
+            prefetch=self.blueprint.prefetch,
         )
 
     def _kept(self, fields: dict[str, Any]) -> PyTree:

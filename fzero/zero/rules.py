@@ -24,6 +24,7 @@ class Rules:
         group: the devices.
         sharded: whether the parameters at hand are shards.
         reduce: whether gradients are reduced now (or stay local sums).
+        prefetch: whether a stack gathers one layer ahead and reduces one behind.
     """
 
     plan: Plan
@@ -31,6 +32,7 @@ class Rules:
     group: Group
     sharded: bool
     reduce: bool
+    prefetch: bool = False
 
     def fetch(self, split: Split, leaf: jax.Array, again: bool = False) -> jax.Array:
         """A leaf ready for use: cast, then gathered, so that the compute dtype travels.

@@ -7,7 +7,8 @@ which have no neighbour on one side, stand outside it. Alive at any time: two ga
 one whole gradient.
 
 Stages that keep whole parameters run the same loops, with nothing to gather: the numbers then are
-the same, bit for bit, because the programs are. A single device has a plain loop.
+the same, bit for bit, because the programs are. Where nothing can run beside computation (CPUs, a
+single device; `Plan.prefetch`) the loops are plain: each layer is gathered when it is used.
 
 Between the passes only each layer's input is kept, plus what `Plan.remat` asks for; never weights.
 """
@@ -145,7 +146,7 @@ def _loop(
     """The forward loop: `(x, (saved of the looped layers, saved of the last), new buffers)`."""
     start = rules.fence((program.start, program.start_rest))
     last = stack.num - 1
-    if rules.alone:
+    if not rules.prefetch:
 
         def plain(x: Any, k: jax.Array) -> tuple[Any, Any]:
             y, saved, buffers = run(_fetch(rules, stack, shards, k), x, k)
@@ -204,7 +205,7 @@ def stack_backward(rules: Rules, link: StackLink, cotangent: Any) -> tuple[PyTre
         return grads, rules.fence((dx, [a + b for a, b in zip(cts[1], ds, strict=True)]))
 
     cts: Any = rules.fence((carry_ct, shared_ct))
-    if rules.alone or last == 0:
+    if not rules.prefetch or last == 0:
 
         def plain(cts: Any, k: jax.Array) -> tuple[Any, Any]:
             grads, cts = back(weights_of(k), kept(k, last == 0), cts)
