@@ -1,4 +1,10 @@
-"""Pipeline schedules as data: built, checked, simulated, drawn and optimized without a device."""
+"""Pipeline schedules as data: built, checked, simulated, drawn and optimized without a device.
+
+`partition` cuts a model into the stages that a schedule runs.
+"""
+
+import importlib
+from typing import Any
 
 from fzero.pipeline.actions import Action as Action
 from fzero.pipeline.actions import Schedule as Schedule
@@ -31,6 +37,8 @@ __all__ = [
     "BUILDERS",
     "Action",
     "Cost",
+    "Partition",
+    "Piece",
     "Proof",
     "Schedule",
     "Slots",
@@ -46,6 +54,7 @@ __all__ = [
     "looped_bfs",
     "one_f_one_b",
     "optimize",
+    "partition",
     "plot",
     "schedule",
     "simulate",
@@ -54,3 +63,14 @@ __all__ = [
     "zb_h2",
     "zb_v",
 ]
+
+
+# A schedule is data that plans are made of; a partition is made of models, which lie above plans.
+# So what is in `cut` is imported when it is asked for.
+_LAZY = ("Partition", "Piece", "partition")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module("fzero.pipeline.cut"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

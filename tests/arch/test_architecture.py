@@ -22,7 +22,7 @@ LAYERS = [
     ["errors", "tree", "compat"],
     ["plan", "hlo_text"],
     ["model", "hlo"],
-    ["precision"],
+    ["precision", "initial", "pipeline.cut", "pipeline.flops"],
     ["zero.partition", "zero.vjp"],
     ["zero.collectives", "zero.at_use", "flags"],
     ["zero.rules"],
