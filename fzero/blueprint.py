@@ -13,10 +13,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fzero.errors import StateError
+from fzero.initial import initial_shapes as initial_shapes
 from fzero.model import Model
 from fzero.plan import DATA, REPLICA, Plan
 from fzero.precision import compute_dtype, initial_loss_scale
-from fzero.tree import PyTree, aliased_leaves, is_floating, named_leaves, shapes_of
+from fzero.tree import PyTree, is_floating, named_leaves
 from fzero.zero.collectives import Group
 from fzero.zero.partition import map_splits, split_opt_state, split_params, stored_shapes
 
@@ -126,35 +127,3 @@ def blueprint(
         )
     layout = split_params(model, params, plan, dict(mesh.shape)[DATA])
     return Blueprint(model, tx, plan, mesh, layout, buffers)
-
-
-def initial_shapes(model: Model) -> tuple[PyTree, PyTree]:
-    """Shapes of a model's (params, buffers), without computing them.
-
-    Raises:
-        StateError: two leaves are the same array.
-    """
-    found: list[list[str]] = []
-    if callable(model.init):
-        init = model.init
-
-        def probe(rng: jax.Array) -> PyTree:
-            params, buffers = init(rng)
-            found.extend(aliased_leaves({"params": params, "buffers": buffers}))
-            return params, buffers
-
-        shapes = jax.eval_shape(probe, jax.eval_shape(lambda: jax.random.key(0)))
-    else:
-        params, buffers = model.init
-        found.extend(aliased_leaves({"params": params, "buffers": buffers}))
-        shapes = shapes_of((params, buffers))
-    if found:
-        raise StateError(
-            "init: these leaves are one array: "
-            + "; ".join(" = ".join(paths) for paths in found)
-            + ". A step gives its input's memory away, and one buffer cannot be given away twice."
-            " Keep tied weights as one leaf that several layers read"
-            ' (fz.Layer(..., reads={"table": "embed/table"})), or copy the array'
-        )
-    result: tuple[PyTree, PyTree] = shapes
-    return result

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fzero.model import Mean, Model
+from fzero.model import Mean, Model, split_loss, whole_chain
 from fzero.plan import DATA, REPLICA
 from fzero.precision import cast_batch, power_of_two_below
 from fzero.tree import PyTree, is_floating
@@ -49,28 +49,22 @@ def local_gradients(
     plan, group = rules.plan, rules.group
     batch = cast_batch(plan, batch)
     count = plan.microbatches
+    # Keys follow the block of rows, so that dropout is the same however a batch is divided between
+    # devices and microbatches.
     block = shard_index(group) * count
+    pieces = whole_chain(model.layers)
 
     def one(
         kept: PyTree, buffers: PyTree, rows: PyTree, index: Any
     ) -> tuple[PyTree, Mean, Any, PyTree]:
-        # Keys follow the block of rows, so that dropout is the same however a batch is divided
-        # between devices and microbatches.
         key = jax.random.fold_in(rng, block + index)
-        tape = train_forward(model, rules, kept, buffers, rows, key)
+        end, links, new = train_forward(pieces, rules, kept, rows, buffers, rows, key)
         # Everything the forward pass leaves is settled here; only then does the backward pass start
         # from it, in every stage alike.
-        tape.mean, tape.metrics = rules.fence((tape.mean, tape.metrics))
-        total, seed = tape.mean.total, jnp.ones((), jnp.float32)
-        if scale is not None and plan.precision == "fp16":
-            # Gradients of a sum over tokens overflow fp16 long before those of its mean.
-            shrink = power_of_two_below(all_reduce(tape.mean.count.astype(jnp.float32), group))
-            seed = scale / shrink
-            unscale = shrink / scale
-        grads = train_backward(tape, seed.astype(total.dtype))
-        if scale is not None and plan.precision == "fp16":
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32) * unscale, grads)
-        return grads, _float_mean(tape.mean), _means(tape.metrics), tape.buffers
+        mean, metrics = rules.fence((end.mean, end.metrics))
+        seed, unscale = loss_seed(rules, mean, scale)
+        grads, _ = train_backward(links, rules, kept, seed)
+        return unscaled(grads, unscale), _float_mean(mean), _means(metrics), new
 
     if count == 1:
         sums, mean, metrics, new = one(kept, buffers, batch, 0)
@@ -99,13 +93,35 @@ def local_gradients(
     return sums, mean, metrics, _agreed_buffers(new, group)
 
 
+def loss_seed(
+    rules: Rules, mean: Mean, scale: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """The cotangent that a microbatch's backward pass starts from, and what undoes its scale."""
+    seed = jnp.ones((), jnp.float32)
+    unscale = None
+    if scale is not None and rules.plan.precision == "fp16":
+        # Gradients of a sum over tokens overflow fp16 long before those of its mean.
+        count = all_reduce(mean.count.astype(jnp.float32), rules.group)
+        shrink = power_of_two_below(count)
+        seed, unscale = scale / shrink, shrink / scale
+    return seed.astype(mean.total.dtype), unscale
+
+
+def unscaled(grads: PyTree, unscale: jax.Array | None) -> PyTree:
+    """Gradients without the loss scale, in float32 where there was one."""
+    if unscale is None:
+        return grads
+    return jax.tree.map(lambda g: g.astype(jnp.float32) * unscale, grads)
+
+
 def local_evaluation(
     model: Model, rules: Rules, kept: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array
 ) -> tuple[Mean, dict[str, Mean]]:
     """Loss and metrics over all devices, in evaluation mode."""
     key = jax.random.fold_in(rng, shard_index(rules.group))
     batch = cast_batch(rules.plan, batch)
-    mean, metrics = eval_forward(model, rules, kept, buffers, batch, key)
+    pieces = whole_chain(model.layers)
+    mean, metrics = split_loss(eval_forward(pieces, rules, kept, batch, buffers, batch, key))
     summed: tuple[Mean, dict[str, Mean]] = all_reduce_tree(
         (_float_mean(mean), _means(metrics)), rules.group
     )

@@ -335,47 +335,80 @@ def split_loss(out: Any) -> tuple[Mean, dict[str, Any]]:
     return Mean.of(out), {}
 
 
-def run_chain(
-    chain: Sequence[Layer | Stack],
-    batch: PyTree,
-    buffers: PyTree,
-    run_link: Callable[[Layer | Stack, Any, PyTree, int], tuple[Any, PyTree]],
-) -> tuple[Any, PyTree]:
-    """Runs a chain forward, `(output, new buffers)`.
+@dataclass(frozen=True)
+class Piece:
+    """A link of a chain, or some consecutive layers of a stack.
 
     Args:
-        chain: the links.
-        batch: what the first link gets.
-        buffers: buffers of all links.
-        run_link: `run_link(link, x, its buffers, number of its first layer) -> (x, new buffers)`.
+        layer: the link.
+        start: first layer of the stack (0 for a `Layer`).
+        stop: one past the last (1 for a `Layer`).
+        number: number of its first layer in the chain; random keys are folded from it.
+        row: where its first layer lies on dim 0 of the arrays at hand.
     """
-    if not chain[0].name:  # a plain Model: one link that owns everything
-        return run_link(chain[0], batch, buffers, 0)
-    x: Any = batch
-    new = dict(buffers)
+
+    layer: Layer | Stack
+    start: int
+    stop: int
+    number: int
+    row: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers it has."""
+        return self.stop - self.start
+
+
+def whole_chain(chain: Sequence[Layer | Stack]) -> tuple[Piece, ...]:
+    """All links of a chain, uncut."""
+    found: list[Piece] = []
     number = 0
     for layer in chain:
-        x, state = run_link(layer, x, buffers.get(layer.name), number)
+        found.append(Piece(layer, 0, layer.num_layers, number))
+        number += layer.num_layers
+    return tuple(found)
+
+
+def run_chain(
+    pieces: Sequence[Piece],
+    x: Any,
+    buffers: PyTree,
+    run_piece: Callable[[Piece, Any, PyTree], tuple[Any, PyTree]],
+) -> tuple[Any, PyTree]:
+    """Runs a chain, or consecutive pieces of one, forward: `(output, new buffers)`.
+
+    Args:
+        pieces: what to run.
+        x: what the first one gets.
+        buffers: buffers of all links.
+        run_piece: `run_piece(piece, x, its link's buffers) -> (x, new buffers)`.
+    """
+    if not pieces[0].layer.name:  # a plain Model: one link that owns everything
+        return run_piece(pieces[0], x, buffers)
+    new = dict(buffers)
+    for piece in pieces:
+        layer = piece.layer
+        x, state = run_piece(piece, x, buffers.get(layer.name))
         if layer.stateful:
             new[layer.name] = state
-        number += layer.num_layers
     return x, new
 
 
 def _chain_loss(chain: tuple[Layer | Stack, ...]) -> LossFn:
+    pieces = whole_chain(chain)
+
     def loss(
         params: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array, train: bool
     ) -> tuple[Mean, PyTree, dict[str, Any]]:
-        def run_link(
-            layer: Layer | Stack, x: Any, state: PyTree, number: int
-        ) -> tuple[Any, PyTree]:
+        def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
+            layer = piece.layer
             weights = layer_params(layer, params)
             ctx = Context(batch, rng, train, state)
             if isinstance(layer, Stack):
-                return _scan_stack(layer, weights, x, ctx, number)
-            return apply_layer(layer, weights, x, {}, ctx.at(number))
+                return _scan_stack(layer, weights, x, ctx, piece.number)
+            return apply_layer(layer, weights, x, {}, ctx.at(piece.number))
 
-        x, new = run_chain(chain, batch, buffers, run_link)
+        x, new = run_chain(pieces, batch, buffers, run_piece)
         out, metrics = split_loss(x)
         return out, new, metrics
 

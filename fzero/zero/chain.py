@@ -13,8 +13,9 @@ All stages run this code. Where parameters are kept whole, gathering is the iden
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from fzero.model import (
     Context,
     Layer,
     Mean,
-    Model,
+    Piece,
     Stack,
     apply_layer,
     layer_params,
@@ -92,7 +93,10 @@ class Fetched:
         return self.by_path[split.path]
 
 
-@dataclass
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["residuals"], meta_fields=["layer", "pullback"]
+)
+@dataclass(frozen=True, eq=False)
 class Link:
     """What a layer leaves for its backward pass: never a gathered weight."""
 
@@ -101,51 +105,65 @@ class Link:
     residuals: list[Any]
 
 
-@dataclass
-class Tape:
-    """What a forward pass leaves: the loss's count and metrics, new buffers, links to go back."""
+Links = list[Link | StackLink]
 
-    rules: Rules
-    kept: PyTree
-    links: list[Link | StackLink]
+
+@dataclass(frozen=True)
+class End:
+    """What the last link of a chain gives: the loss and the model's own metrics."""
+
     mean: Mean
     metrics: dict[str, Any]
-    buffers: PyTree
 
 
 def train_forward(
-    model: Model, rules: Rules, kept: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array
-) -> Tape:
-    """Runs the chain in training mode and keeps what the backward pass needs.
+    pieces: Sequence[Piece],
+    rules: Rules,
+    kept: PyTree,
+    x: Any,
+    buffers: PyTree,
+    batch: PyTree,
+    rng: jax.Array,
+    *,
+    first: bool = True,
+    last: bool = True,
+) -> tuple[Any, Links, PyTree]:
+    """Runs a chain, or a stage of one, in training mode and keeps what the backward pass needs.
 
     Args:
-        model: the model.
+        pieces: what to run.
         rules: how to fetch.
         kept: this device's parameters as they are kept between steps.
+        x: what the first piece gets; the batch at the start of the chain.
         buffers: buffers before this microbatch.
         batch: this device's rows.
         rng: the microbatch's key.
+        first: whether the chain starts here, so that `x` needs no gradient.
+        last: whether it ends here, with the loss.
+
+    Returns:
+        `(out, links, new buffers)`; `out` is an `End` where the chain ends.
     """
     fetched = Fetched(rules, kept, again=False)
-    links: list[Link | StackLink] = []
-    out: dict[str, Any] = {}
-    chain = model.layers
+    links: Links = []
+    end: list[End] = []
 
-    def run_link(layer: Layer | Stack, x: Any, state: PyTree, number: int) -> tuple[Any, PyTree]:
-        ctx = Context(batch, rng, True, state)
+    def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
+        ctx, layer = Context(batch, rng, True, state), piece.layer
         link: Link | StackLink
         if isinstance(layer, Stack):
-            link, x, state = stack_forward(rules, layer, kept[layer.name], x, ctx, number)
+            link, x, state = stack_forward(rules, piece, kept[layer.name], x, ctx)
         else:
             link, x, state = _layer_forward(
-                layer, fetched, x, ctx.at(number),
-                differentiable=layer is not chain[0], out=out if layer is chain[-1] else None,
+                layer, fetched, x, ctx.at(piece.number),
+                differentiable=not first or piece is not pieces[0],
+                end=end if last and piece is pieces[-1] else None,
             )  # fmt: skip
         links.append(link)
         return x, state
 
-    _, new = run_chain(chain, batch, buffers, run_link)
-    return Tape(rules, kept, links, out["mean"], out["metrics"], new)
+    out, new = run_chain(pieces, x, buffers, run_piece)
+    return end[0] if last else out, links, new
 
 
 def _layer_forward(
@@ -154,7 +172,7 @@ def _layer_forward(
     x: Any,
     ctx: Context,
     differentiable: bool,
-    out: dict[str, Any] | None,
+    end: list[End] | None,
 ) -> tuple[Link, Any, PyTree]:
     structure, floats, rest = Floats.of(x, differentiable)
     cell: dict[str, Any] = {}  # static facts learnt while tracing
@@ -163,7 +181,7 @@ def _layer_forward(
     def run(weights: list[Any], floats: list[Any]) -> tuple[Any, Any]:
         params = jax.tree.unflatten(treedef, weights)
         y, buffers = apply_layer(layer, params, structure.join(floats, rest), {}, ctx)
-        if out is not None:
+        if end is not None:
             mean, metrics = split_loss(y)
             return mean.total, (mean.count, metrics, buffers)
         cell["out"], y_floats, y_rest = Floats.of(y)
@@ -177,38 +195,44 @@ def _layer_forward(
 
     y, aux, kept = fetched.run(layer, of_weights)
     link = Link(layer, cell["pullback"], kept)
-    if out is not None:
-        count, out["metrics"], buffers = aux
-        out["mean"] = Mean(y, count)
+    if end is not None:
+        count, metrics, buffers = aux
+        end.append(End(Mean(y, count), metrics))
         return link, None, buffers
     y_rest, buffers = aux
     return link, cell["out"].join(y, y_rest), buffers
 
 
-def train_backward(tape: Tape, seed: jax.Array) -> PyTree:
-    """Gradients of `seed * total` for every parameter, reduced as the rules say.
+def train_backward(
+    links: Links, rules: Rules, kept: PyTree, cotangent: Any
+) -> tuple[PyTree, list[Any]]:
+    """Gradients of every parameter read, reduced as the rules say.
 
     Args:
-        tape: the forward pass.
-        seed: scalar cotangent of the loss's total, in its dtype.
+        links: what the forward pass left.
+        rules: those of the forward pass; `rules.layout` has the parameters that these links read.
+        kept: as in the forward pass.
+        cotangent: of the chain's output: a scalar for the loss's total where the chain ends, else
+            one array per floating-point leaf.
 
     Returns:
-        Gradients in the compute dtype: shards for split leaves if reduced now, otherwise whole.
+        `(gradients, cotangents of the input's floating-point leaves)`. Gradients are in the
+        compute dtype: shards for split leaves if reduced now, otherwise whole.
     """
-    rules = tape.rules
-    fetched = Fetched(rules, tape.kept, again=True)
-    layers = [link.layer for link in tape.links if isinstance(link, Link)]
+    fetched = Fetched(rules, kept, again=True)
     readers = Counter(
-        path for layer in layers for path in _paths(layer_params(layer, rules.layout))
+        path
+        for link in links
+        if isinstance(link, Link)
+        for path in _paths(layer_params(link.layer, rules.layout))
     )
     sums: dict[str, jax.Array] = {}
     stacks: dict[str, jax.Array] = {}
-    cotangent: Any = seed
-    for link in reversed(tape.links):
+    for link in reversed(links):
         if isinstance(link, StackLink):
-            grads, cotangent = stack_backward(rules, link, cotangent)
-            paths = _paths(rules.layout[link.stack.name])
-            stacks |= dict(zip(paths, jax.tree.leaves(grads), strict=True))
+            name = link.program.static.stack.name
+            grads, cotangent = stack_backward(link, kept[name], cotangent)
+            stacks |= dict(zip(_paths(rules.layout[name]), jax.tree.leaves(grads), strict=True))
         else:
             cotangent = _layer_backward(fetched, link, cotangent, sums, readers)
 
@@ -216,7 +240,8 @@ def train_backward(tape: Tape, seed: jax.Array) -> PyTree:
         parts = [part[split.path] for part in (stacks, sums) if split.path in part]
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
-    return rules.finish(jax.tree.map(grad_of, rules.layout, is_leaf=is_split))
+    grads = jax.tree.map(grad_of, rules.layout, is_leaf=is_split)
+    return rules.finish(grads), cotangent
 
 
 def _layer_backward(
@@ -252,22 +277,32 @@ def _paths(layout: PyTree) -> list[str]:
 
 
 def eval_forward(
-    model: Model, rules: Rules, kept: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array
-) -> tuple[Mean, dict[str, Any]]:
-    """Runs the chain in evaluation mode; new buffers are dropped."""
+    pieces: Sequence[Piece],
+    rules: Rules,
+    kept: PyTree,
+    x: Any,
+    buffers: PyTree,
+    batch: PyTree,
+    rng: jax.Array,
+) -> Any:
+    """Runs a chain, or a stage of one, in evaluation mode; new buffers are dropped.
+
+    Returns:
+        What the last piece gives; `split_loss` takes it apart where the chain ends.
+    """
     fetched = Fetched(rules, kept, again=False)
 
-    def run_link(layer: Layer | Stack, x: Any, state: PyTree, number: int) -> tuple[Any, PyTree]:
-        ctx = Context(batch, rng, False, state)
+    def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
+        ctx, layer = Context(batch, rng, False, state), piece.layer
         if isinstance(layer, Stack):
-            return stack_eval(rules, layer, kept[layer.name], x, ctx, number)
+            return stack_eval(rules, piece, kept[layer.name], x, ctx)
         treedef = jax.tree.structure(layer_params(layer, kept))
 
         def of_weights(weights: list[Any]) -> PyTree:
             params = jax.tree.unflatten(treedef, weights)
-            return apply_layer(layer, params, x, {}, ctx.at(number))
+            return apply_layer(layer, params, x, {}, ctx.at(piece.number))
 
         return fetched.run(layer, of_weights)
 
-    out, _ = run_chain(model.layers, batch, buffers, run_link)
-    return split_loss(out)
+    out, _ = run_chain(pieces, x, buffers, run_piece)
+    return out
