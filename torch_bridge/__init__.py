@@ -8,6 +8,8 @@ from .files import save as save
 from .losses import causal_lm_loss as causal_lm_loss
 from .lower import register_operator as register_operator
 from .lower import registered_operators as registered_operators
+from .sequential import ConvertedSequential as ConvertedSequential
+from .sequential import sequential as sequential
 from .statedict import load_state_dict as load_state_dict
 from .statedict import state_dict as state_dict
 from .structure import Output as Output
@@ -16,6 +18,7 @@ from .structure import Output as Output
 __all__ = [
     "Applied",
     "Converted",
+    "ConvertedSequential",
     "Output",
     "causal_lm_loss",
     "convert",
@@ -24,5 +27,6 @@ __all__ = [
     "register_operator",
     "registered_operators",
     "save",
+    "sequential",
     "state_dict",
 ]

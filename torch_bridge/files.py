@@ -16,13 +16,18 @@ from safetensors.torch import save_file
 from fzero.errors import CheckpointError
 
 from .convert import Converted
+from .sequential import ConvertedSequential
 from .statedict import state_dict
 
 
 _PICKLED = (".pt", ".pth", ".bin")
 
 
-def save(path: str | os.PathLike[str], converted: Converted, state_or_params: Any) -> None:
+def save(
+    path: str | os.PathLike[str],
+    converted: Converted | ConvertedSequential,
+    state_or_params: Any,
+) -> None:
     """Write a state as a weight file that PyTorch loads; an existing file is replaced at the end.
 
     In `.safetensors` a tied tensor is stored once, under the name that transformers keeps, with
@@ -31,7 +36,7 @@ def save(path: str | os.PathLike[str], converted: Converted, state_or_params: An
 
     Args:
         path: file to write; its suffix says the format.
-        converted: the module that the state was made from.
+        converted: the module or chain that the state was made from.
         state_or_params: as for `state_dict`.
 
     Raises:
@@ -108,7 +113,7 @@ def _replacing(target: Path) -> Iterator[str]:
 
 
 def _write_safetensors(
-    path: str, converted: Converted, tensors: Mapping[str, torch.Tensor]
+    path: str, converted: Converted | ConvertedSequential, tensors: Mapping[str, torch.Tensor]
 ) -> None:
     kept: dict[str, torch.Tensor] = {}
     metadata = {"format": "pt"}  # transformers refuses files without it

@@ -97,6 +97,34 @@ def read_values(
     return params, buffers
 
 
+def find_leaves(module: torch.nn.Module, layout: Layout, part: torch.nn.Module) -> dict[str, Leaf]:
+    """Which leaf of a module each tensor of a part of it is.
+
+    Args:
+        module: the module that `layout` was read off.
+        layout: its leaves.
+        part: a module that has tensors of it, under names of its own.
+
+    Returns:
+        A leaf for every tensor name of `part`.
+
+    Raises:
+        ConversionError: `part` has a tensor that `module` does not have.
+    """
+    leaf_of = layout.leaf_of()
+    by_memory = {_identity(t): leaf_of[name] for name, t in _named_tensors(module).items()}
+    found: dict[str, Leaf] = {}
+    for name, tensor in _named_tensors(part).items():
+        leaf = by_memory.get(_identity(tensor))
+        if leaf is None:
+            raise ConversionError(
+                f"`{name}` of a {type(part).__name__} is no tensor of the {type(module).__name__} "
+                "that it should be a part of; pass the module that holds it"
+            )
+        found[name] = leaf
+    return found
+
+
 def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     named.update(module.named_buffers(remove_duplicate=False))

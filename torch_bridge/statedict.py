@@ -13,14 +13,17 @@ from fzero.errors import CheckpointError
 
 from .convert import Converted
 from .layout import Leaf
+from .sequential import ConvertedSequential
 from .weights import to_host, to_torch
 
 
-def state_dict(converted: Converted, state_or_params: Any) -> dict[str, torch.Tensor]:
+def state_dict(
+    converted: Converted | ConvertedSequential, state_or_params: Any
+) -> dict[str, torch.Tensor]:
     """All entries of the module's `state_dict`, with the values of a state.
 
     Args:
-        converted: the module that the state was made from.
+        converted: the module or chain that the state was made from.
         state_or_params: a `TrainState` (anything with `.params` and `.buffers`), or a dict of
             parameters, in which case the buffers are the module's initial ones. Leaves may be
             sharded, and longer than their logical shape along a dim (padding is cut off).
@@ -43,6 +46,8 @@ def state_dict(converted: Converted, state_or_params: Any) -> dict[str, torch.Te
         params, buffers = state_or_params, converted.buffers
     else:
         params, buffers = state_or_params.params, state_or_params.buffers
+    if isinstance(converted, ConvertedSequential):
+        params, buffers = converted.by_name(params), converted.by_name(buffers)
     leaf_of = converted.layout.leaf_of()
     made: dict[str, torch.Tensor] = {}
     out: dict[str, torch.Tensor] = {}
@@ -74,12 +79,12 @@ def _leaf_tensor(leaf: Leaf, value: Any) -> torch.Tensor:
 
 
 def load_state_dict(
-    converted: Converted, mapping: Mapping[str, Any], strict: bool = True
-) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, np.ndarray[Any, Any]]]:
+    converted: Converted | ConvertedSequential, mapping: Mapping[str, Any], strict: bool = True
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Values of a `state_dict` as `(params, buffers)` of a converted module.
 
     Args:
-        converted: the module that the values are for.
+        converted: the module or chain that the values are for.
         mapping: tensors (or arrays) by `state_dict` name. A tied tensor may be there under one of
             its names or under several with equal values.
         strict: refuse missing and unexpected names and other dtypes. With False, what is missing
@@ -87,7 +92,8 @@ def load_state_dict(
             Other shapes and contradicting ties are refused either way.
 
     Returns:
-        `(params, buffers)` as read-only host arrays in the module's dtypes, copied.
+        `(params, buffers)` as read-only host arrays in the module's dtypes, copied, in the
+        structure of `converted.params` and `converted.buffers`.
 
     Raises:
         CheckpointError: lists everything that does not fit.
@@ -99,7 +105,7 @@ def load_state_dict(
         >>> sorted(params), buffers
         (['bias', 'weight'], {})
     """
-    params, buffers = dict(converted.params), dict(converted.buffers)
+    params, buffers = _initial(converted)
     problems: list[str] = []
     leaf_of = converted.layout.leaf_of()
     if strict:
@@ -120,7 +126,16 @@ def load_state_dict(
             + "\n  ".join(problems)
             + "\nstrict=False accepts missing and unexpected names and casts dtypes."
         )
+    if isinstance(converted, ConvertedSequential):
+        return converted.by_layer(params, buffers)
     return params, buffers
+
+
+def _initial(converted: Converted | ConvertedSequential) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Initial values by leaf name."""
+    if isinstance(converted, ConvertedSequential):
+        return converted.by_name(converted.params), converted.by_name(converted.buffers)
+    return dict(converted.params), dict(converted.buffers)
 
 
 def _read_leaf(

@@ -155,8 +155,8 @@ def partition(
 def balance(loads: Sequence[int], parts: int) -> list[int]:
     """Cuts a sequence such that its largest part is as small as it can be.
 
-    Among all such cuts the one with the least sum of squared loads is taken, and among those the
-    one with the least sum of squared lengths.
+    Among all such cuts the one with the least sum of squared loads is taken, among those the one
+    with the least sum of squared lengths, and among those the one with the longest first parts.
 
     Args:
         loads: what each item weighs, 0 or more.
@@ -184,7 +184,8 @@ def balance(loads: Sequence[int], parts: int) -> list[int]:
                 if load > limit:
                     break
                 total = cost + load * load * weight + (end - start) ** 2
-                if end not in found or total < found[end][0]:
+                # Equally good: starts ascend, so the last one found gives early parts more.
+                if end not in found or total <= found[end][0]:
                     found[end] = (total, [*lengths, end - start])
         best = found
     return best[count][1]

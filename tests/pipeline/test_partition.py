@@ -166,6 +166,12 @@ def test_parameters_is_optimal(links, data):
     assert max(cut.loads) == min(max(sums) for sums, _ in every_cut(loads, stages))
 
 
+@pytest.mark.parametrize(("num", "stages"), [(7, 3), (9, 4), (12, 5), (6, 6)])
+def test_equal_loads_are_cut_uniformly(num, stages):
+    for load in (0, 1, 10**15):
+        assert tuple(balance([load] * num, stages)) == partition(units(num), stages).sizes
+
+
 def test_balance_of_a_thousand_layers_takes_no_time():
     rng = np.random.default_rng(0)
     loads = [int(n) for n in rng.integers(0, 10**9, 1000)]

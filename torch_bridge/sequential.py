@@ -1,0 +1,361 @@
+"""`sequential`: torch modules called one after the other become a chain of layers."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch.utils import _pytree as torch_pytree
+
+from fzero.errors import ConversionError
+from fzero.model import Context, Layer, Sequential, layer_params
+
+from .convert import Applied, Converted, convert
+from .layout import Layout, Leaf, find_leaves, read_layout, read_values
+from .weights import to_torch
+
+
+Arrays = Mapping[str, Any]
+Nested = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a leaf of the module is kept in the chain's params or buffers."""
+
+    leaf: Leaf
+    layer: str
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class ConvertedSequential:
+    """PyTorch modules in a row as a chain that can be cut into pipeline stages.
+
+    Attributes:
+        model: the `fz.Sequential`, one `fz.Layer` per module, with the loss.
+        params: initial values, `{layer: {name in its module: read-only host array}}`. A weight
+            that several modules share is one entry, in the first of them; the others read it.
+        buffers: running statistics and other untrained tensors, likewise.
+        layout: names, ties and dtypes of every leaf, as in the original module's `state_dict`.
+        modules: what each layer's module was converted to.
+        places: where each leaf is in `params` and `buffers`.
+    """
+
+    model: Sequential
+    params: Nested
+    buffers: Nested
+    layout: Layout
+    modules: Mapping[str, Converted] = field(repr=False)
+    places: tuple[Place, ...] = field(repr=False)
+
+    def apply(
+        self, params: Any, buffers: Any, *args: Any, rng: Any = None, train: bool = False
+    ) -> Applied:
+        """Run all modules, without the loss.
+
+        Args:
+            params: values for `self.params`, same structure and shapes.
+            buffers: values for `self.buffers`.
+            *args: what the first module takes.
+            rng: a JAX key; needed when a module draws random numbers.
+            train: which mode the modules run in.
+
+        Returns:
+            `(output, buffers)`: what the last module gives, and all buffers with the ones that
+            the modules update replaced.
+
+        Raises:
+            ConversionError: other arguments, names or shapes than in the example.
+
+        Example:
+            >>> module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU())
+            >>> chain = sequential(module, torch.zeros(2, 3))
+            >>> chain.apply(chain.params, chain.buffers, np.ones((5, 3), np.float32)).output.shape
+            (5, 4)
+        """
+        new, given = dict(buffers), args
+        for number, layer in enumerate(self.model.layers[: len(self.modules)]):
+            key = None if rng is None else jax.random.fold_in(rng, number)
+            weights, state = layer_params(layer, params), buffers.get(layer.name, {})
+            converted = self.modules[layer.name]
+            out, state = converted.apply(weights, state, *given, rng=key, train=train)
+            given = (out,)
+            if layer.stateful:
+                new[layer.name] = state
+        return Applied(given[0], new)
+
+    def by_name(self, tree: Any) -> dict[str, Any]:
+        """Params or buffers of the chain under the names of the original module's leaves."""
+        found: dict[str, Any] = {}
+        for place in self.places:
+            own = tree.get(place.layer, {})
+            if place.name in own:
+                found.setdefault(place.leaf.name, own[place.name])
+        return found
+
+    def by_layer(self, params: Arrays, buffers: Arrays) -> tuple[Nested, Nested]:
+        """Leaves under their names in the original module as the chain's params and buffers."""
+        return _by_layer(self.places, params, buffers)
+
+
+def sequential(
+    modules: torch.nn.Sequential | Iterable[torch.nn.Module],
+    *example_args: Any,
+    names: Sequence[str] | None = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    inputs: str | Sequence[str] | None = "x",
+    root: torch.nn.Module | None = None,
+) -> ConvertedSequential:
+    """Convert modules that are called one after the other into a chain of layers.
+
+    Every module becomes one `fz.Layer`, converted as `convert` does it with what the module before
+    it gives (in eval mode) as the example; so a plan can gather and pipeline them one by one.
+
+    Args:
+        modules: a `torch.nn.Sequential`, or the modules in the order of their calls. Each takes
+            what the one before it returns, as one argument.
+        *example_args: arguments for the first module; a batch of at least 2.
+        names: a name for each layer. The default are the names in the `Sequential`, or numbers.
+        loss: `loss(outputs, batch)`, as for `fz.Sequential`; without one the last module's output
+            is the loss.
+        inputs: key of the batch whose value the first module takes, or one key for each of its
+            arguments; `None` if it takes the batch itself.
+        root: the module that a list was taken out of. Weights then go back under its names; it
+            must hold every tensor of the list, and the list every one that its `state_dict` has.
+
+    Returns:
+        The chain with its initial values; `state_dict`, `load_state_dict` and `save` take it.
+
+    Raises:
+        ConversionError: a module cannot be converted or does not take what comes before it (which
+            one is said), names are not as many or not allowed, modules update one buffer together,
+            or `root` does not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU())
+        >>> chain = sequential(module, torch.zeros(2, 3), loss=lambda y, batch: jnp.mean(y))
+        >>> [layer.name for layer in chain.model.layers], sorted(chain.params["0"])
+        (['0', '1', 'loss'], ['bias', 'weight'])
+    """
+    parts, labels = _parts(modules, names)
+    source = root if root is not None else _container(modules, parts, labels)
+    layout = read_layout(source)
+    converted = dict(zip(labels, _convert_each(parts, labels, example_args), strict=True))
+    found = [find_leaves(source, layout, part) for part in parts]
+    places, owners = _places(layout, converted, found)
+    if root is not None:
+        _check_root(layout, places)
+    layers = [
+        _layer(name, converted[name], leaves, owners, _taker(inputs) if index == 0 else _one)
+        for index, (name, leaves) in enumerate(zip(labels, found, strict=True))
+    ]
+    params, buffers = _by_layer(places, *read_values(source, layout))
+    frozen = frozenset(f"{place.layer}/{place.name}" for place in places if place.leaf.frozen)
+    model = Sequential(layers, loss, init=(params, buffers), frozen=frozen)
+    return ConvertedSequential(model, params, buffers, layout, converted, places)
+
+
+def _parts(modules: Any, names: Sequence[str] | None) -> tuple[list[torch.nn.Module], list[str]]:
+    """The modules and a legal layer name for each."""
+    own: list[str] | None = None
+    if isinstance(modules, torch.nn.Sequential):
+        _refuse_own_forward(modules)
+        own = list(modules._modules)  # named_children() leaves out a module's second place
+    elif isinstance(modules, torch.nn.Module) and not isinstance(modules, torch.nn.ModuleList):
+        raise ConversionError(
+            f"sequential: expected a torch.nn.Sequential or a list of modules, got a"
+            f" {type(modules).__name__}, whose forward may do anything. Pass the modules that it"
+            " calls one after the other, or use tb.convert"
+        )
+    parts = list(modules)
+    for index, part in enumerate(parts):
+        if not isinstance(part, torch.nn.Module):
+            raise ConversionError(
+                f"sequential: item {index} is a {type(part).__name__}, expected a torch.nn.Module;"
+                " put functions into the forward of one"
+            )
+    if not parts:
+        raise ConversionError("sequential: expected at least one module, got none")
+    labels = list(names) if names is not None else own or [str(i) for i in range(len(parts))]
+    if len(labels) != len(parts):
+        raise ConversionError(
+            f"sequential: {len(labels)} names for {len(parts)} modules; expected one for each"
+        )
+    bad = [n for n in labels if not n or n == "loss" or "/" in n or (own is None and "." in n)]
+    if bad or len(set(labels)) < len(labels):
+        raise ConversionError(
+            f"sequential: layer names {labels}: expected different, non-empty names without '/'"
+            " and '.', none of them 'loss'; pass names=[...]"
+        )
+    return parts, labels
+
+
+def _refuse_own_forward(module: torch.nn.Sequential) -> None:
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    if type(module).forward is not torch.nn.Sequential.forward or hooks:
+        what = "forward hooks" if hooks else "a forward of its own"
+        raise ConversionError(
+            f"sequential: the {type(module).__name__} has {what}, which a chain of its children"
+            " would leave out; pass list(module) if that is what you want, or use tb.convert"
+        )
+
+
+def _container(
+    modules: Any, parts: Sequence[torch.nn.Module], labels: Sequence[str]
+) -> torch.nn.Module:
+    """What gives the leaves their names in a `state_dict`."""
+    if isinstance(modules, torch.nn.Sequential):
+        return modules
+    return torch.nn.Sequential(OrderedDict(zip(labels, parts, strict=True)))
+
+
+def _convert_each(
+    parts: Sequence[torch.nn.Module], labels: Sequence[str], example_args: tuple[Any, ...]
+) -> list[Converted]:
+    """Each module converted with what the one before it gives."""
+    args = torch_pytree.tree_map(_copied, example_args)
+    found: list[Converted] = []
+    for index, (part, label) in enumerate(zip(parts, labels, strict=True)):
+        where = f"module {label!r} ({type(part).__name__})"
+        try:
+            found.append(convert(part, *args))
+        except ConversionError as error:
+            raise ConversionError(f"{where}: {error}") from error
+        if index + 1 < len(parts):
+            args = (_evaluate(part, args, where),)
+    return found
+
+
+def _copied(leaf: Any) -> Any:
+    """Tensors that an in-place module may write to."""
+    is_array = isinstance(leaf, torch.Tensor | np.ndarray | jax.Array)
+    return to_torch(leaf) if is_array else leaf
+
+
+def _evaluate(module: torch.nn.Module, args: tuple[Any, ...], where: str) -> Any:
+    """A module's output in eval mode; the module is left as it was."""
+    modes = [(m, m.training) for m in module.modules()]
+    try:
+        with torch.no_grad():
+            return module.eval()(*args)
+    except Exception as error:
+        raise ConversionError(f"{where} cannot run on the example: {error}") from error
+    finally:
+        for m, training in modes:
+            m.training = training
+
+
+def _places(
+    layout: Layout, converted: Mapping[str, Converted], found: Sequence[Mapping[str, Leaf]]
+) -> tuple[tuple[Place, ...], dict[str, Place]]:
+    """Where every leaf is kept, and which layer owns each parameter.
+
+    A parameter is kept once, by the first layer that has it. A buffer that nobody updates is a
+    constant, of which every layer keeps a copy.
+    """
+    places: list[Place] = []
+    owners: dict[str, Place] = {}
+    keepers: dict[str, list[str]] = {}
+    for (label, one), leaves in zip(converted.items(), found, strict=True):
+        for name in itertools.chain(one.params, one.buffers):
+            place = Place(leaves[name], label, name)
+            if place.leaf.is_param != (name in one.params):
+                raise ConversionError(
+                    f"`{name}` of module {label!r} is a buffer that shares its memory with a"
+                    " parameter; make one of them a copy (.clone())"
+                )
+            if place.leaf.is_param and owners.setdefault(place.leaf.name, place) is not place:
+                continue
+            places.append(place)
+            keepers.setdefault(place.leaf.name, []).append(label)
+    for (label, one), leaves in zip(converted.items(), found, strict=True):
+        for name in _updated(one):
+            if len(keepers[leaves[name].name]) > 1:
+                raise ConversionError(
+                    f"module {label!r} updates the buffer `{name}`, which it shares with"
+                    f" {[k for k in keepers[leaves[name].name] if k != label]}; as layers they"
+                    " would each have their own. Give each module its own buffer, or put them into"
+                    " one module"
+                )
+    order = {leaf.name: index for index, leaf in enumerate(layout.leaves)}
+    return tuple(sorted(places, key=lambda place: order[place.leaf.name])), owners
+
+
+def _updated(converted: Converted) -> set[str]:
+    """Names of the buffers that a forward writes to."""
+    names = converted.layout.leaf_of()
+    return {names[n].name for mode in converted._modes.values() for n in mode.graph.mutations}
+
+
+def _check_root(layout: Layout, places: Sequence[Place]) -> None:
+    """Every leaf that a `state_dict` of the root has must be in the chain."""
+    placed = {place.leaf.name for place in places}
+    lost = [leaf.name for leaf in layout.leaves if leaf.persistent and leaf.name not in placed]
+    if lost:
+        raise ConversionError(
+            f"sequential: root has {lost[:10]}, which no module of the list holds; they would be"
+            " neither trained nor saved. Add the modules that use them, or leave root out"
+        )
+
+
+def _layer(
+    name: str,
+    converted: Converted,
+    leaves: Mapping[str, Leaf],
+    owners: Mapping[str, Place],
+    take: Callable[[Any], tuple[Any, ...]],
+) -> Layer:
+    reads: dict[str, str] = {}
+    for own in converted.params:
+        owner = owners[leaves[own].name]
+        if (owner.layer, owner.name) != (name, own):
+            reads[own] = f"{owner.layer}/{owner.name}"
+    stateful = bool(converted.buffers)
+
+    def apply(params: Any, x: Any, ctx: Context) -> Any:
+        state = ctx.buffers if stateful else {}
+        out, new = converted.apply(params, state, *take(x), rng=ctx.rng, train=ctx.train)
+        return (out, new) if stateful else out
+
+    # The initial values of all layers are given to the Sequential at once.
+    return Layer(name, None, apply, reads=reads, stateful=stateful)
+
+
+def _one(x: Any) -> tuple[Any]:
+    """What the later modules take: the output before them, as one argument."""
+    return (x,)
+
+
+def _taker(keys: str | Sequence[str] | None) -> Callable[[Any], tuple[Any, ...]]:
+    """What the first module takes: the batch, or parts of it."""
+    if keys is None:
+        return _one
+    wanted = [keys] if isinstance(keys, str) else list(keys)
+
+    def take(batch: Any) -> tuple[Any, ...]:
+        if not isinstance(batch, Mapping) or any(key not in batch for key in wanted):
+            kind = type(batch).__name__
+            have = f"has {list(batch)}" if isinstance(batch, Mapping) else f"is a {kind}"
+            raise ConversionError(
+                f"the first module takes {wanted} out of the batch, which {have}; say which"
+                " with tb.sequential(..., inputs=...)"
+            )
+        return tuple(batch[key] for key in wanted)
+
+    return take
+
+
+def _by_layer(places: Sequence[Place], params: Arrays, buffers: Arrays) -> tuple[Nested, Nested]:
+    nested: tuple[Nested, Nested] = ({}, {})
+    for place in places:
+        values, tree = (params, nested[0]) if place.leaf.is_param else (buffers, nested[1])
+        tree.setdefault(place.layer, {})[place.name] = values[place.leaf.name]
+    return nested
