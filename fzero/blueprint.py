@@ -9,17 +9,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fzero.compat import auto_mesh
 from fzero.errors import StateError
 from fzero.initial import initial_shapes as initial_shapes
 from fzero.model import Model
-from fzero.plan import DATA, REPLICA, Plan
+from fzero.pipeline.homes import Stages, cut_into_stages
+from fzero.plan import DATA, PIPE, REPLICA, Plan
 from fzero.precision import compute_dtype, initial_loss_scale
 from fzero.tree import PyTree, is_floating, named_leaves
 from fzero.zero.collectives import Group
-from fzero.zero.partition import map_splits, split_opt_state, split_params, stored_shapes
+from fzero.zero.partition import (
+    Home,
+    kept_shape,
+    map_splits,
+    split_opt_state,
+    split_params,
+    stored_shapes,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +42,9 @@ class Blueprint:
         plan: the plan.
         mesh: the devices.
         params: a `Split` for every parameter.
-        buffers: shapes of the buffers (always whole on every device).
+        buffers: shapes of the buffers as kept (whole on every device, or every device of the ranks
+            that use them).
+        stages: how the model is cut, in a pipeline.
     """
 
     model: Model
@@ -41,6 +53,28 @@ class Blueprint:
     mesh: Mesh
     params: PyTree
     buffers: PyTree
+    stages: Stages | None = None
+
+    def mesh_of(self, home: Home | None) -> Mesh:
+        """The devices of some ranks of a pipeline; those of one rank have axes as without one."""
+        if home is None or self.stages is None or len(home.ranks) == self.plan.pipe:
+            return self.mesh
+        if home.ranks not in self._meshes:
+            grid = self.mesh.devices[np.asarray(home.ranks)]
+            axes = self.mesh.axis_names
+            one = len(home.ranks) == 1
+            self._meshes[home.ranks] = auto_mesh(grid[0] if one else grid, axes[one:])
+        return self._meshes[home.ranks]
+
+    @cached_property
+    def _meshes(self) -> dict[tuple[int, ...], Mesh]:
+        return {}
+
+    def sharding(self, home: Home | None, spec: PartitionSpec) -> NamedSharding:
+        """The sharding of a leaf at a home, with a spec over the data axis."""
+        if home is not None and home.rows:
+            spec = PartitionSpec(PIPE, *spec[1:])
+        return NamedSharding(self.mesh_of(home), spec)
 
     @cached_property
     def group(self) -> Group:
@@ -76,27 +110,44 @@ class Blueprint:
 
     def shapes(self) -> dict[str, Any]:
         """Shapes, dtypes and shardings of every field of the state."""
-        plan, mesh = self.plan, self.mesh
+        plan, sharding = self.plan, self.sharding
         compute = None
         if plan.keeps_compute_copy:
             compute = stored_shapes(
-                self.params, mesh, plan.shards("compute"), lambda dtype: compute_dtype(plan, dtype)
+                self.params,
+                sharding,
+                plan.shards("compute"),
+                lambda dtype: compute_dtype(plan, dtype),
             )
         scale = jax.eval_shape(lambda: initial_loss_scale(plan))
         return {
             "step": self.replicated(jax.ShapeDtypeStruct((), jnp.int32)),
-            "params": stored_shapes(self.params, mesh, plan.shards("params")),
+            "params": stored_shapes(self.params, sharding, plan.shards("params")),
             "compute": compute,
-            "opt_state": stored_shapes(self.opt_state, mesh, plan.shards("opt_state")),
-            "buffers": jax.tree.map(self.replicated, self.buffers),
+            "opt_state": stored_shapes(self.opt_state, sharding, plan.shards("opt_state")),
+            "buffers": self._buffers(),
             "rng": self.replicated(jax.eval_shape(lambda: jax.random.key(0))),
             "loss_scale": jax.tree.map(self.replicated, scale),
+        }
+
+    def _buffers(self) -> PyTree:
+        if self.stages is None:
+            return jax.tree.map(self.replicated, self.buffers)
+        homes, whole = self.stages.homes, PartitionSpec()
+        return {
+            name: jax.tree.map(
+                lambda x, home=homes[name]: jax.ShapeDtypeStruct(
+                    x.shape, x.dtype, sharding=self.sharding(home, whole)
+                ),
+                tree,
+            )
+            for name, tree in self.buffers.items()
         }
 
     def constrain(self, split: Any, leaf: jax.Array, sharded: bool = True) -> jax.Array:
         """Asks the compiler to keep a logical leaf split (unevenly where it would be padded)."""
         spec = split.spec if sharded else PartitionSpec()
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec))
+        return jax.lax.with_sharding_constraint(leaf, self.sharding(split.home, spec))
 
 
 def blueprint(
@@ -125,5 +176,13 @@ def blueprint(
             f"init: frozen names {unknown}, which are no parameters; there are"
             f" {[path for path, _ in named_leaves(params)][:20]}"
         )
-    layout = split_params(model, params, plan, dict(mesh.shape)[DATA])
-    return Blueprint(model, tx, plan, mesh, layout, buffers)
+    if plan.pipe == 1:
+        layout = split_params(model, params, plan, dict(mesh.shape)[DATA])
+        return Blueprint(model, tx, plan, mesh, layout, buffers)
+    stages = cut_into_stages(model, plan)
+    layout = split_params(model, params, plan, dict(mesh.shape)[DATA], stages.homes)
+    kept = {
+        name: jax.tree.map(lambda x, home=stages.homes[name]: kept_shape(x, home), tree)
+        for name, tree in buffers.items()
+    }
+    return Blueprint(model, tx, plan, mesh, layout, kept, stages)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +15,21 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fzero import compat
-from fzero.errors import PlanError
+from fzero.errors import PlanError, ScheduleError
+from fzero.pipeline.actions import Schedule
+from fzero.pipeline.check import check
+from fzero.pipeline.names import schedule, stages_per_rank
 
 
-# Mesh axes, outermost first: replicas of a sharding group may sit on different hosts, the devices
-# of one group (`data`) are neighbours.
-REPLICA, DATA = "replica", "data"
+# Mesh axes, outermost first: stages of a pipeline and replicas of a sharding group may sit on
+# different hosts, the devices of one group (`data`) are neighbours.
+PIPE, REPLICA, DATA = "pipe", "replica", "data"
 AXES = (REPLICA, DATA)
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 REMATS = ("layer", "dots", "none")
 REDUCES = ("microbatch", "step")
+BACKENDS = ("mpmd", "spmd")
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,8 @@ class Plan:
         zero: ZeRO stage. 0 replicates everything; 1 shards the optimizer state (and the fp32
             master under mixed precision); 2 the gradients too; 3 the parameters too.
         data: devices in a sharding group (mesh axis `data`); `None` takes all that remain.
-        pipe: pipeline stages; only 1 until pipelines land.
+        pipe: pipeline ranks (mesh axis `pipe`). Each runs one stage, or several where the schedule
+            says so (`interleaved`, `zb_v`).
         replica: sharding groups (mesh axis `replica`). Above 1 this is hybrid sharding: state is
             sharded within a group and replicated across groups.
         microbatches: pieces a batch is cut into, one after the other on each device.
@@ -48,6 +55,12 @@ class Plan:
         reduce: when gradients are reduced. `microbatch`: after each one, so that only shards are
             accumulated, and all four stages add in the same order. `step`: once a step, from whole
             local sums; stages 0 and 1 only.
+        schedule: the order of the pipeline's work: a name (`fzero.pipeline.BUILDERS`) or a
+            `fzero.pipeline.Schedule` for `microbatches` microbatches on `pipe` ranks.
+        partition: where the chain is cut into stages, see `fzero.pipeline.partition`: `uniform`,
+            `parameters`, `type:REGEX`, or the number of layers of each stage.
+        pipe_backend: `mpmd` runs one program per stage and kind of action, asynchronously, on the
+            devices of one process; `spmd` runs the step as one program on any number of processes.
         prefetch: whether a `Stack`'s layers are gathered one ahead of their use and reduced one
             behind, with two gathered layers alive; otherwise each is gathered when it is used. The
             numbers are the same. `None`: where communication can run beside computation, which is
@@ -76,6 +89,9 @@ class Plan:
     remat: str = "layer"
     min_shard_bytes: int = 16 * 1024
     reduce: str = "microbatch"
+    schedule: str | Schedule = "1f1b"
+    partition: str | tuple[int, ...] = "uniform"
+    pipe_backend: str = "mpmd"
     prefetch: bool | None = None
     skip_nonfinite: bool = False
 
@@ -99,16 +115,61 @@ class Plan:
                 f"plan: clip_norm={self.clip_norm!r}: expected a positive number, or None for no"
                 " clipping"
             )
-        if self.pipe > 1:
+        _expect_choice("pipe_backend", self.pipe_backend, BACKENDS)
+        if not isinstance(self.partition, str):
+            object.__setattr__(self, "partition", tuple(self.partition))
+            for size in self.partition:
+                _expect_int("partition", size, 1)
+        self._check_schedule()
+        if self.pipe > 1 and self.reduce == "step":
             raise PlanError(
-                f"plan: pipe={self.pipe}: pipeline execution has not landed yet; use pipe=1 and"
-                " put the devices on the data axis"
+                "plan: reduce='step' keeps whole gradients of every stage until the last"
+                " microbatch; a pipeline reduces each: use reduce='microbatch'"
             )
         if self.reduce == "step" and self.zero >= 2:
             raise PlanError(
                 f"plan: reduce='step' keeps whole gradients on every device, which zero={self.zero}"
                 " promises not to do; use reduce='microbatch', or zero=0 or 1"
             )
+
+    def _check_schedule(self) -> None:
+        if not isinstance(self.schedule, str | Schedule):
+            raise PlanError(
+                f"plan: schedule={self.schedule!r}: expected a name or a fzero.pipeline.Schedule"
+            )
+        if self.pipe == 1:
+            return
+        try:
+            made = self.build_schedule()
+            check(made)
+        except ScheduleError as error:
+            raise PlanError(f"plan: schedule: {error}") from error
+        have = made.num_ranks, made.num_microbatches
+        if have != (self.pipe, self.microbatches):
+            raise PlanError(
+                f"plan: the schedule is for {have[0]} ranks and {have[1]} microbatches, the plan"
+                f" for pipe={self.pipe} and microbatches={self.microbatches}; make them agree"
+            )
+        if not any(action.kind == "B" or action.kind == "I" for action in made.actions):
+            raise PlanError(
+                "plan: the schedule has no backward actions; a plan needs a schedule that trains"
+                " (evaluation runs its forwards alone)"
+            )
+
+    def build_schedule(self) -> Schedule:
+        """The pipeline's schedule, built where the plan has only a name.
+
+        Raises:
+            ScheduleError: there is no schedule of that name and these sizes.
+
+        Example:
+            >>> Plan(pipe=4, microbatches=8, schedule="interleaved").build_schedule()
+            Schedule(num_ranks=4, num_stages=8, num_microbatches=8)
+        """
+        if isinstance(self.schedule, Schedule):
+            return self.schedule
+        stages = self.pipe * stages_per_rank(self.schedule)
+        return schedule(self.schedule, stages=stages, microbatches=self.microbatches)
 
     def sizes(self, num_devices: int) -> dict[str, int]:
         """Mesh axis sizes on `num_devices` devices; needs no device.
@@ -121,33 +182,40 @@ class Plan:
             >>> Plan(replica=2).sizes(8)
             {'replica': 2, 'data': 4}
         """
+        groups = self.pipe * self.replica
+        axes = {PIPE: self.pipe} if self.pipe > 1 else {}
         if self.data is not None:
-            wanted = self.replica * self.data
+            wanted = groups * self.data
             if wanted > num_devices:
+                pipe = f"pipe={self.pipe} x " if self.pipe > 1 else ""
                 raise PlanError(
-                    f"plan: replica={self.replica} x data={self.data} needs {wanted} devices, but"
-                    f" there are {num_devices}; lower one of them, or start more devices (on CPU:"
-                    f" jax.config.update('jax_num_cpu_devices', {wanted}) before the first use)"
+                    f"plan: {pipe}replica={self.replica} x data={self.data} needs {wanted} devices,"
+                    f" but there are {num_devices}; lower one of them, or start more devices (on"
+                    f" CPU: jax.config.update('jax_num_cpu_devices', {wanted}) before the first"
+                    " use)"
                 )
-            return {REPLICA: self.replica, DATA: self.data}
-        if num_devices % self.replica:
+            return {**axes, REPLICA: self.replica, DATA: self.data}
+        if num_devices % groups:
+            pipe = f"pipe={self.pipe} x " if self.pipe > 1 else ""
             raise PlanError(
-                f"plan: {num_devices} devices cannot be split into replica={self.replica} equal"
-                f" groups; choose a divisor of {num_devices} or set data explicitly"
+                f"plan: {num_devices} devices cannot be split into {pipe}replica={self.replica}"
+                f" equal groups; choose a divisor of {num_devices} or set data explicitly"
             )
-        return {REPLICA: self.replica, DATA: num_devices // self.replica}
+        return {**axes, REPLICA: self.replica, DATA: num_devices // groups}
 
     def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
-        """The device mesh, axes `(replica, data)`, over the first devices given (default: all).
+        """The device mesh over the first devices given (default: all).
+
+        Axes are `(replica, data)`, with `pipe` before them in a pipeline.
 
         Raises:
             PlanError: there are too few devices.
         """
         have = list(jax.devices() if devices is None else devices)
         sizes = self.sizes(len(have))
-        count = sizes[REPLICA] * sizes[DATA]
-        grid = np.asarray(have[:count], dtype=object).reshape(sizes[REPLICA], sizes[DATA])
-        return compat.auto_mesh(grid, AXES)
+        shape = tuple(sizes.values())
+        grid = np.asarray(have[: math.prod(shape)], dtype=object).reshape(shape)
+        return compat.auto_mesh(grid, tuple(sizes))
 
     @property
     def mixed(self) -> bool:
@@ -175,7 +243,12 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as a JSON-able dict."""
-        return dataclasses.asdict(self)
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if isinstance(self.schedule, Schedule):
+            values["schedule"] = json.loads(self.schedule.to_json())
+        if isinstance(self.partition, tuple):
+            values["partition"] = list(self.partition)
+        return values
 
     @classmethod
     def from_json(cls, data: dict[str, Any] | str) -> Plan:
@@ -192,6 +265,12 @@ class Plan:
         unknown = sorted(set(values) - known)
         if unknown:
             raise PlanError(f"plan: unknown keys {unknown}; known are {sorted(known)}")
+        if isinstance(values.get("schedule"), dict):
+            try:
+                text = io.StringIO(json.dumps(values["schedule"]))
+                values["schedule"] = Schedule.from_json(text)
+            except ScheduleError as error:
+                raise PlanError(f"plan: schedule: {error}") from error
         return cls(**values)
 
     def replace(self, **changes: Any) -> Plan:

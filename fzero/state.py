@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,14 @@ from jax.sharding import NamedSharding
 
 from fzero.blueprint import Blueprint, blueprint, initial_shapes
 from fzero.compat import is_key
-from fzero.errors import StateConsumedError, StateError
+from fzero.errors import PlanError, StateConsumedError, StateError
 from fzero.model import Model
-from fzero.plan import Plan
+from fzero.pipeline.homes import cut_into_stages
+from fzero.places import placed_with_key
+from fzero.plan import PIPE, Plan
 from fzero.precision import LossScale, cast_param, initial_loss_scale
-from fzero.tree import PyTree, aliased_leaves, named_leaves
-from fzero.zero.partition import Split, map_splits
+from fzero.tree import PyTree, aliased_leaves, key_name, named_leaves, path_name
+from fzero.zero.partition import Home, Split, map_splits
 
 
 @jax.tree_util.register_dataclass
@@ -110,23 +112,42 @@ def init(
     blue = blueprint(model, tx, plan, devices)
     key = rng if isinstance(rng, jax.Array) and is_key(rng) else jax.random.key(rng)
     if callable(model.init):
-        return TrainState(**_birth(blue)(key))
-
-    shapes = blue.shapes()
-    shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
-    given, buffers = model.init
-    fields = {
-        "params": map_splits(_copy_in, blue.params, given, shapes["params"]),
-        "buffers": jax.tree.map(lambda x, to: _copy_shards(np.asarray(x), to), buffers,
-                                shapes["buffers"]),
-    }  # fmt: skip
-
-    def derived(params: PyTree, key: jax.Array) -> dict[str, Any]:
-        return _derived(blue, logical_view(blue, "params", params), key)
-
-    rest = {name: shardings[name] for name in shardings if name not in fields}
-    fields |= jax.jit(derived, out_shardings=rest)(fields["params"], key)
+        fields = _compiled(blue, _born(blue), key)(key)
+    else:
+        params, buffers = _copied(blue, *model.init)
+        fields = _compiled(blue, lambda p, key: _derived(blue, p, key), params, key)(params, key)
+        fields |= {"params": params, "buffers": buffers}
     return TrainState(**fields)
+
+
+def _compiled(blue: Blueprint, function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """A function of the key and placed leaves that gives fields of the state, compiled."""
+    shapes = blue.shapes()
+
+    def shardings(out: dict[str, Any]) -> dict[str, Any]:
+        return {n: jax.tree.map(lambda to: to.sharding, shapes[n]) for n in out}
+
+    if blue.stages is None:
+        out = shardings(jax.eval_shape(function, *args))
+        return jax.jit(function, out_shardings=out)
+    return placed_with_key(function, args, shardings, blue.mesh)
+
+
+def _copied(blue: Blueprint, params: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree]:
+    shapes = blue.shapes()
+    kept = map_splits(
+        lambda split, leaf, to: _copy_in(split.home, leaf, to), blue.params, params,
+        shapes["params"],
+    )  # fmt: skip
+    if blue.stages is None:
+        return kept, jax.tree.map(lambda x, to: _copy_in(None, x, to), buffers, shapes["buffers"])
+    homes = blue.stages.homes
+    return kept, {
+        name: jax.tree.map(
+            lambda x, to, home=homes[name]: _copy_in(home, x, to), tree, shapes["buffers"][name]
+        )
+        for name, tree in buffers.items()
+    }
 
 
 def lower_init(
@@ -140,19 +161,35 @@ def lower_init(
 
     For reading its memory before it runs. Args and Raises as for `init`.
     """
-    return _birth(blueprint(model, tx, plan, devices)).lower(jax.random.key(0))
+    blue = blueprint(model, tx, plan, devices)
+    if blue.stages is not None:
+        raise PlanError("lower_init: a pipeline's state is made by several programs; use pipe=1")
+    key = jax.random.key(0)
+    return _compiled(blue, _born(blue), key).lower(key)  # type: ignore[attr-defined]
 
 
-def _birth(blue: Blueprint) -> Any:
+def _born(blue: Blueprint) -> Callable[[jax.Array], dict[str, Any]]:
     make = blue.model.init
     assert callable(make)
 
     def born(key: jax.Array) -> dict[str, Any]:
         params, buffers = make(key)
+        params, buffers = _arranged(blue, params, buffers)
         kept = {"params": _store(blue, "params", params), "buffers": buffers}
         return kept | _derived(blue, params, key)
 
-    return jax.jit(born, out_shardings=jax.tree.map(lambda to: to.sharding, blue.shapes()))
+    return born
+
+
+def _arranged(blue: Blueprint, params: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree]:
+    """A model's leaves with the layers of cut stacks in the rows where they are kept."""
+    if blue.stages is None:
+        return params, buffers
+    homes = blue.stages.homes
+    return tuple(
+        {name: jax.tree.map(homes[name].arrange, tree) for name, tree in part.items()}
+        for part in (params, buffers)
+    )  # type: ignore[return-value]
 
 
 def abstract_state(
@@ -217,15 +254,18 @@ def replan(
             same_padding = (a.pad if was else 0) == (b.pad if now else 0) and a.dim == b.dim
             if not same_padding:
                 leaf = a.logical(leaf) if was else leaf
+            leaf = _rearranged(a.home, b.home, leaf)
+            if not same_padding:
                 leaf = b.store(leaf) if now else leaf
             return _place(leaf, to.sharding)
 
         fields[name] = map_splits(move, before, after, getattr(state, name), shapes[name])
-    for name in ("step", "buffers", "rng"):
+    fields["buffers"] = _replanned_buffers(state, old, new, shapes["buffers"])
+    for name in ("step", "rng"):
         fields[name] = jax.tree.map(
             lambda leaf, to: _place(leaf, to.sharding), getattr(state, name), shapes[name]
         )
-    fields["compute"] = _replanned_compute(state, new, fields["params"], shapes)
+    fields["compute"] = _replanned_compute(state, old, new, fields["params"], shapes)
     scale = state.loss_scale
     if new_plan.skips and (scale is None or old_plan.precision != new_plan.precision):
         fresh = initial_loss_scale(new_plan)
@@ -243,20 +283,42 @@ def replan(
     return TrainState(**fields)
 
 
-def _replanned_compute(state: TrainState, new: Blueprint, params: PyTree, shapes: Any) -> PyTree:
+def _rearranged(old: Home | None, new: Home | None, leaf: jax.Array) -> jax.Array:
+    """A kept leaf with the layers of its stack in another plan's rows."""
+    before, after = (() if home is None else home.rows for home in (old, new))
+    if before == after:
+        return leaf
+    layers = leaf if old is None else old.restore(leaf)
+    return layers if new is None else new.arrange(layers)
+
+
+def _replanned_buffers(state: TrainState, old: Blueprint, new: Blueprint, shapes: PyTree) -> PyTree:
+    def home(blue: Blueprint, path: Any) -> Home | None:
+        return None if blue.stages is None else blue.stages.homes[key_name(path[0])]
+
+    def move(path: Any, leaf: jax.Array, to: Any) -> jax.Array:
+        return _place(_rearranged(home(old, path), home(new, path), leaf), to.sharding)
+
+    return jax.tree_util.tree_map_with_path(move, state.buffers, shapes)
+
+
+def _replanned_compute(
+    state: TrainState, old: Blueprint, new: Blueprint, params: PyTree, shapes: Any
+) -> PyTree:
     if not new.plan.keeps_compute_copy:
         return None
     if state.compute is not None:
         dtypes = {leaf.dtype for leaf in jax.tree.leaves(state.compute)}
         if dtypes == {leaf.dtype for leaf in jax.tree.leaves(shapes["compute"])}:
-            return jax.tree.map(
-                lambda leaf, to: _place(leaf, to.sharding), state.compute, shapes["compute"]
-            )
-    cast = jax.jit(
-        lambda p: _cast(new, logical_view(new, "params", p)),
-        out_shardings=jax.tree.map(lambda to: to.sharding, shapes["compute"]),
-    )
-    return cast(params)
+            return map_splits(
+                lambda a, b, leaf, to: _place(_rearranged(a.home, b.home, leaf), to.sharding),
+                old.params, new.params, state.compute, shapes["compute"],
+            )  # fmt: skip
+
+    def cast(params: PyTree) -> dict[str, PyTree]:
+        return {"compute": _cast(new, logical_view(new, "params", params))}
+
+    return _compiled(new, cast, params)(params)["compute"]
 
 
 def _cast(blue: Blueprint, params: PyTree) -> PyTree:
@@ -293,30 +355,45 @@ def logical_view(blue: Blueprint, name: str, stored: PyTree) -> PyTree:
     return map_splits(view, getattr(blue, name), stored)
 
 
-def logical(model: Model, state: TrainState) -> PyTree:
+def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree:
     """The parameters in their own shapes, without the padding of sharded leaves.
 
     Args:
         model: the state's model.
         state: the state.
+        plan: its plan; needed in a pipeline, to put the layers of cut stacks in order.
 
     Returns:
         A params tree; leaves without padding are the state's own arrays.
 
     Raises:
         StateConsumedError: the state was given to a step.
+        StateError: the state is a pipeline's and no plan was given.
     """
     require_alive(state, "logical")
     shapes, _ = initial_shapes(model)
-    return jax.tree.map(
-        lambda leaf, to: leaf if leaf.shape == to.shape else leaf[tuple(map(slice, to.shape))],
-        state.params,
-        shapes,
-    )
+    homes = None
+    if plan is not None and plan.pipe > 1:
+        homes = cut_into_stages(model, plan).homes
+
+    def own(path: Any, leaf: jax.Array, to: Any) -> jax.Array:
+        home = homes[key_name(path[0])] if homes else None
+        if home is None and PIPE in getattr(leaf.sharding, "spec", ()):
+            raise StateError(
+                f"logical: the layers of {path_name(path)} are spread over the ranks of a pipeline:"
+                " pass the state's plan as well, or bring the state to one rank with"
+                " fz.replan(state, model, tx, plan, plan.replace(pipe=1))"
+            )
+        leaf = leaf if home is None else home.restore(leaf)
+        return leaf if leaf.shape == to.shape else leaf[tuple(map(slice, to.shape))]
+
+    return jax.tree_util.tree_map_with_path(own, state.params, shapes)
 
 
-def _copy_in(split: Split, leaf: Any, to: jax.ShapeDtypeStruct) -> jax.Array:
+def _copy_in(home: Home | None, leaf: Any, to: jax.ShapeDtypeStruct) -> jax.Array:
     host = np.asarray(leaf)
+    if home is not None:
+        host = np.asarray(home.arrange(host))
     if host.shape != to.shape:
         widths = [(0, new - old) for old, new in zip(host.shape, to.shape, strict=True)]
         host = np.pad(host, widths)

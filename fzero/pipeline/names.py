@@ -53,6 +53,32 @@ BUILDERS: Mapping[str, Builder] = {
 _DEFAULT_CHUNKS = {"interleaved": 2, "looped_bfs": 2, "inference": 1}
 
 
+def stages_per_rank(name: str) -> int:
+    """Stages that one rank holds when nobody says how many.
+
+    Args:
+        name: one of `BUILDERS`.
+
+    Returns:
+        1, or 2 for the V-shaped schedules, `interleaved` and `looped_bfs`.
+
+    Raises:
+        ScheduleError: the name is not known.
+    """
+    fixed = _builder(name).chunks
+    return fixed if fixed is not None else _DEFAULT_CHUNKS[name]
+
+
+def _builder(name: str) -> Builder:
+    builder = BUILDERS.get(name)
+    if builder is None:
+        raise ScheduleError(
+            f"schedule: expected one of {', '.join(BUILDERS)}, got {name!r}; "
+            f"Schedule.from_csv reads any other from a file"
+        )
+    return builder
+
+
 def schedule(name: str, *, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """Builds a schedule by name.
 
@@ -75,12 +101,7 @@ def schedule(name: str, *, stages: int, microbatches: int, chunks: int | None = 
         >>> schedule("zb_v", stages=8, microbatches=8)
         Schedule(num_ranks=4, num_stages=8, num_microbatches=8)
     """
-    builder = BUILDERS.get(name)
-    if builder is None:
-        raise ScheduleError(
-            f"schedule: expected one of {', '.join(BUILDERS)}, got {name!r}; "
-            f"Schedule.from_csv reads any other from a file"
-        )
+    builder = _builder(name)
     fixed = builder.chunks
     if fixed is not None and chunks not in (None, fixed):
         raise ScheduleError(
@@ -88,5 +109,5 @@ def schedule(name: str, *, stages: int, microbatches: int, chunks: int | None = 
             f"chunks out, or take interleaved or looped_bfs"
         )
     if chunks is None:
-        chunks = fixed if fixed is not None else _DEFAULT_CHUNKS[name]
+        chunks = stages_per_rank(name)
     return builder.build(stages, microbatches, chunks)

@@ -16,14 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
 
-from fzero import compat
+from fzero.jaxprs import Program, Var
 from fzero.tree import PyTree
-
-
-# Calls whose body may be replayed in place; differentiation is over when a program is replayed.
-_CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"))
 
 
 def gather_at_use(
@@ -49,7 +44,8 @@ def gather_at_use(
         What the function returns, its gradients finished.
     """
     closed, out = jax.make_jaxpr(function, return_shape=True)(list(shapes))
-    replay = _Replay(_flatten(closed.jaxpr), list(closed.consts), shards, gather, needs_gather)
+    program = Program(closed.jaxpr, closed.consts)
+    replay = _Replay(program, shards, gather, needs_gather)
     return jax.tree.unflatten(jax.tree.structure(out), replay.run(finish, len(shards)))
 
 
@@ -58,65 +54,10 @@ def gather_at_use(
 _LOOK_AHEAD = 200
 
 
-class _Var:
-    """A value of the flattened program (jaxpr variables repeat when a call is inlined twice)."""
-
-    __slots__ = ()
-
-
-class _Program:
-    """A jaxpr with its calls inlined: equations over `_Var`s and constants."""
-
-    def __init__(self) -> None:
-        self.consts: list[_Var] = []
-        self.inputs: list[_Var] = []
-        # (equation or None for a barrier, operands, results)
-        self.steps: list[tuple[Any, list[Any], list[_Var]]] = []
-        self.outputs: list[Any] = []
-
-
-def _flatten(jaxpr: Any) -> _Program:
-    program = _Program()
-    env: dict[Any, Any] = {}
-    for variables, made in ((jaxpr.constvars, program.consts), (jaxpr.invars, program.inputs)):
-        for variable in variables:
-            env[variable] = _Var()
-            made.append(env[variable])
-    _inline(program, jaxpr, env)
-    program.outputs = [_operand(env, atom) for atom in jaxpr.outvars]
-    return program
-
-
-def _operand(env: dict[Any, Any], atom: Any) -> Any:
-    return atom.val if isinstance(atom, core.Literal) else env[atom]
-
-
-def _inline(program: _Program, jaxpr: Any, env: dict[Any, Any]) -> None:
-    for equation in jaxpr.eqns:
-        operands = [_operand(env, atom) for atom in equation.invars]
-        body = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
-        if equation.primitive.name not in _CALLS or body is None:
-            results = [_Var() for _ in equation.outvars]
-            program.steps.append((equation, operands, results))
-            env.update(zip(equation.outvars, results, strict=True))
-            continue
-        if equation.params.get("prevent_cse"):
-            fenced: list[_Var] = [_Var() for _ in operands]
-            program.steps.append((None, operands, fenced))
-            operands = list(fenced)
-        consts = list(getattr(body, "consts", ()))
-        inner = getattr(body, "jaxpr", body)
-        scope: dict[Any, Any] = dict(zip(inner.constvars, consts, strict=True))
-        scope.update(zip(inner.invars, operands, strict=True))
-        _inline(program, inner, scope)
-        env.update(zip(equation.outvars, [_operand(scope, a) for a in inner.outvars], strict=True))
-
-
 class _Replay:
     def __init__(
         self,
-        program: _Program,
-        consts: list[Any],
+        program: Program,
         shards: Sequence[jax.Array],
         gather: Callable[[int, jax.Array], jax.Array],
         needs_gather: Sequence[bool],
@@ -125,26 +66,25 @@ class _Replay:
         self.gather = gather
         self.weights = {var: i for i, var in enumerate(program.inputs)}
         self.shards = list(shards)
-        self.env: dict[_Var, Any] = dict(zip(program.consts, consts, strict=True))
+        self.env: dict[Var, Any] = dict(program.consts)
         for var, i in self.weights.items():
             if not needs_gather[i]:
                 self.env[var] = gather(i, shards[i])
         self.last_use = self._last_uses()
-        self.live: list[_Var] = []  # computed values, oldest first
+        self.live: list[Var] = []  # computed values, oldest first
 
-    def _last_uses(self) -> dict[_Var, int]:
-        uses: dict[_Var, int] = {}
-        for index, (_, operands, _) in enumerate(self.program.steps):
-            uses.update({x: index for x in operands if isinstance(x, _Var)})
+    def _last_uses(self) -> dict[Var, int]:
+        uses: dict[Var, int] = {}
+        for index, step in enumerate(self.program.steps):
+            uses.update(dict.fromkeys(step.reads(), index))
         return uses
 
-    def _first_uses(self) -> list[tuple[int, list[_Var]]]:
+    def _first_uses(self) -> list[tuple[int, list[Var]]]:
         """In program order: at which step which weights are first needed."""
-        seen: set[_Var] = set(self.env)
-        points: list[tuple[int, list[_Var]]] = []
-        for index, (_, operands, _) in enumerate(self.program.steps):
-            new = [x for x in dict.fromkeys(filter(_is_var, operands))
-                   if x in self.weights and x not in seen]  # fmt: skip
+        seen: set[Var] = set(self.env)
+        points: list[tuple[int, list[Var]]] = []
+        for index, step in enumerate(self.program.steps):
+            new = [x for x in dict.fromkeys(step.reads()) if x in self.weights and x not in seen]
             if new:
                 seen.update(new)
                 points.append((index, new))
@@ -161,13 +101,13 @@ class _Replay:
         behind: int | None = None
         if points:
             self._fetch(points[0][1])
-        for index, (equation, operands, results) in enumerate(self.program.steps):
+        for index, step in enumerate(self.program.steps):
             if index in following:
                 self._fetch(following[index], self._anchor(index))
-            values = [self._read(x) for x in operands]
-            self.env.update(zip(results, self._bind(equation, values), strict=True))
-            self.live.extend(results)
-            for var in results:
+            values = step.run([self._read(x) for x in step.operands])
+            self.env.update(zip(step.results, values, strict=True))
+            self.live.extend(step.results)
+            for var in step.results:
                 if finish and var in gradients:
                     self._tie(var, self._anchor(index + 1), done, behind)
                     behind = gradients[var]
@@ -178,20 +118,20 @@ class _Replay:
                 done[i] = finish(i, value) if finish and i < num_weights else value
         return [done[i] for i in range(len(outputs))]
 
-    def _anchor(self, index: int) -> _Var | None:
+    def _anchor(self, index: int) -> Var | None:
         """A computed value that step `index` or a later one reads: the next to meet a weight."""
         self.live = [var for var in self.live if index <= self.last_use.get(var, -1)]
         live = set(self.live)
-        for _, operands, _ in self.program.steps[index : index + _LOOK_AHEAD]:
-            if any(_is_var(x) and x in self.weights for x in operands):
-                found = [x for x in operands if _is_var(x) and x in live]
+        for step in self.program.steps[index : index + _LOOK_AHEAD]:
+            reads = list(step.reads())
+            if any(x in self.weights for x in reads):
+                found = [x for x in reads if x in live]
                 if found:
-                    anchor: _Var = found[0]
-                    return anchor
+                    return found[0]
         return self.live[-1] if self.live else None
 
     def _tie(
-        self, gradient: _Var, anchor: _Var | None, done: dict[int, Any], behind: int | None
+        self, gradient: Var, anchor: Var | None, done: dict[int, Any], behind: int | None
     ) -> None:
         """Makes what is computed next wait for a gradient and the reduction of the one before."""
         if anchor is None:
@@ -202,7 +142,7 @@ class _Replay:
         if behind is not None:
             done[behind] = reduced
 
-    def _fetch(self, weights: list[_Var], anchor: _Var | None = None) -> None:
+    def _fetch(self, weights: list[Var], anchor: Var | None = None) -> None:
         """Gathers weights, not before the anchor exists and not after it is used again."""
         shards = [self.shards[self.weights[var]] for var in weights]
         if anchor is not None:
@@ -211,14 +151,8 @@ class _Replay:
             self.env[var] = self.gather(self.weights[var], shard)
 
     def _read(self, operand: Any) -> Any:
-        return self.env[operand] if isinstance(operand, _Var) else operand
-
-    @staticmethod
-    def _bind(equation: Any, values: list[Any]) -> list[Any]:
-        if equation is None:
-            return list(jax.lax.optimization_barrier(values))
-        return compat.run_equation(equation, values)
+        return self.env[operand] if isinstance(operand, Var) else operand
 
 
 def _is_var(operand: Any) -> bool:
-    return isinstance(operand, _Var)
+    return isinstance(operand, Var)

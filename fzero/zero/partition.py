@@ -7,13 +7,15 @@ which state classes are *kept* in it between steps.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.model import Model, Stack
 from fzero.plan import DATA, Plan
@@ -22,17 +24,61 @@ from fzero.tree import PyTree, key_name, path_name
 
 
 @dataclass(frozen=True)
+class Home:
+    """Which ranks of a pipeline hold a leaf.
+
+    Args:
+        ranks: the ranks; several where a stack is cut, or where all hold a small leaf.
+        rows: the layers of a cut stack in the order of dim 0, rank after rank, every rank with
+            equally many: -1 fills up where one has fewer. Empty for leaves that are not cut.
+    """
+
+    ranks: tuple[int, ...]
+    rows: tuple[int, ...] = ()
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Rows of dim 0 that each rank holds."""
+        return len(self.rows) // len(self.ranks)
+
+    def arrange(self, leaf: Any) -> Any:
+        """A stack's leaf, layers in order, as it is kept. Filling is zero."""
+        if not self.rows or self.rows == tuple(range(len(self.rows))):
+            return leaf
+        rows = np.asarray(self.rows)
+        taken = leaf[np.maximum(rows, 0)]
+        if rows.min() >= 0:
+            return taken
+        own = (rows >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
+        return jnp.where(own, taken, jnp.zeros((), leaf.dtype))
+
+    def restore(self, leaf: Any) -> Any:
+        """A kept leaf with its layers in order."""
+        if not self.rows or self.rows == tuple(range(len(self.rows))):
+            return leaf
+        return leaf[self.order]
+
+    @property
+    def order(self) -> np.ndarray[Any, Any]:
+        """The row of each layer."""
+        rows = np.asarray(self.rows)
+        order = np.argsort(rows, kind="stable")
+        return order[np.sort(rows) >= 0]
+
+
+@dataclass(frozen=True)
 class Split:
     """How one leaf is cut over the data axis.
 
     Args:
         path: the leaf's path, such as `blocks/attn/w`.
-        shape: logical shape; what the model and the optimizer see.
+        shape: logical shape; what the optimizer sees, and the model but for `home.rows`.
         dtype: dtype of the kept (master) leaf.
         dim: the dim that is split, or `None` for a whole leaf.
         pad: zeros at the end of `dim` in a stored shard, so that it divides.
         stacked: whether dim 0 counts the layers of a `Stack`.
         reason: why, in words.
+        home: the ranks that hold it, in a pipeline.
     """
 
     path: str
@@ -42,6 +88,7 @@ class Split:
     pad: int
     stacked: bool
     reason: str
+    home: Home | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -118,15 +165,34 @@ def stacked_names(model: Model) -> frozenset[str]:
     return frozenset(layer.name for layer in model.layers if isinstance(layer, Stack))
 
 
-def split_params(model: Model, shapes: PyTree, plan: Plan, parts: int) -> PyTree:
-    """The layout of a params tree: a `Split` for every leaf."""
+def split_params(
+    model: Model, shapes: PyTree, plan: Plan, parts: int, homes: Mapping[str, Home] | None = None
+) -> PyTree:
+    """The layout of a params tree: a `Split` for every leaf.
+
+    Args:
+        model: the model.
+        shapes: its parameters' shapes.
+        plan: the plan.
+        parts: devices on the data axis.
+        homes: in a pipeline, the home of each link's leaves.
+    """
     stacks = stacked_names(model)
 
     def split(path: tuple[Any, ...], leaf: Any) -> Split:
-        stacked = bool(path) and key_name(path[0]) in stacks
-        return split_leaf(path_name(path), leaf, parts, plan, stacked)
+        name = key_name(path[0]) if path else ""
+        home = None if homes is None else homes[name]
+        split = split_leaf(path_name(path), kept_shape(leaf, home), parts, plan, name in stacks)
+        return dataclasses.replace(split, home=home)
 
     return jax.tree_util.tree_map_with_path(split, shapes)
+
+
+def kept_shape(leaf: Any, home: Home | None) -> Any:
+    """A leaf's shape with a cut stack's rows instead of its layers."""
+    if home is None or not home.rows:
+        return leaf
+    return jax.ShapeDtypeStruct((len(home.rows), *leaf.shape[1:]), leaf.dtype)
 
 
 def split_opt_state(shapes: PyTree, params: PyTree, plan: Plan, parts: int) -> PyTree:
@@ -137,18 +203,30 @@ def split_opt_state(shapes: PyTree, params: PyTree, plan: Plan, parts: int) -> P
     cut by its own shape.
     """
     by_path = {split.path: split for split in jax.tree.leaves(params, is_leaf=is_split)}
+    ranks = {rank for split in by_path.values() if split.home for rank in split.home.ranks}
+    everywhere = Home(tuple(sorted(ranks))) if ranks else None
 
     def split(path: tuple[Any, ...], leaf: Any) -> Split:
         name = path_name(path)
         steps = name.split("/")
-        for start in range(len(steps)):
-            mirrored = by_path.get("/".join(steps[start:]))
-            if mirrored is not None and mirrored.shape == tuple(leaf.shape):
-                return Split(
-                    name, mirrored.shape, np.dtype(leaf.dtype), mirrored.dim, mirrored.pad,
-                    mirrored.stacked, f"as {mirrored.path}",
-                )  # fmt: skip
-        return split_leaf(name, leaf, parts, plan)
+        shape = tuple(leaf.shape)
+        found = (by_path.get("/".join(steps[start:])) for start in range(len(steps)))
+        owner = next((split for split in found if split is not None), None)
+        if owner is not None and owner.shape == shape:
+            return dataclasses.replace(
+                owner, path=name, dtype=np.dtype(leaf.dtype), reason=f"as {owner.path}"
+            )
+        own = split_leaf(name, leaf, parts, plan)
+        if everywhere is None:
+            return own
+        if owner is None or (own.dim is None and not shape):
+            return dataclasses.replace(own, home=everywhere)
+        assert owner.home is not None
+        if owner.home.rows and (not shape or shape[0] != owner.shape[0]):
+            return dataclasses.replace(own, home=Home(owner.home.ranks))
+        if owner.home.rows and own.dim == 0:
+            own = split_leaf(name, leaf, parts, plan, stacked=True)
+        return dataclasses.replace(own, home=owner.home)
 
     return jax.tree_util.tree_map_with_path(split, shapes)
 
@@ -168,15 +246,26 @@ def map_splits(function: Any, layout: PyTree, *trees: PyTree) -> PyTree:
     return jax.tree.map(function, layout, *trees, is_leaf=is_split)
 
 
-def stored_shapes(layout: PyTree, mesh: Mesh, sharded: bool, dtype: Any = None) -> PyTree:
-    """`ShapeDtypeStruct`s with shardings for leaves as they are kept between steps."""
+def stored_shapes(
+    layout: PyTree,
+    sharding: Callable[[Home | None, PartitionSpec], NamedSharding],
+    sharded: bool,
+    dtype: Any = None,
+) -> PyTree:
+    """`ShapeDtypeStruct`s with shardings for leaves as they are kept between steps.
+
+    Args:
+        layout: a `Split` per leaf.
+        sharding: the sharding at a home with a spec over the data axis.
+        sharded: whether the leaves are kept sharded over the data axis.
+        dtype: maps the dtype of a split to that of the leaf.
+    """
 
     def stored(split: Split) -> jax.ShapeDtypeStruct:
-        spec = split.spec if sharded else PartitionSpec()
         return jax.ShapeDtypeStruct(
             split.stored_shape if sharded else split.shape,
             split.dtype if dtype is None else dtype(split.dtype),
-            sharding=NamedSharding(mesh, spec),
+            sharding=sharding(split.home, split.spec if sharded else PartitionSpec()),
         )
 
     return map_splits(stored, layout)

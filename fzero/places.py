@@ -1,0 +1,300 @@
+"""Runs one pure function on arrays that live on different devices.
+
+A compiled program has one set of devices. The leaves of a pipeline's state have several: each
+lives with the stage that uses it. Here a function of all of them (an optimizer's update, say) is
+traced once, and its steps are divided: each runs where its operands are. What is computed from
+small replicated values alone runs wherever it is needed. Only small values, such as the sums behind
+a global norm, move between places; an operation that would need large arrays of two places is
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fzero.compat import is_key
+from fzero.errors import StateError
+from fzero.jaxprs import Program, Step, Var
+from fzero.tree import PyTree
+
+
+# Values of up to so many elements may move between places.
+SMALL = 4096
+
+Place = tuple[Any, ...]  # the devices, in mesh order
+
+
+def place_of(sharding: NamedSharding) -> Place:
+    """The devices of a sharding."""
+    return tuple(sharding.mesh.devices.flat)
+
+
+def view(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """A replicated array as seen by some of its devices, or a piece that they hold; no copy."""
+    have = {shard.device: shard.data for shard in leaf.addressable_shards}
+    local = [have[device] for device in sharding.addressable_devices]
+    shape = list(local[0].shape)
+    # `local` has the shape of one shard: undo the division by what splits it within the place.
+    for dim, axes in enumerate(sharding.spec):
+        for axis in (axes,) if isinstance(axes, str) else (axes or ()):
+            shape[dim] *= sharding.mesh.shape[axis]
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, local)
+
+
+@dataclass
+class _Part:
+    """What one place computes at once.
+
+    Args:
+        mesh: the place.
+        steps: the operations, in order.
+        reads: values from outside.
+        gives: values needed elsewhere, later or by the caller.
+    """
+
+    mesh: Mesh
+    steps: list[Step] = field(default_factory=list)
+    reads: list[Var] = field(default_factory=list)
+    gives: list[Var] = field(default_factory=list)
+    program: Any = None
+
+
+@dataclass(frozen=True)
+class _Where:
+    place: Place | None  # None: from small replicated values alone, so anywhere
+    turn: int
+
+
+class PlacedFunction:
+    """A pure function whose arguments and results live on different devices.
+
+    Args:
+        function: what to run.
+        args: its arguments as `jax.ShapeDtypeStruct`s with `NamedSharding`s.
+        out_shardings: takes the outputs' shapes and gives a `NamedSharding` for each.
+        everywhere: mesh of all devices.
+        donate: indices of arguments whose memory may be reused.
+        what: what the function is, for messages.
+
+    Raises:
+        StateError: an operation needs large arrays of two places.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., PyTree],
+        args: Sequence[PyTree],
+        out_shardings: Callable[[PyTree], PyTree],
+        everywhere: Mesh,
+        donate: Sequence[int] = (),
+        what: str = "function",
+    ) -> None:
+        self.everywhere = everywhere
+        self.what = what
+        leaves, self.in_tree = jax.tree.flatten(tuple(args))
+        plain = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        closed, out = jax.make_jaxpr(
+            lambda *flat: function(*jax.tree.unflatten(self.in_tree, flat)), return_shape=True
+        )(*plain)
+        self.out_tree = jax.tree.structure(out)
+        wanted = jax.tree.leaves(out_shardings(out))
+        self.program = Program(closed.jaxpr, closed.consts)
+        self.meshes: dict[Place, Any] = {tuple(everywhere.devices.flat): everywhere}
+        self.shardings: dict[Var, NamedSharding] = {}
+        self.where: dict[Var, _Where] = {}
+        self._place_inputs(leaves)
+        self._place_steps()
+        donated = [i in donate for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+        self.donated = {v for v, d in zip(self.program.inputs, donated, strict=True) if d}
+        self._divide(wanted)
+
+    def _place_inputs(self, leaves: Sequence[Any]) -> None:
+        whole = tuple(self.everywhere.devices.flat)
+        for var, leaf in zip(self.program.inputs, leaves, strict=True):
+            sharding = leaf.sharding
+            place = place_of(sharding)
+            self.meshes.setdefault(place, sharding.mesh)
+            self.shardings[var] = sharding
+            anywhere = place == whole and sharding.is_fully_replicated and _small(var)
+            self.where[var] = _Where(None if anywhere else place, 0)
+        for var in self.program.consts:
+            self.where[var] = _Where(None, 0)
+
+    def _place_steps(self) -> None:
+        for step in self.program.steps:
+            at = [self.where[x] for x in step.reads()]
+            big = dict.fromkeys(self.where[x].place for x in step.reads() if not _small(x))
+            big.pop(None, None)
+            if len(big) > 1:
+                raise StateError(self._explain(step))
+            places = big or dict.fromkeys(w.place for w in at if w.place is not None)
+            place = next(iter(places)) if len(places) == 1 else None
+            turn = max((w.turn + (w.place not in (place, None)) for w in at), default=0)
+            for var in step.results:
+                self.where[var] = _Where(place, turn)
+
+    def _explain(self, step: Step) -> str:
+        shapes = [x.aval.str_short() for x in step.reads() if not _small(x)]
+        source = getattr(step.equation, "source_info", None)
+        frame = f" ({source.name_stack})" if source is not None and str(source.name_stack) else ""
+        return (
+            f"{self.what}: its operation {step.equation.primitive.name}{frame} needs large arrays"
+            f" of several pipeline stages at once: {', '.join(shapes)}. Leaf-wise operations can be"
+            f" divided, and up to {SMALL} elements (norms, counts) can cross stages, but not whole"
+            " leaves: use an optimizer that does not join them (no optax.flatten), or plan with"
+            " pipe=1"
+        )
+
+    def _divide(self, wanted: Sequence[NamedSharding]) -> None:
+        """Makes one program per place and turn."""
+        parts: dict[tuple[Place, int], _Part] = {}
+        maker = {var: step for step in self.program.steps for var in step.results}
+        order = {id(step): i for i, step in enumerate(self.program.steps)}
+
+        def part(place: Place, turn: int) -> _Part:
+            return parts.setdefault((place, turn), _Part(self.meshes[place]))
+
+        def give(var: Var, by: _Part, key: tuple[Place, int]) -> None:
+            """Adds a value, and everything it takes, to a part."""
+            if var not in by.gives:
+                by.gives.append(var)
+            pending, seen = [var], {x for step in by.steps for x in step.results} | set(by.reads)
+            while pending:
+                x = pending.pop()
+                if x in seen or x in self.program.consts:
+                    continue
+                seen.add(x)
+                at, step = self.where[x], maker.get(x)
+                here = step is not None and (at.place is None or (at.place, at.turn) == key)
+                if here:
+                    assert step is not None
+                    seen.update(step.results)
+                    by.steps.append(step)
+                    pending.extend(step.reads())
+                    continue
+                by.reads.append(x)
+                if step is not None:
+                    assert at.place is not None
+                    give(x, part(at.place, at.turn), (at.place, at.turn))
+
+        self.outputs = list(zip(self.program.outputs, wanted, strict=True))
+        for var, sharding in self.outputs:
+            if not isinstance(var, Var) or var not in maker:
+                continue
+            place, turn = self.where[var].place, self.where[var].turn
+            if place is None:
+                place = place_of(sharding)
+                self.meshes.setdefault(place, sharding.mesh)
+            if place == place_of(sharding):
+                self.shardings.setdefault(var, sharding)
+            give(var, part(place, turn), (place, turn))
+        self.parts = [parts[key] for key in sorted(parts, key=lambda k: k[1])]
+        for one in self.parts:
+            one.steps.sort(key=lambda step: order[id(step)])
+        self._compile()
+
+    def _compile(self) -> None:
+        last: dict[Var, int] = {}
+        for index, part in enumerate(self.parts):
+            last.update(dict.fromkeys(part.reads, index))
+        kept = {var for var, _ in self.outputs if isinstance(var, Var)}
+        for index, part in enumerate(self.parts):
+            donate = tuple(
+                i for i, var in enumerate(part.reads)
+                if var in self.donated and last[var] == index and var not in kept
+                and place_of(self.shardings[var]) == tuple(part.mesh.devices.flat)
+            )  # fmt: skip
+            replicated = NamedSharding(part.mesh, PartitionSpec())
+            out = [
+                self.shardings[var] if var in self.shardings
+                and place_of(self.shardings[var]) == tuple(part.mesh.devices.flat)
+                else (replicated if _small(var) else None)
+                for var in part.gives
+            ]  # fmt: skip
+            part.program = jax.jit(self._runner(part), out_shardings=out, donate_argnums=donate)
+
+    def _runner(self, part: _Part) -> Callable[..., list[Any]]:
+        def run(*values: Any) -> list[Any]:
+            env: dict[Any, Any] = dict(self.program.consts)
+            env.update(zip(part.reads, values, strict=True))
+            for step in part.steps:
+                operands = [env[x] if isinstance(x, Var) else x for x in step.operands]
+                env.update(zip(step.results, step.run(operands), strict=True))
+            return [env[var] for var in part.gives]
+
+        return run
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        """Runs the function."""
+        leaves, tree = jax.tree.flatten(args)
+        if str(tree) != str(self.in_tree):
+            raise StateError(f"{self.what}: expected {self.in_tree}, got {tree}")
+        env: dict[Var, jax.Array] = dict(zip(self.program.inputs, leaves, strict=True))
+        for part in self.parts:
+            values = [self._bring(env[var], part.mesh) for var in part.reads]
+            env.update(zip(part.gives, part.program(*values), strict=True))
+        out = []
+        for var, sharding in self.outputs:
+            value = env[var] if isinstance(var, Var) else var
+            out.append(self._bring(value, sharding.mesh))
+        return jax.tree.unflatten(self.out_tree, out)
+
+    def _bring(self, value: Any, mesh: Any) -> jax.Array:
+        to = NamedSharding(mesh, PartitionSpec())
+        if not isinstance(value, jax.Array):
+            return jax.device_put(np.asarray(value), to)
+        have = value.sharding.device_set
+        want = to.device_set
+        if have == want:
+            return value
+        if have > want and value.sharding.is_fully_replicated:
+            return view(value, to)
+        moved: jax.Array = jax.device_put(value, to)
+        return moved
+
+
+def placed_with_key(
+    function: Callable[..., PyTree],
+    args: Sequence[Any],
+    out_shardings: Callable[[PyTree], PyTree],
+    everywhere: Mesh,
+) -> Callable[..., PyTree]:
+    """`PlacedFunction` for a function that takes random keys and gives one back.
+
+    Keys travel as their bits: pieces of a key array cannot be put together again.
+    """
+
+    def bits(leaf: Any) -> Any:
+        return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+    # Keys are all of one kind here: those of the state.
+    impl = next((jax.random.key_impl(x) for x in jax.tree.leaves(args) if is_key(x)), None)
+
+    def keys(plain: PyTree, like: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda x, to: jax.random.wrap_key_data(x, impl=impl) if is_key(to) else x, plain, like
+        )
+
+    def with_bits(*plain: Any) -> PyTree:
+        return jax.tree.map(bits, function(*keys(plain, tuple(args))))
+
+    def run(*args: Any) -> PyTree:
+        whole = NamedSharding(everywhere, PartitionSpec())
+        plain = jax.tree.map(lambda x: jax.device_put(bits(x), whole) if is_key(x) else x, args)
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), plain
+        )
+        placed = PlacedFunction(with_bits, shapes, out_shardings, everywhere, what="init")
+        return keys(placed(*plain), jax.eval_shape(function, *args))
+
+    return run
+
+
+def _small(var: Var) -> bool:
+    return int(np.prod(var.aval.shape, dtype=np.int64)) <= SMALL
