@@ -70,6 +70,10 @@ class Blueprint:
     def _meshes(self) -> dict[tuple[int, ...], Mesh]:
         return {}
 
+    def rank_mesh(self, rank: int) -> Mesh:
+        """The devices of one rank of a pipeline, axes `(replica, data)`."""
+        return self.mesh_of(Home((rank,)))
+
     def sharding(self, home: Home | None, spec: PartitionSpec) -> NamedSharding:
         """The sharding of a leaf at a home, with a spec over the data axis."""
         if home is not None and home.rows:

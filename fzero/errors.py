@@ -31,6 +31,10 @@ class ScheduleError(FzeroError, ValueError):
     """A pipeline schedule is incomplete, out of order, unsafe or deadlocks."""
 
 
+class PipelineError(FzeroError, RuntimeError):
+    """An action of a pipeline failed; says which stage, kind and microbatch."""
+
+
 class CheckpointError(FzeroError, RuntimeError):
     """A checkpoint cannot be read or written as asked; nothing was changed."""
 

@@ -64,7 +64,7 @@ def local_gradients(
         mean, metrics = rules.fence((end.mean, end.metrics))
         seed, unscale = loss_seed(rules, mean, scale)
         grads, _ = train_backward(links, rules, kept, seed)
-        return unscaled(grads, unscale), _float_mean(mean), _means(metrics), new
+        return unscaled(grads, unscale), float_mean(mean), float_means(metrics), new
 
     if count == 1:
         sums, mean, metrics, new = one(kept, buffers, batch, 0)
@@ -90,7 +90,7 @@ def local_gradients(
         late = dataclasses.replace(rules, reduce=True)
         sums = late.finish(map_splits(late.scatter, rules.layout, sums))
     mean, metrics = all_reduce_tree((mean, metrics), group)
-    return sums, mean, metrics, _agreed_buffers(new, group)
+    return sums, mean, metrics, agreed_buffers(new, group)
 
 
 def loss_seed(
@@ -123,35 +123,22 @@ def local_evaluation(
     pieces = whole_chain(model.layers)
     mean, metrics = split_loss(eval_forward(pieces, rules, kept, batch, buffers, batch, key))
     summed: tuple[Mean, dict[str, Mean]] = all_reduce_tree(
-        (_float_mean(mean), _means(metrics)), rules.group
+        (float_mean(mean), float_means(metrics)), rules.group
     )
     return summed
 
 
-def square_norm(layout: PyTree, grads: PyTree, group: Group) -> jax.Array:
-    """Squared global norm of gradients kept as shards (whole leaves count once)."""
-    split, whole = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-    leaves: list[tuple[Any, jax.Array]] = []
-    map_splits(lambda s, g: leaves.append((s, g)), layout, grads)
-    for where, grad in leaves:
-        square = jnp.sum(jnp.square(grad.astype(jnp.float32)))
-        if where.dim is None:
-            whole = whole + square
-        else:
-            split = split + square
-    # Shards are the same in every replica group: sum over the data axis only.
-    return all_reduce(split, dataclasses.replace(group, replica=1)) + whole
-
-
-def _float_mean(mean: Mean) -> Mean:
+def float_mean(mean: Mean) -> Mean:
+    """A mean whose sums are float32."""
     return Mean(mean.total.astype(jnp.float32), mean.count.astype(jnp.float32))
 
 
-def _means(metrics: dict[str, Any]) -> dict[str, Mean]:
-    return {name: _float_mean(Mean.of(value)) for name, value in metrics.items()}
+def float_means(metrics: dict[str, Any]) -> dict[str, Mean]:
+    """A model's metrics as means whose sums are float32."""
+    return {name: float_mean(Mean.of(value)) for name, value in metrics.items()}
 
 
-def _agreed_buffers(new: PyTree, group: Group) -> PyTree:
+def agreed_buffers(new: PyTree, group: Group) -> PyTree:
     """One value of the buffers for all devices.
 
     Floating-point buffers are averaged: a running mean then is that of the whole batch. Counters

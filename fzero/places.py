@@ -129,15 +129,29 @@ class PlacedFunction:
     def _place_steps(self) -> None:
         for step in self.program.steps:
             at = [self.where[x] for x in step.reads()]
-            big = dict.fromkeys(self.where[x].place for x in step.reads() if not _small(x))
-            big.pop(None, None)
-            if len(big) > 1:
-                raise StateError(self._explain(step))
-            places = big or dict.fromkeys(w.place for w in at if w.place is not None)
-            place = next(iter(places)) if len(places) == 1 else None
+            place = self._bound(step) or self._place_of_operands(step)
             turn = max((w.turn + (w.place not in (place, None)) for w in at), default=0)
             for var in step.results:
                 self.where[var] = _Where(place, turn)
+
+    def _bound(self, step: Step) -> Place | None:
+        """The place of an operation that names its devices."""
+        params = {} if step.equation is None else step.equation.params
+        mesh = params.get("mesh", getattr(params.get("sharding"), "mesh", None))
+        if mesh is None:
+            return None
+        place = tuple(mesh.devices.flat)
+        self.meshes.setdefault(place, mesh)
+        return place
+
+    def _place_of_operands(self, step: Step) -> Place | None:
+        """Where the largest operand is; nowhere in particular if small ones come from several."""
+        placed = [x for x in step.reads() if self.where[x].place is not None]
+        if len({self.where[x].place for x in placed if not _small(x)}) > 1:
+            raise StateError(self._explain(step))
+        most = max((_size(x) for x in placed), default=0)
+        places = {self.where[x].place for x in placed if _size(x) == most}
+        return places.pop() if len(places) == 1 else None
 
     def _explain(self, step: Step) -> str:
         shapes = [x.aval.str_short() for x in step.reads() if not _small(x)]
@@ -296,5 +310,9 @@ def placed_with_key(
     return run
 
 
+def _size(var: Var) -> int:
+    return int(np.prod(var.aval.shape, dtype=np.int64))
+
+
 def _small(var: Var) -> bool:
-    return int(np.prod(var.aval.shape, dtype=np.int64)) <= SMALL
+    return _size(var) <= SMALL

@@ -8,38 +8,39 @@ transformation is right, whether it works leaf by leaf or not.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.batch import BatchSpec, abstract_batch, check_batch, place_batch
 from fzero.blueprint import Blueprint, blueprint
-from fzero.errors import BatchError, StateError
+from fzero.errors import BatchError, PlanError, StateError
 from fzero.flags import compiler_options
-from fzero.grads import local_evaluation, local_gradients, square_norm
+from fzero.grads import local_evaluation, local_gradients
 from fzero.model import Mean, Model
+from fzero.pipeline.execute import Executor
+from fzero.places import PlacedFunction
 from fzero.plan import AXES, Plan
-from fzero.precision import cast_param, next_loss_scale
 from fzero.state import (
     Pending,
     TrainState,
-    logical_view,
     require_alive,
     require_fits,
     require_unaliased,
 )
 from fzero.tree import PyTree, same_object
-from fzero.zero.collectives import gather
+from fzero.update import Metrics, Update, step_key
 from fzero.zero.partition import map_splits
 from fzero.zero.rules import Rules
 
 
-Metrics = dict[str, jax.Array]
 _RESERVED = ("loss", "count", "grad_norm", "nonfinite", "skipped", "loss_scale")
 
 
@@ -87,7 +88,7 @@ def train_step(
         >>> float(metrics["loss"]), int(state.step)
         (1.0, 1)
     """
-    return TrainStep(blueprint(model, tx, plan, devices), donate, apply=True)
+    return _train_step(blueprint(model, tx, plan, devices), donate, apply=True)
 
 
 def accumulate_step(
@@ -106,7 +107,12 @@ def accumulate_step(
 
     Args, Returns and Raises as for `train_step`.
     """
-    return TrainStep(blueprint(model, tx, plan, devices), donate, apply=False)
+    return _train_step(blueprint(model, tx, plan, devices), donate, apply=False)
+
+
+def _train_step(blue: Blueprint, donate: bool, apply: bool) -> TrainStep:
+    kind = TrainStep if blue.stages is None else PipelineTrainStep
+    return kind(blue, donate, apply)
 
 
 def eval_step(model: Model, plan: Plan, *, devices: Sequence[Any] | None = None) -> EvalStep:
@@ -124,7 +130,8 @@ def eval_step(model: Model, plan: Plan, *, devices: Sequence[Any] | None = None)
     Raises:
         As `train_step`.
     """
-    return EvalStep(blueprint(model, None, plan, devices))
+    blue = blueprint(model, None, plan, devices)
+    return EvalStep(blue) if blue.stages is None else PipelineEvalStep(blue)
 
 
 class _Step:
@@ -190,7 +197,13 @@ class _Step:
         if donate and same_object(leaves):
             require_unaliased(state, self.name)
         self._check_batch(batch, self._spec)
+        return self._place(batch)
+
+    def _place(self, batch: PyTree) -> PyTree:
         return place_batch(batch, self.blueprint.mesh)
+
+    def _traced(self) -> None:
+        self.num_traces += 1
 
     def _require_fits(self, state: TrainState) -> None:
         require_fits(state, self.blueprint, self.name)
@@ -226,6 +239,7 @@ class TrainStep(_Step):
         super().__init__(blue, "train_step" if apply else "accumulate_step")
         self.donate = donate
         self.apply = apply
+        self.update = Update(blue, self._rules().fence)
         self._program = self._jit(self._step, donate_argnums=(0,) if donate else ())
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -266,20 +280,9 @@ class TrainStep(_Step):
     ) -> tuple[dict[str, Any], Metrics]:
         self.num_traces += 1
         step, rng = kept
-        pending: Pending | None = fields["grads"]
-        key = jax.random.fold_in(rng, step)
-        if pending is not None:
-            # Distinct from the first batch's keys, which are folded once less.
-            key = jax.random.fold_in(key, pending.calls)
+        key = step_key(rng, step, fields["grads"])
         sums, mean, own, buffers = self._gradients(fields, batch, key)
-        if pending is not None:
-            sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), pending.sums, sums)
-            mean = Mean(pending.total + mean.total, pending.count + mean.count)
-        metrics = {"loss": mean.total / mean.count, "count": mean.count}
-        metrics |= {name: value.total / value.count for name, value in own.items()}
-        if not self.apply:
-            return self._accumulated(fields, step, sums, mean, buffers), metrics
-        return self._applied(fields, step, sums, mean, buffers, metrics)
+        return self.update.run(fields, step, sums, mean, own, buffers, self.apply)
 
     def _gradients(self, fields: dict[str, Any], batch: PyTree, key: jax.Array) -> Any:
         rules, model = self._rules(), self.blueprint.model
@@ -298,128 +301,6 @@ class TrainStep(_Step):
             out_specs=(grad_specs, whole, whole, whole),
         )
         return run(self._kept(fields), fields["buffers"], batch, key, scale)
-
-    def _accumulated(
-        self, fields: dict[str, Any], step: jax.Array, sums: PyTree, mean: Mean, buffers: PyTree
-    ) -> dict[str, Any]:
-        pending: Pending | None = fields["grads"]
-        calls = jnp.int32(0) if pending is None else pending.calls
-        sums = jax.tree.map(lambda g: g.astype(jnp.float32), sums)
-        sums = self._pin_shards(sums)
-        grads = Pending(sums, mean.total, mean.count, calls + 1)
-        return {**fields, "buffers": buffers, "grads": grads, "step": step}
-
-    def _applied(
-        self,
-        fields: dict[str, Any],
-        step: jax.Array,
-        sums: PyTree,
-        mean: Mean,
-        buffers: PyTree,
-        metrics: Metrics,
-    ) -> tuple[dict[str, Any], Metrics]:
-        plan, blue = self.plan, self.blueprint
-        # The two halves of a step are compiled apart, so that each is the same in every stage.
-        fence = self._rules().fence
-        sums, mean, metrics = fence((sums, mean, metrics))
-        # The norm gets a copy of its own, or it would be fused with what a stage does next.
-        norm = fence(self._norm(fence(sums), mean.count))
-        grads = self._mean_gradients(sums, mean.count, norm)
-        new = {"step": step + 1, "buffers": buffers, "grads": None}
-        new |= self._updated(fields, grads, metrics["loss"])
-        finite = jnp.isfinite(norm)
-        metrics = {**metrics, "grad_norm": norm, "nonfinite": 1.0 - finite.astype(jnp.float32)}
-        new["loss_scale"] = None
-        if plan.skips:
-            old = {name: fields[name] for name in ("params", "compute", "opt_state", "buffers")}
-            old["step"] = step
-            for name, value in old.items():
-                new[name] = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new[name], value)
-            new["loss_scale"] = next_loss_scale(plan, fields["loss_scale"], finite)
-            metrics["skipped"] = new["loss_scale"].skipped.astype(jnp.float32)
-            metrics["loss_scale"] = fields["loss_scale"].scale
-        shapes = blue.shapes()
-        for name in ("step", "params", "compute", "opt_state", "buffers", "loss_scale"):
-            new[name] = jax.tree.map(
-                lambda leaf, to: jax.lax.with_sharding_constraint(leaf, to.sharding),
-                new[name],
-                shapes[name],
-            )
-        return new, metrics
-
-    def _norm(self, sums: PyTree, count: jax.Array) -> jax.Array:
-        """Global norm of the mean gradient, added up from shards in every stage."""
-        layout, group = self.blueprint.params, self.blueprint.group
-
-        def local(sums: PyTree, count: jax.Array) -> jax.Array:
-            means = jax.tree.map(lambda g: g.astype(jnp.float32) / count, sums)
-            return square_norm(layout, means, group)
-
-        specs = map_splits(lambda s: s.spec, layout)
-        run = self._shard_map(local, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec())
-        return jnp.sqrt(run(sums, count))
-
-    def _mean_gradients(self, sums: PyTree, count: jax.Array, norm: jax.Array) -> PyTree:
-        """Mean gradients in logical shapes, clipped; whole in stage 0, sharded otherwise."""
-        blue, clip = self.blueprint, self.plan.clip_norm
-        if not self.plan.shards("opt_state"):
-            sums = self._gather(sums)
-        else:
-            sums = map_splits(
-                lambda s, g: blue.constrain(s, s.logical(g)) if s.pad else g, blue.params, sums
-            )
-        factor = None if clip is None else clip / jnp.maximum(norm, clip)
-
-        def mean(split: Any, total: jax.Array) -> jax.Array:
-            grad = total.astype(jnp.float32) / count
-            grad = grad if factor is None else grad * factor
-            return grad.astype(jnp.promote_types(split.dtype, jnp.float32))
-
-        return map_splits(mean, blue.params, sums)
-
-    def _updated(self, fields: dict[str, Any], grads: PyTree, loss: jax.Array) -> dict[str, Any]:
-        """New parameters, compute copy and optimizer state."""
-        plan, blue = self.plan, self.blueprint
-        assert blue.tx is not None
-        params = logical_view(blue, "params", fields["params"])
-        sharded = plan.shards("opt_state")
-        if sharded:
-            params = map_splits(blue.constrain, blue.params, params)
-        opt_state = logical_view(blue, "opt_state", fields["opt_state"])
-        tx = optax.with_extra_args_support(blue.tx)
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        updates = map_splits(
-            lambda s, u: jnp.zeros_like(u) if s.path in blue.model.frozen else u,
-            blue.params,
-            updates,
-        )
-        params = optax.apply_updates(params, updates)
-        if not sharded:
-            compute = self._cast(params) if plan.keeps_compute_copy else None
-            return {"params": params, "compute": compute, "opt_state": opt_state}
-        opt_state = map_splits(lambda s, leaf: s.store(leaf), blue.opt_state, opt_state)
-        shards = map_splits(lambda s, leaf: s.store(leaf), blue.params, params)
-        shards = self._pin_shards(shards)
-        compute = self._gather(self._cast(shards)) if plan.keeps_compute_copy else None
-        params = shards if plan.shards("params") else self._gather(shards)
-        return {"params": params, "compute": compute, "opt_state": opt_state}
-
-    def _cast(self, tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: cast_param(self.plan, leaf), tree)
-
-    def _pin_shards(self, tree: PyTree) -> PyTree:
-        return map_splits(self.blueprint.constrain, self.blueprint.params, tree)
-
-    def _gather(self, shards: PyTree) -> PyTree:
-        """Whole leaves from stored shards, by explicit all-gathers."""
-        layout, group = self.blueprint.params, self.blueprint.group
-
-        def local(shards: PyTree) -> PyTree:
-            return map_splits(lambda s, leaf: gather(leaf, s, group), layout, shards)
-
-        specs = map_splits(lambda s: s.spec, layout)
-        whole = map_splits(lambda _: PartitionSpec(), layout)
-        return self._shard_map(local, in_specs=(specs,), out_specs=whole)(shards)
 
 
 class EvalStep(_Step):
@@ -470,14 +351,130 @@ class EvalStep(_Step):
         return metrics | {name: value.total / value.count for name, value in own.items()}
 
 
-def _forget(fields: PyTree) -> None:
+class PipelineTrainStep(TrainStep):
+    """A training step as a pipeline: one program per stage and kind of action.
+
+    Attributes:
+        executor: what runs the schedule; `executor.observer` is told of every action.
+    """
+
+    def __init__(self, blue: Blueprint, donate: bool, apply: bool) -> None:
+        super().__init__(blue, donate, apply)
+        self.executor = Executor(blue, self._traced)
+        # Leaves of several meshes: there is no common program to fence.
+        self.update = Update(blue, lambda value: value)
+        self._key = jax.jit(step_key)
+        self._finishes: dict[Any, PlacedFunction] = {}
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Takes one step; see `train_step`."""
+        placed = self._check(state, batch, self.donate)
+        fields, (step, rng) = self._parts(state)
+        kept, buffers, pending = self._kept(fields), fields["buffers"], fields["grads"]
+        scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
+        key = self._key(rng, step, pending)
+        sums, mean, own, buffers = self._run(
+            lambda batch: self.executor.train(kept, buffers, batch, key, scale), placed
+        )
+        _refuse_reserved(own)
+        args = (fields, step, sums, mean, own, buffers)
+        new, metrics = self._finish(args)(*args)
+        if self.donate:
+            _forget(fields, new)
+        return TrainState(rng=state.rng, **new), metrics
+
+    def _place(self, batch: PyTree) -> PyTree:
+        return batch
+
+    def _finish(self, args: tuple[Any, ...]) -> PlacedFunction:
+        """The update, divided by where its leaves live."""
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), args
+        )
+        leaves, structure = jax.tree.flatten(shapes)
+        key = (structure, tuple((x.shape, x.dtype, x.sharding) for x in leaves))
+        if key not in self._finishes:
+            run = partial(self.update.run, apply=self.apply)
+
+            self._finishes[key] = PlacedFunction(
+                run, shapes, self._out_shardings, self.blueprint.mesh,
+                donate=(0, 2) if self.donate else (2,), what=self.name,
+            )  # fmt: skip
+        return self._finishes[key]
+
+    def _out_shardings(self, out: Any) -> Any:
+        blue = self.blueprint
+        new, metrics = out
+        whole = NamedSharding(blue.mesh, PartitionSpec())
+        shapes = blue.shapes()
+        found = {
+            name: jax.tree.map(lambda to: to.sharding, shapes[name]) for name in new
+            if name in shapes
+        }  # fmt: skip
+        pending: Pending | None = new["grads"]
+        found["grads"] = None
+        if pending is not None:
+            grads = map_splits(lambda s: blue.sharding(s.home, s.spec), blue.params)
+            found["grads"] = Pending(grads, whole, whole, whole)
+        return found, dict.fromkeys(metrics, whole)
+
+    def lower(self, state: Any, batch: PyTree) -> Any:
+        """Refused: a pipeline's step is many programs."""
+        raise PlanError(
+            "train_step.lower: with pipe_backend='mpmd' a step is one program per stage and kind of"
+            " action, and none of them is the step; lower the unpipelined plan"
+            " (plan.replace(pipe=1)), or use pipe_backend='spmd'"
+        )
+
+
+class PipelineEvalStep(EvalStep):
+    """An evaluation step as a pipeline."""
+
+    def __init__(self, blue: Blueprint) -> None:
+        super().__init__(blue)
+        self.executor = Executor(blue, self._traced)
+
+    def __call__(self, state: TrainState, batch: PyTree) -> Metrics:
+        """Evaluates; see `eval_step`."""
+        placed = self._check(state, batch, donate=False)
+        kept, buffers, rng = self._parts(state)
+        rows = jax.tree.leaves(placed)[0].shape[0]
+        group = self.blueprint.group
+        count = math.gcd(rows // (group.data * group.replica), self.plan.microbatches)
+        mean, own = self._run(
+            lambda batch: self.executor.evaluate(kept, buffers, batch, rng, count), placed
+        )
+        _refuse_reserved(own)
+        divide = {"loss": mean, "count": Mean(mean.count, jnp.ones_like(mean.count))} | own
+        whole = NamedSharding(self.blueprint.mesh, PartitionSpec())
+        metrics: Metrics = jax.device_put(_divided(divide), whole)
+        return metrics
+
+    def _place(self, batch: PyTree) -> PyTree:
+        return batch
+
+    def lower(self, state: Any, batch: PyTree) -> Any:
+        """Refused: see `PipelineTrainStep.lower`."""
+        raise PlanError(
+            "eval_step.lower: with pipe_backend='mpmd' an evaluation is one program per stage;"
+            " lower the unpipelined plan (plan.replace(pipe=1))"
+        )
+
+
+@jax.jit
+def _divided(means: dict[str, Mean]) -> Metrics:
+    return {name: mean.total / mean.count for name, mean in means.items()}
+
+
+def _forget(fields: PyTree, new: PyTree = None) -> None:
     """Makes given-away arrays say so.
 
     jax cannot donate a shard that somebody else still looks at (a numpy view on CPU, say). It then
     donates the others and leaves the array as if it were whole.
     """
+    kept = {id(leaf) for leaf in jax.tree.leaves(new)}
     for leaf in jax.tree.leaves(fields):
-        if not leaf.is_deleted():
+        if id(leaf) not in kept and not leaf.is_deleted():
             leaf.delete()
 
 

@@ -34,9 +34,18 @@ from fzero.model import (
 from fzero.precision import compute_dtype
 from fzero.tree import PyTree
 from fzero.zero.at_use import gather_at_use
+from fzero.zero.halves import Rest, first_half
 from fzero.zero.partition import Split, is_split, layout_leaves
 from fzero.zero.rules import Rules
-from fzero.zero.stack import StackLink, stack_backward, stack_eval, stack_forward
+from fzero.zero.stack import (
+    StackHalf,
+    StackLink,
+    stack_backward,
+    stack_eval,
+    stack_forward,
+    stack_input_backward,
+    stack_weight_backward,
+)
 from fzero.zero.vjp import Floats, Pullback, forward, keep_all_but_movement
 
 
@@ -203,6 +212,54 @@ def _layer_forward(
     return link, cell["out"].join(y, y_rest), buffers
 
 
+def without_inputs(links: Links) -> Links:
+    """The links without the microbatch's rows and key, which outlive the forward pass anyway."""
+    return with_inputs(links, None, None)
+
+
+def with_inputs(links: Links, batch: PyTree, rng: jax.Array | None) -> Links:
+    """The links with the microbatch's rows and key, as they were traced."""
+    return [link.with_inputs(batch, rng) if isinstance(link, StackLink) else link for link in links]
+
+
+class _Sums:
+    """Gradients as they come, each reduced once every reader was here."""
+
+    def __init__(self, rules: Rules, layers: Sequence[Layer | Stack]) -> None:
+        self.rules = rules
+        self.readers = Counter(
+            path
+            for layer in layers
+            if not isinstance(layer, Stack)
+            for path in _paths(layer_params(layer, rules.layout))
+        )
+        self.single: dict[str, jax.Array] = {}
+        self.stacked: dict[str, jax.Array] = {}
+
+    def add(self, split: Split, grad: jax.Array) -> jax.Array:
+        """Adds one reader's gradient of a leaf."""
+        path = split.path
+        total = self.single[path] + grad if path in self.single else grad
+        self.readers[path] -= 1
+        self.single[path] = total if self.readers[path] else self.rules.scatter(split, total)
+        return self.single[path]
+
+    def add_stack(self, name: str, grads: PyTree) -> None:
+        """Takes the gradients of a stack's layers, which are reduced already."""
+        paths = _paths(self.rules.layout[name])
+        self.stacked |= dict(zip(paths, jax.tree.leaves(grads), strict=True))
+
+    def finish(self) -> PyTree:
+        """Gradients of all leaves."""
+
+        def grad_of(split: Split) -> jax.Array:
+            parts = [p[split.path] for p in (self.stacked, self.single) if split.path in p]
+            return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+        grads = jax.tree.map(grad_of, self.rules.layout, is_leaf=is_split)
+        return self.rules.finish(grads)
+
+
 def train_backward(
     links: Links, rules: Rules, kept: PyTree, cotangent: Any
 ) -> tuple[PyTree, list[Any]]:
@@ -220,38 +277,23 @@ def train_backward(
         compute dtype: shards for split leaves if reduced now, otherwise whole.
     """
     fetched = Fetched(rules, kept, again=True)
-    readers = Counter(
-        path
-        for link in links
-        if isinstance(link, Link)
-        for path in _paths(layer_params(link.layer, rules.layout))
-    )
-    sums: dict[str, jax.Array] = {}
-    stacks: dict[str, jax.Array] = {}
+    sums = _Sums(rules, [_layer_of(link) for link in links])
     for link in reversed(links):
         if isinstance(link, StackLink):
-            name = link.program.static.stack.name
+            name = link.program.static.piece.layer.name
             grads, cotangent = stack_backward(link, kept[name], cotangent)
-            stacks |= dict(zip(_paths(rules.layout[name]), jax.tree.leaves(grads), strict=True))
+            sums.add_stack(name, grads)
         else:
-            cotangent = _layer_backward(fetched, link, cotangent, sums, readers)
-
-    def grad_of(split: Split) -> jax.Array:
-        parts = [part[split.path] for part in (stacks, sums) if split.path in part]
-        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
-
-    grads = jax.tree.map(grad_of, rules.layout, is_leaf=is_split)
-    return rules.finish(grads), cotangent
+            cotangent = _layer_backward(fetched, link, cotangent, sums)
+    return sums.finish(), cotangent
 
 
-def _layer_backward(
-    fetched: Fetched,
-    link: Link,
-    cotangent: Any,
-    sums: dict[str, jax.Array],
-    readers: Counter[str],
-) -> Any:
-    """The cotangent of a layer's input; adds to `sums`, reduced once every reader was here."""
+def _layer_of(link: Link | StackLink) -> Layer | Stack:
+    return link.layer if isinstance(link, Link) else link.program.static.piece.layer
+
+
+def _layer_backward(fetched: Fetched, link: Link, cotangent: Any, sums: _Sums) -> Any:
+    """The cotangent of a layer's input; the gradients of its leaves go to `sums`."""
     rules = fetched.rules
     # The fence keeps what the forward pass computes out of the backward pass's fusions, and the
     # gathers from starting before there is anything to differentiate.
@@ -262,14 +304,82 @@ def _layer_backward(
         return link.pullback.run(residuals, weights, cotangent)
 
     def finish(i: int, grad: jax.Array) -> jax.Array:
-        path = splits[i].path
-        total = sums[path] + grad if path in sums else grad
-        readers[path] -= 1
-        sums[path] = total if readers[path] else rules.scatter(splits[i], total)
-        return sums[path]
+        return sums.add(splits[i], grad)
 
     _, cotangent = fetched.run(link.layer, of_weights, residuals, finish)
     return cotangent
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "rest"], meta_fields=["layer"])
+@dataclass(frozen=True, eq=False)
+class Half:
+    """What the weights' gradients of a layer take, once its input's gradient is known."""
+
+    layer: Layer
+    values: list[Any]
+    rest: Rest
+
+
+Halves = list[Half | StackHalf]
+
+
+def input_backward(
+    links: Links, rules: Rules, kept: PyTree, cotangent: Any
+) -> tuple[Halves, list[Any]]:
+    """The first half of `train_backward`: cotangents of the input, and what is left to do."""
+    fetched = Fetched(rules, kept, again=True)
+    halves: Halves = []
+    for link in reversed(links):
+        if isinstance(link, StackLink):
+            shards = kept[link.program.static.piece.layer.name]
+            half, cotangent = stack_input_backward(link, shards, cotangent)
+            halves.append(half)
+            continue
+        residuals, cotangent = rules.fence((link.residuals, cotangent))
+        cell: list[Rest] = []
+
+        def of_weights(
+            weights: list[Any],
+            link: Link = link,
+            residuals: Any = residuals,
+            cotangent: Any = cotangent,
+            cell: list[Rest] = cell,
+        ) -> PyTree:
+            def whole(weights: list[Any]) -> Any:
+                grads, dx = link.pullback.run(residuals, weights, cotangent)
+                return list(grads), dx
+
+            dx, values, rest = first_half(whole, weights)
+            cell.append(rest)
+            return dx, values
+
+        cotangent, values = fetched.run(link.layer, of_weights, residuals)
+        halves.append(Half(link.layer, values, cell[-1]))
+    return halves, cotangent
+
+
+def weight_backward(halves: Halves, rules: Rules, kept: PyTree) -> PyTree:
+    """The second half of `train_backward`: gradients of every parameter read, reduced."""
+    fetched = Fetched(rules, kept, again=True)
+    sums = _Sums(rules, [h.layer if isinstance(h, Half) else h.static.piece.layer for h in halves])
+    for half in halves:
+        if isinstance(half, StackHalf):
+            name = half.static.piece.layer.name
+            sums.add_stack(name, stack_weight_backward(half, kept[name]))
+            continue
+        values = rules.fence(half.values)
+        splits = layout_leaves(layer_params(half.layer, rules.layout))
+
+        def of_weights(
+            weights: list[Any], half: Half = half, values: Any = values
+        ) -> tuple[list[Any], tuple[()]]:
+            return half.rest.run(values, weights), ()
+
+        def finish(i: int, grad: jax.Array, splits: list[Split] = splits) -> jax.Array:
+            return sums.add(splits[i], grad)
+
+        fetched.run(half.layer, of_weights, values, finish)
+    return sums.finish()
 
 
 def _paths(layout: PyTree) -> list[str]:

@@ -15,6 +15,7 @@ Between the passes only each layer's input is kept, plus what `Plan.remat` asks 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 
 from fzero.model import Context, Piece, Stack, apply_layer, split_shared
 from fzero.tree import PyTree, shapes_of
+from fzero.zero.halves import Rest, first_half
 from fzero.zero.partition import Split, is_split
 from fzero.zero.rules import Rules
 from fzero.zero.vjp import Floats, forward, remat_policy
@@ -65,7 +67,7 @@ class _LayerProgram:
     shared: list[Any]
     shared_rest: list[Any]
     batch: PyTree
-    rng: jax.Array
+    rng: jax.Array | None
     buffers: PyTree
 
     @staticmethod
@@ -87,6 +89,7 @@ class _LayerProgram:
         static = self.static
         piece = static.piece
         state = jax.tree.map(lambda leaf: _at(leaf, piece.row + k), self.buffers)
+        assert self.rng is not None
         y, buffers = apply_layer(
             static.stack,
             weights,
@@ -176,6 +179,11 @@ class StackLink:
 
     program: _LayerProgram
     saved: tuple[Any, Any]
+
+    def with_inputs(self, batch: PyTree, rng: jax.Array | None) -> StackLink:
+        """The link with the microbatch's rows and key put in (or taken out: `None`)."""
+        program = dataclasses.replace(self.program, batch=batch, rng=rng)
+        return StackLink(program, self.saved)
 
 
 def stack_forward(
@@ -306,6 +314,89 @@ def stack_backward(link: StackLink, shards: PyTree, cotangent: Any) -> tuple[PyT
     grads, cts = back(weights, kept(0), cts)
     done = _put(done, _scatter(static, grads), 0)
     return done, program.join_cotangent(cts)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "rest"], meta_fields=["static"])
+@dataclass(frozen=True, eq=False)
+class StackHalf:
+    """What the weights' gradients of a stack take, once its input's gradient is known.
+
+    Args:
+        static: which layers.
+        values: per layer, stacked, what the second half reads.
+        rest: the second half of one layer.
+    """
+
+    static: _Static
+    values: list[Any]
+    rest: Rest
+
+
+def stack_input_backward(
+    link: StackLink, shards: PyTree, cotangent: Any
+) -> tuple[StackHalf, list[Any]]:
+    """The first half of `stack_backward`: cotangents of the input's floating-point leaves."""
+    program, static = link.program, link.program.static
+    rules, last = static.rules, static.piece.num_layers - 1
+    shards, saved = rules.fence((shards, link.saved))
+    cell: list[Rest] = []
+
+    def back(weights: PyTree, kept: Any, cts: Any) -> tuple[Any, list[Any]]:
+        leaves, treedef = jax.tree.flatten(weights)
+
+        def whole(leaves: list[Any]) -> Any:
+            grads, dx, ds = program.backward(jax.tree.unflatten(treedef, leaves), kept, cts[0])
+            return jax.tree.leaves(grads), (dx, ds)
+
+        (dx, ds), values, rest = first_half(whole, leaves)
+        cell.append(rest)
+        return rules.fence((dx, [a + b for a, b in zip(cts[1], ds, strict=True)])), values
+
+    def plain(cts: Any, xs: Any) -> tuple[Any, Any]:
+        k, kept = xs
+        return back(_fetch(static, shards, k, again=True), kept, cts)
+
+    def ahead(carry: Any, xs: Any) -> tuple[Any, Any]:
+        (k, kept), (cts, weights) = xs, carry
+        following = _fetch(static, shards, jnp.maximum(k - 1, 0), again=True)
+        cts, values = back(weights, kept, cts)
+        return (cts, following), values
+
+    layers = jnp.arange(last + 1)
+    if saved[1] is not None:  # the last layer's stand apart where the forward pass looked ahead
+        saved = (_joined(saved[0], saved[1]), None)
+    cts = rules.fence(program.split_cotangent(cotangent))
+    if rules.prefetch:
+        start = (cts, _fetch(static, shards, last, again=True))
+        (cts, _), values = jax.lax.scan(ahead, start, (layers, saved[0]), reverse=True)
+    else:
+        cts, values = jax.lax.scan(plain, cts, (layers, saved[0]), reverse=True)
+    return StackHalf(static, values, cell[-1]), program.join_cotangent(cts)
+
+
+def stack_weight_backward(half: StackHalf, shards: PyTree) -> PyTree:
+    """The second half of `stack_backward`: gradients of a piece's parameters, stacked."""
+    static = half.static
+    treedef = jax.tree.structure(shards)
+
+    def one(k: Any, values: list[Any]) -> PyTree:
+        # Where no gradient reads the weights, as in chains of matmuls, the gathers fall away.
+        weights = jax.tree.leaves(_fetch(static, shards, k, again=True))
+        return jax.tree.unflatten(treedef, half.rest.run(values, weights))
+
+    def plain(_: None, xs: Any) -> tuple[None, PyTree]:
+        return None, _scatter(static, one(*xs))
+
+    _, grads = jax.lax.scan(
+        plain, None, (jnp.arange(static.piece.num_layers), half.values), reverse=True
+    )
+    return grads
+
+
+def _joined(looped: Any, last: Any) -> Any:
+    if looped is None:
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], last)
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, jnp.asarray(b)[None]]), looped, last)
 
 
 def _at(leaf: jax.Array, k: Any) -> jax.Array:

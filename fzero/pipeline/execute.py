@@ -1,0 +1,283 @@
+"""Runs a schedule: one compiled program per stage and kind of action, dispatched asynchronously.
+
+There are no buffers, only values: what a forward action leaves is held in a slot until its last
+reader has been dispatched, and then dropped. Stages overlap because dispatch returns at once and
+each stage has its own devices.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fzero.blueprint import Blueprint
+from fzero.errors import PipelineError
+from fzero.model import Mean
+from fzero.pipeline.actions import Action, Schedule
+from fzero.pipeline.builders import inference
+from fzero.pipeline.gather import Gatherer
+from fzero.pipeline.programs import StagePrograms
+from fzero.pipeline.simulate import simulate
+from fzero.tree import PyTree
+
+
+Observer = Callable[["Action", "Slots"], None]
+
+
+class Slots:
+    """Everything that is held between the actions of one step.
+
+    Attributes:
+        links: what forwards left, by (stage, microbatch): the live activations.
+        halves: what weight gradients wait for.
+        sent: what was sent and not yet read.
+    """
+
+    def __init__(self) -> None:
+        self.links: dict[tuple[int, int], Any] = {}
+        self.halves: dict[tuple[int, int], Any] = {}
+        self.sent: dict[tuple[str, int, int], Any] = {}
+
+    def live(self, stage: int) -> int:
+        """Live activations of a stage, one per microbatch."""
+        return len({m for held in (self.links, self.halves) for s, m in held if s == stage})
+
+
+class Executor:
+    """A model's pipeline under one plan.
+
+    Args:
+        blue: the blueprint; `blue.stages` says how the model is cut.
+        on_trace: called whenever a program is traced.
+    """
+
+    def __init__(self, blue: Blueprint, on_trace: Callable[[], None]) -> None:
+        assert blue.stages is not None
+        self.blue, self.plan, self.stages = blue, blue.plan, blue.stages
+        self.schedule = self.stages.schedule
+        self.programs = [
+            StagePrograms(blue, stage, on_trace) for stage in range(self.schedule.num_stages)
+        ]
+        self.gatherer = Gatherer(blue, self.programs)
+        self.order = dispatch_order(self.schedule)
+        self.observer: Observer | None = None
+        self._numbers: dict[tuple[int, int], jax.Array] = {}
+
+    def train(
+        self, kept: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array, scale: Any
+    ) -> tuple[PyTree, Mean, dict[str, Mean], PyTree]:
+        """One step's gradients: `(sums, loss, metrics, buffers)`, as `local_gradients` gives them.
+
+        Args:
+            kept: what the forward pass reads, every leaf at home.
+            buffers: likewise.
+            batch: host arrays, or arrays anywhere.
+            key: the step's key.
+            scale: fp16's loss scale, or `None`.
+        """
+        return _Run(self, kept, buffers, batch, key, scale).train()
+
+    def evaluate(
+        self, kept: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array, count: int
+    ) -> tuple[Mean, dict[str, Mean]]:
+        """Loss and metrics over `count` microbatches, forwards only."""
+        return _Run(self, kept, buffers, batch, key, None).evaluate(count)
+
+    def number(self, rank: int, microbatch: int) -> jax.Array:
+        """A microbatch's number on a rank's devices."""
+        if (rank, microbatch) not in self._numbers:
+            whole = NamedSharding(self.blue.rank_mesh(rank), PartitionSpec())
+            self._numbers[rank, microbatch] = jax.device_put(np.int32(microbatch), whole)
+        return self._numbers[rank, microbatch]
+
+
+def dispatch_order(schedule: Schedule) -> list[Action]:
+    """All actions in an order in which each can be dispatched, ranks side by side."""
+    events = simulate(schedule).events
+    return [e.action for e in sorted(events, key=lambda e: (e.start_s, e.rank))]
+
+
+class _Run:
+    """One step under way."""
+
+    def __init__(
+        self, executor: Executor, kept: PyTree, buffers: PyTree, batch: PyTree, key: Any, scale: Any
+    ) -> None:
+        self.executor, self.gatherer = executor, executor.gatherer
+        self.programs, self.plan = executor.programs, executor.plan
+        self.kept = self.gatherer.kept(kept)
+        self.batch = self.gatherer.batch(batch)
+        self.keys = self.gatherer.everywhere(key)
+        self.buffers = self.gatherer.buffers(buffers)
+        self.scale = None
+        if scale is not None and self.plan.precision == "fp16":
+            self.scale = self.gatherer.everywhere(scale)[self.programs[-1].rank]
+        self.slots = Slots()
+        self.sums: dict[int, Any] = {}
+        self.early: dict[int, dict[int, Any]] = defaultdict(dict)
+        self.next_sum: dict[int, int] = defaultdict(int)
+        self.parts: dict[int, Any] = {}
+        self.trail: list[tuple[Action, Any]] = []
+
+    def train(self) -> tuple[PyTree, Mean, dict[str, Mean], PyTree]:
+        if self.plan.microbatches > 1:
+            self.sums = {p.stage: p.zeros() for p in self.programs}
+        self.buffers = self.gatherer.pack_buffers(self.buffers)
+        run = {
+            "F": self._forward, "B": self._backward, "I": self._input_backward,
+            "W": self._weight_backward,
+        }  # fmt: skip
+        for action in self.executor.order:
+            self._dispatch(action, run[action.kind])
+        self._settle()
+        mean, metrics = self.programs[-1].totals([self.parts[m] for m in sorted(self.parts)])
+        sums = self.gatherer.home_sums(self.sums)
+        return sums, mean, metrics, self.gatherer.home_buffers(self.buffers)
+
+    def evaluate(self, count: int) -> tuple[Mean, dict[str, Mean]]:
+        stages = len(self.programs)
+        ranks = self.executor.schedule.num_ranks
+        for action in dispatch_order(inference(stages, count, stages // ranks)):
+            self._dispatch(action, lambda p, a: self._evaluate(p, a, count))
+        self._settle()
+        parts = [self.parts[m] for m in sorted(self.parts)]
+        total: tuple[Mean, dict[str, Mean]] = self.programs[-1].totals(parts)
+        return total
+
+    def _dispatch(self, action: Action, run: Callable[[StagePrograms, Action], Any]) -> None:
+        program = self.programs[action.stage]
+        try:
+            self.trail.append((action, run(program, action)))
+        except Exception as error:
+            self._settle()  # an earlier action may be what failed
+            raise _failed(action, program, error) from error
+        if self.executor.observer is not None:
+            self.executor.observer(action, self.slots)
+
+    def _settle(self) -> None:
+        """On CPUs, waits for all actions, so that a failure is told where it happened.
+
+        (It also bounds what is under way: with virtual devices, thousands of dispatched
+        collectives compete for the threads that they wait for.)
+        """
+        if self.programs[0].mesh.devices.flat[0].platform != "cpu":
+            return
+        for action, result in self.trail:
+            try:
+                jax.block_until_ready(result)
+            except Exception as error:
+                raise _failed(action, self.programs[action.stage], error) from error
+
+    def _inputs(self, program: StagePrograms, action: Action) -> tuple[Any, Any, Any]:
+        rank = program.rank
+        number = self.executor.number(rank, action.microbatch)
+        return self.batch[rank], self.keys[rank], number
+
+    def _forward(self, program: StagePrograms, action: Action) -> Any:
+        _, stage, m = action
+        x = self.slots.sent.pop(("F", stage, m), None)
+        buffers = {name: self.buffers[program.rank][name] for name in program.stateful}
+        out, links, new = program.forward(
+            self.kept[stage], buffers, *self._inputs(program, action), x, self.scale
+            if program.last else None,
+        )  # fmt: skip
+        self.buffers[program.rank] |= new
+        self.slots.links[stage, m] = links
+        if program.last:
+            seed, unscale, *self.parts[m] = out
+            self.parts[m] = tuple(self.parts[m])
+            self.slots.sent["B", stage, m] = seed, unscale
+            return seed
+        self.slots.sent["F", stage + 1, m] = self.programs[stage + 1].place(out)
+        return jax.tree.leaves(out)[:1]
+
+    def _cotangent(self, program: StagePrograms, m: int) -> tuple[Any, Any]:
+        cotangent, unscale = self.slots.sent.pop(("B", program.stage, m))
+        return cotangent, unscale
+
+    def _send_back(self, program: StagePrograms, m: int, cotangent: Any, unscale: Any) -> None:
+        if not program.first:
+            before = self.programs[program.stage - 1]
+            self.slots.sent["B", before.stage, m] = before.place((cotangent, unscale))
+
+    def _backward(self, program: StagePrograms, action: Action) -> Any:
+        _, stage, m = action
+        cotangent, unscale = self._cotangent(program, m)
+        links = self.slots.links.pop((stage, m))
+        sums = self._sums_for(stage, m)
+        back, sums = program.backward(sums is not None)(
+            self.kept[stage], *self._inputs(program, action), links, cotangent, unscale, sums
+        )
+        self._summed(program, m, sums)
+        self._send_back(program, m, back, unscale)
+        return jax.tree.leaves(back)[:1]
+
+    def _input_backward(self, program: StagePrograms, action: Action) -> Any:
+        _, stage, m = action
+        cotangent, unscale = self._cotangent(program, m)
+        links = self.slots.links.pop((stage, m))
+        back, halves = program.input_backward(
+            self.kept[stage], *self._inputs(program, action), links, cotangent
+        )
+        self.slots.halves[stage, m] = halves, unscale
+        self._send_back(program, m, back, unscale)
+        return jax.tree.leaves(back)[:1]
+
+    def _weight_backward(self, program: StagePrograms, action: Action) -> Any:
+        _, stage, m = action
+        halves, unscale = self.slots.halves.pop((stage, m))
+        sums = self._sums_for(stage, m)
+        sums = program.weight_backward(sums is not None)(self.kept[stage], halves, unscale, sums)
+        self._summed(program, m, sums)
+        return ()
+
+    def _sums_for(self, stage: int, m: int) -> Any:
+        """The sums that a microbatch's gradients are added to, if it is their turn.
+
+        Microbatches are added in order of their numbers whatever the schedule, so that all
+        schedules give the same bits.
+        """
+        if self.plan.microbatches == 1 or self.next_sum[stage] != m:
+            return None
+        return self.sums.pop(stage)
+
+    def _summed(self, program: StagePrograms, m: int, result: Any) -> None:
+        stage = program.stage
+        if self.plan.microbatches == 1:
+            self.sums[stage] = result
+            return
+        if self.next_sum[stage] != m:
+            self.early[stage][m] = result
+            return
+        self.next_sum[stage] += 1
+        while self.next_sum[stage] in self.early[stage]:
+            waiting = self.early[stage].pop(self.next_sum[stage])
+            result = program.add(result, waiting)
+            self.next_sum[stage] += 1
+        self.sums[stage] = result
+
+    def _evaluate(self, program: StagePrograms, action: Action, count: int) -> Any:
+        _, stage, m = action
+        x = self.slots.sent.pop(("F", stage, m), None)
+        buffers = {name: self.buffers[program.rank][name] for name in program.stateful}
+        out = program.evaluate(count)(self.kept[stage], buffers, *self._inputs(program, action), x)
+        if program.last:
+            self.parts[m] = out
+        else:
+            self.slots.sent["F", stage + 1, m] = self.programs[stage + 1].place(out)
+        return jax.tree.leaves(out)[:1]
+
+
+def _failed(action: Action, program: StagePrograms, error: Exception) -> PipelineError:
+    kinds = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+    names = ", ".join(dict.fromkeys(piece.layer.name for piece in program.pieces))
+    return PipelineError(
+        f"pipeline: the {kinds[action.kind]} of microbatch {action.microbatch} on stage"
+        f" {action.stage} (rank {program.rank}, layers {names}; action {action}) failed:"
+        f" {type(error).__name__}: {error}"
+    )

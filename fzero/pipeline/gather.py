@@ -1,0 +1,211 @@
+"""Between the state, whose leaves are at home, and the stages, which each see their own devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fzero.blueprint import Blueprint
+from fzero.compat import is_key
+from fzero.errors import PlanError
+from fzero.grads import agreed_buffers
+from fzero.pipeline.homes import stage_tree
+from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, pack, unpack
+from fzero.places import view
+from fzero.plan import AXES
+from fzero.tree import PyTree
+from fzero.zero.partition import Home, Split, layout_leaves, map_splits
+
+
+class Gatherer:
+    """Takes leaves to the stages that read them and results back home.
+
+    Args:
+        blue: the blueprint.
+        programs: the stages.
+
+    Raises:
+        PlanError: a layer reads a weight of a stack that is cut.
+    """
+
+    def __init__(self, blue: Blueprint, programs: list[StagePrograms]) -> None:
+        assert blue.stages is not None
+        self.blue, self.programs, self.stages = blue, programs, blue.stages
+        self.ranks = range(self.stages.schedule.num_ranks)
+        self.whole = [NamedSharding(blue.rank_mesh(rank), WHOLE) for rank in self.ranks]
+        self.local = [NamedSharding(blue.rank_mesh(rank), LOCAL) for rank in self.ranks]
+        # Stages that give gradients of a leaf, in order.
+        self.givers: dict[str, list[StagePrograms]] = {}
+        for program in programs:
+            for split in layout_leaves(program.layout):
+                self.givers.setdefault(split.path, []).append(program)
+                self._require_at_hand(split, program)
+        self._joins: dict[Any, Any] = {}
+
+    def _require_at_hand(self, split: Split, program: StagePrograms) -> None:
+        assert split.home is not None
+        own = {piece.layer.name for piece in program.pieces}
+        if split.stacked and split.path.split("/")[0] not in own:
+            raise PlanError(
+                f"plan: stage {program.stage} reads {split.path}, a weight of a stack on rank(s)"
+                f" {list(split.home.ranks)}; only weights of single layers can be read from"
+                " another stage: read it within the stack, or make it a Layer's"
+            )
+
+    def kept(self, tree: PyTree) -> list[PyTree]:
+        """What the forward pass of each stage reads, on its rank."""
+        return [
+            jax.tree.map(
+                lambda split, spec, leaf, rank=program.rank: self._on_rank(leaf, split, spec, rank),
+                program.layout, program.kept_specs, stage_tree(program.pieces, tree),
+                is_leaf=lambda x: isinstance(x, Split),
+            )
+            for program in self.programs
+        ]  # fmt: skip
+
+    def _on_rank(self, leaf: jax.Array, split: Split, spec: PartitionSpec, rank: int) -> jax.Array:
+        home = split.home
+        assert home is not None
+        to = NamedSharding(self.blue.rank_mesh(rank), spec)
+        if home.ranks == (rank,):
+            return leaf
+        if rank in home.ranks:
+            return view(leaf, to)
+        moved: jax.Array = jax.device_put(leaf, to)
+        return moved
+
+    def batch(self, tree: PyTree) -> list[PyTree]:
+        """The batch's rows on every rank that runs a stage.
+
+        Host arrays are copied first: a loader may refill its buffer while the step runs.
+        """
+        own = jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree)
+        return [jax.device_put(own, sharding) for sharding in self.local]
+
+    def everywhere(self, value: jax.Array) -> list[jax.Array]:
+        """A small replicated value on every rank."""
+        if is_key(value):
+            impl = jax.random.key_impl(value)
+            bits = self.everywhere(jax.random.key_data(value))
+            return [jax.random.wrap_key_data(x, impl=impl) for x in bits]
+        return [view(value, sharding) for sharding in self.whole]
+
+    def buffers(self, tree: PyTree) -> list[dict[str, PyTree]]:
+        """The buffers of each rank's links."""
+        found: list[dict[str, PyTree]] = [{} for _ in self.ranks]
+        for name, part in tree.items():
+            home = self.stages.homes[name]
+            for rank in home.ranks:
+                found[rank][name] = jax.tree.map(
+                    lambda x, home=home, rank=rank: (
+                        x if len(home.ranks) == 1 else view(x, self.whole[rank])
+                    ),
+                    part,
+                )
+        return found
+
+    def pack_buffers(self, ranks: list[dict[str, PyTree]]) -> list[dict[str, PyTree]]:
+        """Buffers as each device's own, to be changed by one microbatch after the other."""
+        return [
+            self._program("pack", rank, pack, WHOLE, LOCAL)(tree) if tree else {}
+            for rank, tree in enumerate(ranks)
+        ]
+
+    def home_buffers(self, ranks: list[dict[str, PyTree]]) -> PyTree:
+        """One value of each buffer for all devices, at home."""
+
+        def agreed(tree: PyTree) -> PyTree:
+            return agreed_buffers(unpack(tree), self.blue.group)
+
+        done = [
+            self._program("agreed", rank, agreed, LOCAL, WHOLE)(tree) if tree else {}
+            for rank, tree in enumerate(ranks)
+        ]
+        homes = self.stages.homes
+        return {
+            name: jax.tree.map(
+                lambda *parts, home=homes[name]: self._joined(parts, home, WHOLE),
+                *(done[rank][name] for rank in homes[name].ranks),
+            )
+            for name in self.blue.buffers
+        }
+
+    def _program(self, name: str, rank: int, run: Any, into: Any, out: Any) -> Any:
+        if (name, rank) not in self._joins:
+            mesh = self.blue.rank_mesh(rank)
+            self._joins[name, rank] = jax.jit(
+                jax.shard_map(
+                    run, mesh=mesh, in_specs=(into,), out_specs=out, axis_names=set(AXES),
+                    check_vma=False,
+                )
+            )  # fmt: skip
+        return self._joins[name, rank]
+
+    def home_sums(self, sums: dict[int, PyTree]) -> PyTree:
+        """Gradients of all parameters at home, from those of the stages."""
+        flat = {
+            program.stage: dict(
+                zip(
+                    [split.path for split in layout_leaves(program.layout)],
+                    jax.tree.leaves(sums.pop(program.stage)),
+                    strict=True,
+                )
+            )
+            for program in self.programs
+        }
+
+        def home_sum(split: Split) -> jax.Array:
+            home = split.home
+            assert home is not None
+            givers = self.givers[split.path]
+            parts = [(program, flat[program.stage].pop(split.path)) for program in givers]
+            if not split.stacked:
+                return self._added([grad for _, grad in parts], split, home.ranks[0])
+            by_rank = [self._rows(parts, split, rank) for rank in home.ranks]
+            return self._joined(by_rank, home, split.spec)
+
+        return map_splits(home_sum, self.blue.params)
+
+    def _added(self, grads: list[jax.Array], split: Split, rank: int) -> jax.Array:
+        """A tied leaf's gradients from several stages, added where it lives, first stage first."""
+        if len(grads) == 1:
+            return grads[0]
+        to = NamedSharding(self.blue.rank_mesh(rank), split.spec)
+        key = "add", len(grads), to
+        if key not in self._joins:
+            self._joins[key] = jax.jit(lambda *parts: sum(parts[1:], parts[0]), out_shardings=to)
+        total: jax.Array = self._joins[key](*(jax.device_put(grad, to) for grad in grads))
+        return total
+
+    def _rows(self, parts: list[tuple[StagePrograms, jax.Array]], split: Split, rank: int) -> Any:
+        """The gradients of a stack's layers on one rank, in the rows where they are kept."""
+        own = [grad for program, grad in parts if program.rank == rank]
+        assert split.home is not None
+        rows = split.home.rows_per_rank if split.home.rows else split.shape[0]
+        fill = rows - sum(grad.shape[0] for grad in own)
+        if len(own) == 1 and not fill:
+            return own[0]
+        to = NamedSharding(self.blue.rank_mesh(rank), split.spec)
+        key = "rows", rank, split.path
+        if key not in self._joins:
+
+            def join(*grads: jax.Array) -> jax.Array:
+                widths = [(0, fill), *[(0, 0)] * (grads[0].ndim - 1)]
+                return jnp.pad(jnp.concatenate(grads), widths)
+
+            self._joins[key] = jax.jit(join, out_shardings=to)
+        return self._joins[key](*own)
+
+    def _joined(self, parts: Any, home: Home, spec: PartitionSpec) -> jax.Array:
+        """A leaf at home from its pieces on the ranks; no copy."""
+        if len(parts) == 1:
+            one: jax.Array = parts[0]
+            return one
+        sharding = self.blue.sharding(home, spec)
+        shards = [shard.data for part in parts for shard in part.addressable_shards]
+        shape = (len(home.rows), *parts[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)

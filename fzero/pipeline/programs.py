@@ -1,0 +1,284 @@
+"""The compiled programs of one pipeline stage: one for each kind of action.
+
+What passes between programs and stages is local to a device: each array gets a leading dim of
+devices, so that it is an ordinary sharded array on the stage's mesh. Inside, the programs are those
+of an unpipelined step (`fzero.zero.chain`), run on the stage's pieces of the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fzero.blueprint import Blueprint
+from fzero.flags import compiler_options
+from fzero.grads import float_mean, float_means, loss_seed, unscaled
+from fzero.model import Mean, split_loss
+from fzero.pipeline.homes import stage_tree
+from fzero.plan import AXES
+from fzero.precision import cast_batch
+from fzero.tree import PyTree
+from fzero.zero.chain import (
+    End,
+    eval_forward,
+    input_backward,
+    train_backward,
+    train_forward,
+    weight_backward,
+    with_inputs,
+    without_inputs,
+)
+from fzero.zero.collectives import all_reduce_tree, shard_index
+from fzero.zero.partition import Split, map_splits
+from fzero.zero.rules import Rules
+
+
+LOCAL = PartitionSpec(AXES)
+WHOLE = PartitionSpec()
+
+
+class StagePrograms:
+    """One stage's programs, each compiled when it first runs.
+
+    Args:
+        blue: the blueprint; `blue.stages` says how the model is cut.
+        stage: which stage.
+        on_trace: called whenever a program is traced.
+
+    Attributes:
+        rank: the rank that runs it.
+        mesh: that rank's devices, axes `(replica, data)`.
+        layout: a `Split` for each parameter that the stage reads, as its rank holds it.
+    """
+
+    def __init__(self, blue: Blueprint, stage: int, on_trace: Callable[[], None]) -> None:
+        stages = blue.stages
+        assert stages is not None
+        self.blue, self.plan, self.stage, self.on_trace = blue, blue.plan, stage, on_trace
+        self.pieces = stages.pieces[stage]
+        self.rank = stages.rank_of(stage)
+        self.mesh: Mesh = blue.rank_mesh(self.rank)
+        self.first = stage == 0
+        self.last = stage == stages.schedule.num_stages - 1
+        self.layout: PyTree = stage_tree(self.pieces, blue.params)
+        self.count = self.plan.microbatches
+        self.stateful = [p.layer.name for p in self.pieces if p.layer.stateful]
+        self._made: dict[str, Any] = {}
+        self.rules = Rules(
+            plan=self.plan,
+            layout=self.layout,
+            group=blue.group,
+            sharded=self.plan.zero == 3 and blue.group.data > 1,
+            reduce=True,
+            prefetch=blue.prefetch,
+        )
+
+    def place(self, tree: PyTree) -> PyTree:
+        """Lays local arrays of another stage out over this one's devices."""
+        return jax.device_put(tree, NamedSharding(self.mesh, LOCAL))
+
+    @property
+    def grad_specs(self) -> PyTree:
+        """Specs of the stage's gradients on its mesh."""
+        return map_splits(lambda s: s.spec, self.layout)
+
+    @cached_property
+    def kept_specs(self) -> PyTree:
+        """Specs of what the forward pass reads."""
+        sharded = not self.plan.keeps_compute_copy and self.plan.shards("params")
+        return map_splits(lambda s: s.spec if sharded else WHOLE, self.layout)
+
+    def _jit(
+        self, function: Callable[..., Any], specs: Any, out: Any, donate: tuple[int, ...] = ()
+    ) -> Any:
+        def traced(*args: Any) -> Any:
+            self.on_trace()
+            return function(*args)
+
+        run = jax.shard_map(
+            traced,
+            mesh=self.mesh,
+            in_specs=specs,
+            out_specs=out,
+            axis_names=set(AXES),
+            check_vma=False,
+        )
+        platform = self.mesh.devices.flat[0].platform
+        options = compiler_options(self.plan, self.layout, self.blue.group.data, platform)
+        return jax.jit(run, donate_argnums=donate, compiler_options=options or None)
+
+    @cached_property
+    def forward(self) -> Any:
+        """`F(kept, buffers, batch, key, number, x, scale) -> (out, links, buffers)`.
+
+        `out` is what the next stage gets, or `(seed, unscale, mean, metrics)` at the end.
+        """
+
+        def run(
+            kept: PyTree, buffers: PyTree, batch: PyTree, key: Any, number: Any, x: Any, scale: Any
+        ) -> Any:
+            rows, rng = self._microbatch(batch, key, number, self.count)
+            old = unpack(buffers)
+            out, links, new = train_forward(
+                self.pieces, self.rules, kept, rows if self.first else unpack(x), old, rows, rng,
+                first=self.first, last=self.last,
+            )  # fmt: skip
+            links = self.rules.fence(without_inputs(links))
+            if isinstance(out, End):
+                mean, metrics = self.rules.fence((out.mean, out.metrics))
+                seed, unscale = loss_seed(self.rules, mean, scale)
+                out = seed, unscale, float_mean(mean), float_means(metrics)
+            return pack((out, links, {name: new[name] for name in old}))
+
+        specs = (self.kept_specs, LOCAL, LOCAL, WHOLE, WHOLE, LOCAL, WHOLE)
+        return self._jit(run, specs, LOCAL, donate=(1,))
+
+    def backward(self, with_sums: bool) -> Any:
+        """`B(kept, batch, key, number, links, cotangent, unscale, sums) -> (cotangent, sums)`.
+
+        Without sums to add to, the gradients of the microbatch are given.
+        """
+
+        def run(
+            kept: PyTree, batch: PyTree, key: Any, number: Any, links: Any, cotangent: Any,
+            unscale: Any, sums: PyTree,
+        ) -> Any:  # fmt: skip
+            whole = with_inputs(unpack(links), *self._microbatch(batch, key, number, self.count))
+            grads, back = train_backward(whole, self.rules, kept, unpack(cotangent))
+            return pack(back), self._added(sums, unscaled(grads, unpack(unscale)))
+
+        return self._cached(
+            f"B{with_sums}",
+            run,
+            (self.kept_specs, LOCAL, WHOLE, WHOLE, LOCAL, LOCAL, LOCAL, self._sums(with_sums)),
+            (LOCAL, self.grad_specs),
+            donate=(7,) if with_sums else (),
+        )
+
+    @cached_property
+    def input_backward(self) -> Any:
+        """`I(kept, batch, key, number, links, cotangent) -> (cotangent, halves)`."""
+
+        def run(
+            kept: PyTree, batch: PyTree, key: Any, number: Any, links: Any, cotangent: Any
+        ) -> Any:
+            whole = with_inputs(unpack(links), *self._microbatch(batch, key, number, self.count))
+            halves, back = input_backward(whole, self.rules, kept, unpack(cotangent))
+            return pack((back, halves))
+
+        # What the weights' gradients still need of the links stays where it is.
+        specs = (self.kept_specs, LOCAL, WHOLE, WHOLE, LOCAL, LOCAL)
+        return self._jit(run, specs, LOCAL, donate=(4,))
+
+    def weight_backward(self, with_sums: bool) -> Any:
+        """`W(kept, halves, unscale, sums) -> sums`; see `backward`."""
+
+        def run(kept: PyTree, halves: Any, unscale: Any, sums: PyTree) -> Any:
+            grads = weight_backward(unpack(halves), self.rules, kept)
+            return self._added(sums, unscaled(grads, unpack(unscale)))
+
+        return self._cached(
+            f"W{with_sums}",
+            run,
+            (self.kept_specs, LOCAL, LOCAL, self._sums(with_sums)),
+            self.grad_specs,
+            donate=(3,) if with_sums else (),
+        )
+
+    def evaluate(self, count: int) -> Any:
+        """`E(kept, buffers, batch, key, number, x) -> out` for `count` microbatches.
+
+        `out` is what the next stage gets, or `(mean, metrics)` at the end.
+        """
+
+        def run(kept: PyTree, buffers: PyTree, batch: PyTree, key: Any, number: Any, x: Any) -> Any:
+            rows, rng = self._microbatch(batch, key, number, count)
+            out = eval_forward(
+                self.pieces, self.rules, kept, rows if self.first else unpack(x), buffers, rows,
+                rng,
+            )  # fmt: skip
+            if self.last:
+                mean, metrics = split_loss(out)
+                return pack((float_mean(mean), float_means(metrics)))
+            return pack(out)
+
+        specs = (self.kept_specs, WHOLE, LOCAL, WHOLE, WHOLE, LOCAL)
+        return self._cached(f"E{count}", run, specs, LOCAL)
+
+    @cached_property
+    def add(self) -> Any:
+        """`(sums, gradients) -> sums`, for gradients that had to wait for their turn."""
+        specs = (self.grad_specs, self.grad_specs)
+        return self._jit(self._added, specs, self.grad_specs, donate=(0,))
+
+    @cached_property
+    def zeros(self) -> Any:
+        """`Z() -> sums`: room for the stage's gradients; nothing with one microbatch."""
+        pieces = {piece.layer.name: piece.num_layers for piece in self.pieces}
+
+        def zero(split: Split) -> jax.Array:
+            shape = split.stored_shape
+            if split.stacked:
+                shape = (pieces[split.path.split("/")[0]], *shape[1:])
+            return jnp.zeros(shape, jnp.float32)
+
+        def run() -> PyTree:
+            return None if self.count == 1 else map_splits(zero, self.layout)
+
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.grad_specs)
+        return jax.jit(run, out_shardings=None if self.count == 1 else shardings)
+
+    @cached_property
+    def totals(self) -> Any:
+        """`T([(mean, metrics), ...]) -> (mean, metrics)` summed over microbatches and devices."""
+
+        def run(parts: list[tuple[Mean, dict[str, Mean]]]) -> Any:
+            own = unpack(parts)
+            total = own[0]
+            if len(own) > 1:
+                total = jax.tree.map(jnp.zeros_like, total)
+                for part in own:
+                    total = jax.tree.map(jnp.add, total, part)
+            return all_reduce_tree(total, self.blue.group)
+
+        return self._jit(run, (LOCAL,), WHOLE)
+
+    def _cached(self, name: str, run: Any, specs: Any, out: Any, donate: Any = ()) -> Any:
+        if name not in self._made:
+            self._made[name] = self._jit(run, specs, out, donate)
+        return self._made[name]
+
+    def _sums(self, with_sums: bool) -> Any:
+        return self.grad_specs if with_sums else WHOLE
+
+    def _microbatch(
+        self, batch: PyTree, key: jax.Array, number: Any, count: int
+    ) -> tuple[PyTree, jax.Array]:
+        """One microbatch's rows of this device, and its key."""
+
+        def rows(leaf: jax.Array) -> jax.Array:
+            parts = leaf.reshape(count, -1, *leaf.shape[1:])
+            return jax.lax.dynamic_index_in_dim(parts, number, keepdims=False)
+
+        block = shard_index(self.blue.group) * count + number
+        return cast_batch(self.plan, jax.tree.map(rows, batch)), jax.random.fold_in(key, block)
+
+    def _added(self, sums: PyTree, grads: PyTree) -> PyTree:
+        if sums is None:
+            return grads
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, grads)
+
+
+def pack(tree: PyTree) -> PyTree:
+    """Gives every local array its dim of devices."""
+    return jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
+
+
+def unpack(tree: PyTree) -> PyTree:
+    """Takes the dim of devices away."""
+    return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)

@@ -1,0 +1,247 @@
+"""The second half of a step: summed gradients in, new state out.
+
+The optimizer sees whole, global-view arrays that happen to be sharded, so that any optax
+transformation is right, whether it works leaf by leaf or not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from fzero.blueprint import Blueprint
+from fzero.model import Mean
+from fzero.precision import cast_param, next_loss_scale
+from fzero.state import Pending, logical_view
+from fzero.tree import PyTree
+from fzero.zero.collectives import all_reduce_tree, gather
+from fzero.zero.partition import Split, layout_leaves, map_splits
+
+
+Metrics = dict[str, jax.Array]
+
+
+def step_key(rng: jax.Array, step: jax.Array, pending: Pending | None) -> jax.Array:
+    """The key that a step's randomness is folded from."""
+    key = jax.random.fold_in(rng, step)
+    # Distinct from the first batch's keys, which are folded once less.
+    return key if pending is None else jax.random.fold_in(key, pending.calls)
+
+
+class Update:
+    """Applies (or accumulates) one step's gradients.
+
+    Args:
+        blue: the blueprint.
+        fence: stops the compiler from fusing across; see `fzero.zero.rules.Rules.fence`.
+    """
+
+    def __init__(self, blue: Blueprint, fence: Callable[[PyTree], PyTree]) -> None:
+        self.blueprint, self.plan, self.fence = blue, blue.plan, fence
+
+    def run(
+        self,
+        fields: dict[str, Any],
+        step: jax.Array,
+        sums: PyTree,
+        mean: Mean,
+        own: dict[str, Mean],
+        buffers: PyTree,
+        apply: bool,
+    ) -> tuple[dict[str, Any], Metrics]:
+        """New fields of the state, and the step's metrics.
+
+        Args:
+            fields: the state's fields, without step and key.
+            step: steps taken so far.
+            sums: gradients of the summed loss total, as shards.
+            mean: the loss over all devices and microbatches.
+            own: the model's metrics, likewise.
+            buffers: new buffers.
+            apply: whether to take an optimizer step, or only to add to `fields["grads"]`.
+        """
+        pending: Pending | None = fields["grads"]
+        if pending is not None:
+            sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), pending.sums, sums)
+            mean = Mean(pending.total + mean.total, pending.count + mean.count)
+        metrics = {"loss": mean.total / mean.count, "count": mean.count}
+        metrics |= {name: value.total / value.count for name, value in own.items()}
+        if not apply:
+            return self._accumulated(fields, step, sums, mean, buffers), metrics
+        return self._applied(fields, step, sums, mean, buffers, metrics)
+
+    def _accumulated(
+        self, fields: dict[str, Any], step: jax.Array, sums: PyTree, mean: Mean, buffers: PyTree
+    ) -> dict[str, Any]:
+        pending: Pending | None = fields["grads"]
+        calls = jnp.int32(0) if pending is None else pending.calls
+        sums = jax.tree.map(lambda g: g.astype(jnp.float32), sums)
+        sums = self._pin_shards(sums)
+        grads = Pending(sums, mean.total, mean.count, calls + 1)
+        return {**fields, "buffers": buffers, "grads": grads, "step": step}
+
+    def _applied(
+        self,
+        fields: dict[str, Any],
+        step: jax.Array,
+        sums: PyTree,
+        mean: Mean,
+        buffers: PyTree,
+        metrics: Metrics,
+    ) -> tuple[dict[str, Any], Metrics]:
+        plan, blue = self.plan, self.blueprint
+        # The two halves of a step are compiled apart, so that each is the same in every stage.
+        sums, mean, metrics = self.fence((sums, mean, metrics))
+        # The norm gets a copy of its own, or it would be fused with what a stage does next.
+        norm = self.fence(self._norm(self.fence(sums), mean.count))
+        grads = self._mean_gradients(sums, mean.count, norm)
+        new = {"step": step + 1, "buffers": buffers, "grads": None}
+        new |= self._updated(fields, grads, metrics["loss"])
+        finite = jnp.isfinite(norm)
+        metrics = {**metrics, "grad_norm": norm, "nonfinite": 1.0 - finite.astype(jnp.float32)}
+        new["loss_scale"] = None
+        if plan.skips:
+            old = {name: fields[name] for name in ("params", "compute", "opt_state", "buffers")}
+            old["step"] = step
+            for name, value in old.items():
+                new[name] = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new[name], value)
+            new["loss_scale"] = next_loss_scale(plan, fields["loss_scale"], finite)
+            metrics["skipped"] = new["loss_scale"].skipped.astype(jnp.float32)
+            metrics["loss_scale"] = fields["loss_scale"].scale
+        shapes = blue.shapes()
+        for name in ("step", "params", "compute", "opt_state", "buffers", "loss_scale"):
+            new[name] = jax.tree.map(
+                lambda leaf, to: jax.lax.with_sharding_constraint(leaf, to.sharding),
+                new[name],
+                shapes[name],
+            )
+        return new, metrics
+
+    def _norm(self, sums: PyTree, count: jax.Array) -> jax.Array:
+        """Global norm of the mean gradient, added up from shards in every stage.
+
+        Squares are added per leaf, or per layer of a stack, and then in the order of the chain, so
+        that the norm does not depend on where a pipeline is cut.
+        """
+        group = self.blueprint.group
+
+        def local(splits: list[Split], sums: list[jax.Array], count: jax.Array) -> list[jax.Array]:
+            squares = [_squares(s, g.astype(jnp.float32) / count)
+                       for s, g in zip(splits, sums, strict=True)]  # fmt: skip
+            # Shards are the same in every replica group: sum over the data axis only.
+            split = [i for i, s in enumerate(splits) if s.dim is not None]
+            reduced = all_reduce_tree(
+                [squares[i] for i in split], dataclasses.replace(group, replica=1)
+            )
+            for i, square in zip(split, reduced, strict=True):
+                squares[i] = square
+            return squares
+
+        found = self._by_mesh(local, sums, PartitionSpec(), count)
+        in_order = [
+            square if split.home is None else split.home.restore(square)
+            for split, square in zip(layout_leaves(self.blueprint.params), found, strict=True)
+        ]
+        return jnp.sqrt(jnp.sum(self.fence(jnp.concatenate(in_order))))
+
+    def _mean_gradients(self, sums: PyTree, count: jax.Array, norm: jax.Array) -> PyTree:
+        """Mean gradients in logical shapes, clipped; whole in stage 0, sharded otherwise."""
+        blue, clip = self.blueprint, self.plan.clip_norm
+        if not self.plan.shards("opt_state"):
+            sums = self._gather(sums)
+        else:
+            sums = map_splits(
+                lambda s, g: blue.constrain(s, s.logical(g)) if s.pad else g, blue.params, sums
+            )
+        factor = None if clip is None else clip / jnp.maximum(norm, clip)
+
+        def mean(split: Any, total: jax.Array) -> jax.Array:
+            grad = total.astype(jnp.float32) / count
+            grad = grad if factor is None else grad * factor
+            return grad.astype(jnp.promote_types(split.dtype, jnp.float32))
+
+        return map_splits(mean, blue.params, sums)
+
+    def _updated(self, fields: dict[str, Any], grads: PyTree, loss: jax.Array) -> dict[str, Any]:
+        """New parameters, compute copy and optimizer state."""
+        plan, blue = self.plan, self.blueprint
+        assert blue.tx is not None
+        params = logical_view(blue, "params", fields["params"])
+        sharded = plan.shards("opt_state")
+        if sharded:
+            params = map_splits(blue.constrain, blue.params, params)
+        opt_state = logical_view(blue, "opt_state", fields["opt_state"])
+        tx = optax.with_extra_args_support(blue.tx)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        updates = map_splits(
+            lambda s, u: jnp.zeros_like(u) if s.path in blue.model.frozen else u,
+            blue.params,
+            updates,
+        )
+        params = optax.apply_updates(params, updates)
+        if not sharded:
+            compute = self._cast(params) if plan.keeps_compute_copy else None
+            return {"params": params, "compute": compute, "opt_state": opt_state}
+        opt_state = map_splits(lambda s, leaf: s.store(leaf), blue.opt_state, opt_state)
+        shards = map_splits(lambda s, leaf: s.store(leaf), blue.params, params)
+        shards = self._pin_shards(shards)
+        compute = self._gather(self._cast(shards)) if plan.keeps_compute_copy else None
+        params = shards if plan.shards("params") else self._gather(shards)
+        return {"params": params, "compute": compute, "opt_state": opt_state}
+
+    def _cast(self, tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: cast_param(self.plan, leaf), tree)
+
+    def _pin_shards(self, tree: PyTree) -> PyTree:
+        return map_splits(self.blueprint.constrain, self.blueprint.params, tree)
+
+    def _gather(self, shards: PyTree) -> PyTree:
+        """Whole leaves from stored shards, by explicit all-gathers."""
+        group = self.blueprint.group
+
+        def local(splits: list[Split], shards: list[jax.Array]) -> list[jax.Array]:
+            return [gather(leaf, s, group) for s, leaf in zip(splits, shards, strict=True)]
+
+        treedef = jax.tree.structure(shards)
+        return jax.tree.unflatten(treedef, self._by_mesh(local, shards, PartitionSpec()))
+
+    def _by_mesh(
+        self, function: Callable[..., list[Any]], shards: PyTree, out: PartitionSpec, *args: Any
+    ) -> list[Any]:
+        """Runs `function(splits, shards, *args)` once per mesh, with that mesh's leaves local.
+
+        (Without a pipeline all leaves are on one mesh.)
+        """
+        blue = self.blueprint
+        splits, leaves = layout_leaves(blue.params), jax.tree.leaves(shards)
+        groups: dict[Any, list[int]] = {}
+        for index, split in enumerate(splits):
+            groups.setdefault(split.home and split.home.ranks, []).append(index)
+        found: list[Any] = [None] * len(leaves)
+        for group in groups.values():
+            own = [splits[i] for i in group]
+            mesh = blue.mesh_of(own[0].home)
+            run = jax.shard_map(
+                lambda shards, *args, own=own: function(own, shards, *args),
+                mesh=mesh,
+                in_specs=([blue.sharding(s.home, s.spec).spec for s in own], *(out,) * len(args)),
+                out_specs=[blue.sharding(s.home, out).spec for s in own],
+                axis_names=set(mesh.axis_names),
+                check_vma=False,
+            )
+            results: list[Any] = run([leaves[i] for i in group], *args)
+            for i, result in zip(group, results, strict=True):
+                found[i] = result
+        return found
+
+
+def _squares(split: Split, grad: jax.Array) -> jax.Array:
+    """Sums of squares, one per layer of a stack."""
+    dims = tuple(range(int(split.stacked), grad.ndim))
+    return jnp.sum(jnp.square(grad), axis=dims).reshape(-1)

@@ -1,0 +1,98 @@
+"""A backward pass in two halves: the input's gradient first, the weights' gradients later.
+
+Zero-bubble schedules fill idle time with weight gradients. The backward pass is traced whole and
+its steps divided: what the input's gradient takes is run at once; the rest waits, with exactly the
+values that it reads. Nothing is computed twice, so the halves cost what the whole does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from fzero.jaxprs import Program, Step, Var
+from fzero.tree import PyTree
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, eq=False)
+class Rest:
+    """The second half, without its values.
+
+    Args:
+        steps: operations, in order.
+        reads: what they read from the first half.
+        weights: the inputs that are weights.
+        grads: what they give.
+    """
+
+    steps: tuple[Step, ...]
+    reads: tuple[Var, ...]
+    weights: tuple[Var, ...]
+    grads: tuple[Any, ...]
+
+    def run(self, values: Sequence[jax.Array], weights: Sequence[jax.Array]) -> list[jax.Array]:
+        """The gradients of the weights."""
+        env: dict[Var, Any] = dict(zip(self.weights, weights, strict=True))
+        env.update(zip(self.reads, values, strict=True))
+        _run(self.steps, env)
+        return [_read(env, x) for x in self.grads]
+
+
+def first_half(
+    function: Callable[[list[Any]], tuple[list[Any], PyTree]], weights: Sequence[Any]
+) -> tuple[PyTree, list[Any], Rest]:
+    """Runs what `function(weights) -> (gradients, others)` takes to give the others.
+
+    Args:
+        function: a backward pass; it may read other values of the surrounding trace.
+        weights: its arguments.
+
+    Returns:
+        `(others, values, rest)`: `rest.run(values, weights)` gives the gradients.
+    """
+    closed, (grads, others) = jax.make_jaxpr(function, return_shape=True)(list(weights))
+    program = Program(closed.jaxpr, closed.consts)
+    count = len(jax.tree.leaves(grads))
+    late, now = program.outputs[:count], program.outputs[count:]
+
+    env: dict[Var, Any] = dict(program.consts)
+    env.update(zip(program.inputs, weights, strict=True))
+    first = _needed(program.steps, now)
+    _run([step for i, step in enumerate(program.steps) if i in first], env)
+    second = _needed(program.steps, late) - first
+    steps = tuple(step for i, step in enumerate(program.steps) if i in second)
+
+    made = {var for step in steps for var in step.results}
+    wanted = [x for step in steps for x in step.reads()]
+    wanted += [x for x in late if isinstance(x, Var)]
+    inputs = set(program.inputs)
+    reads = tuple(x for x in dict.fromkeys(wanted) if x not in made and x not in inputs)
+    rest = Rest(steps, reads, tuple(program.inputs), tuple(late))
+    out = jax.tree.unflatten(jax.tree.structure(others), [_read(env, x) for x in now])
+    return out, [env[var] for var in reads], rest
+
+
+def _needed(steps: Sequence[Step], outputs: Sequence[Any]) -> set[int]:
+    """Which steps it takes to compute some outputs."""
+    wanted = {x for x in outputs if isinstance(x, Var)}
+    found: set[int] = set()
+    for index in range(len(steps) - 1, -1, -1):
+        if wanted.isdisjoint(steps[index].results):
+            continue
+        found.add(index)
+        wanted.update(steps[index].reads())
+    return found
+
+
+def _run(steps: Sequence[Step], env: dict[Var, Any]) -> None:
+    for step in steps:
+        values = step.run([_read(env, x) for x in step.operands])
+        env.update(zip(step.results, values, strict=True))
+
+
+def _read(env: dict[Var, Any], operand: Any) -> Any:
+    return env[operand] if isinstance(operand, Var) else operand
