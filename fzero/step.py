@@ -8,6 +8,7 @@ transformation is right, whether it works leaf by leaf or not.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -29,7 +30,6 @@ from fzero.pipeline.execute import Executor
 from fzero.places import PlacedFunction
 from fzero.plan import AXES, Plan
 from fzero.state import (
-    Pending,
     TrainState,
     require_alive,
     require_fits,
@@ -411,11 +411,10 @@ class PipelineTrainStep(TrainStep):
             name: jax.tree.map(lambda to: to.sharding, shapes[name]) for name in new
             if name in shapes
         }  # fmt: skip
-        pending: Pending | None = new["grads"]
-        found["grads"] = None
-        if pending is not None:
-            grads = map_splits(lambda s: blue.sharding(s.home, s.spec), blue.params)
-            found["grads"] = Pending(grads, whole, whole, whole)
+        grads = map_splits(lambda s: blue.sharding(s.home, s.spec), blue.params)
+        found["grads"] = jax.tree.map(lambda _: whole, new["grads"])
+        if new["grads"] is not None:
+            found["grads"] = dataclasses.replace(found["grads"], sums=grads)
         return found, dict.fromkeys(metrics, whole)
 
     def lower(self, state: Any, batch: PyTree) -> Any:

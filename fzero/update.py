@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -227,15 +228,14 @@ class Update:
         for group in groups.values():
             own = [splits[i] for i in group]
             mesh = blue.mesh_of(own[0].home)
-            run = jax.shard_map(
-                lambda shards, *args, own=own: function(own, shards, *args),
+            results = jax.shard_map(
+                partial(function, own),
                 mesh=mesh,
                 in_specs=([blue.sharding(s.home, s.spec).spec for s in own], *(out,) * len(args)),
                 out_specs=[blue.sharding(s.home, out).spec for s in own],
                 axis_names=set(mesh.axis_names),
                 check_vma=False,
-            )
-            results: list[Any] = run([leaves[i] for i in group], *args)
+            )([leaves[i] for i in group], *args)
             for i, result in zip(group, results, strict=True):
                 found[i] = result
         return found

@@ -232,7 +232,9 @@ class _Run:
         _, stage, m = action
         halves, unscale = self.slots.halves.pop((stage, m))
         sums = self._sums_for(stage, m)
-        sums = program.weight_backward(sums is not None)(self.kept[stage], halves, unscale, sums)
+        sums = program.weight_backward(sums is not None)(
+            self.kept[stage], *self._inputs(program, action), halves, unscale, sums
+        )
         self._summed(program, m, sums)
         return ()
 

@@ -76,6 +76,7 @@ class StagePrograms:
             sharded=self.plan.zero == 3 and blue.group.data > 1,
             reduce=True,
             prefetch=blue.prefetch,
+            halves=True,
         )
 
     def place(self, tree: PyTree) -> PyTree:
@@ -148,8 +149,9 @@ class StagePrograms:
             kept: PyTree, batch: PyTree, key: Any, number: Any, links: Any, cotangent: Any,
             unscale: Any, sums: PyTree,
         ) -> Any:  # fmt: skip
-            whole = with_inputs(unpack(links), *self._microbatch(batch, key, number, self.count))
-            grads, back = train_backward(whole, self.rules, kept, unpack(cotangent))
+            rows, rng = self._microbatch(batch, key, number, self.count)
+            whole = with_inputs(unpack(links), rows, rng)
+            grads, back = train_backward(whole, self.rules, kept, unpack(cotangent), rng)
             return pack(back), self._added(sums, unscaled(grads, unpack(unscale)))
 
         return self._cached(
@@ -167,27 +169,33 @@ class StagePrograms:
         def run(
             kept: PyTree, batch: PyTree, key: Any, number: Any, links: Any, cotangent: Any
         ) -> Any:
-            whole = with_inputs(unpack(links), *self._microbatch(batch, key, number, self.count))
-            halves, back = input_backward(whole, self.rules, kept, unpack(cotangent))
-            return pack((back, halves))
+            rows, rng = self._microbatch(batch, key, number, self.count)
+            whole = with_inputs(unpack(links), rows, rng)
+            halves, back = input_backward(whole, self.rules, kept, unpack(cotangent), rng)
+            return pack((back, without_inputs(halves)))
 
         # What the weights' gradients still need of the links stays where it is.
         specs = (self.kept_specs, LOCAL, WHOLE, WHOLE, LOCAL, LOCAL)
         return self._jit(run, specs, LOCAL, donate=(4,))
 
     def weight_backward(self, with_sums: bool) -> Any:
-        """`W(kept, halves, unscale, sums) -> sums`; see `backward`."""
+        """`W(kept, batch, key, number, halves, unscale, sums) -> sums`; see `backward`."""
 
-        def run(kept: PyTree, halves: Any, unscale: Any, sums: PyTree) -> Any:
-            grads = weight_backward(unpack(halves), self.rules, kept)
+        def run(
+            kept: PyTree, batch: PyTree, key: Any, number: Any, halves: Any, unscale: Any,
+            sums: PyTree,
+        ) -> Any:  # fmt: skip
+            rows, rng = self._microbatch(batch, key, number, self.count)
+            whole = with_inputs(unpack(halves), rows, rng)
+            grads = weight_backward(whole, self.rules, kept, rng)
             return self._added(sums, unscaled(grads, unpack(unscale)))
 
         return self._cached(
             f"W{with_sums}",
             run,
-            (self.kept_specs, LOCAL, LOCAL, self._sums(with_sums)),
+            (self.kept_specs, LOCAL, WHOLE, WHOLE, LOCAL, LOCAL, self._sums(with_sums)),
             self.grad_specs,
-            donate=(3,) if with_sums else (),
+            donate=(6,) if with_sums else (),
         )
 
     def evaluate(self, count: int) -> Any:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -212,14 +212,21 @@ def _layer_forward(
     return link, cell["out"].join(y, y_rest), buffers
 
 
-def without_inputs(links: Links) -> Links:
-    """The links without the microbatch's rows and key, which outlive the forward pass anyway."""
+_Kept = TypeVar("_Kept", bound=Sequence[Any])
+
+
+def without_inputs(links: _Kept) -> _Kept:
+    """Links or halves without the microbatch's rows and key, which live as long anyway."""
     return with_inputs(links, None, None)
 
 
-def with_inputs(links: Links, batch: PyTree, rng: jax.Array | None) -> Links:
-    """The links with the microbatch's rows and key, as they were traced."""
-    return [link.with_inputs(batch, rng) if isinstance(link, StackLink) else link for link in links]
+def with_inputs(links: _Kept, batch: PyTree, rng: jax.Array | None) -> _Kept:
+    """Links or halves with the microbatch's rows and key, as they were traced."""
+    found: Any = [
+        link.with_inputs(batch, rng) if isinstance(link, StackLink | StackHalf) else link
+        for link in links
+    ]
+    return found
 
 
 class _Sums:
@@ -236,8 +243,12 @@ class _Sums:
         self.single: dict[str, jax.Array] = {}
         self.stacked: dict[str, jax.Array] = {}
 
-    def add(self, split: Split, grad: jax.Array) -> jax.Array:
-        """Adds one reader's gradient of a leaf."""
+    def taker(self, layer: Layer) -> Callable[[int, jax.Array], jax.Array]:
+        """Takes the gradient of a layer's leaf `i`."""
+        splits = layout_leaves(layer_params(layer, self.rules.layout))
+        return lambda i, grad: self._add(splits[i], grad)
+
+    def _add(self, split: Split, grad: jax.Array) -> jax.Array:
         path = split.path
         total = self.single[path] + grad if path in self.single else grad
         self.readers[path] -= 1
@@ -261,7 +272,7 @@ class _Sums:
 
 
 def train_backward(
-    links: Links, rules: Rules, kept: PyTree, cotangent: Any
+    links: Links, rules: Rules, kept: PyTree, cotangent: Any, rng: jax.Array | None = None
 ) -> tuple[PyTree, list[Any]]:
     """Gradients of every parameter read, reduced as the rules say.
 
@@ -271,6 +282,7 @@ def train_backward(
         kept: as in the forward pass.
         cotangent: of the chain's output: a scalar for the loss's total where the chain ends, else
             one array per floating-point leaf.
+        rng: the microbatch's key, where the backward pass is compiled in halves.
 
     Returns:
         `(gradients, cotangents of the input's floating-point leaves)`. Gradients are in the
@@ -284,7 +296,7 @@ def train_backward(
             grads, cotangent = stack_backward(link, kept[name], cotangent)
             sums.add_stack(name, grads)
         else:
-            cotangent = _layer_backward(fetched, link, cotangent, sums)
+            cotangent = _layer_backward(fetched, link, cotangent, sums, rng)
     return sums.finish(), cotangent
 
 
@@ -292,20 +304,23 @@ def _layer_of(link: Link | StackLink) -> Layer | Stack:
     return link.layer if isinstance(link, Link) else link.program.static.piece.layer
 
 
-def _layer_backward(fetched: Fetched, link: Link, cotangent: Any, sums: _Sums) -> Any:
+def _layer_backward(
+    fetched: Fetched, link: Link, cotangent: Any, sums: _Sums, rng: jax.Array | None
+) -> Any:
     """The cotangent of a layer's input; the gradients of its leaves go to `sums`."""
     rules = fetched.rules
+    if rules.halves:
+        half, cotangent = _layer_input_backward(fetched, link, cotangent, rng)
+        _layer_weight_backward(fetched, half, sums, rng)
+        return cotangent
     # The fence keeps what the forward pass computes out of the backward pass's fusions, and the
     # gathers from starting before there is anything to differentiate.
     residuals, cotangent = rules.fence((link.residuals, cotangent))
-    splits = layout_leaves(layer_params(link.layer, rules.layout))
 
     def of_weights(weights: list[Any]) -> PyTree:
         return link.pullback.run(residuals, weights, cotangent)
 
-    def finish(i: int, grad: jax.Array) -> jax.Array:
-        return sums.add(splits[i], grad)
-
+    finish = sums.taker(link.layer)
     _, cotangent = fetched.run(link.layer, of_weights, residuals, finish)
     return cotangent
 
@@ -323,62 +338,68 @@ class Half:
 Halves = list[Half | StackHalf]
 
 
+def _layer_input_backward(
+    fetched: Fetched, link: Link, cotangent: Any, rng: jax.Array | None
+) -> tuple[Half, Any]:
+    rules = fetched.rules
+    assert rng is not None
+    residuals, cotangent = rules.fence((link.residuals, cotangent))
+    cell: list[Rest] = []
+
+    def of_weights(weights: list[Any]) -> PyTree:
+        def whole(weights: list[Any]) -> Any:
+            grads, dx = link.pullback.run(residuals, weights, cotangent)
+            return list(grads), dx
+
+        dx, values, rest = first_half(whole, weights, lambda run: rules.apart(run, rng))
+        cell.append(rest)
+        return dx, values
+
+    cotangent, values = fetched.run(link.layer, of_weights, residuals)
+    return Half(link.layer, values, cell[-1]), cotangent
+
+
+def _layer_weight_backward(
+    fetched: Fetched, half: Half, sums: _Sums, rng: jax.Array | None
+) -> None:
+    rules = fetched.rules
+    assert rng is not None
+    values = rules.fence(half.values)
+
+    def of_weights(weights: list[Any]) -> tuple[list[Any], tuple[()]]:
+        return rules.apart(lambda: half.rest.run(values, weights), rng), ()
+
+    fetched.run(half.layer, of_weights, values, sums.taker(half.layer))
+
+
 def input_backward(
-    links: Links, rules: Rules, kept: PyTree, cotangent: Any
+    links: Links, rules: Rules, kept: PyTree, cotangent: Any, rng: jax.Array
 ) -> tuple[Halves, list[Any]]:
     """The first half of `train_backward`: cotangents of the input, and what is left to do."""
     fetched = Fetched(rules, kept, again=True)
     halves: Halves = []
+    half: Half | StackHalf
     for link in reversed(links):
         if isinstance(link, StackLink):
             shards = kept[link.program.static.piece.layer.name]
             half, cotangent = stack_input_backward(link, shards, cotangent)
-            halves.append(half)
-            continue
-        residuals, cotangent = rules.fence((link.residuals, cotangent))
-        cell: list[Rest] = []
-
-        def of_weights(
-            weights: list[Any],
-            link: Link = link,
-            residuals: Any = residuals,
-            cotangent: Any = cotangent,
-            cell: list[Rest] = cell,
-        ) -> PyTree:
-            def whole(weights: list[Any]) -> Any:
-                grads, dx = link.pullback.run(residuals, weights, cotangent)
-                return list(grads), dx
-
-            dx, values, rest = first_half(whole, weights)
-            cell.append(rest)
-            return dx, values
-
-        cotangent, values = fetched.run(link.layer, of_weights, residuals)
-        halves.append(Half(link.layer, values, cell[-1]))
+        else:
+            half, cotangent = _layer_input_backward(fetched, link, cotangent, rng)
+        halves.append(half)
     return halves, cotangent
 
 
-def weight_backward(halves: Halves, rules: Rules, kept: PyTree) -> PyTree:
+def weight_backward(halves: Halves, rules: Rules, kept: PyTree, rng: jax.Array) -> PyTree:
     """The second half of `train_backward`: gradients of every parameter read, reduced."""
     fetched = Fetched(rules, kept, again=True)
-    sums = _Sums(rules, [h.layer if isinstance(h, Half) else h.static.piece.layer for h in halves])
+    layers = [h.layer if isinstance(h, Half) else h.program.static.piece.layer for h in halves]
+    sums = _Sums(rules, layers)
     for half in halves:
         if isinstance(half, StackHalf):
-            name = half.static.piece.layer.name
+            name = half.program.static.piece.layer.name
             sums.add_stack(name, stack_weight_backward(half, kept[name]))
-            continue
-        values = rules.fence(half.values)
-        splits = layout_leaves(layer_params(half.layer, rules.layout))
-
-        def of_weights(
-            weights: list[Any], half: Half = half, values: Any = values
-        ) -> tuple[list[Any], tuple[()]]:
-            return half.rest.run(values, weights), ()
-
-        def finish(i: int, grad: jax.Array, splits: list[Split] = splits) -> jax.Array:
-            return sums.add(splits[i], grad)
-
-        fetched.run(half.layer, of_weights, values, finish)
+        else:
+            _layer_weight_backward(fetched, half, sums, rng)
     return sums.finish()
 
 

@@ -43,13 +43,16 @@ class Rest:
 
 
 def first_half(
-    function: Callable[[list[Any]], tuple[list[Any], PyTree]], weights: Sequence[Any]
+    function: Callable[[list[Any]], tuple[list[Any], PyTree]],
+    weights: Sequence[Any],
+    apart: Callable[[Callable[[], PyTree]], PyTree],
 ) -> tuple[PyTree, list[Any], Rest]:
     """Runs what `function(weights) -> (gradients, others)` takes to give the others.
 
     Args:
         function: a backward pass; it may read other values of the surrounding trace.
         weights: its arguments.
+        apart: how to run a half, so that it is compiled alike in every program.
 
     Returns:
         `(others, values, rest)`: `rest.run(values, weights)` gives the gradients.
@@ -58,22 +61,29 @@ def first_half(
     program = Program(closed.jaxpr, closed.consts)
     count = len(jax.tree.leaves(grads))
     late, now = program.outputs[:count], program.outputs[count:]
+    given: dict[Var, Any] = dict(program.consts)
+    given.update(zip(program.inputs, weights, strict=True))
 
-    env: dict[Var, Any] = dict(program.consts)
-    env.update(zip(program.inputs, weights, strict=True))
     first = _needed(program.steps, now)
-    _run([step for i, step in enumerate(program.steps) if i in first], env)
     second = _needed(program.steps, late) - first
     steps = tuple(step for i, step in enumerate(program.steps) if i in second)
-
     made = {var for step in steps for var in step.results}
     wanted = [x for step in steps for x in step.reads()]
     wanted += [x for x in late if isinstance(x, Var)]
     inputs = set(program.inputs)
     reads = tuple(x for x in dict.fromkeys(wanted) if x not in made and x not in inputs)
     rest = Rest(steps, reads, tuple(program.inputs), tuple(late))
-    out = jax.tree.unflatten(jax.tree.structure(others), [_read(env, x) for x in now])
-    return out, [env[var] for var in reads], rest
+    computed = [x for x in reads if x not in given]
+
+    def run() -> tuple[list[Any], list[Any]]:
+        env = dict(given)
+        _run([step for i, step in enumerate(program.steps) if i in first], env)
+        return [_read(env, x) for x in now], [env[x] for x in computed]
+
+    out, values = apart(run) if first else run()
+    given.update(zip(computed, values, strict=True))
+    found = jax.tree.unflatten(jax.tree.structure(others), out)
+    return found, [given[x] for x in reads], rest
 
 
 def _needed(steps: Sequence[Step], outputs: Sequence[Any]) -> set[int]:

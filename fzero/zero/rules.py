@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fzero import compat
 from fzero.plan import Plan
@@ -25,6 +28,8 @@ class Rules:
         sharded: whether the parameters at hand are shards.
         reduce: whether gradients are reduced now (or stay local sums).
         prefetch: whether a stack gathers one layer ahead and reduces one behind.
+        halves: whether a backward pass is compiled as the two halves that some pipeline schedules
+            run apart, so that all schedules give the same bits.
     """
 
     plan: Plan
@@ -33,6 +38,7 @@ class Rules:
     sharded: bool
     reduce: bool
     prefetch: bool = False
+    halves: bool = False
 
     def fetch(self, split: Split, leaf: jax.Array, again: bool = False) -> jax.Array:
         """A leaf ready for use: cast, then gathered, so that the compute dtype travels.
@@ -62,6 +68,35 @@ class Rules:
         fenced: PyTree = jax.lax.optimization_barrier(value)
         return fenced
 
+    def apart(self, function: Callable[[], PyTree], rng: jax.Array) -> PyTree:
+        """Runs a function that is compiled alike wherever it stands.
+
+        A fence does it on GPUs. XLA's CPU backend drops fences before its last fusions, but never
+        fuses into a branch, so there the function is one, taken always: which the compiler cannot
+        know, because it depends on a key.
+        """
+        if not self.group.bits:
+            return jax.lax.optimization_barrier(function())
+        shapes = jax.eval_shape(lambda: _plain(function()))
+        kinds: list[Any] = []
+
+        def run() -> PyTree:
+            out = function()
+            kinds.extend(jax.random.key_impl(x) if compat.is_key(x) else None
+                         for x in jax.tree.leaves(out))  # fmt: skip
+            return _plain(out)
+
+        taken = (jax.random.key_data(rng).reshape(-1)[0] | 1) != 0
+        out = jax.lax.cond(
+            taken, run, lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        )
+        leaves, treedef = jax.tree.flatten(out)
+        keyed = [
+            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+            for x, impl in zip(leaves, kinds, strict=False)
+        ]
+        return jax.tree.unflatten(treedef, keyed)
+
     @property
     def fenced(self) -> bool:
         """Whether fences stand; on one device in float32 all stages are one program anyway."""
@@ -86,3 +121,7 @@ class Rules:
         summed = all_reduce_tree(self.fence(whole), self.group)
         done = {path: round_to(leaf, leaf.dtype) for path, leaf in summed.items()}
         return map_splits(lambda split, grad: done.get(split.path, grad), self.layout, grads)
+
+
+def _plain(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jax.random.key_data(x) if compat.is_key(x) else x, tree)

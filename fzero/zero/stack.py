@@ -136,6 +136,26 @@ class _LayerProgram:
         grads = pullback.run(residuals, self._known(weights), cotangent)
         return grads
 
+    def input_half(self, weights: PyTree, kept: Any, cts: Any) -> tuple[Any, list[Any], Rest]:
+        """The first half of `backward`: new cotangents, and what the second half takes."""
+        leaves, treedef = jax.tree.flatten(weights)
+        rules, rng = self.static.rules, self.rng
+        assert rng is not None
+
+        def whole(leaves: list[Any]) -> Any:
+            grads, dx, ds = self.backward(jax.tree.unflatten(treedef, leaves), kept, cts[0])
+            return jax.tree.leaves(grads), (dx, ds)
+
+        (dx, ds), values, rest = first_half(whole, leaves, lambda run: rules.apart(run, rng))
+        return rules.fence((dx, [a + b for a, b in zip(cts[1], ds, strict=True)])), values, rest
+
+    def weight_half(self, rest: Rest, values: list[Any], weights: PyTree) -> PyTree:
+        """The second half of `backward`: gradients of the weights."""
+        leaves, treedef = jax.tree.flatten(weights)
+        assert self.rng is not None
+        grads = self.static.rules.apart(lambda: rest.run(values, leaves), self.rng)
+        return jax.tree.unflatten(treedef, grads)
+
     def joined(self, floats: list[Any], rest: list[Any]) -> Any:
         """The stack's output from its last layer's."""
         static = self.static
@@ -279,6 +299,9 @@ def stack_backward(link: StackLink, shards: PyTree, cotangent: Any) -> tuple[PyT
         return _fetch(static, shards, k, again=True)
 
     def back(weights: PyTree, kept: Any, cts: Any) -> tuple[PyTree, Any]:
+        if rules.halves:
+            cts, values, rest = program.input_half(weights, kept, cts)
+            return program.weight_half(rest, values, weights), cts
         grads, dx, ds = program.backward(weights, kept, cts[0])
         return grads, rules.fence((dx, [a + b for a, b in zip(cts[1], ds, strict=True)]))
 
@@ -316,20 +339,27 @@ def stack_backward(link: StackLink, shards: PyTree, cotangent: Any) -> tuple[PyT
     return done, program.join_cotangent(cts)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values", "rest"], meta_fields=["static"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["program", "values", "rest"], meta_fields=[]
+)
 @dataclass(frozen=True, eq=False)
 class StackHalf:
     """What the weights' gradients of a stack take, once its input's gradient is known.
 
     Args:
-        static: which layers.
+        program: the program of one layer.
         values: per layer, stacked, what the second half reads.
         rest: the second half of one layer.
     """
 
-    static: _Static
+    program: _LayerProgram
     values: list[Any]
     rest: Rest
+
+    def with_inputs(self, batch: PyTree, rng: jax.Array | None) -> StackHalf:
+        """As `StackLink.with_inputs`."""
+        program = dataclasses.replace(self.program, batch=batch, rng=rng)
+        return StackHalf(program, self.values, self.rest)
 
 
 def stack_input_backward(
@@ -342,15 +372,9 @@ def stack_input_backward(
     cell: list[Rest] = []
 
     def back(weights: PyTree, kept: Any, cts: Any) -> tuple[Any, list[Any]]:
-        leaves, treedef = jax.tree.flatten(weights)
-
-        def whole(leaves: list[Any]) -> Any:
-            grads, dx, ds = program.backward(jax.tree.unflatten(treedef, leaves), kept, cts[0])
-            return jax.tree.leaves(grads), (dx, ds)
-
-        (dx, ds), values, rest = first_half(whole, leaves)
+        cts, values, rest = program.input_half(weights, kept, cts)
         cell.append(rest)
-        return rules.fence((dx, [a + b for a, b in zip(cts[1], ds, strict=True)])), values
+        return cts, values
 
     def plain(cts: Any, xs: Any) -> tuple[Any, Any]:
         k, kept = xs
@@ -371,21 +395,20 @@ def stack_input_backward(
         (cts, _), values = jax.lax.scan(ahead, start, (layers, saved[0]), reverse=True)
     else:
         cts, values = jax.lax.scan(plain, cts, (layers, saved[0]), reverse=True)
-    return StackHalf(static, values, cell[-1]), program.join_cotangent(cts)
+    # The second half reads none of what the first did.
+    bare = dataclasses.replace(program, shared=[], shared_rest=[], buffers=None)
+    return StackHalf(bare, values, cell[-1]), program.join_cotangent(cts)
 
 
 def stack_weight_backward(half: StackHalf, shards: PyTree) -> PyTree:
     """The second half of `stack_backward`: gradients of a piece's parameters, stacked."""
-    static = half.static
-    treedef = jax.tree.structure(shards)
-
-    def one(k: Any, values: list[Any]) -> PyTree:
-        # Where no gradient reads the weights, as in chains of matmuls, the gathers fall away.
-        weights = jax.tree.leaves(_fetch(static, shards, k, again=True))
-        return jax.tree.unflatten(treedef, half.rest.run(values, weights))
+    static = half.program.static
 
     def plain(_: None, xs: Any) -> tuple[None, PyTree]:
-        return None, _scatter(static, one(*xs))
+        k, values = xs
+        # Where no gradient reads the weights, as in chains of matmuls, the gathers fall away.
+        weights = _fetch(static, shards, k, again=True)
+        return None, _scatter(static, half.program.weight_half(half.rest, values, weights))
 
     _, grads = jax.lax.scan(
         plain, None, (jnp.arange(static.piece.num_layers), half.values), reverse=True
