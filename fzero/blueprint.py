@@ -24,6 +24,7 @@ from fzero.tree import PyTree, is_floating, named_leaves
 from fzero.zero.collectives import Group
 from fzero.zero.partition import (
     Home,
+    Split,
     kept_shape,
     map_splits,
     split_opt_state,
@@ -146,6 +147,25 @@ class Blueprint:
                 tree,
             )
             for name, tree in self.buffers.items()
+        }
+
+    def groups(self) -> dict[str, PyTree]:
+        """For every leaf of a pipeline's state, what it is updated together with."""
+        assert self.stages is not None
+        homes = self.stages.homes
+
+        def group(split: Split) -> str:
+            return "" if split.home is None else split.home.group
+
+        params = map_splits(group, self.params)
+        return {
+            "params": params,
+            "compute": params if self.plan.keeps_compute_copy else None,
+            "opt_state": map_splits(group, self.opt_state),
+            "buffers": {
+                name: jax.tree.map(lambda _, name=name: homes[name].group, tree)
+                for name, tree in self.buffers.items()
+            },
         }
 
     def constrain(self, split: Any, leaf: jax.Array, sharded: bool = True) -> jax.Array:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,11 +27,24 @@ from fzero.tree import PyTree
 # Values of up to so many elements may move between places.
 SMALL = 4096
 
-Place = tuple[Any, ...]  # the devices, in mesh order
+Devices = tuple[Any, ...]
 
 
-def place_of(sharding: NamedSharding) -> Place:
-    """The devices of a sharding."""
+class Place(NamedTuple):
+    """Where an operation runs.
+
+    Attributes:
+        devices: the devices, in mesh order.
+        group: what is computed together there. Programs of the same groups are the same, wherever
+            they are placed, and so are their results, to the bit.
+    """
+
+    devices: Devices
+    group: str
+
+
+def devices_of(sharding: NamedSharding) -> Devices:
+    """The devices of a sharding, in mesh order."""
     return tuple(sharding.mesh.devices.flat)
 
 
@@ -77,6 +90,8 @@ class PlacedFunction:
     Args:
         function: what to run.
         args: its arguments as `jax.ShapeDtypeStruct`s with `NamedSharding`s.
+        groups: for each argument leaf, what it is computed together with; all of a place's, if not
+            given.
         out_shardings: takes the outputs' shapes and gives a `NamedSharding` for each.
         everywhere: mesh of all devices.
         donate: indices of arguments whose memory may be reused.
@@ -93,6 +108,7 @@ class PlacedFunction:
         out_shardings: Callable[[PyTree], PyTree],
         everywhere: Mesh,
         donate: Sequence[int] = (),
+        groups: PyTree = None,
         what: str = "function",
     ) -> None:
         self.everywhere = everywhere
@@ -105,53 +121,59 @@ class PlacedFunction:
         self.out_tree = jax.tree.structure(out)
         wanted = jax.tree.leaves(out_shardings(out))
         self.program = Program(closed.jaxpr, closed.consts)
-        self.meshes: dict[Place, Any] = {tuple(everywhere.devices.flat): everywhere}
+        self.meshes: dict[Devices, Any] = {tuple(everywhere.devices.flat): everywhere}
         self.shardings: dict[Var, NamedSharding] = {}
         self.where: dict[Var, _Where] = {}
-        self._place_inputs(leaves)
+        labels = [""] * len(leaves) if groups is None else jax.tree.leaves(groups)
+        self._place_inputs(leaves, labels)
         self._place_steps()
         donated = [i in donate for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         self.donated = {v for v, d in zip(self.program.inputs, donated, strict=True) if d}
         self._divide(wanted)
 
-    def _place_inputs(self, leaves: Sequence[Any]) -> None:
+    def _place_inputs(self, leaves: Sequence[Any], groups: Sequence[str]) -> None:
         whole = tuple(self.everywhere.devices.flat)
-        for var, leaf in zip(self.program.inputs, leaves, strict=True):
+        for var, leaf, group in zip(self.program.inputs, leaves, groups, strict=True):
             sharding = leaf.sharding
-            place = place_of(sharding)
-            self.meshes.setdefault(place, sharding.mesh)
+            devices = devices_of(sharding)
+            self.meshes.setdefault(devices, sharding.mesh)
             self.shardings[var] = sharding
-            anywhere = place == whole and sharding.is_fully_replicated and _small(var)
-            self.where[var] = _Where(None if anywhere else place, 0)
+            anywhere = devices == whole and sharding.is_fully_replicated and _small(var)
+            self.where[var] = _Where(None if anywhere else Place(devices, group), 0)
         for var in self.program.consts:
             self.where[var] = _Where(None, 0)
 
     def _place_steps(self) -> None:
         for step in self.program.steps:
             at = [self.where[x] for x in step.reads()]
-            place = self._bound(step) or self._place_of_operands(step)
+            place = self._place_of(step)
             turn = max((w.turn + (w.place not in (place, None)) for w in at), default=0)
             for var in step.results:
                 self.where[var] = _Where(place, turn)
 
-    def _bound(self, step: Step) -> Place | None:
-        """The place of an operation that names its devices."""
+    def _place_of(self, step: Step) -> Place | None:
+        """Where the largest operand is; nowhere in particular if small ones come from several."""
+        places = {x: self.where[x].place for x in step.reads() if self.where[x].place is not None}
+        bound = self._bound(step)
+        if bound is not None:
+            places = {x: p for x, p in places.items() if p is not None and p.devices == bound}
+        if len({place for x, place in places.items() if not _small(x)}) > 1:
+            raise StateError(self._explain(step))
+        most = max((_size(x) for x in places), default=0)
+        largest = {place for x, place in places.items() if _size(x) == most}
+        if len(largest) == 1:
+            return largest.pop()
+        return None if bound is None else Place(bound, "")
+
+    def _bound(self, step: Step) -> Devices | None:
+        """The devices of an operation that names them."""
         params = {} if step.equation is None else step.equation.params
         mesh = params.get("mesh", getattr(params.get("sharding"), "mesh", None))
         if mesh is None:
             return None
-        place = tuple(mesh.devices.flat)
-        self.meshes.setdefault(place, mesh)
-        return place
-
-    def _place_of_operands(self, step: Step) -> Place | None:
-        """Where the largest operand is; nowhere in particular if small ones come from several."""
-        placed = [x for x in step.reads() if self.where[x].place is not None]
-        if len({self.where[x].place for x in placed if not _small(x)}) > 1:
-            raise StateError(self._explain(step))
-        most = max((_size(x) for x in placed), default=0)
-        places = {self.where[x].place for x in placed if _size(x) == most}
-        return places.pop() if len(places) == 1 else None
+        devices = tuple(mesh.devices.flat)
+        self.meshes.setdefault(devices, mesh)
+        return devices
 
     def _explain(self, step: Step) -> str:
         shapes = [x.aval.str_short() for x in step.reads() if not _small(x)]
@@ -172,7 +194,7 @@ class PlacedFunction:
         order = {id(step): i for i, step in enumerate(self.program.steps)}
 
         def part(place: Place, turn: int) -> _Part:
-            return parts.setdefault((place, turn), _Part(self.meshes[place]))
+            return parts.setdefault((place, turn), _Part(self.meshes[place.devices]))
 
         def give(var: Var, by: _Part, key: tuple[Place, int]) -> None:
             """Adds a value, and everything it takes, to a part."""
@@ -203,9 +225,9 @@ class PlacedFunction:
                 continue
             place, turn = self.where[var].place, self.where[var].turn
             if place is None:
-                place = place_of(sharding)
-                self.meshes.setdefault(place, sharding.mesh)
-            if place == place_of(sharding):
+                place = Place(devices_of(sharding), "")
+                self.meshes.setdefault(place.devices, sharding.mesh)
+            if place.devices == devices_of(sharding):
                 self.shardings.setdefault(var, sharding)
             give(var, part(place, turn), (place, turn))
         self.parts = [parts[key] for key in sorted(parts, key=lambda k: k[1])]
@@ -222,12 +244,12 @@ class PlacedFunction:
             donate = tuple(
                 i for i, var in enumerate(part.reads)
                 if var in self.donated and last[var] == index and var not in kept
-                and place_of(self.shardings[var]) == tuple(part.mesh.devices.flat)
+                and devices_of(self.shardings[var]) == tuple(part.mesh.devices.flat)
             )  # fmt: skip
             replicated = NamedSharding(part.mesh, PartitionSpec())
             out = [
                 self.shardings[var] if var in self.shardings
-                and place_of(self.shardings[var]) == tuple(part.mesh.devices.flat)
+                and devices_of(self.shardings[var]) == tuple(part.mesh.devices.flat)
                 else (replicated if _small(var) else None)
                 for var in part.gives
             ]  # fmt: skip

@@ -398,9 +398,19 @@ class PipelineTrainStep(TrainStep):
 
             self._finishes[key] = PlacedFunction(
                 run, shapes, self._out_shardings, self.blueprint.mesh,
-                donate=(0, 2) if self.donate else (2,), what=self.name,
+                donate=(0, 2) if self.donate else (2,), groups=self._groups(args), what=self.name,
             )  # fmt: skip
         return self._finishes[key]
+
+    def _groups(self, args: tuple[Any, ...]) -> PyTree:
+        """What each argument of the update is updated together with."""
+        fields, step, sums, mean, own, buffers = args
+        known = self.blueprint.groups()
+        none = jax.tree.map(lambda _: "", (fields, step, sums, mean, own, buffers))
+        found = none[0] | known
+        if fields["grads"] is not None:
+            found["grads"] = dataclasses.replace(found["grads"], sums=known["params"])
+        return found, none[1], known["params"], none[3], none[4], known["buffers"]
 
     def _out_shardings(self, out: Any) -> Any:
         blue = self.blueprint

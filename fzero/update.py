@@ -223,7 +223,8 @@ class Update:
         splits, leaves = layout_leaves(blue.params), jax.tree.leaves(shards)
         groups: dict[Any, list[int]] = {}
         for index, split in enumerate(splits):
-            groups.setdefault(split.home and split.home.ranks, []).append(index)
+            where = split.home and (split.home.ranks, split.home.group)
+            groups.setdefault(where, []).append(index)
         found: list[Any] = [None] * len(leaves)
         for group in groups.values():
             own = [splits[i] for i in group]

@@ -54,7 +54,11 @@ def cut_into_stages(model: Model, plan: Plan) -> Stages:
     for stage, pieces in enumerate(cut.stages):
         for piece in pieces:
             layers[piece.layer.name][rank_of[stage]] += range(piece.start, piece.stop)
-    homes = {name: _home(held) for name, held in layers.items()}
+    users: dict[str, list[int]] = defaultdict(list)
+    for stage, pieces in enumerate(cut.stages):
+        for piece in pieces:
+            users[piece.layer.name].append(stage)
+    homes = {name: _home(name, held, users[name]) for name, held in layers.items()}
 
     def placed(piece: Piece, rank: int) -> Piece:
         if not isinstance(piece.layer, Stack):
@@ -68,13 +72,14 @@ def cut_into_stages(model: Model, plan: Plan) -> Stages:
     return Stages(schedule, cut, pieces_of, homes)
 
 
-def _home(held: Mapping[int, list[int]]) -> Home:
+def _home(name: str, held: Mapping[int, list[int]], stages: list[int]) -> Home:
     ranks = tuple(sorted(held))
+    group = f"stage {stages[0]}" if len(stages) == 1 else name
     if len(ranks) == 1:
-        return Home(ranks)
+        return Home(ranks, group=group)
     longest = max(len(rows) for rows in held.values())
     rows = [[*held[rank], *[-1] * (longest - len(held[rank]))] for rank in ranks]
-    return Home(ranks, tuple(row for part in rows for row in part))
+    return Home(ranks, tuple(row for part in rows for row in part), group)
 
 
 def stage_tree(pieces: tuple[Piece, ...], tree: PyTree) -> PyTree:
