@@ -56,6 +56,11 @@ class Blueprint:
     buffers: PyTree
     stages: Stages | None = None
 
+    @property
+    def one_mesh(self) -> bool:
+        """Whether all leaves are on one mesh, so that one program can run a step."""
+        return self.stages is None or self.plan.pipe_backend == "spmd"
+
     def mesh_of(self, home: Home | None) -> Mesh:
         """The devices of some ranks of a pipeline; those of one rank have axes as without one."""
         if home is None or self.stages is None or len(home.ranks) == self.plan.pipe:

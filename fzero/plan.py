@@ -56,7 +56,8 @@ class Plan:
             accumulated, and all four stages add in the same order. `step`: once a step, from whole
             local sums; stages 0 and 1 only.
         schedule: the order of the pipeline's work: a name (`fzero.pipeline.BUILDERS`) or a
-            `fzero.pipeline.Schedule` for `microbatches` microbatches on `pipe` ranks.
+            `fzero.pipeline.Schedule` for `microbatches` microbatches on `pipe` ranks. `None` is
+            `1f1b`, or `gpipe` with the `spmd` backend, which has no other.
         partition: where the chain is cut into stages, see `fzero.pipeline.partition`: `uniform`,
             `parameters`, `type:REGEX`, or the number of layers of each stage.
         pipe_backend: `mpmd` runs one program per stage and kind of action, asynchronously, on the
@@ -89,7 +90,7 @@ class Plan:
     remat: str = "layer"
     min_shard_bytes: int = 16 * 1024
     reduce: str = "microbatch"
-    schedule: str | Schedule = "1f1b"
+    schedule: str | Schedule | None = None
     partition: str | tuple[int, ...] = "uniform"
     pipe_backend: str = "mpmd"
     prefetch: bool | None = None
@@ -133,12 +134,17 @@ class Plan:
             )
 
     def _check_schedule(self) -> None:
-        if not isinstance(self.schedule, str | Schedule):
+        if self.schedule is not None and not isinstance(self.schedule, str | Schedule):
             raise PlanError(
                 f"plan: schedule={self.schedule!r}: expected a name or a fzero.pipeline.Schedule"
             )
         if self.pipe == 1:
             return
+        if self.pipe_backend == "spmd" and self.schedule not in (None, "gpipe"):
+            raise PlanError(
+                f"plan: schedule={self.schedule!r}: pipe_backend='spmd' runs GPipe's order only;"
+                " leave schedule out, or use pipe_backend='mpmd'"
+            )
         try:
             made = self.build_schedule()
             check(made)
@@ -168,8 +174,9 @@ class Plan:
         """
         if isinstance(self.schedule, Schedule):
             return self.schedule
-        stages = self.pipe * stages_per_rank(self.schedule)
-        return schedule(self.schedule, stages=stages, microbatches=self.microbatches)
+        name = self.schedule or ("gpipe" if self.pipe_backend == "spmd" else "1f1b")
+        stages = self.pipe * stages_per_rank(name)
+        return schedule(name, stages=stages, microbatches=self.microbatches)
 
     def sizes(self, num_devices: int) -> dict[str, int]:
         """Mesh axis sizes on `num_devices` devices; needs no device.

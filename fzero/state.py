@@ -127,7 +127,7 @@ def _compiled(blue: Blueprint, function: Callable[..., Any], *args: Any) -> Call
     def shardings(out: dict[str, Any]) -> dict[str, Any]:
         return {n: jax.tree.map(lambda to: to.sharding, shapes[n]) for n in out}
 
-    if blue.stages is None:
+    if blue.one_mesh:
         out = shardings(jax.eval_shape(function, *args))
         return jax.jit(function, out_shardings=out)
     return placed_with_key(function, args, shardings, blue.mesh)
@@ -162,7 +162,7 @@ def lower_init(
     For reading its memory before it runs. Args and Raises as for `init`.
     """
     blue = blueprint(model, tx, plan, devices)
-    if blue.stages is not None:
+    if not blue.one_mesh:
         raise PlanError("lower_init: a pipeline's state is made by several programs; use pipe=1")
     key = jax.random.key(0)
     return _compiled(blue, _born(blue), key).lower(key)  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ from fzero.flags import compiler_options
 from fzero.grads import local_evaluation, local_gradients
 from fzero.model import Mean, Model
 from fzero.pipeline.execute import Executor
+from fzero.pipeline.spmd import spmd_evaluation, spmd_gradients
 from fzero.places import PlacedFunction
 from fzero.plan import AXES, Plan
 from fzero.state import (
@@ -37,7 +38,7 @@ from fzero.state import (
 )
 from fzero.tree import PyTree, same_object
 from fzero.update import Metrics, Update, step_key
-from fzero.zero.partition import map_splits
+from fzero.zero.partition import Split, map_splits
 from fzero.zero.rules import Rules
 
 
@@ -111,7 +112,7 @@ def accumulate_step(
 
 
 def _train_step(blue: Blueprint, donate: bool, apply: bool) -> TrainStep:
-    kind = TrainStep if blue.stages is None else PipelineTrainStep
+    kind = TrainStep if blue.one_mesh else PipelineTrainStep
     return kind(blue, donate, apply)
 
 
@@ -131,7 +132,7 @@ def eval_step(model: Model, plan: Plan, *, devices: Sequence[Any] | None = None)
         As `train_step`.
     """
     blue = blueprint(model, None, plan, devices)
-    return EvalStep(blue) if blue.stages is None else PipelineEvalStep(blue)
+    return EvalStep(blue) if blue.one_mesh else PipelineEvalStep(blue)
 
 
 class _Step:
@@ -161,6 +162,7 @@ class _Step:
             sharded=plan.zero == 3 and group.data > 1,
             reduce=plan.reduce == "microbatch",
             prefetch=self.blueprint.prefetch,
+            halves=self.blueprint.stages is not None,
         )
 
     def _kept(self, fields: dict[str, Any]) -> PyTree:
@@ -170,7 +172,15 @@ class _Step:
     def _kept_specs(self) -> PyTree:
         sharded = not self.plan.keeps_compute_copy and self.plan.shards("params")
         # Stages 1 and 2 keep a mixed-precision master sharded, but read the compute copy.
-        return map_splits(lambda s: s.spec if sharded else PartitionSpec(), self.blueprint.params)
+        return self._specs(lambda s: s.spec if sharded else PartitionSpec())
+
+    def _specs(self, spec: Callable[[Split], PartitionSpec]) -> PyTree:
+        """Specs over all mesh axes from specs over the data axis."""
+        blue = self.blueprint
+        return map_splits(lambda s: blue.sharding(s.home, spec(s)).spec, blue.params)
+
+    def _buffer_specs(self) -> PyTree:
+        return jax.tree.map(lambda x: x.sharding.spec, self.blueprint.shapes()["buffers"])
 
     def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
         # check_vma=False: user code may start a loop from plain zeros, which the check would
@@ -180,7 +190,7 @@ class _Step:
             mesh=self.blueprint.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names=set(AXES),
+            axis_names=set(self.blueprint.mesh.axis_names),
             check_vma=False,
         )
 
@@ -288,17 +298,20 @@ class TrainStep(_Step):
         rules, model = self._rules(), self.blueprint.model
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
 
+        stages = self.blueprint.stages
+
         def local(kept: PyTree, buffers: PyTree, batch: PyTree, key: Any, scale: Any) -> Any:
-            out = local_gradients(model, rules, kept, buffers, batch, key, scale)
+            args = (rules, kept, buffers, batch, key, scale)
+            out = spmd_gradients(stages, *args) if stages else local_gradients(model, *args)
             _refuse_reserved(out[2])
             return out
 
         whole = PartitionSpec()
-        grad_specs = map_splits(lambda s: s.spec, self.blueprint.params)
+        buffers = self._buffer_specs()
         run = self._shard_map(
             local,
-            in_specs=(self._kept_specs(), whole, PartitionSpec(AXES), whole, whole),
-            out_specs=(grad_specs, whole, whole, whole),
+            in_specs=(self._kept_specs(), buffers, PartitionSpec(AXES), whole, whole),
+            out_specs=(self._specs(lambda s: s.spec), whole, whole, buffers),
         )
         return run(self._kept(fields), fields["buffers"], batch, key, scale)
 
@@ -333,17 +346,22 @@ class EvalStep(_Step):
 
     def _step(self, kept: PyTree, buffers: PyTree, rng: jax.Array, batch: PyTree) -> Metrics:
         self.num_traces += 1
-        rules, model = self._rules(), self.blueprint.model
+        rules, model, stages = self._rules(), self.blueprint.model, self.blueprint.stages
 
         def local(kept: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array) -> Any:
-            out = local_evaluation(model, rules, kept, buffers, batch, rng)
+            args = (rules, kept, buffers, batch, rng)
+            if stages is None:
+                out = local_evaluation(model, *args)
+            else:
+                rows = jax.tree.leaves(batch)[0].shape[0]
+                out = spmd_evaluation(stages, *args, math.gcd(rows, self.plan.microbatches))
             _refuse_reserved(out[1])
             return out
 
         whole = PartitionSpec()
         run = self._shard_map(
             local,
-            in_specs=(self._kept_specs(), whole, PartitionSpec(AXES), whole),
+            in_specs=(self._kept_specs(), self._buffer_specs(), PartitionSpec(AXES), whole),
             out_specs=whole,
         )
         mean, own = run(kept, buffers, batch, rng)
@@ -398,7 +416,7 @@ class PipelineTrainStep(TrainStep):
 
             self._finishes[key] = PlacedFunction(
                 run, shapes, self._out_shardings, self.blueprint.mesh,
-                donate=(0, 2) if self.donate else (2,), groups=self._groups(args), what=self.name,
+                donate=(0,) if self.donate else (), groups=self._groups(args), what=self.name,
             )  # fmt: skip
         return self._finishes[key]
 

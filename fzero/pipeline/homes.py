@@ -12,7 +12,7 @@ from fzero.pipeline.actions import Schedule
 from fzero.pipeline.cut import Partition, partition
 from fzero.plan import Plan
 from fzero.tree import PyTree
-from fzero.zero.partition import Home
+from fzero.zero.partition import Home, stacked_names
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +54,16 @@ def cut_into_stages(model: Model, plan: Plan) -> Stages:
     for stage, pieces in enumerate(cut.stages):
         for piece in pieces:
             layers[piece.layer.name][rank_of[stage]] += range(piece.start, piece.stop)
+    stacks = stacked_names(model)
     users: dict[str, list[int]] = defaultdict(list)
     for stage, pieces in enumerate(cut.stages):
         for piece in pieces:
             users[piece.layer.name].append(stage)
-    homes = {name: _home(name, held, users[name]) for name, held in layers.items()}
+    if plan.pipe_backend == "spmd":  # one program sees every leaf: all ranks hold some of it
+        for held in layers.values():
+            for rank in range(plan.pipe):
+                held.setdefault(rank, [])
+    homes = {name: _home(name, held, users[name], stacks) for name, held in layers.items()}
 
     def placed(piece: Piece, rank: int) -> Piece:
         if not isinstance(piece.layer, Stack):
@@ -72,11 +77,15 @@ def cut_into_stages(model: Model, plan: Plan) -> Stages:
     return Stages(schedule, cut, pieces_of, homes)
 
 
-def _home(name: str, held: Mapping[int, list[int]], stages: list[int]) -> Home:
+def _home(
+    name: str, held: Mapping[int, list[int]], stages: list[int], stacks: frozenset[str]
+) -> Home:
     ranks = tuple(sorted(held))
     group = f"stage {stages[0]}" if len(stages) == 1 else name
     if len(ranks) == 1:
         return Home(ranks, group=group)
+    if name not in stacks:
+        return Home(ranks)
     longest = max(len(rows) for rows in held.values())
     rows = [[*held[rank], *[-1] * (longest - len(held[rank]))] for rank in ranks]
     return Home(ranks, tuple(row for part in rows for row in part), group)

@@ -74,12 +74,13 @@ def reduce_scatter(grad: jax.Array, split: Split, group: Group) -> jax.Array:
         grad = jnp.pad(grad, widths)
     if group.data > 1:
         grad = _scatter_sum(grad, dim, group)
-    return _sum(grad, REPLICA, group.replica, group)
+    return sum_over(grad, REPLICA, group.replica, group)
 
 
 def all_reduce(value: jax.Array, group: Group) -> jax.Array:
     """The sum over all devices."""
-    return _sum(_sum(value, DATA, group.data, group), REPLICA, group.replica, group)
+    inner = sum_over(value, DATA, group.data, group)
+    return sum_over(inner, REPLICA, group.replica, group)
 
 
 def all_reduce_tree(tree: PyTree, group: Group) -> PyTree:
@@ -102,7 +103,8 @@ def shard_index(group: Group) -> jax.Array:
     return jax.lax.axis_index(AXES)
 
 
-def _sum(value: jax.Array, axis: str, size: int, group: Group) -> jax.Array:
+def sum_over(value: jax.Array, axis: str, size: int, group: Group) -> jax.Array:
+    """The sum over one mesh axis."""
     if size == 1:
         return value
     if not group.ordered:
