@@ -10,6 +10,7 @@ refused.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -241,18 +242,30 @@ class PlacedFunction:
             last.update(dict.fromkeys(part.reads, index))
         kept = {var for var, _ in self.outputs if isinstance(var, Var)}
         for index, part in enumerate(self.parts):
-            donate = tuple(
-                i for i, var in enumerate(part.reads)
-                if var in self.donated and last[var] == index and var not in kept
-                and devices_of(self.shardings[var]) == tuple(part.mesh.devices.flat)
-            )  # fmt: skip
+            whole = tuple(part.mesh.devices.flat)
             replicated = NamedSharding(part.mesh, PartitionSpec())
             out = [
                 self.shardings[var] if var in self.shardings
-                and devices_of(self.shardings[var]) == tuple(part.mesh.devices.flat)
+                and devices_of(self.shardings[var]) == whole
                 else (replicated if _small(var) else None)
                 for var in part.gives
             ]  # fmt: skip
+            # Memory can be reused for results of the same shape only.
+            room = Counter(
+                _local(var, sharding)
+                for var, sharding in zip(part.gives, out, strict=True)
+                if sharding is not None
+            )
+            donate = []
+            for i, var in enumerate(part.reads):
+                if var not in self.donated or last[var] != index or var in kept:
+                    continue
+                if devices_of(self.shardings[var]) != whole:
+                    continue
+                shape = _local(var, self.shardings[var])
+                if room[shape]:
+                    room[shape] -= 1
+                    donate.append(i)
             part.program = jax.jit(self._runner(part), out_shardings=out, donate_argnums=donate)
 
     def _runner(self, part: _Part) -> Callable[..., list[Any]]:
@@ -330,6 +343,11 @@ def placed_with_key(
         return keys(placed(*plain), jax.eval_shape(function, *args))
 
     return run
+
+
+def _local(var: Var, sharding: NamedSharding) -> tuple[tuple[int, ...], Any]:
+    """What a device holds of a value."""
+    return sharding.shard_shape(var.aval.shape), var.aval.dtype
 
 
 def _size(var: Var) -> int:

@@ -131,9 +131,10 @@ class Update:
         that the norm does not depend on where a pipeline is cut.
         """
         group = self.blueprint.group
+        one_by_one = self.blueprint.stages is not None and group.bits
 
         def local(splits: list[Split], sums: list[jax.Array], count: jax.Array) -> list[jax.Array]:
-            squares = [_squares(s, g.astype(jnp.float32) / count)
+            squares = [_squares(s, g, count, one_by_one)
                        for s, g in zip(splits, sums, strict=True)]  # fmt: skip
             # Shards are the same in every replica group: sum over the data axis only.
             split = [i for i, s in enumerate(splits) if s.dim is not None]
@@ -242,7 +243,19 @@ class Update:
         return found
 
 
-def _squares(split: Split, grad: jax.Array) -> jax.Array:
-    """Sums of squares, one per layer of a stack."""
-    dims = tuple(range(int(split.stacked), grad.ndim))
-    return jnp.sum(jnp.square(grad), axis=dims).reshape(-1)
+def _squares(split: Split, total: jax.Array, count: jax.Array, one_by_one: bool) -> jax.Array:
+    """Sums of squares of a mean gradient, one per layer of a stack.
+
+    How XLA's CPU backend adds up a layer depends on how many there are, which in a pipeline differs
+    from schedule to schedule. One by one, and in a branch that nothing is fused into, it does not.
+    """
+
+    def of(total: jax.Array, first: int = 0) -> jax.Array:
+        grad = total.astype(jnp.float32) / count
+        return jnp.sum(jnp.square(grad), axis=tuple(range(first, grad.ndim)))
+
+    if not (split.stacked and one_by_one):
+        return of(total, int(split.stacked)).reshape(-1)
+    # Always taken, but the compiler cannot know.
+    taken = ~(count < 0)
+    return jax.lax.map(lambda row: jax.lax.cond(taken, of, lambda _: jnp.float32(0), row), total)

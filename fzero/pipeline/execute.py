@@ -21,7 +21,7 @@ from fzero.model import Mean
 from fzero.pipeline.actions import Action, Schedule
 from fzero.pipeline.builders import inference
 from fzero.pipeline.gather import Gatherer
-from fzero.pipeline.programs import StagePrograms
+from fzero.pipeline.programs import StagePrograms, unmarked
 from fzero.pipeline.simulate import simulate
 from fzero.tree import PyTree
 
@@ -36,12 +36,14 @@ class Slots:
         links: what forwards left, by (stage, microbatch): the live activations.
         halves: what weight gradients wait for.
         sent: what was sent and not yet read.
+        last: a result of the last action, to wait for it.
     """
 
     def __init__(self) -> None:
         self.links: dict[tuple[int, int], Any] = {}
         self.halves: dict[tuple[int, int], Any] = {}
         self.sent: dict[tuple[str, int, int], Any] = {}
+        self.last: Any = None
 
     def live(self, stage: int) -> int:
         """Live activations of a stage, one per microbatch."""
@@ -135,7 +137,7 @@ class _Run:
         for action in self.executor.order:
             self._dispatch(action, run[action.kind])
         self._settle()
-        mean, metrics = self.programs[-1].totals([self.parts[m] for m in sorted(self.parts)])
+        mean, metrics = self._totals()
         sums = self.gatherer.home_sums(self.sums)
         return sums, mean, metrics, self.gatherer.home_buffers(self.buffers)
 
@@ -145,14 +147,17 @@ class _Run:
         for action in dispatch_order(inference(stages, count, stages // ranks)):
             self._dispatch(action, lambda p, a: self._evaluate(p, a, count))
         self._settle()
-        parts = [self.parts[m] for m in sorted(self.parts)]
-        total: tuple[Mean, dict[str, Mean]] = self.programs[-1].totals(parts)
-        return total
+        return self._totals()
+
+    def _totals(self) -> tuple[Mean, dict[str, Mean]]:
+        (mean, metrics), _ = self.programs[-1].totals([self.parts[m] for m in sorted(self.parts)])
+        return mean, metrics
 
     def _dispatch(self, action: Action, run: Callable[[StagePrograms, Action], Any]) -> None:
         program = self.programs[action.stage]
         try:
-            self.trail.append((action, run(program, action)))
+            self.slots.last = run(program, action)
+            self.trail.append((action, self.slots.last))
         except Exception as error:
             self._settle()  # an earlier action may be what failed
             raise _failed(action, program, error) from error
@@ -182,7 +187,7 @@ class _Run:
         _, stage, m = action
         x = self.slots.sent.pop(("F", stage, m), None)
         buffers = {name: self.buffers[program.rank][name] for name in program.stateful}
-        out, links, new = program.forward(
+        (out, links, new), done = program.forward(
             self.kept[stage], buffers, *self._inputs(program, action), x, self.scale
             if program.last else None,
         )  # fmt: skip
@@ -192,9 +197,9 @@ class _Run:
             seed, unscale, *self.parts[m] = out
             self.parts[m] = tuple(self.parts[m])
             self.slots.sent["B", stage, m] = seed, unscale
-            return seed
-        self.slots.sent["F", stage + 1, m] = self.programs[stage + 1].place(out)
-        return jax.tree.leaves(out)[:1]
+        else:
+            self.slots.sent["F", stage + 1, m] = self.programs[stage + 1].place(out)
+        return done
 
     def _cotangent(self, program: StagePrograms, m: int) -> tuple[Any, Any]:
         cotangent, unscale = self.slots.sent.pop(("B", program.stage, m))
@@ -210,33 +215,33 @@ class _Run:
         cotangent, unscale = self._cotangent(program, m)
         links = self.slots.links.pop((stage, m))
         sums = self._sums_for(stage, m)
-        back, sums = program.backward(sums is not None)(
+        (back, sums), done = program.backward(sums is not None)(
             self.kept[stage], *self._inputs(program, action), links, cotangent, unscale, sums
         )
         self._summed(program, m, sums)
         self._send_back(program, m, back, unscale)
-        return jax.tree.leaves(back)[:1]
+        return done
 
     def _input_backward(self, program: StagePrograms, action: Action) -> Any:
         _, stage, m = action
         cotangent, unscale = self._cotangent(program, m)
         links = self.slots.links.pop((stage, m))
-        back, halves = program.input_backward(
+        (back, halves), done = program.input_backward(
             self.kept[stage], *self._inputs(program, action), links, cotangent
         )
-        self.slots.halves[stage, m] = halves, unscale
+        self.slots.halves[stage, m] = unmarked(halves, links), unscale
         self._send_back(program, m, back, unscale)
-        return jax.tree.leaves(back)[:1]
+        return done
 
     def _weight_backward(self, program: StagePrograms, action: Action) -> Any:
         _, stage, m = action
         halves, unscale = self.slots.halves.pop((stage, m))
         sums = self._sums_for(stage, m)
-        sums = program.weight_backward(sums is not None)(
+        sums, done = program.weight_backward(sums is not None)(
             self.kept[stage], *self._inputs(program, action), halves, unscale, sums
         )
         self._summed(program, m, sums)
-        return ()
+        return done
 
     def _sums_for(self, stage: int, m: int) -> Any:
         """The sums that a microbatch's gradients are added to, if it is their turn.
@@ -259,7 +264,7 @@ class _Run:
         self.next_sum[stage] += 1
         while self.next_sum[stage] in self.early[stage]:
             waiting = self.early[stage].pop(self.next_sum[stage])
-            result = program.add(result, waiting)
+            result, _ = program.add(result, waiting)
             self.next_sum[stage] += 1
         self.sums[stage] = result
 
@@ -267,12 +272,14 @@ class _Run:
         _, stage, m = action
         x = self.slots.sent.pop(("F", stage, m), None)
         buffers = {name: self.buffers[program.rank][name] for name in program.stateful}
-        out = program.evaluate(count)(self.kept[stage], buffers, *self._inputs(program, action), x)
+        out, done = program.evaluate(count)(
+            self.kept[stage], buffers, *self._inputs(program, action), x
+        )
         if program.last:
             self.parts[m] = out
         else:
             self.slots.sent["F", stage + 1, m] = self.programs[stage + 1].place(out)
-        return jax.tree.leaves(out)[:1]
+        return done
 
 
 def _failed(action: Action, program: StagePrograms, error: Exception) -> PipelineError:

@@ -8,6 +8,7 @@ of an unpipelined step (`fzero.zero.chain`), run on the stage's pieces of the ch
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -99,13 +100,14 @@ class StagePrograms:
     ) -> Any:
         def traced(*args: Any) -> Any:
             self.on_trace()
-            return function(*args)
+            # Something small to wait for: what a program gives may be given away by its reader.
+            return function(*args), jnp.zeros((1,), jnp.int8)
 
         run = jax.shard_map(
             traced,
             mesh=self.mesh,
             in_specs=specs,
-            out_specs=out,
+            out_specs=(out, LOCAL),
             axis_names=set(AXES),
             check_vma=False,
         )
@@ -164,19 +166,23 @@ class StagePrograms:
 
     @cached_property
     def input_backward(self) -> Any:
-        """`I(kept, batch, key, number, links, cotangent) -> (cotangent, halves)`."""
+        """`I(kept, batch, key, number, links, cotangent) -> (cotangent, halves)`.
+
+        What the weights' gradients need of the links is only marked in the halves, not copied: see
+        `unmarked`.
+        """
 
         def run(
             kept: PyTree, batch: PyTree, key: Any, number: Any, links: Any, cotangent: Any
         ) -> Any:
             rows, rng = self._microbatch(batch, key, number, self.count)
-            whole = with_inputs(unpack(links), rows, rng)
+            own = unpack(links)
+            whole = with_inputs(own, rows, rng)
             halves, back = input_backward(whole, self.rules, kept, unpack(cotangent), rng)
-            return pack((back, without_inputs(halves)))
+            return pack((back, marked(without_inputs(halves), own)))
 
-        # What the weights' gradients still need of the links stays where it is.
         specs = (self.kept_specs, LOCAL, WHOLE, WHOLE, LOCAL, LOCAL)
-        return self._jit(run, specs, LOCAL, donate=(4,))
+        return self._jit(run, specs, LOCAL)
 
     def weight_backward(self, with_sums: bool) -> Any:
         """`W(kept, batch, key, number, halves, unscale, sums) -> sums`; see `backward`."""
@@ -280,6 +286,34 @@ class StagePrograms:
         if sums is None:
             return grads
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, grads)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Same:
+    """Stands for a leaf of a program's argument, so that no program copies it.
+
+    Args:
+        index: which leaf.
+    """
+
+    index: int
+
+
+def marked(tree: PyTree, argument: PyTree) -> PyTree:
+    """A tree with marks for the leaves that an argument has (inside jit)."""
+    index = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(argument))}
+    return jax.tree.map(lambda x: Same(index[id(x)]) if id(x) in index else x, tree)
+
+
+def unmarked(tree: PyTree, argument: PyTree) -> PyTree:
+    """A tree with the argument's own leaves instead of marks."""
+    leaves = jax.tree.leaves(argument)
+    return jax.tree.map(
+        lambda x: leaves[x.index] if isinstance(x, Same) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, Same),
+    )
 
 
 def pack(tree: PyTree) -> PyTree:

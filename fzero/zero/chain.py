@@ -34,7 +34,7 @@ from fzero.model import (
 from fzero.precision import compute_dtype
 from fzero.tree import PyTree
 from fzero.zero.at_use import gather_at_use
-from fzero.zero.halves import Rest, first_half
+from fzero.zero.halves import Rest, first_half, unfenced
 from fzero.zero.partition import Split, is_split, layout_leaves
 from fzero.zero.rules import Rules
 from fzero.zero.stack import (
@@ -356,7 +356,7 @@ def _layer_input_backward(
         return dx, values
 
     cotangent, values = fetched.run(link.layer, of_weights, residuals)
-    return Half(link.layer, values, cell[-1]), cotangent
+    return Half(link.layer, unfenced(values, residuals, link.residuals), cell[-1]), cotangent
 
 
 def _layer_weight_backward(

@@ -86,6 +86,13 @@ def first_half(
     return found, [given[x] for x in reads], rest
 
 
+def unfenced(values: Sequence[Any], fenced: PyTree, before: PyTree) -> list[Any]:
+    """Values that only passed a fence as they were before it: nobody need copy them."""
+    pairs = zip(jax.tree.leaves(fenced), jax.tree.leaves(before), strict=True)
+    own = {id(after): leaf for after, leaf in pairs}
+    return [own.get(id(value), value) for value in values]
+
+
 def _needed(steps: Sequence[Step], outputs: Sequence[Any]) -> set[int]:
     """Which steps it takes to compute some outputs."""
     wanted = {x for x in outputs if isinstance(x, Var)}

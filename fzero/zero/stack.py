@@ -369,12 +369,15 @@ def stack_input_backward(
     program, static = link.program, link.program.static
     rules, last = static.rules, static.piece.num_layers - 1
     shards, saved = rules.fence((shards, link.saved))
-    cell: list[Rest] = []
+    before = link.saved
+    cell: list[tuple[Rest, list[int | None]]] = []
 
     def back(weights: PyTree, kept: Any, cts: Any) -> tuple[Any, list[Any]]:
         cts, values, rest = program.input_half(weights, kept, cts)
-        cell.append(rest)
-        return cts, values
+        # What is only passed on need not be copied through the loop.
+        index = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(kept))}
+        cell.append((rest, [index.get(id(value)) for value in values]))
+        return cts, [value for value in values if id(value) not in index]
 
     def plain(cts: Any, xs: Any) -> tuple[Any, Any]:
         k, kept = xs
@@ -388,16 +391,19 @@ def stack_input_backward(
 
     layers = jnp.arange(last + 1)
     if saved[1] is not None:  # the last layer's stand apart where the forward pass looked ahead
-        saved = (_joined(saved[0], saved[1]), None)
+        saved = before = (_joined(saved[0], saved[1]), None)
     cts = rules.fence(program.split_cotangent(cotangent))
     if rules.prefetch:
         start = (cts, _fetch(static, shards, last, again=True))
         (cts, _), values = jax.lax.scan(ahead, start, (layers, saved[0]), reverse=True)
     else:
         cts, values = jax.lax.scan(plain, cts, (layers, saved[0]), reverse=True)
+    rest, marks = cell[-1]
+    own, computed = jax.tree.leaves(before[0]), iter(values)
+    values = [next(computed) if mark is None else own[mark] for mark in marks]
     # The second half reads none of what the first did.
     bare = dataclasses.replace(program, shared=[], shared_rest=[], buffers=None)
-    return StackHalf(bare, values, cell[-1]), program.join_cotangent(cts)
+    return StackHalf(bare, values, rest), program.join_cotangent(cts)
 
 
 def stack_weight_backward(half: StackHalf, shards: PyTree) -> PyTree:
