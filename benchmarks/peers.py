@@ -18,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,21 @@ PEERS = ("plain_2thr", "ddp", "fsdp2", "ds_zero1", "ds_zero2", "ds_zero3")
 
 
 def run_as_peer(zero: int, devices: int) -> int:
-    """Trains as the environment says (PEER_CONFIG, PEER_STEPS) and writes PEER_OUT."""
+    """Trains a ZeRO stage as the environment says (PEER_CONFIG, PEER_STEPS), writes PEER_OUT."""
+    return run_plan_as_peer(f"fzero_zero{zero}_{devices}", fz.Plan(zero=zero, data=devices))
+
+
+def run_plan_as_peer(name: str, plan: fz.Plan) -> int:
+    """Trains under any plan; see `run_as_peer`."""
     config = common.CONFIGS[os.environ.get("PEER_CONFIG", "small")]
     steps = int(os.environ.get("PEER_STEPS", "30"))
     load, imported = os.getloadavg(), _resident_bytes("VmRSS")
     model, tx = common.gpt(config), common.adamw()
-    plan = fz.Plan(zero=zero, data=devices)
     state, step = fz.init(model, tx, plan), fz.train_step(model, tx, plan)
     batches = common.token_batches(config, steps)
     start = time.perf_counter()
-    step.lower(state, {"ids": batches[0]}).compile()
+    if plan.pipe == 1:  # a pipeline compiles in its first step, which is not timed
+        step.lower(state, {"ids": batches[0]}).compile()
     compile_s = time.perf_counter() - start
     _restart_peak()
     ready, cpu = _resident_bytes("VmRSS"), time.process_time()
@@ -60,7 +66,7 @@ def run_as_peer(zero: int, devices: int) -> int:
     median = timed[len(timed) // 2]
     highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result = {
-        "name": f"fzero_zero{zero}_{devices}", "config": dataclasses.asdict(config),
+        "name": name, "config": dataclasses.asdict(config),
         "losses": losses, "step_s_median": median, "step_s_min": timed[0],
         "tok_s": config.tokens / median, "tok_per_cpu_s": config.tokens / cpu,
         "rss_peak_mb": [max(peak, highest) / MIB], "rss_import_mb": [imported / MIB],
@@ -95,20 +101,33 @@ def _restart_peak() -> None:
 
 
 def compare(args: argparse.Namespace) -> tuple[dict[str, Any], common.Grid]:
-    """Runs the peers and fzero in turns."""
-    directory = Path(args.peers_dir).resolve()
-    before = common.provenance()
+    """Runs the peers and fzero's stages in turns."""
     ours = {
         f"fzero_zero{zero}_{devices}": _own_command(zero, devices)
         for devices in args.devices
         for zero in args.zero
     }
+    return compare_programs(args, (*PEERS, *ours), ours)
+
+
+def compare_programs(
+    args: argparse.Namespace, names: Sequence[str], ours: dict[str, str]
+) -> tuple[dict[str, Any], common.Grid]:
+    """Runs programs in turns.
+
+    Args:
+        args: `peers_dir`, `peers_python` and `repeats`.
+        names: programs, by the names of run_all.py; losses are compared with the first's.
+        ours: commands of those that run_all.py does not know.
+    """
+    directory = Path(args.peers_dir).resolve()
+    before = common.provenance()
     for repeat in range(args.repeats):
-        for name in (*PEERS, *ours):
+        for name in names:
             also = [f"{name}|1|{ours[name]}"] if name in ours else []
             _run_one(directory, args.peers_python, name, repeat, also)
-    rows = [_row(directory, name, args.repeats) for name in (*PEERS, *ours)]
-    reference = rows[0]["losses"]
+    rows = [_row(directory, name, args.repeats) for name in names]
+    reference = next((row["losses"] for row in rows if row["losses"]), None)
     for row in rows:
         if row["losses"] and reference:
             gaps = (abs(a - b) for a, b in zip(row["losses"], reference, strict=True))

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fzero.compat import auto_mesh
-from fzero.errors import StateError
+from fzero.errors import PlanError, StateError
 from fzero.initial import initial_shapes as initial_shapes
 from fzero.model import Model
 from fzero.pipeline.homes import Stages, cut_into_stages
@@ -208,6 +208,12 @@ def blueprint(
     if plan.pipe == 1:
         layout = split_params(model, params, plan, dict(mesh.shape)[DATA])
         return Blueprint(model, tx, plan, mesh, layout, buffers)
+    processes = {device.process_index for device in mesh.devices.flat}
+    if plan.pipe_backend == "mpmd" and len(processes) > 1:
+        raise PlanError(
+            f"plan: pipe_backend='mpmd' dispatches the programs of all stages from one process, but"
+            f" these devices belong to {len(processes)}; use pipe_backend='spmd'"
+        )
     stages = cut_into_stages(model, plan)
     layout = split_params(model, params, plan, dict(mesh.shape)[DATA], stages.homes)
     kept = {
