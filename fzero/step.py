@@ -406,17 +406,17 @@ class PipelineTrainStep(TrainStep):
 
     def _finish(self, args: tuple[Any, ...]) -> PlacedFunction:
         """The update, divided by where its leaves live."""
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), args
-        )
-        leaves, structure = jax.tree.flatten(shapes)
-        key = (structure, tuple((x.shape, x.dtype, x.sharding) for x in leaves))
+        fields, *_, own, _ = args
+        # All else is settled by the plan and the model.
+        key = fields["grads"] is None, tuple(own)
         if key not in self._finishes:
-            run = partial(self.update.run, apply=self.apply)
-
+            shapes = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), args
+            )
             self._finishes[key] = PlacedFunction(
-                run, shapes, self._out_shardings, self.blueprint.mesh,
-                donate=(0,) if self.donate else (), groups=self._groups(args), what=self.name,
+                partial(self.update.run, apply=self.apply), shapes, self._out_shardings,
+                self.blueprint.mesh, donate=(0,) if self.donate else (),
+                groups=self._groups(args), what=self.name,
             )  # fmt: skip
         return self._finishes[key]
 
