@@ -151,6 +151,25 @@ class PlacedFunction:
             turn = max((w.turn + (w.place not in (place, None)) for w in at), default=0)
             for var in step.results:
                 self.where[var] = _Where(place, turn)
+        self._sink()
+
+    def _sink(self) -> None:
+        """Lets steps wait until their results are read, where nobody else waits for them.
+
+        A moment's decay, say, could be computed before the gradients' norm is known, but would then
+        have to be kept: as much memory as the moment, and not the rounding of one program.
+        """
+        readers: dict[Var, list[_Where]] = {}
+        for step in reversed(self.program.steps):
+            if not step.results:
+                continue
+            where = self.where[step.results[0]]
+            later = [at for var in step.results for at in readers.get(var, [])]
+            if later and where.place is not None and {at.place for at in later} == {where.place}:
+                where = _Where(where.place, min(at.turn for at in later))
+                self.where.update(dict.fromkeys(step.results, where))
+            for var in step.reads():
+                readers.setdefault(var, []).append(where)
 
     def _place_of(self, step: Step) -> Place | None:
         """Where the largest operand is; nowhere in particular if small ones come from several."""
@@ -170,7 +189,7 @@ class PlacedFunction:
         """The devices of an operation that names them."""
         params = {} if step.equation is None else step.equation.params
         mesh = params.get("mesh", getattr(params.get("sharding"), "mesh", None))
-        if mesh is None:
+        if not isinstance(mesh, Mesh):  # an abstract mesh names axes, but no devices
             return None
         devices = tuple(mesh.devices.flat)
         self.meshes.setdefault(devices, mesh)

@@ -18,7 +18,7 @@ from fzero import compat
 from fzero.errors import PlanError, ScheduleError
 from fzero.pipeline.actions import Schedule
 from fzero.pipeline.check import check
-from fzero.pipeline.names import schedule, stages_per_rank
+from fzero.pipeline.names import BUILDERS, schedule, stages_per_rank
 
 
 # Mesh axes, outermost first: stages of a pipeline and replicas of a sharding group may sit on
@@ -139,6 +139,8 @@ class Plan:
                 f"plan: schedule={self.schedule!r}: expected a name or a fzero.pipeline.Schedule"
             )
         if self.pipe == 1:
+            if isinstance(self.schedule, str):
+                _expect_choice("schedule", self.schedule, tuple(BUILDERS))
             return
         if self.pipe_backend == "spmd" and self.schedule not in (None, "gpipe"):
             raise PlanError(

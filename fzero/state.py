@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -115,7 +116,7 @@ def init(
         fields = _compiled(blue, _born(blue), key)(key)
     else:
         params, buffers = _copied(blue, *model.init)
-        fields = _compiled(blue, lambda p, key: _derived(blue, p, key), params, key)(params, key)
+        fields = _compiled(blue, partial(_derived_from_kept, blue), params, key)(params, key)
         fields |= {"params": params, "buffers": buffers}
     return TrainState(**fields)
 
@@ -335,6 +336,10 @@ def _derived(blue: Blueprint, params: PyTree, key: jax.Array) -> dict[str, Any]:
         "rng": key,
         "loss_scale": initial_loss_scale(blue.plan),
     }
+
+
+def _derived_from_kept(blue: Blueprint, kept: PyTree, key: jax.Array) -> dict[str, Any]:
+    return _derived(blue, logical_view(blue, "params", kept), key)
 
 
 def _store(blue: Blueprint, name: str, logical: PyTree) -> PyTree:

@@ -1,0 +1,28 @@
+"""All schedules of the same stages and microbatches give the same bits."""
+
+from __future__ import annotations
+
+import optax
+import pytest
+from execute_cases import plan_for, same, tied, train
+from schedule_cases import TRAINING
+
+
+def main(name):
+    """20 steps: tied weights, uneven stages, devices in groups, some steps clipped, some not."""
+    plan = plan_for(name, 4, data=2, microbatches=8, clip_norm=1.0)
+    return train(tied(), plan, steps=20, tx=optax.adamw(1e-2))
+
+
+@pytest.fixture(scope="module")
+def gpipe():
+    return main("gpipe")
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINING if name != "gpipe"])
+def test_every_schedule_gives_the_same_bits(name, gpipe):
+    run = main(name)
+    same(run, gpipe)
+    assert run.trace[-1]["loss"] < 0.8 * run.trace[0]["loss"]
+    norms = [metrics["grad_norm"] for metrics in run.trace]
+    assert min(norms) < 1 < max(norms)
