@@ -20,6 +20,10 @@ CASES = {
     "zero0": {"zero": 0, "microbatches": 2, "clip_norm": 0.5},
     "zero3": {"zero": 3, "microbatches": 2, "clip_norm": 0.5},
 }
+# A pipeline as one program. The two processes are its two ranks.
+PIPELINES = {
+    "spmd": {"pipe": 2, "data": 4, "pipe_backend": "spmd", **CASES["zero3"]},
+}
 NUM_DEVICES = 8
 
 
@@ -30,7 +34,8 @@ def train(case: str) -> dict[str, np.ndarray]:
     import fzero as fz
     from fzero.tree import named_leaves
 
-    model, tx, plan = tiny.chain(), optax.adamw(1e-2), tiny.plan(**CASES[case])
+    choice = {**CASES, **PIPELINES}[case]
+    model, tx, plan = tiny.chain(), optax.adamw(1e-2), tiny.plan(**choice)
     state = fz.init(model, tx, plan, rng=0)
     step, trace = fz.train_step(model, tx, plan), []
     for seed in (0, 1, 2, 0):
@@ -49,7 +54,8 @@ def train(case: str) -> dict[str, np.ndarray]:
 
 def train_all() -> dict[str, np.ndarray]:
     """`train` of every case, under `case:name`."""
-    return {f"{case}:{name}": leaf for case in CASES for name, leaf in train(case).items()}
+    cases = [*CASES, *PIPELINES]
+    return {f"{case}:{name}": leaf for case in cases for name, leaf in train(case).items()}
 
 
 def main() -> None:
