@@ -2,6 +2,8 @@
 
 import os
 import tempfile
+from collections.abc import Generator
+from contextlib import nullcontext
 
 
 # Before jax is imported. Tests never use an accelerator: those that need one say so and skip.
@@ -11,6 +13,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import jax
 import pytest
+
+from tests.support import quick
 
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -27,3 +31,16 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: the last worker to finish should not have begun with them."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Tests marked `quick`, with their fixtures, compile quickly (`support/quick.py`)."""
+    with quick.compiles() if item.get_closest_marker("quick") else nullcontext():
+        return (yield)

@@ -15,6 +15,8 @@ import fzero as fz
 from fzero import hlo
 
 
+pytestmark = pytest.mark.quick
+
 SGD = optax.sgd(1.0)
 MODEL = tiny.chain()
 # Three batches with different numbers of tokens; together one of 24 rows.

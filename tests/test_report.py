@@ -14,6 +14,8 @@ import fzero as fz
 from fzero import hlo
 
 
+pytestmark = pytest.mark.quick
+
 VOCAB, WIDTH, DEPTH, SEQ = 83, 16, 3, 4  # 83 is odd: the table must be padded
 
 

@@ -14,6 +14,8 @@ from support import tiny
 import fzero as fz
 
 
+pytestmark = pytest.mark.quick
+
 # A step of `sgd(1)` moves every parameter by exactly its gradient.
 SGD = optax.sgd(1.0)
 CHAIN = tiny.chain()

@@ -20,7 +20,7 @@ from torch_bridge.cli import data, verify
 from torch_bridge.cli.settings import DataSettings
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.quick]
 PNG = b"\x89PNG\r\n\x1a\n"
 
 

@@ -31,6 +31,8 @@ import pytest
 import fzero as fz
 
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 ROWS, WIDTH = 262144, 8
 STATE_BYTES = 3 * 4 * ROWS * WIDTH  # float32 weights and Adam's two moments
@@ -131,7 +133,9 @@ def kept_states() -> None:
 
 
 def test_a_kept_state_is_seen() -> None:
-    code = "import tests.conftest; from tests.failures.test_memory_flat import kept_states as k; k()"
+    code = (
+        "import tests.conftest; from tests.failures.test_memory_flat import kept_states as k; k()"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
     )

@@ -12,6 +12,8 @@ from fzero import hlo
 from tests.support.gpt import GPT2, Size, abstract_batch, gpt, num_params
 
 
+pytestmark = pytest.mark.quick
+
 N = 8
 
 
