@@ -2,7 +2,7 @@
 
     python examples/alexnet_pipeline.py
 
-The modules of a `torch.nn.Sequential` become the layers of a chain, which a plan cuts into stages.
+The children of a `torch.nn.Sequential` become the layers of a chain, which a plan cuts into stages.
 Dropout keys follow the rows of the batch and the layer, so that the cut changes nothing but where
 things run. The curves are drawn to runs/alexnet_pipeline/loss.png.
 """
@@ -23,7 +23,7 @@ import torch_bridge as tb
 
 
 jax.config.update("jax_num_cpu_devices", 8)  # virtual devices, before anything uses jax
-BATCH, STEPS, HELD_OUT, STAGES = 32, 80, 320, (1, 2, 4)
+BATCH, STEPS, HELD_OUT, STAGES = 32, 60, 320, (1, 2, 4)
 # Relative. Stages are compiled apart, so the last bits of their sums differ. Another dropout mask,
 # or a microbatch that got lost, would show in the second digit.
 BOUND = 1e-5
@@ -43,17 +43,17 @@ held_out = {"x": images[-HELD_OUT:], "label": labels[-HELD_OUT:]}
 # a whole gradient, and after some 30 steps no two programs would agree.
 torch.manual_seed(0)
 module = nn.Sequential(
-    nn.Conv2d(3, 16, 5, stride=2, padding=2), nn.GELU(), nn.AvgPool2d(2),
-    nn.Conv2d(16, 32, 3, padding=1), nn.GELU(), nn.AvgPool2d(2),
-    nn.Conv2d(32, 48, 3, padding=1), nn.GELU(),
-    nn.Conv2d(48, 32, 3, padding=1), nn.GELU(),
-    nn.Conv2d(32, 32, 3, padding=1), nn.GELU(),
-    nn.AdaptiveAvgPool2d((3, 3)), nn.Flatten(),
-    nn.Dropout(0.5), nn.Linear(32 * 3 * 3, 256), nn.GELU(),
-    nn.Dropout(0.5), nn.Linear(256, 256), nn.GELU(),
+    nn.Sequential(nn.Conv2d(3, 16, 5, stride=2, padding=2), nn.GELU(), nn.AvgPool2d(2)),
+    nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.GELU(), nn.AvgPool2d(2)),
+    nn.Sequential(nn.Conv2d(32, 48, 3, padding=1), nn.GELU()),
+    nn.Sequential(nn.Conv2d(48, 32, 3, padding=1), nn.GELU()),
+    nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.GELU()),
+    nn.Sequential(nn.AdaptiveAvgPool2d((3, 3)), nn.Flatten()),
+    nn.Sequential(nn.Dropout(0.5), nn.Linear(32 * 3 * 3, 256), nn.GELU()),
+    nn.Sequential(nn.Dropout(0.5), nn.Linear(256, 256), nn.GELU()),
     nn.Linear(256, 10),
-)  # fmt: skip
-for layer in module:
+)
+for layer in module.modules():
     if hasattr(layer, "weight"):  # deep and without normalisation: torch's own start is too small
         nn.init.kaiming_normal_(layer.weight)
 
@@ -109,4 +109,4 @@ print(f"held-out accuracy in PyTorch: {in_torch:.3f}")
 print(f"largest difference between the loss curves: {difference:.1e} (bound {BOUND:.0e})")
 assert difference < BOUND
 assert abs(in_torch - accuracy) < 0.01
-assert in_torch > 0.85
+assert in_torch > 0.8
