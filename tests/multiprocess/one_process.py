@@ -19,6 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 CASES = {
     "zero0": {"zero": 0, "microbatches": 2, "clip_norm": 0.5},
     "zero3": {"zero": 3, "microbatches": 2, "clip_norm": 0.5},
+    # Groups within a process, their replicas in two: only shards cross.
+    "replica2": {"zero": 2, "replica": 2, "clip_norm": 0.5},
+    # 16-bit weights and gradients cross.
+    "bf16": {"zero": 3, "precision": "bf16", "clip_norm": 0.5},
 }
 # A pipeline as one program. The two processes are its two ranks.
 PIPELINES = {
@@ -66,7 +70,10 @@ def main() -> None:
         f"127.0.0.1:{port}", int(num_processes), int(process), initialization_timeout=60
     )
     assert len(jax.devices()) == NUM_DEVICES
-    np.savez(out, **train_all())
+    from support import quick
+
+    with quick.compiles():
+        np.savez(out, **train_all())
 
 
 if __name__ == "__main__":
