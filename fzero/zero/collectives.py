@@ -49,16 +49,14 @@ def gather(shard: jax.Array, split: Split, group: Group, again: bool = False) ->
     if dim is None or group.data == 1:
         return shard
     dtype = shard.dtype
-    if group.bits and dtype.itemsize == 2:
-        shard = jax.lax.bitcast_convert_type(shard, jnp.uint16)
+    shard = _as_bits(shard, group)
     if again:
         # Behind the split dim, so that the layout of what is gathered stays what it is.
         shard = jnp.expand_dims(shard, dim + 1)
         whole = jnp.squeeze(jax.lax.all_gather(shard, DATA, axis=dim, tiled=True), dim + 1)
     else:
         whole = jax.lax.all_gather(shard, DATA, axis=dim, tiled=True)
-    if whole.dtype != dtype:
-        whole = jax.lax.bitcast_convert_type(whole, dtype)
+    whole = _from_bits(whole, dtype)
     if split.pad:
         whole = jax.lax.slice_in_dim(whole, 0, whole.shape[dim] - split.pad, axis=dim)
     return whole
@@ -109,7 +107,8 @@ def sum_over(value: jax.Array, axis: str, size: int, group: Group) -> jax.Array:
         return value
     if not group.ordered:
         return jax.lax.psum(value, axis)
-    return _add_in_order(jax.lax.all_gather(value, axis), size)
+    parts = jax.lax.all_gather(_as_bits(value, group), axis)
+    return _add_in_order(_from_bits(parts, value.dtype), size)
 
 
 def _scatter_sum(grad: jax.Array, dim: int, group: Group) -> jax.Array:
@@ -117,12 +116,25 @@ def _scatter_sum(grad: jax.Array, dim: int, group: Group) -> jax.Array:
         return jax.lax.psum_scatter(grad, DATA, scatter_dimension=dim, tiled=True)
     rows = grad.shape[dim] // group.data
     pieces = grad.reshape(*grad.shape[:dim], group.data, rows, *grad.shape[dim + 1 :])
-    pieces = jax.lax.all_to_all(jnp.moveaxis(pieces, dim, 0), DATA, 0, 0)
+    bits = _as_bits(jnp.moveaxis(pieces, dim, 0), group)
+    pieces = _from_bits(jax.lax.all_to_all(bits, DATA, 0, 0), grad.dtype)
     return _add_in_order(pieces, group.data)
 
 
 def _add_in_order(parts: jax.Array, size: int) -> jax.Array:
-    total = parts[0]
+    """The sum over dim 0; 16-bit floats in float32, as the CPU backend does within a process."""
+    wide = parts if parts.dtype.itemsize != 2 else parts.astype(jnp.float32)
+    total = wide[0]
     for index in range(1, size):
-        total = total + parts[index]
-    return total
+        total = total + wide[index]
+    return total.astype(parts.dtype)
+
+
+def _as_bits(value: jax.Array, group: Group) -> jax.Array:
+    if group.bits and value.dtype.itemsize == 2:
+        return jax.lax.bitcast_convert_type(value, jnp.uint16)
+    return value
+
+
+def _from_bits(value: jax.Array, dtype: Any) -> jax.Array:
+    return value if value.dtype == dtype else jax.lax.bitcast_convert_type(value, dtype)

@@ -22,6 +22,7 @@ import fzero as fz
 
 
 pytestmark = pytest.mark.quick
+
 WORKER = Path(__file__).with_name("one_process.py")
 # Each process compiles a dozen programs, on a machine that runs other things too.
 TIMEOUT_S = 240
@@ -97,14 +98,9 @@ def both(tmp_path_factory):
     return two, train_all()
 
 
-# Within a process the CPU backend adds bfloat16 in float32; fzero's own sums between processes
-# (`fzero/zero/collectives.py`, `_add_in_order`) round after every addend. Norms differ by 1e-3.
-WRONG = {"bf16": pytest.mark.xfail(reason="16-bit sums between processes round at every addend")}
-
-
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [pytest.param(case, marks=WRONG.get(case, ())) for case in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_two_processes_give_the_bits_of_one(both, case):
     """Losses, norms, and every shard of parameters and optimizer state, on the same device."""
     two, one = ({k: v for k, v in each.items() if k.startswith(f"{case}:")} for each in both)
