@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -303,20 +304,27 @@ class PlacedFunction:
         leaves, tree = jax.tree.flatten(args)
         if str(tree) != str(self.in_tree):
             raise StateError(f"{self.what}: expected {self.in_tree}, got {tree}")
-        env: dict[Var, jax.Array] = dict(zip(self.program.inputs, leaves, strict=True))
+        env: dict[Var, Any] = dict(self.program.consts)
+        env.update(zip(self.program.inputs, leaves, strict=True))
         for part in self.parts:
             values = [self._bring(env[var], part.mesh) for var in part.reads]
             env.update(zip(part.gives, part.program(*values), strict=True))
-        out = []
+        out: list[jax.Array] = []
+        given = set(self.program.consts)
         for var, sharding in self.outputs:
-            value = env[var] if isinstance(var, Var) else var
-            out.append(self._bring(value, sharding.mesh))
+            if not isinstance(var, Var):
+                out.append(self._bring(var, sharding.mesh))
+                continue
+            value = self._bring(env[var], sharding.mesh)
+            # Each result is an array of its own: it may be given away.
+            out.append(jnp.array(value, copy=True) if var in given else value)
+            given.add(var)
         return jax.tree.unflatten(self.out_tree, out)
 
     def _bring(self, value: Any, mesh: Any) -> jax.Array:
         to = NamedSharding(mesh, PartitionSpec())
         if not isinstance(value, jax.Array):
-            return jax.device_put(np.asarray(value), to)
+            return jax.device_put(np.array(value), to)
         have = value.sharding.device_set
         want = to.device_set
         if have == want:

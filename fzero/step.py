@@ -398,7 +398,7 @@ class PipelineTrainStep(TrainStep):
         args = (fields, step, sums, mean, own, buffers)
         new, metrics = self._finish(args)(*args)
         if self.donate:
-            _forget(fields, new)
+            _forget(fields, (new, metrics))
         return TrainState(rng=state.rng, **new), metrics
 
     def _place(self, batch: PyTree) -> PyTree:

@@ -45,6 +45,8 @@ class Update:
 
     def __init__(self, blue: Blueprint, fence: Callable[[PyTree], PyTree]) -> None:
         self.blueprint, self.plan, self.fence = blue, blue.plan, fence
+        # Whether parts are compiled by themselves. (Without a pipeline fences do.)
+        self.apart = blue.stages is not None and blue.group.bits
 
     def run(
         self,
@@ -131,10 +133,9 @@ class Update:
         that the norm does not depend on where a pipeline is cut.
         """
         group = self.blueprint.group
-        one_by_one = self.blueprint.stages is not None and group.bits
 
         def local(splits: list[Split], sums: list[jax.Array], count: jax.Array) -> list[jax.Array]:
-            squares = [_squares(s, g, count, one_by_one)
+            squares = [_squares(s, g, count, self.apart)
                        for s, g in zip(splits, sums, strict=True)]  # fmt: skip
             # Shards are the same in every replica group: sum over the data axis only.
             split = [i for i, s in enumerate(splits) if s.dim is not None]
@@ -188,17 +189,22 @@ class Update:
         )
         params = optax.apply_updates(params, updates)
         if not sharded:
-            compute = self._cast(params) if plan.keeps_compute_copy else None
+            compute = self._cast(params, loss) if plan.keeps_compute_copy else None
             return {"params": params, "compute": compute, "opt_state": opt_state}
         opt_state = map_splits(lambda s, leaf: s.store(leaf), blue.opt_state, opt_state)
         shards = map_splits(lambda s, leaf: s.store(leaf), blue.params, params)
         shards = self._pin_shards(shards)
-        compute = self._gather(self._cast(shards)) if plan.keeps_compute_copy else None
+        compute = self._gather(self._cast(shards, loss)) if plan.keeps_compute_copy else None
         params = shards if plan.shards("params") else self._gather(shards)
         return {"params": params, "compute": compute, "opt_state": opt_state}
 
-    def _cast(self, tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: cast_param(self.plan, leaf), tree)
+    def _cast(self, tree: PyTree, loss: jax.Array) -> PyTree:
+        def cast(leaf: jax.Array) -> jax.Array:
+            return cast_param(self.plan, leaf)
+
+        # The update is compiled by itself, or it would round otherwise where a copy is kept.
+        return jax.tree.map(lambda leaf: apart(cast, leaf, loss) if self.apart else cast(leaf),
+                            tree)  # fmt: skip
 
     def _pin_shards(self, tree: PyTree) -> PyTree:
         return map_splits(self.blueprint.constrain, self.blueprint.params, tree)
@@ -243,19 +249,30 @@ class Update:
         return found
 
 
-def _squares(split: Split, total: jax.Array, count: jax.Array, one_by_one: bool) -> jax.Array:
+def apart(function: Callable[[Any], Any], value: Any, unknown: jax.Array) -> Any:
+    """Runs a function so that XLA's CPU backend compiles it alike wherever it stands.
+
+    That backend drops fences before its last fusions, but fuses nothing into a branch. This branch
+    is always taken, which the compiler cannot know: it depends on a float32 scalar.
+    """
+    taken = (jax.lax.bitcast_convert_type(unknown, jnp.int32) | 1) != 0
+    shape = jax.eval_shape(function, value)
+    return jax.lax.cond(taken, function, lambda _: jnp.zeros(shape.shape, shape.dtype), value)
+
+
+def _squares(split: Split, total: jax.Array, count: jax.Array, alike: bool) -> jax.Array:
     """Sums of squares of a mean gradient, one per layer of a stack.
 
-    How XLA's CPU backend adds up a layer depends on how many there are, which in a pipeline differs
-    from schedule to schedule. One by one, and in a branch that nothing is fused into, it does not.
+    How a layer is added up depends on how many there are on a rank, and on what it is fused with;
+    both differ between schedules. `alike`: layer by layer, apart, it is the same in all of them.
     """
 
     def of(total: jax.Array, first: int = 0) -> jax.Array:
         grad = total.astype(jnp.float32) / count
         return jnp.sum(jnp.square(grad), axis=tuple(range(first, grad.ndim)))
 
-    if not (split.stacked and one_by_one):
+    if not alike:
         return of(total, int(split.stacked)).reshape(-1)
-    # Always taken, but the compiler cannot know.
-    taken = ~(count < 0)
-    return jax.lax.map(lambda row: jax.lax.cond(taken, of, lambda _: jnp.float32(0), row), total)
+    if split.stacked:
+        return jax.lax.map(lambda row: apart(of, row, count), total)
+    return apart(of, total, count).reshape(-1)

@@ -34,7 +34,12 @@ REFUSED = [
     ({"clip_norm": 0.0}, ["clip_norm=0.0", "positive", "None"]),
     ({"clip_norm": -1.0}, ["clip_norm=-1.0", "positive", "None"]),
     ({"clip_norm": float("nan")}, ["clip_norm=nan", "positive", "None"]),
-    ({"pipe": 2}, ["pipe=2", "use pipe=1", "data axis"]),
+    ({"pipe": 2, "reduce": "step"}, ["reduce='step'", "reduce='microbatch'"]),
+    ({"pipe_backend": "gpu"}, ["pipe_backend='gpu'", "mpmd", "spmd"]),
+    ({"schedule": "2f2b"}, ["schedule='2f2b'", "'gpipe', '1f1b'"]),
+    ({"schedule": 3}, ["schedule=3", "a name or a fzero.pipeline.Schedule"]),
+    ({"partition": (1, 0)}, ["partition=0", "at least 1"]),
+    ({"prefetch": 1}, ["prefetch=1", "True or False"]),
     ({"zero": 2, "reduce": "step"}, ["reduce='step'", "zero=2", "'microbatch'", "zero=0 or 1"]),
     ({"zero": 3, "reduce": "step"}, ["reduce='step'", "zero=3", "'microbatch'", "zero=0 or 1"]),
 ]
@@ -111,6 +116,10 @@ EVERY = {
     "remat": "dots",
     "min_shard_bytes": 7,
     "reduce": "step",
+    "schedule": "gpipe",
+    "partition": (2, 1),
+    "pipe_backend": "spmd",
+    "prefetch": False,
     "skip_nonfinite": True,
 }
 

@@ -60,9 +60,9 @@ def untied(num: int = 4, apply: Any = tiny.block) -> Any:
 
 
 @cache
-def tied(num: int = 4) -> Any:
+def tied(num: int = 4, apply: Any = tiny.block) -> Any:
     """`tiny.chain`: its head reads the embedding's table."""
-    return given(tiny.chain(num))
+    return given(tiny.chain(num, apply))
 
 
 def counting(rows: int = 16, seed: int = 0) -> dict[str, np.ndarray]:

@@ -6,12 +6,16 @@ import optax
 import pytest
 from execute_cases import plan_for, same, tied, train
 from schedule_cases import TRAINING
+from support import tiny
+
+
+pytestmark = pytest.mark.slow
 
 
 def main(name):
-    """20 steps: tied weights, uneven stages, devices in groups, some steps clipped, some not."""
+    """20 steps: tied weights, dropout, uneven stages, devices in groups, some steps clipped."""
     plan = plan_for(name, 4, data=2, microbatches=8, clip_norm=1.0)
-    return train(tied(), plan, steps=20, tx=optax.adamw(1e-2))
+    return train(tied(4, tiny.dropped_block), plan, steps=20, tx=optax.adamw(1e-2))
 
 
 @pytest.fixture(scope="module")
