@@ -20,18 +20,23 @@ SOURCES = FZERO + sorted((ROOT / "torch_bridge").rglob("*.py"))
 # Each module may import from lines above its own, or from its own line.
 LAYERS = [
     ["errors", "tree", "compat"],
+    ["pipeline", "jaxprs"],  # schedules are data, which plans are made of
     ["plan", "hlo_text"],
     ["model", "hlo"],
-    ["precision", "initial", "pipeline.cut", "pipeline.flops"],
-    ["zero.partition", "zero.vjp"],
-    ["zero.collectives", "zero.at_use", "flags"],
+    ["precision", "initial"],
+    ["pipeline.flops", "zero.partition"],
+    ["pipeline.cut", "zero.halves", "zero.vjp"],
+    ["pipeline.homes"],
+    ["zero.collectives", "zero.at_use", "flags", "places"],
     ["zero.rules"],
     ["zero.stack"],
     ["zero.chain"],
     ["blueprint", "batch", "grads"],
-    ["state"],
+    ["state", "pipeline.programs", "pipeline.spmd"],
+    ["update", "pipeline.gather"],
+    ["pipeline.execute"],
     ["step", "report", "flax"],
-    ["pipeline"],
+    ["pipeline.cli"],
     ["cli"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
