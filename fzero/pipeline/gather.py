@@ -13,6 +13,7 @@ from fzero.blueprint import Blueprint
 from fzero.compat import is_key
 from fzero.errors import PlanError
 from fzero.grads import agreed_buffers
+from fzero.model import Stack
 from fzero.pipeline.homes import stage_tree
 from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, pack, unpack
 from fzero.places import view
@@ -43,18 +44,24 @@ class Gatherer:
         for program in programs:
             for split in layout_leaves(program.layout):
                 self.givers.setdefault(split.path, []).append(program)
-                self._require_at_hand(split, program)
+            self._require_at_hand(program)
         self._joins: dict[Any, Any] = {}
 
-    def _require_at_hand(self, split: Split, program: StagePrograms) -> None:
-        assert split.home is not None
-        own = {piece.layer.name for piece in program.pieces}
-        if split.stacked and split.path.split("/")[0] not in own:
-            raise PlanError(
-                f"plan: stage {program.stage} reads {split.path}, a weight of a stack on rank(s)"
-                f" {list(split.home.ranks)}; only weights of single layers can be read from"
-                " another stage: read it within the stack, or make it a Layer's"
-            )
+    def _require_at_hand(self, program: StagePrograms) -> None:
+        """A layer sees a stack's weights whole and in order only where the whole stack is."""
+        whole = {p.layer.name for p in program.pieces if p.num_layers == p.layer.num_layers}
+        stacks = {link.name for link in self.blue.model.layers if isinstance(link, Stack)}
+        for piece in program.pieces:
+            for path in getattr(piece.layer, "reads", {}).values():
+                name = path.split("/")[0]
+                if name in stacks - whole:
+                    raise PlanError(
+                        f"plan: layer {piece.layer.name!r} on stage {program.stage} reads {path}, a"
+                        f" weight of a stack on rank(s) {list(self.stages.homes[name].ranks)}; only"
+                        " weights of single layers can be read from another stage: read it within"
+                        " the stack, make it a Layer's, or choose a partition that keeps the stack"
+                        " and its reader on one stage"
+                    )
 
     def kept(self, tree: PyTree) -> list[PyTree]:
         """What the forward pass of each stage reads, on its rank."""

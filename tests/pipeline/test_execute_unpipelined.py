@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import optax
 import pytest
 from execute_cases import counting, gradients, tied, train, untied
 from support import tiny
+
+import fzero as fz
 
 
 MICROBATCHES = 4
@@ -76,3 +79,11 @@ def test_updates(name):
         assert [m["loss"] for m in cut.trace] == [m["loss"] for m in whole.trace]
     else:
         tiny.close(cut.params, whole.params, rtol=0, atol=2 * ULP)
+
+
+def test_initial_values_are_those_without_a_pipeline():
+    model = tiny.chain(4)
+    cut = fz.init(model, None, plan(3), rng=3)
+    whole = fz.init(model, None, plan(1), rng=3)
+    tiny.same_bits(fz.logical(model, cut, plan(3)), fz.logical(model, whole))
+    assert jax.random.key_data(cut.rng).tolist() == jax.random.key_data(whole.rng).tolist()
