@@ -27,6 +27,7 @@ from fzero.flags import compiler_options
 from fzero.grads import local_evaluation, local_gradients
 from fzero.model import Mean, Model
 from fzero.pipeline.execute import Executor
+from fzero.pipeline.filling import require_rows_apart
 from fzero.pipeline.spmd import spmd_evaluation, spmd_gradients
 from fzero.places import PlacedFunction
 from fzero.plan import AXES, Plan
@@ -112,6 +113,8 @@ def accumulate_step(
 
 
 def _train_step(blue: Blueprint, donate: bool, apply: bool) -> TrainStep:
+    if apply and blue.stages is not None:
+        require_rows_apart(blue)
     kind = TrainStep if blue.one_mesh else PipelineTrainStep
     return kind(blue, donate, apply)
 

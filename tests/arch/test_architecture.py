@@ -33,7 +33,7 @@ LAYERS = [
     ["zero.chain"],
     ["blueprint", "batch", "grads"],
     ["state", "pipeline.programs", "pipeline.spmd"],
-    ["update", "pipeline.gather"],
+    ["update", "pipeline.gather", "pipeline.filling"],
     ["pipeline.execute"],
     ["step", "report", "flax"],
     ["pipeline.cli"],

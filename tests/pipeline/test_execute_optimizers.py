@@ -1,0 +1,161 @@
+"""Any optax transformation in a pipeline equals the same one without."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from execute_cases import given, tied, train
+from support import tiny
+
+import fzero as fz
+
+
+pytestmark = pytest.mark.quick
+MICROBATCHES = 2
+
+
+def by_leaf():
+    """Another optimizer for each link; the embedding is frozen."""
+
+    def labels(params):
+        return {name: jax.tree.map(lambda _, name=name: name, part) for name, part in
+                params.items()}  # fmt: skip
+
+    kinds = {"embed": optax.set_to_zero(), "blocks": optax.adam(1e-2), "head": optax.sgd(0.1)}
+    return optax.multi_transform(kinds, labels)
+
+
+def plateau():
+    """Halves the rate when the loss, which the step must pass on, stops falling at once."""
+    return optax.chain(
+        optax.sgd(0.05), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.9)
+    )
+
+
+def decay_matrices(params):
+    return jax.tree.map(lambda leaf: leaf.ndim > 2, params)
+
+
+OPTIMIZERS = {
+    "clip-adamw": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2)),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8, weight_decay_rate=1e-3),
+    "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "multi-transform": by_leaf,
+    "masked-decay": lambda: optax.adamw(1e-2, weight_decay=0.5, mask=decay_matrices),
+    "schedule": lambda: optax.adam(optax.warmup_cosine_decay_schedule(0.0, 0.05, 2, 5)),
+    "multi-steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "bf16-moment": lambda: optax.adamw(1e-2, mu_dtype="bfloat16"),
+    "plateau": plateau,
+    "hyperparameters": lambda: optax.inject_hyperparams(optax.adam)(1e-2),
+    "schedule-free": lambda: optax.contrib.schedule_free_adamw(1e-2),
+    "agc": lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
+}
+# As tests/test_optimizers.py: the gradients' last bits times each optimizer's sensitivity to them.
+LOOSE = {"muon": 5e-5, "bf16-moment": 2e-4, "plateau": 1e-5, "multi-steps": 1e-5}
+TIGHT = 5e-6
+
+
+def plan(pipe, **options):
+    return tiny.plan(**{"pipe": pipe, "data": 2, "microbatches": MICROBATCHES, **options})
+
+
+@cache
+def whole(name):
+    return train(tied(), plan(1), 4, tx=OPTIMIZERS[name]())
+
+
+# Where both ranks have two layers of the stack, in order and out of it.
+CASES = [(name, "1f1b") for name in OPTIMIZERS] + [("lamb", "interleaved"), ("muon", "interleaved")]
+
+
+@pytest.mark.parametrize(("name", "schedule"), CASES)
+def test_equals_the_same_without_a_pipeline(name, schedule):
+    tx, cut = OPTIMIZERS[name](), plan(2, schedule=schedule)
+    run = train(tied(), cut, 4, tx=tx)
+    atol = LOOSE.get(name, TIGHT)
+    tiny.close(run.params, whole(name).params, rtol=0, atol=atol)
+    for one, other in zip(run.trace, whole(name).trace, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    back = fz.replan(run.state, tied(), tx, cut, plan(1))
+    bf16 = 2**-8 if name == "bf16-moment" else 0
+    tiny.close(back.opt_state, whole(name).state.opt_state, rtol=bf16, atol=4 * atol)
+    moved = {path: np.any(value != tied().init[0][path.split("/")[0]][path.split("/")[1]])
+             for path, value in run.params.items()}  # fmt: skip
+    frozen = name == "multi-transform"
+    assert all(moved[path] != (frozen and path.startswith("embed")) for path in moved), moved
+
+
+# Uneven stages: ranks that hold one, two and one layer
+
+
+UNEVEN = {"pipe": 4, "partition": (2, 2, 1, 1)}
+
+
+@pytest.mark.parametrize("name", ["lamb", "clip-adamw", "masked-decay", "agc", "schedule-free"])
+def test_filling_rows_are_no_layers(name):
+    tx = OPTIMIZERS[name]()
+    run = train(tied(), plan(**UNEVEN), 4, tx=tx)
+    tiny.close(run.params, whole(name).params, rtol=0, atol=TIGHT)
+    table = run.state.params["blocks"]["w"]
+    filling = np.asarray(table)[[1, 5]]  # rank 0: layer 0 and filling; 1: 1, 2; 2: 3 and filling
+    assert table.shape[0] == 6
+    assert not filling.any()
+
+
+COUNTING = {
+    "adafactor": OPTIMIZERS["adafactor"],  # means of squares
+    "muon": OPTIMIZERS["muon"],  # biases are a matrix, whose sides' ratio counts
+    "block-rms": lambda: optax.chain(optax.clip_by_block_rms(1e-3), optax.sgd(0.1)),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_optimizers_that_would_count_them_are_refused(name):
+    match = r"numbers of a stack's layers \(\{'blocks': \{0: 1, 1: 2, 2: 1\}\}\).*equally many"
+    with pytest.raises(fz.PlanError, match=match):
+        fz.train_step(tied(), COUNTING[name](), plan(**UNEVEN))
+    fz.train_step(tied(), COUNTING[name](), plan(2))  # two layers on each rank
+    fz.accumulate_step(tied(), COUNTING[name](), plan(**UNEVEN))  # updates nothing
+
+
+def test_what_is_refused_would_be_wrong(monkeypatch):
+    monkeypatch.setattr("fzero.step.require_rows_apart", lambda blue: None)
+    run = train(tied(), plan(**UNEVEN), 4, tx=OPTIMIZERS["adafactor"]())
+    apart = run.params["blocks/w"] - whole("adafactor").params["blocks/w"]
+    assert np.abs(apart).max() > 1e-3
+
+
+def test_optimizers_that_join_leaves_of_two_stages_are_refused():
+    """Small leaves may travel; what needs more than 4096 elements elsewhere does not."""
+
+    def dense(name, n):
+        return fz.Layer(name, lambda key: np.zeros((n, n), np.float32), lambda w, x, ctx: x @ w)
+
+    first = fz.Layer("in", lambda key: np.zeros((4, 80), np.float32),
+                     lambda w, batch, ctx: batch["x"] @ w)  # fmt: skip
+    chain = [first, dense("mid", 80), dense("out", 80)]
+    model = given(fz.Sequential(chain, lambda y, batch: fz.Mean(np.float32(1) * y.sum(), 4.0)))
+    match = r"large arrays of several pipeline stages.*float32\[6400\].*pipe=1"
+    with pytest.raises(fz.StateError, match="init: .*" + match):
+        fz.init(model, optax.flatten(optax.adam(1e-2)), plan(2))
+
+    def join(updates, params):
+        flat = jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(updates)])
+        return jax.tree.map(lambda leaf: leaf / jnp.max(flat), updates)
+
+    tx = optax.stateless(join)
+    state, step = fz.init(model, tx, plan(2)), fz.train_step(model, tx, plan(2))
+    before = tiny.host(state)
+    with pytest.raises(fz.StateError, match="train_step: .*" + match):
+        step(state, {"x": np.ones((4, 4), np.float32)})
+    tiny.same_bits(state, before)
+    # Norms of all leaves, and leaves as small as these, may.
+    small = train(tied(), plan(2), 2, tx=optax.flatten(optax.adam(1e-2)))
+    tiny.close(small.params, train(tied(), plan(2), 2, tx=optax.adam(1e-2)).params, 0, 1e-6)
