@@ -1,0 +1,91 @@
+"""What fails in a pipeline says where, once, and leaves the state as it was."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import tiny
+
+import fzero as fz
+
+
+pytestmark = pytest.mark.quick
+
+PLAN = fz.Plan(
+    pipe=2, data=1, microbatches=4, schedule="zb_h1"
+)  # stage 1 has half of the stack and the head
+
+
+def guarded(p, x, ctx):
+    """A head that refuses some rows, as a check of the user's own would: when it runs."""
+
+    def check(bad):
+        if bad.any():
+            raise ValueError("row of another language")
+        return np.zeros((), np.float32)
+
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    zero = jax.pure_callback(check, shape, ctx.batch["bad"], vmap_method="sequential")
+    return tiny.head(p, x, ctx) + zero
+
+
+def chain(head=guarded):
+    return fz.Sequential(
+        [
+            fz.Layer("embed", tiny.embed_init, tiny.embed),
+            fz.Stack("blocks", 4, tiny.block_init, tiny.block),
+            fz.Layer("head", tiny.head_init, head, reads={"table": "embed/table"}),
+        ],
+        loss=tiny.token_loss,
+    )
+
+
+def batch(bad_row=None):
+    rows = {**tiny.tokens(16), "bad": np.zeros(16, bool)}
+    if bad_row is not None:
+        rows["bad"][bad_row] = True
+    return rows
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_failure_at_run_time_names_its_action_and_leaves_the_state(donate):
+    model, tx = chain(), optax.adamw(1e-2)
+    step = fz.train_step(model, tx, PLAN, donate=donate)
+    state = fz.init(model, tx, PLAN)
+    before = jax.device_get(state.params)
+    # 4 rows in a microbatch.
+    said = (
+        r"forward of microbatch 2 on stage 1 \(rank 1, layers blocks, head, loss; action 1F2\)"
+        r" failed: (.|\n)*row of another language"
+    )
+    with pytest.raises(fz.PipelineError, match=said):
+        step(state, batch(bad_row=9))
+    tiny.same_bits(jax.device_get(state.params), before)
+    # The failure came once: the same state and step go on as if it had not been.
+    state, metrics = step(state, batch())
+    reference = fz.train_step(model, tx, PLAN)
+    _, expected = reference(fz.init(model, tx, PLAN), batch())
+    assert float(metrics["loss"]) == float(expected["loss"])
+    assert float(metrics["grad_norm"]) == float(expected["grad_norm"])
+
+
+def test_a_failure_while_tracing_names_its_stage():
+    def broken(p, x, ctx):
+        return x @ jnp.ones((3, 3))
+
+    model, tx = chain(broken), optax.sgd(0.1)
+    state = fz.init(model, tx, PLAN)
+    with pytest.raises(fz.PipelineError, match=r"microbatch 0 on stage 1 \(rank 1.*action 1F0\)"):
+        fz.train_step(model, tx, PLAN)(state, batch())
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_a_failure_in_evaluation_names_its_action():
+    model = chain()
+    state = fz.init(model, None, PLAN)
+    with pytest.raises(fz.PipelineError, match=r"forward of microbatch 0 on stage 1"):
+        fz.eval_step(model, PLAN)(state, batch(bad_row=0))
+    assert np.isfinite(float(fz.eval_step(model, PLAN)(state, batch())["loss"]))
