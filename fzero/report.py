@@ -18,11 +18,20 @@ import optax
 
 from fzero.blueprint import initial_shapes
 from fzero.model import Model
+from fzero.pipeline.homes import Stages, cut_into_stages, stage_tree
 from fzero.plan import DATA, REPLICA, Plan
 from fzero.precision import compute_dtype
 from fzero.state import TrainState, require_alive
 from fzero.tree import PyTree, leaf_bytes, named_leaves, shape_of
-from fzero.zero.partition import Split, is_split, map_splits, split_opt_state, split_params
+from fzero.zero.partition import (
+    Home,
+    Split,
+    is_split,
+    kept_shape,
+    map_splits,
+    split_opt_state,
+    split_params,
+)
 
 
 CLASSES = ("params", "compute", "opt_state", "buffers", "grads")
@@ -40,7 +49,9 @@ class LeafPlan:
         dim: the dim that is split over the data axis; `None` for a leaf kept whole.
         pad_rows: rows of zeros at the end of `dim`, so that it divides.
         why: the reason, in words.
-        bytes_per_device: bytes that each device keeps.
+        bytes_per_device: bytes that each device which holds it keeps.
+        ranks: in a pipeline, the ranks that hold it; of a stack that is cut, each holds its own
+            layers, and zeros where others have more.
     """
 
     state_class: str
@@ -51,6 +62,7 @@ class LeafPlan:
     pad_rows: int
     why: str
     bytes_per_device: int
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,11 +76,15 @@ class Description:
         num_replica: sharding groups (mesh axis `replica`).
         num_elements: elements in all parameters, Ψ.
         leaves: every leaf of every state class.
-        bytes_per_device: kept between steps, by state class (`opt_state` if known) and in `total`.
+        bytes_per_device: kept between steps, by state class (`opt_state` if known) and in `total`;
+            in a pipeline by the device that keeps the most of it.
         reduction: when gradients are reduced, in words.
         elements_gathered: elements that one device receives in all-gathers, per step; at most,
             as a compiled step may keep for the backward pass what the forward pass ends with.
         elements_reduced: elements that one device sends to reduce gradients, per step.
+
+    In a pipeline the last two are those of the device with the most of both. What stages send to
+    each other is not among them: activations, their gradients, and tied weights.
     """
 
     plan: Plan
@@ -92,20 +108,25 @@ class Description:
         return dataclasses.asdict(self) | {"elements_communicated": self.elements_communicated}
 
     def __str__(self) -> str:
-        rows = [("leaf", "shape", "dtype", "kept", "bytes/device", "why")]
+        cut = self.plan.pipe > 1
+        ranks = ("ranks",) if cut else ()
+        rows = [("leaf", "shape", "dtype", *ranks, "kept", "bytes/device", "why")]
         for leaf in self.leaves:
             kept = "whole" if leaf.dim is None else f"dim {leaf.dim} / {self.num_data}"
             name, shape = f"{leaf.state_class}/{leaf.path}", str(list(leaf.shape))
-            rows.append((name, shape, leaf.dtype, kept, f"{leaf.bytes_per_device:,}", leaf.why))
+            ranks = (_ranges(leaf.ranks),) if cut else ()
+            size = f"{leaf.bytes_per_device:,}"
+            rows.append((name, shape, leaf.dtype, *ranks, kept, size, leaf.why))
         totals = [("kept between steps, per device", "bytes")]
         totals += [(name, f"{size:,}") for name, size in self.bytes_per_device.items()]
         if "opt_state" not in self.bytes_per_device:
             totals.insert(-1, ("opt_state", "unknown: pass tx to count it"))
         ratio = self.elements_communicated / max(self.num_elements, 1)
+        pipe = f"pipe={self.plan.pipe} x " if cut else ""
         return (
-            f"{self.plan}\n{self.num_devices} devices: replica={self.num_replica} x"
+            f"{self.plan}\n{self.num_devices} devices: {pipe}replica={self.num_replica} x"
             f" data={self.num_data}; Ψ = {self.num_elements:,} parameters\n\n"
-            f"{_table(rows, right=(4,))}\n\n{_table(totals, right=(1,))}\n\n"
+            f"{_table(rows, right=(4 + cut,))}\n\n{_table(totals, right=(1,))}\n\n"
             f"gradients: {self.reduction} (reduce={self.plan.reduce!r})\n"
             f"communication per step and device: {ratio:.3f} Ψ = {self.elements_communicated:,}"
             f" elements ({self.elements_gathered:,} gathered, {self.elements_reduced:,} reduced)"
@@ -150,32 +171,46 @@ def describe(
     Source: ZeRO, arXiv:1910.02054, sections 5 (bytes kept) and 7 (elements communicated).
     """
     if num_devices is None:
-        named = plan.data * plan.replica if plan.data else None
+        named = plan.pipe * plan.data * plan.replica if plan.data else None
         num_devices = len(devices) if devices is not None else named or len(jax.devices())
     sizes = plan.sizes(num_devices)
     shapes, buffers = initial_shapes(model)
-    layout = split_params(model, shapes, plan, sizes[DATA])
-    leaves = _planned(plan, layout, buffers, tx, sizes[DATA])
+    stages = None if plan.pipe == 1 else cut_into_stages(model, plan)
+    homes = None if stages is None else stages.homes
+    layout = split_params(model, shapes, plan, sizes[DATA], homes)
+    leaves = _planned(plan, layout, buffers, tx, sizes[DATA], stages)
     counted = ["params", "compute", *(["opt_state"] if tx is not None else []), "buffers"]
-    totals = {n: sum(x.bytes_per_device for x in leaves if x.state_class == n) for n in counted}
-    splits = _splits(layout)
-    gathered, reduced = _communication(plan, splits, sizes[DATA], sizes[REPLICA])
+    gathered, reduced = _communication(plan, layout, sizes[DATA], sizes[REPLICA], stages)
     return Description(
         plan=plan,
-        num_devices=sizes[DATA] * sizes[REPLICA],
+        num_devices=plan.pipe * sizes[DATA] * sizes[REPLICA],
         num_data=sizes[DATA],
         num_replica=sizes[REPLICA],
-        num_elements=sum(_size(split.shape) for split in splits),
+        num_elements=sum(_size(leaf.shape) for leaf in jax.tree.leaves(shapes)),
         leaves=leaves,
-        bytes_per_device=totals | {"total": sum(totals.values())},
+        bytes_per_device=_fullest(plan, leaves, counted),
         reduction=_reduction(plan),
         elements_gathered=gathered,
         elements_reduced=reduced,
     )
 
 
+def _fullest(plan: Plan, leaves: Sequence[LeafPlan], counted: Sequence[str]) -> dict[str, int]:
+    """Bytes on the device that has the most of them, by state class and in total."""
+    held: list[Counter[str]] = [Counter() for _ in range(plan.pipe)]
+    for leaf in leaves:
+        for rank in leaf.ranks or range(plan.pipe):
+            held[rank].update(dict.fromkeys((leaf.state_class, "total"), leaf.bytes_per_device))
+    return {name: max(by[name] for by in held) for name in (*counted, "total")}
+
+
 def _planned(
-    plan: Plan, layout: PyTree, buffers: PyTree, tx: optax.GradientTransformation | None, parts: int
+    plan: Plan,
+    layout: PyTree,
+    buffers: PyTree,
+    tx: optax.GradientTransformation | None,
+    parts: int,
+    stages: Stages | None,
 ) -> tuple[LeafPlan, ...]:
     def row(name: str, split: Split, dtype: Any = None) -> LeafPlan:
         sharded, why = plan.shards(name), split.reason
@@ -186,20 +221,45 @@ def _planned(
         shape = split.shape if dim is None else split.stored_shape
         size = _size(shape) * dtype.itemsize // (1 if dim is None else parts)
         pad = 0 if dim is None else split.pad
-        return LeafPlan(name, split.path, split.shape, str(dtype), dim, pad, why, size)
+        own, size, ranks, where = _at_home(split.shape, size, split.home)
+        return LeafPlan(name, split.path, own, str(dtype), dim, pad, why + where, size, ranks)
 
     params = _splits(layout)
     rows = [row("params", split) for split in params]
     if plan.keeps_compute_copy:
         rows += [row("compute", split, compute_dtype(plan, split.dtype)) for split in params]
     if tx is not None:
-        logical = map_splits(shape_of, layout)
-        state = split_opt_state(jax.eval_shape(tx.init, logical), layout, plan, parts)
+        kept = map_splits(shape_of, layout)
+        state = split_opt_state(jax.eval_shape(tx.init, kept), layout, plan, parts)
         rows += [row("opt_state", split) for split in _splits(state)]
     for path, leaf in named_leaves(buffers):
-        of_leaf = (tuple(leaf.shape), str(leaf.dtype), None, 0, "buffers stay whole")
-        rows.append(LeafPlan("buffers", path, *of_leaf, leaf_bytes(leaf)))
+        home = None if stages is None else stages.homes[path.split("/")[0]]
+        kept = kept_shape(leaf, home)
+        shape, size, ranks, where = _at_home(tuple(kept.shape), leaf_bytes(kept), home)
+        why = "buffers stay whole" + where
+        of_leaf = (shape, str(leaf.dtype), None, 0, why, size, ranks)
+        rows.append(LeafPlan("buffers", path, *of_leaf))
     return tuple(rows)
+
+
+def _at_home(
+    shape: tuple[int, ...], size: int, home: Home | None
+) -> tuple[tuple[int, ...], int, tuple[int, ...], str]:
+    """A kept leaf's own shape, bytes on one device, ranks, and words about them."""
+    if home is None or not home.rows:
+        return shape, size, () if home is None else home.ranks, ""
+    count = np.sum(np.reshape(home.rows, (len(home.ranks), -1)) >= 0, axis=1).tolist()
+    words = f"; layers per rank: {', '.join(map(str, count))}"
+    if len(set(count)) > 1:
+        words += f", filled up to {max(count)}"
+    return (sum(count), *shape[1:]), size // len(home.ranks), home.ranks, words
+
+
+def _ranges(ranks: tuple[int, ...]) -> str:
+    """Ranks in words: `0-3`, `0,2`."""
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks))
 
 
 def _reduction(plan: Plan) -> str:
@@ -210,12 +270,42 @@ def _reduction(plan: Plan) -> str:
     return f"one reduction per microbatch, {plan.microbatches} per step; only shards accumulate"
 
 
-def _communication(plan: Plan, splits: list[Split], data: int, replica: int) -> tuple[int, int]:
+def _communication(
+    plan: Plan, layout: PyTree, data: int, replica: int, stages: Stages | None
+) -> tuple[int, int]:
     """Elements that one device (gathers, reduces) per step, with ring collectives."""
+    if stages is None:
+        return _of_parts(plan, _splits(layout), data, replica, 2)
+    # A backward pass in halves gathers for both, where weight gradients read weights at all.
+    halves = any(action.kind == "W" for action in stages.schedule.actions)
+    ranks = [[0, 0] for _ in range(plan.pipe)]
+    for stage, pieces in enumerate(stages.pieces):
+        num_layers = {piece.layer.name: piece.num_layers for piece in pieces}
+        parts: dict[bool, list[Split]] = {True: [], False: []}  # of own links, or tied to others
+        for split in _splits(stage_tree(pieces, layout)):
+            name = split.path.split("/")[0]
+            if split.stacked and name in num_layers:
+                shape = (num_layers[name], *split.shape[1:])
+                split = dataclasses.replace(split, shape=shape)
+            parts[name in num_layers].append(split)
+        own, tied = (
+            _of_parts(plan, parts[own], data, replica, 3 if halves else 2) for own in (True, False)
+        )
+        rank = ranks[stages.rank_of(stage)]
+        # Tied weights are gathered with their own link, or where they are read.
+        rank[0] += own[0] + (tied[0] if plan.zero == 3 else 0)
+        rank[1] += own[1] + tied[1]
+    gathered, reduced = max(ranks, key=sum)
+    return gathered, reduced
+
+
+def _of_parts(
+    plan: Plan, splits: list[Split], data: int, replica: int, passes: int
+) -> tuple[int, int]:
     split = sum(_size(s.stored_shape) for s in splits if s.dim is not None)
     whole = sum(_size(s.shape) for s in splits if s.dim is None)
-    # Stages 0 to 2 gather once a step; stage 3 for both passes of every microbatch.
-    gathers = 2 * plan.microbatches if plan.zero == 3 else 1
+    # Stages 0 to 2 gather once a step; stage 3 for every pass of every microbatch.
+    gathers = passes * plan.microbatches if plan.zero == 3 else 1
     gathered = gathers * split * (data - 1) / data
     # A reduce-scatter within a group, then only the shard crosses groups. Leaves kept whole are
     # all-reduced: a reduce-scatter and an all-gather.
@@ -238,6 +328,7 @@ class LeafPlacement:
         memory_kind: kind of memory it is in.
         bytes_per_device: bytes of its largest shard.
         bytes_all_devices: bytes of all shards, copies counted.
+        devices: ids of the devices that hold some of it; in a pipeline not all of them.
     """
 
     state_class: str
@@ -248,6 +339,7 @@ class LeafPlacement:
     memory_kind: str
     bytes_per_device: int
     bytes_all_devices: int
+    devices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -311,7 +403,8 @@ def placement(state: TrainState) -> Placement:
                 held[device].update({name: size, "total": size})
             where = (_spec(sharding), sharding.memory_kind or "device")
             sizes = (size, size * len(sharding.device_set))
-            rows.append(LeafPlacement(name, path, shape, str(leaf.dtype), *where, *sizes))
+            devices = tuple(sorted(device.id for device in sharding.device_set))
+            rows.append(LeafPlacement(name, path, shape, str(leaf.dtype), *where, *sizes, devices))
     names = (*CLASSES, "total")
     kinds = {n: tuple(sorted({r.memory_kind for r in rows if r.state_class == n})) for n in CLASSES}
     return Placement(
