@@ -4,8 +4,8 @@ from fzero.errors import BatchError as BatchError
 from fzero.errors import CheckpointError as CheckpointError
 from fzero.errors import ConversionError as ConversionError
 from fzero.errors import FzeroError as FzeroError
-from fzero.errors import PlacementError as PlacementError
 from fzero.errors import PipelineError as PipelineError
+from fzero.errors import PlacementError as PlacementError
 from fzero.errors import PlanError as PlanError
 from fzero.errors import ScheduleError as ScheduleError
 from fzero.errors import StateConsumedError as StateConsumedError
