@@ -14,9 +14,9 @@ import fzero as fz
 
 pytestmark = pytest.mark.quick
 
-PLAN = fz.Plan(
-    pipe=2, data=1, microbatches=4, schedule="zb_h1"
-)  # stage 1 has half of the stack and the head
+# Stage 1 has half of the stack and the head. One device each: where several wait for each other in
+# a collective and one of them fails, XLA's CPU backend ends the process.
+PLAN = fz.Plan(pipe=2, data=1, microbatches=4, schedule="zb_h1")
 
 
 def guarded(p, x, ctx):
@@ -70,6 +70,67 @@ def test_a_failure_at_run_time_names_its_action_and_leaves_the_state(donate):
     _, expected = reference(fz.init(model, tx, PLAN), batch())
     assert float(metrics["loss"]) == float(expected["loss"])
     assert float(metrics["grad_norm"]) == float(expected["grad_norm"])
+
+
+def picky(of_weight):
+    """A scale whose backward pass refuses rows, for the gradient of its weight or of its input."""
+
+    def check(grad, bad):
+        if bad.any():
+            raise ValueError("row of another language")
+        return grad
+
+    def checked(grad, bad):
+        shape = jax.ShapeDtypeStruct(grad.shape, grad.dtype)
+        return jax.pure_callback(check, shape, grad, bad, vmap_method="sequential")
+
+    @jax.custom_vjp
+    def scale(gain, x, bad):
+        return gain * x
+
+    def back(kept, ct):
+        gain, x, bad = kept
+        of_gain, of_x = jnp.sum(x * ct), gain * ct
+        if of_weight:
+            of_gain = checked(of_gain, bad)
+        else:
+            of_x = checked(of_x, bad)
+        return of_gain, of_x, None
+
+    scale.defvjp(lambda gain, x, bad: (gain * x, (gain, x, bad)), back)
+
+    def head(p, x, ctx):
+        x = scale(p["gain"], x, ctx.batch["bad"])
+        return (x @ p["down"]) @ p["table"].T
+
+    return head
+
+
+KINDS = [
+    ("zb_h1", False, "input gradient", "I"),
+    ("zb_h1", True, "weight gradient", "W"),
+    ("1f1b", False, "backward", "B"),
+    ("1f1b", True, "backward", "B"),
+]
+
+
+@pytest.mark.parametrize(("schedule", "of_weight", "words", "kind"), KINDS)
+def test_failures_of_backward_passes(schedule, of_weight, words, kind):
+    model, tx, plan = chain(picky(of_weight)), optax.sgd(0.1), PLAN.replace(schedule=schedule)
+    step = fz.train_step(model, tx, plan)
+    state = fz.init(model, tx, plan)
+    before = jax.device_get(state.params)
+    said = (
+        rf"the {words} of microbatch 1 on stage 1 \(.*; action 1{kind}1\) failed: (.|\n)*language"
+    )
+    for _ in range(2):
+        with pytest.raises(fz.PipelineError, match=said) as caught:
+            step(state, batch(bad_row=5))
+        assert caught.value.__cause__ is not None
+    tiny.same_bits(jax.device_get(state.params), before)
+    state, metrics = step(state, batch())
+    assert np.isfinite(float(metrics["loss"]))
+    assert int(state.step) == 1
 
 
 def test_a_failure_while_tracing_names_its_stage():
