@@ -108,9 +108,7 @@ class Blueprint:
         """A `Split` for every leaf of the optimizer state; the empty tuple without an optimizer."""
         if self.tx is None:
             return ()
-        logical = map_splits(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), self.params)
-        shapes = jax.eval_shape(self.tx.init, logical)
-        return split_opt_state(shapes, self.params, self.plan, self.group.data)
+        return split_opt_state(self.tx.init, self.params, self.plan, self.group.data)
 
     def replicated(self, leaf: Any) -> jax.ShapeDtypeStruct:
         """The leaf's shape, whole on every device."""

@@ -22,13 +22,12 @@ from fzero.pipeline.homes import Stages, cut_into_stages, stage_tree
 from fzero.plan import DATA, REPLICA, Plan
 from fzero.precision import compute_dtype
 from fzero.state import TrainState, require_alive
-from fzero.tree import PyTree, leaf_bytes, named_leaves, shape_of
+from fzero.tree import PyTree, leaf_bytes, named_leaves
 from fzero.zero.partition import (
     Home,
     Split,
     is_split,
     kept_shape,
-    map_splits,
     split_opt_state,
     split_params,
 )
@@ -229,8 +228,7 @@ def _planned(
     if plan.keeps_compute_copy:
         rows += [row("compute", split, compute_dtype(plan, split.dtype)) for split in params]
     if tx is not None:
-        kept = map_splits(shape_of, layout)
-        state = split_opt_state(jax.eval_shape(tx.init, kept), layout, plan, parts)
+        state = split_opt_state(tx.init, layout, plan, parts)
         rows += [row("opt_state", split) for split in _splits(state)]
     for path, leaf in named_leaves(buffers):
         home = None if stages is None else stages.homes[path.split("/")[0]]

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fzero.errors import PlanError
 from fzero.model import Model, Stack
 from fzero.plan import DATA, Plan
 from fzero.precision import compute_dtype
@@ -197,13 +198,23 @@ def kept_shape(leaf: Any, home: Home | None) -> Any:
     return jax.ShapeDtypeStruct((len(home.rows), *leaf.shape[1:]), leaf.dtype)
 
 
-def split_opt_state(shapes: PyTree, params: PyTree, plan: Plan, parts: int) -> PyTree:
+def split_opt_state(
+    init: Callable[[PyTree], PyTree], params: PyTree, plan: Plan, parts: int
+) -> PyTree:
     """The layout of any optax state.
 
     A leaf that mirrors a parameter (its path ends with the parameter's, same shape) is cut like it,
     so that the update touches only local memory. Any other leaf (factored moments, counters) is
     cut by its own shape.
+
+    Args:
+        init: the transformation's `init`.
+        params: the layout of the parameters.
+        plan: the plan.
+        parts: devices on the data axis.
     """
+    shapes = jax.eval_shape(init, map_splits(_kept, params))
+    by_rows = _by_rows(init, params, shapes)
     by_path = {split.path: split for split in jax.tree.leaves(params, is_leaf=is_split)}
     ranks = {rank for split in by_path.values() if split.home for rank in split.home.ranks}
     everywhere = Home(tuple(sorted(ranks))) if ranks else None
@@ -224,13 +235,58 @@ def split_opt_state(shapes: PyTree, params: PyTree, plan: Plan, parts: int) -> P
         if owner is None or (own.dim is None and not shape):
             return dataclasses.replace(own, home=everywhere)
         assert owner.home is not None
-        if owner.home.rows and (not shape or shape[0] != owner.shape[0]):
+        if owner.home.rows and not (shape[:1] == owner.shape[:1] and name in by_rows):
             return dataclasses.replace(own, home=Home(owner.home.ranks, group=owner.home.group))
         if owner.home.rows and own.dim == 0:
             own = split_leaf(name, leaf, parts, plan, stacked=True)
         return dataclasses.replace(own, home=owner.home)
 
     return jax.tree_util.tree_map_with_path(split, shapes)
+
+
+def _kept(split: Split) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(split.shape, split.dtype)
+
+
+def _by_rows(init: Callable[[PyTree], PyTree], params: PyTree, shapes: PyTree) -> set[str]:
+    """Paths of leaves that have a row for each row of a cut stack on dim 0.
+
+    Shapes alone do not tell: a stack may have as many layers as features. So it gets fewer layers,
+    and then more features. (Not more layers: factored moments could change places.)
+
+    Raises:
+        PlanError: a leaf has rows on another dim, or those of several leaves.
+    """
+
+    def changed(rows: int, features: int) -> list[tuple[int, ...]]:
+        def change(split: Split) -> jax.ShapeDtypeStruct:
+            if split.home is None or not split.home.rows:
+                return _kept(split)
+            shape = split.shape[0] + rows, *(n + features for n in split.shape[1:])
+            return jax.ShapeDtypeStruct(shape, split.dtype)
+
+        return [x.shape for x in jax.tree.leaves(jax.eval_shape(init, map_splits(change, params)))]
+
+    splits = layout_leaves(params)
+    if all(split.home is None or not split.home.rows for split in splits):
+        return set()
+    found: set[str] = set()
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    for (path, leaf), fewer, wider in zip(leaves, changed(-1, 0), changed(0, 1), strict=True):
+        name, was = path_name(path), leaf.shape
+        if fewer == was:
+            continue
+        if wider[:1] == was[:1]:
+            found.add(name)
+        mirrors = any(f"/{name}".endswith(f"/{split.path}") for split in splits)
+        if not mirrors or (len(fewer) == len(was) and fewer[1:] != was[1:]):
+            raise PlanError(
+                f"plan: opt_state/{name} {list(was)} holds the layers of a stack that is cut, but"
+                " not one by one on its first dim, so that no other plan could take them over:"
+                " choose a partition that keeps the stack on one rank, or an optimizer that keeps"
+                " one leaf per parameter, or pipe=1"
+            )
+    return found
 
 
 def is_split(node: Any) -> bool:
