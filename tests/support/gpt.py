@@ -82,8 +82,11 @@ def _init_block(size: Size):
     return init
 
 
-def gpt(size: Size = Size(), dropout: float = 0.0) -> fz.Model:
-    """The model; batches are `{"ids": int (batch, seq + 1)}`, the loss an exact token mean."""
+def gpt(size: Size = Size(), dropout: float = 0.0, given=None) -> fz.Model:
+    """The model; batches are `{"ids": int (batch, seq + 1)}`, the loss an exact token mean.
+
+    `given` are initial values, as `(params, buffers)`, that need no program to draw them.
+    """
 
     def embed(p, batch, ctx):
         return p["tokens"][batch["ids"][:, :-1]] + p["positions"]
@@ -116,6 +119,7 @@ def gpt(size: Size = Size(), dropout: float = 0.0) -> fz.Model:
             ),
         ],
         loss,
+        init=given,
     )
 
 
