@@ -47,7 +47,7 @@ demo: install
 	  --eval-sequences 128 --overwrite --verify
 
 test: lint types
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check .

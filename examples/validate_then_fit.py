@@ -185,17 +185,17 @@ def resident_bytes():
 
 
 def check_memory_is_flat():
-    """50 cycles of init, train, eval, drop: device memory to the byte, host memory within 2 %"""
+    """30 cycles of init, train, eval, drop: device memory to the byte, host memory within 2 %"""
 
     def cycle():
         run(3, "TE")
         return sum(array.nbytes for array in jax.live_arrays())
 
     # Arrays are freed without a garbage collection. The first cycles fill allocators' caches.
-    on_device = [cycle() for _ in range(20)]
+    on_device = [cycle() for _ in range(10)]
     gc.collect()
     before = resident_bytes()
-    on_device += [cycle() for _ in range(30)]
+    on_device += [cycle() for _ in range(20)]
     gc.collect()
     return len(set(on_device)) == 1 and resident_bytes() < 1.02 * before
 

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import quick
+
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+# The others compute for longer than they compile, or compare the bits of stages.
+QUICK = ("flax_digits.py", "quickstart.py", "torch_cnn_digits.py")
 
 # A line of each example's output, with the figures that say that it did its work.
 EXPECTED = {
@@ -24,6 +28,7 @@ EXPECTED = {
 
 
 def run_example(name):
+    flags = {"XLA_FLAGS": quick.FLAGS} if name in QUICK else {}
     # From another folder: an example may not rely on where it is started.
     ran = subprocess.run(
         [sys.executable, str(EXAMPLES / name)],
@@ -31,6 +36,7 @@ def run_example(name):
         text=True,
         timeout=280,
         cwd=os.path.sep,
+        env={**os.environ, **flags},
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout

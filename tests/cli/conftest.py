@@ -14,6 +14,7 @@ import jax
 import pytest
 
 from fzero import cli
+from tests.support import quick
 
 
 # Starts jax with the session's devices: no command in this process can ask for others afterwards.
@@ -124,12 +125,9 @@ def command() -> str:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment without what the test session set for its own devices."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
-    }
+    """This process's environment without what may say how many devices it has."""
+    given = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    return {**given, "XLA_FLAGS": quick.FLAGS}
 
 
 @pytest.fixture(scope="session")
