@@ -365,3 +365,37 @@ def test_trees_are_those_without_a_pipeline():
     cut = fz.abstract_state(model, tx, tiny.plan(pipe=3, data=2, microbatches=2))
     whole = fz.abstract_state(model, tx, tiny.plan(data=8))
     assert jax.tree.structure(cut) == jax.tree.structure(whole)
+
+
+def test_some_devices_in_any_order():
+    plan = tiny.plan(pipe=2, data=2, microbatches=2, schedule="zb_v")
+    model, tx = mixed(), optax.adam(1e-2)
+    found = []
+    for devices in (jax.devices()[:4], jax.devices()[:2:-1]):
+        state = fz.init(model, tx, plan, devices=devices)
+        step = fz.train_step(model, tx, plan, devices=devices)
+        for seed in range(2):
+            state, _ = step(state, jax.tree.map(jnp.asarray, points(seed=seed)))
+        found.append(tiny.host(state))
+        used = {device for leaf in jax.tree.leaves(state) for device in leaf.sharding.device_set}
+        assert used == set(devices[:4])
+    tiny.same_bits(*found)
+
+
+def test_a_last_layer_with_buffers_that_gives_the_loss():
+    def last(p, x, ctx):
+        error = jnp.square(x @ p["w"] - ctx.batch["y"])
+        loss = fz.Mean(jnp.sum(error), jnp.float32(error.size))
+        return (loss, {"worst": jnp.max(error)}), {"seen": ctx.buffers["seen"] + len(x)}
+
+    chain = [
+        dense("in", 6, 4, lambda p, batch, ctx: batch["x"] @ p["w"]),
+        fz.Layer("last", lambda key: ({"w": jnp.zeros((4, 3))}, {"seen": jnp.zeros((), jnp.int32)}),
+                 last, stateful=True),
+    ]  # fmt: skip
+    plan = tiny.plan(pipe=2, data=2, microbatches=2)
+    model = given(fz.Sequential(chain))
+    compare(model, plan, points())
+    run = train(model, plan, 2, batch=points)
+    assert int(run.state.buffers["last"]["seen"]) == 2 * 2 * 2  # rows of one device
+    assert run.trace[0]["worst"] > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import optax
 import pytest
-from execute_cases import counting, gradients, plan_for, tied, train
+from execute_cases import counting, gradients, plan_for, tied, train, untied
 from schedule_cases import TRAINING, read_rows
 from support import tiny
 
@@ -37,6 +37,16 @@ def test_schedules_of_one_size_agree(stages, microbatches, names):
     # Exact by totals and counts: the gradient of one big batch, however it is cut.
     whole = gradients(tied(), tiny.plan(data=1), batch)
     tiny.close(runs[0], whole, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("remat", ["dots", "none"])
+def test_what_is_kept_of_a_stack_changes_no_schedule(remat):
+    model = untied(2, tiny.dropped_block)
+    runs = [
+        gradients(model, plan_for(name, 2, microbatches=2, remat=remat, data=2), counting(8))
+        for name in ("1f1b", "zb_h1")
+    ]
+    tiny.same_bits(*runs)
 
 
 def test_one_stage_is_no_pipeline():
