@@ -40,6 +40,8 @@ REFUSED = [
     ({"schedule": 3}, ["schedule=3", "a name or a fzero.pipeline.Schedule"]),
     ({"partition": (1, 0)}, ["partition=0", "at least 1"]),
     ({"prefetch": 1}, ["prefetch=1", "True or False"]),
+    ({"prefetch": "auto"}, ["prefetch='auto'", "True or False"]),
+    ({"skip_nonfinite": None}, ["skip_nonfinite=None", "True or False"]),
     ({"zero": 2, "reduce": "step"}, ["reduce='step'", "zero=2", "'microbatch'", "zero=0 or 1"]),
     ({"zero": 3, "reduce": "step"}, ["reduce='step'", "zero=3", "'microbatch'", "zero=0 or 1"]),
 ]
@@ -124,7 +126,11 @@ EVERY = {
 }
 
 
-@pytest.mark.parametrize("plan", [fz.Plan(), fz.Plan(**EVERY)], ids=["default", "every-field"])
+@pytest.mark.parametrize(
+    "plan",
+    [fz.Plan(), fz.Plan(**EVERY), fz.Plan(prefetch=True)],
+    ids=["default", "every-field", "prefetch"],
+)
 def test_json_both_ways(plan):
     data = plan.to_json()
     assert set(data) == {field.name for field in dataclasses.fields(fz.Plan)}

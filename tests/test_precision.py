@@ -218,6 +218,94 @@ class TestLossScale:
         assert float(outs[0][1]["nonfinite"]) == 0
 
 
+class TestLossScaleInParts:
+    """One scale for all microbatches and calls of a step; one overflow in any of them skips it."""
+
+    @staticmethod
+    @cache
+    def divided(zero):
+        """A compiled step over two microbatches, and a state that has taken one."""
+        one = plan("fp16", zero).replace(microbatches=2)
+        go = fz.train_step(MODEL, TX, one, donate=False)
+        return go, go(start("fp16", zero), tiny.points())[0]
+
+    @staticmethod
+    @cache
+    def accumulating(zero):
+        """A compiled step that accumulates, and a state that has taken one step."""
+        state, _ = step("fp16", zero)(start("fp16", zero), tiny.points())
+        return fz.accumulate_step(MODEL, TX, plan("fp16", zero), donate=False), state
+
+    @staticmethod
+    def cycle(zero, state, batches):
+        """All batches but the last accumulated, then a step."""
+        accumulate, _ = TestLossScaleInParts.accumulating(zero)
+        for batch in batches[:-1]:
+            before = tiny.host(state.replace(grads=None))
+            state, _ = accumulate(state, batch)
+            # Scale and counters, too: only a step decides.
+            tiny.same_bits(state.replace(grads=None), before)
+        return step("fp16", zero)(state, batches[-1])
+
+    def skipped(self, before, after, metrics, number):
+        """Asserts that nothing changed but the scale and its counters."""
+        tiny.same_bits(after.replace(loss_scale=None), before.replace(loss_scale=None))
+        assert after.grads is None
+        assert float(metrics["nonfinite"]) == 1
+        assert int(after.loss_scale.skipped) == float(metrics["skipped"]) == number
+        # The first overflow is forgiven, the second halves.
+        assert float(metrics["loss_scale"]) == 2.0**16
+        assert float(after.loss_scale.scale) == 2.0 ** (17 - number)
+        assert int(after.loss_scale.good_steps) == 0
+
+    @pytest.mark.parametrize("zero", [0, 3])
+    def test_microbatches_are_scaled_and_unscaled_alike(self, zero):
+        """Against fp32 and one batch, and at another scale to the bit."""
+        go, _ = self.divided(zero)
+        first = start("fp16", zero)
+        new, metrics = go(first, tiny.points())
+        _, plain = step("fp32", 3)(start("fp32", 3), tiny.points())
+        assert float(metrics["grad_norm"]) == pytest.approx(float(plain["grad_norm"]), rel=3e-3)
+        scale = jax.device_put(np.float32(2.0**20), first.step.sharding)
+        again, other = go(
+            first.replace(loss_scale=replaced(first.loss_scale, scale)), tiny.points()
+        )
+        assert (float(metrics.pop("loss_scale")), float(other.pop("loss_scale"))) == (2**16, 2**20)
+        tiny.same_bits((new.replace(loss_scale=None), metrics),
+                       (again.replace(loss_scale=None), other))  # fmt: skip
+
+    @pytest.mark.parametrize("zero", [0, 3])
+    @pytest.mark.parametrize("where", [0, 1])
+    def test_an_overflow_in_one_microbatch_of_one_device_skips_the_step(self, zero, where):
+        go, state = self.divided(zero)
+        # 8 devices have two rows each, one for every microbatch.
+        batch = tiny.points()
+        batch["y"][2 * 5 + where] = 6e4
+        before = state
+        for number in (1, 2):
+            state, metrics = go(state, batch)
+            self.skipped(before, state, metrics, number)
+        state, metrics = go(state, tiny.points(seed=1))
+        assert (float(metrics["nonfinite"]), float(metrics["skipped"])) == (0, 2)
+        assert int(state.step) == 2
+        assert int(state.loss_scale.good_steps) == 1
+
+    @pytest.mark.parametrize("zero", [2, 3])
+    @pytest.mark.parametrize("where", [0, 1, 2])
+    def test_an_overflow_in_one_call_skips_the_step(self, zero, where):
+        _, first = self.accumulating(zero)
+        good = [tiny.points(seed=seed) for seed in (1, 2, 3)]
+        bad = [overflowing() if k == where else batch for k, batch in enumerate(good)]
+        state, metrics = self.cycle(zero, first, bad)
+        self.skipped(first, state, metrics, 1)
+        # What overflowed is gone: the next cycle steps as if it had never been.
+        new, metrics = self.cycle(zero, state, good)
+        assert (float(metrics["nonfinite"]), float(metrics["skipped"])) == (0, 1)
+        expected, _ = self.cycle(zero, first, good)
+        tiny.same_bits(new.replace(loss_scale=None), expected.replace(loss_scale=None))
+        assert int(new.step) == 2
+
+
 def replaced(old, scale):
     """A loss scale with another value."""
     return LossScale(scale, old.good_steps, old.hysteresis, old.skipped)
