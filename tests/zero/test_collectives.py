@@ -47,9 +47,12 @@ def test_gpt2_124m_communicates_what_the_paper_says(zero, precision):
     assert kinds["all-gather"] == pytest.approx(gathered * unit, rel=0.02)
     assert kinds["reduce-scatter"] == pytest.approx(reduced * unit, rel=0.02)
     assert set(kinds) <= {"all-gather", "reduce-scatter", "all-reduce"}
-    # Whole leaves (biases, norms) are reduced together; nothing else is larger than a scalar.
+    # Whole leaves (biases, norms) are reduced together. Besides there are scalars, and for the norm
+    # one number per split matrix (of each layer, and two tables): added up in the order of the chain, so that a pipeline
+    # finds the same norm to the bit.
     assert kinds["all-reduce"] <= 0.01 * unit
-    large = [c for c in found if c.kind == "all-reduce" and c.elements > 16]
+    numbers = 4 * size.layers + 2
+    large = [c for c in found if c.kind == "all-reduce" and c.elements > numbers]
     assert len(large) <= 1
 
 
