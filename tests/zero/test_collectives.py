@@ -48,8 +48,7 @@ def test_gpt2_124m_communicates_what_the_paper_says(zero, precision):
     assert kinds["reduce-scatter"] == pytest.approx(reduced * unit, rel=0.02)
     assert set(kinds) <= {"all-gather", "reduce-scatter", "all-reduce"}
     # Whole leaves (biases, norms) are reduced together. Besides there are scalars, and for the norm
-    # one number per split matrix (of each layer, and two tables): added up in the order of the chain, so that a pipeline
-    # finds the same norm to the bit.
+    # one number per split matrix (per layer, and two tables), in the order of the chain.
     assert kinds["all-reduce"] <= 0.01 * unit
     numbers = 4 * size.layers + 2
     large = [c for c in found if c.kind == "all-reduce" and c.elements > numbers]
