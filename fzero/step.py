@@ -375,12 +375,13 @@ class EvalStep(_Step):
 class PipelineTrainStep(TrainStep):
     """A training step as a pipeline: one program per stage and kind of action.
 
-    All schedules of the same microbatches give the same bits, wherever the chain is cut. (Buffers
-    change in the order in which a schedule runs forwards; every schedule with a name runs them in
-    the order of microbatches.) Without a pipeline the loss is the same to the bit, and gradients
-    are within a rounding or two of each leaf's largest element: tied weights' gradients are added
-    per stage first, and backward passes are compiled as two halves, where bias gradients add up in
-    another order.
+    All schedules of the same stages and microbatches give the same bits. (Buffers change in the
+    order in which a schedule runs forwards; every schedule with a name runs them in the order of
+    microbatches.) Losses and gradients do not depend on where the chain is cut either; updates do,
+    by a rounding, as leaves are updated in other programs. Without a pipeline a loss is the same to
+    the bit, and gradients are within a rounding or two of each leaf's largest element: tied
+    weights' gradients are added per stage first, and backward passes are compiled as two halves,
+    where bias gradients add up in another order.
 
     Attributes:
         executor: what runs the schedule; `executor.observer` is told of every action.
