@@ -399,3 +399,12 @@ def test_a_last_layer_with_buffers_that_gives_the_loss():
     run = train(model, plan, 2, batch=points)
     assert int(run.state.buffers["last"]["seen"]) == 2 * 2 * 2  # rows of one device
     assert run.trace[0]["worst"] > 0
+
+
+def test_initial_values_by_a_function_are_those_without_a_pipeline():
+    model = tiny.chain(3)
+    plan = tiny.plan(pipe=2, data=2, microbatches=2)  # ranks hold two layers of the stack, and one
+    cut = fz.init(model, None, plan, rng=3)
+    whole = fz.init(model, None, plan.replace(pipe=1), rng=3)
+    tiny.close(fz.logical(model, cut, plan), fz.logical(model, whole), rtol=1e-6, atol=1e-6)
+    assert jax.random.key_data(cut.rng).tolist() == jax.random.key_data(whole.rng).tolist()

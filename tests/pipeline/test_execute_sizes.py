@@ -21,9 +21,9 @@ SIZES = [
     (2, 1, ("1f1b", "zb_h1")),
     (2, 3, ("1f1b", "zb_h2")),
     (2, 16, ("1f1b", "zb_h1")),
-    (4, 1, ("gpipe", "zb_h1", "interleaved")),
+    (4, 1, ("gpipe", "interleaved")),
     (4, 2, ("eager_1f1b", "zb_v")),
-    (4, 3, ("1f1b", "dualpipe_v", "looped_bfs")),
+    (4, 3, ("dualpipe_v", "looped_bfs")),
     (3, 2, ("1f1b", "zb_h2")),
 ]
 
