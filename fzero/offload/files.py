@@ -235,7 +235,7 @@ class Outgoing(Transfer):
         if len(data) == size and data.ctypes.data % self.mode.alignment == 0:
             self._write(fd, chunk, data)
             return
-        with _staging() as memory:
+        with _staging(size) as memory:
             memory[: len(data)] = data
             memory[len(data) : size] = 0
             self._write(fd, chunk, memory[:size])
@@ -385,11 +385,13 @@ _STAGING: deque[Bytes] = deque(maxlen=DEPTH)
 
 
 @contextlib.contextmanager
-def _staging() -> Iterator[Bytes]:
+def _staging(nbytes: int) -> Iterator[Bytes]:
     try:
         memory = _STAGING.pop()
     except IndexError:
         memory = aligned(CHUNK)
+    if len(memory) < nbytes:
+        memory = aligned(nbytes)
     try:
         yield memory
     finally:

@@ -1,0 +1,426 @@
+"""The disk tier against raw direct I/O and tensorstore, in GB/s: jax arrays to files and back.
+
+    python benchmarks/offload_disk.py --path /nvme/tmp
+    python benchmarks/offload_disk.py --path /nvme/tmp --gib 4 --rounds 7 --json offload_disk.json
+    python benchmarks/offload_disk.py --hash           # the checksums that were compared
+
+Arrays of one size in device memory are written and read by all contestants in turns:
+
+- `fzero`: `fzero.offload.disk.write` and `read`, with checksums, and without (`no checksum`);
+- `tensorstore`: its file driver, one key an array; `direct` without `fsync`, which is what fzero
+  does, and `buffered` with `fsync`, read after its pages were dropped;
+- `raw, as many files`: threads that write preallocated, aligned memory to as many files with
+  O_DIRECT, and read it back; no arrays, no checksums, no names;
+- `raw, one file`: the same requests on one preallocated file, what `fio` would measure.
+
+Same request size and requests in flight everywhere. The goal is 0.9 of the faster raw one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import common
+import jax
+import numpy as np
+import xxhash
+from rich.console import Console
+
+from fzero.offload import disk, files
+
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+GOAL = 0.9
+# Bytes of an array, and how many of them unless `--gib` says less.
+CASES = ((64 * KIB, 4096), (4 * MIB, 256), (256 * MIB, 4))
+
+
+class Contestant:
+    """Writes all arrays of a case, reads them, compares them, removes them."""
+
+    def __init__(self, path: Path, arrays: Sequence[jax.Array]) -> None:
+        self.path, self.arrays = path, arrays
+        self.result: list[Any] = []
+
+    def prepare(self) -> None:
+        """What is not timed, before writing."""
+
+    def write(self) -> None:
+        """Timed."""
+        raise NotImplementedError
+
+    def read(self) -> None:
+        """Timed."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Compares what was read."""
+        for new, old in zip(self.result, self.arrays, strict=True):
+            assert (np.asarray(new) == np.asarray(old)).all()
+
+    def drop(self) -> None:
+        """Removes all files."""
+        self.result = []
+
+
+class Fzero(Contestant):
+    """The disk tier."""
+
+    handles: list[disk.DiskArray]
+
+    def write(self) -> None:
+        names = [f"leaf/{number}" for number in range(len(self.arrays))]
+        self.handles = disk.write(self.arrays, self.path, names)
+
+    def read(self) -> None:
+        self.result = jax.block_until_ready(disk.read(self.handles))
+
+    def drop(self) -> None:
+        super().drop()
+        self.handles = []
+        gc.collect()
+
+
+class FzeroWithoutChecksum(Fzero):
+    """The disk tier, trusting the disk."""
+
+    def write(self) -> None:
+        with mock.patch.object(files, "checksum", return_value=0):
+            super().write()
+
+    def read(self) -> None:
+        with mock.patch.object(files, "checksum", return_value=0):
+            super().read()
+
+
+class TensorStore(Contestant):
+    """tensorstore's file driver, one key an array."""
+
+    mode, sync = "direct", False
+
+    def prepare(self) -> None:
+        import tensorstore
+
+        context = {
+            "file_io_mode": {"mode": self.mode},
+            "file_io_sync": self.sync,
+            "file_io_concurrency": {"limit": files.DEPTH},
+        }
+        spec = {"driver": "file", "path": f"{self.path / 'store'}/", "context": context}
+        self.store = tensorstore.KvStore.open(spec).result()
+
+    def write(self) -> None:
+        # Values are `bytes`. No more of them at once than fzero has in flight.
+        waiting: list[Any] = []
+        for number, array in enumerate(self.arrays):
+            if len(waiting) >= files.DEPTH:
+                waiting.pop(0).result()
+            waiting.append(self.store.write(f"{number:05d}", np.asarray(array).tobytes()))
+        for future in waiting:
+            future.result()
+
+    def read(self) -> None:
+        futures = [self.store.read(f"{number:05d}") for number in range(len(self.arrays))]
+        for array, future in zip(self.arrays, futures, strict=True):
+            value = np.frombuffer(future.result().value, array.dtype).reshape(array.shape)
+            self.result.append(jax.device_put(value, array.sharding))
+        jax.block_until_ready(self.result)
+
+    def drop(self) -> None:
+        super().drop()
+        shutil.rmtree(self.path / "store", ignore_errors=True)
+
+
+class TensorStoreBuffered(TensorStore):
+    """As it is used by default, but read from the disk."""
+
+    mode, sync = "default", True
+
+    def read(self) -> None:
+        super().read()
+
+    def forget(self) -> None:
+        """Takes the files out of the page cache."""
+        for file in (self.path / "store").iterdir():
+            fd = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+class Raw(Contestant):
+    """As many files, from and to preallocated memory."""
+
+    def prepare(self) -> None:
+        (self.path / "raw").mkdir()
+        self.nbytes = self.arrays[0].nbytes
+        self.request = min(self.nbytes, files.CHUNK)
+        self.memory = [files.aligned(self.request) for _ in range(files.DEPTH)]
+        source = np.asarray(self.arrays[0]).reshape(-1).view(np.uint8)
+        for memory in self.memory:
+            memory[:] = source[: self.request]
+
+    def requests(self) -> list[tuple[int, int]]:
+        """File and offset of all requests, in order."""
+        offsets = range(0, self.nbytes, self.request)
+        return [(file, offset) for file in range(len(self.arrays)) for offset in offsets]
+
+    def run(self, flags: int, request: Callable[[int, int, Any], Any]) -> None:
+        """All requests by as many threads as fzero has."""
+        todo = iter(self.requests())
+        lock, opened = threading.Lock(), dict[int, int]()
+        left = dict.fromkeys(range(len(self.arrays)), -(-self.nbytes // self.request))
+
+        def work(memory: Any) -> None:
+            while True:
+                with lock:
+                    file, offset = next(todo, (-1, 0))
+                    if file < 0:
+                        return
+                    if file not in opened:
+                        name = self.path / "raw" / f"{file:05d}"
+                        opened[file] = os.open(name, flags | os.O_DIRECT, 0o600)
+                        if flags & os.O_CREAT and self.nbytes > self.request:
+                            os.posix_fallocate(opened[file], 0, self.nbytes)
+                request(opened[file], offset, memory)
+                with lock:
+                    left[file] -= 1
+                    if not left[file]:
+                        os.close(opened[file])
+
+        threads = [threading.Thread(target=work, args=(memory,)) for memory in self.memory]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def write(self) -> None:
+        self.run(os.O_WRONLY | os.O_CREAT, lambda fd, offset, data: os.pwrite(fd, data, offset))
+
+    def read(self) -> None:
+        self.run(os.O_RDONLY, lambda fd, offset, data: os.preadv(fd, [data], offset))
+
+    def check(self) -> None:
+        assert (self.memory[0] == self.memory[-1]).all()
+
+    def drop(self) -> None:
+        super().drop()
+        shutil.rmtree(self.path / "raw", ignore_errors=True)
+
+
+class RawOneFile(Raw):
+    """One file, written once before."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.fd = os.open(self.path / "raw" / "all", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self.fd, 0, self.nbytes * len(self.arrays))
+        self.write()
+
+    def run(self, flags: int, request: Callable[[int, int, Any], Any]) -> None:
+        todo = iter(self.requests())
+        lock = threading.Lock()
+
+        def work(memory: Any) -> None:
+            while True:
+                with lock:
+                    file, offset = next(todo, (-1, 0))
+                if file < 0:
+                    return
+                request(self.fd, file * self.nbytes + offset, memory)
+
+        threads = [threading.Thread(target=work, args=(memory,)) for memory in self.memory]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def drop(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+            del self.fd
+        super().drop()
+
+
+CONTESTANTS: dict[str, type[Contestant]] = {
+    "fzero": Fzero,
+    "no checksum": FzeroWithoutChecksum,
+    "tensorstore direct": TensorStore,
+    "tensorstore buffered": TensorStoreBuffered,
+    "raw, as many files": Raw,
+    "raw, one file": RawOneFile,
+}
+
+
+def main() -> int:
+    """Runs what the command line asks for."""
+    args = _arguments()
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    if args.hash:
+        console.print(compare_checksums().rich())
+        return 0
+    with tempfile.TemporaryDirectory(dir=args.path) as directory:
+        report, grid = compare(Path(directory), args)
+    console.print(grid.rich())
+    if args.json:
+        common.save(args.json, report, grid)
+    return 0
+
+
+def compare(path: Path, args: argparse.Namespace) -> tuple[dict[str, Any], common.Grid]:
+    """All cases; the table has a line for writing and one for reading."""
+    report: dict[str, Any] = {"before": common.provenance(), "cases": []}
+    mode = files.probe(path)
+    report["mode"] = mode.describe()
+    report["request_bytes"], report["in_flight"] = files.CHUNK, files.DEPTH
+    rows = []
+    for size, number in CASES:
+        number = max(1, min(number, int(args.gib * GIB) // size))
+        seconds = run_case(path, size, number, args)
+        case: dict[str, Any] = {"bytes": size, "number": number}
+        for what in ("write", "read"):
+            rows.append(_row(size, number, what, seconds[what], case))
+        report["cases"].append(case)
+    report["after"] = common.provenance()
+    columns = ("arrays", "", *CONTESTANTS, "of raw files", "of best raw", "95 %")
+    title = (
+        f"GB/s, {files.DEPTH} requests of {files.CHUNK // MIB} MiB in flight, {mode.describe()}"
+        f" (goal: {GOAL} of the best raw)"
+    )
+    return report, common.Grid(title, columns, rows)
+
+
+def run_case(
+    path: Path, size: int, number: int, args: argparse.Namespace
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds of every contestant's writing and reading, in turns."""
+    random = np.random.default_rng(0)
+    arrays = [
+        jax.block_until_ready(jax.device_put(random.integers(0, 2**32, size // 4, np.uint32)))
+        for _ in range(number)
+    ]
+    seconds: dict[str, dict[str, list[float]]] = {
+        what: {name: [] for name in CONTESTANTS} for what in ("write", "read")
+    }
+    for index in range(args.rounds + 1):
+        # The order turns round: what one leaves behind then falls on all.
+        for name in list(CONTESTANTS)[:: 1 if index % 2 else -1]:
+            contestant = CONTESTANTS[name](path, arrays)
+            contestant.prepare()
+            try:
+                took = {"write": _time(contestant.write)}
+                if isinstance(contestant, TensorStoreBuffered):
+                    contestant.forget()
+                took["read"] = _time(contestant.read)
+                if not index:  # the first round warms up
+                    contestant.check()
+            finally:
+                contestant.drop()
+            for what, value in took.items():
+                if index:
+                    seconds[what][name].append(value)
+    return seconds
+
+
+def _time(function: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def _row(
+    size: int, number: int, what: str, seconds: dict[str, list[float]], case: dict[str, Any]
+) -> tuple[str, ...]:
+    """A line of the table; adds its numbers to the report."""
+    gigabytes = size * number / 1e9
+    rate = {name: gigabytes / statistics.median(times) for name, times in seconds.items()}
+    raw_names = ("raw, as many files", "raw, one file")
+    best = max(raw_names, key=lambda name: rate[name])
+    low, high = common.ratio_interval(seconds[best], seconds["fzero"])
+    case[what] = {
+        "gb_per_s": rate,
+        "seconds": seconds,
+        "of_raw_files": rate["fzero"] / rate[raw_names[0]],
+        "of_best_raw": rate["fzero"] / rate[best],
+        "interval": (low, high),
+    }
+    unit = f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+    return (
+        f"{number} x {unit}", what, *(f"{rate[name]:.2f}" for name in CONTESTANTS),
+        f"{case[what]['of_raw_files']:.2f}", f"{case[what]['of_best_raw']:.2f}",
+        f"{low:.2f}-{high:.2f}",
+    )  # fmt: skip
+
+
+def compare_checksums() -> common.Grid:
+    """GB/s of the checksums that Python programs can get, on one core and on two."""
+    candidates: dict[str, Callable[[Any], Any]] = {
+        "xxhash.xxh3_64": lambda data: xxhash.xxh3_64_intdigest(data, seed=1),
+        "xxhash.xxh3_128": lambda data: xxhash.xxh3_128_intdigest(data, seed=1),
+        "zlib.crc32": zlib.crc32,
+        "zlib.adler32": zlib.adler32,
+    }
+    try:
+        import google_crc32c
+
+        candidates["google_crc32c"] = lambda data: google_crc32c.extend(0, data)
+    except ImportError:
+        pass
+    rows = []
+    for name, function in candidates.items():
+        cells = []
+        for size in (64 * KIB, files.CHUNK):
+            # More than the caches hold: that is where shards are.
+            data = [np.full(size, number, np.uint8) for number in range(256 * MIB // size)]
+            for threads in (1, 2):
+                cells.append(f"{_hash_rate(function, data, threads):.1f}")
+        rows.append((name, *cells))
+    columns = ("checksum", "64 KiB", "two threads", f"{files.CHUNK // MIB} MiB", "two threads")
+    return common.Grid("GB/s of checksums", columns, rows)
+
+
+def _hash_rate(function: Callable[[Any], Any], data: Sequence[Any], num_threads: int) -> float:
+    def work(part: Sequence[Any]) -> None:
+        for block in part:
+            function(block)
+
+    best = 0.0
+    for _ in range(5):
+        threads = [
+            threading.Thread(target=work, args=(data[number::num_threads],))
+            for number in range(num_threads)
+        ]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seconds = time.perf_counter() - start
+        best = max(best, sum(len(block) for block in data) / seconds / 1e9)
+    return best
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--path", help="a directory on the disk to measure (the temporary one)")
+    parser.add_argument("--gib", type=float, default=1.0, help="most data of a case (1)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (5)")
+    parser.add_argument("--hash", action="store_true", help="compare checksums instead")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

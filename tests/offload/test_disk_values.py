@@ -1,0 +1,257 @@
+"""The disk tier gives back every array as it was, bit for bit, and cleans up after itself."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import pickle
+import threading
+from pathlib import Path
+
+import disk_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from disk_cases import LAYOUTS, assert_same, bits, layout
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fzero import PlacementError
+from fzero.offload import disk, files
+
+
+def there_and_back(arrays: list[jax.Array], path: Path) -> None:
+    handles = disk.write(arrays, path, [f"leaf/{i}" for i in range(len(arrays))])
+    for new, old in zip(disk.read(handles), arrays, strict=True):
+        assert_same(new, old)
+        assert not old.is_deleted()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Three chunks where there would be one: the same code, less to write."""
+    monkeypatch.setattr(files, "CHUNK", 2 * files.BLOCK)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0, 4), (5, 3, 7)], ids=str)
+def test_every_dtype(tmp_path, shape):
+    values = [disk_cases.any_bits(name, shape, seed) for seed, name in enumerate(disk_cases.NARROW)]
+    arrays = [jax.device_put(value) for value in values]
+    assert [str(array.dtype) for array in arrays] == list(disk_cases.NARROW)
+    assert [bits(array) for array in arrays] == [bits(value) for value in values]
+    there_and_back(arrays, tmp_path)
+
+
+def test_64_bits_come_back_where_they_are_switched_off(tmp_path):
+    with jax.enable_x64(True):
+        arrays = [
+            jax.device_put(disk_cases.any_bits(name, (9, 8), 1), place)
+            for name in disk_cases.WIDE
+            for place in (None, layout("second dim"))
+        ]
+    assert {str(array.dtype) for array in arrays} == set(disk_cases.WIDE)
+    there_and_back(arrays, tmp_path)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_sharding(tmp_path, name):
+    sharding = layout(name)
+    arrays = [
+        jax.device_put(disk_cases.any_bits(name, (16, 8), 3), sharding)
+        for name in ("float32", "bfloat16", "int4")
+    ]
+    handles = disk.write(arrays, tmp_path, ["w", "v", "u"])
+    for number, (handle, array) in enumerate(zip(handles, arrays, strict=True)):
+        assert (handle.shape, handle.dtype) == (array.shape, array.dtype)
+        assert (handle.size, handle.ndim, handle.nbytes) == (array.size, array.ndim, array.nbytes)
+        distinct = {str(shard.index) for shard in array.addressable_shards}
+        written = list(handle.directory.glob(f"{number:05d}-*.shard"))
+        assert len(written) == len(distinct)  # replicas are written once
+    for new, old in zip(disk.read(handles), arrays, strict=True):
+        assert_same(new, old)
+    for new, old in zip(disk.read(handles, "pinned_host"), arrays, strict=True):
+        assert new.sharding == old.sharding.with_memory_kind("pinned_host")
+        assert bits(new) == bits(old)
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 8192, 8193, 24576, 24577, 40000])
+def test_sizes_around_blocks_and_chunks(tmp_path, small_chunks, size):
+    array = jax.device_put(disk_cases.any_bits("uint8", (size,), size))
+    there_and_back([array, array[: size // 2]], tmp_path)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dims=st.lists(st.integers(0, 12), max_size=4),
+    dtype=st.sampled_from(disk_cases.NARROW),
+    name=st.sampled_from(LAYOUTS),
+    seed=st.integers(0, 2**16),
+)
+def test_random_shapes(tmp_path_factory, dims, dtype, name, seed):
+    sharding = layout(name)
+    if len(sharding.device_set) > 1:  # divisible where it is split
+        dims = [8, 4, *dims[2:]] if len(dims) < 2 else [8 * dims[0], 4 * dims[1], *dims[2:]]
+    array = jax.device_put(disk_cases.any_bits(dtype, tuple(dims), seed), sharding)
+    there_and_back([array], tmp_path_factory.getbasetemp() / "random")
+
+
+def test_large_arrays_in_many_chunks(tmp_path):
+    array = jax.device_put(disk_cases.any_bits("float32", (8, 700_001), 5),
+                           layout("some devices"))  # fmt: skip
+    assert array.nbytes // 4 > files.CHUNK  # each shard takes two
+    there_and_back([array, jnp.arange(2_000_003)], tmp_path)
+
+
+def test_python_numbers_and_free_arrays_stay_what_they_are(tmp_path):
+    weak = [jnp.asarray(0.1), jnp.full((4, 8), -0.0), jnp.asarray(7), jnp.asarray(1j)]
+    weak.append(jax.device_put(jnp.full((8, 4), 1.5), layout("both dims")))
+    assert all(array.weak_type for array in weak)
+    free = jnp.arange(3.0)
+    assert not free.committed
+    there_and_back([*weak, free, jax.device_put(free, jax.devices()[0])], tmp_path)
+
+
+def test_values_stay_when_what_was_read_is_donated(tmp_path):
+    """jax takes the memory that a file was read into for its own, on all devices at once."""
+    old = jax.device_put(jnp.arange(4096.0), layout("replicated"))
+    (handle,) = disk.write([old], tmp_path, ["w"])
+    (new,), (again,) = disk.read([handle]), disk.read([handle])
+    (doubled,) = jax.jit(lambda x: (2 * x,), donate_argnums=0)(new)
+    assert new.is_deleted()
+    for _ in range(4):  # other reads do not get its memory while it is used
+        assert_same(disk.read([handle])[0], old)
+    assert_same(again, old)
+    assert all(bits(shard.data) == bits(2 * old) for shard in doubled.addressable_shards)
+
+
+def test_what_was_written_can_be_donated(tmp_path):
+    old = jax.device_put(jnp.arange(4096.0), layout("sharded"))
+    where = old.addressable_shards[0].data.unsafe_buffer_pointer()
+    (handle,) = disk.write([old], tmp_path, ["w"])
+    new = jax.jit(lambda x: x + 1, donate_argnums=0)(old)
+    assert new.addressable_shards[0].data.unsafe_buffer_pointer() == where
+    assert bits(disk.read([handle])[0] + 1) == bits(new)
+
+
+def test_calls_in_the_background(tmp_path):
+    """More at once than there are threads: each makes progress by itself."""
+    arrays = [jnp.arange(5000.0) + i for i in range(30)]
+    writing = [disk.write_async([a], tmp_path, [f"w{i}"]) for i, a in enumerate(arrays)]
+    handles = [future.result(timeout=60)[0] for future in writing]
+    reading = [disk.read_async([handle]) for handle in handles]
+    for old, future in zip(arrays, reading, strict=True):
+        assert_same(future.result(timeout=60)[0], old)
+    kind = disk.read_async(handles[:1], "pinned_host").result(timeout=60)[0].sharding.memory_kind
+    assert kind == "pinned_host"
+    with pytest.raises(PlacementError, match=r"`w` is a int"):
+        disk.write_async([3], tmp_path, ["w"]).result(timeout=60)
+    assert threading.active_count() < 40
+
+
+def test_files_live_as_long_as_their_handles(tmp_path):
+    path = tmp_path / "new"  # made by `write`
+    w, v = disk.write([jnp.arange(3.0), jnp.arange(4.0)], path, ["w", "v"])
+    (u,) = disk.write([jnp.arange(5.0)], path, ["u"])
+    assert w.directory == v.directory != u.directory
+    assert w.directory.parent == u.directory.parent
+    both = ["00000-000.shard", "00001-000.shard", "manifest.json"]
+    assert sorted(os.listdir(w.directory)) == both
+    w.delete()
+    w.delete()
+    assert (w.is_deleted(), v.is_deleted()) == (True, False)
+    assert sorted(os.listdir(v.directory)) == both[1:]
+    with pytest.raises(PlacementError, match=r"files of `w` were deleted"):
+        disk.read([v, w])
+    tree = {"v": v, "w": 1}
+    assert jax.tree.leaves(tree) == [v, 1]
+    assert copy.deepcopy(tree)["v"] is v
+    assert copy.copy(v) is v
+    directory = v.directory
+    del v, tree
+    gc.collect()
+    assert (directory.exists(), u.directory.exists()) == (False, True)
+    del u
+    gc.collect()
+    assert os.listdir(path) == []  # the process's own directory, too
+
+
+def test_files_go_with_a_cycle_of_garbage(tmp_path):
+    """Handles may die at any moment, in any thread, also while another call has the directory."""
+    for number in range(20):
+        (handle,) = disk.write([jnp.arange(3.0)], tmp_path, [f"w{number}"])
+        circle = [handle]
+        circle.append(circle)
+        del handle, circle
+    gc.collect()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_manifest_says_what_is_there(tmp_path):
+    array = jax.device_put(disk_cases.any_bits("bfloat16", (16, 3), 7),
+                           layout("sharded"))  # fmt: skip
+    handles = disk.write([array, jnp.float32(2)], tmp_path, ["params/w", "step"])
+    manifest = json.loads((handles[0].directory / "manifest.json").read_text())
+    assert (manifest["format"], manifest["version"]) == ("fzero-offload", 1)
+    assert [leaf["name"] for leaf in manifest["leaves"]] == ["params/w", "step"]
+    first = manifest["leaves"][0]
+    assert (first["dtype"], first["shape"], len(first["shards"])) == ("bfloat16", [16, 3], 8)
+    value = np.asarray(array)
+    for shard in first["shards"]:
+        part = value[tuple(slice(*limits) for limits in shard["index"])]
+        data = (handles[0].directory / shard["file"]).read_bytes()
+        assert len(data) == shard["file_bytes"] == 4096
+        assert data == part.tobytes().ljust(4096, b"\0")
+        (found,) = shard["checksums"]
+        assert int(found, 16) == files.checksum(data, int(shard["seed"], 16))
+    assert not list(handles[0].directory.glob("*.tmp"))
+
+
+def test_a_handle_is_no_array(tmp_path):
+    (handle,) = disk.write([jnp.arange(3.0)], tmp_path, ["opt_state/mu"])
+    with pytest.raises(
+        PlacementError, match=r"`opt_state/mu` \(float32\[3\], 12 bytes\) is on disk"
+    ):
+        np.asarray(handle)
+    with pytest.raises(TypeError):
+        jnp.add(handle, 1)
+    with pytest.raises(PlacementError, match=r"cannot be pickled"):
+        pickle.dumps(handle)
+    with pytest.raises(AttributeError):
+        handle.shape = (4,)
+    assert handle.describe() == "direct" or handle.describe().startswith("buffered: ")
+
+
+def test_fifty_cycles_leave_nothing(tmp_path):
+    """Neither memory nor files, descriptors nor threads."""
+    arrays = [jax.device_put(disk_cases.any_bits("float32", (64, 8 * 1024), 1), layout(name))
+              for name in ("sharded", "partly replicated")]  # fmt: skip
+    arrays += [jnp.arange(n) for n in range(1, 10)]
+    names = [str(i) for i in range(len(arrays))]
+
+    def cycle() -> None:
+        nonlocal arrays
+        handles = disk.write(arrays, tmp_path, names)
+        for array in arrays:
+            array.delete()
+        arrays = disk.read(handles)
+
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), resident
+
+    expected = [bits(array) for array in arrays]
+    for _ in range(10):
+        cycle()
+    files_before, threads_before, memory_before = held()
+    for _ in range(50):
+        cycle()
+    files_after, threads_after, memory_after = held()
+    assert [bits(array) for array in arrays] == expected
+    assert os.listdir(tmp_path) == []
+    assert files_after <= files_before
+    assert threads_after <= threads_before
+    assert memory_after - memory_before < 4 << 20  # a cycle moves 4 MiB each way
