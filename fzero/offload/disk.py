@@ -192,7 +192,7 @@ def write(
             _handle(call, array, name, leaf)
             for array, name, leaf in zip(arrays, names, parts, strict=True)
         ]
-        call.write_manifest(_manifest(leaves))
+        call.write_manifest(_FORMAT, [_described(leaf) for leaf in leaves])
     except BaseException as error:
         call.abandon()
         if isinstance(error, PlacementError):
@@ -287,7 +287,7 @@ def _check_space(call: owners.Call, outgoing: Sequence[files.Outgoing]) -> None:
         most = max(outgoing, key=lambda file: file.nbytes)
         raise PlacementError(
             f"offload to disk: {needed:,} bytes to write, {free:,} bytes free in"
-            f" {call.owner.base}; the largest is {most.what}. The disk is full: free space there,"
+            f" {call.owner.base}; the largest is {most.what()}. The disk is full: free space there,"
             " pass another `path`, or offload less (`fraction`). Nothing was moved: all arrays are"
             " in memory, unchanged."
         )
@@ -303,7 +303,7 @@ def _outgoing(
     found = []
     for part, (index, data) in enumerate(distinct.items()):
         file = f"{number:05d}-{part:03d}.shard"
-        what = _what(name, part, len(distinct), array.shape, array.dtype)
+        what = functools.partial(_what, name, part, len(distinct), array.shape, array.dtype)
         source = functools.partial(_bytes_of, data)
         nbytes = data.size * data.dtype.itemsize
         seed = files.seed_of(call.identity(file))
@@ -314,9 +314,11 @@ def _outgoing(
 
 def _bytes_of(data: jax.Array) -> files.Bytes:
     """The bytes of an array on one device; a view of them if the host can read them there."""
-    # Through a new array object: jax keeps a copy that it makes with the object it was asked of.
-    fresh = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
-    return np.ascontiguousarray(jax.device_get(fresh)).reshape(-1).view(np.uint8)
+    (device,) = data.devices()
+    if device.platform != "cpu":
+        # A new array object: jax keeps a copy that it makes with the object it was asked of.
+        data = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
+    return np.ascontiguousarray(jax.device_get(data)).reshape(-1).view(np.uint8)
 
 
 def _handle(
@@ -344,6 +346,7 @@ class _Arriving:
         if memory_kind != (leaf.sharding.memory_kind or "device"):
             self._sharding = leaf.sharding.with_memory_kind(memory_kind)
         self._loose = not leaf._committed and self._sharding is leaf.sharding
+        self._alone = len(leaf.sharding.device_set) == 1
 
     def incoming(self) -> list[files.Incoming]:
         """Its files."""
@@ -353,7 +356,8 @@ class _Arriving:
         found = []
         for part, shard in enumerate(leaf._shards):
             done = functools.partial(self._place, shard, devices[shard.index])
-            what = _what(leaf.name, part, len(leaf._shards), leaf.shape, leaf.dtype)
+            about = leaf.name, part, len(leaf._shards), leaf.shape, leaf.dtype
+            what = functools.partial(_what, *about)
             path = leaf.directory / shard.file
             others = path, what, shard.nbytes, leaf._mode, shard.seed
             found.append(files.Incoming(shard.checksums, done, *others))
@@ -367,6 +371,9 @@ class _Arriving:
                 with jax.default_device(devices[0]):
                     self._pieces[devices[0]] = jax.device_put(value)
                 return
+            if self._alone:
+                self._pieces[devices[0]] = jax.device_put(value, self._sharding)
+                return
             kind = self._sharding.memory_kind
             places = [SingleDeviceSharding(device, memory_kind=kind) for device in devices]
             pieces = jax.device_put([value] * len(places), places)
@@ -375,10 +382,11 @@ class _Arriving:
     def array(self) -> jax.Array:
         """The whole, once all files are there."""
         leaf, sharding = self._leaf, self._sharding
+        if self._alone and not leaf._weak:
+            return self._pieces.popitem()[1]
         with _exact(leaf.dtype):
             if self._loose:
-                (array,) = self._pieces.values()
-                return _weakly(None)(array) if leaf._weak else array
+                return _weakly(None)(self._pieces.popitem()[1])
             order = sharding.addressable_devices_indices_map(leaf.shape)
             array = jax.make_array_from_single_device_arrays(
                 leaf.shape, sharding, [self._pieces[device] for device in order], dtype=leaf.dtype
@@ -409,33 +417,37 @@ def _index(index: Sequence[slice] | None, shape: Sequence[int]) -> Index:
     return tuple(part.indices(dim)[:2] for part, dim in zip(index or (), shape, strict=True))
 
 
-def _manifest(leaves: Sequence[DiskArray]) -> dict[str, Any]:
-    """All that a reader would need to know, as plain data."""
+# With the lines of `_described`, all that a reader of the manifest has to know.
+_FORMAT = {
+    "block_bytes": files.BLOCK,
+    "checksum": "XXH3 (64 bits) of each chunk, padded with zeros to whole blocks; a chunk's seed is"
+    " that of its shard plus the chunk's number",
+}
+
+
+# Of few different ones, thousands of times.
+_text = functools.lru_cache(maxsize=256)(str)
+
+
+def _described(leaf: DiskArray) -> dict[str, Any]:
+    """A leaf's line in the manifest."""
     return {
-        "block_bytes": files.BLOCK,
+        "name": leaf.name,
+        "shape": leaf.shape,
+        "dtype": _text(leaf.dtype),
+        "sharding": _text(leaf.sharding),
+        "memory_kind": leaf.sharding.memory_kind,
         "chunk_bytes": files.CHUNK,
-        "checksum": "XXH3 (64 bits) of each chunk, padded with zeros to whole blocks; a chunk's"
-        " seed is that of its shard plus the chunk's number",
-        "leaves": [
+        "shards": [
             {
-                "name": leaf.name,
-                "shape": leaf.shape,
-                "dtype": str(leaf.dtype),
-                "sharding": str(leaf.sharding),
-                "memory_kind": leaf.sharding.memory_kind,
-                "shards": [
-                    {
-                        "file": shard.file,
-                        "index": shard.index,
-                        "bytes": shard.nbytes,
-                        "file_bytes": files.padded(shard.nbytes),
-                        "seed": f"{shard.seed:016x}",
-                        "checksums": [f"{value:016x}" for value in shard.checksums],
-                    }
-                    for shard in leaf._shards
-                ],
+                "file": shard.file,
+                "index": shard.index,
+                "bytes": shard.nbytes,
+                "file_bytes": files.padded(shard.nbytes),
+                "seed": f"{shard.seed:016x}",
+                "checksums": [f"{value:016x}" for value in shard.checksums],
             }
-            for leaf in leaves
+            for shard in leaf._shards
         ],
     }
 

@@ -140,13 +140,15 @@ class Transfer(abc.ABC):
 
     Args:
         path: the file.
-        what: leaf and shard in words, for errors.
+        what: says in words which leaf and shard, for errors.
         nbytes: of the shard; the file is padded.
         mode: how.
         seed: of the checksums (`seed_of`).
     """
 
-    def __init__(self, path: Path, what: str, nbytes: int, mode: Mode, seed: int) -> None:
+    def __init__(
+        self, path: Path, what: Callable[[], str], nbytes: int, mode: Mode, seed: int
+    ) -> None:
         self.path, self.what, self.nbytes, self.mode, self.seed = path, what, nbytes, mode, seed
         self.num_chunks = max(1, -(-nbytes // CHUNK))
         self._left = self.num_chunks
@@ -261,7 +263,7 @@ class Outgoing(Transfer):
 
     def _explain(self, error: OSError) -> str:
         return (
-            f"offload to disk: cannot write {self.what} to {self.path}: {error.strerror}"
+            f"offload to disk: cannot write {self.what()} to {self.path}: {error.strerror}"
             f" ({self.nbytes:,} bytes; {_free(self.path)}). {advice(error)} Nothing was moved: all"
             " arrays are in memory, unchanged, and the files of this call are removed."
         )
@@ -318,7 +320,7 @@ class Incoming(Transfer):
 
     def _damaged(self, found: str) -> PlacementError:
         return PlacementError(
-            f"reload from disk: {self.what} is not what was written: {self.path}: {found}."
+            f"reload from disk: {self.what()} is not what was written: {self.path}: {found}."
             f" {_LOST} Find out what changed the file (another program, or a failing disk: see the"
             " kernel's log)."
         )
@@ -327,7 +329,7 @@ class Incoming(Transfer):
         missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
         found = "the file is missing" if missing else error.strerror
         return (
-            f"reload from disk: cannot read {self.what} from {self.path}: {found}"
+            f"reload from disk: cannot read {self.what()} from {self.path}: {found}"
             f" ({padded(self.nbytes):,} bytes were written). {_LOST}"
         )
 

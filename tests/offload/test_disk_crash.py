@@ -64,10 +64,10 @@ def strangers(path: Path) -> dict[str, bytes]:
     (owner(f"{mine.host}-{2**22 + 6}") / "owner.json").write_text("{")
     unborn = path / f"fzero-offload-{mine.host}-{mine.pid}-{token[::-1]}"
     unborn.mkdir()  # of a living process: it is just making it
-    outside = path.parent / "outside"
-    (outside / "000000").mkdir(parents=True)
-    (outside / "000000" / "00000-000.shard").write_bytes(b"values")
-    (path / f"fzero-offload-{mine.host}-{2**22 + 7}-{token}").symlink_to(outside)
+    (path / f"fzero-offload-elsewhere-{2**22 + 1}-{token}").mkdir()  # making it, elsewhere
+    # All is right, but it is not here.
+    link = owner(f"{mine.host}-{2**22 + 7}", pid=2**22 + 7)
+    link.symlink_to(link.rename(path.parent / "outside"))
     return snapshot(path)
 
 
@@ -118,6 +118,16 @@ def test_a_sweep_removes_what_is(tmp_path, monkeypatch):
     if owners._file_system(tmp_path) not in owners._LOCAL:
         pytest.skip(f"temporary files are on {owners._file_system(tmp_path)}")
     assert disk.sweep(tmp_path) == [rebooted]
+
+
+def test_a_process_sweeps_where_it_first_writes(tmp_path):
+    before = crashed(tmp_path, 1)
+    (handle,) = disk.write([jnp.arange(3.0)], tmp_path, ["w"])
+    assert not before.exists()
+    later = crashed(tmp_path, 2)  # it may take long: not every time
+    disk.write([jnp.arange(3.0)], tmp_path, ["v"])
+    assert later.exists()
+    disk.read([handle])
 
 
 def test_a_sweep_keeps_unknown_files_in_our_own_directories(tmp_path):

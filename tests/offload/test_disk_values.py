@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fzero import PlacementError
-from fzero.offload import disk, files
+from fzero.offload import disk, files, owners
 
 
 def there_and_back(arrays: list[jax.Array], path: Path) -> None:
@@ -136,7 +136,7 @@ def test_what_was_written_can_be_donated(tmp_path):
     assert bits(disk.read([handle])[0] + 1) == bits(new)
 
 
-def test_calls_in_the_background(tmp_path):
+def test_calls_in_the_background(tmp_path, small_chunks):
     """More at once than there are threads: each makes progress by itself."""
     arrays = [jnp.arange(5000.0) + i for i in range(30)]
     writing = [disk.write_async([a], tmp_path, [f"w{i}"]) for i, a in enumerate(arrays)]
@@ -186,6 +186,19 @@ def test_files_go_with_a_cycle_of_garbage(tmp_path):
         circle.append(circle)
         del handle, circle
     gc.collect()
+    assert os.listdir(tmp_path) == []
+
+
+def test_handles_that_die_while_directories_are_counted(tmp_path):
+    """The garbage collector may find one in the middle of that, in the same thread."""
+    (handle,) = disk.write([jnp.arange(3.0)], tmp_path, ["w"])
+    with owners._GUARD:
+        dying = threading.Thread(target=handle.delete, daemon=True)
+        dying.start()
+        dying.join(timeout=10)
+        assert not dying.is_alive()
+        assert os.listdir(handle.directory) == ["manifest.json"]
+    disk.write([jnp.arange(3.0)], tmp_path, ["v"])  # whoever comes next counts it
     assert os.listdir(tmp_path) == []
 
 
