@@ -21,7 +21,9 @@ import abc
 import contextlib
 import errno
 import functools
+import mmap
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -82,14 +84,50 @@ def padded(nbytes: int) -> int:
 
 
 def aligned(nbytes: int) -> Bytes:
-    """Fresh memory that starts at a block.
-
-    Never from a pool: on CPU jax keeps such memory as the array's own (jax#37830). numpy asks for
-    huge pages where it is large, so that few faults touch it for the first time.
-    """
+    """Fresh memory that starts at a block. Where it is large, numpy asks for huge pages."""
     memory = np.empty(nbytes + BLOCK, np.uint8)
     start = -memory.ctypes.data % BLOCK
     return memory[start : start + nbytes]
+
+
+# Memory that was touched before is read into a third faster. On CPU jax keeps what it is given as
+# the array's own, for as long as the array lives (jax#37830): so a block is used again only when
+# nothing refers to it but this list. Arrays and buffers all refer to the block that they look at.
+_BLOCKS: list[mmap.mmap] = []
+_BLOCKS_LOCK = threading.Lock()
+# Most bytes in the list, in use or not: what a few requests in flight need, not a whole state.
+REUSED = 256 << 20
+# Smaller memory is not worth it: malloc does not give it back to the system in between.
+_SMALLEST_REUSED = 1 << 20
+
+
+def reused(nbytes: int) -> Bytes:
+    """Memory that starts at a block, if possible some that nobody looks at any more."""
+    if not _SMALLEST_REUSED <= nbytes <= REUSED:
+        return aligned(nbytes)
+    with _BLOCKS_LOCK:
+        idle = [block for block in range(len(_BLOCKS)) if _references(_BLOCKS, block) == _ALONE]
+        for block in idle:
+            if len(_BLOCKS[block]) == nbytes:
+                return np.frombuffer(_BLOCKS[block], np.uint8)
+        size = sum(map(len, _BLOCKS))
+        for block in reversed(idle):  # of another size: make room
+            if size + nbytes > REUSED:
+                size -= len(_BLOCKS.pop(block))
+        if size + nbytes > REUSED:
+            return aligned(nbytes)
+        _BLOCKS.append(mmap.mmap(-1, nbytes))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):
+                _BLOCKS[-1].madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(_BLOCKS[-1], np.uint8)
+
+
+def _references(blocks: list[mmap.mmap], block: int) -> int:
+    return sys.getrefcount(blocks[block])
+
+
+_ALONE = _references([mmap.mmap(-1, BLOCK)], 0)
 
 
 def checksum(data: Bytes, seed: int) -> int:
@@ -295,7 +333,7 @@ class Incoming(Transfer):
         if size != padded(self.nbytes):
             os.close(fd)
             raise self._damaged(f"{padded(self.nbytes):,} bytes were written, {size:,} are there")
-        self._data = aligned(padded(self.nbytes))
+        self._data = reused(padded(self.nbytes))
         return fd
 
     def _move(self, fd: int, chunk: int) -> None:
