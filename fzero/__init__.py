@@ -17,11 +17,15 @@ from fzero.model import Mean as Mean
 from fzero.model import Model as Model
 from fzero.model import Sequential as Sequential
 from fzero.model import Stack as Stack
+from fzero.offload.move import Phases as Phases
+from fzero.offload.move import enter as enter
+from fzero.offload.move import offload as offload
+from fzero.offload.move import reload as reload
+from fzero.placement import Placement as Placement
+from fzero.placement import placement as placement
 from fzero.plan import Plan as Plan
 from fzero.report import Description as Description
-from fzero.report import Placement as Placement
 from fzero.report import describe as describe
-from fzero.report import placement as placement
 from fzero.state import Pending as Pending
 from fzero.state import TrainState as TrainState
 from fzero.state import abstract_state as abstract_state

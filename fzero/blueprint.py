@@ -17,6 +17,7 @@ from fzero.compat import auto_mesh
 from fzero.errors import PlanError, StateError
 from fzero.initial import initial_shapes as initial_shapes
 from fzero.model import Model
+from fzero.offload.chunks import Chunks, plan_chunks
 from fzero.pipeline.homes import Stages, cut_into_stages
 from fzero.plan import DATA, PIPE, REPLICA, Plan
 from fzero.precision import compute_dtype, initial_loss_scale
@@ -27,6 +28,7 @@ from fzero.zero.partition import (
     Split,
     kept_shape,
     map_splits,
+    owner_of,
     split_opt_state,
     split_params,
     stored_shapes,
@@ -110,6 +112,19 @@ class Blueprint:
             return ()
         return split_opt_state(self.tx.init, self.params, self.plan, self.group.data)
 
+    @cached_property
+    def chunks(self) -> Chunks:
+        """What the plan parks between steps, and how it visits the device."""
+        return plan_chunks(self.plan, self.params, self.shapes())
+
+    def parks(self, field: str) -> bool:
+        """Whether the plan parks leaves of a field of the state."""
+        return any(name == field for name, _ in self.chunks.parked)
+
+    def label(self, path: str, home: Home | None) -> str:
+        """What a parameter is updated together with."""
+        return (home.group if home else "") + self.chunks.labels[path]
+
     def replicated(self, leaf: Any) -> jax.ShapeDtypeStruct:
         """The leaf's shape, whole on every device."""
         return jax.ShapeDtypeStruct(
@@ -117,7 +132,7 @@ class Blueprint:
         )
 
     def shapes(self) -> dict[str, Any]:
-        """Shapes, dtypes and shardings of every field of the state."""
+        """Shapes, dtypes and shardings of every field of the state, as if all on the device."""
         plan, sharding = self.plan, self.sharding
         compute = None
         if plan.keeps_compute_copy:
@@ -153,22 +168,29 @@ class Blueprint:
         }
 
     def groups(self) -> dict[str, PyTree]:
-        """For every leaf of a pipeline's state, what it is updated together with."""
-        assert self.stages is not None
-        homes = self.stages.homes
+        """For every leaf of a state, what it is updated together with."""
+        known = dict(self.chunks.labels)
 
-        def group(split: Split) -> str:
-            return "" if split.home is None else split.home.group
+        def of_param(split: Split) -> str:
+            return self.label(split.path, split.home)
 
-        params = map_splits(group, self.params)
+        def of_state(split: Split) -> str:
+            owner = owner_of(split.path, known)
+            return (split.home.group if split.home else "") + known.get(owner or "", "")
+
+        params = map_splits(of_param, self.params)
+        buffers = jax.tree.map(lambda _: "", self.buffers)
+        if self.stages is not None:
+            homes = self.stages.homes
+            buffers = {
+                name: jax.tree.map(lambda _, name=name: homes[name].group, tree)
+                for name, tree in buffers.items()
+            }
         return {
             "params": params,
             "compute": params if self.plan.keeps_compute_copy else None,
-            "opt_state": map_splits(group, self.opt_state),
-            "buffers": {
-                name: jax.tree.map(lambda _, name=name: homes[name].group, tree)
-                for name, tree in self.buffers.items()
-            },
+            "opt_state": map_splits(of_state, self.opt_state),
+            "buffers": buffers,
         }
 
     def constrain(self, split: Any, leaf: jax.Array, sharded: bool = True) -> jax.Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class FzeroError(Exception):
     """Base of every error that fzero raises on purpose."""
@@ -24,7 +26,14 @@ class StateConsumedError(FzeroError, RuntimeError):
 
 
 class PlacementError(FzeroError, RuntimeError):
-    """A leaf is not where an operation needs it."""
+    """A leaf is not where an operation needs it, or could not be moved.
+
+    Attributes:
+        state: after a move that failed half-way, the complete state: what was moved is where it was
+            going, everything else where it was. `None` otherwise.
+    """
+
+    state: Any = None
 
 
 class ScheduleError(FzeroError, ValueError):

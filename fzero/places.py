@@ -63,7 +63,7 @@ def view(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 @dataclass
-class _Part:
+class Part:
     """What one place computes at once.
 
     Args:
@@ -94,6 +94,8 @@ class PlacedFunction:
         args: its arguments as `jax.ShapeDtypeStruct`s with `NamedSharding`s.
         groups: for each argument leaf, what it is computed together with; all of a place's, if not
             given.
+        out_groups: takes the outputs' shapes and says for each what it is computed together with,
+            where it follows from no large argument.
         out_shardings: takes the outputs' shapes and gives a `NamedSharding` for each.
         everywhere: mesh of all devices.
         donate: indices of arguments whose memory may be reused.
@@ -112,6 +114,7 @@ class PlacedFunction:
         donate: Sequence[int] = (),
         groups: PyTree = None,
         what: str = "function",
+        out_groups: Callable[[PyTree], Sequence[str]] | None = None,
     ) -> None:
         self.everywhere = everywhere
         self.what = what
@@ -120,7 +123,7 @@ class PlacedFunction:
         closed, out = jax.make_jaxpr(
             lambda *flat: function(*jax.tree.unflatten(self.in_tree, flat)), return_shape=True
         )(*plain)
-        self.out_tree = jax.tree.structure(out)
+        self.out, self.out_tree = out, jax.tree.structure(out)
         wanted = jax.tree.leaves(out_shardings(out))
         self.program = Program(closed.jaxpr, closed.consts)
         self.meshes: dict[Devices, Any] = {tuple(everywhere.devices.flat): everywhere}
@@ -131,7 +134,7 @@ class PlacedFunction:
         self._place_steps()
         donated = [i in donate for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         self.donated = {v for v, d in zip(self.program.inputs, donated, strict=True) if d}
-        self._divide(wanted)
+        self._divide(wanted, [""] * len(wanted) if out_groups is None else out_groups(out))
 
     def _place_inputs(self, leaves: Sequence[Any], groups: Sequence[str]) -> None:
         whole = tuple(self.everywhere.devices.flat)
@@ -141,6 +144,7 @@ class PlacedFunction:
             self.meshes.setdefault(devices, sharding.mesh)
             self.shardings[var] = sharding
             anywhere = devices == whole and sharding.is_fully_replicated and _small(var)
+            anywhere = anywhere and not group
             self.where[var] = _Where(None if anywhere else Place(devices, group), 0)
         for var in self.program.consts:
             self.where[var] = _Where(None, 0)
@@ -208,16 +212,16 @@ class PlacedFunction:
             " pipe=1"
         )
 
-    def _divide(self, wanted: Sequence[NamedSharding]) -> None:
+    def _divide(self, wanted: Sequence[NamedSharding], groups: Sequence[str]) -> None:
         """Makes one program per place and turn."""
-        parts: dict[tuple[Place, int], _Part] = {}
+        parts: dict[tuple[Place, int], Part] = {}
         maker = {var: step for step in self.program.steps for var in step.results}
         order = {id(step): i for i, step in enumerate(self.program.steps)}
 
-        def part(place: Place, turn: int) -> _Part:
-            return parts.setdefault((place, turn), _Part(self.meshes[place.devices]))
+        def part(place: Place, turn: int) -> Part:
+            return parts.setdefault((place, turn), Part(self.meshes[place.devices]))
 
-        def give(var: Var, by: _Part, key: tuple[Place, int]) -> None:
+        def give(var: Var, by: Part, key: tuple[Place, int]) -> None:
             """Adds a value, and everything it takes, to a part."""
             if var not in by.gives:
                 by.gives.append(var)
@@ -241,12 +245,12 @@ class PlacedFunction:
                     give(x, part(at.place, at.turn), (at.place, at.turn))
 
         self.outputs = list(zip(self.program.outputs, wanted, strict=True))
-        for var, sharding in self.outputs:
+        for (var, sharding), group in zip(self.outputs, groups, strict=True):
             if not isinstance(var, Var) or var not in maker:
                 continue
             place, turn = self.where[var].place, self.where[var].turn
             if place is None:
-                place = Place(devices_of(sharding), "")
+                place = Place(devices_of(sharding), group)
                 self.meshes.setdefault(place.devices, sharding.mesh)
             if place.devices == devices_of(sharding):
                 self.shardings.setdefault(var, sharding)
@@ -288,7 +292,7 @@ class PlacedFunction:
                     donate.append(i)
             part.program = jax.jit(self._runner(part), out_shardings=out, donate_argnums=donate)
 
-    def _runner(self, part: _Part) -> Callable[..., list[Any]]:
+    def _runner(self, part: Part) -> Callable[..., list[Any]]:
         def run(*values: Any) -> list[Any]:
             env: dict[Any, Any] = dict(self.program.consts)
             env.update(zip(part.reads, values, strict=True))
@@ -309,6 +313,9 @@ class PlacedFunction:
         for part in self.parts:
             values = [self._bring(env[var], part.mesh) for var in part.reads]
             env.update(zip(part.gives, part.program(*values), strict=True))
+        return self._results(env)
+
+    def _results(self, env: dict[Var, Any]) -> PyTree:
         out: list[jax.Array] = []
         given = set(self.program.consts)
         for var, sharding in self.outputs:

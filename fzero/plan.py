@@ -6,7 +6,7 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 REMATS = ("layer", "dots", "none")
 REDUCES = ("microbatch", "step")
 BACKENDS = ("mpmd", "spmd")
+TIERS = ("device", "host", "disk")
+PARKED = ("opt_state", "master", "params")
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,15 @@ class Plan:
             behind, with two gathered layers alive; otherwise each is gathered when it is used. The
             numbers are the same. `None`: where communication can run beside computation, which is
             on GPUs.
+        tiers: where parts of the state are kept between steps: `{"opt_state": "host"}`. Parts are
+            `opt_state`, `master` (fp32 parameters beside a compute copy) and `params`; tiers are
+            `host` (pinned memory), `disk`, a number (the largest leaves, until that share of the
+            bytes is on the host), or a pair `("disk", 0.5)`. The rest is on the device. A step lets
+            such leaves visit the device piece by piece.
+        stream_bytes: the most bytes of parked leaves that visit a device at once; two such pieces
+            are there at any time, one arriving or leaving while the other is used.
+        disk_path: the directory for what is kept on disk: on a fast drive of each machine. The
+            system's directory for temporary files if not given, which may be kept in memory.
         skip_nonfinite: in fp32 and bf16, leave the state as it is when a gradient is not finite.
             (fp16 always does, and lowers its loss scale.)
 
@@ -94,6 +105,9 @@ class Plan:
     partition: str | tuple[int, ...] = "uniform"
     pipe_backend: str = "mpmd"
     prefetch: bool | None = None
+    tiers: Mapping[str, Any] | tuple[tuple[str, str, float], ...] = ()
+    stream_bytes: int = 64 * 2**20
+    disk_path: str | None = None
     skip_nonfinite: bool = False
 
     def __post_init__(self) -> None:
@@ -106,6 +120,8 @@ class Plan:
         if self.data is not None:
             _expect_int("data", self.data, 1)
         _expect_int("min_shard_bytes", self.min_shard_bytes, 0)
+        _expect_int("stream_bytes", self.stream_bytes, 1)
+        object.__setattr__(self, "tiers", _tiers(self.tiers))
         for name in ("prefetch", "skip_nonfinite"):
             value = getattr(self, name)
             if not isinstance(value, bool) and (name, value) != ("prefetch", None):
@@ -250,6 +266,15 @@ class Plan:
             state_class
         ]
 
+    def tier(self, state_class: str) -> tuple[str, float]:
+        """The tier that a state class is kept in between steps, and the share of its bytes.
+
+        The rest is on the device.
+        """
+        master = "master" if state_class == "params" and self.keeps_compute_copy else state_class
+        shares = {name: (tier, share) for name, tier, share in _tiers(self.tiers)}
+        return shares.get(master, ("device", 1.0))
+
     def to_json(self) -> dict[str, Any]:
         """The plan as a JSON-able dict."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -257,6 +282,7 @@ class Plan:
             values["schedule"] = json.loads(self.schedule.to_json())
         if isinstance(self.partition, tuple):
             values["partition"] = list(self.partition)
+        values["tiers"] = {name: [tier, share] for name, tier, share in _tiers(self.tiers)}
         return values
 
     @classmethod
@@ -285,6 +311,28 @@ class Plan:
     def replace(self, **changes: Any) -> Plan:
         """The same plan with some values changed (and validated again)."""
         return dataclasses.replace(self, **changes)
+
+
+def _tiers(given: Any) -> tuple[tuple[str, str, float], ...]:
+    """What `Plan.tiers` may be given as, in one form that can be compared and hashed."""
+    if isinstance(given, list | tuple):
+        given = {name: (tier, share) for name, tier, share in given}
+    found = []
+    for name, value in given.items():
+        _expect_choice("tiers", name, PARKED)
+        share: Any = 1.0
+        if isinstance(value, list | tuple) and len(value) == 2:
+            value, share = value
+        elif isinstance(value, int | float):
+            value, share = "host", value
+        if value not in TIERS or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise PlanError(
+                f"plan: tiers[{name!r}]={given[name]!r}: expected one of {list(TIERS)}, a share"
+                " from 0 to 1 (of the bytes, on the host), or a pair of both"
+            )
+        if value != "device" and share > 0:
+            found.append((name, value, float(share)))
+    return tuple(sorted(found))
 
 
 def _expect_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -1,14 +1,15 @@
-"""Reports: what a plan will do with a model, and where a state really is. Both are values.
+"""What a plan will do with a model, as a value.
 
-`describe` works from shapes alone, so a plan for 64 devices can be read on a laptop. `placement`
-reads the arrays of a state. All sizes are bytes unless a name says elements.
+`describe` works from shapes alone, so a plan for 64 devices can be read on a laptop. All sizes are
+bytes unless a name says elements.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,10 @@ import optax
 
 from fzero.blueprint import initial_shapes
 from fzero.model import Model
+from fzero.offload.tiers import largest
 from fzero.pipeline.homes import Stages, cut_into_stages, stage_tree
 from fzero.plan import DATA, REPLICA, Plan
 from fzero.precision import compute_dtype
-from fzero.state import TrainState, require_alive
 from fzero.tree import PyTree, leaf_bytes, named_leaves
 from fzero.zero.partition import (
     Home,
@@ -51,6 +52,7 @@ class LeafPlan:
         bytes_per_device: bytes that each device which holds it keeps.
         ranks: in a pipeline, the ranks that hold it; of a stack that is cut, each holds its own
             layers, and zeros where others have more.
+        tier: where it is kept: `device`, `host` or `disk`.
     """
 
     state_class: str
@@ -62,6 +64,7 @@ class LeafPlan:
     why: str
     bytes_per_device: int
     ranks: tuple[int, ...] = ()
+    tier: str = "device"
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,9 @@ class Description:
         num_replica: sharding groups (mesh axis `replica`).
         num_elements: elements in all parameters, Ψ.
         leaves: every leaf of every state class.
-        bytes_per_device: kept between steps, by state class (`opt_state` if known) and in `total`;
-            in a pipeline by the device that keeps the most of it.
+        bytes_per_device: kept on the device between steps, by state class (`opt_state` if known)
+            and in `total`; in a pipeline by the device that keeps the most of it.
+        parked_bytes: the same for other tiers that the plan uses: `{"host": {"total": 123, ...}}`.
         reduction: when gradients are reduced, in words.
         elements_gathered: elements that one device receives in all-gathers, per step; at most,
             as a compiled step may keep for the backward pass what the forward pass ends with.
@@ -93,6 +97,7 @@ class Description:
     num_elements: int
     leaves: tuple[LeafPlan, ...]
     bytes_per_device: dict[str, int]
+    parked_bytes: dict[str, dict[str, int]]
     reduction: str
     elements_gathered: int
     elements_reduced: int
@@ -112,6 +117,7 @@ class Description:
         rows = [("leaf", "shape", "dtype", *ranks, "kept", "bytes/device", "why")]
         for leaf in self.leaves:
             kept = "whole" if leaf.dim is None else f"dim {leaf.dim} / {self.num_data}"
+            kept += "" if leaf.tier == "device" else f", {leaf.tier}"
             name, shape = f"{leaf.state_class}/{leaf.path}", str(list(leaf.shape))
             ranks = (_ranges(leaf.ranks),) if cut else ()
             size = f"{leaf.bytes_per_device:,}"
@@ -120,12 +126,14 @@ class Description:
         totals += [(name, f"{size:,}") for name, size in self.bytes_per_device.items()]
         if "opt_state" not in self.bytes_per_device:
             totals.insert(-1, ("opt_state", "unknown: pass tx to count it"))
+        for tier, sizes in self.parked_bytes.items():
+            totals += [(f"{name} ({tier})", f"{size:,}") for name, size in sizes.items() if size]
         ratio = self.elements_communicated / max(self.num_elements, 1)
         pipe = f"pipe={self.plan.pipe} x " if cut else ""
         return (
             f"{self.plan}\n{self.num_devices} devices: {pipe}replica={self.num_replica} x"
             f" data={self.num_data}; Ψ = {self.num_elements:,} parameters\n\n"
-            f"{_table(rows, right=(4 + cut,))}\n\n{_table(totals, right=(1,))}\n\n"
+            f"{table(rows, right=(4 + cut,))}\n\n{table(totals, right=(1,))}\n\n"
             f"gradients: {self.reduction} (reduce={self.plan.reduce!r})\n"
             f"communication per step and device: {ratio:.3f} Ψ = {self.elements_communicated:,}"
             f" elements ({self.elements_gathered:,} gathered, {self.elements_reduced:,} reduced)"
@@ -188,17 +196,23 @@ def describe(
         num_elements=sum(_size(leaf.shape) for leaf in jax.tree.leaves(shapes)),
         leaves=leaves,
         bytes_per_device=_fullest(plan, leaves, counted),
+        parked_bytes={
+            tier: _fullest(plan, leaves, counted, tier)
+            for tier in sorted({leaf.tier for leaf in leaves} - {"device"})
+        },
         reduction=_reduction(plan),
         elements_gathered=gathered,
         elements_reduced=reduced,
     )
 
 
-def _fullest(plan: Plan, leaves: Sequence[LeafPlan], counted: Sequence[str]) -> dict[str, int]:
-    """Bytes on the device that has the most of them, by state class and in total."""
+def _fullest(
+    plan: Plan, leaves: Sequence[LeafPlan], counted: Sequence[str], tier: str = "device"
+) -> dict[str, int]:
+    """Bytes of a tier for the device that has the most of them, by state class and in total."""
     held: list[Counter[str]] = [Counter() for _ in range(plan.pipe)]
     for leaf in leaves:
-        for rank in leaf.ranks or range(plan.pipe):
+        for rank in (leaf.ranks or range(plan.pipe)) if leaf.tier == tier else ():
             held[rank].update(dict.fromkeys((leaf.state_class, "total"), leaf.bytes_per_device))
     return {name: max(by[name] for by in held) for name in (*counted, "total")}
 
@@ -237,7 +251,18 @@ def _planned(
         why = "buffers stay whole" + where
         of_leaf = (shape, str(leaf.dtype), None, 0, why, size, ranks)
         rows.append(LeafPlan("buffers", path, *of_leaf))
-    return tuple(rows)
+    return tuple(_in_tiers(plan, rows))
+
+
+def _in_tiers(plan: Plan, rows: Sequence[LeafPlan]) -> Iterator[LeafPlan]:
+    for name, leaves in itertools.groupby(rows, key=lambda row: row.state_class):
+        by_path = {leaf.path: leaf for leaf in leaves}
+        tier, share = plan.tier(name)
+        # Scalars, such as counters, stay at hand.
+        sizes = {path: leaf.bytes_per_device for path, leaf in by_path.items() if leaf.shape}
+        parked = set(largest(sizes, share))
+        for path, leaf in by_path.items():
+            yield dataclasses.replace(leaf, tier=tier) if path in parked else leaf
 
 
 def _at_home(
@@ -313,112 +338,6 @@ def _of_parts(
     return round(gathered), round(reductions * (scattered + everywhere))
 
 
-@dataclass(frozen=True)
-class LeafPlacement:
-    """Where one leaf is.
-
-    Args:
-        state_class: `params`, `compute`, `opt_state`, `buffers` or `grads`.
-        path: path in its tree.
-        shape: shape as stored, padding included.
-        dtype: its dtype.
-        spec: how it is split over mesh axes.
-        memory_kind: kind of memory it is in.
-        bytes_per_device: bytes of its largest shard.
-        bytes_all_devices: bytes of all shards, copies counted.
-        devices: ids of the devices that hold some of it; in a pipeline not all of them.
-    """
-
-    state_class: str
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    spec: str
-    memory_kind: str
-    bytes_per_device: int
-    bytes_all_devices: int
-    devices: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where a state is, in bytes; prints as a table.
-
-    Args:
-        bytes_per_device: bytes that the fullest device holds, by state class and in `total`.
-        bytes_all_devices: bytes in all devices together, copies counted, likewise.
-        memory_kinds: kinds of memory that a state class is in.
-        num_devices: devices that hold some of it.
-        leaves: every leaf.
-    """
-
-    bytes_per_device: dict[str, int]
-    bytes_all_devices: dict[str, int]
-    memory_kinds: dict[str, tuple[str, ...]]
-    num_devices: int
-    leaves: tuple[LeafPlacement, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """The placement as a JSON-able dict."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        rows = [("state class", "bytes/device", f"bytes in {self.num_devices} devices", "memory")]
-        for name, size in self.bytes_per_device.items():
-            kinds = ", ".join(self.memory_kinds.get(name, ()))
-            rows.append((name, f"{size:,}", f"{self.bytes_all_devices[name]:,}", kinds))
-        return _table(rows, right=(1, 2))
-
-
-def placement(state: TrainState) -> Placement:
-    """Where a state is: bytes per device and kind of memory, for every state class and leaf.
-
-    Args:
-        state: a state; one of shapes (`fz.abstract_state`) will do.
-
-    Returns:
-        The placement; `str()` of it is a table.
-
-    Raises:
-        StateConsumedError: the state was given to a step.
-
-    Example:
-        >>> import jax.numpy as jnp, optax, fzero as fz
-        >>> model = fz.Model(lambda rng: ({"w": jnp.zeros((8, 2))}, {}),
-        ...                  lambda p, b, batch, rng, train: (jnp.mean(batch["x"] @ p["w"]), b, {}))
-        >>> where = fz.placement(fz.init(model, optax.sgd(0.1), fz.Plan(data=1)))
-        >>> where.bytes_per_device["params"], where.bytes_all_devices["total"]
-        (64, 64)
-    """
-    require_alive(state, "placement")
-    rows: list[LeafPlacement] = []
-    held: dict[Any, Counter[str]] = defaultdict(Counter)  # bytes by device and state class
-    for name in CLASSES:
-        for path, leaf in named_leaves(getattr(state, name)):
-            sharding, shape = leaf.sharding, tuple(leaf.shape)
-            size = leaf_bytes(leaf, sharding.shard_shape(shape))
-            for device in sharding.device_set:
-                held[device].update({name: size, "total": size})
-            where = (_spec(sharding), sharding.memory_kind or "device")
-            sizes = (size, size * len(sharding.device_set))
-            devices = tuple(sorted(device.id for device in sharding.device_set))
-            rows.append(LeafPlacement(name, path, shape, str(leaf.dtype), *where, *sizes, devices))
-    names = (*CLASSES, "total")
-    kinds = {n: tuple(sorted({r.memory_kind for r in rows if r.state_class == n})) for n in CLASSES}
-    return Placement(
-        bytes_per_device={n: max((by[n] for by in held.values()), default=0) for n in names},
-        bytes_all_devices={n: sum(by[n] for by in held.values()) for n in names},
-        memory_kinds=kinds,
-        num_devices=len(held),
-        leaves=tuple(rows),
-    )
-
-
-def _spec(sharding: Any) -> str:
-    axes = ["-" if axis is None else str(axis) for axis in getattr(sharding, "spec", ())]
-    return ", ".join(axes) or "whole"
-
-
 def _splits(layout: PyTree) -> list[Split]:
     return jax.tree.leaves(layout, is_leaf=is_split)
 
@@ -427,7 +346,7 @@ def _size(shape: tuple[int, ...]) -> int:
     return int(np.prod(shape, dtype=np.int64))
 
 
-def _table(rows: Sequence[Sequence[str]], right: tuple[int, ...] = ()) -> str:
+def table(rows: Sequence[Sequence[str]], right: tuple[int, ...] = ()) -> str:
     """Aligned columns under a ruled header."""
     widths = [max(len(row[col]) for row in rows) for col in range(len(rows[0]))]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,14 +17,18 @@ from jax.sharding import NamedSharding
 
 from fzero.blueprint import Blueprint, blueprint, initial_shapes
 from fzero.compat import is_key
+from fzero.consumed import given_to
 from fzero.errors import PlanError, StateConsumedError, StateError
 from fzero.model import Model
+from fzero.offload.park import is_parked_so, park, unpark
+from fzero.offload.stream import StreamedFunction
+from fzero.offload.tiers import on_device, require_on_device, settled
 from fzero.pipeline.homes import cut_into_stages
 from fzero.places import placed_with_key
 from fzero.plan import PIPE, Plan
 from fzero.precision import LossScale, cast_param, initial_loss_scale
 from fzero.tree import PyTree, aliased_leaves, key_name, named_leaves, path_name
-from fzero.zero.partition import Home, Split, map_splits
+from fzero.zero.partition import Home, Split, map_splits, update_dtype
 
 
 @jax.tree_util.register_dataclass
@@ -111,6 +116,17 @@ def init(
         (0, (8, 2))
     """
     blue = blueprint(model, tx, plan, devices)
+    state = _init(blue, rng)
+    if not blue.chunks.parked:
+        return state
+    if blue.parks("opt_state"):
+        state = state.replace(opt_state=_parked_opt_state(blue, state.params))
+    return state.replace(params=_parked(blue, "params", state.params))
+
+
+def _init(blue: Blueprint, rng: int | jax.Array) -> TrainState:
+    """A state on the device; but for an optimizer state that is parked, which was never there."""
+    model = blue.model
     key = rng if isinstance(rng, jax.Array) and is_key(rng) else jax.random.key(rng)
     if callable(model.init):
         fields = _compiled(blue, _born(blue), key)(key)
@@ -118,7 +134,7 @@ def init(
         params, buffers = _copied(blue, *model.init)
         fields = _compiled(blue, partial(_derived_from_kept, blue), params, key)(params, key)
         fields |= {"params": params, "buffers": buffers}
-    return TrainState(**fields)
+    return TrainState(**{"opt_state": (), **fields})
 
 
 def _compiled(blue: Blueprint, function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
@@ -240,6 +256,7 @@ def replan(
         StateError: the state is not one of `old_plan`, or holds an accumulation in progress that
             the new plan's layout cannot take over.
     """
+    state = settled(state)
     require_alive(state, "replan")
     old = blueprint(model, tx, old_plan, _devices_of(state))
     new = blueprint(model, tx, new_plan, devices)
@@ -247,20 +264,7 @@ def replan(
     shapes = new.shapes()
     fields: dict[str, Any] = {"grads": None}
     for name in ("params", "opt_state"):
-        before, after = getattr(old, name), getattr(new, name)
-        was, now = old_plan.shards(name), new_plan.shards(name)
-
-        def move(a: Split, b: Split, leaf: jax.Array, to: Any, was: bool = was,
-                 now: bool = now) -> jax.Array:  # fmt: skip
-            same_padding = (a.pad if was else 0) == (b.pad if now else 0) and a.dim == b.dim
-            if not same_padding:
-                leaf = a.logical(leaf) if was else leaf
-            leaf = _rearranged(a.home, b.home, leaf)
-            if not same_padding:
-                leaf = b.store(leaf) if now else leaf
-            return _place(leaf, to.sharding)
-
-        fields[name] = map_splits(move, before, after, getattr(state, name), shapes[name])
+        fields[name] = _replanned(getattr(state, name), name, old, new, shapes[name])
     fields["buffers"] = _replanned_buffers(state, old, new, shapes["buffers"])
     for name in ("step", "rng"):
         fields[name] = jax.tree.map(
@@ -282,6 +286,38 @@ def replan(
             " drop it with state.replace(grads=None)"
         )
     return TrainState(**fields)
+
+
+def _replanned(tree: PyTree, name: str, old: Blueprint, new: Blueprint, shapes: PyTree) -> PyTree:
+    """Parameters or the optimizer's state as the new plan keeps them."""
+    was, now = old.plan.shards(name), new.plan.shards(name)
+    folder = new.plan.disk_path or tempfile.gettempdir()
+
+    def move(a: Split, b: Split, leaf: jax.Array, to: Any) -> Any:
+        parking = new.chunks.parked.get((name, b.path))
+        if parking is not None and is_parked_so(leaf, parking) and _stays(leaf, a, b, to):
+            return leaf
+        given, leaf = leaf, unpark(leaf)
+        same_padding = (a.pad if was else 0) == (b.pad if now else 0) and a.dim == b.dim
+        if not same_padding:
+            leaf = a.logical(leaf) if was else leaf
+        leaf = _rearranged(a.home, b.home, leaf)
+        if not same_padding:
+            leaf = b.store(leaf) if now else leaf
+        leaf = _place(leaf, to.sharding)
+        if parking is None:
+            return leaf
+        leaf = jnp.array(leaf, copy=True) if leaf is given else leaf
+        return park(leaf, parking, folder, f"{name}/{b.path}")
+
+    return map_splits(move, getattr(old, name), getattr(new, name), tree, shapes)
+
+
+def _stays(leaf: Any, old: Split, new: Split, to: Any) -> bool:
+    """Whether a parked leaf is cut over devices and ranks as another plan wants it."""
+    rows = [() if split.home is None else split.home.rows for split in (old, new)]
+    same = on_device(leaf.sharding) == to.sharding and tuple(leaf.shape) == to.shape
+    return same and rows[0] == rows[1]
 
 
 def _rearranged(old: Home | None, new: Home | None, leaf: jax.Array) -> jax.Array:
@@ -328,11 +364,13 @@ def _cast(blue: Blueprint, params: PyTree) -> PyTree:
 
 def _derived(blue: Blueprint, params: PyTree, key: jax.Array) -> dict[str, Any]:
     """All fields that follow from logical parameters and the key."""
-    opt_state = () if blue.tx is None else blue.tx.init(params)
-    return {
+    fields: dict[str, Any] = {}
+    if not blue.parks("opt_state"):
+        opt_state = () if blue.tx is None else _opt_state(blue, params)
+        fields["opt_state"] = _store(blue, "opt_state", opt_state)
+    return fields | {
         "step": jnp.zeros((), jnp.int32),
         "compute": _cast(blue, params) if blue.plan.keeps_compute_copy else None,
-        "opt_state": _store(blue, "opt_state", opt_state),
         "rng": key,
         "loss_scale": initial_loss_scale(blue.plan),
     }
@@ -340,6 +378,48 @@ def _derived(blue: Blueprint, params: PyTree, key: jax.Array) -> dict[str, Any]:
 
 def _derived_from_kept(blue: Blueprint, kept: PyTree, key: jax.Array) -> dict[str, Any]:
     return _derived(blue, logical_view(blue, "params", kept), key)
+
+
+def _parked(blue: Blueprint, name: str, tree: PyTree) -> PyTree:
+    """A field of the state with leaves where the plan keeps them; those on the device are given."""
+    folder = blue.plan.disk_path or tempfile.gettempdir()
+
+    def place(path: Any, leaf: Any) -> Any:
+        parking = blue.chunks.parked.get((name, path_name(path)))
+        if parking is None or is_parked_so(leaf, parking):
+            return leaf
+        return park(leaf, parking, folder, f"{name}/{path_name(path)}")
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def _parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
+    """A new optimizer state, made chunk by chunk."""
+    assert blue.tx is not None
+    groups = blue.groups()
+    shapes = blue.shapes()
+
+    def make(params: PyTree) -> PyTree:
+        return _store(blue, "opt_state", _opt_state(blue, logical_view(blue, "params", params)))
+
+    def parked(out: PyTree) -> list[Any]:
+        return [blue.chunks.parked.get(("opt_state", path)) for path, _ in named_leaves(out)]
+
+    none = [None] * len(jax.tree.leaves(params))
+    stream = StreamedFunction(
+        make, (shapes["params"],),
+        lambda _: jax.tree.map(lambda to: to.sharding, shapes["opt_state"]), blue.mesh,
+        groups=(groups["params"],), cuts=none, parked=none, out_parked=parked,
+        out_groups=lambda _: jax.tree.leaves(groups["opt_state"]), what="init",
+        path=blue.plan.disk_path,
+    )  # fmt: skip
+    return stream(params)
+
+
+def _opt_state(blue: Blueprint, params: PyTree) -> PyTree:
+    """The optimizer's state for logical parameters; gradients come in `update_dtype`."""
+    assert blue.tx is not None
+    return blue.tx.init(jax.tree.map(lambda p: p.astype(update_dtype(p.dtype)), params))
 
 
 def _store(blue: Blueprint, name: str, logical: PyTree) -> PyTree:
@@ -375,7 +455,9 @@ def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree
         StateConsumedError: the state was given to a step.
         StateError: the state is a pipeline's and no plan was given.
     """
+    state = settled(state)
     require_alive(state, "logical")
+    require_on_device(named_leaves({"params": state.params}), "logical")
     shapes, _ = initial_shapes(model)
     homes = None
     if plan is not None and plan.pipe > 1:
@@ -431,27 +513,35 @@ def _devices_of(state: TrainState) -> list[Any]:
 
 
 def consumed_by(state: TrainState) -> str | None:
-    """Which step consumed a state, in words; `None` for a live one."""
+    """What consumed a state, in words; `None` for a live one."""
     leaves = jax.tree.leaves((state.params, state.compute, state.opt_state, state.buffers))
-    if not any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
-        return None
-    # Steps give away everything but the step count and the key, so a consumed state still knows.
-    return f"step {int(state.step) + 1}"
+    for leaf in (*leaves, *jax.tree.leaves(state.grads)):
+        if given_to(leaf):
+            return given_to(leaf)
+        if hasattr(leaf, "is_deleted") and leaf.is_deleted():
+            # Steps keep the step count and the key, so a consumed state still knows.
+            return f"step {int(state.step) + 1} (train_step or accumulate_step)"
+    return None
 
 
 def require_alive(state: TrainState, operation: str) -> None:
-    """Raises `StateConsumedError` if the state was given to a step."""
+    """Raises `StateConsumedError` if the state was given away."""
     by = consumed_by(state)
     if by is not None:
         raise StateConsumedError(
-            f"{operation}: this state was consumed by {by} (train_step or accumulate_step):"
-            " its memory now belongs to the state which that step returned. Use that one, or build"
-            " the step with fz.train_step(..., donate=False) to keep both"
+            f"{operation}: this state was consumed by {by}: its memory now belongs to the state"
+            " which that returned. Use that one, or pass donate=False there to keep both"
         )
 
 
-def require_fits(state: TrainState, blue: Blueprint, operation: str) -> None:
-    """Raises `StateError` if the state is not one of this model, optimizer and plan."""
+def require_fits(
+    state: TrainState, blue: Blueprint, operation: str, reads: Sequence[str] | None = None
+) -> None:
+    """Raises `StateError` if the state is not one of this model, optimizer and plan.
+
+    And `PlacementError` if leaves of the fields in `reads` (all by default) are parked, other than
+    those which the plan parks.
+    """
     expected = TrainState(**blue.shapes(), grads=None)
     want = dict(named_leaves(expected))
     have = dict(named_leaves(state.replace(grads=None)))
@@ -465,7 +555,7 @@ def require_fits(state: TrainState, blue: Blueprint, operation: str) -> None:
             problems.append(
                 f"{path}: expected {to.dtype}{list(to.shape)}, got {leaf.dtype}{list(leaf.shape)}"
             )
-        elif not leaf.sharding.is_equivalent_to(to.sharding, len(to.shape)):
+        elif not on_device(leaf.sharding).is_equivalent_to(to.sharding, len(to.shape)):
             mesh = dict(to.sharding.mesh.shape)
             problems.append(f"{path}: expected {to.sharding.spec} on {mesh}, got {leaf.sharding}")
     if problems:
@@ -476,6 +566,13 @@ def require_fits(state: TrainState, blue: Blueprint, operation: str) -> None:
             "\nMake it with fz.init(model, tx, plan), or bring it over with"
             " fz.replan(state, model, tx, old_plan, new_plan)"
         )
+    # What the plan parks may be anywhere: it visits the device in any case.
+    fields = [
+        name for name in vars(state)
+        if not blue.parks(name) and (reads is None or name in reads)
+    ]  # fmt: skip
+    needed = named_leaves({name: getattr(state, name) for name in fields})
+    require_on_device(needed, operation)
 
 
 def require_unaliased(state: TrainState, operation: str) -> None:

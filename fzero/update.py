@@ -22,7 +22,7 @@ from fzero.precision import cast_param, next_loss_scale
 from fzero.state import Pending, logical_view
 from fzero.tree import PyTree
 from fzero.zero.collectives import all_reduce_tree, gather
-from fzero.zero.partition import Split, layout_leaves, map_splits
+from fzero.zero.partition import Split, layout_leaves, map_splits, update_dtype
 
 
 Metrics = dict[str, jax.Array]
@@ -46,7 +46,8 @@ class Update:
     def __init__(self, blue: Blueprint, fence: Callable[[PyTree], PyTree]) -> None:
         self.blueprint, self.plan, self.fence = blue, blue.plan, fence
         # Whether parts are compiled by themselves. (Without a pipeline fences do.)
-        self.apart = blue.stages is not None and blue.group.bits
+        divided = blue.stages is not None or bool(blue.chunks.parked)
+        self.apart = divided and blue.group.bits
 
     def run(
         self,
@@ -69,15 +70,23 @@ class Update:
             buffers: new buffers.
             apply: whether to take an optimizer step, or only to add to `fields["grads"]`.
         """
-        pending: Pending | None = fields["grads"]
+        sums, mean, metrics = self.totals(fields["grads"], sums, mean, own)
+        if not apply:
+            return self._accumulated(fields, step, sums, mean, buffers), metrics
+        # The two halves of a step are compiled apart, so that each is the same in every stage.
+        sums, mean, metrics = self.fence((sums, mean, metrics))
+        return self.applied(fields, step, sums, mean, buffers, metrics, self.norm(sums, mean))
+
+    def totals(
+        self, pending: Pending | None, sums: PyTree, mean: Mean, own: dict[str, Mean]
+    ) -> tuple[PyTree, Mean, Metrics]:
+        """Sums and mean with those of an accumulation in progress, and the metrics so far."""
         if pending is not None:
             sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), pending.sums, sums)
             mean = Mean(pending.total + mean.total, pending.count + mean.count)
         metrics = {"loss": mean.total / mean.count, "count": mean.count}
         metrics |= {name: value.total / value.count for name, value in own.items()}
-        if not apply:
-            return self._accumulated(fields, step, sums, mean, buffers), metrics
-        return self._applied(fields, step, sums, mean, buffers, metrics)
+        return sums, mean, metrics
 
     def _accumulated(
         self, fields: dict[str, Any], step: jax.Array, sums: PyTree, mean: Mean, buffers: PyTree
@@ -89,7 +98,12 @@ class Update:
         grads = Pending(sums, mean.total, mean.count, calls + 1)
         return {**fields, "buffers": buffers, "grads": grads, "step": step}
 
-    def _applied(
+    def norm(self, sums: PyTree, mean: Mean) -> jax.Array:
+        """Global norm of the mean gradient."""
+        # It gets a copy of the sums, or it would be fused with what a stage does next.
+        return self.fence(self._norm(self.fence(sums), mean.count))
+
+    def applied(
         self,
         fields: dict[str, Any],
         step: jax.Array,
@@ -97,12 +111,10 @@ class Update:
         mean: Mean,
         buffers: PyTree,
         metrics: Metrics,
+        norm: jax.Array,
     ) -> tuple[dict[str, Any], Metrics]:
+        """An optimizer step: new fields of the state, and the step's metrics."""
         plan, blue = self.plan, self.blueprint
-        # The two halves of a step are compiled apart, so that each is the same in every stage.
-        sums, mean, metrics = self.fence((sums, mean, metrics))
-        # The norm gets a copy of its own, or it would be fused with what a stage does next.
-        norm = self.fence(self._norm(self.fence(sums), mean.count))
         grads = self._mean_gradients(sums, mean.count, norm)
         new = {"step": step + 1, "buffers": buffers, "grads": None}
         new |= self._updated(fields, grads, metrics["loss"])
@@ -167,7 +179,7 @@ class Update:
         def mean(split: Any, total: jax.Array) -> jax.Array:
             grad = total.astype(jnp.float32) / count
             grad = grad if factor is None else grad * factor
-            return grad.astype(jnp.promote_types(split.dtype, jnp.float32))
+            return grad.astype(update_dtype(split.dtype))
 
         return map_splits(mean, blue.params, sums)
 
@@ -230,7 +242,7 @@ class Update:
         splits, leaves = layout_leaves(blue.params), jax.tree.leaves(shards)
         groups: dict[Any, list[int]] = {}
         for index, split in enumerate(splits):
-            where = split.home and (split.home.ranks, split.home.group)
+            where = split.home and split.home.ranks, blue.label(split.path, split.home)
             groups.setdefault(where, []).append(index)
         found: list[Any] = [None] * len(leaves)
         for group in groups.values():

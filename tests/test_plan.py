@@ -122,6 +122,9 @@ EVERY = {
     "partition": (2, 1),
     "pipe_backend": "spmd",
     "prefetch": False,
+    "tiers": {"opt_state": "disk", "master": 0.5},
+    "stream_bytes": 1000,
+    "disk_path": "somewhere",
     "skip_nonfinite": True,
 }
 

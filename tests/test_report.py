@@ -206,7 +206,7 @@ def test_reports_are_json():
     where = fz.placement(fz.abstract_state(MODEL, TX, plan))
     read = json.loads(json.dumps(where.to_json()))
     assert read["bytes_per_device"] == where.bytes_per_device
-    assert read["memory_kinds"]["params"] == ["device"]
+    assert read["tiers"]["params"] == ["device"]
     assert len(read["leaves"]) == len(where.leaves)
     assert fz.describe(plan, MODEL, TX) == fz.describe(plan, MODEL, TX)
 
@@ -244,7 +244,7 @@ def test_placement_counts_the_arrays_themselves():
         "state class",
         "bytes/device",
         "bytes in 8 devices",
-        "memory",
+        "tier",
     ]
     assert rows[2].split() == ["params", "96", "768", "device"]
     leaf = {leaf.path: leaf for leaf in where.leaves if leaf.state_class == "params"}["w"]
@@ -270,7 +270,9 @@ def test_placement_finds_the_fullest_device_and_other_memory():
     }
     empty = dict.fromkeys(("compute", "buffers", "grads"))
     where = fz.placement(SimpleNamespace(**leaves, **empty))
-    assert where.bytes_per_device["total"] == 24
-    assert where.bytes_all_devices["total"] == 40
-    assert where.memory_kinds["opt_state"] == ("pinned_host",)
+    assert where.bytes_per_device["total"] == where.bytes_all_devices["total"] == 16
+    assert where.host_bytes_per_device["total"] == where.host_bytes["opt_state"] == 24
+    assert where.tiers["opt_state"] == ("host",)
+    assert str(where).splitlines()[0].split("  ")[-1].strip() == "tier"
+    assert str(where).splitlines()[4].split() == ["opt_state", "0", "0", "24", "24", "host"]
     assert where.num_devices == 2

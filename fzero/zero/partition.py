@@ -8,7 +8,7 @@ which state classes are *kept* in it between steps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,10 +221,9 @@ def split_opt_state(
 
     def split(path: tuple[Any, ...], leaf: Any) -> Split:
         name = path_name(path)
-        steps = name.split("/")
         shape = tuple(leaf.shape)
-        found = (by_path.get("/".join(steps[start:])) for start in range(len(steps)))
-        owner = next((split for split in found if split is not None), None)
+        found = owner_of(name, by_path)
+        owner = None if found is None else by_path[found]
         if owner is not None and owner.shape == shape:
             return dataclasses.replace(
                 owner, path=name, dtype=np.dtype(leaf.dtype), reason=f"as {owner.path}"
@@ -244,8 +243,25 @@ def split_opt_state(
     return jax.tree_util.tree_map_with_path(split, shapes)
 
 
+def owner_of(path: str, params: Container[str]) -> str | None:
+    """The parameter that a leaf of the optimizer state belongs to: its path ends with that one's.
+
+    Example:
+        >>> owner_of("0/mu/blocks/w", {"blocks/w"}), owner_of("0/count", {"blocks/w"})
+        ('blocks/w', None)
+    """
+    steps = path.split("/")
+    ends = ("/".join(steps[start:]) for start in range(len(steps)))
+    return next((end for end in ends if end in params), None)
+
+
 def _kept(split: Split) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(split.shape, split.dtype)
+    return jax.ShapeDtypeStruct(split.shape, update_dtype(split.dtype))
+
+
+def update_dtype(dtype: Any) -> np.dtype[Any]:
+    """The dtype in which parameters are updated, and optimizers initialised: at least float32."""
+    return np.dtype(jnp.promote_types(dtype, jnp.float32))
 
 
 def _by_rows(init: Callable[[PyTree], PyTree], params: PyTree, shapes: PyTree) -> set[str]:
@@ -263,7 +279,7 @@ def _by_rows(init: Callable[[PyTree], PyTree], params: PyTree, shapes: PyTree) -
             if split.home is None or not split.home.rows:
                 return _kept(split)
             shape = split.shape[0] + rows, *(n + features for n in split.shape[1:])
-            return jax.ShapeDtypeStruct(shape, split.dtype)
+            return jax.ShapeDtypeStruct(shape, update_dtype(split.dtype))
 
         return [x.shape for x in jax.tree.leaves(jax.eval_shape(init, map_splits(change, params)))]
 

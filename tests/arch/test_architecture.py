@@ -19,8 +19,9 @@ SOURCES = FZERO + sorted((ROOT / "torch_bridge").rglob("*.py"))
 
 # Each module may import from lines above its own, or from its own line.
 LAYERS = [
-    ["errors", "tree", "compat"],
+    ["errors", "tree", "compat", "consumed"],
     ["offload.files", "offload.owners", "offload.disk"],
+    ["offload.tiers"],
     ["pipeline", "jaxprs"],  # schedules are data, which plans are made of
     ["plan", "hlo_text"],
     ["model", "hlo"],
@@ -29,14 +30,17 @@ LAYERS = [
     ["pipeline.cut", "zero.halves", "zero.vjp"],
     ["pipeline.homes"],
     ["zero.collectives", "zero.at_use", "flags", "places"],
-    ["zero.rules"],
+    ["zero.rules", "offload.chunks", "offload.park", "offload.piecewise", "offload.stream"],
     ["zero.stack"],
     ["zero.chain"],
     ["blueprint", "batch", "grads"],
     ["state", "pipeline.programs", "pipeline.spmd"],
-    ["update", "pipeline.gather", "pipeline.filling"],
+    ["update", "pipeline.gather", "pipeline.filling", "offload.move"],
     ["pipeline.execute"],
+    ["compiled"],
+    ["divided"],
     ["step", "report", "flax"],
+    ["placement"],
     ["pipeline.cli"],
     ["cli"],
 ]

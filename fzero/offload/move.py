@@ -1,0 +1,404 @@
+"""Moving leaves between tiers: pure functions of the state.
+
+A move copies leaf by leaf and releases each source as soon as its copy is complete, so that the old
+and the new copy of a leaf never coexist longer than one batch of leaves: the largest leaf, or
+`BATCH_BYTES` of small ones, which would crawl one by one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from fzero.consumed import give_away, take_back
+from fzero.errors import PlacementError
+from fzero.offload import disk
+from fzero.offload.tiers import (
+    DEVICE,
+    DISK,
+    HOST,
+    HOST_KIND,
+    TIERS,
+    Arriving,
+    Leaf,
+    Transfer,
+    host_sharding,
+    largest,
+    on_device,
+    parts_of,
+    regrouped,
+    tier_of,
+)
+from fzero.state import TrainState, require_alive
+from fzero.tree import device_bytes, is_plain, leaf_bytes, path_name
+
+
+BATCH_BYTES = 64 * 2**20
+
+# What users call parts of a state, and the fields that hold them. The first that is there counts
+# where a state may not have a copy of its own for it.
+_FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "params": (("params", "compute"),),
+    "master": (("params",),),
+    "compute": (("compute",), ("params",)),
+    "opt_state": (("opt_state",),),
+    "buffers": (("buffers",),),
+    "grads": (("grads",),),
+}
+_WORDS = {
+    # DeepSpeed's OffloadStateTypeEnum
+    "optim_states": "opt_state",
+    "hp_params": "master",
+    "lp_params": "compute",
+    "lp_grads": "grads",
+}
+CLASSES = ("params", "compute", "opt_state", "buffers", "grads")
+
+
+def offload(
+    state: TrainState,
+    include: str | Iterable[str] | None = None,
+    to: str = HOST,
+    *,
+    where: str | None = None,
+    fraction: float = 1.0,
+    path: str | None = None,
+    non_blocking: bool = False,
+    donate: bool = True,
+) -> TrainState:
+    """Moves leaves of a state to host memory or to disk.
+
+    Values and tree structure stay exactly the same; what is already there is not touched. Steps
+    refuse a parked leaf that they need with `PlacementError`: nothing is ever moved silently.
+
+    Args:
+        state: the state.
+        include: what to move: any of `params` (with the compute copy, where there is one),
+            `master` (the fp32 parameters), `compute`, `opt_state`, `buffers`, `grads` (an
+            accumulation in progress); DeepSpeed's `hp_params`, `lp_params`, `optim_states` and
+            `lp_grads` are understood. All of them by default. Step count, random key and loss
+            scale, a few bytes, stay.
+        to: `host` (pinned memory) or `disk`.
+        where: a regular expression; only leaves whose path (`opt_state/0/mu/blocks/w`) contains a
+            match are moved.
+        fraction: the largest of these leaves, until they make up this share of their bytes.
+        path: for `disk`, a directory on the drive to use; the system's directory for temporary
+            files by default (which may be kept in memory: name a real one).
+        non_blocking: return at once. The first use of a leaf waits for it; the memory it came from
+            is released when it has arrived.
+        donate: whether the moved leaves of `state` are given away: touching it afterwards raises
+            `StateConsumedError`. With `False` both copies stay.
+
+    Returns:
+        The state with these leaves in their new tier. Leaves that were not moved are shared.
+
+    Raises:
+        PlacementError: a value is out of range, or the disk cannot be written; `state` is whole.
+        StateConsumedError: the state was given away.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, fzero as fz
+        >>> model = fz.Model(lambda rng: ({"w": jnp.ones((8, 2))}, {}),
+        ...                  lambda p, b, batch, rng, train: (jnp.mean(batch["x"] @ p["w"]), b, {}))
+        >>> state = fz.init(model, optax.adam(1e-3), fz.Plan(data=1))
+        >>> state = fz.offload(state, "opt_state", to="host")
+        >>> fz.placement(state).bytes_per_device["opt_state"]
+        0
+        >>> state = fz.reload(state)
+
+    Source: names after DeepSpeed's `engine.offload_states(include=...)`.
+    """
+    if to not in (HOST, DISK):
+        raise PlacementError(f"offload: to={to!r}: expected 'host' or 'disk'")
+    return _move(state, include, to, where, fraction, path, non_blocking, donate, "offload")
+
+
+def reload(
+    state: TrainState,
+    include: str | Iterable[str] | None = None,
+    *,
+    where: str | None = None,
+    non_blocking: bool = False,
+    donate: bool = True,
+) -> TrainState:
+    """Moves leaves of a state back to their devices.
+
+    Args:
+        state: the state.
+        include: what to move; everything that is parked by default. See `offload`.
+        where: as for `offload`.
+        non_blocking: as for `offload`.
+        donate: as for `offload`; files are removed with the handle of the leaf.
+
+    Returns:
+        The state with these leaves on the device, in the sharding they had.
+
+    Raises:
+        PlacementError: a file is damaged or gone; `state` is as it was.
+        StateConsumedError: the state was given away.
+    """
+    return _move(state, include, DEVICE, where, 1.0, None, non_blocking, donate, "reload")
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Where a state is in each phase of a program, as one value.
+
+    Args:
+        train: the tier of each part of the state while training, such as `{"opt_state": "host"}`;
+            parts that are not named are on the device.
+        generate: the same, while generating.
+        idle: the same, while another model has the device. Everything on the host by default.
+
+    Example:
+        >>> phases = Phases(generate={"opt_state": "host", "grads": "host"})
+        >>> phases.generate["opt_state"], phases.idle["params"]
+        ('host', 'host')
+    """
+
+    train: dict[str, str] = dataclasses.field(default_factory=dict)
+    generate: dict[str, str] = dataclasses.field(
+        default_factory=lambda: {"opt_state": HOST, "grads": HOST}
+    )
+    idle: dict[str, str] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(("params", "opt_state", "buffers", "grads"), HOST)
+    )
+
+    def __post_init__(self) -> None:
+        for phase in dataclasses.fields(self):
+            for part, tier in getattr(self, phase.name).items():
+                _fields(part)
+                if tier not in TIERS:
+                    raise PlacementError(
+                        f"Phases: {phase.name}[{part!r}]={tier!r}: expected one of {list(TIERS)}"
+                    )
+
+
+def enter(
+    state: TrainState,
+    phase: dict[str, str],
+    *,
+    path: str | None = None,
+    non_blocking: bool = False,
+    donate: bool = True,
+) -> TrainState:
+    """The state with every part where a phase wants it.
+
+    What leaves the device goes first, so that there is room for what returns.
+
+    Args:
+        state: the state.
+        phase: the tier of each part, such as `Phases().generate`.
+        path: for parts on disk, the directory.
+        non_blocking: as for `offload`.
+        donate: as for `offload`.
+
+    Returns:
+        The state. Entering the phase it is in is free.
+
+    Raises:
+        PlacementError: a part or tier has an unknown name, or the disk cannot be used.
+        StateConsumedError: the state was given away.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, fzero as fz
+        >>> model = fz.Model(lambda rng: ({"w": jnp.ones((8, 2))}, {}),
+        ...                  lambda p, b, batch, rng, train: (jnp.mean(batch["x"] @ p["w"]), b, {}))
+        >>> state = fz.init(model, optax.adam(1e-3), fz.Plan(data=1))
+        >>> state = fz.enter(state, fz.Phases().idle)
+        >>> fz.placement(state).bytes_per_device["total"]
+        0
+    """
+    tiers = dict.fromkeys(CLASSES, DEVICE)
+    for part, tier in phase.items():
+        tiers.update(dict.fromkeys(_fields(part, state), tier))
+    for tier in (DISK, HOST, DEVICE):
+        fields = [name for name, wanted in tiers.items() if wanted == tier]
+        state = _move_fields(state, fields, tier, None, 1.0, path, non_blocking, donate, "enter")
+    return state
+
+
+def _fields(part: str, state: TrainState | None = None) -> tuple[str, ...]:
+    """The state's fields that a word stands for."""
+    known = _FIELDS.get(_WORDS.get(part, part))
+    if known is None:
+        words = [*_FIELDS, *_WORDS]
+        raise PlacementError(f"include: {part!r} is no part of a state: expected any of {words}")
+    if state is None:
+        return known[0]
+    return next((x for x in known if any(getattr(state, name) is not None for name in x)), known[0])
+
+
+def _move(
+    state: TrainState,
+    include: str | Iterable[str] | None,
+    to: str,
+    where: str | None,
+    *rest: Any,
+) -> TrainState:
+    parts = CLASSES if include is None else (include,) if isinstance(include, str) else include
+    fields = {name for part in parts for name in _fields(part, state)}
+    return _move_fields(state, [x for x in CLASSES if x in fields], to, where, *rest)
+
+
+def _move_fields(
+    state: TrainState,
+    fields: Sequence[str],
+    to: str,
+    where: str | None,
+    fraction: float,
+    path: str | None,
+    non_blocking: bool,
+    donate: bool,
+    operation: str,
+) -> TrainState:
+    require_alive(state, operation)
+    if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+        raise PlacementError(f"{operation}: fraction={fraction!r}: expected a share from 0 to 1")
+    trees = {name: getattr(state, name) for name in fields}
+    flat, treedef = jax.tree_util.tree_flatten_with_path(trees)
+    names = [path_name(key) for key, _ in flat]
+    leaves = [leaf for _, leaf in flat]
+    chosen = _chosen(names, leaves, where, fraction, operation)
+    move = _Move(names, leaves, to, path, non_blocking, donate, operation)
+    try:
+        move.run(chosen)
+    except PlacementError as error:
+        # Complete: what was moved is where it was going, everything else where it was.
+        error.state = state.replace(**jax.tree.unflatten(treedef, leaves))
+        raise
+    return state.replace(**jax.tree.unflatten(treedef, leaves))
+
+
+def _chosen(
+    names: Sequence[str], leaves: Sequence[Leaf], where: str | None, fraction: float, operation: str
+) -> list[int]:
+    """Indices of the leaves that a call is about, wherever they are now; the largest first."""
+    try:
+        pattern = re.compile(where or "")
+    except re.error as error:
+        raise PlacementError(
+            f"{operation}: where={where!r}: expected a regular expression: {error}"
+        ) from error
+    # Typed random keys are a few bytes, and no array that could be copied by its bytes.
+    found = {
+        name: i
+        for i, (name, leaf) in enumerate(zip(names, leaves, strict=True))
+        if is_plain(leaf) and pattern.search(name)
+    }
+    sizes = {name: device_bytes(leaves[i]) for name, i in found.items()}
+    return [found[name] for name in largest(sizes, fraction)]
+
+
+@dataclass(frozen=True)
+class _Move:
+    """One call: replaces entries of `leaves` by copies in another tier."""
+
+    names: Sequence[str]
+    leaves: list[Leaf]
+    to: str
+    path: str | None
+    non_blocking: bool
+    donate: bool
+    operation: str
+
+    def run(self, chosen: Sequence[int]) -> None:
+        leaves, to = self.leaves, self.to
+        for i in chosen:
+            if isinstance(leaves[i], Arriving) and not (self.non_blocking and leaves[i].to == to):
+                leaves[i] = _landed(leaves[i])
+        moved = [i for i in chosen if tier_of(leaves[i]) != to]
+        slow = [i for i in moved if DISK in (to, tier_of(leaves[i]))]
+        for batch in _batches([i for i in moved if i not in set(slow)], leaves):
+            self._copy(batch)
+        if slow:
+            self._through_disk(slow)
+
+    def _copy(self, batch: Sequence[int]) -> None:
+        """Between device and host memory."""
+        old = [self.leaves[i] for i in batch]
+        flat = [part for leaf in old for part in parts_of(leaf)]
+        place = host_sharding if self.to == HOST else on_device
+        try:
+            copies = jax.device_put(flat, [place(part.sharding) for part in flat])
+            if not self.non_blocking:
+                jax.block_until_ready(copies)
+        except jax.errors.JaxRuntimeError as error:
+            size = sum(map(leaf_bytes, flat))
+            raise PlacementError(
+                f"{self.operation}: could not copy {self.names[batch[0]]} and others, {size:,}"
+                f" bytes in all, to {self.to} memory: {error}. This error's .state is complete:"
+                " what was moved before is there, everything else is where it was"
+            ) from error
+        self._replace(batch, regrouped(old, copies, self.to))
+        if self.donate:
+            # The runtime keeps memory for as long as a copy reads it.
+            self._release(old)
+
+    def _through_disk(self, moved: Sequence[int]) -> None:
+        """To or from files. Sources are released when all has arrived: a disk may be full."""
+        old = [self.leaves[i] for i in moved]
+        flat = [part for leaf in old for part in parts_of(leaf)]
+        future: Future[list[Any]]
+        if self.to == DISK:
+            names = [name for i, leaf in zip(moved, old, strict=True)
+                     for name in [self.names[i]] * len(parts_of(leaf))]  # fmt: skip
+            future = disk.write_async(flat, self.path or tempfile.gettempdir(), names)
+        else:
+            future = disk.read_async(flat, HOST_KIND if self.to == HOST else DEVICE)
+        transfer = Transfer(future, lambda new: regrouped(old, new, self.to))
+        if not self.non_blocking:
+            self._replace(moved, transfer.result())
+            if self.donate:
+                self._release(old)
+            return
+        self._replace(moved, [Arriving(leaf, self.to, transfer, k) for k, leaf in enumerate(old)])
+        if self.donate:
+            for leaf in old:
+                give_away(leaf, self.operation)
+            future.add_done_callback(lambda done: _delete(() if done.exception() else old))
+
+    def _replace(self, where: Sequence[int], new: Sequence[Leaf]) -> None:
+        for i, leaf in zip(where, new, strict=True):
+            self.leaves[i] = leaf
+
+    def _release(self, old: Sequence[Leaf]) -> None:
+        for leaf in old:
+            give_away(leaf, self.operation)
+        _delete(old)
+
+
+def _landed(leaf: Arriving) -> Leaf:
+    """A leaf that was on its way, or where it came from if it could not get there."""
+    try:
+        return leaf.wait()
+    except PlacementError:
+        take_back(leaf.source)
+        return leaf.source
+
+
+def _delete(leaves: Iterable[Leaf]) -> None:
+    for leaf in leaves:
+        leaf.delete()
+
+
+def _batches(order: Iterable[int], leaves: Sequence[Leaf]) -> Iterator[list[int]]:
+    """Leaves that travel together: of at most `BATCH_BYTES`, or one that is larger."""
+    batch: list[int] = []
+    size = 0
+    for i in order:
+        own = leaf_bytes(leaves[i])
+        if batch and size + own > BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(i)
+        size += own
+    if batch:
+        yield batch

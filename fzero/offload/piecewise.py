@@ -1,0 +1,201 @@
+"""Running part of a program on one piece of its leaves at a time.
+
+An optimizer that works element by element on a leaf can see it in pieces. Whether it does is read
+from its traced operations; the program for a piece is the same function traced with a piece's
+shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fzero.jaxprs import Program, Step, Var
+from fzero.places import Part
+
+
+# Each element of the result depends on the same element of the operands alone.
+_ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy
+    copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite
+    le lgamma log log1p logistic lt max min mul ne neg nextafter not optimization_barrier or pow
+    reduce_precision rem round rsqrt select_n sharding_constraint sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor
+    """.split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A dim, and the number of equal pieces that leaves are cut into along it."""
+
+    dim: int
+    count: int
+
+
+@dataclass(frozen=True)
+class PieceProgram:
+    """A part of a program, compiled for one piece of its leaves.
+
+    Args:
+        cut: how they are cut.
+        sliced: which of the part's reads are seen in pieces.
+        made: which of its results are made in pieces.
+        run: `run(index, arrived, kept, into)`: `arrived` are pieces by index of the part's reads,
+            `kept` whole values; `into` whole arrays, by index of the part's results, which their
+            pieces are written into (and, where `source` says so, read from).
+        source: for results, the read that is the same memory.
+    """
+
+    cut: Cut
+    sliced: frozenset[int]
+    made: frozenset[int]
+    run: Callable[..., list[Any]]
+    source: Mapping[int, int]
+
+
+def is_rowwise(step: Step, dim: int, size: int) -> bool:
+    """Whether an operation treats every row of a dim by itself.
+
+    Args:
+        step: the operation.
+        dim: the dim.
+        size: the number of rows of leaves that are cut along it.
+    """
+
+    def large(x: Any) -> bool:
+        shape = _shape(x)
+        return len(shape) > dim and shape[dim] == size
+
+    values = (*step.operands, *step.results)
+    if not any(map(large, values)):
+        return True
+    name = "optimization_barrier" if step.equation is None else step.equation.primitive.name
+    if name in _ELEMENTWISE:
+        return all(large(x) or _shape(x) == () for x in values)
+    if not all(map(large, step.results)):
+        return False
+    if name == "cond":
+        branches = [Program(b.jaxpr, b.consts) for b in step.equation.params["branches"]]
+        return all(is_rowwise(s, dim, size) for branch in branches for s in branch.steps)
+    params = {} if step.equation is None else step.equation.params
+    if name == "broadcast_in_dim":
+        return all(_shape(x) == () for x in step.operands)
+    if name == "slice":
+        starts, strides = params["start_indices"], params["strides"]
+        return starts[dim] == 0 and (strides is None or strides[dim] == 1)
+    if name == "pad":
+        return params["padding_config"][dim] == (0, 0, 0)
+    if name == "shard_map":
+        # Gathering whole leaves: along another dim, as the one that is cut is not split.
+        inner = {equation.primitive.name for equation in params["jaxpr"].eqns}
+        return inner <= {"all_gather", "slice", "convert_element_type", "bitcast_convert_type"}
+    return False
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return tuple(x.aval.shape) if isinstance(x, Var) else tuple(getattr(x, "shape", ()))
+
+
+def piecewise(
+    part: Part,
+    whole: Program,
+    small: Program,
+    cuts: Mapping[Var, Cut],
+    shardings: Mapping[Var, NamedSharding],
+    arrives: Callable[[Var], bool],
+    leaves: Callable[[Var], bool],
+    reusable: Callable[[Var], bool],
+) -> PieceProgram | None:
+    """Compiles a part for one piece of its leaves; `None` if it needs them whole.
+
+    Args:
+        part: the part.
+        whole: the program that it is part of.
+        small: the same function traced with the shapes of pieces.
+        cuts: for inputs of the program, how they are cut.
+        shardings: of values on the device.
+        arrives: whether an input comes in pieces; others are whole on the device.
+        leaves: whether a result goes in pieces.
+        reusable: whether nobody needs a value after this part.
+    """
+    known = {cuts[var] for var in part.reads if var in cuts}
+    if len(known) != 1 or len(small.steps) != len(whole.steps):
+        return None
+    (cut,) = known
+    size = next(var.aval.shape[cut.dim] for var in part.reads if var in cuts)
+    if not all(is_rowwise(step, cut.dim, size) for step in part.steps):
+        return None
+
+    def of_rows(values: Sequence[Var]) -> frozenset[int]:
+        shapes = [_shape(var) for var in values]
+        return frozenset(i for i, s in enumerate(shapes) if len(s) > cut.dim and s[cut.dim] == size)
+
+    sliced, made = of_rows(part.reads), of_rows(part.gives)
+    if any(part.reads[i] not in cuts for i in sliced):
+        return None
+    source: dict[int, int] = {}
+    for i in made:
+        var = part.gives[i]
+        for j in sorted(sliced - set(source.values())) if not leaves(var) else ():
+            read = part.reads[j]
+            alike = (read.aval.shape, read.aval.dtype, shardings.get(read)) == (
+                var.aval.shape, var.aval.dtype, shardings.get(var)
+            )  # fmt: skip
+            if alike and reusable(read) and not arrives(read):
+                source[i] = j
+                break
+    run = _runner(part, whole, small, cut, sliced, source)
+    replicated = NamedSharding(part.mesh, PartitionSpec())
+    out = [shardings.get(var, replicated) for var in part.gives]
+    return PieceProgram(
+        cut, sliced, made, jax.jit(run, out_shardings=out, donate_argnums=(1, 3)), source
+    )
+
+
+def _runner(
+    part: Part,
+    whole: Program,
+    small: Program,
+    cut: Cut,
+    sliced: frozenset[int],
+    source: Mapping[int, int],
+) -> Callable[..., list[Any]]:
+    """The function that is compiled: pieces out of whole arrays, the part's steps, and back."""
+    same = dict(zip(whole.inputs, small.inputs, strict=True))
+    numbers = {id(step): i for i, step in enumerate(whole.steps)}
+    for step, other in zip(whole.steps, small.steps, strict=True):
+        same.update(zip(step.results, other.results, strict=True))
+    steps = [small.steps[numbers[id(step)]] for step in part.steps]
+    memory = {j: i for i, j in source.items()}
+
+    def run(
+        index: jax.Array, arrived: dict[int, Any], kept: dict[int, Any], into: dict[int, Any]
+    ) -> list[Any]:
+        env: dict[Any, Any] = dict(small.consts)
+        for i, var in enumerate(part.reads):
+            value = arrived.get(i)
+            if value is None:
+                value = into[memory[i]] if i in memory else kept[i]
+                if i in sliced:
+                    rows = value.shape[cut.dim] // cut.count
+                    value = jax.lax.dynamic_slice_in_dim(value, index * rows, rows, cut.dim)
+            env[same[var]] = value
+        for step in steps:
+            operands = [env[x] if isinstance(x, Var) else x for x in step.operands]
+            env.update(zip(step.results, step.run(operands), strict=True))
+        out = []
+        for i, var in enumerate(part.gives):
+            value = env[same[var]]
+            if i in into:
+                start = index * value.shape[cut.dim]
+                value = jax.lax.dynamic_update_slice_in_dim(into[i], value, start, cut.dim)
+            out.append(value)
+        return out
+
+    return run

@@ -1,0 +1,291 @@
+"""Streaming: a pure function of leaves that are not on the device, which visit it in turn.
+
+`StreamedFunction` divides a function by what is computed together (`fzero.places`) and runs the
+parts one after the other. While one runs, what the part before it made is leaving and what the next
+one reads arrives: no more than two parts' leaves are on the device at any time.
+
+A leaf larger than a chunk is kept as pieces (`fzero.offload.tiers.Pieces`). A part that works row
+by row on it, as most optimizers do, is run once per piece; any other sees it whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from fzero.errors import StateError
+from fzero.jaxprs import Program, Var
+from fzero.offload.chunks import Parking
+from fzero.offload.park import (
+    Moving,
+    cut_up,
+    finish,
+    park,
+    start_fetch,
+    start_leave,
+    unpark,
+    wait,
+)
+from fzero.offload.piecewise import Cut, PieceProgram, piecewise
+from fzero.offload.tiers import Leaf, Pieces, arrived, is_handle, joined, parts_of, piece_shape
+from fzero.places import PlacedFunction
+from fzero.tree import PyTree
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One run of a part.
+
+    Args:
+        part: which part.
+        piece: which piece of its leaves; `None` for all of them at once.
+    """
+
+    part: int
+    piece: int | None = None
+
+
+class StreamedFunction(PlacedFunction):
+    """A pure function, some of whose arguments and results are parked.
+
+    Args:
+        function: what to run.
+        args: its arguments as `jax.ShapeDtypeStruct`s with the shardings they have on the device.
+        out_shardings: as for `PlacedFunction`.
+        everywhere: mesh of all devices.
+        groups: for each argument leaf, what it is computed together with.
+        cuts: for each argument leaf, parked or not, its `Cut` or `None`.
+        parked: for each argument leaf, its `Parking` or `None`.
+        out_parked: takes the outputs' shapes and gives a `Parking` or `None` for each.
+        donate: indices of arguments whose memory may be reused.
+        what: what the function is, for messages.
+        path: where leaves on disk go.
+
+    Attributes:
+        visits: the runs of its parts, in order.
+        observer: if set, is called with each event (`fetch`, `run`, `leave`, `gone`) and its visit.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., PyTree],
+        args: Sequence[PyTree],
+        out_shardings: Callable[[PyTree], PyTree],
+        everywhere: Mesh,
+        *,
+        groups: PyTree,
+        cuts: Sequence[Cut | None],
+        parked: Sequence[Parking | None],
+        out_parked: Callable[[PyTree], Sequence[Parking | None]],
+        donate: Sequence[int] = (),
+        what: str = "function",
+        path: str | None = None,
+        out_groups: Callable[[PyTree], Sequence[str]] | None = None,
+    ) -> None:
+        super().__init__(
+            function, args, out_shardings, everywhere, donate, groups, what, out_groups
+        )
+        self.path = path or tempfile.gettempdir()
+        self.observer: Callable[[str, Visit], None] | None = None
+        self._parked = {v: p for v, p in zip(self.program.inputs, parked, strict=True) if p}
+        self._parking = {
+            var: parking
+            for (var, _), parking in zip(self.outputs, out_parked(self.out), strict=True)
+            if parking is not None and isinstance(var, Var)
+        }
+        by_var = {v: c for v, c in zip(self.program.inputs, cuts, strict=True) if c is not None}
+        self._last = {var: i for i, part in enumerate(self.parts) for var in part.reads}
+        self._pieces: dict[int, PieceProgram] = {}
+        if by_var:
+            self._compile_pieces(function, args, by_var)
+        self.visits = tuple(self._planned())
+
+    def _compile_pieces(
+        self, function: Callable[..., PyTree], args: Sequence[PyTree], cuts: dict[Var, Cut]
+    ) -> None:
+        leaves, tree = jax.tree.flatten(tuple(args))
+
+        def plain(var: Var, leaf: Any) -> jax.ShapeDtypeStruct:
+            cut = cuts.get(var)
+            shape = leaf.shape if cut is None else piece_shape(leaf.shape, (cut.dim, cut.count))
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+        shapes = [plain(v, leaf) for v, leaf in zip(self.program.inputs, leaves, strict=True)]
+        closed = jax.make_jaxpr(lambda *flat: function(*jax.tree.unflatten(tree, flat)))(*shapes)
+        small = Program(closed.jaxpr, closed.consts)
+        kept = {var for var, _ in self.outputs if isinstance(var, Var)}
+        for i, part in enumerate(self.parts):
+
+            def reusable(var: Var, here: int = i) -> bool:
+                return var in self.donated and self._last[var] == here and var not in kept
+
+            found = piecewise(
+                part, self.program, small, cuts, self.shardings,
+                arrives=lambda var: var in self._parked, leaves=lambda var: var in self._parking,
+                reusable=reusable,
+            )  # fmt: skip
+            if found is not None and self._in_same_pieces(i, found):
+                self._pieces[i] = found
+
+    def _in_same_pieces(self, number: int, pieces: PieceProgram) -> bool:
+        """Whether everything that leaves is kept in the pieces that a part would make."""
+        part = self.parts[number]
+        cuts = [self._parking[v].cut for v in part.gives if v in self._parking]
+        return all(cut == (pieces.cut.dim, pieces.cut.count) for cut in cuts)
+
+    def _planned(self) -> Iterator[Visit]:
+        for i in range(len(self.parts)):
+            if i in self._pieces:
+                yield from (Visit(i, piece) for piece in range(self._pieces[i].cut.count))
+            else:
+                yield Visit(i)
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        """Runs the function."""
+        leaves, tree = jax.tree.flatten(args)
+        if str(tree) != str(self.in_tree):
+            raise StateError(f"{self.what}: expected {self.in_tree}, got {tree}")
+        env: dict[Var, Any] = dict(self.program.consts)
+        for var, leaf in zip(self.program.inputs, leaves, strict=True):
+            env[var] = self._in_form(var, leaf)
+        made: dict[Var, list[Moving]] = {}
+        before: list[Moving] = []
+        arriving = self._fetch(self.visits[0], env) if self.visits else {}
+        for number, visit in enumerate(self.visits):
+            leaving = self._run(visit, env, arriving, made)
+            wait(before)  # now there is room for what comes next
+            self._tell("gone", visit)
+            before = leaving
+            if number + 1 < len(self.visits):
+                arriving = self._fetch(self.visits[number + 1], env)
+        wait(before)
+        for var, parts in made.items():
+            env[var] = self._parked_leaf(var, [finish(part) for part in parts])
+        return self._results(env)
+
+    def _in_form(self, var: Var, leaf: Leaf) -> Leaf:
+        """A parked leaf in the pieces that it visits in, wherever it is."""
+        leaf, parking = arrived(leaf), self._parked.get(var)
+        if parking is None:
+            return unpark(leaf) if isinstance(leaf, jax.Array) or is_handle(leaf) else leaf
+        if parking.cut is None or isinstance(leaf, Pieces):
+            return leaf
+        whole = unpark(leaf)
+        # A copy: the leaf may be somebody else's, too.
+        copy = jnp.array(whole, copy=True) if whole is leaf else whole
+        return park(copy, parking, self.path, self.what)
+
+    def _tell(self, event: str, visit: Visit) -> None:
+        if self.observer is not None:
+            self.observer(event, visit)
+
+    def _fetch(self, visit: Visit, env: dict[Var, Any]) -> dict[int, list[Moving]]:
+        """Starts bringing what a visit reads; by index of the part's reads."""
+        arriving = {}
+        for i, var in enumerate(self.parts[visit.part].reads):
+            if var in self._parked:
+                arriving[i] = [start_fetch(part) for part in self._visitors(visit, env[var])]
+        self._tell("fetch", visit)
+        return arriving
+
+    def _visitors(self, visit: Visit, leaf: Leaf) -> Sequence[Any]:
+        parts = parts_of(leaf)
+        return parts if visit.piece is None else (parts[visit.piece],)
+
+    def _run(
+        self,
+        visit: Visit,
+        env: dict[Var, Any],
+        arriving: dict[int, list[Moving]],
+        made: dict[Var, list[Moving]],
+    ) -> list[Moving]:
+        """Runs one visit; what it made and is parked is on its way then, and given back."""
+        part = self.parts[visit.part]
+        here = {}
+        for i, moving in arriving.items():
+            arrays = [finish(one) for one in moving]
+            leaf = env[part.reads[i]]
+            whole = visit.piece is None and isinstance(leaf, Pieces)
+            here[i] = joined(leaf, arrays) if whole else arrays[0]
+        if visit.piece is None:
+            values = [
+                here[i] if i in here else self._bring(env[var], part.mesh)
+                for i, var in enumerate(part.reads)
+            ]
+            results = part.program(*values)
+        else:
+            results = self._run_piece(visit, env, here)
+        self._tell("run", visit)
+        self._release(visit, env, arriving)
+        leaving: list[Moving] = []
+        for var, value in zip(part.gives, results, strict=True):
+            parking = self._parking.get(var)
+            if parking is None:
+                env[var] = value
+                continue
+            arrays = [value]
+            if visit.piece is None and parking.cut is not None:
+                arrays = cut_up(value, parking.cut)
+                value.delete()
+            gone = [start_leave(array, parking.tier, self.path, self.what) for array in arrays]
+            made.setdefault(var, []).extend(gone)
+            leaving += gone
+        self._tell("leave", visit)
+        return leaving
+
+    def _run_piece(self, visit: Visit, env: dict[Var, Any], here: dict[int, Any]) -> list[Any]:
+        part, pieces = self.parts[visit.part], self._pieces[visit.part]
+        into = {}
+        for i in pieces.made:
+            var = part.gives[i]
+            if var in self._parking:
+                continue
+            if visit.piece:
+                into[i] = env[var]
+            elif i in pieces.source:
+                into[i] = self._bring(env[part.reads[pieces.source[i]]], part.mesh)
+            else:
+                into[i] = _empty(var.aval.shape, var.aval.dtype, self.shardings[var])()
+        kept = {
+            i: self._bring(env[var], part.mesh) for i, var in enumerate(part.reads)
+            if i not in here and i not in pieces.source.values()
+        }  # fmt: skip
+        return pieces.run(np.int32(visit.piece or 0), here, kept, into)
+
+    def _release(
+        self, visit: Visit, env: dict[Var, Any], arriving: dict[int, list[Moving]]
+    ) -> None:
+        """Frees what was given away and has been read for the last time."""
+        part, pieces = self.parts[visit.part], self._pieces.get(visit.part)
+        done = pieces is not None and visit.piece == pieces.cut.count - 1
+        for i, var in enumerate(part.reads):
+            if var not in self.donated or self._last[var] != visit.part:
+                continue
+            if i in arriving:
+                for one in self._visitors(visit, env[var]):
+                    one.delete()
+            elif pieces is not None and done and i in pieces.sliced - set(pieces.source.values()):
+                env[var].delete()  # gradients, mostly
+
+    def _parked_leaf(self, var: Var, parts: list[Any]) -> Leaf:
+        parking = self._parking[var]
+        if parking.cut is None:
+            return parts[0]
+        dtype, sharding = np.dtype(var.aval.dtype), self.shardings[var]
+        return Pieces(tuple(var.aval.shape), dtype, sharding, parking.cut[0], tuple(parts))
+
+    def _bring(self, value: Any, mesh: Any) -> Any:
+        return value if is_handle(value) else super()._bring(value, mesh)
+
+
+@functools.cache
+def _empty(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], jax.Array]:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
