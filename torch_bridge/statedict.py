@@ -10,6 +10,9 @@ import numpy as np
 import torch
 
 from fzero.errors import CheckpointError
+from fzero.offload.tiers import require_on_device
+from fzero.state import TrainState, require_alive
+from fzero.tree import named_leaves
 
 from .convert import Converted
 from .layout import Leaf
@@ -35,6 +38,8 @@ def state_dict(
 
     Raises:
         CheckpointError: a leaf is missing, or does not have the shape it must have.
+        PlacementError: a leaf is parked on the host or on disk.
+        StateConsumedError: the state was given to a step.
 
     Example:
         >>> from torch_bridge import convert
@@ -46,6 +51,9 @@ def state_dict(
         params, buffers = state_or_params, converted.buffers
     else:
         params, buffers = state_or_params.params, state_or_params.buffers
+        if isinstance(state_or_params, TrainState):
+            require_alive(state_or_params, "state_dict")
+    require_on_device(named_leaves({"params": params, "buffers": buffers}), "state_dict")
     if isinstance(converted, ConvertedSequential):
         params, buffers = converted.by_name(params), converted.by_name(buffers)
     leaf_of = converted.layout.leaf_of()
