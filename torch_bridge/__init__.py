@@ -5,9 +5,12 @@ from .convert import Converted as Converted
 from .convert import convert as convert
 from .files import load as load
 from .files import save as save
+from .functions import register_function as register_function
 from .losses import causal_lm_loss as causal_lm_loss
 from .lower import register_operator as register_operator
 from .lower import registered_operators as registered_operators
+from .parity import Parity as Parity
+from .parity import parity as parity
 from .sequential import ConvertedSequential as ConvertedSequential
 from .sequential import sequential as sequential
 from .statedict import load_state_dict as load_state_dict
@@ -20,10 +23,13 @@ __all__ = [
     "Converted",
     "ConvertedSequential",
     "Output",
+    "Parity",
     "causal_lm_loss",
     "convert",
     "load",
     "load_state_dict",
+    "parity",
+    "register_function",
     "register_operator",
     "registered_operators",
     "save",

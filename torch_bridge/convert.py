@@ -16,7 +16,7 @@ from torch.utils import _pytree as torch_pytree
 from fzero.errors import ConversionError
 from fzero.model import Model
 
-from .dtypes import is_float, jax_dtype
+from .dtypes import is_complex, is_float, jax_dtype
 from .export import export_program
 from .interpret import (
     Graph,
@@ -26,6 +26,7 @@ from .interpret import (
     refuse_missing,
 )
 from .layout import Layout, read_layout, read_values
+from .lower.spectral import torch_gradient
 from .shapes import ShapeRules, shape_rules
 from .structure import CallForm, build_output, check_constant, check_output_spec
 from .weights import to_host, to_torch
@@ -123,10 +124,7 @@ class Converted:
             (5, 2)
         """
         mode = self._modes[bool(train)]
-        values = _bind_inputs(mode, mode.call.flatten(args, kwargs))
-        values.update(_bind_state(mode.params, params, self.params, "params", self.frozen))
-        values.update(_bind_state(mode.buffers, buffers, self.buffers, "buffers", frozenset()))
-        values.update(mode.constants)
+        values = self._bind(mode, params, buffers, args, kwargs)
         if mode.graph.num_draws and rng is None:
             raise ConversionError(
                 f"the {'train' if train else 'eval'} forward draws random numbers in "
@@ -137,6 +135,31 @@ class Converted:
         names = self.layout.leaf_of()
         updated = {names[name].name: value for name, value in changed.items()}
         return Applied(build_output(mode.out_spec, leaves), {**buffers, **updated})
+
+    def _bind(
+        self, mode: _Mode, params: Arrays, buffers: Arrays, args: Any, kwargs: Any
+    ) -> dict[str, Any]:
+        """A value for each placeholder of a mode's graph."""
+        values = _bind_inputs(mode, mode.call.flatten(args, kwargs))
+        values.update(_bind_state(mode.params, params, self.params, "params", self.frozen))
+        values.update(_bind_state(mode.buffers, buffers, self.buffers, "buffers", frozenset()))
+        values.update(mode.constants)
+        return values
+
+    def fixed_dims(self) -> tuple[str, ...]:
+        """The dims of tensor arguments that must be as in the example; all others are free.
+
+        Returns:
+            Names such as "`input` dim 1", in the order of the arguments.
+
+        Example:
+            >>> convert(torch.nn.Linear(3, 2), torch.zeros(4, 3)).fixed_dims()
+            ('`input` dim 1',)
+        """
+        found: dict[str, None] = {}
+        for mode in self._modes.values():
+            found.update(dict.fromkeys(mode.shapes.fixed()))
+        return tuple(found)
 
     def model(self, loss: Callable[..., Any]) -> Model:
         """The module with a loss, as fzero trains and evaluates it.
@@ -181,16 +204,25 @@ class Converted:
         return Model(init=initial, loss=step_loss, frozen=self.frozen)
 
 
-def convert(module: torch.nn.Module, *example_args: Any, **example_kwargs: Any) -> Converted:
+def convert(
+    module: torch.nn.Module,
+    *example_args: Any,
+    batch_dim: int | None = None,
+    **example_kwargs: Any,
+) -> Converted:
     """Convert a PyTorch module for training and evaluation in JAX.
 
     The module is exported twice, in train and in eval mode, and is left as it was. Sizes of the
     example stay free where the module allows it; give an example with a batch of at least 2.
+    `fixed_dims()` of the result lists those that are not free.
 
     Args:
         module: any `torch.nn.Module`; transformers models are exported without key-value cache.
         *example_args: arguments for its forward: tensors (shapes as in use), and constants, which
             become part of the result.
+        batch_dim: the dim of all tensor arguments (where they have it) that has to stay free:
+            a module that ties it to the example is refused here, and not at the first call with
+            another batch.
         **example_kwargs: keyword arguments for its forward.
 
     Returns:
@@ -199,7 +231,9 @@ def convert(module: torch.nn.Module, *example_args: Any, **example_kwargs: Any) 
     Raises:
         ConversionError: the module cannot be converted without changing what it computes: missing
             operators (all of them, with module paths), data-dependent sizes or control flow,
-            custom autograd functions, writes to parameters, float64 without x64.
+            custom autograd functions without a rule (`register_function`), Python state or random
+            numbers that would be frozen, writes to parameters, float64 without x64; or
+            `batch_dim` cannot be kept free.
 
     Example:
         >>> converted = convert(torch.nn.Linear(3, 2), torch.zeros(4, 3))
@@ -209,7 +243,10 @@ def convert(module: torch.nn.Module, *example_args: Any, **example_kwargs: Any) 
     layout = read_layout(module)
     params, buffers = read_values(module, layout)
     args, kwargs = torch_pytree.tree_map(_example_leaf, (example_args, example_kwargs))
-    programs = {train: export_program(module, args, kwargs, train) for train in (True, False)}
+    programs = {
+        train: export_program(module, args, kwargs, train, batch_dim or 0)
+        for train in (True, False)
+    }
     for program in programs.values():
         refuse_data_dependent(program)
     refuse_missing([missing_operators(program) for program in programs.values()])
@@ -218,7 +255,20 @@ def convert(module: torch.nn.Module, *example_args: Any, **example_kwargs: Any) 
         for train, program in programs.items()
     }
     frozen = frozenset(leaf.name for leaf in layout.leaves if leaf.frozen)
-    return Converted(params, buffers, frozen, layout, modes)
+    converted = Converted(params, buffers, frozen, layout, modes)
+    if batch_dim is not None:
+        _refuse_fixed(converted, batch_dim)
+    return converted
+
+
+def _refuse_fixed(converted: Converted, batch_dim: int) -> None:
+    fixed = [name for name in converted.fixed_dims() if name.endswith(f"dim {batch_dim}")]
+    if fixed:
+        raise ConversionError(
+            f"batch_dim={batch_dim}: the module ties {', '.join(fixed)} to the size in the example "
+            "(a size of 1 always is). Compute with x.shape instead of a number, give an example "
+            "with a batch of at least 2, or leave out batch_dim and convert once for each size."
+        )
 
 
 def _example_leaf(leaf: Any) -> Any:
@@ -333,5 +383,7 @@ def _bind_state(
             raise ConversionError(
                 f"{kind}: `{name}` has shape {tuple(value.shape)}, expected {example[name].shape}"
             )
+        if is_complex(value):
+            value = torch_gradient(value)
         values[placeholder] = jax.lax.stop_gradient(value) if name in frozen else value
     return values

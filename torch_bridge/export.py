@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,8 +22,18 @@ from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
 
+from .functions import refuse_functions, watch_functions
 from .lower import find_lowering
 from .lower.symbolic import python_function
+from .no_grad import inline_no_grad
+from .watch import (
+    PythonState,
+    failing_place,
+    refuse_python_random,
+    refuse_python_state,
+    untouched,
+    watch_state,
+)
 
 
 # Operators that stay whole: those that lose their gradient rule (detach), their speed (linear,
@@ -36,6 +48,22 @@ _KEPT = (
     "gru",
     "rnn_tanh",
     "rnn_relu",
+    "lstm_cell",
+    "gru_cell",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+    "_weight_norm",
+    "bilinear",
     "layer_norm",
     "rms_norm",
     "group_norm",
@@ -93,7 +121,11 @@ _ALL_DYNAMIC_RANK = 3
 
 
 def export_program(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], train: bool
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    train: bool,
+    batch_dim: int = 0,
 ) -> ExportedProgram:
     """Export a module in train or eval mode; the module is left as it was.
 
@@ -102,6 +134,7 @@ def export_program(
         args: example positional arguments (tensors of any shape, nested containers, constants).
         kwargs: example keyword arguments.
         train: which mode the graph is taken in.
+        batch_dim: the dim of every tensor that is kept free if not all can be.
 
     Returns:
         The decomposed program, with dynamic sizes wherever the module allows them.
@@ -110,113 +143,98 @@ def export_program(
         ConversionError: export failed, or would have lost a gradient without a word.
     """
     mode = "train" if train else "eval"
-    with _untouched(module, train), _watch_functions(mode) as functions, _quiet():
-        program = _export_most_dynamic(module, args, dict(kwargs), mode, functions)
-        for graph_module in program.graph_module.modules():
-            if isinstance(graph_module, torch.fx.GraphModule):
-                _inline_grad_regions(graph_module)
+    with untouched(module, train), _quiet():
+        program = _export_pure(module, (args, dict(kwargs)), mode, batch_dim)
+        inline_no_grad(program)
         if not _needs_decomposing(program):
             return program
         try:
             decomposed: ExportedProgram = program.run_decompositions(_decompositions())
             return decomposed
         except Exception as error:
-            raise ConversionError(_explain(error, mode)) from error
+            raise ConversionError(_explain(error, mode, module)) from error
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch's own deprecation notices out of the caller's warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextlib.contextmanager
-def _untouched(module: torch.nn.Module, train: bool) -> Iterator[None]:
-    """Put the module into a mode and give it back as it was: modes, state, HF's cache flag."""
-    modes = [(m, m.training) for m in module.modules()]
-    slots = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
-    config = getattr(module, "config", None)
-    cache = getattr(config, "use_cache", None)
+    """Keep torch's deprecation notices, and the graphs it prints when a try fails, to itself."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        module.train(train)
-        if cache is not None:  # the key-value cache is not a value that export can return
-            config.use_cache = False  # type: ignore[union-attr]
-        with torch.enable_grad():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
             yield
     finally:
-        if cache is not None:
-            config.use_cache = cache  # type: ignore[union-attr]
-        for m, training in modes:
-            m.training = training
-        for m, parameters, buffers in slots:
-            m._parameters.update(parameters)
-            m._buffers.update(buffers)
+        logging.disable(level)
 
 
-@contextlib.contextmanager
-def _watch_functions(mode: str) -> Iterator[list[str]]:
-    """Record every `torch.autograd.Function` that runs: export keeps its forward only."""
-    seen: list[str] = []
-    base = torch.autograd.Function
-    original = base.__dict__["apply"]
-
-    def spy(cls: type, *args: Any, **kwargs: Any) -> Any:
-        seen.append(f"{cls.__module__}.{cls.__qualname__}")
-        return original.__get__(None, cls)(*args, **kwargs)
-
-    base.apply = classmethod(spy)  # type: ignore[method-assign, assignment]
+def _export_pure(
+    module: torch.nn.Module, inputs: tuple[Any, dict[str, Any]], mode: str, batch_dim: int
+) -> ExportedProgram:
+    """Export, and refuse what the graph would silently lose: gradients, and Python's own state."""
+    before = PythonState(module)
     try:
-        yield seen
+        with watch_state(module) as states:
+            program = _export_most_dynamic(module, inputs, mode, batch_dim)
+        after = states[-1] if states else before
+        if before.drew_numbers(after):
+            refuse_python_random(mode)
+        changed = before.changed(after)
+        if changed:
+            # Attributes may be written for later readers only: what counts is whether the graph
+            # of the next call is another one.
+            after.put(module, changed)
+            again = _export_again(module, inputs, mode, batch_dim)
+            if again is None or again.graph_module.code != program.graph_module.code:
+                refuse_python_state(changed, mode)
     finally:
-        base.apply = original  # type: ignore[method-assign]
+        before.restore_random()
+    return program
+
+
+def _export_again(
+    module: torch.nn.Module, inputs: tuple[Any, dict[str, Any]], mode: str, batch_dim: int
+) -> ExportedProgram | None:
+    """Export in the state that a first export left; None if that is not possible."""
+    try:
+        return _export_most_dynamic(module, inputs, mode, batch_dim)
+    except ConversionError:
+        return None
 
 
 def _export_most_dynamic(
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    mode: str,
-    functions: list[str],
+    module: torch.nn.Module, inputs: tuple[Any, dict[str, Any]], mode: str, batch_dim: int
 ) -> ExportedProgram:
     """Try every dim dynamic, then the batch only, then all fixed (stated when called otherwise)."""
     last: Exception | None = None
-    for dynamic in ("all", "batch", "none"):
-        shapes = _dynamic_shapes(module, (args, kwargs), dynamic)
-        try:
-            program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
-        except Exception as error:
-            last = error  # the last try fixes all sizes: its error is about the module itself
-        else:
-            _refuse_functions(functions, mode)
-            return program
-    _refuse_functions(functions, mode)
+    with watch_functions() as functions:
+        for dynamic in ("all", "batch", "none"):
+            shapes = _dynamic_shapes(module, inputs, dynamic, batch_dim)
+            try:
+                program = torch.export.export(module, *inputs, dynamic_shapes=shapes, strict=False)
+            except ConversionError:
+                raise
+            except Exception as error:
+                last = error  # the last try fixes all sizes: its error is about the module itself
+            else:
+                refuse_functions(functions, mode)
+                return program
+    refuse_functions(functions, mode)
     assert last is not None
-    raise ConversionError(_explain(last, mode)) from last
-
-
-def _refuse_functions(functions: Sequence[str], mode: str) -> None:
-    if functions:
-        names = ", ".join(sorted(set(functions)))
-        raise ConversionError(
-            f"the {mode} forward runs custom torch.autograd.Function(s): {names}. torch.export "
-            "records only their forward, so the gradient in JAX would silently differ. Write the "
-            "forward in plain torch operators (for checkpointing: use_reentrant=False, or leave "
-            "it to the plan's remat), then convert again."
-        )
+    raise ConversionError(_explain(last, mode, module)) from last
 
 
 def _dynamic_shapes(
-    module: torch.nn.Module, inputs: tuple[Any, dict[str, Any]], dynamic: str
+    module: torch.nn.Module, inputs: tuple[Any, dict[str, Any]], dynamic: str, batch_dim: int
 ) -> Any:
     """Dim.AUTO for the dims that may vary, in the structure of the inputs."""
 
     def dims(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or dynamic == "none":
             return None
-        everything = dynamic == "all" and leaf.ndim <= _ALL_DYNAMIC_RANK
-        return dict.fromkeys(range(leaf.ndim if everything else min(leaf.ndim, 1)), Dim.AUTO)
+        if dynamic == "all" and leaf.ndim <= _ALL_DYNAMIC_RANK:
+            return dict.fromkeys(range(leaf.ndim), Dim.AUTO)
+        return {batch_dim: Dim.AUTO} if batch_dim < leaf.ndim else {}
 
     if dynamic == "none":
         return None
@@ -263,85 +281,12 @@ def _decompositions() -> Any:
     return table
 
 
-def _inline_grad_regions(graph_module: torch.fx.GraphModule) -> None:
-    """Replace each `no_grad` region by its contents with the gradient cut at its edges.
-
-    Decomposing would inline the region and forget that no gradient passes through it.
-    """
-    region_op = torch.ops.higher_order.wrap_with_set_grad_enabled
-    graph = graph_module.graph
-    # Regions may hold regions: go on until none is left.
-    while regions := [n for n in graph.nodes if n.op == "call_function" and n.target is region_op]:
-        for node in regions:
-            _inline_one(graph_module, node)
-    graph.lint()
-    graph_module.recompile()
-
-
-def _inline_one(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
-    graph = graph_module.graph
-    enabled, body_ref, *operands = node.args
-    body = graph_module.get_submodule(str(body_ref.target))  # type: ignore[union-attr]
-    assert isinstance(body, torch.fx.GraphModule)
-    mapping: dict[torch.fx.Node, Any] = {}
-    results: Any = None
-    remaining = iter(operands)
-    with graph.inserting_before(node):
-        for inner in body.graph.nodes:
-            if inner.op == "placeholder":
-                mapping[inner] = next(remaining)
-            elif inner.op == "output":
-                results = torch.fx.map_arg(inner.args[0], lambda n: mapping[n])
-            elif inner.op == "get_attr":
-                mapping[inner] = _adopt(graph_module, body, inner)
-            else:
-                copied = graph.node_copy(inner, lambda n: mapping[n])
-                mapping[inner] = copied
-                if not enabled:
-                    _detach_written(graph, copied)
-        if not enabled:
-            results = tuple(_detached(graph, r) for r in results)
-    for user in list(node.users):  # regions return tuples, read with getitem
-        user.replace_all_uses_with(results[user.args[1]])
-        graph.erase_node(user)
-    graph.erase_node(node)
-
-
-def _adopt(graph_module: torch.fx.GraphModule, body: torch.fx.GraphModule, inner: Any) -> Any:
-    """Copy an attribute (a nested region's body, a constant) of an inlined body to the outside."""
-    name = f"_inlined_{len(list(graph_module.named_children()))}_{inner.target}".replace(".", "_")
-    value = body
-    for part in str(inner.target).split("."):
-        value = getattr(value, part)
-    setattr(graph_module, name, value)
-    made = graph_module.graph.get_attr(name)
-    made.meta = dict(inner.meta)
-    return made
-
-
-def _detached(graph: torch.fx.Graph, value: Any) -> Any:
-    if not isinstance(value, torch.fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):
-        return value
-    made = graph.call_function(torch.ops.aten.detach.default, (value,))
-    made.meta = dict(value.meta)
-    return made
-
-
-def _detach_written(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Inside no_grad, what an in-place operator writes into a tensor carries no gradient."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return
-    with graph.inserting_before(node):
-        node.args = (node.args[0], *(_detached(graph, a) for a in node.args[1:]))
-
-
-def _explain(error: Exception, mode: str) -> str:
-    """torch's message cut to what a reader can use: the cause and the user's own line."""
+def _explain(error: Exception, mode: str, module: torch.nn.Module) -> str:
+    """torch's message cut to what a reader can use: the cause, the submodule and its line."""
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
     cause = lines[0] if lines else type(error).__name__
-    code = _user_line(lines)
-    where = f"\n  at: {code}" if code else ""
+    place = failing_place(error, module)
+    where = f"\n  in {place[0]} at: {place[1]}" if place else ""
     hint = ""
     if "item()" in str(error) or "data-dependent" in str(error).lower():
         hint = (
@@ -350,14 +295,3 @@ def _explain(error: Exception, mode: str) -> str:
             "give it a momentum."
         )
     return f"torch.export cannot trace the {mode} forward: {cause}{where}{hint}"
-
-
-def _user_line(lines: Sequence[str]) -> str | None:
-    for i, line in enumerate(lines):
-        text = line.strip()
-        if text.startswith("File ") and "site-packages/torch/" not in text and i + 1 < len(lines):
-            return f"{text} | {lines[i + 1].strip()}"
-    for i, line in enumerate(lines):
-        if "caused by:" in line.lower():
-            return " ".join(part.strip() for part in lines[i : i + 2])
-    return None

@@ -51,13 +51,19 @@ class Graph:
     mutations: Mapping[str, Any]
     num_draws: int
 
-    def run(self, inputs: Mapping[str, Any], rng: Any) -> tuple[list[Any], dict[str, Any]]:
+    def run(
+        self,
+        inputs: Mapping[str, Any],
+        rng: Any,
+        observe: Callable[[str, Any], None] | None = None,
+    ) -> tuple[list[Any], dict[str, Any]]:
         """Evaluate the graph.
 
         Args:
             inputs: a value for each placeholder.
             rng: a JAX key; each random node gets `fold_in(rng, its number)`. May be None when
                 `num_draws` is 0.
+            observe: called with the name and value of every node, as they are computed.
 
         Returns:
             The module's output leaves, and the new value of each buffer it writes.
@@ -72,6 +78,8 @@ class Graph:
             except Exception as error:
                 error.add_note(f"while evaluating {step.operator} in {step.where}")
                 raise
+            if observe is not None:
+                observe(step.name, values[step.name])
             for name in step.drop:
                 del values[name]
         return _fill(list(self.outputs), values), _fill(dict(self.mutations), values)
@@ -134,7 +142,8 @@ def refuse_data_dependent(program: torch.export.ExportedProgram) -> None:
 def module_path(node: torch.fx.Node) -> str:
     """The path of the submodule that a node belongs to, `(root)` for the outermost."""
     stack = node.meta.get("nn_module_stack") or {}
-    paths = [entry[0] for entry in stack.values()]
+    # Nodes that torch itself added (sizes) carry a note instead of a module.
+    paths = [entry[0] for entry in stack.values() if not entry[0].startswith("_empty_nn_module")]
     return (paths[-1] if paths else "") or "(root)"
 
 

@@ -25,6 +25,15 @@ class ShapeRules:
     ranges: Mapping[sympy.Symbol, tuple[int, int | None]]
     guards: tuple[sympy.Expr, ...]
 
+    def fixed(self) -> list[str]:
+        """The dims that take one size only."""
+        return [
+            f"`{path}` dim {dim}"
+            for path, shape in zip(self.paths, self.shapes, strict=True)
+            for dim, size in enumerate(shape)
+            if isinstance(size, int)
+        ]
+
     def check(self, shapes: Sequence[tuple[int, ...]]) -> None:
         """Refuse sizes for which the graph was not traced.
 

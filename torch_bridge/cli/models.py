@@ -114,7 +114,7 @@ def _load_hf(path: Path) -> LoadedModel:
     logging.disable_progress_bar()  # its bar would run into ours
 
     config_file = path / "config.json" if path.is_dir() else path
-    config = _read_config(config_file)
+    config = read_config(config_file)
     try:
         if path.is_dir() and any((path / name).exists() for name in WEIGHT_FILES):
             module = AutoModelForCausalLM.from_pretrained(
@@ -141,7 +141,12 @@ def _load_hf(path: Path) -> LoadedModel:
     )
 
 
-def _read_config(config_file: Path) -> Any:
+def read_config(config_file: Path) -> Any:
+    """The transformers configuration in a file.
+
+    Raises:
+        CommandError: there is no such file, or transformers does not know its model type.
+    """
     from transformers import AutoConfig
 
     if not config_file.is_file():
@@ -160,6 +165,16 @@ def _read_config(config_file: Path) -> Any:
 
 
 def _load_factory(path: Path, name: str) -> LoadedModel:
+    module = make_module(path, name)
+    return LoadedModel(module, f"{path}:{name}", _logits_width(module, f"{path}:{name}"), None)
+
+
+def make_module(path: Path, name: str) -> torch.nn.Module:
+    """Calls the function `name` of the Python file `path`.
+
+    Raises:
+        CommandError: there is no such file or function, or it returns no module.
+    """
     if not path.is_file():
         raise CommandError(f"--model: {path} does not exist")
     module_spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -175,7 +190,7 @@ def _load_factory(path: Path, name: str) -> LoadedModel:
         raise CommandError(
             f"--model: {name} of {path} must return a torch.nn.Module, got {type(module).__name__}"
         )
-    return LoadedModel(module, f"{path}:{name}", _logits_width(module, f"{path}:{name}"), None)
+    return module
 
 
 def _logits_width(module: torch.nn.Module, spec: str) -> int:

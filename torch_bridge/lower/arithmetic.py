@@ -117,12 +117,12 @@ def lerp(x: jax.Array, end: Any, weight: Any) -> jax.Array:
     return add(x, mul(weight, sub(end, x)))
 
 
-@register_operator("aten.maximum.default")
+@register_operator("aten.maximum.default", "aten.max.other")
 def maximum(x: jax.Array, y: Any) -> jax.Array:
     return jnp.maximum(*promote(x, y))
 
 
-@register_operator("aten.minimum.default")
+@register_operator("aten.minimum.default", "aten.min.other")
 def minimum(x: jax.Array, y: Any) -> jax.Array:
     return jnp.minimum(*promote(x, y))
 

@@ -53,6 +53,53 @@ def convolution(
     return jnp.squeeze(out, 0) if unbatched else out
 
 
+def _register_whole(dims: int) -> None:
+    """The operators of one number of dims, which decomposing would turn into `convolution`."""
+
+    @register_operator(f"aten.conv{dims}d.default", f"aten.conv{dims}d.padding")
+    def plain(
+        x: jax.Array,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = (1,),
+        padding: Any = (0,),
+        dilation: Any = (1,),
+        groups: int = 1,
+    ) -> jax.Array:
+        if isinstance(padding, str):
+            return _named_padding(x, weight, bias, stride, padding, dilation, groups)
+        return convolution(x, weight, bias, stride, padding, dilation, False, (0,), groups)
+
+    name = f"aten.conv_transpose{dims}d.{'default' if dims == 1 else 'input'}"
+
+    @register_operator(name)
+    def transposed(
+        x: jax.Array,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = (1,),
+        padding: Any = (0,),
+        output_padding: Any = (0,),
+        groups: int = 1,
+        dilation: Any = (1,),
+    ) -> jax.Array:
+        return convolution(x, weight, bias, stride, padding, dilation, True, output_padding, groups)
+
+
+def _named_padding(
+    x: jax.Array, weight: Any, bias: Any, stride: Any, name: str, dilation: Any, groups: int
+) -> jax.Array:
+    """Padding "valid", or "same": where it is odd, torch puts the larger half behind."""
+    dims = weight.ndim - 2
+    totals = [
+        d * (k - 1) if name == "same" else 0
+        for k, d in zip(weight.shape[2:], _each(dilation, dims), strict=True)
+    ]
+    widths = [(0, 0, 0)] * (x.ndim - dims) + [(t // 2, t - t // 2, 0) for t in totals]
+    padded = jax.lax.pad(x, jnp.zeros((), x.dtype), widths)
+    return convolution(padded, weight, bias, stride, (0,), dilation, False, (0,), groups)
+
+
 def _each(values: Sequence[int], dims: int) -> tuple[int, ...]:
     return tuple(values) * dims if len(values) == 1 else tuple(values)
 
@@ -92,3 +139,7 @@ def _transposed(
         feature_group_count=groups,
         dimension_numbers=_layout(dims),
     )
+
+
+for _dims in (1, 2, 3):
+    _register_whole(_dims)

@@ -64,8 +64,8 @@ def index_select(x: jax.Array, dim: int, index: Any) -> jax.Array:
     return jnp.take(x, index, axis=dim) if x.ndim else x
 
 
-def _along(x: jax.Array, dim: int, index: Any) -> tuple[Any, ...]:
-    """Index arrays so that `x[_along(...)]` is torch's gather: other dims count along `index`."""
+def along(x: jax.Array, dim: int, index: Any) -> tuple[Any, ...]:
+    """Index arrays so that `x[along(...)]` is torch's gather: other dims count along `index`."""
     grid = jnp.meshgrid(
         *(jnp.arange(n, dtype=index.dtype) for n in index.shape), indexing="ij", sparse=True
     )
@@ -75,7 +75,7 @@ def _along(x: jax.Array, dim: int, index: Any) -> tuple[Any, ...]:
 
 @register_operator("aten.gather.default")
 def gather(x: jax.Array, dim: int, index: Any, sparse_grad: bool = False) -> jax.Array:
-    return x[_along(x, dim, index)] if x.ndim else x
+    return x[along(x, dim, index)] if x.ndim else x
 
 
 @register_operator("aten.take_along_dim.default")
@@ -88,18 +88,18 @@ def take_along_dim(x: jax.Array, indices: Any, dim: int | None = None) -> jax.Ar
 @register_operator("aten.scatter.src")
 def scatter(x: jax.Array, dim: int, index: Any, src: Any) -> jax.Array:
     part = src[tuple(slice(n) for n in index.shape)]
-    return x.at[_along(x, dim, index)].set(cast(part, x.dtype))
+    return x.at[along(x, dim, index)].set(cast(part, x.dtype))
 
 
 @register_operator("aten.scatter.value")
 def scatter_value(x: jax.Array, dim: int, index: Any, value: Any) -> jax.Array:
-    return x.at[_along(x, dim, index)].set(cast(value, x.dtype))
+    return x.at[along(x, dim, index)].set(cast(value, x.dtype))
 
 
 @register_operator("aten.scatter_add.default")
 def scatter_add(x: jax.Array, dim: int, index: Any, src: Any) -> jax.Array:
     part = src[tuple(slice(n) for n in index.shape)]
-    return x.at[_along(x, dim, index)].add(cast(part, x.dtype))
+    return x.at[along(x, dim, index)].add(cast(part, x.dtype))
 
 
 @register_operator("aten.index_add.default")

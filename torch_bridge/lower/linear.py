@@ -47,6 +47,13 @@ def outer(x: jax.Array, y: Any) -> jax.Array:
     return a[:, None] * b[None, :]
 
 
+@register_operator("aten.bilinear.default")
+def bilinear(x: jax.Array, y: Any, weight: Any, bias: Any = None) -> jax.Array:
+    a, b, w = promote(x, y, weight)
+    out = jnp.einsum("...i,oij,...j->...o", a, w, b)
+    return out if bias is None else out + cast(bias, out.dtype)
+
+
 @register_operator("aten.einsum.default")
 def einsum(equation: str, operands: Any, path: Any = None) -> jax.Array:
     return jnp.einsum(equation, *promote(*operands))

@@ -169,3 +169,12 @@ def batch_norm_no_stats(
     mean, var = _batch_moments(x)
     out = _batch_norm_apply(x, mean, var, weight, bias, eps)
     return out, mean, jax.lax.rsqrt(var + eps)
+
+
+@register_operator("aten._weight_norm.default")
+def weight_norm(v: jax.Array, g: Any, dim: int = 0) -> jax.Array:
+    """`v` rescaled so that its norm over all dims but `dim` is `g`."""
+    axes = tuple(range(v.ndim)) if dim == -1 else tuple(a for a in range(v.ndim) if a != dim)
+    wide = cast(v, accumulation_dtype(v))
+    norm = jnp.sqrt(jnp.sum(jnp.square(wide), axis=axes, keepdims=True))
+    return (wide * (cast(g, wide.dtype) / norm)).astype(v.dtype)

@@ -157,3 +157,10 @@ def vector_norm(
     if ord == 0:
         return jnp.sum((x != 0).astype(x.dtype), axis=axes, keepdims=keepdim)
     return jnp.sum(jnp.abs(x) ** ord, axis=axes, keepdims=keepdim) ** (1.0 / ord)
+
+
+@register_operator("aten._cdist_forward.default")
+def cdist(x: jax.Array, y: Any, p: float, compute_mode: int | None) -> jax.Array:
+    """Distances of all pairs of rows. Shapes: x `(..., P, M)`, y `(..., R, M)`."""
+    gaps = jnp.expand_dims(x, -2) - jnp.expand_dims(y, -3)
+    return vector_norm(gaps, p, -1)

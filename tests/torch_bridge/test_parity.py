@@ -1,0 +1,232 @@
+"""`tb.parity`: it says where a conversion first differs, in values, gradients or statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import torch_bridge as tb
+from fzero.errors import ConversionError
+from torch_bridge.cli.bridge import app
+from torch_bridge.cli.bridge_run import parse_input
+from torch_bridge.cli.errors import CommandError
+from torch_bridge.lower.registry import _TABLE, find_lowering
+
+
+pytestmark = pytest.mark.quick
+X = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1)) * 2
+
+
+def cnn() -> nn.Module:
+    """Used as a factory by the command's test as well."""
+    torch.manual_seed(2)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False),
+        nn.Sequential(nn.BatchNorm2d(4), nn.GELU(), nn.Dropout(0.4)),
+        nn.Flatten(),
+        nn.Linear(144, 5),
+    )
+
+
+@contextmanager
+def lowered(operator: str, fn: Callable[..., Any]) -> Iterator[None]:
+    """Another lowering for one operator."""
+    before = _TABLE[operator]
+    _TABLE[operator] = dataclasses.replace(before, fn=fn)
+    try:
+        yield
+    finally:
+        _TABLE[operator] = before
+
+
+@pytest.fixture(scope="module")
+def module() -> nn.Module:
+    return cnn()
+
+
+@pytest.fixture(scope="module")
+def report(module: nn.Module) -> tb.Parity:
+    return tb.parity(module, tb.convert(module, X), X[:4])
+
+
+def test_a_good_conversion_agrees_at_every_path(report: tb.Parity) -> None:
+    assert report.agrees
+    assert report.first is None
+    assert [row.path for row in report.modules] == ["0", "1.0", "1.1", "1.2", "2", "3"]
+    assert {row.path for row in report.modules if row.gradient_error is not None} == {
+        "0", "1.0", "3",
+    }  # fmt: skip
+    assert set(report.gradients) == {"0.weight", "1.0.weight", "1.0.bias", "3.weight", "3.bias"}
+    assert set(report.statistics) == {f"1.0.{name}" for name in (
+        "running_mean", "running_var", "num_batches_tracked")}  # fmt: skip
+    assert report.loss_torch != 0.0
+    assert "forward train" in str(report)
+    assert str(report).rstrip().endswith("agrees")
+    figures = json.loads(report.to_json())
+    assert figures["agrees"] is True
+    assert figures["modules"][0]["path"] == "0"
+
+
+def test_the_module_is_left_as_it_was(module: nn.Module) -> None:
+    before = {name: t.clone() for name, t in module.state_dict().items()}
+    module[3].weight.grad = torch.ones_like(module[3].weight)
+    module[1].eval()
+    tb.parity(module, tb.convert(module, X), X)
+    assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
+    assert torch.equal(module[3].weight.grad, torch.ones_like(module[3].weight))
+    assert [m.training for m in module[1]] == [False] * 3
+    module.train()
+
+
+def test_the_first_wrong_value_is_found(module: nn.Module) -> None:
+    with lowered("aten.gelu.default", lambda x, approximate="none": jax.nn.gelu(x) * 1.0001):
+        report = tb.parity(module, tb.convert(module, X), X)
+    assert not report.agrees
+    assert report.first is not None
+    assert (report.first.mode, report.first.path) == ("eval", "1.1")
+    assert report.first.operator == "aten.gelu.default"
+    assert "gelu" in report.first.source
+    assert "first difference" in str(report)
+    assert "DOES NOT AGREE" in str(report)
+    errors = {row.path: row.eval_error for row in report.modules}
+    assert errors["0"] is not None
+    assert errors["0"] < 1e-5
+    assert errors["1.1"] is not None
+    assert errors["1.1"] > 9e-5
+
+
+def test_a_wrong_gradient_is_found(module: nn.Module) -> None:
+    @jax.custom_vjp
+    def gelu(x: Any) -> Any:
+        return jax.nn.gelu(x, approximate=False)
+
+    gelu.defvjp(lambda x: (gelu(x), None), lambda _, g: (g,))
+    with lowered("aten.gelu.default", lambda x, approximate="none": gelu(x)):
+        report = tb.parity(module, tb.convert(module, X), X)
+    assert report.output_train <= report.forward_tolerance
+    assert not report.agrees
+    assert report.first is None
+    assert report.gradients["3.weight"] < 1e-4  # behind it
+    assert report.gradients["0.weight"] > 1e-2  # in front of it
+
+
+def test_wrong_statistics_are_found(module: nn.Module) -> None:
+    operator = "aten._native_batch_norm_legit_functional.default"
+    right = find_lowering(operator)
+    assert right is not None
+
+    def biased(*args: Any) -> Any:
+        out, mean, invstd, running_mean, running_var = right.fn(*args)
+        return out, mean, invstd, running_mean, running_var * 0.99
+
+    with lowered(operator, biased):
+        report = tb.parity(module, tb.convert(module, X), X)
+    assert not report.agrees
+    assert report.statistics["1.0.running_var"] > 1e-3
+    assert report.statistics["1.0.running_mean"] < 1e-5
+    assert report.output_train <= report.forward_tolerance
+
+
+def test_dropout_everywhere_is_off_for_the_comparison() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+            self.gru = nn.GRU(8, 4, 2, dropout=0.5, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = nn.functional.dropout(self.attention(x, x, x)[0], 0.2, self.training)
+            out, _ = self.attention(out, out, out, need_weights=False)
+            return self.gru(out)[0]
+
+    module, x = Net(), torch.randn(2, 3, 8)
+    assert tb.parity(module, tb.convert(module, x), x).agrees
+
+
+def test_other_randomness_is_refused() -> None:
+    class DropPath(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.rand(x.shape[0], 1).round() if self.training else x
+
+    converted = tb.convert(DropPath(), X[0, 0])
+    with pytest.raises(ConversionError, match=r"aten\.rand.*turn it off"):
+        tb.parity(DropPath(), converted, X[0, 0])
+
+
+def test_another_module_is_refused(module: nn.Module) -> None:
+    converted = tb.convert(nn.Linear(3, 2), torch.ones(2, 3))
+    with pytest.raises(ConversionError, match="other tensors"):
+        tb.parity(module, converted, X)
+    changed = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    converted = tb.convert(changed, torch.ones(2, 3))
+    changed[1] = nn.Sigmoid()
+    with pytest.raises(ConversionError, match="convert it again"):
+        tb.parity(changed, converted, torch.ones(2, 3))
+
+
+def test_keyword_arguments_and_arrays_are_taken() -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor, *, y: torch.Tensor) -> dict[str, Any]:
+            return {"b": x + y, "a": [x * y, None, 3]}
+
+    module = Net()
+    converted = tb.convert(module, x=torch.ones(2, 3), y=torch.ones(3))
+    inputs = {"x": np.ones((4, 3), np.float32), "y": np.ones(3, np.float32)}
+    assert tb.parity(module, converted, inputs).agrees
+
+
+@pytest.fixture
+def _precision() -> Iterator[None]:
+    before = jax.config.jax_default_matmul_precision
+    yield
+    jax.config.update("jax_default_matmul_precision", before)
+
+
+BERT = {
+    "model_type": "bert", "architectures": ["BertForMaskedLM"], "vocab_size": 31,
+    "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("_precision")
+def test_the_command_prints_the_table_and_writes_json(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(BERT))
+    out = tmp_path / "parity.json"
+    arguments = ["check", "--model", f"hf:{config}", "--seq", "5", "--json", str(out)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "compared at batch 3" in done.output
+    assert "bert.encoder.layer.0.attention.self" in done.output
+    assert json.loads(out.read_text())["agrees"] is True
+
+
+@pytest.mark.usefixtures("_precision")
+def test_the_command_takes_factories_and_fails_on_a_difference() -> None:
+    arguments = ["check", "--model", f"{__file__}:cnn", "--input", "input=float32[2,3,8,8]"]
+    with lowered("aten.gelu.default", lambda x, approximate="none": jax.nn.gelu(x) * 1.01):
+        done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1, done.output
+    assert "first difference" in done.output
+    assert "sizes as in the example only: `input` dim 1" in done.output
+
+
+def test_input_descriptions() -> None:
+    batch, argument = parse_input("ids=int64[2,16]<100")
+    assert (batch, argument.name, argument.dtype) == (2, "ids", torch.int64)
+    assert (argument.shape, argument.limit) == ((16,), 100)
+    for text in ("x", "x=float32[]", "x=float33[2]", "=float32[2]", "x=float32[2"):
+        with pytest.raises(CommandError, match=r"expected NAME=DTYPE\[SHAPE\]"):
+            parse_input(text)

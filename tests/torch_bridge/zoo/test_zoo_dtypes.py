@@ -1,0 +1,82 @@
+"""bfloat16 in this process; float64 needs JAX with 64-bit values, and so a process of its own."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from parity import leaves_of
+from zoo_entries import Entry, livelier
+from zoo_torch import ENTRIES as TORCH
+from zoo_transformers import ENTRIES as TRANSFORMERS
+
+import torch_bridge as tb
+from tests.support import quick
+from torch_bridge.dtypes import jax_dtype
+
+
+ENTRIES = TORCH | TRANSFORMERS
+LOW = ("cnn_batch_norm", "recurrent", "transformer_encoder", "norms", "llama", "bert", "convnext")
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if floating else value
+
+
+def _wide(leaf: Any) -> Any:
+    wide = leaf.detach().float().numpy() if isinstance(leaf, torch.Tensor) else leaf
+    return np.asarray(wide).astype(np.float64)
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_bfloat16_is_as_exact_as_torchs(name: str) -> None:
+    """Both round: neither may be further from float32 than about the other is."""
+    entry: Entry = ENTRIES[name]
+    torch.manual_seed(3)
+    exact = livelier(entry.make()).eval()
+    low = copy.deepcopy(exact).bfloat16()
+    call = entry.call(3)
+    args = [_cast(a, torch.bfloat16) for a in call.args]
+    kwargs = {k: _cast(a, torch.bfloat16) for k, a in call.kwargs.items()}
+    converted = tb.convert(low, *args, **kwargs)
+    run = jax.jit(
+        lambda p, b: leaves_of(converted.apply(p, b, *args, **kwargs).output),
+        compiler_options=quick.OPTIONS,
+    )
+    got = run(converted.params, converted.buffers)
+    with torch.no_grad():
+        want = leaves_of(low(*args, **kwargs))
+        truth = leaves_of(exact(*call.args, **call.kwargs))
+    for g, w, t in zip(got, want, truth, strict=True):
+        assert g.dtype == jax_dtype(w.dtype)
+        scale = np.abs(_wide(t)).max() + 1e-6
+        ours, theirs = (np.abs(_wide(x) - _wide(t)).max() / scale for x in (g, w))
+        assert ours <= 2.0 * theirs + 2**-8, (ours, theirs)
+
+
+@pytest.mark.slow
+def test_float64_agrees_to_twelve_digits() -> None:
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, str(here / "x64_case.py")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={
+            **os.environ,
+            "JAX_ENABLE_X64": "1",
+            "XLA_FLAGS": quick.FLAGS,
+            "PYTHONPATH": os.pathsep.join([str(here.parents[2]), str(here.parent), str(here)]),
+        },
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split()[-1] == "done"

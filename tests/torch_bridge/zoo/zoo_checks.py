@@ -1,0 +1,84 @@
+"""The properties that every model of the zoo has; each test file applies them to its table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from parity import relative_error
+from zoo_entries import Entry, Result
+
+import torch_bridge as tb
+
+
+# A gradient that is zero in exact arithmetic (of a key's bias before softmax, of a bias before a
+# normalisation) is rounding only: judged against the largest gradient of the model.
+NEGLIGIBLE = 3e-3
+
+
+def check_forward(result: Result, entry: Entry) -> None:
+    for got, want in (result.evaluated, result.trained):
+        assert got
+        for g, w in zip(got, want, strict=True):
+            assert g.dtype == _narrow(w.dtype)
+            assert relative_error(*_real(g, w)) <= entry.forward
+
+
+def check_gradients(result: Result, entry: Entry) -> None:
+    got, want = result.gradients
+    assert set(got) == {name for name in want if name in result.converted.params}
+    largest = max(float(np.abs(w).max()) for w in want.values() if w.size)
+    assert largest > 0.0
+    for name, gradient in got.items():
+        difference = float(np.abs(gradient - want[name]).max()) if gradient.size else 0.0
+        scale = max(float(np.abs(want[name]).max()) if gradient.size else 0.0, NEGLIGIBLE * largest)
+        assert difference <= entry.gradient * scale, f"{name}: {difference / scale:.2e}"
+
+
+def check_buffers(result: Result, entry: Entry) -> None:
+    got, want = result.buffers
+    for name, value in got.items():
+        assert relative_error(*_real(value, want[name])) <= entry.forward, name
+
+
+def check_round_trip(result: Result) -> None:
+    converted = result.converted
+    params, buffers = tb.load_state_dict(converted, result.before)
+    for given, own in ((params, converted.params), (buffers, converted.buffers)):
+        for name, value in given.items():
+            assert value.dtype == own[name].dtype
+            np.testing.assert_array_equal(value, own[name])
+    back = tb.state_dict(converted, converted.params)
+    assert list(back) == list(result.before)
+    for name, tensor in result.before.items():
+        assert back[name].dtype == tensor.dtype
+        assert torch.equal(back[name], tensor), name
+
+
+def check_step(result: Result, entry: Entry) -> None:
+    got, want = result.stepped
+    assert list(got) == list(want)
+    changed = 0
+    for name, tensor in want.items():
+        assert got[name].dtype == tensor.dtype
+        changed += not torch.equal(tensor, result.before[name])
+        assert relative_error(*_real(got[name].numpy(), tensor.numpy())) <= entry.forward, name
+    assert changed
+
+
+def check_batch(result: Result, entry: Entry) -> None:
+    """All comparisons ran at another batch size; dims that are tied to the example are listed."""
+    fixed = [dim for dim in result.converted.fixed_dims() if dim.endswith(" dim 0")]
+    assert fixed == [f"`{name}` dim 0" for name in entry.fixed]
+
+
+def _narrow(dtype: Any) -> Any:
+    return {np.dtype(np.int64): np.dtype(np.int32)}.get(np.dtype(dtype), np.dtype(dtype))
+
+
+def _real(got: Any, want: Any) -> tuple[Any, Any]:
+    """Complex arrays as pairs of real ones."""
+    if np.iscomplexobj(want):
+        return tuple(np.stack([x.real, x.imag]) for x in (got, want))  # type: ignore[return-value]
+    return got, want

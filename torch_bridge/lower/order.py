@@ -1,0 +1,83 @@
+"""Order statistics beyond sort and topk."""
+
+# mypy: allow-untyped-calls, no-warn-return-any
+# (parts of jax.numpy have no types, or are typed as Any)
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from torch_bridge.dtypes import canonical
+from torch_bridge.lower.registry import register_operator
+
+
+def _picked(x: jax.Array, dim: int, rank: Any, keepdim: bool) -> tuple[jax.Array, jax.Array]:
+    """The value of a rank (0 is the smallest) along a dim, and where it stands."""
+    order = jnp.argsort(x, axis=dim, stable=True)  # NaN last, as in torch
+    index = jnp.take_along_axis(order, jnp.broadcast_to(rank, _one(x, dim)), axis=dim)
+    value = jnp.take_along_axis(x, index, axis=dim)
+    index = index.astype(canonical("int64"))
+    return (value, index) if keepdim else (jnp.squeeze(value, dim), jnp.squeeze(index, dim))
+
+
+def _one(x: jax.Array, dim: int) -> tuple[int, ...]:
+    """The shape of `x` with one element along `dim`."""
+    axis = dim % x.ndim
+    return (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+
+
+def _median_rank(x: jax.Array, dim: int) -> Any:
+    """The lower of the two middle ranks, or the last one (a NaN) where there is a NaN."""
+    length = x.shape[dim]
+    ill = jnp.any(jnp.isnan(x), axis=dim, keepdims=True)
+    return jnp.where(ill, length - 1, (length - 1) // 2)
+
+
+@register_operator("aten.kthvalue.default")
+def kthvalue(
+    x: jax.Array, k: int, dim: int = -1, keepdim: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    return _picked(x, dim, k - 1, keepdim)
+
+
+@register_operator("aten.median.dim")
+def median_dim(x: jax.Array, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    return _picked(x, dim, _median_rank(x, dim), keepdim)
+
+
+@register_operator("aten.median.default")
+def median(x: jax.Array) -> jax.Array:
+    flat = jnp.ravel(x)
+    return _picked(flat, 0, _median_rank(flat, 0), False)[0]
+
+
+def _running(x: jax.Array, dim: int, better: Any) -> tuple[jax.Array, jax.Array]:
+    axis = dim % x.ndim
+    places = jax.lax.broadcasted_iota(canonical("int64"), x.shape, axis)
+
+    def later(a: Any, b: Any) -> Any:
+        wins = better(b[0], a[0]) | jnp.isnan(b[0])
+        return jnp.where(wins, b[0], a[0]), jnp.where(wins, b[1], a[1])
+
+    fixed = jax.lax.stop_gradient(x)
+    _, index = jax.lax.associative_scan(later, (fixed, places), axis=axis)
+    return jnp.take_along_axis(x, index, axis=axis), index  # read by index: torch's gradient
+
+
+@register_operator("aten.cummax.default")
+def cummax(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
+    return _running(x, dim, jnp.greater_equal)  # of equal values the last, as in torch
+
+
+@register_operator("aten.cummin.default")
+def cummin(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
+    return _running(x, dim, jnp.less_equal)
+
+
+@register_operator("aten.aminmax.default")
+def aminmax(
+    x: jax.Array, *, dim: int | None = None, keepdim: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    return jnp.min(x, axis=dim, keepdims=keepdim), jnp.max(x, axis=dim, keepdims=keepdim)

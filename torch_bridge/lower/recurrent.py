@@ -1,0 +1,198 @@
+"""LSTM, GRU and plain RNN layers: one `lax.scan` over time for each layer and direction."""
+
+# mypy: allow-untyped-calls, no-warn-return-any
+# (parts of jax.numpy have no types, or are typed as Any)
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from torch_bridge.dtypes import cast, result_dtype
+from torch_bridge.lower.random import native_dropout
+from torch_bridge.lower.registry import register_operator
+
+
+Step = Callable[[Any, jax.Array], tuple[Any, jax.Array]]
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """One direction of one layer. Shapes: `w_ih (G H, I)`, `w_hh (G H, P)`, `w_hr (P, H)`."""
+
+    w_ih: jax.Array
+    w_hh: jax.Array
+    b_ih: Any
+    b_hh: Any
+    w_hr: Any
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The trailing arguments that all recurrent operators have in common."""
+
+    has_biases: bool
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool
+
+    @property
+    def drops(self) -> bool:
+        return bool(self.train and self.dropout > 0.0 and self.num_layers > 1)
+
+
+def _draws(x: Any, hx: Any, params: Any, *options: Any) -> bool:
+    return _Options(*options).drops
+
+
+def _split(params: Sequence[Any], options: _Options, dtype: Any) -> list[_Weights]:
+    """The flat list of weights, one group for each layer and direction in torch's order."""
+    groups = options.num_layers * (2 if options.bidirectional else 1)
+    each = len(params) // groups
+    projected = each > (4 if options.has_biases else 2)
+    found = []
+    for start in range(0, len(params), each):
+        own = [cast(p, dtype) for p in params[start : start + each]]
+        w_hr = own.pop() if projected else None
+        b_ih, b_hh = (own[2], own[3]) if options.has_biases else (None, None)
+        found.append(_Weights(own[0], own[1], b_ih, b_hh, w_hr))
+    return found
+
+
+def _plus(x: jax.Array, bias: Any) -> jax.Array:
+    return x if bias is None else x + bias
+
+
+def _times(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`x @ weight.T` without the transpose."""
+    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+def _lstm_step(w: _Weights) -> Step:
+    def step(carry: Any, gates: jax.Array) -> tuple[Any, jax.Array]:
+        h, c = carry
+        i, f, g, o = jnp.split(_plus(gates + _times(h, w.w_hh), w.b_hh), 4, axis=-1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        if w.w_hr is not None:
+            h = _times(h, w.w_hr)
+        return (h, c), h
+
+    return step
+
+
+def _gru_step(w: _Weights) -> Step:
+    def step(carry: Any, gates: jax.Array) -> tuple[Any, jax.Array]:
+        (h,) = carry
+        # The hidden part of `n` is gated by `r`, so it cannot be added to the input's part here.
+        hidden = _plus(_times(h, w.w_hh), w.b_hh)
+        xr, xz, xn = jnp.split(gates, 3, axis=-1)
+        hr, hz, hn = jnp.split(hidden, 3, axis=-1)
+        r, z = jax.nn.sigmoid(xr + hr), jax.nn.sigmoid(xz + hz)
+        n = jnp.tanh(xn + r * hn)
+        h = (h - n) * z + n
+        return (h,), h
+
+    return step
+
+
+def _rnn_step(activation: Callable[[jax.Array], jax.Array]) -> Callable[[_Weights], Step]:
+    def of(w: _Weights) -> Step:
+        def step(carry: Any, gates: jax.Array) -> tuple[Any, jax.Array]:
+            (h,) = carry
+            h = activation(_plus(gates + _times(h, w.w_hh), w.b_hh))
+            return (h,), h
+
+        return step
+
+    return of
+
+
+def _layers(
+    x: jax.Array,
+    states: Sequence[jax.Array],
+    params: Sequence[Any],
+    options: _Options,
+    cell: Callable[[_Weights], Step],
+    key: Any,
+) -> tuple[jax.Array, list[jax.Array]]:
+    """All layers. Shapes: x `(T, N, I)` (or batch first), each state `(layers * dirs, N, H)`."""
+    dtype = result_dtype(x, *states, *params)
+    weights = _split(params, options, dtype)
+    directions = 2 if options.bidirectional else 1
+    out = cast(jnp.swapaxes(x, 0, 1) if options.batch_first else x, dtype)
+    finals: list[tuple[jax.Array, ...]] = []
+    for layer in range(options.num_layers):
+        if layer and options.drops:
+            out, _ = native_dropout(out, options.dropout, True, jax.random.fold_in(key, layer))
+        sides = []
+        for direction in range(directions):
+            number = layer * directions + direction
+            w = weights[number]
+            initial = tuple(cast(state[number], dtype) for state in states)
+            # The input's part of all time steps is one large product outside the loop.
+            gates = _plus(_times(out, w.w_ih), w.b_ih)
+            final, side = jax.lax.scan(cell(w), initial, gates, reverse=direction == 1)
+            finals.append(final)
+            sides.append(side)
+        out = jnp.concatenate(sides, axis=-1) if directions == 2 else sides[0]
+    last = [jnp.stack(parts) for parts in zip(*finals, strict=True)]
+    return (jnp.swapaxes(out, 0, 1) if options.batch_first else out), last
+
+
+@register_operator("aten.lstm.input", draws=_draws)
+def lstm(
+    x: jax.Array, hx: Sequence[Any], params: Sequence[Any], *options: Any, key: Any = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    out, (h, c) = _layers(x, hx, params, _Options(*options), _lstm_step, key)
+    return out, h, c
+
+
+@register_operator("aten.gru.input", draws=_draws)
+def gru(
+    x: jax.Array, hx: Any, params: Sequence[Any], *options: Any, key: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    out, (h,) = _layers(x, [hx], params, _Options(*options), _gru_step, key)
+    return out, h
+
+
+@register_operator("aten.rnn_tanh.input", draws=_draws)
+def rnn_tanh(
+    x: jax.Array, hx: Any, params: Sequence[Any], *options: Any, key: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    out, (h,) = _layers(x, [hx], params, _Options(*options), _rnn_step(jnp.tanh), key)
+    return out, h
+
+
+@register_operator("aten.rnn_relu.input", draws=_draws)
+def rnn_relu(
+    x: jax.Array, hx: Any, params: Sequence[Any], *options: Any, key: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    out, (h,) = _layers(x, [hx], params, _Options(*options), _rnn_step(jax.nn.relu), key)
+    return out, h
+
+
+def _cell(step: Step, x: jax.Array, w: _Weights, carry: tuple[Any, ...]) -> Any:
+    return step(carry, _plus(_times(x, w.w_ih), w.b_ih))[0]
+
+
+@register_operator("aten.lstm_cell.default")
+def lstm_cell(
+    x: jax.Array, hx: Sequence[Any], w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    w = _Weights(w_ih, w_hh, b_ih, b_hh, None)
+    h, c = _cell(_lstm_step(w), x, w, tuple(hx))
+    return h, c
+
+
+@register_operator("aten.gru_cell.default")
+def gru_cell(
+    x: jax.Array, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
+) -> jax.Array:
+    w = _Weights(w_ih, w_hh, b_ih, b_hh, None)
+    return _cell(_gru_step(w), x, w, (hx,))[0]

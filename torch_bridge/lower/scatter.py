@@ -1,0 +1,127 @@
+"""Reductions into places given by an index, and the less common ways to write."""
+
+# mypy: allow-untyped-calls, no-warn-return-any
+# (parts of jax.numpy have no types, or are typed as Any)
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from torch_bridge.dtypes import canonical, cast, is_float
+from torch_bridge.lower.index import along
+from torch_bridge.lower.registry import register_operator
+
+
+@register_operator("aten.scatter_reduce.two")
+def scatter_reduce(
+    x: jax.Array, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True
+) -> jax.Array:
+    src = cast(src[tuple(slice(n) for n in index.shape)], x.dtype)
+    where = along(x, dim, index)
+    if reduce in ("amax", "amin"):
+        return _extreme(x, where, src, reduce == "amax", include_self)
+    if reduce == "prod":
+        return _first(x, where, 1, include_self).at[where].multiply(src)
+    total = _first(x, where, 0, include_self).at[where].add(src)
+    if reduce == "sum":
+        return total
+    if reduce != "mean":
+        raise NotImplementedError(f"scatter_reduce(reduce={reduce!r})")
+    counts = jnp.full(x.shape, 1 if include_self else 0, np.int32).at[where].add(1)
+    counts = jnp.maximum(counts, 1).astype(x.dtype)
+    return total / counts if is_float(x) else jnp.floor_divide(total, counts)
+
+
+def _first(x: jax.Array, where: tuple[Any, ...], neutral: Any, include_self: bool) -> jax.Array:
+    """What a reduction starts from: places that are written to may not count themselves."""
+    return x if include_self else x.at[where].set(jnp.asarray(neutral, x.dtype))
+
+
+def _extreme(
+    x: jax.Array, where: tuple[Any, ...], src: jax.Array, largest: bool, include_self: bool
+) -> jax.Array:
+    """The largest or smallest value; its gradient is shared evenly by all that are equal to it."""
+    limits: Any = np.iinfo(x.dtype) if not is_float(x) else jnp.finfo(x.dtype)
+    if is_float(x):
+        neutral = -np.inf if largest else np.inf
+    else:
+        neutral = limits.min if largest else limits.max
+    start = _first(jax.lax.stop_gradient(x), where, neutral, include_self)
+    written = start.at[where]
+    given = jax.lax.stop_gradient(src)
+    best = written.max(given) if largest else written.min(given)
+    if not is_float(x):
+        return best
+    # JAX has no gradient for scatter-max. Value zero, gradient one: each equal term minus itself.
+    own = start == best
+    equal = given == best[where]
+    number = own.astype(x.dtype).at[where].add(equal.astype(x.dtype))
+    zeros = jnp.where(own, x - jax.lax.stop_gradient(x), jnp.zeros((), x.dtype))
+    zeros = zeros.at[where].add(jnp.where(equal, src - given, jnp.zeros((), x.dtype)))
+    return best + zeros / jnp.maximum(number, jnp.ones((), x.dtype))
+
+
+@register_operator("aten.index_copy.default")
+def index_copy(x: jax.Array, dim: int, index: Any, source: Any) -> jax.Array:
+    where = (slice(None),) * (dim % x.ndim) + (index,)
+    return x.at[where].set(cast(source, x.dtype))
+
+
+@register_operator("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
+def index_fill(x: jax.Array, dim: int, index: Any, value: Any) -> jax.Array:
+    where = (slice(None),) * (dim % x.ndim) + (index,)
+    return x.at[where].set(cast(value, x.dtype))
+
+
+@register_operator("aten.masked_scatter.default")
+def masked_scatter(x: jax.Array, mask: Any, source: Any) -> jax.Array:
+    """The i-th True of the mask takes the i-th value of the source."""
+    shape = jnp.broadcast_shapes(x.shape, mask.shape)
+    wanted = jnp.ravel(jnp.broadcast_to(mask, shape))
+    order = jnp.maximum(jnp.cumsum(wanted, dtype=np.int32) - 1, 0)
+    taken = jnp.take(jnp.ravel(cast(source, x.dtype)), order)
+    return jnp.where(mask, jnp.reshape(taken, shape), x)
+
+
+@register_operator("aten.diagonal_scatter.default")
+def diagonal_scatter(
+    x: jax.Array, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> jax.Array:
+    moved = jnp.moveaxis(x, (dim1, dim2), (-2, -1))
+    rows, cols = moved.shape[-2:]
+    length = max(min(rows, cols - offset) if offset >= 0 else min(rows + offset, cols), 0)
+    steps = np.arange(length)
+    where = (..., steps + max(-offset, 0), steps + max(offset, 0))
+    return jnp.moveaxis(moved.at[where].set(cast(src, x.dtype)), (-2, -1), (dim1, dim2))
+
+
+@register_operator("aten.histc.default")
+def histc(x: jax.Array, bins: int = 100, min: Any = 0, max: Any = 0) -> jax.Array:
+    values = jax.lax.stop_gradient(jnp.ravel(x))
+    kind = values.dtype
+    low, high = jnp.asarray(min, kind), jnp.asarray(max, kind)
+    if min == max:  # torch takes the range from the data then
+        low, high = jnp.min(values), jnp.max(values)
+    if not is_float(values):  # whole numbers: count in float32, whatever the values are
+        values, low, high = (cast(v, np.float32) for v in (values, low, high))
+    inside = (values >= low) & (values <= high)
+    place = jnp.floor((values - low) / (high - low) * jnp.asarray(bins, values.dtype))
+    place = jnp.clip(place, 0, bins - 1).astype(np.int32)
+    counts = jnp.zeros((bins,), np.int32).at[place].add(inside.astype(np.int32))
+    return counts.astype(kind)
+
+
+@register_operator("aten.bincount.default")
+def bincount(x: jax.Array, weights: Any = None, minlength: int = 0) -> jax.Array:
+    raise NotImplementedError("bincount has a size that depends on the data; use torch.histc")
+
+
+@register_operator("aten.bucketize.Tensor")
+def bucketize(
+    x: jax.Array, boundaries: Any, *, out_int32: bool = False, right: bool = False
+) -> jax.Array:
+    found = jnp.searchsorted(boundaries, x, side="right" if right else "left")
+    return found.astype(np.int32 if out_int32 else canonical("int64"))

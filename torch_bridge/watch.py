@@ -1,0 +1,201 @@
+"""What a forward does besides computing: it may change its module, or depend on Python's state.
+
+torch.export runs the forward once and keeps what it saw. A counter in Python, or a number from
+`random` or numpy, would be a constant of the graph from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import random
+from collections import OrderedDict
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from fzero.errors import ConversionError
+
+
+_CONTAINERS = (list, dict, set, OrderedDict)
+# Attributes of torch.nn.Module itself, and those that are written at the first call and change
+# nothing (transformers' hooks).
+_HARMLESS = {*vars(torch.nn.Module()), "_output_capturing_hooks_installed"}
+
+
+@contextlib.contextmanager
+def untouched(module: torch.nn.Module, train: bool) -> Iterator[None]:
+    """Put a module into a mode and give it back as it was: modes, tensors, attributes, HF's cache.
+
+    Args:
+        module: the module that a forward will run on.
+        train: which mode it is in meanwhile.
+    """
+    kept = [(m, _snapshot(m)) for m in module.modules()]
+    # The parts of an encoder-decoder have copies of the config.
+    configs = {id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}
+    caching = [(c, c.use_cache) for c in configs.values() if hasattr(c, "use_cache")]
+    try:
+        module.train(train)
+        for config, _ in caching:  # the key-value cache is not a value that export can return
+            config.use_cache = False
+        with torch.enable_grad():
+            yield
+    finally:
+        for config, cache in caching:
+            config.use_cache = cache
+        for m, (attributes, contents) in kept:
+            m.__dict__.clear()
+            m.__dict__.update(attributes)
+            for name, copy in contents.items():
+                _refill(attributes[name], copy)
+
+
+def _snapshot(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A module's attributes, and copies of those that can change in place."""
+    attributes = dict(module.__dict__)
+    contents = {
+        name: value.copy() for name, value in attributes.items() if type(value) in _CONTAINERS
+    }
+    return attributes, contents
+
+
+def _refill(container: Any, contents: Any) -> None:
+    if isinstance(container, list):
+        container[:] = contents
+    else:
+        container.clear()
+        container.update(contents)
+
+
+class PythonState:
+    """The Python values that a forward can depend on and change, at one moment."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.random = random.getstate()
+        self.numpy: Any = np.random.get_state()
+        self.values = {
+            (path, name): value.copy() if type(value) in _CONTAINERS else value
+            for path, m in module.named_modules()
+            for name, value in m.__dict__.items()
+            if name not in _HARMLESS
+        }
+        self.attributes = {key: _comparable(value) for key, value in self.values.items()}
+
+    def drew_numbers(self, later: PythonState) -> bool:
+        """Whether random numbers were drawn outside torch until `later`."""
+        now = later.numpy
+        same = np.array_equal(now[1], self.numpy[1]) and now[2:] == self.numpy[2:]
+        return not same or later.random != self.random
+
+    def changed(self, later: PythonState) -> list[tuple[str, str]]:
+        """The attributes that have other values in `later`, as (submodule path, name)."""
+        old, new = self.attributes, later.attributes
+        names = {*old, *new}
+        return sorted(k for k in names if old.get(k, _MISSING) != new.get(k, _MISSING))
+
+    def put(self, module: torch.nn.Module, names: list[tuple[str, str]]) -> None:
+        """Give attributes the values that they have here."""
+        for path, name in names:
+            attributes = module.get_submodule(path).__dict__
+            if (path, name) in self.values:
+                attributes[name] = self.values[path, name]
+            else:
+                attributes.pop(name, None)
+
+    def restore_random(self) -> None:
+        """Put the random generators back."""
+        random.setstate(self.random)
+        np.random.set_state(self.numpy)
+
+
+@contextlib.contextmanager
+def watch_state(module: torch.nn.Module) -> Iterator[list[PythonState]]:
+    """Record Python's state at the end of each forward (torch.export puts attributes back)."""
+    seen: list[PythonState] = []
+    handle = module.register_forward_hook(lambda *_: seen.append(PythonState(module)))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+_MISSING = object()
+
+
+def _comparable(value: Any) -> Any:
+    """Something to compare by: numbers and strings by value, containers by what they hold."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return (type(value), value)
+    if type(value) in (list, tuple):
+        return (type(value), tuple(_comparable(v) for v in value))
+    if type(value) in (dict, OrderedDict):
+        return (type(value), tuple((k, _comparable(v)) for k, v in value.items()))
+    if type(value) is set:
+        return (set, frozenset(value))
+    return (type(value), id(value))
+
+
+def refuse_python_random(mode: str) -> None:
+    """Say that a forward draws random numbers which export would freeze.
+
+    Raises:
+        ConversionError: always.
+    """
+    raise ConversionError(
+        f"the {mode} forward draws random numbers from Python's `random` or numpy. They would be "
+        "drawn once, at conversion, and be constants from then on. Draw them with torch, or turn "
+        "off what needs them (in transformers: layerdrop=0.0, apply_spec_augment=False)."
+    )
+
+
+def refuse_python_state(names: list[tuple[str, str]], mode: str) -> None:
+    """Say that a forward depends on attributes that it changes.
+
+    Raises:
+        ConversionError: always, with the names.
+    """
+    listed = ", ".join(f"{path}.{name}" if path else name for path, name in names)
+    raise ConversionError(
+        f"the {mode} forward depends on Python attributes that it changes itself: {listed}. "
+        "Their values would be constants of the converted graph. Keep what "
+        "changes in a buffer (register_buffer), which is returned after every call."
+    )
+
+
+def failing_place(error: BaseException, module: torch.nn.Module) -> tuple[str, str] | None:
+    """The submodule path and the Python line in which a forward failed.
+
+    Args:
+        error: what export raised.
+        module: the module that was exported.
+
+    Returns:
+        `(path, line)` of the innermost frame that belongs to a submodule, or None.
+    """
+    paths = {id(m): path or "(root)" for path, m in module.named_modules()}
+    found: tuple[str, str] | None = None
+    for frame, line in _frames(error):
+        path = paths.get(id(frame.f_locals.get("self")))
+        if path is not None and frame.f_code.co_name not in ("__call__", "_call_impl"):
+            file = frame.f_code.co_filename
+            code = linecache.getline(file, line).strip()
+            found = path, f'File "{file}", line {line} | {code}'
+    return found
+
+
+def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """All frames of an error and of those it came from, the outermost first."""
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    for link in chain:
+        trace = link.__traceback__
+        while trace is not None:
+            yield trace.tb_frame, trace.tb_lineno
+            trace = trace.tb_next
