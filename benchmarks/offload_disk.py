@@ -1,7 +1,7 @@
 """The disk tier against raw direct I/O and tensorstore, in GB/s: jax arrays to files and back.
 
     python benchmarks/offload_disk.py --path /nvme/tmp
-    python benchmarks/offload_disk.py --path /nvme/tmp --gib 4 --rounds 7 --json offload_disk.json
+    python benchmarks/offload_disk.py --path /nvme/tmp --gib 4 --rounds 7 --json disk.json
     python benchmarks/offload_disk.py --hash           # the checksums that were compared
 
 Arrays of one size in device memory are written and read by all contestants in turns:
@@ -44,7 +44,7 @@ from fzero.offload import disk, files
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 GOAL = 0.9
-# Bytes of an array, and how many of them unless `--gib` says less.
+# Bytes of an array, and how many of them unless `--gib` or `--files` say less.
 CASES = ((64 * KIB, 4096), (4 * MIB, 256), (256 * MIB, 4))
 
 
@@ -148,9 +148,6 @@ class TensorStoreBuffered(TensorStore):
     """As it is used by default, but read from the disk."""
 
     mode, sync = "default", True
-
-    def read(self) -> None:
-        super().read()
 
     def forget(self) -> None:
         """Takes the files out of the page cache."""
@@ -287,7 +284,7 @@ def compare(path: Path, args: argparse.Namespace) -> tuple[dict[str, Any], commo
     report["request_bytes"], report["in_flight"] = files.CHUNK, files.DEPTH
     rows = []
     for size, number in CASES:
-        number = max(1, min(number, int(args.gib * GIB) // size))
+        number = max(1, min(number, int(args.gib * GIB) // size, args.files))
         seconds = run_case(path, size, number, args)
         case: dict[str, Any] = {"bytes": size, "number": number}
         for what in ("write", "read"):
@@ -308,9 +305,10 @@ def run_case(
     """Seconds of every contestant's writing and reading, in turns."""
     random = np.random.default_rng(0)
     arrays = [
-        jax.block_until_ready(jax.device_put(random.integers(0, 2**32, size // 4, np.uint32)))
+        jax.device_put(random.integers(0, 2**32, size // 4, np.uint32), jax.devices()[0])
         for _ in range(number)
     ]
+    jax.block_until_ready(arrays)
     seconds: dict[str, dict[str, list[float]]] = {
         what: {name: [] for name in CONTESTANTS} for what in ("write", "read")
     }
@@ -383,7 +381,7 @@ def compare_checksums() -> common.Grid:
         cells = []
         for size in (64 * KIB, files.CHUNK):
             # More than the caches hold: that is where shards are.
-            data = [np.full(size, number, np.uint8) for number in range(256 * MIB // size)]
+            data = [np.full(size, number % 256, np.uint8) for number in range(256 * MIB // size)]
             for threads in (1, 2):
                 cells.append(f"{_hash_rate(function, data, threads):.1f}")
         rows.append((name, *cells))
@@ -416,6 +414,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--path", help="a directory on the disk to measure (the temporary one)")
     parser.add_argument("--gib", type=float, default=1.0, help="most data of a case (1)")
+    parser.add_argument("--files", type=int, default=4096, help="most files of a case (4096)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (5)")
     parser.add_argument("--hash", action="store_true", help="compare checksums instead")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")

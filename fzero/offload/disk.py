@@ -230,6 +230,7 @@ def read(leaves: Sequence[DiskArray], memory_kind: str = "device") -> list[jax.A
         files.transfer([file for leaf in arriving for file in leaf.incoming()])
     except PlacementError as error:
         raise error.with_traceback(None) from _bare(error.__cause__)
+    _place_small(arriving)
     return [leaf.array() for leaf in arriving]
 
 
@@ -340,7 +341,9 @@ class _Arriving:
 
     def __init__(self, leaf: DiskArray, memory_kind: str) -> None:
         self._leaf = leaf
-        self._pieces: dict[jax.Device, jax.Array] = {}
+        self.pieces: dict[jax.Device, jax.Array] = {}
+        self.small: list[tuple[jax.Device, Any]] = []
+        self.dtype = leaf.dtype
         # `leaf.sharding` itself where possible: an equal one would be another object.
         self._sharding = leaf.sharding
         if memory_kind != (leaf.sharding.memory_kind or "device"):
@@ -366,35 +369,60 @@ class _Arriving:
     def _place(self, shard: _Shard, devices: Sequence[jax.Device], data: files.Bytes) -> None:
         shape = [stop - start for start, stop in shard.index]
         value = data.view(self._leaf.dtype).reshape(shape)
-        with _exact(self._leaf.dtype):
-            if self._loose:
-                with jax.default_device(devices[0]):
-                    self._pieces[devices[0]] = jax.device_put(value)
-                return
-            if self._alone:
-                self._pieces[devices[0]] = jax.device_put(value, self._sharding)
-                return
-            kind = self._sharding.memory_kind
-            places = [SingleDeviceSharding(device, memory_kind=kind) for device in devices]
-            pieces = jax.device_put([value] * len(places), places)
-        self._pieces.update(zip(devices, pieces, strict=True))
+        if self._loose:
+            with _exact(self._leaf.dtype), jax.default_device(devices[0]):
+                self.pieces[devices[0]] = jax.device_put(value)
+        elif shard.nbytes < _SMALL:
+            self.small += [(device, value) for device in devices]
+        else:
+            places = [self.place(device) for device in devices]
+            with _exact(self._leaf.dtype):
+                pieces = jax.device_put([value] * len(places), places)
+            self.pieces.update(zip(devices, pieces, strict=True))
+
+    def place(self, device: jax.Device) -> Sharding:
+        """Where a piece goes."""
+        if self._alone:
+            return self._sharding
+        return SingleDeviceSharding(device, memory_kind=self._sharding.memory_kind)
 
     def array(self) -> jax.Array:
         """The whole, once all files are there."""
         leaf, sharding = self._leaf, self._sharding
         if self._alone and not leaf._weak:
-            return self._pieces.popitem()[1]
+            return self.pieces.popitem()[1]
         with _exact(leaf.dtype):
             if self._loose:
-                return _weakly(None)(self._pieces.popitem()[1])
+                return _weakly(None)(self.pieces.popitem()[1])
             order = sharding.addressable_devices_indices_map(leaf.shape)
             array = jax.make_array_from_single_device_arrays(
-                leaf.shape, sharding, [self._pieces[device] for device in order], dtype=leaf.dtype
+                leaf.shape, sharding, [self.pieces[device] for device in order], dtype=leaf.dtype
             )
             if leaf._weak:  # in device memory, where programs run
                 array = jax.device_put(array, leaf.sharding)
                 array = jax.device_put(_weakly(leaf.sharding)(array), sharding)
         return array
+
+
+# Shards below this many bytes wait for each other: in one call of jax each costs less, and the
+# threads that read do not wait for the interpreter.
+_SMALL = 1 << 20
+
+
+def _place_small(arriving: Sequence[_Arriving]) -> None:
+    for wide in (False, True):
+        late = [
+            (leaf, device, value)
+            for leaf in arriving
+            for device, value in leaf.small
+            if _is_wide(leaf.dtype) == wide
+        ]
+        if late:
+            places = [leaf.place(device) for leaf, device, _ in late]
+            with _exact(late[0][0].dtype):
+                pieces = jax.device_put([value for _, _, value in late], places)
+            for (leaf, device, _), piece in zip(late, pieces, strict=True):
+                leaf.pieces[device] = piece
 
 
 @functools.lru_cache(maxsize=64)
@@ -407,10 +435,13 @@ def _weakly(sharding: Sharding | None) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(copy, out_shardings=sharding)
 
 
+def _is_wide(dtype: np.dtype[Any]) -> bool:
+    return dtype.itemsize == 8 * (1 + (dtype.kind == "c"))
+
+
 def _exact(dtype: np.dtype[Any]) -> contextlib.AbstractContextManager[Any]:
     """Where 64-bit values keep their dtype: the thread that reads may not have it switched on."""
-    wide = dtype.itemsize == 8 * (1 + (dtype.kind == "c"))
-    return jax.enable_x64(True) if wide else contextlib.nullcontext()
+    return jax.enable_x64(True) if _is_wide(dtype) else contextlib.nullcontext()
 
 
 def _index(index: Sequence[slice] | None, shape: Sequence[int]) -> Index:
