@@ -7,8 +7,7 @@ Each process writes the shards that it can address, each distinct one once, into
 own (`fzero.offload.owners`). The files belong to the handles: they go when the handles do. Bytes
 are written as they are in memory, so every dtype comes back exactly, NaN payloads included.
 
-tensorstore would do as well for large arrays, but not better: `fzero.offload.files` says what was
-compared.
+Plain system calls instead of tensorstore, which was slower: `fzero.offload.files` says more.
 """
 
 from __future__ import annotations
