@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -60,8 +61,7 @@ def is_floating(leaf: Any) -> bool:
 
 def leaf_bytes(leaf: Any, shape: tuple[int, ...] | None = None) -> int:
     """Bytes of a leaf, or of a piece of it that has `shape`."""
-    size = int(np.prod(leaf.shape if shape is None else shape, dtype=np.int64))
-    return size * int(leaf.dtype.itemsize)
+    return math.prod(leaf.shape if shape is None else shape) * int(leaf.dtype.itemsize)
 
 
 def device_bytes(leaf: Any) -> int:

@@ -13,12 +13,18 @@ from tests.support import quick
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # The others compute for longer than they compile, or compare the bits of stages.
-QUICK = ("flax_digits.py", "quickstart.py", "torch_cnn_digits.py")
+QUICK = (
+    "flax_digits.py", "quickstart.py", "torch_cnn_digits.py", "rlhf_offload.py", "offload_4b.py",
+)  # fmt: skip
+# What needs a GPU can do the same in miniature.
+ARGUMENTS = {"offload_4b.py": ["--tiny"]}
 
 # A line of each example's output, with the figures that say that it did its work.
 EXPECTED = {
     "alexnet_pipeline.py": r"largest difference between the loss curves: .* \(bound 1e-05\)",
     "gpt2_pipeline.py": r"largest difference between the loss curves: .* \(bound 1e-05\)",
+    "offload_4b.py": r"and on: loss 5\.\d+ after 2 steps",
+    "rlhf_offload.py": r"the same losses, bit for bit, as without offload",
     "quickstart.py": r"loss 0\.\d+ -> 0\.0\d+ after 50 steps of ZeRO-3",
     "flax_digits.py": r"held-out accuracy 0\.9[5-9]\d after 84 steps",
     "torch_cnn_digits.py": r"held-out accuracy: JAX (0\.9[7-9]\d\d), PyTorch \1",
@@ -31,7 +37,7 @@ def run_example(name):
     flags = {"XLA_FLAGS": quick.FLAGS} if name in QUICK else {}
     # From another folder: an example may not rely on where it is started.
     ran = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)],
+        [sys.executable, str(EXAMPLES / name), *ARGUMENTS.get(name, [])],
         capture_output=True,
         text=True,
         timeout=280,

@@ -160,11 +160,14 @@ class Arriving:
 Leaf = Any  # jax.Array | DiskArray | Pieces | Arriving
 
 
+# States have many leaves and few shardings.
+@functools.lru_cache(maxsize=1024)
 def host_sharding(sharding: Any) -> Any:
     """The same sharding in pinned host memory."""
     return sharding.with_memory_kind(HOST_KIND)
 
 
+@functools.lru_cache(maxsize=1024)
 def on_device(sharding: Any) -> Any:
     """The same sharding in device memory."""
     return sharding.with_memory_kind(DEVICE) if _in_host_memory(sharding) else sharding
