@@ -23,6 +23,7 @@ from torch.utils import _pytree as torch_pytree
 from fzero.errors import ConversionError
 
 from .functions import refuse_functions, watch_functions
+from .in_place import replace_fresh_writes
 from .lower import find_lowering
 from .lower.symbolic import python_function
 from .no_grad import inline_no_grad
@@ -146,6 +147,7 @@ def export_program(
     with untouched(module, train), _quiet():
         program = _export_pure(module, (args, dict(kwargs)), mode, batch_dim)
         inline_no_grad(program)
+        replace_fresh_writes(program.graph_module)
         if not _needs_decomposing(program):
             return program
         try:
@@ -266,10 +268,15 @@ def _needs_decomposing(program: ExportedProgram) -> bool:
             continue
         schema = getattr(node.target, "_schema", None)
         writes = schema is None or schema.is_mutable
-        hidden = any(name in str(node.target) for name in _HIDDEN_WRITES)
+        hidden = any(name in str(node.target) for name in _HIDDEN_WRITES) and not _only_reads(node)
         if writes or hidden or find_lowering(str(node.target)) is None:
             return True
     return False
+
+
+def _only_reads(node: torch.fx.Node) -> bool:
+    """Whether a batch norm uses its running statistics and leaves them alone."""
+    return str(node.target) == "aten.batch_norm.default" and node.args[5] is False
 
 
 def _decompositions() -> Any:

@@ -21,9 +21,14 @@ from fzero.errors import ConversionError
 
 
 _CONTAINERS = (list, dict, set, OrderedDict)
-# Attributes of torch.nn.Module itself, and those that are written at the first call and change
-# nothing (transformers' hooks).
-_HARMLESS = {*vars(torch.nn.Module()), "_output_capturing_hooks_installed"}
+# Attributes that say nothing about the next call: torch.nn.Module's own, the note of transformers
+# that its hooks are there, and the lists in which torch's recurrent layers repeat their weights.
+_HARMLESS = {
+    *vars(torch.nn.Module()),
+    "_output_capturing_hooks_installed",
+    "_flat_weights",
+    "_flat_weight_refs",
+}
 
 
 @contextlib.contextmanager

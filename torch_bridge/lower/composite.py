@@ -59,6 +59,16 @@ def flatten(x: jax.Array, start_dim: int = 0, end_dim: int = -1) -> jax.Array:
     return jnp.reshape(x, (*x.shape[:first], size, *x.shape[last + 1 :]))
 
 
+@register_operator("aten.unflatten.int")
+def unflatten(x: jax.Array, dim: int, sizes: Sequence[int]) -> jax.Array:
+    axis = dim % x.ndim
+    known = 1
+    for n in sizes:
+        known *= n if n != -1 else 1
+    inner = [x.shape[axis] // known if n == -1 else n for n in sizes]
+    return jnp.reshape(x, (*x.shape[:axis], *inner, *x.shape[axis + 1 :]))
+
+
 @register_operator("aten.expand_as.default", "aten.view_as.default")
 def expand_as(x: jax.Array, other: jax.Array) -> jax.Array:
     same = x.size == other.size

@@ -162,6 +162,23 @@ def batch_norm_no_training(
     return _batch_norm_apply(x, running_mean, running_var, weight, bias, eps), None, None
 
 
+@register_operator("aten.batch_norm.default")
+def batch_norm(
+    x: jax.Array,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> jax.Array:
+    """Of a graph in eval mode; in train mode the operator is decomposed to show what it writes."""
+    assert not training
+    return _batch_norm_apply(x, running_mean, running_var, weight, bias, eps)
+
+
 @register_operator("aten._native_batch_norm_legit.no_stats")
 def batch_norm_no_stats(
     x: jax.Array, weight: Any, bias: Any, training: bool, momentum: float, eps: float

@@ -18,7 +18,7 @@ SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "intermediate_size": 24,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "max_position_embeddings": 32,
     "pad_token_id": 0,
@@ -94,29 +94,30 @@ ENTRIES: dict[str, Entry] = {
         model("GPT2LMHeadModel", vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2,
               n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1,
               eos_token_id=2), padded),
-    "llama": Entry(model("LlamaForCausalLM", **GROUPED), padded),
+    "llama": Entry(model("LlamaForCausalLM", **{**GROUPED, "num_hidden_layers": 2}), padded),
     "qwen2": Entry(model("Qwen2ForCausalLM", **GROUPED), tokens),
     "qwen3": Entry(model("Qwen3ForCausalLM", **GROUPED, head_dim=8), padded),
     "mistral": Entry(model("MistralForCausalLM", **GROUPED, sliding_window=3), tokens),
     "gemma2": Entry(
-        model("Gemma2ForCausalLM", **GROUPED, head_dim=8, sliding_window=3), tokens),
+        model("Gemma2ForCausalLM", **{**GROUPED, "num_hidden_layers": 2}, head_dim=8,
+              sliding_window=3), tokens),
     "phi": Entry(model("PhiForCausalLM", **SMALL, resid_pdrop=0.0, embd_pdrop=0.0), tokens),
     "gpt_neox": Entry(model("GPTNeoXForCausalLM", **SMALL), tokens),
     "opt": Entry(
         model("OPTForCausalLM", **SMALL, ffn_dim=24, word_embed_proj_dim=12), padded),
     "bloom": Entry(
-        model("BloomForCausalLM", vocab_size=VOCABULARY, hidden_size=16, n_layer=2, n_head=4,
+        model("BloomForCausalLM", vocab_size=VOCABULARY, hidden_size=16, n_layer=1, n_head=4,
               bos_token_id=1, eos_token_id=2, pad_token_id=0), padded),
     "mixtral": Entry(
         model("MixtralForCausalLM", **GROUPED, num_local_experts=4, num_experts_per_tok=2,
               output_router_logits=True), tokens),
-    "bert": Entry(model("BertForMaskedLM", **SMALL), padded),
+    "bert": Entry(model("BertForMaskedLM", **{**SMALL, "num_hidden_layers": 2}), padded),
     "roberta": Entry(model("RobertaForSequenceClassification", **SMALL), padded),
     "distilbert": Entry(
-        model("DistilBertForQuestionAnswering", vocab_size=VOCABULARY, dim=16, n_layers=2,
+        model("DistilBertForQuestionAnswering", vocab_size=VOCABULARY, dim=16, n_layers=1,
               n_heads=4, hidden_dim=24, max_position_embeddings=32, qa_dropout=0.0), padded),
-    "albert": Entry(model("AlbertForTokenClassification", **SMALL, embedding_size=8,
-                          classifier_dropout_prob=0.0), padded),
+    "albert": Entry(model("AlbertForTokenClassification", **{**SMALL, "num_hidden_layers": 2},
+                          embedding_size=8, classifier_dropout_prob=0.0), padded),
     "electra": Entry(model("ElectraForPreTraining", **SMALL, embedding_size=8), padded),
     "deberta_v2": Entry(
         model("DebertaV2ForMaskedLM", **SMALL, relative_attention=True, position_buckets=8,
@@ -124,7 +125,7 @@ ENTRIES: dict[str, Entry] = {
               max_relative_positions=-1, position_biased_input=False), padded),
     "t5": Entry(
         model("T5ForConditionalGeneration", vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=24,
-              num_layers=2, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0,
+              num_layers=1, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0,
               feed_forward_proj="gated-gelu"), translation),
     "bart": Entry(model("BartForConditionalGeneration", **BART), translation),
     "vit": Entry(model("ViTForImageClassification", **SMALL, **VISION), pixels(8)),
@@ -132,7 +133,7 @@ ENTRIES: dict[str, Entry] = {
         model("DeiTForImageClassificationWithTeacher", **SMALL, **VISION), pixels(8)),
     "swin": Entry(
         model("SwinForImageClassification", image_size=16, patch_size=2, embed_dim=8,
-              depths=[2, 1], num_heads=[2, 4], window_size=4, drop_path_rate=0.0), pixels(16)),
+              depths=[2], num_heads=[2], window_size=4, drop_path_rate=0.0), pixels(16)),
     "convnext": Entry(
         model("ConvNextForImageClassification", hidden_sizes=[8, 12], depths=[1, 1], num_stages=2,
               patch_size=2), pixels(16)),
@@ -153,7 +154,8 @@ ENTRIES: dict[str, Entry] = {
         lambda n: Call((floats(n, 60, seed=2),))),
     "mamba": Entry(
         model("MambaForCausalLM", vocab_size=VOCABULARY, hidden_size=16, state_size=4,
-              num_hidden_layers=2, time_step_rank=4), tokens),
+              num_hidden_layers=1, time_step_rank=4),
+        lambda n: Call((ids(n, 5, high=VOCABULARY),))),
     "segformer": Entry(
         model("SegformerForSemanticSegmentation", num_encoder_blocks=2, depths=[1, 1],
               sr_ratios=[2, 1], hidden_sizes=[8, 12], num_attention_heads=[1, 2],

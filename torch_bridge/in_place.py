@@ -1,0 +1,98 @@
+"""Writes into fresh tensors become new values, where nothing else can see the difference.
+
+`scores += bias` after `scores = q @ k` needs no decomposing of the whole graph, which takes as long
+as tracing it. Everything that is not plainly of this kind (views, buffers, arguments, operators
+that may return their input) is left to torch's own functionalisation.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from torch_bridge.lower import find_lowering
+
+
+# Operators whose result is always memory of its own, whatever their arguments are.
+_FRESH = frozenset(
+    f"aten.{name}"
+    for name in (
+        "linear.default", "matmul.default", "mm.default", "bmm.default", "addmm.default",
+        "baddbmm.default", "conv1d.default", "conv2d.default", "conv3d.default",
+        "add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "rsub.Scalar", "neg.default",
+        "embedding.default", "softmax.int", "layer_norm.default", "sqrt.default", "exp.default",
+        "tanh.default", "sigmoid.default", "gelu.default", "silu.default", "relu.default",
+        "clone.default", "cat.default", "stack.default", "index.Tensor", "where.self",
+        "masked_fill.Scalar", "index_put.default", "copy.default", "lift_fresh_copy.default",
+        "sum.dim_IntList", "mean.dim", "cumsum.default", "pow.Tensor_Scalar",
+        "zeros.default", "ones.default", "full.default", "zeros_like.default", "ones_like.default",
+        "empty.memory_format", "empty_like.default", "full_like.default", "new_zeros.default",
+        "arange.default", "arange.start", "arange.start_step",
+        "topk.default", "sort.default", "max.dim", "min.dim",
+    )
+)  # fmt: skip
+
+
+def replace_fresh_writes(graph_module: torch.fx.GraphModule) -> None:
+    """Replace in-place operators on fresh tensors by their functional forms, in place.
+
+    Args:
+        graph_module: a graph as traced; uses after a write refer to the write, as export leaves
+            them.
+    """
+    graph = graph_module.graph
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        functional = _functional_form(node)
+        if functional is not None and _is_private(node, order) and _keeps_dtype(node):
+            node.target = functional
+            # What was `add_` is an operator like any other now, and fresh in turn.
+    graph_module.recompile()
+
+
+def _functional_form(node: torch.fx.Node) -> Any:
+    """The operator that returns what this one writes, if there is a lowering for it."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return None
+    name, overload = schema.name.removeprefix("aten::"), schema.overload_name or "default"
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(torch.ops.aten, name[:-1], None)
+    found = getattr(packet, overload, None)
+    return found if found is not None and find_lowering(str(found)) is not None else None
+
+
+def _is_private(node: torch.fx.Node, order: dict[torch.fx.Node, int]) -> bool:
+    """Whether the value written to is fresh, and read before the write only, and never viewed."""
+    target = node.args[0] if node.args else None
+    if not isinstance(target, torch.fx.Node) or not _is_fresh(target):
+        return False
+    return all(
+        user is node or (order[user] < order[node] and str(user.target) in _FRESH)
+        for user in target.users
+    )
+
+
+def _is_fresh(node: torch.fx.Node) -> bool:
+    if node.target is operator.getitem:
+        source: Any = node.args[0]
+        return str(source.target) in _FRESH
+    return str(node.target) in _FRESH
+
+
+def _keeps_dtype(node: torch.fx.Node) -> bool:
+    """Whether the functional form gives the dtype that the target has: it may promote."""
+    values = [
+        a.meta.get("val") if isinstance(a, torch.fx.Node) else a
+        for a in (*node.args, *node.kwargs.values())
+    ]
+    target: Any = values[0]
+    for value in values[1:]:
+        if isinstance(value, torch.Tensor) and value.dtype != target.dtype:
+            return str(node.target).startswith(("aten.masked_fill", "aten.index_put"))
+        if isinstance(value, float | complex) and not target.dtype.is_floating_point:
+            return False
+    return True
