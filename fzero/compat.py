@@ -38,6 +38,18 @@ def run_equation(equation: Any, values: Sequence[Any]) -> list[Any]:
     return list(out) if equation.primitive.multiple_results else [out]
 
 
+def to_device(value: jax.Array) -> jax.Array:
+    """Inside jit, a value in device memory; itself if it is not on the host."""
+    if getattr(jax.typeof(value), "memory_space", None) != jax.memory.Space.Host:
+        return value
+    return jax.device_put(value, jax.memory.Space.Device)
+
+
+def to_host(value: jax.Array) -> jax.Array:
+    """Inside jit, a value in pinned host memory."""
+    return jax.device_put(value, jax.memory.Space.Host)
+
+
 def row_major(value: jax.Array) -> jax.Array:
     """Pins an array's memory layout to row-major.
 

@@ -27,7 +27,7 @@ PIPE, REPLICA, DATA = "pipe", "replica", "data"
 AXES = (REPLICA, DATA)
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-REMATS = ("layer", "dots", "none")
+REMATS = ("layer", "dots", "none", "offload")
 REDUCES = ("microbatch", "step")
 BACKENDS = ("mpmd", "spmd")
 TIERS = ("device", "host", "disk")
@@ -50,8 +50,8 @@ class Plan:
         precision: `fp32`; `bf16` or `fp16` compute from one fp32 master.
         clip_norm: largest global gradient norm, or `None`.
         remat: what a `Stack` keeps for its backward pass: `layer`, only each layer's input; `dots`,
-            also the outputs of its matmuls; `none`, everything but casts and reshapes. Gathered
-            weights are never kept.
+            also the outputs of its matmuls; `none`, everything but casts and reshapes; `offload`,
+            each layer's input, in host memory. Gathered weights are never kept.
         min_shard_bytes: leaves smaller than this (one layer's part, in the compute dtype) stay
             whole. A collective over fewer bytes costs its latency and saves nothing.
         reduce: when gradients are reduced. `microbatch`: after each one, so that only shards are
@@ -138,6 +138,12 @@ class Plan:
             for size in self.partition:
                 _expect_int("partition", size, 1)
         self._check_schedule()
+        self._check_tiers()
+        if self.pipe > 1 and self.remat == "offload":
+            raise PlanError(
+                "plan: remat='offload' with pipe > 1: what a stage keeps is handed from program to"
+                " program on the device; use remat='layer'"
+            )
         if self.pipe > 1 and self.reduce == "step":
             raise PlanError(
                 "plan: reduce='step' keeps whole gradients of every stage until the last"
@@ -147,6 +153,23 @@ class Plan:
             raise PlanError(
                 f"plan: reduce='step' keeps whole gradients on every device, which zero={self.zero}"
                 " promises not to do; use reduce='microbatch', or zero=0 or 1"
+            )
+
+    def _check_tiers(self) -> None:
+        tiers = {name: tier for name, tier, _ in _tiers(self.tiers)}
+        if "master" in tiers and not self.keeps_compute_copy:
+            raise PlanError(
+                f"plan: tiers={{'master': ...}}: with precision={self.precision!r} and"
+                f" zero={self.zero} the only parameters are those that the forward pass reads;"
+                " leave it out, or park 'params' (zero=3)"
+            )
+        if "params" not in tiers:
+            return
+        if self.zero != 3 or self.pipe > 1 or tiers["params"] == "disk":
+            raise PlanError(
+                f"plan: tiers={{'params': {tiers['params']!r}}} with zero={self.zero} and"
+                f" pipe={self.pipe}: parameters visit the device layer by layer from the host, with"
+                " zero=3 and pipe=1; park 'opt_state' or 'master' instead"
             )
 
     def _check_schedule(self) -> None:
@@ -265,6 +288,11 @@ class Plan:
         return {"compute": False, "opt_state": self.zero >= 1, "grads": self.reduce != "step"}[
             state_class
         ]
+
+    @property
+    def keeps_inputs(self) -> bool:
+        """Whether a stack's backward pass starts from each layer's input alone."""
+        return self.remat in ("layer", "offload")
 
     def tier(self, state_class: str) -> tuple[str, float]:
         """The tier that a state class is kept in between steps, and the share of its bytes.

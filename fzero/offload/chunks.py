@@ -22,7 +22,8 @@ class Parking:
 
     Args:
         tier: its tier.
-        cut: the dim and the number of equal pieces, for a leaf that is larger than a chunk.
+        cut: the dim and the number of equal pieces, for a leaf that is larger than a chunk. (But
+            parameters that a forward pass reads are whole, and visit an update whole.)
     """
 
     tier: str
@@ -70,8 +71,13 @@ def plan_chunks(plan: Plan, layout: PyTree, shapes: Mapping[str, PyTree]) -> Chu
                 found.append((field, path, owner, leaves[path]))
                 sizes[owner] += bytes_of[path]
     labels, cuts = _packed(plan.stream_bytes, sizes, splits)
+    # Forward passes read parameters from the host as they are: as single arrays.
+    whole = () if plan.keeps_compute_copy else ("params",)
     parked = {
-        (field, path): Parking(plan.tier(field)[0], _same_cut(cuts.get(owner), params[owner], leaf))
+        (field, path): Parking(
+            plan.tier(field)[0],
+            None if field in whole else _same_cut(cuts.get(owner), params[owner], leaf),
+        )
         for field, path, owner, leaf in found
     }
     return Chunks(parked, labels, cuts)

@@ -129,7 +129,7 @@ class StreamedFunction(PlacedFunction):
 
             found = piecewise(
                 part, self.program, small, cuts, self.shardings,
-                arrives=lambda var: var in self._parked, leaves=lambda var: var in self._parking,
+                arrives=self._in_pieces, leaves=lambda var: self._cut_of(var) is not None,
                 reusable=reusable,
             )  # fmt: skip
             if found is not None and self._in_same_pieces(i, found):
@@ -138,8 +138,21 @@ class StreamedFunction(PlacedFunction):
     def _in_same_pieces(self, number: int, pieces: PieceProgram) -> bool:
         """Whether everything that leaves is kept in the pieces that a part would make."""
         part = self.parts[number]
-        cuts = [self._parking[v].cut for v in part.gives if v in self._parking]
-        return all(cut == (pieces.cut.dim, pieces.cut.count) for cut in cuts)
+        cuts = {self._cut_of(var) for var in part.gives} - {None}
+        return cuts <= {(pieces.cut.dim, pieces.cut.count)}
+
+    def _in_pieces(self, var: Var) -> bool:
+        """Whether an argument comes in pieces."""
+        parking = self._parked.get(var)
+        return parking is not None and parking.cut is not None
+
+    def _cut_of(self, var: Var) -> tuple[int, int] | None:
+        """How a result leaves in pieces, if it does."""
+        parking = self._parking.get(var)
+        return None if parking is None else parking.cut
+
+    def _last_piece(self, visit: Visit) -> bool:
+        return visit.piece is None or visit.piece == self._pieces[visit.part].cut.count - 1
 
     def _planned(self) -> Iterator[Visit]:
         for i in range(len(self.parts)):
@@ -191,14 +204,15 @@ class StreamedFunction(PlacedFunction):
         """Starts bringing what a visit reads; by index of the part's reads."""
         arriving = {}
         for i, var in enumerate(self.parts[visit.part].reads):
-            if var in self._parked:
+            # What does not come in pieces comes with the first, and stays until the last.
+            if var in self._parked and (self._in_pieces(var) or not visit.piece):
                 arriving[i] = [start_fetch(part) for part in self._visitors(visit, env[var])]
         self._tell("fetch", visit)
         return arriving
 
     def _visitors(self, visit: Visit, leaf: Leaf) -> Sequence[Any]:
         parts = parts_of(leaf)
-        return parts if visit.piece is None else (parts[visit.piece],)
+        return parts if visit.piece is None or len(parts) == 1 else (parts[visit.piece],)
 
     def _run(
         self,
@@ -210,11 +224,13 @@ class StreamedFunction(PlacedFunction):
         """Runs one visit; what it made and is parked is on its way then, and given back."""
         part = self.parts[visit.part]
         here = {}
+        sources = {i: env[part.reads[i]] for i in arriving}
         for i, moving in arriving.items():
-            arrays = [finish(one) for one in moving]
-            leaf = env[part.reads[i]]
-            whole = visit.piece is None and isinstance(leaf, Pieces)
-            here[i] = joined(leaf, arrays) if whole else arrays[0]
+            arrays, var = [finish(one) for one in moving], part.reads[i]
+            whole = visit.piece is None and isinstance(env[var], Pieces)
+            here[i] = joined(env[var], arrays) if whole else arrays[0]
+            if visit.piece is not None and not self._in_pieces(var):
+                env[var] = here.pop(i)
         if visit.piece is None:
             values = [
                 here[i] if i in here else self._bring(env[var], part.mesh)
@@ -224,11 +240,11 @@ class StreamedFunction(PlacedFunction):
         else:
             results = self._run_piece(visit, env, here)
         self._tell("run", visit)
-        self._release(visit, env, arriving)
+        self._release(visit, env, sources)
         leaving: list[Moving] = []
         for var, value in zip(part.gives, results, strict=True):
             parking = self._parking.get(var)
-            if parking is None:
+            if parking is None or (parking.cut is None and not self._last_piece(visit)):
                 env[var] = value
                 continue
             arrays = [value]
@@ -246,7 +262,7 @@ class StreamedFunction(PlacedFunction):
         into = {}
         for i in pieces.made:
             var = part.gives[i]
-            if var in self._parking:
+            if self._cut_of(var) is not None:
                 continue
             if visit.piece:
                 into[i] = env[var]
@@ -260,17 +276,15 @@ class StreamedFunction(PlacedFunction):
         }  # fmt: skip
         return pieces.run(np.int32(visit.piece or 0), here, kept, into)
 
-    def _release(
-        self, visit: Visit, env: dict[Var, Any], arriving: dict[int, list[Moving]]
-    ) -> None:
+    def _release(self, visit: Visit, env: dict[Var, Any], sources: dict[int, Leaf]) -> None:
         """Frees what was given away and has been read for the last time."""
         part, pieces = self.parts[visit.part], self._pieces.get(visit.part)
-        done = pieces is not None and visit.piece == pieces.cut.count - 1
+        done = pieces is not None and self._last_piece(visit)
         for i, var in enumerate(part.reads):
             if var not in self.donated or self._last[var] != visit.part:
                 continue
-            if i in arriving:
-                for one in self._visitors(visit, env[var]):
+            if i in sources:
+                for one in self._visitors(visit, sources[i]):
                     one.delete()
             elif pieces is not None and done and i in pieces.sliced - set(pieces.source.values()):
                 env[var].delete()  # gradients, mostly

@@ -18,7 +18,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,7 @@ class Pieces:
     dtype: np.dtype[Any]
     sharding: Any
     dim: int
-    parts: tuple[jax.Array | DiskArray, ...]
+    parts: tuple[jax.Array | DiskArray, ...] = field(repr=False)
 
     @property
     def ndim(self) -> int:

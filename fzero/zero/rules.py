@@ -43,9 +43,9 @@ class Rules:
     def fetch(self, split: Split, leaf: jax.Array, again: bool = False) -> jax.Array:
         """A leaf ready for use: cast, then gathered, so that the compute dtype travels.
 
-        `again` marks a backward pass.
+        A leaf on the host comes to the device first. `again` marks a backward pass.
         """
-        leaf = cast_param(self.plan, leaf)
+        leaf = cast_param(self.plan, compat.to_device(leaf))
         whole = self.fence(gather(leaf, split, self.group, again) if self.sharded else leaf)
         return compat.row_major(whole) if self.fenced and self.group.bits else whole
 

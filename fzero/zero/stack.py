@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fzero import compat
 from fzero.model import Context, Piece, Stack, apply_layer, split_shared
 from fzero.tree import PyTree, shapes_of
 from fzero.zero.halves import Rest, first_half
@@ -108,13 +109,13 @@ class _LayerProgram:
     def forward(self, weights: PyTree, x: Any, k: Any) -> tuple[Any, Any, PyTree]:
         """One layer in the forward pass: `(x, what to keep, new buffers)`."""
         floats, rest = x
-        remat = self.static.rules.plan.remat
-        if remat == "layer":
+        plan = self.static.rules.plan
+        if plan.keeps_inputs:
             y, (y_rest, buffers) = self.apply(weights, floats, self.shared, rest, k)
             return (y, y_rest), (floats, rest, k), buffers
         run = jax.checkpoint(
             lambda w, f, s: self.apply(w, f, s, rest, k),
-            policy=remat_policy(remat),
+            policy=remat_policy(plan.remat),
             prevent_cse=False,
         )
         y, (y_rest, buffers), pullback, residuals = forward(
@@ -124,7 +125,7 @@ class _LayerProgram:
 
     def backward(self, weights: PyTree, kept: Any, cotangent: Any) -> tuple[Any, Any, Any]:
         """One layer in the backward pass: gradients of (weights, carry, shared)."""
-        if self.static.rules.plan.remat == "layer":
+        if self.static.rules.plan.keeps_inputs:
             floats, rest, k = kept
             _, pull, _ = jax.vjp(
                 lambda w, f, s: self.apply(w, f, s, rest, k), weights, floats, self.shared,
@@ -254,7 +255,7 @@ def _loop(
 
         def plain(x: Any, k: jax.Array) -> tuple[Any, Any]:
             y, saved, buffers = run(_fetch(static, shards, k), x, k)
-            return y, (saved, buffers)
+            return y, (_away(static, saved), buffers)
 
         x, (saved, buffers) = jax.lax.scan(plain, start, jnp.arange(num))
         return rules.fence(x), (saved, None), buffers
@@ -263,7 +264,7 @@ def _loop(
         x, weights = carry
         following = _fetch(static, shards, k + 1)
         y, saved, buffers = run(weights, x, k)
-        return (y, following), (saved, buffers)
+        return (y, following), (_away(static, saved), buffers)
 
     carry = (start, _fetch(static, shards, 0))
     looped: Any = (None, None)
@@ -293,7 +294,7 @@ def stack_backward(link: StackLink, shards: PyTree, cotangent: Any) -> tuple[PyT
     def kept(k: Any, is_last: bool = False) -> Any:
         if is_last and saved[1] is not None:
             return saved[1]
-        return jax.tree.map(lambda leaf: _at(leaf, k), saved[0])
+        return jax.tree.map(lambda leaf: compat.to_device(_at(leaf, k)), saved[0])
 
     def weights_of(k: Any) -> PyTree:
         return _fetch(static, shards, k, again=True)
@@ -426,6 +427,13 @@ def _joined(looped: Any, last: Any) -> Any:
     if looped is None:
         return jax.tree.map(lambda x: jnp.asarray(x)[None], last)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, jnp.asarray(b)[None]]), looped, last)
+
+
+def _away(static: _Static, saved: Any) -> Any:
+    """What a looped layer keeps, where the plan wants it."""
+    if static.rules.plan.remat != "offload":
+        return saved
+    return jax.tree.map(lambda leaf: compat.to_host(leaf) if leaf.ndim else leaf, saved)
 
 
 def _at(leaf: jax.Array, k: Any) -> jax.Array:

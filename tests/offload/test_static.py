@@ -312,3 +312,92 @@ def test_plans_with_tiers_are_values():
     assert fz.Plan.from_json(plan.to_json()) == plan
     assert hash(plan) == hash(plan.replace(tiers={"master": 0.25, "opt_state": ("disk", 1)}))
     assert fz.Plan(tiers={"opt_state": "device"}) == fz.Plan()
+
+
+PARAMS = [({"params": "host"}, "fp32"), ({"params": "host", "opt_state": "host"}, "bf16"),
+          ({"params": 0.5}, "fp32")]  # fmt: skip
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize(("tiers", "precision"), PARAMS, ids=str)
+def test_parameters_on_the_host(tiers, precision, prefetch):
+    """Layers visit the device one by one, forward and backward; evaluation too."""
+    plan = tiny.plan(zero=3, data=4, precision=precision, prefetch=prefetch, microbatches=2)
+    tx = optax.sgd(0.1, momentum=0.9)
+    expected, trace, _ = run(plan, tx)
+    tiered = plan.replace(tiers=tiers, stream_bytes=300)
+    state, found, _ = run(tiered, tx)
+    same_but_for_roundings(found, trace)
+    evaluate = fz.eval_step(MODEL, tiered)(state, BATCH)
+    plain = fz.eval_step(MODEL, plan)(on_device(state, tx, tiered), BATCH)
+    assert float(evaluate["loss"]) == float(plain["loss"])
+    tiny.close(on_device(state, tx, tiered).params, expected.params, rtol=0, atol=4e-7)
+    if tiers["params"] == "host":
+        fz.placement(state).require(params="host")
+        assert fz.placement(state).bytes_per_device["params"] <= 4  # a scalar
+
+
+def test_parameters_on_the_host_of_a_model_that_is_no_chain():
+    model, batch, tx = tiny.regression(), tiny.points(16), optax.sgd(0.1, momentum=0.9)
+    plan = tiny.plan(zero=3, data=4)
+    expected, trace, _ = run(plan, tx, model, batch=batch)
+    tiered = plan.replace(tiers={"params": "host"})
+    state, found, _ = run(tiered, tx, model, batch=batch)
+    same_but_for_roundings(found, trace)
+    tiny.close(on_device(state, tx, tiered, model).params, expected.params, rtol=0, atol=4e-7)
+
+
+def moves_in_loops(jaxpr, inside=False):
+    """Transfers between memories in a program: (in loops, outside of them)."""
+    found = [0, 0]
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "device_put":
+            found[0 if inside else 1] += len(equation.invars)
+        for value in equation.params.values():
+            for inner in value if isinstance(value, list | tuple) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    within = moves_in_loops(inner, inside or equation.primitive.name == "scan")
+                    found = [a + b for a, b in zip(found, within, strict=True)]
+    return found
+
+
+def test_layers_come_from_the_host_inside_the_loops():
+    """Once per leaf and layer in the forward pass and once in the backward pass."""
+    plan = tiny.plan(zero=3, data=4, tiers={"params": "host"})
+    tx = optax.sgd(0.1)
+    state, step = fz.init(MODEL, tx, plan, rng=0), fz.train_step(MODEL, tx, plan)
+    args = (state.params, state.buffers, None, jax.random.key(0), BATCH)
+    inside, _ = moves_in_loops(jax.make_jaxpr(step._sums)(*args).jaxpr)
+    assert inside == 2 * len(jax.tree.leaves(state.params["blocks"]))
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_saved_activations_on_the_host(zero, prefetch):
+    """The same bits as with `layer`; what loops keep is in host memory."""
+    tx = optax.sgd(0.1, momentum=0.9)
+    plan = tiny.plan(zero=zero, data=4, prefetch=prefetch)
+    expected, trace, _ = run(plan, tx)
+    state, found, step = run(plan.replace(remat="offload"), tx)
+    assert found == trace
+    tiny.same_bits(state, expected)
+    fields, kept = step._parts(state)
+    jaxpr = jax.make_jaxpr(step._step)(fields, kept, BATCH).jaxpr
+    inside, outside = moves_in_loops(jaxpr)
+    # Each layer's input away, and back; looking ahead, the first one after the loop.
+    assert (inside, outside) == (2, int(prefetch))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tiers": {"params": "host"}, "zero": 2}, "with zero=3 and pipe=1"),
+        ({"tiers": {"params": "disk"}}, "layer by layer from the host"),
+        ({"tiers": {"master": "host"}}, "the only parameters are those"),
+        ({"remat": "offload", "pipe": 2, "microbatches": 2}, "use remat='layer'"),
+    ],
+)
+def test_plans_that_cannot_be(options, message):
+    with pytest.raises(fz.PlanError, match=message):
+        fz.Plan(**options)
