@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support import tiny
@@ -50,7 +50,9 @@ def steps(name):
 
 @functools.cache
 def first(name):
-    return fz.init(MODEL, TX, PLANS[name], rng=0)
+    """A state after one step, so that no two leaves are alike."""
+    state, _ = steps(name)[0](fz.init(MODEL, TX, PLANS[name], rng=0), BATCHES[0])
+    return state
 
 
 def copied(state):
@@ -164,8 +166,10 @@ class Machine(RuleBasedStateMachine):
 class TestMachine(Machine.TestCase):
     settings = settings(
         max_examples=SEQUENCES,
-        stateful_step_count=8,
+        stateful_step_count=20,
         deadline=None,
+        # A sequence is short enough to read, and slow to shrink.
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
         derandomize=not os.environ.get("FZERO_NIGHTLY"),
         suppress_health_check=list(HealthCheck),
     )
