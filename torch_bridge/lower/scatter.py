@@ -24,7 +24,7 @@ def scatter_reduce(
     if reduce in ("amax", "amin"):
         return _extreme(x, where, src, reduce == "amax", include_self)
     if reduce == "prod":
-        return _first(x, where, 1, include_self).at[where].multiply(src)
+        return _product(x, where, src, include_self)
     total = _first(x, where, 0, include_self).at[where].add(src)
     if reduce == "sum":
         return total
@@ -62,6 +62,33 @@ def _extreme(
     zeros = jnp.where(own, x - jax.lax.stop_gradient(x), jnp.zeros((), x.dtype))
     zeros = zeros.at[where].add(jnp.where(equal, src - given, jnp.zeros((), x.dtype)))
     return best + zeros / jnp.maximum(number, jnp.ones((), x.dtype))
+
+
+def _product(x: jax.Array, where: tuple[Any, ...], src: jax.Array, include_self: bool) -> jax.Array:
+    """The product; its gradient for a factor is the product of the others, zeros included."""
+    start = _first(jax.lax.stop_gradient(x), where, 1, include_self)
+    given = jax.lax.stop_gradient(src)
+    if not is_float(x):
+        return start.at[where].multiply(given)
+    # JAX has no gradient for repeated factors. As in `_extreme`: value zero, gradient as it is.
+    one, zero = jnp.ones((), x.dtype), jnp.zeros((), x.dtype)
+    alive = start != 0, given != 0
+    num_zeros = (~alive[0]).astype(np.int32).at[where].add((~alive[1]).astype(np.int32))
+    rest = jnp.where(alive[0], start, one).at[where].multiply(jnp.where(alive[1], given, one))
+
+    def others(factor: Any, lives: Any, zeros: Any, product: Any) -> Any:
+        divided = jnp.where(zeros == 0, product / jnp.where(lives, factor, one), zero)
+        return jnp.where(lives, divided, jnp.where(zeros == 1, product, zero))
+
+    counted = jnp.ones(x.shape, bool)
+    if not include_self:
+        counted = counted.at[where].set(False)
+    own = (x - jax.lax.stop_gradient(x)) * others(start, alive[0], num_zeros, rest)
+    terms = jnp.where(counted, own, zero)
+    terms = terms.at[where].add(
+        (src - given) * others(given, alive[1], num_zeros[where], rest[where])
+    )
+    return jnp.where(num_zeros > 0, zero, rest) + terms
 
 
 @register_operator("aten.index_copy.default")

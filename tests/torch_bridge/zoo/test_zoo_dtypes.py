@@ -24,7 +24,7 @@ from torch_bridge.dtypes import jax_dtype
 
 
 ENTRIES = TORCH | TRANSFORMERS
-LOW = ("cnn_batch_norm", "recurrent", "transformer_encoder", "norms", "llama", "bert", "convnext")
+LOW = ("cnn_batch_norm", "recurrent", "transformer_encoder", "llama", "bert", "convnext")
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

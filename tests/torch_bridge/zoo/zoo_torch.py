@@ -210,10 +210,12 @@ class Indexing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.gain = nn.Parameter(torch.ones(4, 5))  # what shows the gradients of everything else
         self.table = nn.Parameter(torch.randn(7, 5))
         self.embed = nn.Embedding(9, 5, padding_idx=3)
 
     def forward(self, x: torch.Tensor, where: torch.Tensor) -> Any:
+        x = x * self.gain
         picked = self.table[where]  # (N, 4, 5)
         wide = where.unsqueeze(-1).expand(-1, -1, 5)
         base = torch.zeros(x.shape[0], 7, 5)
@@ -227,7 +229,9 @@ class Indexing(nn.Module):
             base.scatter_reduce(1, wide, x, "amax"),
             base.scatter_reduce(1, wide, x, "amin", include_self=False),
             base.scatter_reduce(1, wide, x, "mean"),
-            (base + 1).scatter_reduce(1, wide, x, "prod"), base[:, -3:, ::2] + x[:, :3, ::2],
+            (base + 1).scatter_reduce(1, wide, x, "prod"), base.scatter_reduce(1, wide, x, "prod"),
+            base.scatter_reduce(1, wide, F.relu(x), "prod", include_self=False),
+            base[:, -3:, ::2] + x[:, :3, ::2],
             x.index_select(1, torch.tensor([0, 2])), x.index_copy(1, torch.tensor([1]), x[:, :1]),
             x.index_fill(2, torch.tensor([0, 4]), 0.5), x[..., None, [1, 3]], x[:, [0, 1], [2, 3]],
             x.masked_scatter(x > 0, x.flip(1)),
@@ -254,10 +258,12 @@ class Ordering(nn.Module):
 class Products(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.gain = nn.Parameter(torch.ones(4, 6))
         self.a = nn.Parameter(torch.randn(4, 6, 5))
         self.bilinear = nn.Bilinear(6, 4, 3)
 
     def forward(self, x: torch.Tensor) -> Any:
+        x = x * self.gain
         y = torch.einsum("nhi,hij->nhj", x, self.a)
         return (
             y, torch.einsum("nhi,nhi->n", x, x), torch.einsum("...i,kij->...kj", x, self.a),
@@ -273,13 +279,15 @@ class Spectra(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.window = nn.Parameter(torch.ones(8))
         self.filter = nn.Parameter(torch.randn(5, 2))
         self.gain = nn.Parameter(torch.randn(5, dtype=torch.complex64))
 
     def forward(self, x: torch.Tensor) -> Any:
+        x = x * self.window
         spectrum = torch.fft.rfft(x, norm="ortho")
         filtered = spectrum * torch.view_as_complex(self.filter) * self.gain
-        whole = torch.fft.fft2(x, norm="forward") * torch.polar(torch.ones(8), x.mean(0)[0])
+        whole = torch.fft.fft2(x, norm="forward") * torch.polar(x[0, 0].exp(), x.mean(0)[0])
         short = torch.stft(x.flatten(1), 8, 4, window=torch.hann_window(8), return_complex=True)
         return (
             torch.fft.irfft(filtered, n=8, norm="ortho"), torch.fft.ifft(filtered).abs(),
