@@ -49,6 +49,7 @@ def elementwise(x: torch.Tensor) -> Any:
         (-ints).div(4, rounding_mode="trunc"), (-ints) // 4, x.cumsum(1), ints.cumsum(0),
         torch.masked_fill(x, x > 1, -7.0), torch.nan_to_num(x / 0.0), x.double().float(),
         x.long(), (x * 0).bool(), torch.expm1(x), torch.cosh(x), torch.logical_not(x > 0),
+        torch.lgamma(p), torch.digamma(p), torch.erfinv(x / 4), torch.hypot(x, p),
     )  # fmt: skip
 
 
@@ -105,6 +106,8 @@ def indexing(x: torch.Tensor, ids: torch.Tensor) -> Any:
         x.scatter(1, ids, x[:2, :3]), x.scatter_add(1, ids, x[:2, :3]), x.scatter(1, ids, 2.5),
         x.index_add(0, flat, x[flat]), F.one_hot(ids, 5), x[torch.tensor([-1, 0])], y, put,
         torch.take_along_dim(x[:2], ids, 1), x.index_put((flat,), x[flat], accumulate=True),
+        torch.searchsorted(torch.linspace(-2, 2, 6), x), x[:, torch.tril_indices(3, 4)[1]],
+        torch.searchsorted(torch.arange(4), ids, right=True), torch.triu_indices(3, 3, 1),
         F.embedding(ids, x), x[None, :, ids[0]], torch.arange(6) * 2, torch.full((2,), 3),
         torch.zeros(2, 3), torch.ones_like(ids), torch.eye(3), torch.linspace(0, 1, 5),
         torch.tril(torch.ones(4, 4, dtype=torch.bool)),

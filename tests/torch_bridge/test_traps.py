@@ -176,7 +176,7 @@ def test_3_a_rule_that_returns_something_else_is_refused(monkeypatch: pytest.Mon
 
 
 def test_4_dropout_between_recurrent_layers_is_kept() -> None:
-    steps, width = 6, 200
+    steps, width = 3, 120
     for kind in (nn.LSTM, nn.GRU):
         module = kind(3, width, num_layers=2, dropout=0.3)
         x = torch.ones(steps, 2, 3)
@@ -198,7 +198,7 @@ def test_4_dropout_between_recurrent_layers_is_kept() -> None:
         module.train()
         with torch.no_grad():
             wanted = np.mean([module(x)[0].numpy() for _ in range(20)], 0)
-        assert relative_error(drawn, wanted) < 0.15
+        assert relative_error(drawn, wanted) < 0.2
 
 
 class Heads(nn.Module):

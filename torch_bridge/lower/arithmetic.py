@@ -132,6 +132,11 @@ def atan2(x: jax.Array, y: Any) -> jax.Array:
     return jnp.arctan2(*promote_float(x, y))
 
 
+@register_operator("aten.hypot.default")
+def hypot(x: jax.Array, y: Any) -> jax.Array:
+    return jnp.hypot(*promote_float(x, y))
+
+
 @register_operator("aten.clamp.default", "aten.clamp.Tensor")
 def clamp(x: jax.Array, min: Any = None, max: Any = None) -> jax.Array:
     dtype = result_dtype(*(v for v in (x, min, max) if v is not None))
@@ -209,6 +214,9 @@ for _name, _fn in {
     "atanh": jnp.arctanh,
     "erf": jax.lax.erf,
     "erfc": jax.lax.erfc,
+    "erfinv": jax.lax.erf_inv,
+    "lgamma": jax.lax.lgamma,
+    "digamma": jax.lax.digamma,
     "sigmoid": jax.nn.sigmoid,
 }.items():
     _unary_float(_name, _fn)

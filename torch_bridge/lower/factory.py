@@ -112,6 +112,16 @@ def fill(x: jax.Array, value: Any) -> jax.Array:
     return jnp.full(x.shape, value, x.dtype)
 
 
+@register_operator("aten.tril_indices.default")
+def tril_indices(row: int, col: int, offset: int = 0, dtype: Any = None, **_: Any) -> jax.Array:
+    return jnp.asarray(np.tril_indices(row, offset, col), _number_dtype((0,), dtype))
+
+
+@register_operator("aten.triu_indices.default")
+def triu_indices(row: int, col: int, offset: int = 0, dtype: Any = None, **_: Any) -> jax.Array:
+    return jnp.asarray(np.triu_indices(row, offset, col), _number_dtype((0,), dtype))
+
+
 @register_operator("aten.eye.default", "aten.eye.m")
 def eye(n: int, m: int | None = None, dtype: Any = None, **_: Any) -> jax.Array:
     return jnp.eye(n, m, dtype=jax_dtype(dtype))

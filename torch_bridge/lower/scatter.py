@@ -146,6 +146,21 @@ def bincount(x: jax.Array, weights: Any = None, minlength: int = 0) -> jax.Array
     raise NotImplementedError("bincount has a size that depends on the data; use torch.histc")
 
 
+@register_operator("aten.searchsorted.Tensor")
+def searchsorted(
+    sorted_sequence: jax.Array,
+    x: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Any = None,
+) -> jax.Array:
+    if sorted_sequence.ndim != 1 or sorter is not None:
+        raise NotImplementedError("searchsorted in rows of their own, or with a sorter")
+    return bucketize(x, sorted_sequence, out_int32=out_int32, right=right or side == "right")
+
+
 @register_operator("aten.bucketize.Tensor")
 def bucketize(
     x: jax.Array, boundaries: Any, *, out_int32: bool = False, right: bool = False
