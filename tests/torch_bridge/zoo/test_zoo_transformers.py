@@ -18,6 +18,7 @@ def result_of(name: str) -> Result:
     return evaluate(ENTRIES[name])
 
 
+@pytest.mark.slow  # the first test of a model converts it, and this is the longest file
 @every_model
 def test_outputs_agree_in_both_modes(name: str) -> None:
     checks.check_forward(result_of(name), ENTRIES[name])
