@@ -28,9 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
         made = tempfile.TemporaryDirectory(prefix="fzero-tests-")
         config.add_cleanup(made.cleanup)
         folder = os.environ["JAX_COMPILATION_CACHE_DIR"] = made.name
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

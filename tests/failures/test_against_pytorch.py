@@ -27,7 +27,8 @@ import fzero as fz
 # Promised. Losses are about 5, where float32 steps by 5e-7; PyTorch with one thread differs from
 # PyTorch with two by 1e-6, and fzero from either by 2e-6.
 WITHIN = 5e-6
-PREFIX = 8
+# Steps of the stages that are compared with stage 3.
+PREFIX = 4
 STORED = json.loads((Path(__file__).parents[1] / "data/peers/small_losses.json").read_text())
 PYTORCH = np.array(STORED["losses"]["float32"])
 EXACT = np.array(STORED["losses"]["float64"])
@@ -123,7 +124,7 @@ def test_other_stages_have_the_same_bits(zero: int, model: Any, curve_3: Curve) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wrong", "steps"), [({"decay": 0.0}, PREFIX), ({"eps": 1e-6}, 3)])
+@pytest.mark.parametrize(("wrong", "steps"), [({"decay": 0.0}, 8), ({"eps": 1e-6}, 3)])
 def test_wrong_adamw_is_seen(wrong: dict[str, float], steps: int, stage_3: Stage) -> None:
     # After all 30 steps 2e-4 and 6e-4.
     assert apart(stage_3.run(steps, **wrong).losses) > 2 * WITHIN

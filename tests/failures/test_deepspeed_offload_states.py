@@ -8,11 +8,13 @@ noticed. Shown: leaves are values, so there is no flight to be in; the losses an
 those of a run that never moved anything, bit for bit.
 """
 
+import functools
+
 import jax
 import numpy as np
 import optax
 import pytest
-from failure_cases import STAGES, batch_at, bits, tiny_model
+from failure_cases import STAGES, batch_at, bits, build, tiny_model
 
 import fzero as fz
 
@@ -20,17 +22,20 @@ import fzero as fz
 pytestmark = pytest.mark.quick
 
 STEPS = 4
+MODEL, ADAMW = tiny_model(), optax.adamw(1e-2)
+# Runs that moved and runs that did not share their programs.
+built = functools.cache(functools.partial(build, MODEL))
 
 
 def plan(zero, **options):
     return fz.Plan(zero=zero, data=4, min_shard_bytes=0, **options)
 
 
-def run(model, tx, plan, between=lambda state: state, steps=STEPS):
-    state, step = fz.init(model, tx, plan, rng=0), fz.train_step(model, tx, plan)
-    losses = []
+def run(tx, plan, between=lambda state: state, steps=STEPS):
+    made = built(tx, plan)
+    state, losses = made.start(), []
     for number in range(steps):
-        state, metrics = step(state, batch_at(number))
+        state, metrics = made.train(state, batch_at(number))
         losses.append(float(metrics["loss"]))
         state = between(state)
     return bits(fz.reload(state)), losses
@@ -40,7 +45,6 @@ def run(model, tx, plan, between=lambda state: state, steps=STEPS):
 @pytest.mark.parametrize("to", ["host", "disk"])
 def test_after_the_first_iteration_and_again_and_again(zero, to, tmp_path):
     """With ZeRO-3 stacks gather ahead: a step has finished with its gathers when it returns."""
-    model, tx = tiny_model(), optax.adamw(1e-2)
     each = plan(zero, prefetch=True) if zero == 3 else plan(zero)
 
     def cycle(state):
@@ -48,7 +52,7 @@ def test_after_the_first_iteration_and_again_and_again(zero, to, tmp_path):
         state = fz.offload(state, to=to, path=tmp_path)
         return fz.reload(state, non_blocking=True)
 
-    assert run(model, tx, each, cycle) == run(model, tx, each)
+    assert run(ADAMW, each, cycle) == run(ADAMW, each)
 
 
 OPTIMIZERS = {
@@ -62,16 +66,15 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer(name):
-    model, tx = tiny_model(), OPTIMIZERS[name]
-    moved = run(model, tx, plan(3), lambda state: fz.reload(fz.offload(state)), steps=2)
-    assert moved == run(model, tx, plan(3), steps=2)
+    tx = OPTIMIZERS[name]
+    moved = run(tx, plan(3), lambda state: fz.reload(fz.offload(state)), steps=2)
+    assert moved == run(tx, plan(3), steps=2)
 
 
 def test_no_optimizer():
     """Reference and reward models have none."""
-    model = tiny_model()
-    state = fz.init(model, None, plan(3), rng=0)
-    evaluate = fz.eval_step(model, plan(3))
+    state = fz.init(MODEL, None, plan(3), rng=0)
+    evaluate = fz.eval_step(MODEL, plan(3))
     before = float(evaluate(state, batch_at(0))["loss"])
     state = fz.offload(state)
     assert fz.placement(state).bytes_per_device["total"] == 0
@@ -96,42 +99,36 @@ def test_parameter_groups_keep_their_order():
         assert bits(back) == before
         return back
 
-    assert run(tiny_model(), tx, plan(3), cycle) == run(tiny_model(), tx, plan(3))
+    assert run(tx, plan(3), cycle) == run(tx, plan(3))
 
 
 @pytest.mark.parametrize("zero", STAGES)
 def test_gradients_between_backward_and_step(zero):
     """An accumulation in progress is part of the state."""
-    model, tx = tiny_model(), optax.adamw(1e-2)
-    add = fz.accumulate_step(model, tx, plan(zero))
-    step = fz.train_step(model, tx, plan(zero))
-    results = []
+    made, results = built(ADAMW, plan(zero)), []
     for park in (lambda s: s, lambda s: fz.reload(fz.offload(s, ["lp_grads", "opt_state"]))):
-        state = fz.init(model, tx, plan(zero), rng=0)
-        state, _ = add(state, batch_at(0))
-        state, _ = add(park(state), batch_at(1))
-        state, metrics = step(park(state), batch_at(2))
+        state, _ = made.accumulate(made.start(), batch_at(0))
+        state, _ = made.accumulate(park(state), batch_at(1))
+        state, metrics = made.train(park(state), batch_at(2))
         results.append((bits(state), float(metrics["loss"])))
     assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("include", ["params", "opt_state", "grads"])
 def test_use_after_offload_is_noticed(include):
-    model, tx = tiny_model(), optax.adamw(1e-2)
-    state, _ = fz.accumulate_step(model, tx, plan(3))(
-        fz.init(model, tx, plan(3), rng=0), batch_at(0)
-    )
+    made = built(ADAMW, plan(3))
+    state, _ = made.accumulate(made.start(), batch_at(0))
     before = bits(state)
     state = fz.offload(state, include)
     with pytest.raises(fz.PlacementError, match=rf"{include}/.*fz\.reload"):
-        fz.train_step(model, tx, plan(3))(state, batch_at(1))
+        made.train(state, batch_at(1))
     assert bits(fz.reload(state)) == before
 
 
 def test_and_so_is_use_of_the_state_from_before():
-    model, tx = tiny_model(), optax.adamw(1e-2)
-    state = fz.init(model, tx, plan(1), rng=0)
+    made = built(ADAMW, plan(1))
+    state = made.start()
     parked = fz.offload(state, "opt_state")
     with pytest.raises(fz.StateConsumedError, match="offload"):
-        fz.train_step(model, tx, plan(1))(state, batch_at(0))
-    assert np.isfinite(float(fz.eval_step(model, plan(1))(parked, batch_at(0))["loss"]))
+        made.train(state, batch_at(0))
+    assert np.isfinite(float(made.evaluate(parked, batch_at(0))["loss"]))

@@ -1,5 +1,6 @@
 """Moving leaves between tiers: the same tree and bits, and only what was asked for."""
 
+import functools
 import gc
 import re
 import time
@@ -23,9 +24,30 @@ MODEL, TX, BATCH = tiny.chain(2), optax.adamw(1e-2), tiny.tokens(16)
 CLASSES = ("params", "compute", "opt_state", "buffers", "grads")
 
 
+@functools.cache
+def first(plan):
+    return fz.init(MODEL, TX, plan, rng=0)
+
+
 def made(**options):
+    """A plan and a state of its own."""
     plan = tiny.plan(**{"data": 4, **options})
-    return plan, fz.init(MODEL, TX, plan, rng=0)
+    return plan, tiny.copied(first(plan))
+
+
+@functools.cache
+def train_step(plan):
+    return fz.train_step(MODEL, TX, plan)
+
+
+@functools.cache
+def accumulate_step(plan):
+    return fz.accumulate_step(MODEL, TX, plan)
+
+
+@functools.cache
+def eval_step(plan):
+    return fz.eval_step(MODEL, plan)
 
 
 def tiers(state):
@@ -43,28 +65,29 @@ def to(request):
 
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_there_and_back(zero, precision, to, tmp_path):
+def test_there_and_back(zero, precision, tmp_path):
     plan, state = made(zero=zero, precision=precision)
-    accumulate = fz.accumulate_step(MODEL, TX, plan)
+    accumulate = accumulate_step(plan)
     state, _ = accumulate(state, BATCH)
     before, structure = tiny.host(state), jax.tree.structure(state)
     shardings = {path: leaf.sharding for path, leaf in named_leaves(state)}
     total = fz.placement(state).bytes_per_device["total"]
 
-    parked = fz.offload(state, to=to, path=tmp_path)
-    assert jax.tree.structure(parked) == structure
-    where = fz.placement(parked).require(**dict.fromkeys(CLASSES, to))
-    assert where.bytes_per_device["total"] == 0
-    held = where.host_bytes_per_device if to == "host" else where.disk_bytes_per_device
-    assert held["total"] == total
+    for to in ("host", "disk"):
+        parked = fz.offload(state, to=to, path=tmp_path)
+        assert jax.tree.structure(parked) == structure
+        where = fz.placement(parked).require(**dict.fromkeys(CLASSES, to))
+        assert where.bytes_per_device["total"] == 0
+        held = where.host_bytes_per_device if to == "host" else where.disk_bytes_per_device
+        assert held["total"] == total
 
-    back = fz.reload(parked)
-    fz.placement(back).require(**dict.fromkeys(CLASSES, "device"))
-    assert jax.tree.structure(back) == structure
-    assert {path: leaf.sharding for path, leaf in named_leaves(back)} == shardings
-    assert list(tmp_path.rglob("*.shard")) == []
-    after = tiny.host(back)
-    assert all(before[path].tobytes() == after[path].tobytes() for path in before)
+        state = fz.reload(parked)
+        fz.placement(state).require(**dict.fromkeys(CLASSES, "device"))
+        assert jax.tree.structure(state) == structure
+        assert {path: leaf.sharding for path, leaf in named_leaves(state)} == shardings
+        assert list(tmp_path.rglob("*.shard")) == []
+        after = tiny.host(state)
+        assert all(before[path].tobytes() == after[path].tobytes() for path in before)
 
 
 def test_moving_what_is_there_is_free(to, tmp_path):
@@ -92,7 +115,7 @@ WORDS = [
 @pytest.mark.parametrize(("include", "expected"), WORDS, ids=[str(word) for word, _ in WORDS])
 def test_words(include, expected):
     plan, state = made(zero=1, precision="bf16")
-    state, _ = fz.accumulate_step(MODEL, TX, plan)(state, BATCH)
+    state, _ = accumulate_step(plan)(state, BATCH)
     parked = fz.offload(state, include)
     assert {path.split("/")[0] for path in in_tier(parked, "host")} == expected
     assert {path.split("/")[0] for path in in_tier(parked, "device")} == (
@@ -136,7 +159,7 @@ def test_the_largest_leaves_until_their_share_of_the_bytes(fraction):
 def test_the_source_is_given_away_and_says_to_what():
     plan, state = made()
     parked = fz.offload(state, "opt_state")
-    for touch in (fz.placement, fz.reload, lambda s: fz.train_step(MODEL, TX, plan)(s, BATCH)):
+    for touch in (fz.placement, fz.reload, lambda s: train_step(plan)(s, BATCH)):
         with pytest.raises(fz.StateConsumedError, match="consumed by offload"):
             touch(state)
     back = fz.reload(parked)
@@ -158,24 +181,24 @@ def test_or_kept(to, tmp_path):
 
 def test_without_waiting(to, tmp_path):
     plan, state = made()
-    step = fz.train_step(MODEL, TX, plan)
+    step = train_step(plan)
     before = tiny.host(state)
     for _ in range(3):
         state = fz.offload(state, to=to, non_blocking=True, path=tmp_path)
         state = fz.reload(state, non_blocking=True)
     assert all(before[p].tobytes() == v.tobytes() for p, v in tiny.host(fz.reload(state)).items())
-    plain = fz.init(MODEL, TX, plan, rng=0)
+    plain = made()[1]
     state, metrics = step(fz.reload(fz.offload(plain, to=to, path=tmp_path)), BATCH)
-    _, expected = step(fz.init(MODEL, TX, plan, rng=0), BATCH)
+    _, expected = step(made()[1], BATCH)
     assert float(metrics["loss"]) == float(expected["loss"])
 
 
 def test_the_first_use_waits(tmp_path):
     plan, state = made()
-    step = fz.train_step(MODEL, TX, plan)
-    expected = float(step(fz.init(MODEL, TX, plan, rng=0), BATCH)[1]["loss"])
+    step = train_step(plan)
+    expected = float(step(made()[1], BATCH)[1]["loss"])
     for tier in ("host", "disk"):
-        state = fz.init(MODEL, TX, plan, rng=0)
+        _, state = made()
         state = fz.offload(state, to=tier, non_blocking=True, path=tmp_path)
         state = fz.reload(state, non_blocking=True)
         assert float(step(state, BATCH)[1]["loss"]) == expected
@@ -183,7 +206,7 @@ def test_the_first_use_waits(tmp_path):
 
 def test_a_step_refuses_parked_leaves_that_it_needs(to, tmp_path):
     plan, state = made(zero=3)
-    train, evaluate = fz.train_step(MODEL, TX, plan), fz.eval_step(MODEL, plan)
+    train, evaluate = train_step(plan), eval_step(plan)
     expected = float(evaluate(state, BATCH)["loss"])
     state = fz.offload(state, "opt_state", to=to, path=tmp_path)
     with pytest.raises(fz.PlacementError) as error:
@@ -196,7 +219,7 @@ def test_a_step_refuses_parked_leaves_that_it_needs(to, tmp_path):
     assert "fz.reload(state, ['opt_state'])" in text
     # Evaluation and accumulation need no optimizer state.
     assert float(evaluate(state, BATCH)["loss"]) == expected
-    state, _ = fz.accumulate_step(MODEL, TX, plan)(state, BATCH)
+    state, _ = accumulate_step(plan)(state, BATCH)
     fz.placement(state).require(opt_state=to)
     state = fz.offload(state, "params", to=to, path=tmp_path)
     for use in (
@@ -237,7 +260,7 @@ def test_a_disk_that_fails_half_way_loses_nothing(tmp_path, monkeypatch):
     # In the background, the failure comes with the first use, and the values are still there.
     broken = fz.offload(state, to="disk", path=file / "folder", non_blocking=True)
     with pytest.raises(fz.PlacementError, match=str(file)):
-        fz.eval_step(MODEL, plan)(broken, BATCH)
+        eval_step(plan)(broken, BATCH)
     back = fz.reload(broken)
     assert all(before[p].tobytes() == v.tobytes() for p, v in tiny.host(back).items())
 
@@ -279,7 +302,7 @@ def test_memory_too_small_for_the_copy_gives_the_state_in_between(monkeypatch):
 def test_no_optimizer_no_problem(to, tmp_path):
     plan = tiny.plan(data=4, zero=3)
     state = fz.init(MODEL, None, plan, rng=0)
-    evaluate = fz.eval_step(MODEL, plan)
+    evaluate = eval_step(plan)
     expected = float(evaluate(state, BATCH)["loss"])
     state = fz.offload(state, to=to, path=tmp_path)
     assert fz.placement(state).bytes_per_device["total"] == 0
@@ -326,9 +349,8 @@ def test_odd_leaves(zero, to, tmp_path):
 @pytest.mark.parametrize("zero", [1, 3])
 def test_pipelines(zero, to, tmp_path):
     plan = tiny.plan(zero=zero, pipe=2, data=2, microbatches=2)
-    step, evaluate = fz.train_step(MODEL, TX, plan), fz.eval_step(MODEL, plan)
-    plain = fz.init(MODEL, TX, plan, rng=0)
-    moved = fz.init(MODEL, TX, plan, rng=0)
+    step, evaluate = train_step(plan), eval_step(plan)
+    plain, moved = (tiny.copied(first(plan)) for _ in range(2))
     for _ in range(2):
         moved = fz.reload(fz.offload(moved, to=to, path=tmp_path))
         moved, metrics = step(moved, BATCH)

@@ -146,6 +146,19 @@ def on_one_device(tree: Any) -> Any:
     return jax.tree.map(jnp.asarray, jax.device_get(tree))
 
 
+def copied(tree: Any) -> Any:
+    """The same tree in memory of its own, laid out the same: a step may consume it."""
+
+    def copy(leaf: jax.Array) -> jax.Array:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        return jax.make_array_from_callback(
+            leaf.shape, leaf.sharding, lambda index: np.array(np.asarray(leaf)[index])
+        )
+
+    return jax.tree.map(copy, tree)
+
+
 def host(tree: Any) -> dict[str, np.ndarray]:
     """Every leaf as a numpy array, by path; keys as their data."""
 
