@@ -23,7 +23,7 @@ from torch.utils import _pytree as torch_pytree
 from fzero.errors import ConversionError
 
 from .functions import refuse_functions, watch_functions
-from .in_place import replace_fresh_writes
+from .in_place import remove_hidden_aliases, replace_fresh_writes
 from .lower import find_lowering
 from .lower.symbolic import python_function
 from .no_grad import inline_no_grad
@@ -147,6 +147,7 @@ def export_program(
     with untouched(module, train), _quiet():
         program = _export_pure(module, (args, dict(kwargs)), mode, batch_dim)
         inline_no_grad(program)
+        remove_hidden_aliases(program.graph_module)
         replace_fresh_writes(program.graph_module)
         if not _needs_decomposing(program):
             return program

@@ -35,6 +35,39 @@ _FRESH = frozenset(
 )  # fmt: skip
 
 
+# They return their argument itself if they are not active, although their schema does not say so.
+_DROPOUTS = frozenset(
+    f"aten.{name}.default"
+    for name in ("dropout", "dropout_", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+)
+
+
+def remove_hidden_aliases(graph_module: torch.fx.GraphModule) -> None:
+    """Remove operators that return their argument itself, in place.
+
+    torch decomposes an inactive dropout to a copy, so that a later write into its result would no
+    longer reach the argument as it does in PyTorch.
+
+    Args:
+        graph_module: a graph as traced.
+    """
+    for node in list(graph_module.graph.nodes):
+        if _returns_its_argument(node):
+            node.replace_all_uses_with(node.args[0])
+            graph_module.graph.erase_node(node)
+    graph_module.recompile()
+
+
+def _returns_its_argument(node: torch.fx.Node) -> bool:
+    if str(node.target) == "aten.type_as.default":
+        source: Any = node.args[0]
+        return bool(source.meta["val"].dtype == node.meta["val"].dtype)
+    if str(node.target) not in _DROPOUTS:
+        return False
+    _, p, train = node.args
+    return train is False or p == 0
+
+
 def replace_fresh_writes(graph_module: torch.fx.GraphModule) -> None:
     """Replace in-place operators on fresh tensors by their functional forms, in place.
 

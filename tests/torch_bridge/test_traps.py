@@ -493,6 +493,31 @@ def test_15_writes_through_views_reach_what_they_view() -> None:
     check_parity(Views(), X)
 
 
+class Aliases(nn.Module):
+    """Writes that reach values computed before, under names that do not look like views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.dropout = nn.Dropout(0.0)  # inactive: gives back its argument itself
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.linear(x)
+        self.dropout(h).add_(1.0)
+        h.float().contiguous().type_as(x).mul_(2.0)
+        k = h + 1
+        h.add_(k)
+        t = h.tanh()
+        v = h.view(-1)
+        h.mul_(t).add_(h)
+        return h, k, t, v
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_15_writes_reach_all_names_of_a_value(train: bool) -> None:
+    check_parity(Aliases(), X, train=train)
+
+
 def test_gelu_is_exact_where_torchs_is() -> None:
     x = torch.linspace(-6, 6, 241).reshape(1, 241).repeat(2, 1)
     for module in (nn.GELU(), nn.GELU(approximate="tanh")):
