@@ -24,7 +24,7 @@ from fzero.pipeline import partition
 
 
 jax.config.update("jax_num_cpu_devices", 8)  # virtual devices, before anything uses jax
-BATCH, SEQ, STEPS = 32, 32, 24
+BATCH, SEQ, STEPS = 16, 32, 24
 # Relative. Stages are compiled apart, so the last bits of their sums differ, and every step carries
 # that on.
 BOUND = 1e-5
@@ -102,7 +102,7 @@ def train(plan):
     return np.array(losses), state
 
 
-plan = fz.Plan(zero=3, data=2, pipe=4, microbatches=8, schedule="1f1b", clip_norm=1.0)
+plan = fz.Plan(zero=3, data=2, pipe=4, microbatches=4, schedule="1f1b", clip_norm=1.0)
 alone, _ = train(plan.replace(pipe=1))
 losses, state = train(plan)
 for number in range(0, STEPS, 6):

@@ -14,7 +14,8 @@ from tests.support import quick
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # The others compute for longer than they compile, or compare the bits of stages.
 QUICK = (
-    "flax_digits.py", "quickstart.py", "torch_cnn_digits.py", "rlhf_offload.py", "offload_4b.py",
+    "flax_digits.py", "gpt2_pipeline.py", "quickstart.py", "torch_cnn_digits.py",
+    "rlhf_offload.py", "offload_4b.py",
 )  # fmt: skip
 # What needs a GPU can do the same in miniature.
 ARGUMENTS = {"offload_4b.py": ["--tiny"]}

@@ -84,10 +84,17 @@ def mixed():
     )
 
 
-def compare(model, plan, batch, atol=2e-6):
+@cache
+def whole(model, plan):
+    """Gradients of `points` without a pipeline, of plans that differ by theirs only."""
+    return gradients(model, plan, points())
+
+
+def compare(model, plan, atol=2e-6):
     """The gradients of a pipeline, checked against those without one."""
-    found = gradients(model, plan, batch)
-    tiny.close(found, gradients(model, plan.replace(pipe=1), batch), rtol=0, atol=atol)
+    found = gradients(model, plan, points())
+    alone = plan.replace(pipe=1, schedule=None, partition="uniform")
+    tiny.close(found, whole(model, alone), rtol=0, atol=atol)
     return found
 
 
@@ -104,7 +111,7 @@ def compare(model, plan, batch, atol=2e-6):
 )
 def test_dicts_tuples_integers_and_other_shapes(pipe, options):
     plan = tiny.plan(**{"data": 1, "microbatches": 2, **options, "pipe": pipe})
-    compare(mixed(), plan, points())
+    compare(mixed(), plan)
 
 
 def test_metrics_of_the_model():
@@ -135,7 +142,7 @@ def test_a_chain_without_a_loss_function_and_with_a_scalar_loss():
         dense("mid", 4, 4),
         dense("end", 4, 3, last),
     ]
-    compare(given(fz.Sequential(chain)), tiny.plan(pipe=3, data=2, microbatches=2), points())
+    compare(given(fz.Sequential(chain)), tiny.plan(pipe=3, data=2, microbatches=2))
 
 
 def test_layers_without_parameters_and_stages_without_any():
@@ -147,7 +154,7 @@ def test_layers_without_parameters_and_stages_without_any():
     ]
     model = given(fz.Sequential(chain, squares))
     for schedule in ("1f1b", "zb_h1"):
-        compare(model, tiny.plan(pipe=4, data=2, microbatches=2, schedule=schedule), points())
+        compare(model, tiny.plan(pipe=4, data=2, microbatches=2, schedule=schedule))
 
 
 def test_gradients_stop_at_integers():
@@ -159,7 +166,7 @@ def test_gradients_stop_at_integers():
     ]
     model = given(fz.Sequential(chain, squares))
     for schedule in ("1f1b", "zb_h1"):
-        compare(model, tiny.plan(pipe=3, data=1, microbatches=2, schedule=schedule), points())
+        compare(model, tiny.plan(pipe=3, data=1, microbatches=2, schedule=schedule))
 
 
 # Buffers
@@ -270,7 +277,7 @@ def often_tied():
 def test_one_leaf_gets_the_sum_of_its_readers_gradients(pipe, schedule, partition):
     plan = tiny.plan(pipe=pipe, data=1, microbatches=2, schedule=schedule, partition=partition)
     model = often_tied()
-    found = compare(model, plan, points())
+    found = compare(model, plan)
     _, grads = tiny.reference(model, model.init[0], points())
     count = points()["y"].size
     tiny.close({k: v / count for k, v in found.items() if k != "loss"}, grads, rtol=0, atol=2e-6)
@@ -294,7 +301,7 @@ def test_a_cut_stacks_weights_cannot_be_read():
     with pytest.raises(fz.PlanError, match=r"'out' on stage 1 reads s/w"):
         fz.train_step(model, tx, plan.replace(partition=(3, 1)))
     # Whole and on the reader's stage it can be.
-    compare(model, plan.replace(partition=(1, 3)), points())
+    compare(model, plan.replace(partition=(1, 3)))
 
 
 # Odd leaves
@@ -316,7 +323,7 @@ def test_scalars_empty_leaves_and_frozen_ones():
     frozen = frozenset({"odds/fixed", "in/w"})
     model = given(fz.Sequential(chain, squares), frozen=frozen)
     plan = tiny.plan(pipe=3, data=2, microbatches=2)
-    compare(model, plan, points())
+    compare(model, plan)
     tx = optax.adamw(1e-2, weight_decay=0.5)
     run = train(model, plan, 2, batch=points, tx=tx)
     start = tiny.host(model.init[0])
@@ -395,7 +402,7 @@ def test_a_last_layer_with_buffers_that_gives_the_loss():
     ]  # fmt: skip
     plan = tiny.plan(pipe=2, data=2, microbatches=2)
     model = given(fz.Sequential(chain))
-    compare(model, plan, points())
+    compare(model, plan)
     run = train(model, plan, 2, batch=points)
     assert int(run.state.buffers["last"]["seen"]) == 2 * 2 * 2  # rows of one device
     assert run.trace[0]["worst"] > 0
