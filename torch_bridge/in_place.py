@@ -65,7 +65,7 @@ def _returns_its_argument(node: torch.fx.Node) -> bool:
     if str(node.target) not in _DROPOUTS:
         return False
     _, p, train = node.args
-    return train is False or p == 0
+    return train is False or bool(p == 0)
 
 
 def replace_fresh_writes(graph_module: torch.fx.GraphModule) -> None:
