@@ -3,8 +3,8 @@
     python examples/offload_4b.py
 
 Needs a GPU of 80 GB or more, and says so where there is none; `--tiny` does the same in miniature
-on anything. Prints what DeepSpeed's `offload_states` reports for such a model: bytes on the device before and
-after, and GB/s each way; pinned or pageable host memory, waiting for it or not. (DeepSpeed's own
+on anything. Prints what DeepSpeed's `offload_states` reports for such a model: bytes on the device
+before and after, and GB/s each way; pinned or pageable host memory, waiting for it or not. (Its own
 figures, 4 A100s: 18.2 GB down to 17.7 MB per GPU, 2.45 GB/s to the host and 11.05 GB/s back.)
 """
 
