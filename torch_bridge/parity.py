@@ -334,8 +334,8 @@ def _module_rows(
     errors: Mapping[bool, Errors], gradients: Mapping[str, float]
 ) -> tuple[ModuleParity, ...]:
     paths: dict[str, None] = {}
-    for found in errors.values():
-        paths.update(dict.fromkeys(node.path for node, _ in found))
+    for train in (True, False):  # dropout is called in train mode only
+        paths.update(dict.fromkeys(node.path for node, _ in errors[train]))
     owners = {name: name.rpartition(".")[0] or "(root)" for name in gradients}
     paths.update(dict.fromkeys(owners.values()))
     rows = []
