@@ -1,5 +1,10 @@
 """ZeRO, mixed precision and exact accumulation as pure functions over one immutable state."""
 
+from fzero.checkpoint import Checkpoint as Checkpoint
+from fzero.checkpoint import checkpoint as checkpoint
+from fzero.checkpoint import restore as restore
+from fzero.checkpoint import save as save
+from fzero.checkpoint import wait as wait
 from fzero.errors import BatchError as BatchError
 from fzero.errors import CheckpointError as CheckpointError
 from fzero.errors import ConversionError as ConversionError

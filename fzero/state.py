@@ -121,7 +121,7 @@ def init(
         return state
     if blue.parks("opt_state"):
         state = state.replace(opt_state=_parked_opt_state(blue, state.params))
-    return state.replace(params=_parked(blue, "params", state.params))
+    return state.replace(params=parked_field(blue, "params", state.params))
 
 
 def _init(blue: Blueprint, rng: int | jax.Array) -> TrainState:
@@ -352,10 +352,18 @@ def _replanned_compute(
                 old.params, new.params, state.compute, shapes["compute"],
             )  # fmt: skip
 
-    def cast(params: PyTree) -> dict[str, PyTree]:
-        return {"compute": _cast(new, logical_view(new, "params", params))}
+    return compute_copy(new, params)
 
-    return _compiled(new, cast, params)(params)["compute"]
+
+def compute_copy(blue: Blueprint, params: PyTree) -> PyTree:
+    """The compute copy of kept parameters, where the plan has one."""
+    if not blue.plan.keeps_compute_copy:
+        return None
+
+    def cast(params: PyTree) -> dict[str, PyTree]:
+        return {"compute": _cast(blue, logical_view(blue, "params", params))}
+
+    return _compiled(blue, cast, params)(params)["compute"]
 
 
 def _cast(blue: Blueprint, params: PyTree) -> PyTree:
@@ -380,7 +388,7 @@ def _derived_from_kept(blue: Blueprint, kept: PyTree, key: jax.Array) -> dict[st
     return _derived(blue, logical_view(blue, "params", kept), key)
 
 
-def _parked(blue: Blueprint, name: str, tree: PyTree) -> PyTree:
+def parked_field(blue: Blueprint, name: str, tree: PyTree) -> PyTree:
     """A field of the state with leaves where the plan keeps them; those on the device are given."""
     folder = blue.plan.disk_path or tempfile.gettempdir()
 
@@ -484,10 +492,11 @@ def _copy_in(home: Home | None, leaf: Any, to: jax.ShapeDtypeStruct) -> jax.Arra
     if host.shape != to.shape:
         widths = [(0, new - old) for old, new in zip(host.shape, to.shape, strict=True)]
         host = np.pad(host, widths)
-    return _copy_shards(host, to)
+    return copy_shards(host, to)
 
 
-def _copy_shards(host: np.ndarray[Any, Any], to: jax.ShapeDtypeStruct) -> jax.Array:
+def copy_shards(host: np.ndarray[Any, Any], to: jax.ShapeDtypeStruct) -> jax.Array:
+    """A host array on the devices of a shape."""
     # Each shard is copied first: the CPU backend adopts aligned numpy memory (jax#37830), and a
     # step would then write into an array that belongs to somebody else.
     return jax.make_array_from_callback(

@@ -35,7 +35,7 @@ LAYERS = [
     ["zero.chain"],
     ["blueprint", "batch", "grads"],
     ["state", "pipeline.programs", "pipeline.spmd"],
-    ["update", "pipeline.gather", "pipeline.filling", "offload.move"],
+    ["update", "pipeline.gather", "pipeline.filling", "offload.move", "checkpoint"],
     ["pipeline.execute"],
     ["compiled"],
     ["divided"],

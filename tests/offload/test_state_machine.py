@@ -77,6 +77,7 @@ class Machine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "folder"):
             self.state = self.saved = None
+            fz.wait(f"{self.folder.name}/saved")
             self.folder.cleanup()
 
     def use(self, operation, needed):
@@ -141,6 +142,21 @@ class Machine(RuleBasedStateMachine):
         )
         self.still = fz.replan(self.still, MODEL, TX, old, new)
         self.name = name
+
+    @rule()
+    def save(self):
+        """A checkpoint wants everything where the plan has it."""
+        self.use(
+            lambda s: fz.save(f"{self.folder.name}/saved", s, PLANS[self.name], keep=1),
+            ["params", "opt_state", "buffers", "grads"],
+        )
+        self.saved = self.name, copied(self.still)
+
+    @precondition(lambda self: self.saved is not None)
+    @rule()
+    def restore(self):
+        self.name, self.still = self.saved[0], copied(self.saved[1])
+        self.state = fz.restore(f"{self.folder.name}/saved", MODEL, TX, PLANS[self.name])
 
     @rule()
     def read(self):
