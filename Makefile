@@ -15,7 +15,7 @@ comma := ,
 # Installed again when what is to be installed changes.
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help install demo test lint types clean
+.PHONY: help install demo test nightly lint types clean
 .DELETE_ON_ERROR:
 
 help:
@@ -48,6 +48,10 @@ demo: install
 
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# Ten times as many random sequences of what can happen to a state.
+nightly: install
+	FZERO_NIGHTLY=1 $(BIN)/python -m pytest tests/offload/test_state_machine.py
 
 lint: install
 	$(BIN)/ruff check .
