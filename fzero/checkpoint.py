@@ -10,7 +10,10 @@ their sharding.
 from __future__ import annotations
 
 import atexit
+import dataclasses
+import json
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +103,8 @@ def save(
         The checkpoint's number.
 
     Raises:
-        CheckpointError: the directory cannot be written. Earlier checkpoints are untouched.
+        CheckpointError: the directory cannot be written, or the data position is nothing that JSON
+            holds. Earlier checkpoints are untouched.
         PlacementError: a leaf was parked by hand.
         StateConsumedError: the state was given away.
 
@@ -123,6 +127,7 @@ def save(
     if keep is not None and keep < 1:
         raise CheckpointError(f"save: keep={keep}: expected at least 1, or None for all")
     fields = {name: getattr(state, name) for name in FIELDS}
+    _require_json(data_position)
     by_hand = {name: tree for name, tree in fields.items() if plan.tier(name)[0] == "device"}
     require_on_device(named_leaves(by_hand), "save")
     leaves = dict(named_leaves(fields))
@@ -164,8 +169,15 @@ def save(
 def wait(path: str | os.PathLike[str]) -> None:
     """Waits until all checkpoints of a path are written.
 
+    Args:
+        path: the directory given to `save`.
+
     Raises:
         CheckpointError: one could not be written. Those before are untouched.
+
+    Example:
+        >>> import fzero as fz
+        >>> fz.wait("nothing/is/being/written/here")
     """
     manager = _OPEN.pop(_absolute(path), None)
     if manager is None:
@@ -187,8 +199,21 @@ def checkpoint(path: str | os.PathLike[str], number: int | None = None) -> Check
         path: the directory given to `save`.
         number: which one; the newest by default.
 
+    Returns:
+        Its step, plan, data position, and the shapes of its leaves.
+
     Raises:
         CheckpointError: there is none, or another version of fzero wrote it.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, fzero as fz
+        >>> model = fz.Model(lambda rng: ({"w": jnp.ones((8, 2))}, {}),
+        ...                  lambda p, b, batch, rng, train: (jnp.mean(batch["x"] @ p["w"]), b, {}))
+        >>> plan = fz.Plan(data=1)
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     number = fz.save(path, fz.init(model, None, plan), plan)
+        ...     print(fz.checkpoint(path).leaves)
+        {'params/w': ((8, 2), 'float32')}
     """
     wait(path)
     folder = Path(_absolute(path))
@@ -235,6 +260,8 @@ def restore(
     Raises:
         CheckpointError: there is no such checkpoint, or it is not one of this model and optimizer.
         PlanError: the plan does not fit the devices.
+
+    Example: see `save`.
     """
     about = checkpoint(path, number)
     meta = _meta(about.path, about.number)
@@ -349,6 +376,11 @@ class _Reader:
         names = [path for path, _ in named_leaves({"loss_scale": scale})]
         if self.old.precision != self.blue.plan.precision or set(names) - set(self.numbers):
             fresh = initial_loss_scale(self.blue.plan)
+            assert fresh is not None
+            if "loss_scale/skipped" in self.numbers:  # it counts steps, whatever their precision
+                to = scale.skipped
+                kept = self._read({"loss_scale/skipped": (to, None)})["loss_scale/skipped"]
+                fresh = dataclasses.replace(fresh, skipped=kept)
             return jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), fresh, scale)
         values = self._read({path: (to, None) for path, to in named_leaves({"loss_scale": scale})})
         return jax.tree.unflatten(jax.tree.structure(scale), list(values.values()))
@@ -490,12 +522,7 @@ def _restored(about: Checkpoint, items: dict[str, Any], how: dict[str, Any]) -> 
 
 def _meta(folder: Path, number: int) -> dict[str, Any]:
     try:
-        with ocp.CheckpointManager(
-            folder, options=ocp.CheckpointManagerOptions(read_only=True)
-        ) as manager:
-            meta = manager.restore(
-                number, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-            ).meta
+        meta = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(folder / str(number) / "meta")
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"restore: checkpoint {number} in {folder} cannot be read: {error}"
@@ -508,7 +535,21 @@ def _meta(folder: Path, number: int) -> dict[str, Any]:
     return meta
 
 
-@atexit.register
+def _require_json(data_position: Any) -> None:
+    try:
+        json.dumps(data_position)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"save: data_position: expected something that JSON holds, got {data_position!r}:"
+            f" {error}. Nothing was written"
+        ) from error
+
+
 def _finish() -> None:
     for path in list(_OPEN):
         wait(path)
+
+
+# At exit the interpreter first ends all thread pools, and only then calls what `atexit` knows: too
+# late for a writer that still needs a pool. What is registered here is called before the pools end.
+getattr(threading, "_register_atexit", atexit.register)(_finish)

@@ -1,5 +1,6 @@
 """Checkpoints: bit-identical under any plan, whole or not there at all."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -126,6 +127,49 @@ def test_refusals(states, tmp_path):
     assert fz.checkpoint(tmp_path).number == 0
 
 
+def test_a_position_that_json_cannot_hold_is_refused_at_once(states, tmp_path):
+    with pytest.raises(fz.CheckpointError, match=r"data_position: expected .* got \{'rows': \{1"):
+        fz.save(tmp_path / "run", states("zero 3"), PLANS["zero 3"], data_position={"rows": {1}})
+    assert not (tmp_path / "run").exists()
+
+
+def test_skipped_steps_are_counted_on_in_another_precision(tmp_path):
+    old = tiny.plan(zero=3, data=8, precision="fp16")
+    new = old.replace(precision="bf16", skip_nonfinite=True)
+    state = fz.init(MODEL, TX, old)
+    scale = dataclasses.replace(state.loss_scale, skipped=state.loss_scale.skipped + 3)
+    fz.save(tmp_path, state.replace(loss_scale=scale), old)
+    after = fz.restore(tmp_path, MODEL, TX, new)
+    assert (int(after.loss_scale.skipped), float(after.loss_scale.scale)) == (3, 1.0)
+
+
+EXIT = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+from tests.support import tiny
+import fzero as fz
+model, plan = tiny.chain(3), tiny.plan(zero=3, data=4)
+fz.save(sys.argv[1], fz.init(model, None, plan), plan, data_position="last words")
+"""
+
+
+def python(code, path, **options):
+    """A process with our paths."""
+    root = Path(__file__).parents[1]
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True,
+        cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, **options,
+    )  # fmt: skip
+
+
+def test_the_end_of_the_process_waits_for_the_writer(tmp_path):
+    child = python(EXIT, tmp_path, stderr=subprocess.PIPE)
+    _, said = child.communicate(timeout=120)
+    assert child.returncode == 0, said
+    assert fz.checkpoint(tmp_path).data_position == "last words"
+
+
 CHILD = """
 import sys
 import jax
@@ -150,12 +194,8 @@ def test_kills_at_random_moments_lose_nothing(tmp_path):
     first = fz.init(model, TX, plan, rng=3)
     expected, newest = tiny.host(first.params), fz.save(tmp_path, first, plan, data_position=0)
     fz.wait(tmp_path)
-    root = Path(__file__).parents[1]
     for _ in range(5):
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True,
-            cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        child = python(CHILD, tmp_path, stderr=subprocess.DEVNULL)
         assert child.stdout is not None
         child.stdout.readline()
         time.sleep(float(random.uniform(0, 0.4)))

@@ -31,7 +31,7 @@ PIPELINES = {
 NUM_DEVICES = 8
 
 
-def train(case: str) -> dict[str, np.ndarray]:
+def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
     """Losses, gradient norms, and this process's shards of every leaf by device and position."""
     from support import tiny
 
@@ -48,6 +48,10 @@ def train(case: str) -> dict[str, np.ndarray]:
     out = {"trace": np.array(trace)}
     if case == "zero3":
         out["eval"] = np.asarray(fz.eval_step(model, plan)(state, tiny.tokens(16))["loss"])
+        fz.save(checkpoints, state, plan, data_position=4)
+        fz.wait(checkpoints)
+        restored = fz.restore(checkpoints, model, tx, plan)
+        tiny.same_shards(restored, state)
     order = {device: number for number, device in enumerate(plan.mesh().devices.flat)}
     for name in ("params", "opt_state"):
         for path, leaf in named_leaves(getattr(state, name)):
@@ -56,10 +60,12 @@ def train(case: str) -> dict[str, np.ndarray]:
     return out
 
 
-def train_all() -> dict[str, np.ndarray]:
+def train_all(checkpoints: Path) -> dict[str, np.ndarray]:
     """`train` of every case, under `case:name`."""
     cases = [*CASES, *PIPELINES]
-    return {f"{case}:{name}": leaf for case in cases for name, leaf in train(case).items()}
+    return {
+        f"{case}:{name}": leaf for case in cases for name, leaf in train(case, checkpoints).items()
+    }
 
 
 def main() -> None:
@@ -73,7 +79,7 @@ def main() -> None:
     from support import quick
 
     with quick.compiles():
-        np.savez(out, **train_all())
+        np.savez(out, **train_all(Path(out).with_name("checkpoints")))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from one_process import CASES, PIPELINES, train_all
 from support import tiny
 
 import fzero as fz
+from fzero.tree import named_leaves
 
 
 pytestmark = pytest.mark.quick
@@ -94,8 +95,9 @@ def joined(results: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     """What two processes have, and what this one has."""
-    two = joined(run(tmp_path_factory.mktemp("two"), 2))
-    return two, train_all()
+    folder = tmp_path_factory.mktemp("two")
+    two = joined(run(folder, 2))
+    return two, train_all(tmp_path_factory.mktemp("one")), folder / "checkpoints"
 
 
 @pytest.mark.multiprocess
@@ -103,7 +105,7 @@ def both(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_give_the_bits_of_one(both, case):
     """Losses, norms, and every shard of parameters and optimizer state, on the same device."""
-    two, one = ({k: v for k, v in each.items() if k.startswith(f"{case}:")} for each in both)
+    two, one = ({k: v for k, v in each.items() if k.startswith(f"{case}:")} for each in both[:2])
     assert one.keys() == two.keys()
     assert {int(name.split("@")[1]) for name in one if "@" in name} == set(range(8))
     trace = one[f"{case}:trace"]
@@ -118,6 +120,23 @@ def test_two_processes_give_the_bits_of_one(both, case):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+def test_two_processes_write_one_checkpoint(both):
+    """Each wrote its own shards (and found them again); one process restores the whole."""
+    _, one, checkpoints = both
+    model, tx, plan = tiny.chain(), optax.adamw(1e-2), tiny.plan(**CASES["zero3"])
+    about = fz.checkpoint(checkpoints)
+    assert (about.step, about.data_position, about.plan) == (4, 4, plan)
+    state = fz.restore(checkpoints, model, tx, plan)
+    order = {device: number for number, device in enumerate(plan.mesh().devices.flat)}
+    for name in ("params", "opt_state"):
+        for path, leaf in named_leaves(getattr(state, name)):
+            for shard in leaf.addressable_shards:
+                expected = one[f"zero3:{name}/{path}@{order[shard.device]}"]
+                assert np.asarray(shard.data).tobytes() == expected.tobytes(), path
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
 def test_a_pipeline_over_two_processes(both):
     """One program for all ranks, each rank a process: as in one process, and as the first backend.
 
@@ -125,7 +144,7 @@ def test_a_pipeline_over_two_processes(both):
     (`Group.ordered`), which are compiled into the stages' programs, and those round otherwise. One
     step of that is 1 ulp of the loss; four steps of AdamW make it 1e-6.
     """
-    two, one = ({k: v for k, v in each.items() if k.startswith("spmd:")} for each in both)
+    two, one = ({k: v for k, v in each.items() if k.startswith("spmd:")} for each in both[:2])
     assert one.keys() == two.keys()
     assert {int(name.split("@")[1]) for name in one if "@" in name} == set(range(8))
     model, tx = tiny.chain(), optax.adamw(1e-2)

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 import fzero as fz
+from fzero.compat import is_key
 from fzero.tree import named_leaves
 
 
@@ -178,6 +179,15 @@ def same_bits(a: Any, b: Any) -> None:
         assert value.dtype == two[path].dtype, path
         assert value.shape == two[path].shape, path
         assert value.tobytes() == two[path].tobytes(), f"{path} differs"
+
+
+def same_shards(a: Any, b: Any) -> None:
+    """Asserts that this process's shards of two trees are the same, bit for bit."""
+    for one, two in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert one.sharding == two.sharding
+        if not is_key(one):
+            for x, y in zip(one.addressable_shards, two.addressable_shards, strict=True):
+                assert np.asarray(x.data).tobytes() == np.asarray(y.data).tobytes()
 
 
 def close(a: Any, b: Any, rtol: float, atol: float = 0.0) -> None:
