@@ -139,12 +139,7 @@ class DividedTrainStep(TrainStep):
         known |= {"sums": known["params"], "new_buffers": known["buffers"]}
         if tree is not None and name in known:
             return known[name]
-        none = jax.tree.map(lambda _: "", tree)
-        return (
-            none
-            if name != "grads" or tree is None
-            else dataclasses.replace(none, sums=known["params"])
-        )
+        return _with_sums(name, jax.tree.map(lambda _: "", tree), known["params"])
 
     def _cuts(self, args: tuple[Values, ...]) -> list[Cut | None]:
         """How each leaf is cut where updates go piece by piece, whether it is parked or not."""
@@ -182,12 +177,7 @@ class DividedTrainStep(TrainStep):
         def shardings(name: str, tree: PyTree) -> PyTree:
             if name in known:
                 return known[name]
-            found = jax.tree.map(lambda _: whole, tree)
-            return (
-                found
-                if name != "grads" or tree is None
-                else dataclasses.replace(found, sums=known["sums"])
-            )
+            return _with_sums(name, jax.tree.map(lambda _: whole, tree), known["sums"])
 
         new, metrics = out
         found = {name: shardings(name, tree) for name, tree in new.items()}
@@ -205,8 +195,8 @@ class DividedTrainStep(TrainStep):
 class StreamedTrainStep(DividedTrainStep):
     """A training step of a plan with tiers: gradients, then an update that streams.
 
-    Numbers are those of the plan without tiers, to the bit where an update is one rounding per
-    element (SGD); longer chains of operations are compiled to other machine code in pieces.
+    Numbers are those of the plan without tiers but for a rounding or two: a product and a sum that
+    one program fuses into one rounding may be two in the pieces.
     """
 
     def __init__(self, blue: Blueprint, donate: bool, apply: bool) -> None:
@@ -287,6 +277,13 @@ class PipelineEvalStep(EvalStep):
             "eval_step.lower: with pipe_backend='mpmd' an evaluation is one program per stage;"
             " lower the unpipelined plan (plan.replace(pipe=1))"
         )
+
+
+def _with_sums(name: str, tree: PyTree, sums: PyTree) -> PyTree:
+    """Values of one part's leaves; an accumulation in progress has those of its sums."""
+    if name != "grads" or tree is None:
+        return tree
+    return dataclasses.replace(tree, sums=sums)
 
 
 @jax.jit

@@ -8,6 +8,7 @@ and the new copy of a leaf never coexist longer than one batch of leaves: the la
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -69,7 +70,7 @@ def offload(
     *,
     where: str | None = None,
     fraction: float = 1.0,
-    path: str | None = None,
+    path: str | os.PathLike[str] | None = None,
     non_blocking: bool = False,
     donate: bool = True,
 ) -> TrainState:
@@ -143,6 +144,16 @@ def reload(
     Raises:
         PlacementError: a file is damaged or gone; `state` is as it was.
         StateConsumedError: the state was given away.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, fzero as fz
+        >>> model = fz.Model(lambda rng: ({"w": jnp.ones((8, 2))}, {}),
+        ...                  lambda p, b, batch, rng, train: (jnp.mean(batch["x"] @ p["w"]), b, {}))
+        >>> state = fz.init(model, optax.adam(1e-3), fz.Plan(data=1))
+        >>> parked = fz.offload(state, "opt_state", to="host")
+        >>> state = fz.reload(parked, where="mu")
+        >>> fz.placement(state).bytes_per_device["opt_state"]
+        64
     """
     return _move(state, include, DEVICE, where, 1.0, None, non_blocking, donate, "reload")
 
@@ -185,7 +196,7 @@ def enter(
     state: TrainState,
     phase: dict[str, str],
     *,
-    path: str | None = None,
+    path: str | os.PathLike[str] | None = None,
     non_blocking: bool = False,
     donate: bool = True,
 ) -> TrainState:
@@ -254,7 +265,7 @@ def _move_fields(
     to: str,
     where: str | None,
     fraction: float,
-    path: str | None,
+    path: str | os.PathLike[str] | None,
     non_blocking: bool,
     donate: bool,
     operation: str,
@@ -304,7 +315,7 @@ class _Move:
     names: Sequence[str]
     leaves: list[Leaf]
     to: str
-    path: str | None
+    path: str | os.PathLike[str] | None
     non_blocking: bool
     donate: bool
     operation: str

@@ -3,98 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import pytest
+from cli_cases import FACTORY_SOURCE, TINY_CONFIG, Command, Run, fzero
 
 from fzero import cli
-from tests.support import quick
 
 
 # Starts jax with the session's devices: no command in this process can ask for others afterwards.
 jax.devices()
-
-
-TINY_CONFIG = {
-    "model_type": "gpt2",
-    "vocab_size": 256,
-    "n_positions": 32,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 2,
-    # Dropout on: training must draw it, evaluation must not.
-    "resid_pdrop": 0.1,
-    "embd_pdrop": 0.1,
-    "attn_pdrop": 0.1,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-
-# A factory as a user would write it; its one tied weight has two names in the state_dict.
-FACTORY_SOURCE = """
-import torch
-
-
-class Bigram(torch.nn.Module):
-    def __init__(self, vocabulary):
-        super().__init__()
-        self.embed = torch.nn.Embedding(vocabulary, 16)
-        self.norm = torch.nn.LayerNorm(16)
-        self.head = torch.nn.Linear(16, vocabulary, bias=False)
-        self.head.weight = self.embed.weight
-        self.norm.bias.requires_grad_(False)
-        torch.nn.init.constant_(self.norm.bias, 0.5)
-
-    def forward(self, tokens):
-        return self.head(self.norm(self.embed(tokens)))
-
-
-def bigram():
-    return Bigram(256)
-
-
-def narrow():
-    return Bigram(100)
-
-
-def no_module():
-    return "a string"
-
-
-def no_logits():
-    return torch.nn.Flatten()
-"""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished process."""
-
-    status: int
-    stdout: str
-    stderr: str
-
-
-def fzero(*args: object, cwd: Path | None = None) -> Run:
-    """Runs the installed `fzero` command in a process of its own."""
-    done = subprocess.run(
-        [command(), *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment(),
-        cwd=cwd,
-    )
-    return Run(done.returncode, done.stdout, done.stderr)
-
-
-Command = Callable[..., Run]
 
 
 @pytest.fixture
@@ -117,17 +37,6 @@ def here(capsys: pytest.CaptureFixture[str]) -> Command:
         return Run(code or 0, *capsys.readouterr())
 
     return run
-
-
-def command() -> str:
-    """The script that the installation put beside this interpreter."""
-    return str(Path(sys.executable).with_name("fzero"))
-
-
-def environment() -> dict[str, str]:
-    """This process's environment without what may say how many devices it has."""
-    given = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    return {**given, "XLA_FLAGS": quick.FLAGS}
 
 
 @pytest.fixture(scope="session")

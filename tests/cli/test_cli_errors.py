@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TINY_CONFIG, Command
+from cli_cases import TINY_CONFIG, Command
 from rich.console import Console
 
 from fzero import cli

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TINY_CONFIG, Command, Run, command, environment, fzero
+from cli_cases import TINY_CONFIG, Command, Run, command, environment, fzero
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import jax
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from bridge_cases import make_gpt2
+from transformers import GPT2LMHeadModel
 
 import torch_bridge as tb
 
@@ -22,23 +23,6 @@ def _strict_promotion() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-def make_gpt2(dropout: float) -> GPT2LMHeadModel:
-    torch.manual_seed(1)
-    config = GPT2Config(
-        n_layer=2,
-        n_embd=32,
-        n_head=4,
-        vocab_size=61,
-        n_positions=32,
-        bos_token_id=0,
-        eos_token_id=0,
-        embd_pdrop=dropout,
-        resid_pdrop=dropout,
-        attn_pdrop=dropout,
-    )
-    return GPT2LMHeadModel(config)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from conftest import make_gpt2
+from bridge_cases import make_gpt2
 from parity import FORWARD_RTOL, GRADIENT_RTOL, relative_error
 from transformers import GPT2LMHeadModel
 
