@@ -49,9 +49,9 @@ demo: install
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# Ten times as many random sequences of what can happen to a state.
+# Ten times as many random sequences of what can happen to a state, and kills of a process that saves.
 nightly: install
-	FZERO_NIGHTLY=1 $(BIN)/python -m pytest tests/offload/test_state_machine.py
+	FZERO_NIGHTLY=1 $(BIN)/python -m pytest tests/offload/test_state_machine.py tests/test_checkpoint.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -29,6 +29,7 @@ PLANS = {
     "pipeline": tiny.plan(zero=3, pipe=2, data=2, microbatches=2),
     "tiers": tiny.plan(zero=3, data=4, tiers={"opt_state": "host"}, stream_bytes=300),
 }
+KILLS = 200 if os.environ.get("FZERO_NIGHTLY") else 20
 WAYS = [
     ("zero 3", "zero 0"),
     ("zero 0", "zero 3"),
@@ -170,20 +171,40 @@ def test_the_end_of_the_process_waits_for_the_writer(tmp_path):
     assert fz.checkpoint(tmp_path).data_position == "last words"
 
 
-CHILD = """
-import sys
+# Starts a writer whenever it is told to: a fork of a process that has imported everything and
+# started nothing. The writer goes on from the newest checkpoint until it is killed.
+NURSERY = """
+import os, sys
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
 import optax
 from tests.support import tiny
 import fzero as fz
-model, tx, plan = tiny.chain(3), optax.adamw(1e-2), tiny.plan(zero=3, data=4)
-state = fz.restore(sys.argv[1], model, tx, plan)
-while True:
-    state = state.replace(step=state.step + 1)
-    fz.save(sys.argv[1], state, plan, data_position=int(state.step), keep=3)
-    print(int(state.step), flush=True)
+
+def write():
+    model, tx, plan = tiny.chain(3), optax.adamw(1e-2), tiny.plan(zero=3, data=4)
+    state = fz.restore(sys.argv[1], model, tx, plan)
+    while True:
+        state = state.replace(step=state.step + 1)
+        fz.save(sys.argv[1], state, plan, data_position=int(state.step), keep=3)
+        print(int(state.step), flush=True)
+
+for _ in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        write()
+    print("writer", child, flush=True)
+    os.waitpid(child, 0)
+    print("gone", flush=True)
 """
+
+
+def said(child, word):
+    """Lines of a process up to the first that begins with a word."""
+    lines = [child.stdout.readline().split()]
+    while lines[-1][0] != word:
+        lines.append(child.stdout.readline().split())
+    return lines
 
 
 @pytest.mark.slow
@@ -194,19 +215,26 @@ def test_kills_at_random_moments_lose_nothing(tmp_path):
     first = fz.init(model, TX, plan, rng=3)
     expected, newest = tiny.host(first.params), fz.save(tmp_path, first, plan, data_position=0)
     fz.wait(tmp_path)
-    for _ in range(5):
-        child = python(CHILD, tmp_path, stderr=subprocess.DEVNULL)
-        assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(float(random.uniform(0, 0.4)))
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
+    nursery = python(NURSERY, tmp_path, stdin=subprocess.PIPE)
+    reached = 0
+    for _ in range(KILLS):
+        nursery.stdin.write("another\n")
+        nursery.stdin.flush()
+        writer = int(said(nursery, "writer")[-1][1])
+        begun = int(nursery.stdout.readline())  # the first is being written
+        time.sleep(float(random.uniform(0, 0.3)))
+        os.kill(writer, signal.SIGKILL)
+        steps = [begun, *(int(line[0]) for line in said(nursery, "gone")[:-1])]
         about = fz.checkpoint(tmp_path)
+        # `save` waits for the one before, so all but the last one begun are there.
         assert about.number >= newest
-        newest = about.number
+        assert max(steps) - 1 <= about.step <= max(steps) + 1
+        assert about.step == about.data_position >= reached
+        newest, reached = about.number, about.step
         state = fz.restore(tmp_path, model, TX, plan)
-        assert int(state.step) == about.step == about.data_position
+        assert int(state.step) == about.step
         found = tiny.host(state.params)
         assert all(expected[path].tobytes() == found[path].tobytes() for path in expected)
-    assert newest >= 1
+    nursery.stdin.close()
+    assert nursery.wait(timeout=60) == 0
+    assert newest >= KILLS / 4
