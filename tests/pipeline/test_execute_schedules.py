@@ -1,4 +1,8 @@
-"""All schedules of the same stages and microbatches give the same bits."""
+"""All schedules of the same stages and microbatches give the same bits.
+
+What a compiler fuses decides how sums round, so the schedule with the most kinds of programs is
+compared as users compile, and all of them as quickly as may be.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,18 @@ def gpipe():
     return main("gpipe")
 
 
-@pytest.mark.parametrize("name", [name for name in TRAINING if name != "gpipe"])
-def test_every_schedule_gives_the_same_bits(name, gpipe):
-    run = main(name)
+def check(run, gpipe):
     same(run, gpipe)
     assert run.trace[-1]["loss"] < 0.8 * run.trace[0]["loss"]
     norms = [metrics["grad_norm"] for metrics in run.trace]
     assert min(norms) < 1 < max(norms)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", [name for name in TRAINING if name != "gpipe"])
+def test_every_schedule_gives_the_same_bits(name, gpipe):
+    check(main(name), gpipe)
+
+
+def test_whole_and_halved_backward_passes_have_the_same_bits_as_users_compile_them():
+    check(main("zb_h1"), main("gpipe"))
