@@ -97,3 +97,12 @@ def environment() -> dict[str, str]:
     """This process's environment without what may say how many devices it has."""
     given = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
     return {**given, "XLA_FLAGS": quick.FLAGS}
+
+
+def training(config_file: Path, texts: list[Path], out: Path) -> list[object]:
+    """The arguments of a short training run."""
+    return [
+        "train", "--model", f"hf:{config_file}", "--data", *texts, "--out", out, "--steps", 6,
+        "--batch", 8, "--seq", 32, "--lr", 1e-2, "--zero", 3, "--devices", 4, "--clip", 1.0,
+        "--microbatches", 2, "--eval-every", 3, "--eval-sequences", 21, "--seed", 7,
+    ]  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from cli_cases import FACTORY_SOURCE, TINY_CONFIG, Command, Run, fzero
+from cli_cases import FACTORY_SOURCE, TINY_CONFIG, Command, Run, fzero, training
 
 from fzero import cli
 
@@ -71,10 +71,6 @@ def trained(
 ) -> tuple[Path, Run]:
     """A directory that `fzero train` wrote and verified, and what the process printed."""
     out = tmp_path_factory.mktemp("trained") / "out"
-    done = fzero(
-        "train", "--model", f"hf:{config_file}", "--data", *texts, "--out", out, "--steps", 6,
-        "--batch", 8, "--seq", 32, "--lr", 1e-2, "--zero", 3, "--devices", 4, "--clip", 1.0,
-        "--microbatches", 2, "--eval-every", 3, "--eval-sequences", 21, "--seed", 7, "--verify",
-    )  # fmt: skip
+    done = fzero(*training(config_file, texts, out), "--save-every", 4, "--verify")
     assert done.status == 0, done.stderr
     return out, done

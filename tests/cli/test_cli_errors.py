@@ -44,6 +44,8 @@ def refusal(here: Command, *args: object) -> str:
         (("--model", "gpt2"), "expected hf:DIR, hf:CONFIG.json or path/to/file.py:factory"),
         (("--zero", 4), "--zero"),
         (("--precision", "fp8"), "--precision"),
+        (("--resume",), "expected a checkpoint in"),
+        (("--resume", "--overwrite"), "--resume goes on with what --overwrite would replace"),
     ],
 )
 def test_train_refuses(

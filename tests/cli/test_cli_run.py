@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -12,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_cases import TINY_CONFIG, Command, Run, command, environment, fzero
+from cli_cases import TINY_CONFIG, Command, Run, command, environment, fzero, training
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import fzero as fz
 from torch_bridge.cli import data, verify
 from torch_bridge.cli.settings import DataSettings
 
@@ -92,8 +94,8 @@ def test_the_directory_is_one_that_transformers_loads(trained: tuple[Path, Run])
                                stored["transformer.wpe.weight"], rtol=0, atol=0)  # fmt: skip
     assert (out / "loss.png").read_bytes().startswith(PNG)
     assert sorted(path.name for path in out.iterdir()) == [
-        "config.json", "fzero.json", "loss.png", "metrics.jsonl", "model.safetensors",
-        "summary.json",
+        "checkpoints", "config.json", "fzero.json", "loss.png", "metrics.jsonl",
+        "model.safetensors", "summary.json",
     ]  # fmt: skip
     config = json.loads((out / "config.json").read_text())
     assert {name: config[name] for name in TINY_CONFIG} == TINY_CONFIG
@@ -151,6 +153,29 @@ def test_eval_says_when_the_text_is_another(
     assert "cannot be compared" in done.stdout
 
 
+def test_a_run_goes_on_from_its_checkpoint_as_if_nothing_had_been(
+    tmp_path: Path, trained: tuple[Path, Run], config_file: Path, texts: list[Path], here: Command
+) -> None:
+    """What a run leaves that was killed in step 6: a checkpoint of step 4, metrics up to step 5."""
+    straight, out = trained[0], tmp_path / "out"
+    shutil.copytree(straight / "checkpoints", out / "checkpoints")
+    lines = (straight / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text("".join(lines[:-2]) + '{"step": 6, "lo')
+    arguments = training(config_file, texts, out)
+    refused = here(*arguments, "--lr", 2e-2, "--resume")
+    assert refused.status == 2
+    assert "is of another run (lr: 0.01 then, 0.02 now); give the same flags" in refused.stderr
+    done = here(*arguments, "--resume")
+    assert done.status == 0, done.stderr
+    assert "resumed after step 4 of 6" in done.stdout
+    assert (out / "metrics.jsonl").read_text() == "".join(lines)
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (straight, out)]
+    assert weights[0] == weights[1]
+    before, after = summary_of(straight), summary_of(out)
+    for name in ("val_losses", "train_loss_first", "train_loss_last", "steps", "plan"):
+        assert before[name] == after[name]
+
+
 def test_a_module_from_a_factory_trains_in_bf16_and_evaluates(
     tmp_path: Path, factory_file: Path, texts: list[Path], here: Command
 ) -> None:
@@ -203,7 +228,9 @@ def test_ctrl_c_writes_what_was_reached(
     assert 4 <= reached < 100000
     assert summary["interrupted"] is True
     assert f"Ctrl-C: stopped after step {reached};" in stdout
-    assert f"interrupted: the state after {reached} of 100000 steps is in {out}" in stdout
+    assert f"interrupted: the state after {reached} of 100000 steps is in {out};" in stdout
+    about = fz.checkpoint(out / "checkpoints")
+    assert (about.step, about.data_position["step"]) == (reached, reached)
     assert [step for step, _ in summary["val_losses"]] == [0, reached]
     module = AutoModelForCausalLM.from_pretrained(out)
     assert all(torch.isfinite(parameter).all() for parameter in module.parameters())

@@ -1,7 +1,8 @@
 """ZeRO stages 0 to 3 give the same numbers, bit for bit: 20 AdamW steps on 1x8 devices.
 
-Which sums a compiler fuses decides how they round: one case is compiled as users compile, and so is
-tests/failures/test_against_pytorch.py; the others in a half (`quick.BITS`) and a quarter of the time.
+Which sums a compiler fuses decides how they round: one case is compiled as users compile, and so
+is tests/failures/test_against_pytorch.py; the others in a half (`quick.BITS`) and a quarter of the
+time.
 """
 
 from contextlib import nullcontext

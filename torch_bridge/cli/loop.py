@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from fzero import CheckpointError
 from torch_bridge.cli import data
 from torch_bridge.cli.data import Batch, Corpus
 from torch_bridge.cli.interrupt import StopOnInterrupt
@@ -68,8 +69,11 @@ class Recorder:
     the devices busy, and keeps at most two steps in flight.
     """
 
-    def __init__(self, sink: TextIO, display: Display, tokens_per_step: int) -> None:
-        self.history = History()
+    def __init__(
+        self, sink: TextIO, display: Display, tokens_per_step: int, history: History | None = None
+    ) -> None:
+        self.history = history or History()
+        self._compiled = False
         self._sink = sink
         self._display = display
         self._meter = _Meter(tokens_per_step)
@@ -79,10 +83,11 @@ class Recorder:
         """Step number `done` (from 1) was dispatched."""
         self._read_pending()
         self._pending = (done, metrics)
-        if done == 1:
+        if not self._compiled:
             # The first step compiles; the clock starts when it is over.
             self._read_pending()
             self._meter.start()
+            self._compiled = True
 
     def validation(self, done: int, loss: float) -> None:
         """After `done` steps the validation loss was `loss`."""
@@ -102,7 +107,7 @@ class Recorder:
 
     def resume(self) -> None:
         """Starts the clock again, unless the step that compiles is still to come."""
-        if self.history.losses:
+        if self._compiled:
             self._meter.start()
 
     def _read_pending(self) -> None:
@@ -154,23 +159,38 @@ def fit(
     eval_batch: int,
     eval_every: int,
     seed: int,
+    save: Callable[[Any, int], None],
+    save_every: int,
 ) -> Any:
     """Trains `state`; returns the one reached after `num_steps` steps, or at a Ctrl-C.
 
     The validation loss is taken before the first step, every `eval_every` steps (0: never in
-    between) and of the state that is returned.
+    between) and of the state that is returned. Every `save_every` steps (0: never), and at a
+    Ctrl-C, the state is saved. The recorder's history says how many steps there have been.
     """
     history = recorder.history
+
+    def validate() -> None:
+        recorder.validation(done, evaluate_state(eval_step, state, corpus, eval_batch))
+
     with StopOnInterrupt() as stop:
-        recorder.validation(0, evaluate_state(eval_step, state, corpus, eval_batch))
-        done = 0
+        done = history.steps_done
+        validated = history.validation[-1][0] if history.validation else None
+        if validated is None or (eval_every and done % eval_every == 0 and validated != done):
+            validate()
         while done < num_steps and not stop.asked:
             state, metrics = train_step(state, data.train_batch(corpus, seed, done, batch))
             done += 1
             recorder.step(done, metrics)
-            if eval_every and done % eval_every == 0 and done < num_steps and not stop.asked:
+            if done == num_steps or stop.asked:
+                break
+            validates, saves = (every and done % every == 0 for every in (eval_every, save_every))
+            if validates or saves:
                 recorder.pause()
-                recorder.validation(done, evaluate_state(eval_step, state, corpus, eval_batch))
+                if validates:
+                    validate()
+                if saves:  # after its metrics: whatever resumes from it finds them
+                    _save(save, state, done, recorder)
                 recorder.resume()
         recorder.pause()
         history.interrupted = stop.asked and done < num_steps
@@ -179,9 +199,18 @@ def fit(
                 f"Ctrl-C: stopped after step {done}; validating, then writing what was reached "
                 "(Ctrl-C again: end at once and write nothing)"
             )
+            _save(save, state, done, recorder)
         if history.validation[-1][0] != done:
-            recorder.validation(done, evaluate_state(eval_step, state, corpus, eval_batch))
+            validate()
     return state
+
+
+def _save(save: Callable[[Any, int], None], state: Any, done: int, recorder: Recorder) -> None:
+    """Saves; a full disk is no reason to lose the run as well."""
+    try:
+        save(state, done)
+    except CheckpointError as error:
+        recorder.say(f"step {done}  no checkpoint: {error}")
 
 
 def _finite(value: float) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import optax
 
 import fzero as fz
 import torch_bridge as tb
-from torch_bridge.cli import check, data, devices, models, outputs, plot
+from torch_bridge.cli import check, data, devices, models, outputs, plot, resume
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.interrupt import EXIT_INTERRUPTED
 from torch_bridge.cli.loop import History, Recorder, evaluate_state, fit
 from torch_bridge.cli.models import LoadedModel
 from torch_bridge.cli.progress import display
+from torch_bridge.cli.resume import Saver
 from torch_bridge.cli.settings import DataSettings, EvalSettings, TrainSettings, check_batch
 
 
@@ -47,7 +49,10 @@ def train(settings: TrainSettings) -> int:
     Raises:
         CommandError: something that was asked for cannot be done; nothing was trained.
     """
-    outputs.prepare(settings.out, settings.overwrite)
+    if settings.resume:
+        checkpoint = resume.newest(settings.out)
+    else:
+        outputs.prepare(settings.out, settings.overwrite)
     num_devices = devices.configure(settings.devices, settings.precision)
     check_batch(settings.batch, num_devices, settings.microbatches)
     plan = fz.Plan(
@@ -61,14 +66,25 @@ def train(settings: TrainSettings) -> int:
     rows = settings.batch // (num_devices * settings.microbatches)
     job = _prepare(loaded, settings.data, plan, rows)
     tx = optimizer(settings.lr, settings.steps)
-    state = fz.init(job.model, tx, plan, settings.seed)
+    saver, history = Saver(settings, plan, job.corpus.fingerprint), History()
+    if settings.resume:
+        saver.require_same(checkpoint)
+        state = fz.restore(saver.folder, job.model, tx, plan)
+        history = resume.rewind(settings.out, checkpoint.step, settings.eval_every)
+    else:
+        shutil.rmtree(saver.folder, ignore_errors=True)  # of the run that this one replaces
+        state = fz.init(job.model, tx, plan, settings.seed)
     with (
         display(settings.steps) as shown,
-        (settings.out / outputs.METRICS).open("w", encoding="utf-8") as sink,
+        (settings.out / outputs.METRICS).open(
+            "a" if settings.resume else "w", encoding="utf-8"
+        ) as sink,
     ):
         for line in _describe(job, num_devices):
             shown.line(line)
-        recorder = Recorder(sink, shown, settings.batch * settings.data.seq)
+        if settings.resume:
+            shown.line(f"resumed after step {checkpoint.step} of {settings.steps}")
+        recorder = Recorder(sink, shown, settings.batch * settings.data.seq, history)
         state = fit(
             state,
             fz.train_step(job.model, tx, plan),
@@ -80,8 +96,9 @@ def train(settings: TrainSettings) -> int:
             eval_batch=rows * num_devices,
             eval_every=settings.eval_every,
             seed=settings.seed,
+            save=saver.save,
+            save_every=settings.save_every,
         )
-    history = recorder.history
     _write_model(settings, job, state, num_devices)
     summary = _summary(settings, job, state, history, num_devices)
     missed = _verify(settings, job, state, history, summary) if settings.verify else []
@@ -252,7 +269,7 @@ def _conclude(
     if history.interrupted:
         print(
             f"interrupted: the state after {history.steps_done} of {settings.steps} steps is in "
-            f"{settings.out}"
+            f"{settings.out}; the same command with --resume goes on"
         )
         return EXIT_INTERRUPTED
     print(f"written to {settings.out}")

@@ -65,10 +65,19 @@ class TrainSettings:
     seed: int
     overwrite: bool = False
     verify: bool = False
+    save_every: int = 0  # steps between checkpoints; 0: only when Ctrl-C ends the run
+    resume: bool = False
+
+    def result(self) -> dict[str, Any]:
+        """What the final weights depend on. Another layout of the state only rounds otherwise."""
+        names = ("model", "steps", "batch", "lr", "precision", "clip", "seed")
+        return {name: getattr(self, name) for name in names} | {"seq": self.data.seq}
 
     def check(self) -> None:
         """Refuses what cannot work, before anything is loaded."""
         self.data.check()
+        if self.resume and self.overwrite:
+            raise CommandError("--resume goes on with what --overwrite would replace: give one")
         for flag, number in (
             ("--steps", self.steps),
             ("--batch", self.batch),

@@ -81,6 +81,16 @@ SeedOption = Annotated[
     int, typer.Option(min=0, help="Of random weights, the order of the data, and dropout.")
 ]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what --out holds.")]
+SaveEveryOption = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Steps between checkpoints to resume from; 0: only when Ctrl-C ends the run."
+    ),
+]
+ResumeOption = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on from --out's newest checkpoint, with the same flags."),
+]
 VerifyOption = Annotated[
     bool,
     typer.Option(
@@ -115,12 +125,14 @@ def train(
     seed: SeedOption = 0,
     overwrite: OverwriteOption = False,
     verify: VerifyOption = False,
+    save_every: SaveEveryOption = 0,
+    resume: ResumeOption = False,
 ) -> None:
     """Train a PyTorch language model on text, and write a checkpoint that PyTorch loads.
 
     --out gets model.safetensors and config.json (transformers loads them with from_pretrained),
     metrics.jsonl, loss.png and summary.json. Ctrl-C stops after the current step and writes what
-    was reached.
+    was reached, and a checkpoint that --resume goes on from as if nothing had been.
     """
     settings = TrainSettings(
         model=model,
@@ -138,6 +150,8 @@ def train(
         seed=seed,
         overwrite=overwrite,
         verify=verify,
+        save_every=save_every,
+        resume=resume,
     )
     settings.check()
     # torch and transformers take seconds to import: after what can be refused without them.
