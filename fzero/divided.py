@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fzero.blueprint import Blueprint
 from fzero.compiled import EvalStep, TrainStep, forget, refuse_reserved
 from fzero.errors import PlanError
+from fzero.host_update import HostUpdate
 from fzero.model import Mean
 from fzero.offload.chunks import Parking
 from fzero.offload.piecewise import Cut
@@ -45,6 +46,8 @@ class DividedTrainStep(TrainStep):
         self.stream: StreamedFunction | None = None
         self._key = jax.jit(step_key)
         self._divided: dict[Any, Any] = {}
+        on_host = apply and blue.plan.update_on == "host"
+        self._host = HostUpdate(blue, donate) if on_host else None
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Takes one step; see `train_step`."""
@@ -55,7 +58,8 @@ class DividedTrainStep(TrainStep):
         sums, mean, own, buffers = self._run(lambda batch: self._summed(fields, batch, key), placed)
         refuse_reserved(own)
         kept = {"step": step, "sums": sums, "mean": mean, "own": own, "new_buffers": buffers}
-        finish = self._streamed if self.apply and self.blueprint.chunks.parked else self._updated
+        streams = self.apply and self.blueprint.chunks.parked
+        finish = self._host or (self._streamed if streams else self._updated)
         new, metrics = finish(fields, kept)
         if self.donate:
             forget(fields, (new, metrics))
@@ -193,7 +197,7 @@ class DividedTrainStep(TrainStep):
 
 
 class StreamedTrainStep(DividedTrainStep):
-    """A training step of a plan with tiers: gradients, then an update that streams.
+    """A training step of a plan with tiers: gradients, then an update that streams, or on the host.
 
     Numbers are those of the plan without tiers but for a rounding or two: a product and a sum that
     one program fuses into one rounding may be two in the pieces.

@@ -75,6 +75,9 @@ class Plan:
             such leaves visit the device piece by piece.
         stream_bytes: the most bytes of parked leaves that visit a device at once; two such pieces
             are there at any time, one arriving or leaving while the other is used.
+        update_on: where the optimizer runs: `device`, where what is parked visits it, or `host`: on
+            the host's cores, with `tiers={"opt_state": "host"}`. Then gradients go down and
+            parameters up, instead of all that is parked both ways: for links that are slower.
         disk_path: the directory for what is kept on disk: on a fast drive of each machine. The
             system's directory for temporary files if not given, which may be kept in memory.
         skip_nonfinite: in fp32 and bf16, leave the state as it is when a gradient is not finite.
@@ -107,6 +110,7 @@ class Plan:
     prefetch: bool | None = None
     tiers: Mapping[str, Any] | tuple[tuple[str, str, float], ...] = ()
     stream_bytes: int = 64 * 2**20
+    update_on: str = "device"
     disk_path: str | None = None
     skip_nonfinite: bool = False
 
@@ -122,6 +126,7 @@ class Plan:
         _expect_int("min_shard_bytes", self.min_shard_bytes, 0)
         _expect_int("stream_bytes", self.stream_bytes, 1)
         object.__setattr__(self, "tiers", _tiers(self.tiers))
+        _expect_choice("update_on", self.update_on, ("device", "host"))
         for name in ("prefetch", "skip_nonfinite"):
             value = getattr(self, name)
             if not isinstance(value, bool) and (name, value) != ("prefetch", None):
@@ -163,6 +168,7 @@ class Plan:
                 f" zero={self.zero} the only parameters are those that the forward pass reads;"
                 " leave it out, or park 'params' (zero=3)"
             )
+        self._check_update_on()
         if "params" not in tiers:
             return
         if self.zero != 3 or self.pipe > 1 or tiers["params"] == "disk":
@@ -170,6 +176,22 @@ class Plan:
                 f"plan: tiers={{'params': {tiers['params']!r}}} with zero={self.zero} and"
                 f" pipe={self.pipe}: parameters visit the device layer by layer from the host, with"
                 " zero=3 and pipe=1; park 'opt_state' or 'master' instead"
+            )
+
+    def _check_update_on(self) -> None:
+        if self.update_on == "device":
+            return
+        if self.tier("opt_state") != ("host", 1.0) or self.tier("params")[0] == "disk":
+            raise PlanError(
+                "plan: update_on='host' computes where the optimizer state is, and the plan keeps"
+                f" tiers={ {name: tier for name, *tier in _tiers(self.tiers)} }: say"
+                " tiers={'opt_state': 'host'}, with nothing on disk"
+            )
+        if self.zero == 0 or self.pipe > 1:
+            raise PlanError(
+                f"plan: update_on='host' with zero={self.zero} and pipe={self.pipe}: expected zero"
+                " of 1 to 3, which divides the update over the devices, and pipe=1; use"
+                " update_on='device', where parked leaves visit the device"
             )
 
     def _check_schedule(self) -> None:

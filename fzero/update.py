@@ -169,7 +169,7 @@ class Update:
         """Mean gradients in logical shapes, clipped; whole in stage 0, sharded otherwise."""
         blue, clip = self.blueprint, self.plan.clip_norm
         if not self.plan.shards("opt_state"):
-            sums = self._gather(sums)
+            sums = self.gathered(sums)
         else:
             sums = map_splits(
                 lambda s, g: blue.constrain(s, s.logical(g)) if s.pad else g, blue.params, sums
@@ -206,8 +206,8 @@ class Update:
         opt_state = map_splits(lambda s, leaf: s.store(leaf), blue.opt_state, opt_state)
         shards = map_splits(lambda s, leaf: s.store(leaf), blue.params, params)
         shards = self._pin_shards(shards)
-        compute = self._gather(self._cast(shards, loss)) if plan.keeps_compute_copy else None
-        params = shards if plan.shards("params") else self._gather(shards)
+        compute = self.gathered(self._cast(shards, loss)) if plan.keeps_compute_copy else None
+        params = shards if plan.shards("params") else self.gathered(shards)
         return {"params": params, "compute": compute, "opt_state": opt_state}
 
     def _cast(self, tree: PyTree, loss: jax.Array) -> PyTree:
@@ -221,7 +221,7 @@ class Update:
     def _pin_shards(self, tree: PyTree) -> PyTree:
         return map_splits(self.blueprint.constrain, self.blueprint.params, tree)
 
-    def _gather(self, shards: PyTree) -> PyTree:
+    def gathered(self, shards: PyTree) -> PyTree:
         """Whole leaves from stored shards, by explicit all-gathers."""
         group = self.blueprint.group
 

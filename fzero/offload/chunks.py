@@ -70,6 +70,8 @@ def plan_chunks(plan: Plan, layout: PyTree, shapes: Mapping[str, PyTree]) -> Chu
             if owner is not None:
                 found.append((field, path, owner, leaves[path]))
                 sizes[owner] += bytes_of[path]
+    if plan.update_on == "host":  # nothing visits
+        sizes = dict.fromkeys(sizes, 0)
     labels, cuts = _packed(plan.stream_bytes, sizes, splits)
     # Forward passes read parameters from the host as they are: as single arrays.
     whole = () if plan.keeps_compute_copy else ("params",)

@@ -37,7 +37,7 @@ LAYERS = [
     ["state", "pipeline.programs", "pipeline.spmd"],
     ["update", "pipeline.gather", "pipeline.filling", "offload.move", "checkpoint"],
     ["pipeline.execute"],
-    ["compiled"],
+    ["compiled", "host_update"],
     ["divided"],
     ["step", "report", "flax"],
     ["placement"],
