@@ -1,5 +1,6 @@
 # make demo   environment, then the main job: a PyTorch GPT-2 trained with ZeRO-3, checked in PyTorch
-# make test   environment, then lint, types and the whole test suite
+# make test   environment, then lint, types and the test suite
+# make test-extended   every example, the other models of the zoo; minutes more
 #
 # Needs Python >= 3.11 and make. Variables, as in `make test PYTHON=python3.12 VENV=.venv-3.12`:
 PYTHON ?= python3
@@ -15,7 +16,9 @@ comma := ,
 # Installed again when what is to be installed changes.
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help install demo test nightly lint types clean
+.PHONY: help install demo test test-extended nightly lint types clean
+
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 .DELETE_ON_ERROR:
 
 help:
@@ -47,7 +50,11 @@ demo: install
 	  --eval-sequences 128 --overwrite --verify
 
 test: lint types
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(PYTEST) -m "not extended" $(PYTEST_ARGS)
+
+# What does not fit into ten minutes on two cores.
+test-extended: install
+	$(PYTEST) -m extended $(PYTEST_ARGS)
 
 # Ten times as many random sequences of what can happen to a state, and kills of a process that saves.
 nightly: install

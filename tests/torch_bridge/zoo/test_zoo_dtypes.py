@@ -37,6 +37,7 @@ def _wide(leaf: Any) -> Any:
     return np.asarray(wide).astype(np.float64)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", LOW)
 def test_bfloat16_is_as_exact_as_torchs(name: str) -> None:
     """Both round: neither may be further from float32 than about the other is."""
@@ -64,6 +65,7 @@ def test_bfloat16_is_as_exact_as_torchs(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_float64_agrees_to_twelve_digits() -> None:
     here = Path(__file__).parent
     done = subprocess.run(

@@ -10,7 +10,12 @@ from zoo_entries import Result, evaluate
 from zoo_transformers import ENTRIES
 
 
-every_model = pytest.mark.parametrize("name", ENTRIES)
+# One of each kind; the others take `make test-extended`.
+CORE = ("gpt2", "llama", "gemma2", "bert", "vit", "resnet", "bloom")
+every_model = pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in CORE else pytest.mark.extended) for x in ENTRIES],
+)
 
 
 @functools.cache
