@@ -9,6 +9,7 @@ from .functions import register_function as register_function
 from .losses import causal_lm_loss as causal_lm_loss
 from .lower import register_operator as register_operator
 from .lower import registered_operators as registered_operators
+from .optim import optimizer as optimizer
 from .parity import Parity as Parity
 from .parity import parity as parity
 from .sequential import ConvertedSequential as ConvertedSequential
@@ -28,6 +29,7 @@ __all__ = [
     "convert",
     "load",
     "load_state_dict",
+    "optimizer",
     "parity",
     "register_function",
     "register_operator",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,10 +40,17 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Layout:
-    """All leaves of a module, and the order of its `state_dict`."""
+    """All leaves of a module, and the order of its `state_dict`.
+
+    `tensors` are the module's own, by name: to recognise them where they turn up without a name,
+    as in an optimizer. They are not kept alive.
+    """
 
     leaves: tuple[Leaf, ...]
     order: tuple[str, ...]
+    tensors: Mapping[str, weakref.ref[torch.Tensor]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def leaf_of(self) -> dict[str, Leaf]:
         """Every name, aliases included, with its leaf."""
@@ -56,7 +64,7 @@ def read_layout(module: torch.nn.Module) -> Layout:
         module: any module.
 
     Returns:
-        The layout; it holds no tensors.
+        The layout; it keeps no tensor alive.
 
     Raises:
         ConversionError: two tensors overlap in memory without being the same, a float64 tensor
@@ -78,7 +86,7 @@ def read_layout(module: torch.nn.Module) -> Layout:
     _refuse_overlaps({tuple(group): named[group[0]] for group in groups.values()})
     tied = _hf_tied_patterns(module)
     leaves = tuple(_leaf(tuple(group), named[group[0]], state, tied) for group in groups.values())
-    return Layout(leaves, order)
+    return Layout(leaves, order, {name: weakref.ref(named[name]) for name in names})
 
 
 def read_values(

@@ -1,0 +1,3 @@
+"""torch's optimizers and learning-rate schedules as optax transformations."""
+
+from .groups import optimizer as optimizer

@@ -1,0 +1,47 @@
+"""Which parameters a converted module's train mode computes a gradient for.
+
+PyTorch gives the others none, and its optimizers then leave them alone, weight decay included. In
+JAX their gradient is zero, and decay would move them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch_bridge.convert import Converted
+from torch_bridge.interpret import Graph, Ref
+from torch_bridge.sequential import ConvertedSequential
+
+
+def reached(converted: Converted | ConvertedSequential) -> frozenset[str]:
+    """Paths in the params tree of what gradients reach, frozen parameters too."""
+    if isinstance(converted, Converted):
+        mode = converted._modes[True]
+        return frozenset(mode.params[name] for name in _reached(mode.graph) if name in mode.params)
+    found: set[str] = set()
+    for layer in converted.model.layers[: len(converted.modules)]:
+        for name in reached(converted.modules[layer.name]):
+            found.add(getattr(layer, "reads", {}).get(name, f"{layer.name}/{name}"))
+    return frozenset(found)
+
+
+def _reached(graph: Graph) -> set[str]:
+    """All values that an output depends on without a `detach` between them."""
+    needed = set(_refs(graph.outputs))
+    for step in reversed(graph.instructions):
+        if step.name in needed and not step.operator.startswith("aten.detach."):
+            needed.update(_refs(step.args))
+            needed.update(_refs(step.kwargs))
+    return needed
+
+
+def _refs(value: Any) -> Iterator[str]:
+    if isinstance(value, Ref):
+        yield value.name
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _refs(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _refs(item)
