@@ -6,6 +6,8 @@ from .convert import convert as convert
 from .files import load as load
 from .files import save as save
 from .functions import register_function as register_function
+from .lightning import Lightning as Lightning
+from .lightning import from_lightning as from_lightning
 from .losses import causal_lm_loss as causal_lm_loss
 from .lower import register_operator as register_operator
 from .lower import registered_operators as registered_operators
@@ -23,10 +25,12 @@ __all__ = [
     "Applied",
     "Converted",
     "ConvertedSequential",
+    "Lightning",
     "Output",
     "Parity",
     "causal_lm_loss",
     "convert",
+    "from_lightning",
     "load",
     "load_state_dict",
     "optimizer",
