@@ -189,22 +189,24 @@ class _Steps:
 
 
 def _more_arguments(step: Any, name: str) -> list[Any]:
-    """What a step takes besides its batch."""
-    parameters = list(inspect.signature(step).parameters.values())[1:]
-    needed = [p.name for p in parameters if p.default is inspect.Parameter.empty]
+    """What a step takes besides its batch: `batch_idx`, under any name."""
+    first, *more = inspect.signature(step).parameters.values()
+    if first.name == "dataloader_iter":
+        raise ConversionError(f"{name} takes dataloader_iter; a pure step takes a batch")
+    keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    index: list[Any] = [_BatchIndex()] if more and more[0].kind not in keyword else []
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    if parameters and parameters[0].kind not in variable and parameters[0].name == "batch_idx":
-        needed = [n for n in needed if n != "batch_idx"]
-        given: list[Any] = [_BatchIndex()]
-    else:
-        given = []
-    unknown = [p.name for p in parameters if p.name in needed and p.kind not in variable]
+    unknown = [
+        parameter.name
+        for parameter in more[len(index) :]
+        if parameter.default is inspect.Parameter.empty and parameter.kind not in variable
+    ]
     if unknown:
         raise ConversionError(
             f"{name} takes {unknown} besides batch and batch_idx; a pure step has one batch. Give"
             " them defaults (dataloader_idx=0), or put them into the batch"
         )
-    return given
+    return index
 
 
 def _metrics(logs: Mapping[str, Any], loss: torch.Tensor) -> dict[str, Any]:

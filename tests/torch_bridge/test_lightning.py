@@ -1,0 +1,360 @@
+"""`tb.from_lightning`: modules with Lightning's methods, with and without Lightning itself."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+from support import tiny
+from torch import nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+
+import fzero as fz
+import torch_bridge as tb
+from fzero.errors import ConversionError
+
+
+pytestmark = pytest.mark.quick
+
+NUM_STEPS = 6
+
+
+class Classifier(nn.Module):
+    """What a Lightning user writes, without the base class."""
+
+    def __init__(self):
+        super().__init__()
+        # (A bias before a batch norm would have a gradient of nothing but roundings.)
+        layers = nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)
+        self.net = nn.Sequential(*layers)
+        self.outputs = []
+
+    def forward(self, x):
+        return self.net(x)
+
+    def shared_step(self, batch, stage):
+        x, labels = batch
+        logits = self(x)  # the module's own forward, through __call__
+        loss = functional.cross_entropy(logits, labels)
+        right = (logits.argmax(-1) == labels).float()
+        self.log(f"{stage}_loss", loss, prog_bar=True, sync_dist=True)
+        self.log_dict({f"{stage}_accuracy": right.mean(), "constant": 0.5}, on_epoch=True)
+        self.print("logged")
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        loss = self.shared_step(batch, "train")
+        self.outputs.append(loss)  # read by nobody here
+        return {"loss": loss, "logits": None}
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.shared_step(batch, "val")
+
+    def configure_optimizers(self):
+        return make_adamw(self)
+
+
+def make_adamw(module):
+    return torch.optim.AdamW(module.parameters(), lr=0.05)
+
+
+def make_module(kind=Classifier):
+    torch.manual_seed(0)
+    return kind()
+
+
+def batch_at(step, rows=16):
+    rng = np.random.default_rng(step)
+    x = rng.normal(size=(rows, 4)).astype(np.float32)
+    return [x, rng.integers(0, 3, rows).astype(np.int32)]
+
+
+EXAMPLE = (torch.zeros(4, 4), torch.zeros(4, dtype=torch.long))
+
+
+def fit(lightning, plan, steps=NUM_STEPS):
+    """Validate and train in turn: all metrics, and the last state."""
+    state, found = fz.init(lightning.model, lightning.tx, plan), []
+    train = fz.train_step(lightning.model, lightning.tx, plan)
+    evaluate = fz.eval_step(lightning.model, plan)
+    for step in range(steps):
+        evaluated = evaluate(state, batch_at(step))
+        state, metrics = train(state, batch_at(step))
+        found.append(jax.device_get((evaluated, metrics)))
+    return found, state
+
+
+def by_torch(module, optimizer, scheduler=None):
+    """What a trainer does with it: `(validation loss, accuracy, training loss)` of each step."""
+    found = []
+    for step in range(NUM_STEPS):
+        x, labels = (torch.from_numpy(part) for part in batch_at(step))
+        with torch.no_grad():
+            logits = module.eval().net(x)
+        right = float((logits.argmax(-1) == labels).float().mean())
+        validation = float(functional.cross_entropy(logits, labels.long()))
+        loss = functional.cross_entropy(module.train().net(x), labels.long())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        found.append((validation, right, float(loss.detach())))
+    return found
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    module = make_module()
+    return module, tb.from_lightning(module, EXAMPLE)
+
+
+def test_steps_and_optimizer_are_those_of_the_module(classifier):
+    _, lightning = classifier
+    # One device, or batch statistics would be of other rows.
+    found, state = fit(lightning, tiny.plan(zero=3, data=1))
+    module = make_module()
+    expected = by_torch(module, make_adamw(module))
+    for (evaluated, metrics), (validation, right, loss) in zip(found, expected, strict=True):
+        assert float(metrics["loss"]) == pytest.approx(loss, rel=2e-5)
+        assert float(evaluated["loss"]) == pytest.approx(validation, rel=2e-5)
+        assert float(evaluated["val_accuracy"]) == pytest.approx(right)
+        assert metrics["train_loss"] == metrics["loss"]
+        assert evaluated["val_loss"] == evaluated["loss"]
+        assert metrics["constant"] == evaluated["constant"] == 0.5
+    assert set(found[0][0]) == {"loss", "count", "val_loss", "val_accuracy", "constant"}
+    entries = tb.state_dict(lightning.converted, state)
+    assert list(entries) == list(module.state_dict())
+    for name, tensor in module.state_dict().items():
+        np.testing.assert_allclose(entries[name], tensor, 1e-4, 1e-5, err_msg=name)
+
+
+def test_validating_changes_no_training(classifier):
+    _, lightning = classifier
+    plan = tiny.plan(zero=3)
+    train = fz.train_step(lightning.model, lightning.tx, plan)
+    state = fz.init(lightning.model, lightning.tx, plan)
+    alone = []
+    for step in range(3):
+        state, metrics = train(state, batch_at(step))
+        alone.append(metrics["loss"].tobytes())
+    found, _ = fit(lightning, plan, steps=3)
+    assert [metrics["loss"].tobytes() for _, metrics in found] == alone
+
+
+def test_the_module_is_left_as_it_was(classifier):
+    module, _ = classifier
+    assert type(module) is Classifier
+    assert module.training
+    assert module.outputs == []
+    assert not {"forward", "log", "trainer"} & set(vars(module))
+
+
+def stepping(interval, frequency=1, **options):
+    def configure(self):
+        sgd = torch.optim.SGD(self.parameters(), lr=0.5)
+        scheduler = lr_scheduler.ExponentialLR(sgd, 0.5)
+        config = {"scheduler": scheduler, "interval": interval, "frequency": frequency}
+        return {"optimizer": sgd, "lr_scheduler": config, "monitor": "val_loss"}
+
+    return configure, options
+
+
+def asking_the_trainer(self):
+    sgd = torch.optim.SGD(self.parameters(), lr=0.5)
+    steps = self.trainer.estimated_stepping_batches + 0 * self.trainer.max_epochs
+    falling = lr_scheduler.LambdaLR(sgd, lambda n: 1 - n / steps)
+    return [sgd], [{"scheduler": falling, "interval": "step"}]
+
+
+def bare_scheduler(self):
+    sgd = torch.optim.SGD(self.parameters(), lr=0.5)
+    return [sgd], [lr_scheduler.StepLR(sgd, 2, 0.5)]
+
+
+# (configure_optimizers, arguments, rate after 0, 1, ... steps)
+FORMS = {
+    "optimizer": (lambda s: torch.optim.SGD(s.parameters(), lr=0.5), {}, [0.5, 0.5]),
+    "list": (lambda s: [torch.optim.SGD(s.parameters(), lr=0.5)], {}, [0.5, 0.5]),
+    "dict": (lambda s: {"optimizer": torch.optim.SGD(s.parameters(), lr=0.5)}, {}, [0.5, 0.5]),
+    "dict-step": (*stepping("step"), [0.5, 0.25, 0.125]),
+    "dict-frequency": (*stepping("step", 2, steps_per_epoch=4), [0.5, 0.5, 0.25, 0.25]),
+    "dict-epoch": (*stepping("epoch", 1, steps_per_epoch=2), [0.5, 0.5, 0.25, 0.25, 0.125]),
+    "list-of-dicts": (lambda s: [stepping("step")[0](s)], {}, [0.5, 0.25]),
+    "two-lists": (asking_the_trainer, {"num_steps": 4, "steps_per_epoch": 2}, [0.5, 0.375, 0.25]),
+    "bare-scheduler": (bare_scheduler, {"steps_per_epoch": 1}, [0.5, 0.5, 0.25]),
+}
+
+
+@pytest.fixture(scope="module")
+def line():
+    """The smallest module that a class may change: converted in a moment."""
+
+    class Line(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def training_step(self, batch, batch_idx):
+            return (batch * self.weight).square().mean()
+
+    return Line
+
+
+def convert(kind, **options):
+    return tb.from_lightning(kind(), torch.ones(4, 2), **options)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_of_configure_optimizers(line, name):
+    configure, options, rates = FORMS[name]
+    lightning = convert(type("Line", (line,), {"configure_optimizers": configure}), **options)
+    params = {"weight": np.ones(2, np.float32)}
+    state = lightning.tx.init(params)
+    for rate in rates:
+        updates, state = lightning.tx.update(params, state, params)
+        assert float(updates["weight"][0]) == pytest.approx(-rate)
+
+
+def test_an_optax_optimizer_replaces_configure_optimizers(line):
+    tx = optax.sgd(0.1)
+    lightning = convert(line, tx=tx)
+    assert lightning.tx is tx
+    # Without a validation_step evaluation runs the training step in eval mode.
+    value, _, metrics = lightning.model.loss(*lightning.model.init, np.ones((3, 2)), None, False)
+    assert (float(value), metrics) == (1.0, {})
+
+
+def uses(code):
+    """A training step with a line more."""
+    names = {"torch": torch}
+    lines = "".join(f"\n    {one}" for one in code.split("; "))
+    source = f"def training_step(self, batch, batch_idx):{lines}\n    return batch.mean()"
+    exec(compile(source, "<step>", "exec"), names)
+    return {"training_step": names["training_step"]}
+
+
+def returns(configure):
+    return {"configure_optimizers": configure}
+
+
+SGD = torch.optim.SGD
+# (members of the class, arguments, what the error says)
+REFUSED = {
+    "manual": ({"automatic_optimization": False}, {}, "automatic_optimization is False"),
+    "hook": (
+        {"on_before_optimizer_step": lambda self, optimizer: None},
+        {},
+        r"on_before_optimizer_step: .*belongs into the optax.*\n.*ignore_hooks",
+    ),
+    "clipping": (
+        {"configure_gradient_clipping": lambda self: None},
+        {},
+        r"configure_gradient_clipping: clip with Plan\(clip_norm",
+    ),
+    "unknown hook": ({}, {"ignore_hooks": ["on_tea"]}, r"\['on_tea'\] are no hooks"),
+    "trainer": (uses("self.trainer.max_epochs"), {}, r"uses self\.trainer"),
+    "toggle": (uses("self.toggle_optimizer(None)"), {}, r"uses self\.toggle_optimizer"),
+    "optimizers": (uses("self.optimizers().step()"), {}, r"uses self\.optimizers"),
+    "epoch": (uses("x = self.current_epoch"), {}, r"uses self\.current_epoch"),
+    "index": (uses("x = batch_idx % 2"), {}, "uses the value of batch_idx"),
+    "index in torch": (uses("x = batch * batch_idx"), {}, "value of batch_idx|cannot trace"),
+    "log shape": (uses("self.log('x', batch)"), {}, r"self\.log\('x'\): expected one number"),
+    "log sum": (uses("self.log('x', 1, reduce_fx='sum')"), {}, "reduce_fx='sum'.*log a mean"),
+    "log object": (uses("self.log('x', object())"), {}, "expected a tensor or a number"),
+    "no loss": ({"training_step": lambda self, batch, i: None}, {}, "expected a scalar loss"),
+    "loss shape": (
+        {"training_step": lambda self, batch, i: batch},
+        {},
+        r"training_step: expected a scalar loss.*shape \(",
+    ),
+    "loaders": (
+        {"validation_step": lambda self, batch, batch_idx, dataloader_idx: batch.mean()},
+        {},
+        r"validation_step takes \['dataloader_idx'\]",
+    ),
+    "which loss": (
+        {"validation_step": lambda self, batch, batch_idx: self.log("accuracy", batch.mean())},
+        {},
+        r"logs \['accuracy'\]; return the loss, or say with eval_loss=",
+    ),
+    "no optimizer": ({}, {}, "has no configure_optimizers; pass tx="),
+    "None": (returns(lambda s: None), {}, "configure_optimizers returned None"),
+    "two": (
+        returns(lambda s: [SGD(s.parameters(), 0.1), SGD(s.parameters(), 0.2)]),
+        {},
+        "returns 2 optimizers",
+    ),
+    "two schedulers": (
+        returns(lambda s: ([o := SGD(s.parameters(), 0.1)], [lr_scheduler.StepLR(o, 1)] * 2)),
+        {},
+        "returns 2 schedulers.*ChainedScheduler",
+    ),
+    "epochs": (returns(bare_scheduler), {}, "once per epoch: pass steps_per_epoch="),
+    "frequency": (returns(stepping("step", 2)[0]), {}, "frequency=2: pass steps_per_epoch="),
+    "uneven": (
+        returns(stepping("step", 2)[0]), {"steps_per_epoch": 3}, "every 2 batches.*epoch of 3"
+    ),
+    "steps": (returns(asking_the_trainer), {}, r"estimated_stepping_batches: pass num_steps="),
+    "more of the trainer": (
+        returns(lambda s: s.trainer.datamodule), {}, r"uses self\.trainer\.datamodule"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_pure_step_would_leave_out_is_refused_by_name(line, name):
+    members, options, message = REFUSED[name]
+    kind = type("Line", (line,), members)
+    module = kind()
+    with pytest.raises(ConversionError, match=message):
+        tb.from_lightning(module, torch.ones(4, 2), **options)
+    assert type(module) is kind
+
+
+def test_a_module_without_steps_is_refused():
+    with pytest.raises(ConversionError, match="Linear has no training_step"):
+        tb.from_lightning(nn.Linear(2, 1), torch.ones(4, 2))
+
+
+def test_hooks_may_be_ignored_and_the_loss_chosen(line):
+    def validate(self, batch):
+        self.log("loss", 2 * batch.mean())
+        self.log("other_loss", batch.mean())
+
+    members = {"on_train_epoch_end": lambda self: None, "validation_step": validate}
+    lightning = convert(
+        type("Line", (line,), members),
+        tx=optax.sgd(0.1), eval_loss="other_loss", ignore_hooks=["on_train_epoch_end"],
+    )  # fmt: skip
+    value, _, metrics = lightning.model.loss(*lightning.model.init, np.ones((3, 2)), None, False)
+    assert (float(value), {k: float(v) for k, v in metrics.items()}) == (
+        1.0, {"logged_loss": 2.0, "other_loss": 1.0}
+    )  # fmt: skip
+
+
+PACKAGES = [p for p in ("lightning", "pytorch_lightning") if importlib.util.find_spec(p)]
+
+
+@pytest.mark.skipif(not PACKAGES, reason="Lightning is not installed")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_with_lightning_itself(package):
+    base = importlib.import_module(package).LightningModule
+    steps = {name: member for name, member in vars(Classifier).items() if "__" not in name}
+    kind = type("Real", (base,), {**steps, "__init__": init_of_net})
+    found, _ = fit(tb.from_lightning(make_module(kind), EXAMPLE), tiny.plan(zero=3, data=1))
+    module = make_module()
+    expected = by_torch(module, make_adamw(module))
+    losses = [float(metrics["loss"]) for _, metrics in found]
+    np.testing.assert_allclose(losses, [loss for *_, loss in expected], 2e-5)
+
+
+def init_of_net(self):
+    super(type(self), self).__init__()
+    self.net, self.outputs = Classifier().net, []
