@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 # The others compute for longer than they compile, or compare the bits of stages.
 QUICK = (
     "flax_digits.py", "gpt2_pipeline.py", "quickstart.py", "torch_cnn_digits.py",
-    "rlhf_offload.py", "offload_4b.py",
+    "rlhf_offload.py", "offload_4b.py", "lightning_validate_then_fit.py",
 )  # fmt: skip
 # What needs a GPU can do the same in miniature.
 ARGUMENTS = {"offload_4b.py": ["--tiny"]}
@@ -26,6 +26,7 @@ EXPECTED = {
     "gpt2_pipeline.py": r"largest difference between the loss curves: .* \(bound 1e-05\)",
     "offload_4b.py": r"and on: loss 5\.\d+ after 2 steps",
     "rlhf_offload.py": r"the same losses, bit for bit, as without offload",
+    "lightning_validate_then_fit.py": r"all 8 losses are those of fit alone, bit for bit",
     "quickstart.py": r"loss 0\.\d+ -> 0\.0\d+ after 50 steps of ZeRO-3",
     "flax_digits.py": r"held-out accuracy 0\.9[5-9]\d after 84 steps",
     "torch_cnn_digits.py": r"held-out accuracy: JAX (0\.9[7-9]\d\d), PyTorch \1",
