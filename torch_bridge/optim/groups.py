@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import optax
 import torch
 
 from fzero.errors import ConversionError
-from fzero.tree import path_name
+from fzero.tree import key_name, path_name
 from torch_bridge.convert import Converted
 from torch_bridge.sequential import ConvertedSequential
 
@@ -78,13 +78,12 @@ def optimizer(
     rule = find_rule(torch_optimizer)
     groups = follow(torch_optimizer, scheduler, every, num_steps)
     names = _Names.of(parameters)
-    labels = dict.fromkeys(names.paths, _UNTRAINED)
-    for number, group in enumerate(torch_optimizer.param_groups):
-        for path in _paths_in(group, number, names):
-            if path not in names.untrained:
-                labels[path] = str(number)
-    rules = {str(number): rule(group) for number, group in enumerate(groups)}
-    used = {label: rules[label] for label in rules if label in labels.values()}
+    labels = _labels(torch_optimizer, names)
+    used = {
+        label: rule(group)
+        for label, group in zip(map(str, range(len(groups))), groups, strict=True)
+        if label in labels.values()
+    }
     if not used:
         raise ConversionError(
             f"optimizer {type(torch_optimizer).__name__}: none of its parameters can be trained;"
@@ -92,28 +91,28 @@ def optimizer(
         )
     if _UNTRAINED in labels.values():
         used[_UNTRAINED] = optax.set_to_zero()
-    return (
-        _checked(next(iter(used.values())), labels)
-        if len(used) == 1
-        else optax.multi_transform(used, lambda tree: _labelled(tree, labels))
-    )
+    if len(used) > 1:
+        return optax.multi_transform(used, lambda tree: _labelled(tree, labels))
+    return _checked(next(iter(used.values())), labels)
 
 
 @dataclass(frozen=True)
 class _Names:
-    """Where in a params tree each tensor of a module is.
+    """The entries of a params tree, and which tensors they hold.
+
+    An entry is known by its path, or by the last key of it where that is a `state_dict` name.
 
     Args:
-        paths: paths of all parameters.
-        of_tensor: the path of each tensor, by id. (They live in the optimizer: ids stay theirs.)
-        of_name: the path of each `state_dict` name, aliases included.
-        untrained: paths of those that no gradient reaches.
-        what: what `paths` are of, for messages.
+        entries: for each entry the names of the tensors in it.
+        of_tensor: the name of each tensor, by id. (They live in the optimizer: ids stay theirs.)
+        aliases: the name of each tensor, by any of its names.
+        untrained: names of those that no gradient reaches.
+        what: what they are of, for messages.
     """
 
-    paths: Sequence[str]
+    entries: Mapping[str, tuple[str, ...]]
     of_tensor: Mapping[int, str]
-    of_name: Mapping[str, str]
+    aliases: Mapping[str, str]
     untrained: frozenset[str]
     what: str
 
@@ -121,37 +120,67 @@ class _Names:
     def of(parameters: Any) -> _Names:
         if not isinstance(parameters, Converted | ConvertedSequential):
             named = dict(parameters)
-            frozen = frozenset(name for name, tensor in named.items() if not tensor.requires_grad)
-            tensors = {id(tensor): name for name, tensor in named.items()}
-            return _Names(list(named), tensors, dict(zip(named, named, strict=True)), frozen,
-                          "the named parameters")  # fmt: skip
-        leaves = _param_leaves(parameters)
-        of_name = {name: path for path, leaf in leaves.items() for name in leaf.names}
-        tensors = {}
-        for name, ref in parameters.layout.tensors.items():
-            tensor = ref()
-            if tensor is not None and name in of_name:
-                tensors[id(tensor)] = of_name[name]
-        found = reached(parameters)
-        frozen = frozenset(
-            path for path, leaf in leaves.items() if leaf.frozen or path not in found
+            return _Names(
+                entries={name: (name,) for name in named},
+                of_tensor={id(tensor): name for name, tensor in named.items()},
+                aliases={name: name for name in named},
+                untrained=frozenset(n for n, tensor in named.items() if not tensor.requires_grad),
+                what="the named parameters",
+            )
+        leaves = [leaf for leaf in parameters.layout.leaves if leaf.is_param]
+        aliases = {name: leaf.name for leaf in leaves for name in leaf.names}
+        kept = ((name, ref()) for name, ref in parameters.layout.tensors.items())
+        learning = reached(parameters)
+        return _Names(
+            entries=_entries(parameters),
+            of_tensor={
+                id(tensor): aliases[name]
+                for name, tensor in kept
+                if tensor is not None and name in aliases
+            },
+            aliases=aliases,
+            untrained=frozenset(
+                leaf.name for leaf in leaves if leaf.frozen or leaf.name not in learning
+            ),
+            what="the converted module",
         )
-        return _Names(list(leaves), tensors, of_name, frozen, "the converted module")
 
 
-def _param_leaves(converted: Converted | ConvertedSequential) -> dict[str, Any]:
-    """The leaf at every path of the params tree."""
+def _entries(converted: Converted | ConvertedSequential) -> dict[str, tuple[str, ...]]:
+    """What each entry of a params tree holds."""
     if isinstance(converted, ConvertedSequential):
-        return {f"{p.layer}/{p.name}": p.leaf for p in converted.places if p.leaf.is_param}
-    return {leaf.name: leaf for leaf in converted.layout.leaves if leaf.is_param}
+        places = [place for place in converted.places if place.leaf.is_param]
+        return {f"{place.layer}/{place.name}": (place.leaf.name,) for place in places}
+    return {name: (name,) for name in converted.params}
 
 
-def _paths_in(group: Mapping[str, Any], number: int, names: _Names) -> Iterator[str]:
-    """Where the parameters of a group are."""
+def _labels(optimizer: torch.optim.Optimizer, names: _Names) -> dict[str, str]:
+    """The group of each entry."""
+    group_of = {
+        name: str(number)
+        for number, group in enumerate(optimizer.param_groups)
+        for name in _names_in(group, number, names)
+        if name not in names.untrained
+    }
+    labels: dict[str, str] = {}
+    for entry, held in names.entries.items():
+        found = {group_of.get(name, _UNTRAINED) for name in held}
+        if len(found) > 1:
+            raise ConversionError(
+                f"optimizer: `{entry}` holds {list(held)[:4]}, which are in different groups"
+                f" ({sorted(found)}); an entry has one. Convert the module with one entry for each"
+                " of its parameters"
+            )
+        labels[entry] = found.pop()
+    return labels
+
+
+def _names_in(group: Mapping[str, Any], number: int, names: _Names) -> Iterator[str]:
+    """The names of the parameters of a group."""
     given = group.get("param_names") or [None] * len(group["params"])
     for index, (tensor, name) in enumerate(zip(group["params"], given, strict=True)):
-        path = names.of_tensor.get(id(tensor), names.of_name.get(name or ""))
-        if path is None:
+        found = names.of_tensor.get(id(tensor), names.aliases.get(name or ""))
+        if found is None:
             raise ConversionError(
                 f"optimizer, group {number}, parameter {index}"
                 f" {name or ''}{tuple(tensor.shape)}: it is no parameter of {names.what}. Make the"
@@ -160,17 +189,21 @@ def _paths_in(group: Mapping[str, Any], number: int, names: _Names) -> Iterator[
             )
         if tensor.is_complex():
             raise ConversionError(
-                f"optimizer: `{path}` is complex, which torch updates as pairs of real numbers;"
+                f"optimizer: `{found}` is complex, which torch updates as pairs of real numbers;"
                 " that is not mapped. Keep it as two real parameters, or write the transformation"
                 " in optax"
             )
-        yield path
+        yield found
 
 
 def _labelled(tree: Any, labels: Mapping[str, str]) -> Any:
     """The label of every leaf of a params tree."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    have = {path_name(path) for path, _ in leaves}
+
+    def entry(path: Any) -> str:
+        whole = path_name(path)
+        return whole if whole in labels or not path else key_name(path[-1])
+
+    have = {entry(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]}
     if have != set(labels):
         missing, more = sorted(set(labels) - have), sorted(have - set(labels))
         raise ConversionError(
@@ -178,7 +211,7 @@ def _labelled(tree: Any, labels: Mapping[str, str]) -> Any:
             f"{more[:5]} are not known. Make it with tb.optimizer(torch_optimizer, converted) from"
             " what these params belong to"
         )
-    return jax.tree_util.tree_map_with_path(lambda path, _: labels[path_name(path)], tree)
+    return jax.tree_util.tree_map_with_path(lambda path, _: labels[entry(path)], tree)
 
 
 def _checked(

@@ -15,14 +15,17 @@ from torch_bridge.sequential import ConvertedSequential
 
 
 def reached(converted: Converted | ConvertedSequential) -> frozenset[str]:
-    """Paths in the params tree of what gradients reach, frozen parameters too."""
+    """Names of the module's leaves that gradients reach, frozen ones too."""
     if isinstance(converted, Converted):
         mode = converted._modes[True]
         return frozenset(mode.params[name] for name in _reached(mode.graph) if name in mode.params)
+    leaf_at = {(place.layer, place.name): place.leaf.name for place in converted.places}
     found: set[str] = set()
     for layer in converted.model.layers[: len(converted.modules)]:
+        reads = getattr(layer, "reads", {})
         for name in reached(converted.modules[layer.name]):
-            found.add(getattr(layer, "reads", {}).get(name, f"{layer.name}/{name}"))
+            owner, _, own = reads.get(name, f"{layer.name}/{name}").partition("/")
+            found.add(leaf_at[owner, own])
     return frozenset(found)
 
 
