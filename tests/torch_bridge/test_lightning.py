@@ -34,6 +34,7 @@ class Classifier(nn.Module):
         layers = nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)
         self.net = nn.Sequential(*layers)
         self.outputs = []
+        self.logger = "one of its own"
 
     def forward(self, x):
         return self.net(x)
@@ -45,6 +46,7 @@ class Classifier(nn.Module):
         right = (logits.argmax(-1) == labels).float()
         self.log(f"{stage}_loss", loss, prog_bar=True, sync_dist=True)
         self.log_dict({f"{stage}_accuracy": right.mean(), "constant": 0.5}, on_epoch=True)
+        assert self.logger == "one of its own"
         self.print("logged")
         return loss
 
@@ -347,7 +349,8 @@ PACKAGES = [p for p in ("lightning", "pytorch_lightning") if importlib.util.find
 def test_with_lightning_itself(package):
     base = importlib.import_module(package).LightningModule
     steps = {name: member for name, member in vars(Classifier).items() if "__" not in name}
-    kind = type("Real", (base,), {**steps, "__init__": init_of_net})
+    own = {"__init__": init_of_net, "logger": "one of its own"}
+    kind = type("Real", (base,), {**steps, **own})
     found, _ = fit(tb.from_lightning(make_module(kind), EXAMPLE), tiny.plan(zero=3, data=1))
     module = make_module()
     expected = by_torch(module, make_adamw(module))

@@ -45,7 +45,7 @@ class _Trainer:
         }
         if name == "max_epochs":
             parts = self.num_steps, self.steps_per_epoch
-            whole = None if None in parts else parts[0] // parts[1]  # type: ignore[operator]
+            whole = None if None in parts else -(-parts[0] // parts[1])  # type: ignore[operator]
             found[name] = ("num_steps= and steps_per_epoch", whole)
         if name not in found:
             raise ConversionError(

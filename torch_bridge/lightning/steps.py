@@ -53,9 +53,7 @@ def as_steps(module: torch.nn.Module, eval_loss: str | None) -> Iterator[None]:
         module: the module; its class is put back.
         eval_loss: the logged value that is the loss of `validation_step`.
     """
-    kind = type(module)
-    steps = _Steps(kind, eval_loss)
-    with _as_class(module, steps.members()):
+    with _as_class(module, _Steps(type(module), eval_loss).members(module)):
         yield
 
 
@@ -107,10 +105,17 @@ class _Steps:
         # What the step that runs now has logged; None between steps.
         self.logs: dict[str, Any] | None = None
 
-    def members(self) -> dict[str, Any]:
+    def members(self, module: Any) -> dict[str, Any]:
         """Attributes of the subclass."""
         found: dict[str, Any] = {name: _refused(name) for name in _METHODS}
         found |= {name: property(_refused(name)) for name in _VALUES}
+        found |= {"print": lambda *_, **__: None}
+        # A module may have something of its own by such a name.
+        found = {
+            name: member
+            for name, member in found.items()
+            if name not in vars(module) and own_method(self.kind, name) is None
+        }
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self.logs is not None:  # called by the step: this is the module's own
@@ -131,8 +136,7 @@ class _Steps:
         names = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD)
                  for n in ("self", "batch")]  # fmt: skip
         forward.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
-        quiet = {"print": lambda *_, **__: None}
-        return found | quiet | {"forward": forward, "log": log, "log_dict": log_dict}
+        return found | {"forward": forward, "log": log, "log_dict": log_dict}
 
     def log(self, name: str, value: Any, reduce_fx: Any) -> None:
         """Keep a logged value."""
