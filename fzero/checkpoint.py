@@ -13,6 +13,7 @@ import atexit
 import dataclasses
 import json
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ FORMAT = 1
 # What follows from other fields is not written.
 FIELDS = ("params", "opt_state", "buffers", "loss_scale", "grads")
 _OPEN: dict[str, ocp.CheckpointManager] = {}
+# Python 3.12.0 and 3.12.1 start no thread once the main one has ended: a writer could not finish.
+_EXIT_IS_ABRUPT = (3, 12) <= sys.version_info < (3, 12, 2)
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ def save(
                 state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta)
             ),
         )
-        if not asynchronous:
+        if not asynchronous or _EXIT_IS_ABRUPT:
             wait(path)
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
