@@ -217,7 +217,7 @@ class StreamedTrainStep(DividedTrainStep):
 
     def _summed(self, fields: Values, batch: PyTree, key: jax.Array) -> Any:
         return self._program(
-            self._kept(fields), fields["buffers"], fields["loss_scale"], key, batch
+            self.kept(fields), fields["buffers"], fields["loss_scale"], key, batch
         )
 
 
@@ -245,7 +245,7 @@ class PipelineTrainStep(DividedTrainStep):
 
     def _summed(self, fields: Values, batch: PyTree, key: jax.Array) -> Any:
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
-        return self.executor.train(self._kept(fields), fields["buffers"], batch, key, scale)
+        return self.executor.train(self.kept(fields), fields["buffers"], batch, key, scale)
 
 
 class PipelineEvalStep(EvalStep):
