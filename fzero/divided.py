@@ -216,9 +216,7 @@ class StreamedTrainStep(DividedTrainStep):
         return self._gradients(fields, batch, key)
 
     def _summed(self, fields: Values, batch: PyTree, key: jax.Array) -> Any:
-        return self._program(
-            self.kept(fields), fields["buffers"], fields["loss_scale"], key, batch
-        )
+        return self._program(self.kept(fields), fields["buffers"], fields["loss_scale"], key, batch)
 
 
 class PipelineTrainStep(DividedTrainStep):

@@ -105,7 +105,7 @@ class Window:
     is_async: bool
     computation: Computation
     between: tuple[Instruction, ...]
-    """Only those that launch a kernel; those inside the loops and calls among them are not named."""
+    """Those that launch a kernel; of a loop among them, the loop alone."""
 
 
 @dataclass(frozen=True)

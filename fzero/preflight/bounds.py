@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fzero.preflight.kernels import Work
+from fzero.preflight.links import Traffic
 from fzero.preflight.rates import Rates
 
 
@@ -18,14 +20,16 @@ class Bounds:
         memory_seconds: all bytes that kernels read and write, at the memory's peak; an estimate
             from the program's text, which does not show what caches spare.
         link_seconds: all collectives at the links' peak, one after the other.
-        bubble_seconds: of a pipeline's rank, waiting for others.
-        best_seconds: no step is faster: the longest of the first three.
-        likely_seconds: kernels one after the other at the shares of the peaks that programs reach,
-            and what collectives add to them.
+        bubble_seconds: of a pipeline's rank, waiting for others, likely.
+        best_seconds: the program takes at least that: its kernels one after the other, each at the
+            peak that limits it, and of the collectives what is not beside them; a pipeline's
+            makespan of that.
+        likely_seconds: the same at the shares of the peaks that programs reach.
         serial_seconds: as likely, with nothing beside a collective.
-        best_mfu, likely_mfu, serial_mfu: of these three.
-        limit: what takes longest: `compute`, `memory` or `links`; `bubble` where a pipeline waits
-            for longer than that.
+        best_mfu: that of `best_seconds`; no run has more.
+        likely_mfu: that of `likely_seconds`.
+        serial_mfu: that of `serial_seconds`.
+        limit: what takes longest: `compute`, `memory`, `links`, or the `bubble` of a pipeline.
     """
 
     compute_seconds: float
@@ -45,46 +49,42 @@ def bounds(
     rates: Rates,
     precision: str,
     *,
-    flops: int,
-    moved_bytes: int,
+    work: Work,
+    traffic: Traffic,
     model_flops: float,
-    kernel_seconds: float,
-    link_seconds: float,
-    exposed_seconds: float,
-    makespan_seconds: float | None = None,
+    makespans: tuple[float, float] | None = None,
 ) -> Bounds:
     """Bounds from one device's work in a step.
 
     Args:
         rates: the device.
         precision: what matmuls compute in.
-        flops: of the compiled matmuls.
-        moved_bytes: read and written by kernels.
+        work: of its kernels.
+        traffic: what it sends.
         model_flops: of the model, this device's part.
-        kernel_seconds: of kernels one after the other, likely.
-        link_seconds: of collectives at the links' peak.
-        exposed_seconds: of them, likely not hidden.
-        makespan_seconds: of a pipeline's simulated step; the rest is one rank's own.
+        makespans: of a pipeline's simulated step, best and likely; all else is one rank's own.
 
     Example:
-        >>> from fzero.preflight.topology import parse
         >>> from fzero.preflight.rates import default_rates
-        >>> found = bounds(default_rates(parse("h200:8")), "bf16", flops=989_400_000_000_000,
-        ...                moved_bytes=10**9, model_flops=742_050_000_000_000, kernel_seconds=1.5,
-        ...                link_seconds=0.4, exposed_seconds=0.0)
-        >>> found.best_seconds, found.best_mfu, found.likely_mfu, found.limit
-        (1.0, 0.75, 0.5, 'compute')
+        >>> from fzero.preflight.topology import parse
+        >>> work = Work(989_400_000_000_000, 10**9, best_seconds=1.25, likely_seconds=1.5)
+        >>> found = bounds(default_rates(parse("h200:8")), "bf16", work=work,
+        ...                traffic=Traffic(0, 0, 0, 0, 0, 0, 0, 0), model_flops=742_050_000_000_000)
+        >>> found.compute_seconds, found.best_mfu, found.likely_mfu, found.limit
+        (1.0, 0.6, 0.5, 'compute')
     """
     peak = rates.flops_of(precision)
     parts = {
-        "compute": flops / peak,
-        "memory": moved_bytes / rates.memory_bytes_per_s,
-        "links": link_seconds,
+        "compute": work.flops / peak,
+        "memory": work.bytes / rates.memory_bytes_per_s,
+        "links": traffic.seconds,
     }
-    busy = kernel_seconds + exposed_seconds
-    likely = busy if makespan_seconds is None else max(busy, makespan_seconds)
-    best = max(parts.values())
-    serial = likely - exposed_seconds + link_seconds / rates.link_share
+    best = work.best_seconds + traffic.exposed_best_seconds
+    busy = work.likely_seconds + traffic.exposed_seconds
+    likely = busy
+    if makespans is not None:
+        best, likely = max(best, makespans[0]), max(busy, makespans[1])
+    serial = likely - traffic.exposed_seconds + traffic.seconds / rates.link_share
     limit = max(parts, key=lambda name: parts[name])
 
     def mfu(seconds: float) -> float:
@@ -97,9 +97,9 @@ def bounds(
         bubble_seconds=likely - busy,
         best_seconds=best,
         likely_seconds=likely,
-        serial_seconds=max(serial, likely),
+        serial_seconds=serial,
         best_mfu=mfu(best),
         likely_mfu=mfu(likely),
-        serial_mfu=mfu(max(serial, likely)),
+        serial_mfu=mfu(serial),
         limit="bubble" if likely - busy > parts[limit] else limit,
     )

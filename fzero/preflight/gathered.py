@@ -172,4 +172,3 @@ _Values = dict[int, tuple[tuple[str, int], int]]
 
 def _parameters(comp: Computation) -> list[Instruction]:
     return [i for i in comp.instructions if i.opcode == "parameter"]
-

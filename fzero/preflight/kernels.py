@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from fzero.hlo import FREE, KINDS, Matmuls, Module
 from fzero.hlo_text import Computation, Instruction
+from fzero.preflight.rates import Rates
 
 
 _SLICES = ("dynamic-slice", "slice", "gather")
@@ -19,27 +20,38 @@ _UPDATE = "dynamic-update-slice"
 
 @dataclass(frozen=True)
 class Work:
-    """Work of kernels, one device.
+    """Work of kernels, one device; seconds are of one kernel after the other.
+
+    Each kernel takes the longer of its FLOPs and its bytes.
 
     Args:
         flops: of matmuls.
         bytes: of device memory read and written.
-        seconds: one kernel after the other at the shares of the peaks that programs reach; each
-            takes the longer of its FLOPs and its bytes.
+        best_seconds: at the peaks.
+        likely_seconds: at the shares of them that programs reach.
     """
 
     flops: int = 0
     bytes: int = 0
-    seconds: float = 0.0
+    best_seconds: float = 0.0
+    likely_seconds: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(
-            self.flops + other.flops, self.bytes + other.bytes, self.seconds + other.seconds
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+            self.best_seconds + other.best_seconds,
+            self.likely_seconds + other.likely_seconds,
         )
 
     def times(self, count: int) -> Work:
         """The work done so often."""
-        return Work(count * self.flops, count * self.bytes, count * self.seconds)
+        return Work(
+            count * self.flops,
+            count * self.bytes,
+            count * self.best_seconds,
+            count * self.likely_seconds,
+        )
 
 
 class Kernels:
@@ -47,13 +59,13 @@ class Kernels:
 
     Args:
         module: a compiled module.
-        flops_per_s: matmuls of the device that programs reach.
-        bytes_per_s: of its memory, likewise.
+        rates: of the device.
+        precision: what matmuls compute in.
     """
 
-    def __init__(self, module: Module, flops_per_s: float, bytes_per_s: float) -> None:
-        self.module, self.matmuls = module, Matmuls(module)
-        self.flops_per_s, self.bytes_per_s = flops_per_s, bytes_per_s
+    def __init__(self, module: Module, rates: Rates, precision: str) -> None:
+        self.module, self.matmuls, self.rates = module, Matmuls(module), rates
+        self.flops_per_s = rates.flops_of(precision)
         self._known: dict[str, Work] = {}
 
     def total(self) -> Work:
@@ -73,15 +85,17 @@ class Kernels:
         if i.opcode in FREE or i.opcode.endswith(("-done", "-update")) or kind in KINDS:
             return Work()
         if i.branches:
-            return max(map(self.computation, i.branches), key=lambda work: work.seconds)
+            return max(map(self.computation, i.branches), key=lambda work: work.best_seconds)
         if i.opcode in ("while", "call", "async-start"):
             # A loop of unknown length counts once; `hlo.matmul_flops` names it as unknown.
             parts = [self.computation(n).times(t or 1) for n, t in self.module.runs(comp, i)]
             return sum(parts, Work())
         flops = self.matmuls.flops_at(comp, i).flops
         moved = self._bytes(comp, i)
-        seconds = max(flops / self.flops_per_s, moved / self.bytes_per_s)
-        return Work(flops, moved, seconds)
+        rates = self.rates
+        computing, moving = flops / self.flops_per_s, moved / rates.memory_bytes_per_s
+        likely = max(computing / rates.flops_share, moving / rates.memory_share)
+        return Work(flops, moved, max(computing, moving), likely)
 
     def _bytes(self, comp: Computation, i: Instruction) -> int:
         results = sum(a.bytes for a in i.arrays)

@@ -31,7 +31,8 @@ class CollectiveUse:
         num_matmuls: matmuls between its start and its done.
         num_kernels: other kernels there.
         seconds: what it takes at the links' peak, per execution.
-        exposed_seconds: what it likely takes beyond the computation beside it, per execution.
+        exposed_best_seconds: of them, beyond the computation beside it, both at their peaks.
+        exposed_seconds: the same, both at what programs reach.
         estimated: whether it is from the plan's arithmetic, not from a compiled program.
     """
 
@@ -48,6 +49,7 @@ class CollectiveUse:
     num_matmuls: int
     num_kernels: int
     seconds: float
+    exposed_best_seconds: float
     exposed_seconds: float
     estimated: bool = False
 
@@ -107,9 +109,7 @@ def uses(kernels: Kernels, axes: Mapping[str, int], links: Links) -> tuple[Colle
         axes: sizes of the mesh axes.
         links: the links between its devices.
     """
-    return tuple(
-        _use(kernels, window, links) for window in windows(kernels.module, mesh_axes=axes)
-    )
+    return tuple(_use(kernels, window, links) for window in windows(kernels.module, mesh_axes=axes))
 
 
 def _use(kernels: Kernels, window: Window, links: Links) -> CollectiveUse:
@@ -138,7 +138,8 @@ def _use(kernels: Kernels, window: Window, links: Links) -> CollectiveUse:
         num_matmuls=num_matmuls,
         num_kernels=num_kernels,
         seconds=seconds,
-        exposed_seconds=max(0.0, seconds / links.rates.link_share - beside.seconds),
+        exposed_best_seconds=max(0.0, seconds - beside.best_seconds),
+        exposed_seconds=max(0.0, seconds / links.rates.link_share - beside.likely_seconds),
     )
 
 
@@ -153,7 +154,8 @@ class Traffic:
         cross_host_bytes: of collectives whose devices are in several hosts.
         network_bytes: through the device's network card, at least.
         seconds: at the links' peak, one after the other.
-        exposed_seconds: what they likely add to the step.
+        exposed_best_seconds: of them, not beside computation, all at the peaks.
+        exposed_seconds: the same at what programs reach: what they add to the step.
     """
 
     communicated_bytes: float
@@ -162,6 +164,7 @@ class Traffic:
     cross_host_bytes: float
     network_bytes: float
     seconds: float
+    exposed_best_seconds: float
     exposed_seconds: float
 
 
@@ -175,5 +178,6 @@ def traffic(found: Iterable[CollectiveUse]) -> Traffic:
         cross_host_bytes=sum(c.total_bytes for c in found if c.crosses_hosts),
         network_bytes=sum(c.times * c.network_bytes for c in found),
         seconds=sum(c.times * c.seconds for c in found),
+        exposed_best_seconds=sum(c.times * c.exposed_best_seconds for c in found),
         exposed_seconds=sum(c.times * c.exposed_seconds for c in found),
     )

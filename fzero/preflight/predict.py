@@ -21,7 +21,9 @@ from fzero.initial import initial_shapes
 from fzero.model import Model
 from fzero.placement import CLASSES, Placement, placement
 from fzero.plan import Plan
+from fzero.precision import compute_dtype
 from fzero.preflight.bounds import bounds
+from fzero.preflight.kernels import Work
 from fzero.preflight.links import CollectiveUse, Traffic, traffic
 from fzero.preflight.program import Compiled, Target
 from fzero.preflight.rates import Rates, default_rates
@@ -29,7 +31,6 @@ from fzero.preflight.result import Memory, PipelineSummary, Preflight
 from fzero.preflight.shapes import batch_bytes, gradient_bytes, model_flops, saved_bytes
 from fzero.preflight.stages import PipelineRun, StageCompiler, rank_collectives
 from fzero.preflight.topology import Topology, parse
-from fzero.precision import compute_dtype
 from fzero.state import TrainState
 from fzero.step import train_step
 from fzero.tree import PyTree
@@ -149,7 +150,7 @@ class _Predictor:
         )
         sums = traffic(compiled.collectives)
         return self._result(
-            [compiled], memory, compiled.collectives, sums, compiled.compile_seconds, notes, None
+            [compiled], memory, compiled.collectives, sums, compiled.compile_seconds, notes
         )
 
     def pipeline(self) -> Preflight:
@@ -196,6 +197,7 @@ class _Predictor:
         return self._result(
             [program for _, program in programs], memory, busiest, traffic(busiest),
             run.compile_seconds, notes, self._summary(run, peaks),
+            (run.best_seconds, run.timeline.makespan_s),
         )  # fmt: skip
 
     def _result(
@@ -206,24 +208,22 @@ class _Predictor:
         sums: Traffic,
         compile_seconds: float,
         notes: Sequence[str],
-        pipeline: PipelineSummary | None,
+        pipeline: PipelineSummary | None = None,
+        makespans: tuple[float, float] | None = None,
     ) -> Preflight:
         plan, blue = self.plan, self.blue
         pieces = plan.microbatches * self.parts
         logical = initial_shapes(blue.model)
         own_flops = model_flops(blue.model, logical, self.batch, pieces) / blue.mesh.size
-        flops = sum(program.flops.flops for program in programs)
         unknown = dict.fromkeys(u for program in programs for u in program.flops.unknown)
+        work = sum((program.work for program in programs), Work())
         found = bounds(
             self.target.rates,
             plan.precision,
-            flops=flops,
-            moved_bytes=sum(program.work.bytes for program in programs),
+            work=work,
+            traffic=sums,
             model_flops=own_flops,
-            kernel_seconds=sum(program.work.seconds for program in programs),
-            link_seconds=sums.seconds,
-            exposed_seconds=sums.exposed_seconds,
-            makespan_seconds=None if pipeline is None else pipeline.makespan_seconds,
+            makespans=makespans,
         )
         return Preflight(
             plan=plan,
@@ -234,7 +234,7 @@ class _Predictor:
             collectives=tuple(collectives),
             traffic=sums,
             model_flops=own_flops,
-            compiled_flops=flops,
+            compiled_flops=work.flops,
             unknown_flops=tuple(unknown),
             bounds=found,
             pipeline=pipeline,
@@ -273,7 +273,8 @@ class _Predictor:
                 kind="all-gather", where="update", dtype="", axes="data", bytes=size,
                 sent_bytes=sent, times=1, in_loop=False, crosses_hosts=False, network_bytes=0.0,
                 num_matmuls=0, num_kernels=0, seconds=seconds,
-                exposed_seconds=seconds / rates.link_share, estimated=True,
+                exposed_best_seconds=seconds, exposed_seconds=seconds / rates.link_share,
+                estimated=True,
             )
         ]  # fmt: skip
 
@@ -287,7 +288,11 @@ class _Predictor:
         for _, kind, stage, _, start, end in events:
             seconds[stage].setdefault(kind, end - start)
         return PipelineSummary(
-            schedule=schedule if isinstance(schedule, str) else "1f1b" if not schedule else "custom",
+            schedule=schedule
+            if isinstance(schedule, str)
+            else "1f1b"
+            if not schedule
+            else "custom",
             makespan_seconds=timeline.makespan_s,
             bubble_fraction=timeline.bubble_fraction,
             peak_live_per_rank=timeline.peak_live_per_rank,

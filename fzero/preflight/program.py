@@ -81,15 +81,9 @@ class Target:
         """What a compiled program says."""
         rates, memory, text = self.rates, compiled.memory_analysis(), compiled.as_text()
         module = Module(text)
-        kernels = Kernels(
-            module,
-            rates.flops_share * rates.flops_of(self.precision),
-            rates.memory_share * rates.memory_bytes_per_s,
-        )
+        kernels = Kernels(module, rates, self.precision)
         numbers = {device.id: i for i, device in enumerate(self.devices)}
-        hosts = tuple(
-            numbers[device.id] // self.topology.per_host for device in mesh.devices.flat
-        )
+        hosts = tuple(numbers[device.id] // self.topology.per_host for device in mesh.devices.flat)
         return Compiled(
             argument_bytes=memory.argument_size_in_bytes,
             output_bytes=memory.output_size_in_bytes,

@@ -1,4 +1,4 @@
-"""What a step holds and multiplies, from shapes: saved activations, gradients, the model's FLOPs."""
+"""What a step holds and multiplies, from shapes: saved activations, gradients, model FLOPs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fzero.model import Model, whole_chain
 from fzero.pipeline.flops import flops
 from fzero.plan import AXES, Plan
 from fzero.precision import cast_batch, compute_dtype
-from fzero.tree import PyTree
+from fzero.tree import PyTree, leaf_bytes
 from fzero.zero.chain import train_forward, without_inputs
 from fzero.zero.partition import layout_leaves
 
@@ -62,7 +62,7 @@ def saved_bytes(step: TrainStep, fields: dict[str, Any], batch: PyTree) -> int:
         pieces = whole_chain(blue.model.layers)
         _, links, _ = train_forward(pieces, step.rules(), kept, rows, buffers, rows, key)
         held = {id(leaf): leaf for leaf in jax.tree.leaves(without_inputs(links))}
-        found.append(sum(map(_bytes, held.values())))
+        found.append(sum(map(leaf_bytes, held.values())))
         return ()
 
     whole = PartitionSpec()
@@ -91,10 +91,4 @@ def gradient_bytes(blue: Blueprint, plan: Plan) -> int:
 
 def batch_bytes(batch: PyTree, num_parts: int) -> int:
     """Bytes of one device's rows."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch)) // num_parts
-
-
-def _bytes(leaf: Any) -> int:
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
-        leaf = jax.eval_shape(jax.random.key_data, leaf)
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
+    return sum(leaf_bytes(x) for x in jax.tree.leaves(batch)) // num_parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, unmarked
 from fzero.pipeline.simulate import Cost, Timeline, simulate
 from fzero.preflight.links import CollectiveUse, traffic
 from fzero.preflight.program import Compiled, Target
-from fzero.tree import PyTree
+from fzero.tree import PyTree, device_bytes, leaf_bytes
 from fzero.zero.partition import Split
 
 
@@ -51,7 +50,8 @@ class PipelineRun:
 
     Args:
         stages: every stage.
-        timeline: the schedule with what its actions cost.
+        timeline: the schedule with what its actions likely cost.
+        best_seconds: its makespan with all at the peaks.
         working_bytes: per rank, the most bytes beside state and batch: live activations, sums of
             gradients and what the running program needs.
         saved_bytes: per rank, the most bytes of live activations.
@@ -60,6 +60,7 @@ class PipelineRun:
 
     stages: tuple[StageRun, ...]
     timeline: Timeline
+    best_seconds: float
     working_bytes: tuple[int, ...]
     saved_bytes: tuple[int, ...]
     compile_seconds: float
@@ -102,9 +103,11 @@ class StageCompiler:
             made[program.stage], back = self._stage(program, at, sent, kinds[program.stage])
             sent = back, sent[1]
         runs = tuple(made[stage] for stage in sorted(made))
-        timeline = simulate(self.executor.schedule, self._cost(runs))
+        schedule = self.executor.schedule
+        timeline = simulate(schedule, self._cost(runs, likely=True))
+        best = simulate(schedule, self._cost(runs, likely=False)).makespan_s
         working, saved = _held(timeline, runs)
-        return PipelineRun(runs, timeline, working, saved, self.seconds)
+        return PipelineRun(runs, timeline, best, working, saved, self.seconds)
 
     def _forwards(self, fields: dict[str, Any], batch: PyTree) -> list[_Forward]:
         kept = fields["compute"] if self.plan.keeps_compute_copy else fields["params"]
@@ -160,9 +163,9 @@ class StageCompiler:
             compiled["B"] = self._compile(program, run, full)
             (back, _), _ = jax.eval_shape(run, *full)
         if "I" in kinds:
-            full = (*args, at.links, cotangent)
-            compiled["I"] = self._compile(program, program.input_backward, full)
-            (back, halves), _ = jax.eval_shape(program.input_backward, *full)
+            first = (*args, at.links, cotangent)
+            compiled["I"] = self._compile(program, program.input_backward, first)
+            (back, halves), _ = jax.eval_shape(program.input_backward, *first)
             halves = jax.tree.map(lambda leaf: self._local(program, leaf), halves)
             halves = unmarked(halves, at.links)
             half_bytes = self._bytes(program, halves)
@@ -174,7 +177,7 @@ class StageCompiler:
             programs=compiled,
             link_bytes=self._bytes(program, at.links),
             half_bytes=half_bytes,
-            sums_bytes=sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(sums)),
+            sums_bytes=sum(device_bytes(leaf) for leaf in jax.tree.leaves(sums)),
             sent_bytes=0 if program.last else self._bytes(program, at.out),
         ), back
 
@@ -191,8 +194,9 @@ class StageCompiler:
 
         def on_rank(split: Split, spec: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             home = split.home
-            rows = home is not None and home.rows
-            shape = (home.rows_per_rank, *leaf.shape[1:]) if rows else leaf.shape
+            shape = leaf.shape
+            if home is not None and home.rows:
+                shape = (home.rows_per_rank, *shape[1:])
             return jax.ShapeDtypeStruct(
                 shape, leaf.dtype, sharding=NamedSharding(program.mesh, spec)
             )
@@ -208,9 +212,7 @@ class StageCompiler:
 
     def _packed(self, program: StagePrograms, leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(program.mesh, LOCAL)
-        return jax.ShapeDtypeStruct(
-            (program.mesh.size, *leaf.shape), leaf.dtype, sharding=sharding
-        )
+        return jax.ShapeDtypeStruct((program.mesh.size, *leaf.shape), leaf.dtype, sharding=sharding)
 
     def _whole(self, program: StagePrograms, leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(program.mesh, WHOLE)
@@ -218,20 +220,24 @@ class StageCompiler:
 
     def _bytes(self, program: StagePrograms, tree: PyTree) -> int:
         """Bytes per device of arrays that are local to devices."""
-        return sum(_all_bytes(leaf) for leaf in jax.tree.leaves(tree)) // program.mesh.size
+        return sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(tree)) // program.mesh.size
 
-    def _cost(self, runs: tuple[StageRun, ...]) -> Cost:
-        """Seconds of every action: its kernels at the rates' shares, and links not hidden."""
-        rates = self.target.rates
+    def _cost(self, runs: tuple[StageRun, ...], likely: bool) -> Cost:
+        """Seconds of every action: its kernels, and of its collectives what they do not hide."""
         per_stage = []
         for run in runs:
             seconds: dict[Kind, float] = {}
             for kind, compiled in run.programs.items():
-                exposed = traffic(compiled.collectives).exposed_seconds
-                seconds[kind] = compiled.work.seconds + exposed
+                sums, work = traffic(compiled.collectives), compiled.work
+                seconds[kind] = (
+                    work.likely_seconds + sums.exposed_seconds
+                    if likely
+                    else work.best_seconds + sums.exposed_best_seconds
+                )
             i, w = seconds.get("I"), seconds.get("W")
             b = seconds.get("B", None if i is None or w is None else i + w)
-            send = self.send(run).seconds / rates.link_share if run.sent_bytes else 0.0
+            send = self.send(run).seconds if run.sent_bytes else 0.0
+            send /= self.target.rates.link_share if likely else 1.0
             per_stage.append(Cost(f=seconds["F"], b=b, i=i, w=w, send=send))
         return Cost(
             per_stage=tuple(per_stage), activation_bytes=tuple(run.link_bytes for run in runs)
@@ -263,6 +269,7 @@ class StageCompiler:
             num_matmuls=0,
             num_kernels=1,  # a send delays its receiver; the timeline has what that costs
             seconds=seconds,
+            exposed_best_seconds=0.0,
             exposed_seconds=0.0,
         )
 
@@ -327,14 +334,3 @@ def _held(
 def _after(action: Action, run: StageRun) -> int:
     """Bytes that a microbatch still holds on a stage after an action."""
     return {"F": run.link_bytes, "I": run.half_bytes}.get(action.kind, 0)
-
-
-def _all_bytes(leaf: Any) -> int:
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
-        leaf = jax.eval_shape(jax.random.key_data, leaf)
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
-
-
-def _shard_bytes(leaf: Any) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-

@@ -89,7 +89,8 @@ def describe_plan(found: Preflight) -> str:
     return ", ".join([*sizes, f"data={data}", f"microbatches={plan.microbatches}", plan.precision])
 
 
-def _table(title: str, *columns: str, left: int = 1) -> Table:
+def table_of(title: str, *columns: str, left: int = 1) -> Table:
+    """An empty table; the first `left` columns hold words, the others numbers."""
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False,
         padding=(0, 1, 0, 0),
@@ -101,7 +102,7 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
 
 def memory_table(found: Preflight) -> Table:
     """Bytes per device."""
-    table = _table("memory per device", "what", "bytes", "")
+    table = table_of("memory per device", "what", "bytes", "")
     memory = found.memory
     rows = [(f"state: {name}", count) for name, count in memory.state.items() if count]
     rows += [
@@ -119,9 +120,9 @@ def memory_table(found: Preflight) -> Table:
 
 def collectives_table(found: Preflight) -> Table:
     """What is sent, over which links, and what is computed meanwhile."""
-    table = _table(
-        "collectives per device and step", "kind", "axis", "links", "size", "times", "sent",
-        "beside: matmuls", "other", "adds", left=3,
+    table = table_of(
+        "collectives per device and step, and the kernels beside each", "kind", "axis", "links",
+        "size", "times", "sent", "matmuls", "other", "adds", left=3,
     )  # fmt: skip
     rows = merged(found.collectives)
     least = _SMALL_SHARE * found.traffic.communicated_bytes
@@ -161,7 +162,9 @@ def merged(found: Iterable[CollectiveUse]) -> list[CollectiveUse]:
     """Collectives with those of equal description added up."""
     kept: dict[Any, CollectiveUse] = {}
     for c in found:
-        key = dataclasses.replace(c, times=0, where="", seconds=0.0, exposed_seconds=0.0)
+        key = dataclasses.replace(
+            c, times=0, where="", seconds=0.0, exposed_best_seconds=0.0, exposed_seconds=0.0
+        )
         old = kept.get(key)
         if old is None:
             kept[key] = c
@@ -178,7 +181,7 @@ def _share(part: float, whole: float) -> str:
 
 def time_table(found: Preflight) -> Table:
     """Seconds of a step and MFU."""
-    table = _table("time of a step", "what", "seconds", "MFU")
+    table = table_of("time of a step", "what", "seconds", "MFU")
     b = found.bounds
     again = f"{found.compiled_flops / 1e12:.2f} TFLOP, {found.recomputed_fraction:.0%} recomputed"
     table.add_row(f"matmuls at the peak ({again})", duration(b.compute_seconds), "")
@@ -188,7 +191,7 @@ def time_table(found: Preflight) -> Table:
         table.add_row("a rank waits for others", duration(b.bubble_seconds), "")
     table.add_section()
     for name, seconds, mfu in (
-        (f"no faster than ({b.limit})", b.best_seconds, b.best_mfu),
+        (f"at best ({b.limit} is the most)", b.best_seconds, b.best_mfu),
         ("likely", b.likely_seconds, b.likely_mfu),
         ("nothing beside collectives", b.serial_seconds, b.serial_mfu),
     ):
@@ -206,7 +209,7 @@ def pipeline_table(found: Preflight) -> Table:
         f"pipeline {own.schedule}: {duration(own.makespan_seconds)},"
         f" {own.bubble_fraction:.1%} idle (simulated)"
     )
-    table = _table(title, "rank", "live activations", "peak")
+    table = table_of(title, "rank", "live activations", "peak")
     for rank, (live, peak) in enumerate(
         zip(own.peak_live_per_rank, own.peak_bytes_per_rank, strict=True)
     ):
