@@ -1,0 +1,100 @@
+"""Say what a training step needs and how long it takes, before anyone pays for GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torch_bridge.cli.preflight_settings import PreflightSettings
+from torch_bridge.cli.settings import BATCH
+from torch_bridge.cli.train import Precision
+
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.command()
+def preflight(
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            help="hf:DIR or hf:CONFIG.json (weights are never read), or path/to/file.py:factory, a "
+            "function that returns a torch.nn.Module, or a pair of an fzero Model and a function "
+            "of (rows, seq) that gives the shapes of a batch.",
+        ),
+    ],
+    topology: Annotated[
+        str,
+        typer.Option(
+            help="GPUs, which need not be here: h200:8 (8 in a host), h100:8x8 (8 hosts of 8); "
+            "a100-40, a100-80, h100, h200, b200; or cpu:8."
+        ),
+    ] = "h200:8",
+    zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 3,
+    data: Annotated[
+        int | None, typer.Option(help="Devices in a sharding group.  [default: all that remain]")
+    ] = None,
+    replica: Annotated[int, typer.Option(help="Sharding groups (hybrid sharding).")] = 1,
+    pipe: Annotated[int, typer.Option(help="Ranks of a pipeline.")] = 1,
+    schedule: Annotated[str | None, typer.Option(help="The pipeline's schedule.")] = None,
+    microbatches: Annotated[int, typer.Option(help="Pieces a device's rows are cut into.")] = 1,
+    remat: Annotated[str, typer.Option(help="What a stack keeps: layer, dots or none.")] = "layer",
+    batch: Annotated[int, typer.Option(help="Sequences per step, over all devices.")] = BATCH,
+    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 1024,
+    precision: Annotated[
+        Precision, typer.Option(help="What forward and backward compute in.")
+    ] = Precision.bf16,
+    clip: Annotated[float | None, typer.Option(help="Largest global gradient norm.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a report there: one page that needs nothing else.")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(help="Plans to try: zero=0,1,2,3 data=8 pipe=1,2,4 remat=layer,dots."),
+    ] = None,
+    more_sweep: Annotated[
+        list[str] | None, typer.Argument(metavar="FIELD=VALUES", help="Further words of --sweep.")
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Run the step on devices that are here; print both."),
+    ] = False,
+) -> None:
+    """Compile a training step for GPUs that need not be here, and say what it will do.
+
+    Prints bytes per device, whether they fit, every collective and what hides it, FLOPs and the
+    time of a step. Nothing is allocated: a model of any size will do. Compiling for GPUs takes
+    jax's CUDA plugin: pip install "fzero[preflight]".
+    """
+    settings = PreflightSettings(
+        model=model,
+        topology=topology,
+        zero=zero,
+        data=data,
+        replica=replica,
+        pipe=pipe,
+        schedule=schedule,
+        microbatches=microbatches,
+        remat=remat,
+        batch=batch,
+        seq=seq,
+        precision=precision.value,
+        clip=clip,
+        as_json=as_json,
+        html=html,
+        sweep=(*(sweep or []), *(more_sweep or [])),
+        measure=measure,
+    )
+    settings.check()
+    # torch and transformers take seconds to import: after what can be refused without them.
+    from torch_bridge.cli import preflight_run
+
+    preflight_run.run(settings)
