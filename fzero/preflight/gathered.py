@@ -68,10 +68,11 @@ class _Walk:
         alive: dict[tuple[str, int], int] = {}
         most = 0
         for position, i in enumerate(comp.instructions):
+            # What runs inside a loop holds what the loop is given, in place.
+            most = max(most, self._inside(comp, i, held) + self._beside(i, held, alive))
             for source, size in held.get(i.name, {}).values():
                 alive[source] = size
-            inside = self._inside(comp, i, held)
-            most = max(most, sum(alive.values()), inside + self._beside(i, held, alive))
+            most = max(most, sum(alive.values()))
             for source in [s for s in alive if last.get(s, -1) <= position]:
                 del alive[source]
         return most

@@ -82,7 +82,7 @@ def default_rates(topology: Topology) -> Rates:
     Example:
         >>> from fzero.preflight.topology import parse
         >>> default_rates(parse("h200:8")).memory_bytes_per_s
-        4800000000000.0
+        4800000000000
 
     Source: NVIDIA's data sheets of A100 (2021), H100 SXM (2023), H200 SXM (2024), HGX B200 (2024):
     dense Tensor Core peaks, NVLink (half of the bidirectional rate), memory. Network: one card of
@@ -99,7 +99,7 @@ def _gpu(
         flops_per_s={
             "bf16": bf16_tflops * 1e12, "fp16": bf16_tflops * 1e12, "fp32": bf16_tflops / 2 * 1e12
         },
-        memory_bytes_per_s=memory_tb_per_s * 1e12,
+        memory_bytes_per_s=round(memory_tb_per_s * 1e12),
         host_link_bytes_per_s=nvlink_gb_per_s * 1e9,
         network_bytes_per_s=network_gbit_per_s * 1e9 / 8,
         memory_bytes=memory_gib * 2**30,
