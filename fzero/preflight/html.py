@@ -98,20 +98,32 @@ def _memory(found: Preflight) -> str:
     shown = [*parts, ("reserve", found.rates.reserve_bytes)]
     whole = max(found.rates.memory_bytes, sum(count for _, count in shown))
     shown.append(("free", max(0, whole - sum(count for _, count in shown))))
-    bars, x = [], 0.0
-    for name, count in shown:
-        width = _WIDTH * count / whole
-        bars.append(_rect(x, 4, width, 34, _COLOURS[name], f"{name}: {size(count)}"))
-        x += width
     limit = _WIDTH * found.rates.memory_bytes / whole
-    line = f'<line x1="{limit:.1f}" y1="0" x2="{limit:.1f}" y2="42" stroke="#b03a00"/>'
+    bars = [
+        *_bar(parts, 14),
+        _text(0, 10, "what a step holds"),
+        *_bar(shown, 68),
+        _text(0, 64, "of the device"),
+        f'<line x1="{limit:.1f}" y1="64" x2="{limit:.1f}" y2="106" stroke="#b03a00"/>',
+    ]
     rows = [[name, f"{count:,}", size(count)] for name, count in parts]
     rows.append(["peak", f"{memory.peak:,}", size(memory.peak)])
     return (
-        _svg(42, "memory per device", [*bars, line])
+        _svg(108, "memory per device", bars)
         + _key((name, _COLOURS[name]) for name, _ in shown)
         + _table(["what", "bytes", ""], rows)
     )
+
+
+def _bar(parts: Sequence[tuple[str, int]], y: float) -> list[str]:
+    """Parts side by side over the whole width."""
+    whole = max(1, sum(count for _, count in parts))
+    bars, x = [], 0.0
+    for name, count in parts:
+        width = _WIDTH * count / whole
+        bars.append(_rect(x, y, width, 34, _COLOURS[name], f"{name}: {size(count)}"))
+        x += width
+    return bars
 
 
 def _times(found: Preflight) -> str:

@@ -55,7 +55,7 @@ def test_stage_3_communicates_what_the_paper_says(name, compiled):
 
 @pytest.mark.parametrize("name", [*STAGE_3, *(f"{model} hybrid" for model in MODELS)])
 def test_stage_3_hides_what_it_sends(name, compiled):
-    model, _, hybrid = name.partition(" hybrid")
+    model, _, _ = name.partition(" hybrid")
     found = compiled(STAGE_3[name] if name in STAGE_3 else HYBRID[model])
     sums = found.traffic
     assert sums.exposed_bytes <= 0.05 * sums.communicated_bytes
