@@ -47,9 +47,12 @@ def test_stage_3_communicates_what_the_paper_says(name, compiled):
     found, size = compiled(STAGE_3[name]), STAGE_3[name].size
     n = found.topology.num_devices
     assert found.num_elements == elements(size)
-    assert found.traffic.communicated_bytes == pytest.approx(
-        3 * 2 * elements(size) * (n - 1) / n, rel=0.02
-    )
+    # The gradient of a table of tokens does not read the table: where it is not tied to the output,
+    # it is not gathered again.
+    untied = 0 if isinstance(size, Size) else size.vocab * size.d
+    sent = found.traffic.communicated_bytes / 2 * n / (n - 1)
+    assert sent == pytest.approx(3 * elements(size) - untied, rel=0.005)
+    assert sent <= 1.02 * 3 * elements(size)
     assert {c.axes for c in found.collectives} == {"data"}
 
 

@@ -11,6 +11,9 @@ from tests.support import quick
 from tests.support.gpt import Size, abstract_batch, gpt
 
 
+# Starts jax with the session's devices: no command in this process can ask for others afterwards.
+jax.devices()
+
 SIZE = Size(vocab=128, d=64, layers=4, heads=2, seq=16)
 TX = optax.adamw(1e-3)
 ROWS = 16
