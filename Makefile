@@ -57,10 +57,17 @@ test: lint types
 test-extended: install
 	$(PYTEST) -m extended $(PYTEST_ARGS)
 
-# Programs for GPUs, compiled on any Linux machine and read; `make test` leaves them out.
+# Programs for GPUs, compiled on any Linux machine and read; `make test` leaves them out. In an
+# environment of its own, on top of the other: with jax's CUDA plugin but without a GPU's libraries,
+# jax complains whenever it starts.
+GPU_VENV := $(VENV)-gpu-programs
+GPU_BIN := $(GPU_VENV)/bin
 test-gpu-programs: install
-	$(BIN)/python -m pip install --quiet -e '.[preflight]' -c constraints.txt
-	$(BIN)/python -m pytest --durations=5 $(PYTEST_ARGS) tests/gpu_programs
+	test -x $(GPU_BIN)/python || $(BIN)/python -m venv $(GPU_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  $$($(GPU_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(GPU_BIN)/python -m pip install --quiet -e '.[preflight]' -c constraints.txt
+	$(GPU_BIN)/python -m pytest --durations=5 $(PYTEST_ARGS) tests/gpu_programs
 
 # Ten times as many random sequences of what can happen to a state, and kills of a process that saves.
 nightly: install
