@@ -14,7 +14,16 @@ from torch_bridge.cli.preflight import app
 
 
 FACTORY = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import jax, jax.numpy as jnp, fzero as fz, torch
+
+
+@dataclass
+class Size:  # dataclasses look for their module
+    width: int = 64
 
 
 def native():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,10 +254,11 @@ def call_factory(path: Path, name: str) -> Any:
     """
     if not path.is_file():
         raise CommandError(f"--model: {path} does not exist")
-    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    module_spec = importlib.util.spec_from_file_location(f"fzero_model_{path.stem}", path)
     assert module_spec is not None  # a .py file always has a loader
     assert module_spec.loader is not None
     namespace = importlib.util.module_from_spec(module_spec)
+    sys.modules[namespace.__name__] = namespace  # where dataclasses look their fields' types up
     module_spec.loader.exec_module(namespace)
     factory = getattr(namespace, name, None)
     if not callable(factory):

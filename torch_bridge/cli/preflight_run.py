@@ -64,6 +64,9 @@ def _start(topology: Topology, measures: bool) -> None:
     with contextlib.suppress(RuntimeError):
         if not topology.is_gpu:
             jax.config.update("jax_num_cpu_devices", topology.num_devices)
+        else:
+            # A program for a described GPU cannot be read back from a cache.
+            jax.config.update("jax_enable_compilation_cache", False)
         if not (topology.is_gpu and measures):
             # A described GPU needs none, and the plugin would look for one.
             jax.config.update("jax_platforms", "cpu")
