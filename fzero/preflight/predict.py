@@ -24,7 +24,7 @@ from fzero.plan import Plan
 from fzero.precision import compute_dtype
 from fzero.preflight.bounds import bounds
 from fzero.preflight.kernels import Work
-from fzero.preflight.links import CollectiveUse, Traffic, traffic
+from fzero.preflight.links import CollectiveUse, traffic
 from fzero.preflight.program import Compiled, Target
 from fzero.preflight.rates import Rates, default_rates
 from fzero.preflight.result import Memory, PipelineSummary, Preflight
@@ -148,9 +148,14 @@ class _Predictor:
             gathered=compiled.gathered.most_bytes,
             gathered_in_loops=compiled.gathered.in_loop_bytes,
         )
-        sums = traffic(compiled.collectives)
         return self._result(
-            [compiled], memory, compiled.collectives, sums, compiled.compile_seconds, notes
+            [compiled],
+            memory,
+            compiled.collectives,
+            compiled.work,
+            compiled.work.flops,
+            compiled.compile_seconds,
+            notes,
         )
 
     def pipeline(self) -> Preflight:
@@ -170,9 +175,10 @@ class _Predictor:
         ]
         full = max(range(self.plan.pipe), key=lambda rank: peaks[rank])
         programs = [
-            (event.action, run.stages[event.action.stage].programs[event.action.kind])
-            for event in run.timeline.rank_events[full]
+            [run.stages[e.action.stage].programs[e.action.kind] for e in row]
+            for row in run.timeline.rank_events
         ]
+        work = [sum((program.work for program in own), Work()) for own in programs]
         gradients = sum(stage.sums_bytes for stage in run.stages if stage.rank == full)
         saved = run.saved_bytes[full]
         memory = Memory(
@@ -182,30 +188,43 @@ class _Predictor:
             gradients=gradients,
             temporaries=max(0, run.working_bytes[full] - saved - gradients),
             peak=peaks[full],
-            gathered=max(program.gathered.most_bytes for _, program in programs),
-            gathered_in_loops=max(program.gathered.in_loop_bytes for _, program in programs),
+            gathered=max(program.gathered.most_bytes for program in programs[full]),
+            gathered_in_loops=max(program.gathered.in_loop_bytes for program in programs[full]),
         )
         sent = [
             rank_collectives(compiler, run.stages, rank) + self._update(rank)
             for rank in range(self.plan.pipe)
         ]
         busiest = max(sent, key=lambda found: traffic(found).communicated_bytes)
+        update = max((traffic(self._update(rank)) for rank in range(self.plan.pipe)),
+                     key=lambda sums: sums.seconds)  # fmt: skip
         notes = [
-            "bytes are those of the fullest rank, traffic that of the rank with the most;"
-            " the optimizer's own programs are not compiled (collectives marked * are arithmetic)"
+            "bytes are those of the fullest rank, traffic that of the rank with the most, work that"
+            " of the busiest; the optimizer's own programs are not compiled (collectives marked *"
+            " are arithmetic)"
         ]
         return self._result(
-            [program for _, program in programs], memory, busiest, traffic(busiest),
-            run.compile_seconds, notes, self._summary(run, peaks),
-            (run.best_seconds, run.timeline.makespan_s),
-        )  # fmt: skip
+            [program for own in programs for program in own],
+            memory,
+            busiest,
+            max(work, key=lambda own: own.likely_seconds),
+            sum(own.flops for own in work) // len(work),
+            run.compile_seconds,
+            notes,
+            self._summary(run, peaks),
+            (
+                run.best_seconds + update.exposed_best_seconds,
+                run.timeline.makespan_s + update.exposed_seconds,
+            ),
+        )
 
     def _result(
         self,
         programs: Sequence[Compiled],
         memory: Memory,
         collectives: Sequence[CollectiveUse],
-        sums: Traffic,
+        work: Work,
+        compiled_flops: int,
         compile_seconds: float,
         notes: Sequence[str],
         pipeline: PipelineSummary | None = None,
@@ -216,7 +235,7 @@ class _Predictor:
         logical = initial_shapes(blue.model)
         own_flops = model_flops(blue.model, logical, self.batch, pieces) / blue.mesh.size
         unknown = dict.fromkeys(u for program in programs for u in program.flops.unknown)
-        work = sum((program.work for program in programs), Work())
+        sums = traffic(collectives)
         found = bounds(
             self.target.rates,
             plan.precision,
@@ -234,7 +253,7 @@ class _Predictor:
             collectives=tuple(collectives),
             traffic=sums,
             model_flops=own_flops,
-            compiled_flops=work.flops,
+            compiled_flops=compiled_flops,
             unknown_flops=tuple(unknown),
             bounds=found,
             pipeline=pipeline,
