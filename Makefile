@@ -1,6 +1,7 @@
 # make demo   environment, then the main job: a PyTorch GPT-2 trained with ZeRO-3, checked in PyTorch
 # make test   environment, then lint, types and the test suite
 # make test-extended   every example, the other models of the zoo; minutes more
+# make test-gpu-programs   the compiler for GPUs, then what it makes of large steps; needs no GPU
 #
 # Needs Python >= 3.11 and make. Variables, as in `make test PYTHON=python3.12 VENV=.venv-3.12`:
 PYTHON ?= python3
@@ -16,7 +17,7 @@ comma := ,
 # Installed again when what is to be installed changes.
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help install demo test test-extended nightly lint types clean
+.PHONY: help install demo test test-extended test-gpu-programs nightly lint types clean
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 .DELETE_ON_ERROR:
@@ -55,6 +56,18 @@ test: lint types
 # What does not fit into ten minutes on two cores.
 test-extended: install
 	$(PYTEST) -m extended $(PYTEST_ARGS)
+
+# Programs for GPUs, compiled on any Linux machine and read; `make test` leaves them out. In an
+# environment of its own, on top of the other: with jax's CUDA plugin but without a GPU's libraries,
+# jax complains whenever it starts.
+GPU_VENV := $(VENV)-gpu-programs
+GPU_BIN := $(GPU_VENV)/bin
+test-gpu-programs: install
+	test -x $(GPU_BIN)/python || $(BIN)/python -m venv $(GPU_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  $$($(GPU_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(GPU_BIN)/python -m pip install --quiet -e '.[preflight]' -c constraints.txt
+	$(GPU_BIN)/python -m pytest --durations=5 $(PYTEST_ARGS) tests/gpu_programs
 
 # Ten times as many random sequences of what can happen to a state, and kills of a process that saves.
 nightly: install

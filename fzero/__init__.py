@@ -12,6 +12,7 @@ from fzero.errors import FzeroError as FzeroError
 from fzero.errors import PipelineError as PipelineError
 from fzero.errors import PlacementError as PlacementError
 from fzero.errors import PlanError as PlanError
+from fzero.errors import PreflightError as PreflightError
 from fzero.errors import ScheduleError as ScheduleError
 from fzero.errors import StateConsumedError as StateConsumedError
 from fzero.errors import StateError as StateError
@@ -29,6 +30,9 @@ from fzero.offload.move import reload as reload
 from fzero.placement import Placement as Placement
 from fzero.placement import placement as placement
 from fzero.plan import Plan as Plan
+from fzero.preflight.predict import preflight as preflight
+from fzero.preflight.rates import Rates as Rates
+from fzero.preflight.result import Preflight as Preflight
 from fzero.report import Description as Description
 from fzero.report import describe as describe
 from fzero.state import Pending as Pending

@@ -59,7 +59,8 @@ class CompiledStep:
         flags = compiler_options(self.plan, blue.params, blue.group.data, platform)
         return jax.jit(function, compiler_options=flags or None, **options)
 
-    def _rules(self) -> Rules:
+    def rules(self) -> Rules:
+        """How the step fetches parameters and reduces gradients."""
         plan, group = self.plan, self.blueprint.group
         return Rules(
             plan=plan,
@@ -71,11 +72,12 @@ class CompiledStep:
             halves=self.blueprint.stages is not None,
         )
 
-    def _kept(self, fields: dict[str, Any]) -> PyTree:
+    def kept(self, fields: dict[str, Any]) -> PyTree:
         """What the forward pass reads."""
         return fields["compute"] if self.plan.keeps_compute_copy else fields["params"]
 
-    def _kept_specs(self) -> PyTree:
+    def kept_specs(self) -> PyTree:
+        """Specs of what the forward pass reads."""
         sharded = not self.plan.keeps_compute_copy and self.plan.shards("params")
         # Stages 1 and 2 keep a mixed-precision master sharded, but read the compute copy.
         return self._specs(lambda s: s.spec if sharded else PartitionSpec())
@@ -158,7 +160,7 @@ class TrainStep(CompiledStep):
         # An accumulation leaves the rest alone, wherever it is.
         self._reads += ("loss_scale", "grads")
         self._reads += ("params", "compute", "opt_state") if apply else ()
-        self.update = Update(blue, self._rules().fence)
+        self.update = Update(blue, self.rules().fence)
         self._program = self._jit(self._step, donate_argnums=(0,) if donate else ())
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -202,7 +204,7 @@ class TrainStep(CompiledStep):
         return self.update.run(fields, step, sums, mean, own, buffers, self.apply)
 
     def _gradients(self, fields: dict[str, Any], batch: PyTree, key: jax.Array) -> Any:
-        rules, model = self._rules(), self.blueprint.model
+        rules, model = self.rules(), self.blueprint.model
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
 
         stages = self.blueprint.stages
@@ -217,10 +219,10 @@ class TrainStep(CompiledStep):
         buffers = self._buffer_specs()
         run = self._shard_map(
             local,
-            in_specs=(self._kept_specs(), buffers, PartitionSpec(AXES), whole, whole),
+            in_specs=(self.kept_specs(), buffers, PartitionSpec(AXES), whole, whole),
             out_specs=(self._specs(lambda s: s.spec), whole, whole, buffers),
         )
-        return run(self._kept(fields), fields["buffers"], batch, key, scale)
+        return run(self.kept(fields), fields["buffers"], batch, key, scale)
 
 
 class EvalStep(CompiledStep):
@@ -250,11 +252,11 @@ class EvalStep(CompiledStep):
         require_fits(bare, self.blueprint, self.name, self._reads)
 
     def _parts(self, state: TrainState) -> tuple[PyTree, PyTree, jax.Array]:
-        return self._kept(vars(state)), state.buffers, state.rng
+        return self.kept(vars(state)), state.buffers, state.rng
 
     def _step(self, kept: PyTree, buffers: PyTree, rng: jax.Array, batch: PyTree) -> Metrics:
         self.num_traces += 1
-        rules, model, stages = self._rules(), self.blueprint.model, self.blueprint.stages
+        rules, model, stages = self.rules(), self.blueprint.model, self.blueprint.stages
 
         def local(kept: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array) -> Any:
             args = (rules, kept, buffers, batch, rng)
@@ -269,7 +271,7 @@ class EvalStep(CompiledStep):
         whole = PartitionSpec()
         run = self._shard_map(
             local,
-            in_specs=(self._kept_specs(), self._buffer_specs(), PartitionSpec(AXES), whole),
+            in_specs=(self.kept_specs(), self._buffer_specs(), PartitionSpec(AXES), whole),
             out_specs=whole,
         )
         mean, own = run(kept, buffers, batch, rng)

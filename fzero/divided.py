@@ -216,9 +216,7 @@ class StreamedTrainStep(DividedTrainStep):
         return self._gradients(fields, batch, key)
 
     def _summed(self, fields: Values, batch: PyTree, key: jax.Array) -> Any:
-        return self._program(
-            self._kept(fields), fields["buffers"], fields["loss_scale"], key, batch
-        )
+        return self._program(self.kept(fields), fields["buffers"], fields["loss_scale"], key, batch)
 
 
 class PipelineTrainStep(DividedTrainStep):
@@ -245,7 +243,7 @@ class PipelineTrainStep(DividedTrainStep):
 
     def _summed(self, fields: Values, batch: PyTree, key: jax.Array) -> Any:
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
-        return self.executor.train(self._kept(fields), fields["buffers"], batch, key, scale)
+        return self.executor.train(self.kept(fields), fields["buffers"], batch, key, scale)
 
 
 class PipelineEvalStep(EvalStep):

@@ -50,3 +50,7 @@ class CheckpointError(FzeroError, RuntimeError):
 
 class ConversionError(FzeroError, ValueError):
     """A PyTorch module cannot be converted without changing what it computes."""
+
+
+class PreflightError(FzeroError, ValueError):
+    """A prediction cannot be made: an unknown topology, a missing compiler, or a wrong setting."""

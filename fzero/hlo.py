@@ -36,8 +36,8 @@ from fzero.hlo_text import (
 
 
 __all__ = [
-    "KINDS", "Collective", "Flops", "HloError", "Overlap", "Total", "collectives", "matmul_flops",
-    "overlaps", "total",
+    "FREE", "KINDS", "Collective", "Flops", "HloError", "Matmuls", "Module", "Overlap", "Total",
+    "Window", "collectives", "matmul_flops", "overlaps", "total", "windows",
 ]  # fmt: skip
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
@@ -45,7 +45,7 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all
 
 # Instructions that launch no kernel, so that they cannot hide a collective. The copies are those
 # between memory spaces, which run on their own engine.
-_FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all",
+FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all",
          "opt-barrier", "add-dependency", "partition-id", "replica-id", "copy-start")  # fmt: skip
 _MATMULS = ("dot", "ragged-dot", "convolution")
 # cuBLAS, cuDNN (convolutions, attention), oneDNN, Triton and CUTLASS kernels by target name.
@@ -95,6 +95,17 @@ class Overlap:
     def exposed(self) -> bool:
         """True if no matmul runs while it communicates."""
         return self.num_matmuls == 0
+
+
+@dataclass(frozen=True)
+class Window:
+    """A collective, and the instructions that the schedule runs between its start and its done."""
+
+    collective: Collective
+    is_async: bool
+    computation: Computation
+    between: tuple[Instruction, ...]
+    """Those that launch a kernel; of a loop among them, the loop alone."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +189,17 @@ def overlaps(text: str, *, mesh_axes: Mapping[str, int] | None = None) -> tuple[
     module = Module(text)
     if not module.is_scheduled:
         raise HloError("overlaps: expected a compiled module (`is_scheduled=true`)")
-    counter = _Matmuls(module)
-    return tuple(_overlap(counter, found) for found in _walk(module, mesh_axes))
+    counter = Matmuls(module)
+    return tuple(_overlap(counter, window) for window in windows(module, mesh_axes))
+
+
+def windows(module: Module, mesh_axes: Mapping[str, int] | None = None) -> Iterator[Window]:
+    """What `overlaps` counts, as the instructions themselves; of a scheduled module."""
+    for found in _walk(module, mesh_axes):
+        comp = found.computation
+        end = _done(comp, found.start) if found.is_async else found.start + 1
+        between = tuple(filter(_launches, comp.instructions[found.start + 1 : end]))
+        yield Window(found.collective, found.is_async, comp, between)
 
 
 def matmul_flops(text: str) -> Flops:
@@ -198,7 +218,7 @@ def matmul_flops(text: str) -> Flops:
         Flops(flops=60, num_matmuls=1, unknown=())
     """
     module = Module(text)
-    return _Matmuls(module).flops(module.entry)
+    return Matmuls(module).flops(module.entry)
 
 
 # --- collectives ----------------------------------------------------------------------------------
@@ -338,8 +358,12 @@ def _axes(groups: Groups, mesh_axes: Mapping[str, int]) -> tuple[str, ...] | Non
 # --- matmuls --------------------------------------------------------------------------------------
 
 
-class _Matmuls:
-    """Counts matmuls; remembers each computation, which may be called from many places."""
+class Matmuls:
+    """Counts matmuls; remembers each computation, which may be called from many places.
+
+    Args:
+        module: the module.
+    """
 
     def __init__(self, module: Module) -> None:
         self.module = module
@@ -417,18 +441,20 @@ def _own_flops(comp: Computation, i: Instruction) -> int | None:
     return None
 
 
-def _overlap(matmuls: _Matmuls, found: _Found) -> Overlap:
-    comp, num_compute, num_matmuls, flops = found.computation, 0, 0, 0
-    end = _done(comp, found.start) if found.is_async else found.start + 1
-    for i in comp.instructions[found.start + 1 : end]:
-        name = i.opcode.removesuffix("-start").removesuffix("-done")
-        if i.opcode in _FREE or i.opcode.endswith(("-done", "-update")) or name in KINDS:
-            continue
+def _overlap(matmuls: Matmuls, window: Window) -> Overlap:
+    comp, num_compute, num_matmuls, flops = window.computation, 0, 0, 0
+    for i in window.between:
         inside = matmuls.instructions_at(comp, i)
         num_matmuls += inside
         num_compute += inside == 0
         flops += matmuls.flops_at(comp, i).flops
-    return Overlap(found.collective, found.is_async, num_matmuls, num_compute, flops)
+    return Overlap(window.collective, window.is_async, num_matmuls, num_compute, flops)
+
+
+def _launches(i: Instruction) -> bool:
+    """Whether an instruction runs a kernel that is no collective."""
+    name = i.opcode.removesuffix("-start").removesuffix("-done")
+    return not (i.opcode in FREE or i.opcode.endswith(("-done", "-update")) or name in KINDS)
 
 
 def _done(comp: Computation, start: int) -> int:

@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Generator
 from contextlib import nullcontext
+from pathlib import Path
 
 
 # Before jax is imported. Tests never use an accelerator: those that need one say so and skip.
@@ -31,6 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out what takes the compiler for GPUs, unless it is asked for by name."""
+    asked = any("gpu_programs" in str(arg) for arg in config.args)
+    return True if collection_path.name == "gpu_programs" and not asked else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

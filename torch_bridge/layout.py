@@ -15,7 +15,7 @@ import torch
 from fzero.errors import ConversionError
 
 from .dtypes import x64_enabled
-from .weights import to_host
+from .weights import shape_of_meta, to_host
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,17 @@ def read_layout(module: torch.nn.Module) -> Layout:
 def read_values(
     module: torch.nn.Module, layout: Layout
 ) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, np.ndarray[Any, Any]]]:
-    """Copies of a module's tensors as `(params, buffers)`, keyed by leaf name."""
+    """Copies of a module's tensors as `(params, buffers)`, keyed by leaf name.
+
+    Of tensors on the `meta` device, which have no values, zeros that take no memory.
+    """
     named = _named_tensors(module)
     params: dict[str, np.ndarray[Any, Any]] = {}
     buffers: dict[str, np.ndarray[Any, Any]] = {}
     for leaf in layout.leaves:
         try:
-            value = to_host(named[leaf.name])
+            tensor = named[leaf.name]
+            value = shape_of_meta(tensor) if tensor.is_meta else to_host(tensor)
         except (OverflowError, TypeError) as error:
             raise ConversionError(f"`{leaf.name}`: {error}") from error
         (params if leaf.is_param else buffers)[leaf.name] = value
@@ -141,7 +145,7 @@ def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _identity(tensor: torch.Tensor) -> Any:
     """What two names of one tensor share: the object, or exactly the same memory."""
-    if tensor.numel() == 0 or tensor.layout is not torch.strided:
+    if tensor.numel() == 0 or tensor.layout is not torch.strided or tensor.is_meta:
         return id(tensor)
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
@@ -150,7 +154,7 @@ def _refuse_overlaps(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
     spans = sorted(
         (t.data_ptr(), t.data_ptr() + _extent_bytes(t), names[0])
         for names, t in tensors.items()
-        if t.numel() and t.layout is torch.strided
+        if t.numel() and t.layout is torch.strided and not t.is_meta
     )
     for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
         if begin < end:

@@ -41,6 +41,15 @@ LAYERS = [
     ["divided"],
     ["step", "report", "flax"],
     ["placement"],
+    ["preflight.topology"],
+    ["preflight.rates"],
+    ["preflight.kernels", "preflight.gathered"],
+    ["preflight.links"],
+    ["preflight.program", "preflight.shapes", "preflight.bounds"],
+    ["preflight.stages"],
+    ["preflight.result", "preflight.tables"],
+    ["preflight.predict", "preflight.measure"],
+    ["preflight.sweep", "preflight.html"],
     ["pipeline.cli"],
     ["cli"],
 ]
@@ -75,7 +84,7 @@ def rank_of(name):
 def test_every_module_of_fzero_has_a_layer():
     names = {module_name(path) for path in (ROOT / "fzero").rglob("*.py")}
     unknown = {name for name in names if rank_of(name) is None}
-    assert not unknown - {"fzero", "fzero.zero", "fzero.offload"}
+    assert not unknown - {"fzero", "fzero.zero", "fzero.offload", "fzero.preflight"}
 
 
 @pytest.mark.parametrize("path", FZERO, ids=module_name)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import fzero as fz
 import torch_bridge as tb
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.settings import HF_PREFIX
@@ -56,12 +59,21 @@ def load(spec: str, seed: int) -> LoadedModel:
     torch.manual_seed(seed)
     if spec.startswith(HF_PREFIX):
         return _load_hf(Path(spec.removeprefix(HF_PREFIX)).expanduser().absolute())
+    return _load_factory(*split_factory(spec))
+
+
+def split_factory(spec: str) -> tuple[Path, str]:
+    """`path/to/file.py:factory` as a path and a name.
+
+    Raises:
+        CommandError: it has another form.
+    """
     path, colon, factory = spec.rpartition(":")
     if not colon or not path.endswith(".py"):
         raise CommandError(
             f"--model {spec}: expected hf:DIR, hf:CONFIG.json or path/to/file.py:factory"
         )
-    return _load_factory(Path(path).expanduser().absolute(), factory)
+    return Path(path).expanduser().absolute(), factory
 
 
 def check_fit(model: LoadedModel, seq: int) -> None:
@@ -77,11 +89,62 @@ def check_fit(model: LoadedModel, seq: int) -> None:
             f"--model {model.spec}: its tokenizer has {len(model.tokenizer)} tokens, the model a "
             f"vocabulary of {model.vocab_size}; set vocab_size to {len(model.tokenizer)} or more"
         )
+    check_length(model, seq)
+
+
+def check_length(model: LoadedModel, seq: int) -> None:
+    """Refuses sequences that are longer than the model's positions."""
     if model.max_seq is not None and seq > model.max_seq:
         raise CommandError(
             f"--seq {seq} is longer than the {model.max_seq} positions of {model.spec}; "
             f"use --seq {model.max_seq}"
         )
+
+
+def load_shapes(spec: str) -> LoadedModel | tuple[fz.Model, Callable[[int, int], Any]]:
+    """A model as `load` takes it, without values: its tensors are on torch's `meta` device.
+
+    A factory may also give an fzero model, with a function that gives the shapes of a batch of so
+    many rows and tokens.
+
+    Raises:
+        CommandError: as `load`.
+    """
+    if spec.startswith(HF_PREFIX):
+        path = Path(spec.removeprefix(HF_PREFIX)).expanduser().absolute()
+        return _shapes_hf(path)
+    path, name = split_factory(spec)
+    with torch.device("meta"):
+        made = call_factory(path, name)
+    if isinstance(made, torch.nn.Module):
+        return LoadedModel(made, f"{path}:{name}", 0, None)
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], fz.Model):
+        return made
+    raise CommandError(
+        f"--model: {name} of {path} must return a torch.nn.Module, or a pair of an fzero.Model and "
+        f"a function of (rows, seq) that gives the shapes of a batch; got {type(made).__name__}"
+    )
+
+
+def _shapes_hf(path: Path) -> LoadedModel:
+    from transformers import AutoModelForCausalLM
+
+    config_file = path / "config.json" if path.is_dir() else path
+    config = read_config(config_file)
+    try:
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config).float()
+    except ValueError as error:
+        raise CommandError(
+            f"{config_file}: transformers has no causal language model for it: {error}"
+        ) from error
+    longest = getattr(config, "max_position_embeddings", None)
+    return LoadedModel(module, f"{HF_PREFIX}{path}", config.vocab_size, longest, None, config)
+
+
+def next_token_loss(forward: Any, batch: dict[str, Any]) -> Any:
+    """Next-token cross-entropy as an exact mean over the tokens that are predicted."""
+    return tb.causal_lm_loss(logits_of(forward(batch["input_ids"])), batch["labels"])
 
 
 def load_weights(module: torch.nn.Module, path: Path) -> None:
@@ -170,27 +233,37 @@ def _load_factory(path: Path, name: str) -> LoadedModel:
 
 
 def make_module(path: Path, name: str) -> torch.nn.Module:
-    """Calls the function `name` of the Python file `path`.
+    """The module that the function `name` of the Python file `path` returns.
 
     Raises:
         CommandError: there is no such file or function, or it returns no module.
     """
-    if not path.is_file():
-        raise CommandError(f"--model: {path} does not exist")
-    module_spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert module_spec is not None  # a .py file always has a loader
-    assert module_spec.loader is not None
-    namespace = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(namespace)
-    factory = getattr(namespace, name, None)
-    if not callable(factory):
-        raise CommandError(f"--model: {path} has no function named {name!r}")
-    module = factory()
+    module = call_factory(path, name)
     if not isinstance(module, torch.nn.Module):
         raise CommandError(
             f"--model: {name} of {path} must return a torch.nn.Module, got {type(module).__name__}"
         )
     return module
+
+
+def call_factory(path: Path, name: str) -> Any:
+    """What the function `name` of the Python file `path` returns.
+
+    Raises:
+        CommandError: there is no such file or function.
+    """
+    if not path.is_file():
+        raise CommandError(f"--model: {path} does not exist")
+    module_spec = importlib.util.spec_from_file_location(f"fzero_model_{path.stem}", path)
+    assert module_spec is not None  # a .py file always has a loader
+    assert module_spec.loader is not None
+    namespace = importlib.util.module_from_spec(module_spec)
+    sys.modules[namespace.__name__] = namespace  # where dataclasses look their fields' types up
+    module_spec.loader.exec_module(namespace)
+    factory = getattr(namespace, name, None)
+    if not callable(factory):
+        raise CommandError(f"--model: {path} has no function named {name!r}")
+    return factory()
 
 
 def _logits_width(module: torch.nn.Module, spec: str) -> int:

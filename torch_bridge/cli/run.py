@@ -144,12 +144,7 @@ def _prepare(loaded: LoadedModel, text: DataSettings, plan: fz.Plan, rows: int) 
     models.check_fit(loaded, text.seq)
     corpus = data.load(text, loaded.tokenizer)
     converted = tb.convert(loaded.module, models.example_ids(rows, text.seq))
-    return _Job(loaded, corpus, rows, converted, converted.model(_loss), plan)
-
-
-def _loss(forward: Any, batch: dict[str, Any]) -> Any:
-    """Next-token cross-entropy as an exact mean over the tokens that are predicted."""
-    return tb.causal_lm_loss(models.logits_of(forward(batch["input_ids"])), batch["labels"])
+    return _Job(loaded, corpus, rows, converted, converted.model(models.next_token_loss), plan)
 
 
 def _describe(job: _Job, num_devices: int) -> list[str]:

@@ -1,0 +1,164 @@
+"""What the kernels of a compiled module cost: FLOPs, bytes of device memory, seconds at best.
+
+Read from the text of the scheduled module. A kernel reads its operands and writes its results once;
+where a fusion takes a slice of an operand, or updates a slice of it in place, only the slice counts
+(a loop over stacked layers would otherwise seem to read all of them each time).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fzero.hlo import FREE, KINDS, Matmuls, Module
+from fzero.hlo_text import Computation, Instruction
+from fzero.preflight.rates import Rates
+
+
+_SLICES = ("dynamic-slice", "slice", "gather")
+_UPDATE = "dynamic-update-slice"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of kernels, one device; seconds are of one kernel after the other.
+
+    Each kernel takes the longer of its FLOPs and its bytes.
+
+    Args:
+        flops: of matmuls.
+        bytes: of device memory read and written.
+        best_seconds: at the peaks.
+        likely_seconds: at the shares of them that programs reach.
+    """
+
+    flops: int = 0
+    bytes: int = 0
+    best_seconds: float = 0.0
+    likely_seconds: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+            self.best_seconds + other.best_seconds,
+            self.likely_seconds + other.likely_seconds,
+        )
+
+    def times(self, count: int) -> Work:
+        """The work done so often."""
+        return Work(
+            count * self.flops,
+            count * self.bytes,
+            count * self.best_seconds,
+            count * self.likely_seconds,
+        )
+
+
+class Kernels:
+    """Counts the work of a module's instructions, loops multiplied out.
+
+    Args:
+        module: a compiled module.
+        rates: of the device.
+        precision: what matmuls compute in.
+    """
+
+    def __init__(self, module: Module, rates: Rates, precision: str) -> None:
+        self.module, self.matmuls, self.rates = module, Matmuls(module), rates
+        self.flops_per_s = rates.flops_of(precision)
+        self._known: dict[str, Work] = {}
+
+    def total(self) -> Work:
+        """Work of one call of the module."""
+        return self.computation(self.module.entry)
+
+    def computation(self, name: str) -> Work:
+        """Work of one execution of a computation."""
+        if name not in self._known:
+            comp = self.module.computations[name]
+            self._known[name] = sum((self.at(comp, i) for i in comp.instructions), Work())
+        return self._known[name]
+
+    def at(self, comp: Computation, i: Instruction) -> Work:
+        """Work of one execution of an instruction; of a conditional, its costliest branch."""
+        kind = i.opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
+        if i.opcode in FREE or i.opcode.endswith(("-done", "-update")) or kind in KINDS:
+            return Work()
+        if i.branches:
+            return max(map(self.computation, i.branches), key=lambda work: work.best_seconds)
+        if i.opcode in ("while", "call", "async-start"):
+            # A loop of unknown length counts once; `hlo.matmul_flops` names it as unknown.
+            parts = [self.computation(n).times(t or 1) for n, t in self.module.runs(comp, i)]
+            return sum(parts, Work())
+        flops = self.matmuls.flops_at(comp, i).flops
+        moved = self._bytes(comp, i)
+        rates = self.rates
+        computing, moving = flops / self.flops_per_s, moved / rates.memory_bytes_per_s
+        likely = max(computing / rates.flops_share, moving / rates.memory_share)
+        return Work(flops, moved, max(computing, moving), likely)
+
+    def _bytes(self, comp: Computation, i: Instruction) -> int:
+        results = sum(a.bytes for a in i.arrays)
+        if i.opcode in _SLICES:
+            return 2 * results
+        if i.opcode == _UPDATE:
+            return 2 * sum(a.bytes for a in comp.get(i.operands[1]).arrays)
+        if i.opcode != "fusion":
+            return results + sum(a.bytes for a in comp.inputs(i))
+        inner = self.module.computations[i.called("calls")]
+        return _read(inner) + _written(inner)
+
+
+def _read(fused: Computation) -> int:
+    """Bytes that a fusion reads of its parameters."""
+    readers: dict[str, list[Instruction]] = {}
+    for i in fused.instructions:
+        for name in i.operands:
+            readers.setdefault(name, []).append(i)
+    moved = 0
+    for parameter in fused.instructions:
+        if parameter.opcode != "parameter":
+            continue
+        users = _through_bitcasts(readers, parameter.name)
+        parts = [_part(fused, user, name) for name, user in users]
+        whole = sum(a.bytes for a in parameter.arrays)
+        found = [part for part in parts if part is not None]
+        moved += min(whole, sum(found)) if len(found) == len(parts) else whole
+    return moved
+
+
+def _through_bitcasts(
+    readers: dict[str, list[Instruction]], name: str
+) -> list[tuple[str, Instruction]]:
+    """Who reads a value, with the name that they know it by."""
+    found: list[tuple[str, Instruction]] = []
+    for user in readers.get(name, []):
+        if user.opcode == "bitcast":
+            found += _through_bitcasts(readers, user.name)
+        else:
+            found.append((name, user))
+    return found
+
+
+def _part(fused: Computation, user: Instruction, name: str) -> int | None:
+    """Bytes that an instruction needs of a value; None if all of it."""
+    if user.opcode in _SLICES and user.operands[0] == name:
+        return sum(a.bytes for a in user.arrays)
+    if user.opcode == _UPDATE and user.operands[0] == name and user.operands[1] != name:
+        return 0  # updated in place
+    return None
+
+
+def _written(fused: Computation) -> int:
+    """Bytes that a fusion writes."""
+    root = fused.root
+    results = [fused.get(name) for name in root.operands] if root.opcode == "tuple" else [root]
+    return sum(_result_bytes(fused, result) for result in results)
+
+
+def _result_bytes(fused: Computation, result: Instruction) -> int:
+    while result.opcode == "bitcast" and result.operands:
+        result = fused.get(result.operands[0])
+    if result.opcode == _UPDATE:
+        return sum(a.bytes for a in fused.get(result.operands[1]).arrays)
+    return sum(a.bytes for a in result.arrays)

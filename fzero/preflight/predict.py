@@ -1,0 +1,321 @@
+"""`preflight`: compiles a training step for devices that need not exist, and reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+from fzero.batch import abstract_batch, check_batch
+from fzero.blueprint import Blueprint
+from fzero.compiled import TrainStep
+from fzero.divided import PipelineTrainStep, StreamedTrainStep
+from fzero.errors import PreflightError
+from fzero.initial import initial_shapes
+from fzero.model import Model
+from fzero.placement import CLASSES, Placement, placement
+from fzero.plan import Plan
+from fzero.precision import compute_dtype
+from fzero.preflight.bounds import bounds
+from fzero.preflight.kernels import Work
+from fzero.preflight.links import CollectiveUse, traffic
+from fzero.preflight.program import Compiled, Target
+from fzero.preflight.rates import Rates, default_rates
+from fzero.preflight.result import Memory, PipelineSummary, Preflight
+from fzero.preflight.shapes import batch_bytes, gradient_bytes, model_flops, saved_bytes
+from fzero.preflight.stages import PipelineRun, StageCompiler, rank_collectives
+from fzero.preflight.topology import Topology, parse
+from fzero.state import TrainState
+from fzero.step import train_step
+from fzero.tree import PyTree
+from fzero.zero.partition import layout_leaves
+
+
+def preflight(
+    model: Model,
+    tx: optax.GradientTransformation,
+    plan: Plan,
+    batch: PyTree,
+    topology: str | Topology = "h200:8",
+    *,
+    rates: Rates | None = None,
+) -> Preflight:
+    """What a training step will need and how long it may take, before anyone pays for it.
+
+    The step is compiled for the topology as it would be there, from shapes alone: no parameter is
+    allocated and no GPU is needed, only jax's CUDA plugin (the extra `preflight`).
+
+    Args:
+        model: the model; nothing of it is computed.
+        tx: the optimizer.
+        plan: the plan. With `data=None` the topology's devices are all used.
+        batch: a global batch, or its shapes (`jax.ShapeDtypeStruct`s).
+        topology: `<gpu>:<gpus per host>` or `<gpu>:<hosts>x<gpus per host>` with a gpu among
+            `a100-40`, `a100-80`, `h100`, `h200` and `b200`; or `cpu:<devices>`.
+        rates: what seconds are computed with; the device's own by default.
+
+    Returns:
+        The prediction, per device and step; `str()` of it is tables, `.to_json()` a dict.
+
+    Raises:
+        PreflightError: an unknown topology, no compiler for it, or a plan of parked leaves.
+        PlanError: the plan does not fit the devices.
+        BatchError: the batch does not fit the plan.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, fzero as fz
+        >>> model = fz.Model(lambda rng: ({"w": jnp.zeros((256, 8))}, {}),
+        ...                  lambda p, b, batch, rng, train: (jnp.mean(batch["x"] @ p["w"]), b, {}))
+        >>> batch = {"x": jax.ShapeDtypeStruct((16, 256), jnp.float32)}
+        >>> found = fz.preflight(model, optax.adam(0.1), fz.Plan(data=1), batch, "cpu:1")
+        >>> found.fits, found.memory.state["params"], found.to_json()["communicated_bytes"]
+        (True, 8192, 0)
+    """
+    where = parse(topology)
+    target = Target(
+        where, where.devices(), default_rates(where) if rates is None else rates, plan.precision
+    )
+    started = time.perf_counter()
+    if plan.tiers:
+        raise PreflightError(
+            "preflight: a plan with tiers streams its update in many programs, and memory other"
+            " than the device's is unknown to a described GPU; ask about plan.replace(tiers=())"
+            " and take from fz.placement(plan, model, tx) what tiers spare"
+        )
+    sizes = plan.sizes(where.num_devices)
+    num_devices = plan.pipe * sizes["data"] * sizes["replica"]
+    devices = target.devices[:num_devices]
+    step = train_step(model, tx, plan, devices=devices)
+    fields = step.blueprint.shapes()
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    parts = sizes["data"] * sizes["replica"]
+    check_batch(shapes, parts, plan.microbatches, None)
+    where_kept = placement(plan, model, tx, num_devices=num_devices)
+    predictor = _Predictor(target, step, fields, shapes, parts, where_kept)
+    found = predictor.pipeline() if isinstance(step, PipelineTrainStep) else predictor.one_program()
+    spent = time.perf_counter() - started - found.compile_seconds
+    return dataclasses.replace(found, trace_seconds=spent)
+
+
+class _Predictor:
+    def __init__(
+        self,
+        target: Target,
+        step: TrainStep,
+        fields: dict[str, Any],
+        batch: PyTree,
+        parts: int,
+        where_kept: Placement,
+    ) -> None:
+        self.target, self.step, self.fields = target, step, fields
+        self.batch, self.parts, self.where_kept = batch, parts, where_kept
+        self.plan: Plan = step.plan
+        self.blue: Blueprint = step.blueprint
+
+    def one_program(self) -> Preflight:
+        """The prediction of a step that is one program."""
+        assert not isinstance(self.step, StreamedTrainStep)
+        mesh = self.blue.mesh
+        lowered = self.step.lower(TrainState(**self.fields), self.batch)
+        compiled = self.target.compile(lowered, mesh)
+        kept = self._state_bytes(range(mesh.size))
+        saved = 0
+        notes: list[str] = []
+        if self.blue.stages is None:
+            saved = saved_bytes(self.step, self.fields, abstract_batch(self.batch, mesh))
+            if self.plan.remat == "offload":
+                notes.append(
+                    f"remat='offload' keeps {saved:,} bytes of layer inputs in host memory; a"
+                    " described GPU has none, so they count for the device here"
+                )
+        own = batch_bytes(self.batch, self.parts)
+        gradients = gradient_bytes(self.blue, self.plan) if self.blue.stages is None else 0
+        peak = compiled.peak_bytes
+        known = sum(kept.values()) + own + saved + gradients
+        memory = Memory(
+            state=kept,
+            batch=own,
+            saved_activations=saved,
+            gradients=gradients,
+            temporaries=max(0, peak - known),
+            peak=peak,
+            gathered=compiled.gathered.most_bytes,
+            gathered_in_loops=compiled.gathered.in_loop_bytes,
+        )
+        return self._result(
+            [compiled],
+            memory,
+            compiled.collectives,
+            compiled.work,
+            compiled.work.flops,
+            compiled.compile_seconds,
+            notes,
+        )
+
+    def pipeline(self) -> Preflight:
+        """The prediction of a step that is many programs."""
+        assert isinstance(self.step, PipelineTrainStep)
+        compiler = StageCompiler(self.step.executor, self.target)
+        run = compiler.run(self.fields, abstract_batch(self.batch, self.blue.rank_mesh(0)))
+        per_rank = self.blue.mesh.size // self.plan.pipe
+        kept = [
+            self._state_bytes(range(rank * per_rank, (rank + 1) * per_rank))
+            for rank in range(self.plan.pipe)
+        ]
+        own = batch_bytes(self.batch, self.parts)
+        peaks = [
+            sum(state.values()) + own + working
+            for state, working in zip(kept, run.working_bytes, strict=True)
+        ]
+        full = max(range(self.plan.pipe), key=lambda rank: peaks[rank])
+        programs = [
+            [run.stages[e.action.stage].programs[e.action.kind] for e in row]
+            for row in run.timeline.rank_events
+        ]
+        work = [sum((program.work for program in own), Work()) for own in programs]
+        gradients = sum(stage.sums_bytes for stage in run.stages if stage.rank == full)
+        saved = run.saved_bytes[full]
+        memory = Memory(
+            state=kept[full],
+            batch=own,
+            saved_activations=saved,
+            gradients=gradients,
+            temporaries=max(0, run.working_bytes[full] - saved - gradients),
+            peak=peaks[full],
+            gathered=max(program.gathered.most_bytes for program in programs[full]),
+            gathered_in_loops=max(program.gathered.in_loop_bytes for program in programs[full]),
+        )
+        sent = [
+            rank_collectives(compiler, run.stages, rank) + self._update(rank)
+            for rank in range(self.plan.pipe)
+        ]
+        busiest = max(sent, key=lambda found: traffic(found).communicated_bytes)
+        update = max((traffic(self._update(rank)) for rank in range(self.plan.pipe)),
+                     key=lambda sums: sums.seconds)  # fmt: skip
+        notes = [
+            "bytes are those of the fullest rank, traffic that of the rank with the most, work that"
+            " of the busiest; the optimizer's own programs are not compiled (collectives marked *"
+            " are arithmetic)"
+        ]
+        return self._result(
+            [program for own in programs for program in own],
+            memory,
+            busiest,
+            max(work, key=lambda own: own.likely_seconds),
+            sum(own.flops for own in work) // len(work),
+            run.compile_seconds,
+            notes,
+            self._summary(run, peaks),
+            (
+                run.best_seconds + update.exposed_best_seconds,
+                run.timeline.makespan_s + update.exposed_seconds,
+            ),
+        )
+
+    def _result(
+        self,
+        programs: Sequence[Compiled],
+        memory: Memory,
+        collectives: Sequence[CollectiveUse],
+        work: Work,
+        compiled_flops: int,
+        compile_seconds: float,
+        notes: Sequence[str],
+        pipeline: PipelineSummary | None = None,
+        makespans: tuple[float, float] | None = None,
+    ) -> Preflight:
+        plan, blue = self.plan, self.blue
+        pieces = plan.microbatches * self.parts
+        logical = initial_shapes(blue.model)
+        own_flops = model_flops(blue.model, logical, self.batch, pieces) / blue.mesh.size
+        unknown = dict.fromkeys(u for program in programs for u in program.flops.unknown)
+        sums = traffic(collectives)
+        found = bounds(
+            self.target.rates,
+            plan.precision,
+            work=work,
+            traffic=sums,
+            model_flops=own_flops,
+            makespans=makespans,
+        )
+        return Preflight(
+            plan=plan,
+            topology=self.target.topology,
+            rates=self.target.rates,
+            num_elements=sum(leaf.size for leaf in jax.tree.leaves(logical[0])),
+            memory=memory,
+            collectives=tuple(collectives),
+            traffic=sums,
+            model_flops=own_flops,
+            compiled_flops=compiled_flops,
+            unknown_flops=tuple(unknown),
+            bounds=found,
+            pipeline=pipeline,
+            compile_seconds=compile_seconds,
+            trace_seconds=0.0,
+            notes=tuple(notes),
+        )
+
+    def _state_bytes(self, devices: range) -> dict[str, int]:
+        """Bytes of each state class on the fullest of some devices."""
+        held: dict[int, Counter[str]] = {device: Counter() for device in devices}
+        for leaf in self.where_kept.leaves:
+            for device in held.keys() & set(leaf.devices):
+                held[device][leaf.state_class] += leaf.bytes_per_device
+        full = max(held.values(), key=lambda by: by.total())
+        return {name: full[name] for name in CLASSES}
+
+    def _update(self, rank: int) -> list[CollectiveUse]:
+        """What a pipeline's update gathers on a rank: whole parameters from updated shards."""
+        if self.plan.zero == 3 or self.blue.group.data == 1:
+            return []
+        size = 0
+        for split in layout_leaves(self.blue.params):
+            home = split.home
+            if split.dim is None or home is None or rank not in home.ranks:
+                continue
+            mixed = self.plan.keeps_compute_copy
+            dtype = compute_dtype(self.plan, split.dtype) if mixed else split.dtype
+            rows = home.rows_per_rank / split.shape[0] if home.rows else 1
+            size += round(rows * math.prod(split.stored_shape)) * dtype.itemsize
+        data, rates = self.blue.group.data, self.target.rates
+        sent = size * (data - 1) / data
+        seconds = sent / rates.host_link_bytes_per_s
+        return [
+            CollectiveUse(
+                kind="all-gather", where="update", dtype="", axes="data", bytes=size,
+                sent_bytes=sent, times=1, in_loop=False, crosses_hosts=False, network_bytes=0.0,
+                num_matmuls=0, num_kernels=0, seconds=seconds,
+                exposed_best_seconds=seconds, exposed_seconds=seconds / rates.link_share,
+                estimated=True,
+            )
+        ]  # fmt: skip
+
+    def _summary(self, run: PipelineRun, peaks: Sequence[int]) -> PipelineSummary:
+        timeline, schedule = run.timeline, self.plan.schedule
+        events = tuple(
+            (e.rank, str(e.action.kind), e.action.stage, e.action.microbatch, e.start_s, e.end_s)
+            for e in timeline.events
+        )
+        seconds: list[dict[str, float]] = [{} for _ in run.stages]
+        for _, kind, stage, _, start, end in events:
+            seconds[stage].setdefault(kind, end - start)
+        return PipelineSummary(
+            schedule=schedule
+            if isinstance(schedule, str)
+            else "1f1b"
+            if not schedule
+            else "custom",
+            makespan_seconds=timeline.makespan_s,
+            bubble_fraction=timeline.bubble_fraction,
+            peak_live_per_rank=timeline.peak_live_per_rank,
+            peak_bytes_per_rank=tuple(peaks),
+            stage_seconds=tuple(seconds),
+            events=events,
+        )

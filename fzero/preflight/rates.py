@@ -1,0 +1,127 @@
+"""How fast a device computes, reads its memory and talks, and how much memory it has."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from fzero.errors import PreflightError
+from fzero.preflight.topology import Topology
+
+
+# What a process takes besides XLA's arrays: the CUDA context (about 0.5 GB), NCCL's channels (about
+# 1 GB for 8 peers) and what a best-fit allocator cannot use between blocks.
+RESERVE_BYTES = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of one device: peaks from data sheets, and shares of them that programs reach.
+
+    Args:
+        flops_per_s: dense matmul peak by precision (`fp32` is TF32, what jax multiplies float32
+            in on these GPUs).
+        memory_bytes_per_s: device memory, reads and writes together.
+        host_link_bytes_per_s: to other devices of the host, in one direction.
+        network_bytes_per_s: of the device's own network card, in one direction.
+        memory_bytes: device memory.
+        reserve_bytes: of it, not for arrays.
+        collective_latency_s: what a collective takes at least.
+        flops_share: part of the matmul peak that large matmuls reach.
+        memory_share: part of the memory's rate that elementwise kernels reach.
+        link_share: part of the links' rate that large collectives reach.
+        source: where the numbers are from.
+    """
+
+    flops_per_s: dict[str, float]
+    memory_bytes_per_s: float
+    host_link_bytes_per_s: float
+    network_bytes_per_s: float
+    memory_bytes: int
+    reserve_bytes: int = RESERVE_BYTES
+    collective_latency_s: float = 20e-6
+    flops_share: float = 0.75
+    memory_share: float = 0.85
+    link_share: float = 0.8
+    source: str = "given by the caller"
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "source":
+                continue
+            may_be_zero = field.name in ("reserve_bytes", "collective_latency_s")
+            for number in value.values() if isinstance(value, dict) else (value,):
+                if not (number > 0 or (may_be_zero and number == 0)):
+                    raise PreflightError(
+                        f"rates: {field.name}={value!r}: expected a positive number"
+                    )
+
+    def flops_of(self, precision: str) -> float:
+        """Matmul peak of a precision, in FLOP/s.
+
+        Raises:
+            PreflightError: it is not among `flops_per_s`.
+        """
+        if precision not in self.flops_per_s:
+            raise PreflightError(
+                f"rates: flops_per_s has {sorted(self.flops_per_s)}, the plan computes in"
+                f" {precision!r}; add it"
+            )
+        return self.flops_per_s[precision]
+
+    def to_json(self) -> dict[str, Any]:
+        """The rates as a JSON-able dict."""
+        return dataclasses.asdict(self)
+
+
+def default_rates(topology: Topology) -> Rates:
+    """Rates of a known device.
+
+    Example:
+        >>> from fzero.preflight.topology import parse
+        >>> default_rates(parse("h200:8")).memory_bytes_per_s
+        4800000000000
+
+    Source: NVIDIA's data sheets of A100 (2021), H100 SXM (2023), H200 SXM (2024), HGX B200 (2024):
+    dense Tensor Core peaks, NVLink (half of the bidirectional rate), memory. Network: one card of
+    200 Gbit/s per A100, of 400 Gbit/s per H100, H200 and B200, as in DGX machines.
+    """
+    return _RATES[topology.kind]
+
+
+def _gpu(
+    bf16_tflops: float, memory_tb_per_s: float, nvlink_gb_per_s: float, network_gbit_per_s: float,
+    memory_gib: int, sheet: str,
+) -> Rates:  # fmt: skip
+    return Rates(
+        flops_per_s={
+            "bf16": bf16_tflops * 1e12, "fp16": bf16_tflops * 1e12, "fp32": bf16_tflops / 2 * 1e12
+        },
+        memory_bytes_per_s=round(memory_tb_per_s * 1e12),
+        host_link_bytes_per_s=nvlink_gb_per_s * 1e9,
+        network_bytes_per_s=network_gbit_per_s * 1e9 / 8,
+        memory_bytes=memory_gib * 2**30,
+        source=f"{sheet}: dense peaks; NVLink and network in one direction",
+    )  # fmt: skip
+
+
+_RATES = {
+    "a100-40": _gpu(312, 1.555, 300, 200, 40, "NVIDIA A100 40GB SXM data sheet"),
+    "a100-80": _gpu(312, 2.039, 300, 200, 80, "NVIDIA A100 80GB SXM data sheet"),
+    "h100": _gpu(989.4, 3.35, 450, 400, 80, "NVIDIA H100 SXM data sheet"),
+    "h200": _gpu(989.4, 4.8, 450, 400, 141, "NVIDIA H200 SXM data sheet"),
+    "b200": _gpu(2250, 8.0, 900, 400, 180, "NVIDIA HGX B200 data sheet"),
+    # Virtual devices share the machine's cores and its memory, so no number is right: these only
+    # let a plan be read. Give rates of your own (or --measure) for more.
+    "cpu": Rates(
+        flops_per_s={"bf16": 1e10, "fp16": 1e10, "fp32": 5e10},
+        memory_bytes_per_s=1e10,
+        host_link_bytes_per_s=2e9,
+        network_bytes_per_s=1e9,
+        memory_bytes=8 * 2**30,
+        reserve_bytes=0,
+        source="order of magnitude of one core of a server CPU; measure or give your own",
+    ),
+}

@@ -1,0 +1,94 @@
+"""What a step holds and multiplies, from shapes: saved activations, gradients, model FLOPs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from fzero.blueprint import Blueprint
+from fzero.compiled import TrainStep
+from fzero.model import Model, whole_chain
+from fzero.pipeline.flops import flops
+from fzero.plan import AXES, Plan
+from fzero.precision import cast_batch, compute_dtype
+from fzero.tree import PyTree, leaf_bytes
+from fzero.zero.chain import train_forward, without_inputs
+from fzero.zero.partition import layout_leaves
+
+
+# A backward pass multiplies twice for each product of the forward pass: once for the gradient of
+# either factor.
+PASSES = 3
+
+
+def model_flops(model: Model, shapes: tuple[PyTree, PyTree], batch: PyTree, parts: int) -> int:
+    """FLOPs of the matmuls of one step of a model, whatever runs it: nothing is computed twice.
+
+    Args:
+        model: the model.
+        shapes: shapes of its parameters and buffers.
+        batch: shapes of the global batch.
+        parts: how many equal parts of the batch see the model, one after the other or apart.
+    """
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    one = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), batch
+    )
+
+    def loss(params: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array) -> Any:
+        return model.loss(params, buffers, batch, key, True)
+
+    return PASSES * parts * flops(jax.make_jaxpr(loss)(*shapes, one, key))
+
+
+def saved_bytes(step: TrainStep, fields: dict[str, Any], batch: PyTree) -> int:
+    """Bytes that one device's forward pass of one microbatch leaves for its backward pass.
+
+    Args:
+        step: a step that is one program, without a pipeline.
+        fields: shapes of the state's fields.
+        batch: shapes of the global batch.
+    """
+    blue, plan = step.blueprint, step.plan
+    found: list[int] = []
+
+    def local(kept: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array) -> tuple[()]:
+        rows = jax.tree.map(lambda x: x[: x.shape[0] // plan.microbatches], batch)
+        rows = cast_batch(plan, rows)
+        pieces = whole_chain(blue.model.layers)
+        _, links, _ = train_forward(pieces, step.rules(), kept, rows, buffers, rows, key)
+        held = {id(leaf): leaf for leaf in jax.tree.leaves(without_inputs(links))}
+        found.append(sum(map(leaf_bytes, held.values())))
+        return ()
+
+    whole = PartitionSpec()
+    run = jax.shard_map(
+        local,
+        mesh=blue.mesh,
+        in_specs=(step.kept_specs(), whole, PartitionSpec(AXES), whole),
+        out_specs=(),
+        axis_names=set(blue.mesh.axis_names),
+        check_vma=False,
+    )
+    jax.eval_shape(run, step.kept(fields), fields["buffers"], batch, fields["rng"])
+    return found[-1]
+
+
+def gradient_bytes(blue: Blueprint, plan: Plan) -> int:
+    """Bytes of one device's summed gradients during a step: shards, wherever leaves are split."""
+    sums = 0
+    for split in layout_leaves(blue.params):
+        dtype = compute_dtype(plan, split.dtype) if plan.microbatches == 1 else np.dtype(np.float32)
+        sharded = split.dim is not None and plan.reduce == "microbatch"
+        shape = split.stored_shape if sharded else split.shape
+        sums += math.prod(shape) * dtype.itemsize // (blue.group.data if sharded else 1)
+    return sums
+
+
+def batch_bytes(batch: PyTree, num_parts: int) -> int:
+    """Bytes of one device's rows."""
+    return sum(leaf_bytes(x) for x in jax.tree.leaves(batch)) // num_parts

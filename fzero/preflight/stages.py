@@ -1,0 +1,336 @@
+"""The programs of a pipeline's stages, compiled, and the step that its schedule makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from fzero.blueprint import Blueprint
+from fzero.pipeline.actions import Action, Kind
+from fzero.pipeline.execute import Executor
+from fzero.pipeline.homes import stage_tree
+from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, unmarked
+from fzero.pipeline.simulate import Cost, Timeline, simulate
+from fzero.preflight.links import CollectiveUse, traffic
+from fzero.preflight.program import Compiled, Target
+from fzero.tree import PyTree, device_bytes, leaf_bytes
+from fzero.zero.partition import Split
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """One stage's programs in numbers, one device.
+
+    Args:
+        stage: which stage.
+        rank: the rank that runs it.
+        programs: by kind of action.
+        link_bytes: what a forward leaves for its backward pass.
+        half_bytes: what an input gradient leaves for its weight gradient, links that it keeps
+            included; 0 where backward passes are whole.
+        sums_bytes: of its summed gradients.
+        sent_bytes: what it hands to the next stage, per microbatch.
+    """
+
+    stage: int
+    rank: int
+    programs: dict[Kind, Compiled]
+    link_bytes: int
+    half_bytes: int
+    sums_bytes: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class PipelineRun:
+    """A pipeline's step in numbers.
+
+    Args:
+        stages: every stage.
+        timeline: the schedule with what its actions likely cost.
+        best_seconds: its makespan with all at the peaks.
+        working_bytes: per rank, the most bytes beside state and batch: live activations, sums of
+            gradients and what the running program needs.
+        saved_bytes: per rank, the most bytes of live activations.
+        compile_seconds: what compiling took, tracing aside.
+    """
+
+    stages: tuple[StageRun, ...]
+    timeline: Timeline
+    best_seconds: float
+    working_bytes: tuple[int, ...]
+    saved_bytes: tuple[int, ...]
+    compile_seconds: float
+
+
+class StageCompiler:
+    """Compiles the programs of all stages; those of like stages once.
+
+    Args:
+        executor: of a training step.
+        target: what to compile for.
+    """
+
+    def __init__(self, executor: Executor, target: Target) -> None:
+        self.executor, self.target = executor, target
+        self.blue: Blueprint = executor.blue
+        self.plan = executor.plan
+        self.seconds = 0.0
+        self._known: dict[str, Compiled] = {}
+
+    def run(self, fields: dict[str, Any], batch: PyTree) -> PipelineRun:
+        """Compiles every stage and simulates the step.
+
+        Args:
+            fields: shapes of the state's fields.
+            batch: shapes of the global batch.
+        """
+        kinds: dict[int, set[Kind]] = {}
+        for action in self.executor.schedule.actions:
+            kinds.setdefault(action.stage, set()).add(action.kind)
+        forwards = self._forwards(fields, batch)
+        sent: Any = None
+        made: dict[int, StageRun] = {}
+        for program in reversed(self.executor.programs):
+            at = forwards[program.stage]
+            if program.last:
+                sent = at.out[0], at.out[1]
+            else:
+                sent = jax.tree.map(lambda x, p=program: self._local(p, x), sent)
+            made[program.stage], back = self._stage(program, at, sent, kinds[program.stage])
+            sent = back, sent[1]
+        runs = tuple(made[stage] for stage in sorted(made))
+        schedule = self.executor.schedule
+        timeline = simulate(schedule, self._cost(runs, likely=True))
+        best = simulate(schedule, self._cost(runs, likely=False)).makespan_s
+        working, saved = _held(timeline, runs)
+        return PipelineRun(runs, timeline, best, working, saved, self.seconds)
+
+    def _forwards(self, fields: dict[str, Any], batch: PyTree) -> list[_Forward]:
+        kept = fields["compute"] if self.plan.keeps_compute_copy else fields["params"]
+        scale = fields["loss_scale"].scale if self.plan.precision == "fp16" else None
+        found: list[_Forward] = []
+        x: Any = None
+        for program in self.executor.programs:
+            own = self._kept(program, kept)
+            inputs = (
+                jax.tree.map(lambda leaf, p=program: self._local(p, leaf), batch),
+                self._whole(program, fields["rng"]),
+                self._whole(program, jax.ShapeDtypeStruct((), "int32")),
+            )
+            buffers = {
+                name: jax.tree.map(
+                    lambda leaf, p=program: self._packed(p, leaf), fields["buffers"][name]
+                )
+                for name in program.stateful
+            }
+            last_scale = self._whole(program, scale) if program.last and scale is not None else None
+            args = (own, buffers, *inputs, x, last_scale)
+            (out, links, _), _ = jax.eval_shape(program.forward, *args)
+            out, links = (
+                jax.tree.map(lambda leaf, p=program: self._local(p, leaf), tree)
+                for tree in (out, links)
+            )
+            found.append(_Forward(own, inputs, args, out, links))
+            if not program.last:
+                following = self.executor.programs[program.stage + 1]
+                x = jax.tree.map(lambda leaf, p=following: self._local(p, leaf), out)
+        return found
+
+    def _stage(
+        self, program: StagePrograms, at: _Forward, sent: Any, kinds: set[Kind]
+    ) -> tuple[StageRun, Any]:
+        """A stage's programs, and what its backward pass sends."""
+        cotangent, unscale = sent
+        sums = None
+        if self.plan.microbatches > 1:
+            shapes = jax.eval_shape(program.zeros)
+            sums = jax.tree.map(
+                lambda leaf, spec: jax.ShapeDtypeStruct(
+                    leaf.shape, leaf.dtype, sharding=NamedSharding(program.mesh, spec)
+                ),
+                shapes, program.grad_specs,
+            )  # fmt: skip
+        compiled: dict[Kind, Compiled] = {"F": self._compile(program, program.forward, at.args)}
+        args = (at.kept, *at.inputs)
+        back, half_bytes = None, 0
+        if "B" in kinds:
+            run = program.backward(sums is not None)
+            full = (*args, at.links, cotangent, unscale, sums)
+            compiled["B"] = self._compile(program, run, full)
+            (back, _), _ = jax.eval_shape(run, *full)
+        if "I" in kinds:
+            first = (*args, at.links, cotangent)
+            compiled["I"] = self._compile(program, program.input_backward, first)
+            (back, halves), _ = jax.eval_shape(program.input_backward, *first)
+            halves = jax.tree.map(lambda leaf: self._local(program, leaf), halves)
+            halves = unmarked(halves, at.links)
+            half_bytes = self._bytes(program, halves)
+            run = program.weight_backward(sums is not None)
+            compiled["W"] = self._compile(program, run, (*args, halves, unscale, sums))
+        return StageRun(
+            stage=program.stage,
+            rank=program.rank,
+            programs=compiled,
+            link_bytes=self._bytes(program, at.links),
+            half_bytes=half_bytes,
+            sums_bytes=sum(device_bytes(leaf) for leaf in jax.tree.leaves(sums)),
+            sent_bytes=0 if program.last else self._bytes(program, at.out),
+        ), back
+
+    def _compile(self, program: StagePrograms, run: Any, args: Any) -> Compiled:
+        lowered = run.lower(*args)
+        text = lowered.as_text()
+        if text not in self._known:
+            self._known[text] = self.target.compile(lowered, program.mesh)
+            self.seconds += self._known[text].compile_seconds
+        return self._known[text]
+
+    def _kept(self, program: StagePrograms, kept: PyTree) -> PyTree:
+        """What a stage's forward pass reads, as its rank holds it."""
+
+        def on_rank(split: Split, spec: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            home = split.home
+            shape = leaf.shape
+            if home is not None and home.rows:
+                shape = (home.rows_per_rank, *shape[1:])
+            return jax.ShapeDtypeStruct(
+                shape, leaf.dtype, sharding=NamedSharding(program.mesh, spec)
+            )
+
+        return jax.tree.map(
+            on_rank, program.layout, program.kept_specs, stage_tree(program.pieces, kept),
+            is_leaf=lambda x: isinstance(x, Split),
+        )  # fmt: skip
+
+    def _local(self, program: StagePrograms, leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(program.mesh, LOCAL)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def _packed(self, program: StagePrograms, leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(program.mesh, LOCAL)
+        return jax.ShapeDtypeStruct((program.mesh.size, *leaf.shape), leaf.dtype, sharding=sharding)
+
+    def _whole(self, program: StagePrograms, leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(program.mesh, WHOLE)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def _bytes(self, program: StagePrograms, tree: PyTree) -> int:
+        """Bytes per device of arrays that are local to devices."""
+        return sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(tree)) // program.mesh.size
+
+    def _cost(self, runs: tuple[StageRun, ...], likely: bool) -> Cost:
+        """Seconds of every action: its kernels, and of its collectives what they do not hide."""
+        per_stage = []
+        for run in runs:
+            seconds: dict[Kind, float] = {}
+            for kind, compiled in run.programs.items():
+                sums, work = traffic(compiled.collectives), compiled.work
+                seconds[kind] = (
+                    work.likely_seconds + sums.exposed_seconds
+                    if likely
+                    else work.best_seconds + sums.exposed_best_seconds
+                )
+            i, w = seconds.get("I"), seconds.get("W")
+            b = seconds.get("B", None if i is None or w is None else i + w)
+            send = self.send(run).seconds if run.sent_bytes else 0.0
+            send /= self.target.rates.link_share if likely else 1.0
+            per_stage.append(Cost(f=seconds["F"], b=b, i=i, w=w, send=send))
+        return Cost(
+            per_stage=tuple(per_stage), activation_bytes=tuple(run.link_bytes for run in runs)
+        )
+
+    def send(self, run: StageRun, back: bool = False) -> CollectiveUse:
+        """What a stage hands to its neighbour, once."""
+        rates, programs = self.target.rates, self.executor.programs
+        here = programs[run.stage].mesh.devices.flat[0]
+        there = programs[run.stage + 1].mesh.devices.flat[0]
+        per_host = self.target.topology.per_host
+        numbers = {device.id: i for i, device in enumerate(self.target.devices)}
+        crosses = numbers[here.id] // per_host != numbers[there.id] // per_host
+        rate = rates.network_bytes_per_s if crosses else rates.host_link_bytes_per_s
+        moves = programs[run.stage].rank != programs[run.stage + 1].rank
+        size = run.sent_bytes if moves else 0
+        seconds = size / rate + rates.collective_latency_s if moves else 0.0
+        return CollectiveUse(
+            kind="send",
+            where=f"stage {run.stage + back} to {run.stage + (not back)}",
+            dtype="",
+            axes="pipe",
+            bytes=size,
+            sent_bytes=size,
+            times=self.plan.microbatches if moves else 0,
+            in_loop=False,
+            crosses_hosts=crosses,
+            network_bytes=size if crosses else 0.0,
+            num_matmuls=0,
+            num_kernels=1,  # a send delays its receiver; the timeline has what that costs
+            seconds=seconds,
+            exposed_best_seconds=0.0,
+            exposed_seconds=0.0,
+        )
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """Shapes of what a stage's forward takes and gives."""
+
+    kept: PyTree
+    inputs: tuple[Any, Any, Any]
+    args: tuple[Any, ...]
+    out: Any
+    links: Any
+
+
+def rank_collectives(
+    compiler: StageCompiler, runs: tuple[StageRun, ...], rank: int
+) -> list[CollectiveUse]:
+    """Everything that a rank's programs send in a step, per device."""
+    counts: dict[tuple[int, Kind], int] = {}
+    for action in compiler.executor.schedule.actions:
+        at = action.stage, action.kind
+        counts[at] = counts.get(at, 0) + 1
+    found: list[CollectiveUse] = []
+    for run in runs:
+        if run.rank == rank:
+            for kind, compiled in run.programs.items():
+                times = counts.get((run.stage, kind), 0)
+                where = f"stage {run.stage} {kind}"
+                found += [c.in_program(where, times) for c in compiled.collectives]
+            if run.sent_bytes:
+                found.append(compiler.send(run))
+        if run.sent_bytes and compiler.executor.programs[run.stage + 1].rank == rank:
+            found.append(compiler.send(run, back=True))
+    return [c for c in found if c.times]
+
+
+def _held(
+    timeline: Timeline, runs: tuple[StageRun, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Per rank: the most bytes beside state and batch, and the most of live activations."""
+    working, saved = [], []
+    for rank, row in enumerate(timeline.rank_events):
+        sums = sum(run.sums_bytes for run in runs if run.rank == rank)
+        live: dict[tuple[int, int], int] = {}
+        most = most_saved = 0
+        for event in row:
+            action, run = event.action, runs[event.action.stage]
+            program = run.programs[action.kind]
+            at = action.stage, action.microbatch
+            held = sum(live.values())
+            # Arguments other than state are held already; the output of a forward is its links.
+            fresh = program.output_bytes - program.alias_bytes
+            most = max(most, held + program.temporary_bytes + fresh)
+            live[at] = _after(action, run)
+            most_saved = max(most_saved, sum(live.values()))
+        working.append(most + sums)
+        saved.append(most_saved)
+    return tuple(working), tuple(saved)
+
+
+def _after(action: Action, run: StageRun) -> int:
+    """Bytes that a microbatch still holds on a stage after an action."""
+    return {"F": run.link_bytes, "I": run.half_bytes}.get(action.kind, 0)

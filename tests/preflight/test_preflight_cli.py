@@ -1,0 +1,163 @@
+"""`fzero preflight`: what it prints, and what it refuses before anything is imported."""
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+import fzero as fz
+from fzero.preflight import topology
+from tests.support import quick
+from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.preflight import app
+
+
+FACTORY = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax, jax.numpy as jnp, fzero as fz, torch
+
+
+@dataclass
+class Size:  # dataclasses look for their module
+    width: int = 64
+
+
+def native():
+    def init(rng):
+        return {"w": jax.random.normal(rng, (64, 128)), "v": jnp.zeros((128, 8))}, {}
+
+    def loss(params, buffers, batch, rng, train):
+        out = jnp.tanh(batch["x"] @ params["w"]) @ params["v"]
+        return fz.Mean(jnp.sum(out**2), jnp.float32(out.size)), buffers, {}
+
+    return fz.Model(init, loss), lambda rows, seq: {
+        "x": jax.ShapeDtypeStruct((rows, seq, 64), jnp.float32)
+    }
+
+
+class Huge(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(50_000, 4_096)
+        self.up = torch.nn.Linear(4_096, 2_000_000, bias=False)  # 32 GB, were it there
+        self.down = torch.nn.Linear(2_000_000, 256, bias=False)
+
+    def forward(self, ids):
+        return self.down(self.up(self.embed(ids)))
+
+
+def huge():
+    return Huge()
+
+
+def neither():
+    return 3
+"""
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(scope="module")
+def factory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("preflight") / "models.py"
+    path.write_text(FACTORY)
+    return path
+
+
+def run(*args):
+    with quick.compiles():
+        result = CliRunner().invoke(app, [str(arg) for arg in args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_json_for_a_native_model(factory, tmp_path):
+    page = tmp_path / "report.html"
+    out = run(
+        "--model", f"{factory}:native", "--topology", "cpu:4", "--batch", 8, "--seq", 4,
+        "--precision", "fp32", "--json", "--measure", "--html", page,
+    )  # fmt: skip
+    data = json.loads(out)
+    for name in ("fits", "peak_bytes", "state_bytes", "communicated_bytes", "exposed_bytes",
+                 "collectives", "compile_seconds"):  # fmt: skip
+        assert name in data
+    assert data["num_devices"] == 4
+    assert data["state_bytes_by_class"] == data["measured"]["state_bytes"]
+    assert f"{data['peak_bytes']:,}" in page.read_text()
+
+
+def test_a_sweep_from_the_command_line(factory):
+    out = run(
+        "--model", f"{factory}:native", "--topology", "cpu:4", "--batch", 8, "--seq", 4,
+        "--precision", "fp32", "--sweep", "zero=0,3", "data=4", "pipe=1,2",
+    )  # fmt: skip
+    assert len(re.findall(r"^best ", out, re.M)) == 1
+    assert out.count(" fits ") == 2
+    assert "needs 8 devices" in out
+
+
+def test_a_torch_model_of_any_size_allocates_nothing(factory):
+    """8.7 billion parameters: 35 GB in float32, of which not one is made."""
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    data = json.loads(
+        run(
+            "--model", f"{factory}:huge", "--topology", "cpu:8", "--batch", 16, "--seq", 8, "--json"
+        )
+    )
+    parameters = 50_000 * 4_096 + 2_000_000 * (4_096 + 256)
+    assert data["num_elements"] == parameters
+    assert data["state_bytes"] == pytest.approx(12 * parameters / 8, rel=0.001)
+    assert data["fits"] is False
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2 * 2**20  # KiB
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--topology", "v100:8"], "unknown device 'v100'"),
+        (["--topology", "cpu:8", "--data", "16"], "needs 16 devices"),
+        (["--topology", "cpu:8", "--seq", "1"], "--seq must be at least 2"),
+        (["--topology", "cpu:8", "--sweep", "zeros=1"], "expected field=value"),
+        (["--topology", "cpu:8", "--sweep", "zero=1", "--measure"], "--measure is about one plan"),
+        (["--topology", "cpu:8", "--html", "/not/there/x.html"], "there is no directory"),
+        (["--topology", "cpu:8", "--remat", "some"], "remat='some'"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_model_is_looked_at(args, words):
+    with pytest.raises(fz.FzeroError, match=re.escape(words)):
+        run("--model", "hf:/not/there.json", *args)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("hf:/not/there.json", "does not exist"),
+        ("models.txt", "expected hf:DIR"),
+        ("{}:absent", "has no function named 'absent'"),
+        ("{}:neither", "must return a torch.nn.Module, or a pair"),
+    ],
+)
+def test_a_model_that_is_none_is_refused(model, words, factory):
+    with pytest.raises(CommandError, match=re.escape(words)):
+        run("--model", model.format(factory), "--topology", "cpu:4")
+
+
+def test_without_the_plugin_it_says_so_and_offers_cpus(monkeypatch):
+    monkeypatch.setattr(topology, "_PLUGINS", ())
+    with pytest.raises(fz.PreflightError, match=r"fzero\[preflight\].*--topology cpu:8"):
+        run("--model", "hf:/not/there.json", "--topology", "h200:8x8")
+
+
+def test_devices_that_are_not_here_cannot_be_measured(monkeypatch):
+    from torch_bridge.cli import preflight_run
+
+    with pytest.raises(CommandError, match="h200:8 needs 8 devices of that kind, there are 0"):
+        preflight_run._devices(topology.parse("h200:8"))

@@ -1,0 +1,263 @@
+"""Predictions for CPU devices, against arrays that are there and programs that run."""
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+
+import jax
+import numpy as np
+import pytest
+
+import fzero as fz
+from fzero.pipeline.actions import Action
+from fzero.placement import CLASSES
+from fzero.preflight.html import page
+from fzero.preflight.measure import compared, measure
+from fzero.preflight.rates import default_rates
+from fzero.preflight.sweep import FITS, NOT_COMPILED, REFUSED, TOO_LARGE, parse_choices, sweep
+from fzero.preflight.topology import parse
+from tests.preflight.conftest import PLANS, ROWS, SIZE, TX
+from tests.support.gpt import abstract_batch, batches, num_params
+
+
+CONTRACT = (
+    "fits", "peak_bytes", "state_bytes", "communicated_bytes", "exposed_bytes", "collectives",
+    "compile_seconds",
+)  # fmt: skip
+ONE_PROGRAM = ["zero1_bf16", "zero3"]
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_state_classes_are_exact(name, model, predicted, held):
+    found = predicted(name)
+    state = fz.init(model, TX, PLANS[name], rng=0)
+    by_class = {part: held(getattr(state, part)) for part in CLASSES}
+    device = 0
+    if found.pipeline is not None:  # of the rank with the highest peak
+        peaks = found.pipeline.peak_bytes_per_rank
+        device = peaks.index(max(peaks)) * 4
+    assert found.memory.state == {part: by.get(device, 0) for part, by in by_class.items()}
+
+
+@pytest.mark.parametrize("name", ONE_PROGRAM)
+def test_the_peak_is_that_of_the_step_on_real_arrays(name, model, predicted):
+    found, plan = predicted(name).memory, PLANS[name]
+    state = fz.init(model, TX, plan, rng=0)
+    step = fz.train_step(model, TX, plan)
+    rows = next(batches(SIZE, ROWS))
+    memory = step.lower(state, rows).compile().memory_analysis()
+    real = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    real += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    assert found.peak == pytest.approx(real, rel=0.05)
+    parts = found.batch + found.saved_activations + found.gradients + found.temporaries
+    # Besides these: the step's number, the key and the metrics.
+    assert 0 <= found.peak - found.state_total - parts <= 256
+    assert found.batch * 8 == sum(x.nbytes for x in rows.values())
+
+
+@pytest.mark.parametrize("name", ONE_PROGRAM)
+def test_traffic_is_that_of_the_plan(name, model, predicted):
+    found, plan = predicted(name), PLANS[name]
+    about = fz.describe(plan, model, TX, num_devices=8)
+    # The CPU backend adds 16-bit floats as float32, and gathers bits: count elements.
+    small = [c for c in found.collectives if c.bytes <= 64]
+    elements = sum(
+        c.total_bytes / {"bf16": 2, "u16": 2}.get(c.dtype, 4)
+        for c in found.collectives
+        if c not in small
+    )
+    assert elements == pytest.approx(about.elements_communicated, rel=0.02)
+    assert {c.axes for c in found.collectives} <= {"data", "replica", "replica+data"}
+    assert found.traffic.exposed_bytes == found.traffic.communicated_bytes  # nothing is async
+
+
+def test_flops_are_three_forward_passes_and_what_is_recomputed(predicted):
+    found = predicted("zero3")
+    tokens = ROWS // 8 * SIZE.seq
+    weights = 12 * SIZE.d**2 * SIZE.layers + SIZE.vocab * SIZE.d
+    scores = 2 * SIZE.seq * SIZE.d * SIZE.layers
+    assert found.model_flops == 6 * tokens * (weights + scores)
+    assert found.num_elements == num_params(SIZE)
+    assert 1.0 <= found.compiled_flops / found.model_flops <= 4 / 3 + 0.01
+    assert found.unknown_flops == ()
+
+
+def test_a_layers_input_is_what_is_saved(predicted):
+    """Of each layer its input; of the ends what their backward passes read."""
+    deep = predicted("zero3").memory.saved_activations
+    one_input = ROWS // 8 // 2 * SIZE.seq * SIZE.d * 4
+    assert deep >= SIZE.layers * one_input
+    shallow = dataclasses.replace(SIZE, layers=2)
+    from fzero.preflight.shapes import saved_bytes
+    from tests.support.gpt import gpt
+
+    step = fz.train_step(gpt(shallow), TX, PLANS["zero3"])
+    small = saved_bytes(step, step.blueprint.shapes(), abstract_batch(shallow, ROWS))
+    numbers = 2 * 4  # and its number
+    assert deep - small == pytest.approx((SIZE.layers - 2) * one_input, abs=numbers)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_json_has_what_was_promised(name, predicted):
+    data = json.loads(json.dumps(predicted(name).to_json()))
+    assert set(CONTRACT) <= set(data)
+    assert data["fits"] is True
+    assert data["state_bytes"] == sum(data["state_bytes_by_class"].values())
+    assert data["communicated_bytes"] == pytest.approx(
+        sum(c["total_bytes"] for c in data["collectives"])
+    )
+    assert data["exposed_bytes"] <= data["communicated_bytes"]
+    assert fz.Plan.from_json(data["plan"]) == PLANS[name]
+    bounds = data["bounds"]
+    assert 0 < bounds["best_seconds"] <= bounds["likely_seconds"] <= bounds["serial_seconds"]
+    assert 0 < bounds["serial_mfu"] <= bounds["likely_mfu"] <= bounds["best_mfu"] < 1
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_it_prints_as_tables(name, predicted):
+    text = str(predicted(name))
+    for words in ("fits: peak", "saved activations", "all-gather", "recomputed", "likely"):
+        assert words in text
+    assert ("pipeline zb_h1" in text) == (name == "pipeline")
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_a_pipeline_is_simulated_with_the_costs_of_its_programs(predicted):
+    found = predicted("pipeline")
+    own = found.pipeline
+    schedule = PLANS["pipeline"].build_schedule()
+    assert len(own.events) == len(schedule.actions)
+    done = {Action(kind, stage, m): (start, end) for _, kind, stage, m, start, end in own.events}
+    assert done.keys() == set(schedule.actions)
+    for action, (start, end) in done.items():
+        assert end - start == pytest.approx(own.stage_seconds[action.stage][action.kind])
+    assert own.makespan_seconds == max(end for _, end in done.values())
+    (update,) = [c for c in found.collectives if c.estimated]
+    likely = own.makespan_seconds + update.exposed_seconds
+    assert found.bounds.likely_seconds == pytest.approx(likely, rel=0.05)
+    assert 1.0 <= found.compiled_flops / found.model_flops <= 2.0
+    assert max(own.peak_bytes_per_rank) == found.memory.peak
+    sends = [c for c in found.collectives if c.kind == "send"]
+    # Forwards one way or cotangents the other: a microbatch's activations each.
+    assert {c.bytes for c in sends} == {ROWS // 4 // 4 * SIZE.seq * SIZE.d * 4}
+    assert sum(c.times for c in sends) == PLANS["pipeline"].microbatches
+
+
+def test_too_little_memory_does_not_fit(predicted):
+    rates = dataclasses.replace(default_rates(parse("cpu:8")), memory_bytes=100_000)
+    found = dataclasses.replace(predicted("zero3"), rates=rates)
+    assert not found.fits
+    assert found.spare_bytes == 100_000 - found.memory.peak
+    assert "does NOT fit" in str(found)
+    assert "does not fit" in page(found)
+
+
+def test_parked_leaves_are_refused_with_what_to_ask_instead(model, batch):
+    plan = fz.Plan(zero=3, data=8, tiers={"opt_state": "host"})
+    with pytest.raises(fz.PreflightError, match=r"plan.replace\(tiers=\(\)\)"):
+        fz.preflight(model, TX, plan, batch, "cpu:8")
+
+
+def test_a_batch_that_does_not_divide_is_refused(model):
+    with pytest.raises(fz.BatchError, match="12 examples"):
+        fz.preflight(model, TX, fz.Plan(data=8), abstract_batch(SIZE, 12), "cpu:8")
+
+
+class _Page(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.attributes, self.words = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+@pytest.mark.parametrize("name", ["zero3", "pipeline"])
+def test_the_page_needs_nothing_else_and_has_the_numbers(name, predicted):
+    found = predicted(name)
+    text = page(found, title="a <b> & c")
+    read = _Page()
+    read.feed(text)
+    assert not {"script", "link", "img", "iframe", "object", "b"} & set(read.tags)
+    assert not [value for key, value in read.attributes if key in ("src", "href", "xlink:href")]
+    assert not re.search(r"https?:|url\(|@import", text)
+    words = " ".join(read.words)
+    assert "a <b> & c" in words
+    for count in (found.memory.peak, *filter(None, found.memory.state.values())):
+        assert f"{count:,}" in words
+    for c in found.collectives:
+        assert c.kind in words
+    if found.pipeline is not None:
+        assert read.tags.count("rect") >= len(found.pipeline.events)
+
+
+def test_a_sweep_stops_early_sorts_and_marks_the_best(model, batch, monkeypatch):
+    from fzero.preflight import sweep as module
+
+    compiled = []
+    real = module.preflight
+    monkeypatch.setattr(
+        module, "preflight", lambda *a, **k: compiled.append(a[2].zero) or real(*a, **k)
+    )
+    base = fz.Plan(data=8, min_shard_bytes=256)
+    kept = {
+        z: fz.placement(base.replace(zero=z), model, TX, num_devices=8).bytes_per_device["total"]
+        for z in (0, 3)
+    }
+    # Room for the state of stage 3, not for that of stage 0; for its step, plenty.
+    rates = dataclasses.replace(default_rates(parse("cpu:8")), memory_bytes=kept[0] - 1)
+    seen = []
+    found = sweep(
+        lambda plan: model, TX, base, parse_choices(["zero=0,3", "microbatches=1,3"]), batch,
+        "cpu:8", rates=rates, progress=seen.append,
+    )  # fmt: skip
+    verdicts = {tuple(one.choice.values()): one.verdict for one in found.tried}
+    assert verdicts == {
+        (3, 1): FITS, (0, 1): NOT_COMPILED, (0, 3): NOT_COMPILED, (3, 3): REFUSED
+    }  # fmt: skip
+    assert compiled == [3, 3]  # stage 0 never came to the compiler
+    assert [one.verdict for one in found.tried] == [FITS, NOT_COMPILED, NOT_COMPILED, REFUSED]
+    assert found.best is found.tried[0]
+    assert len(seen) == 4
+    text = str(found)
+    assert re.search(r"^best\s+3\s+1\s+fits", text, re.M)
+    assert "refused: batch: 16 examples cannot be split" in text
+    assert json.loads(json.dumps(found.to_json()))["best"] == {"zero": 3, "microbatches": 1}
+
+
+def test_what_fits_is_sorted_by_time(predicted):
+    from fzero.preflight.sweep import Sweep, Tried, _order
+
+    fast, slow = predicted("zero3"), predicted("pipeline")
+    tried = [Tried({"n": n}, None, v, found=f)
+             for n, v, f in ((1, FITS, slow), (2, TOO_LARGE, fast), (3, FITS, fast))]  # fmt: skip
+    ordered = Sweep(tuple(sorted(tried, key=_order)))
+    best = [one.found.bounds.best_seconds for one in ordered.tried[:2]]
+    assert best == sorted(best)
+    assert ordered.tried[-1].choice == {"n": 2}
+
+
+@pytest.mark.parametrize("word", ["zero", "colour=red", "zero=a", "zero=", "zero=1,,2"])
+def test_a_choice_that_is_none_is_refused(word):
+    with pytest.raises(fz.PreflightError, match="--sweep"):
+        parse_choices([word])
+
+
+def test_measured_beside_predicted(model, batch, predicted):
+    plan = PLANS["zero3"]
+    found = measure(model, TX, plan, batch, steps=1)
+    assert found.state_bytes == predicted("zero3").memory.state
+    assert found.seconds > 0
+    assert np.isfinite(found.loss)
+    text = compared(predicted("zero3"), found)
+    for count in filter(None, found.state_bytes.values()):
+        assert len(re.findall(f"{count:,}", text)) == 2
+    assert jax.devices()[0].platform == "cpu"
+    assert "not told" in text

@@ -1,0 +1,185 @@
+"""What is read off a compiled program's text, on programs small enough to count by hand."""
+
+import dataclasses
+
+import pytest
+
+from fzero.hlo import Module
+from fzero.preflight.gathered import gathered
+from fzero.preflight.kernels import Kernels
+from fzero.preflight.links import Links, traffic, uses
+from fzero.preflight.rates import Rates
+
+
+RATES = Rates(
+    flops_per_s={"fp32": 1e9},
+    memory_bytes_per_s=1e9,
+    host_link_bytes_per_s=1e8,
+    network_bytes_per_s=1e7,
+    memory_bytes=10**9,
+    collective_latency_s=0.0,
+    flops_share=0.5,
+    memory_share=0.5,
+    link_share=0.5,
+)
+
+# 10 trips; each slices a row of a stack (64 floats), adds it, and writes it back.
+LOOP = """HloModule loop, is_scheduled=true
+
+%row (p: f32[10,64], k: s32[]) -> f32[1,64] {
+  %p = f32[10,64]{1,0} parameter(0)
+  %k = s32[] parameter(1)
+  %z = s32[] constant(0)
+  ROOT %s = f32[1,64]{1,0} dynamic-slice(%p, %k, %z), dynamic_slice_sizes={1,64}
+}
+
+%write (p: f32[10,64], r: f32[1,64], k: s32[]) -> f32[10,64] {
+  %p = f32[10,64]{1,0} parameter(0)
+  %r = f32[1,64]{1,0} parameter(1)
+  %k = s32[] parameter(2)
+  %z = s32[] constant(0)
+  ROOT %u = f32[10,64]{1,0} dynamic-update-slice(%p, %r, %k, %z)
+}
+
+%body (t: (s32[], f32[10,64])) -> (s32[], f32[10,64]) {
+  %t = (s32[], f32[10,64]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %x = f32[10,64]{1,0} get-tuple-element(%t), index=1
+  %a = f32[1,64]{1,0} fusion(%x, %i), kind=kLoop, calls=%row
+  %b = f32[10,64]{1,0} fusion(%x, %a, %i), kind=kLoop, calls=%write
+  ROOT %r = (s32[], f32[10,64]{1,0}) tuple(%i, %b)
+}
+
+%condition (t: (s32[], f32[10,64])) -> pred[] {
+  %t = (s32[], f32[10,64]{1,0}) parameter(0)
+  ROOT %c = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[10,64], n: s32[]) -> f32[10,64] {
+  %x = f32[10,64]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %t = (s32[], f32[10,64]{1,0}) tuple(%n, %x)
+  %w = (s32[], f32[10,64]{1,0}) while(%t), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"10"}}
+  ROOT %o = f32[10,64]{1,0} get-tuple-element(%w), index=1
+}
+"""  # noqa: E501
+
+# Four devices, two hosts of two. A gather over all, with a matmul of 2*8*8*8 FLOPs beside it, and
+# a sum within hosts with nothing.
+LINKS = """HloModule links, is_scheduled=true, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[1000], y: f32[8,8]) -> f32[4000] {
+  %x = f32[1000]{0} parameter(0)
+  %y = f32[8,8]{1,0} parameter(1)
+  %g = (f32[1000]{0}, f32[4000]{0}) all-gather-start(%x), replica_groups={{0,1,2,3}}, dimensions={0}
+  %m = f32[8,8]{1,0} dot(%y, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %d = f32[4000]{0} all-gather-done(%g)
+  %r = f32[8,8]{1,0} all-reduce(%m), replica_groups={{0,1},{2,3}}, to_apply=%add
+  ROOT %n = f32[4000]{0} negate(%d)
+}
+"""
+
+
+def kernels(text):
+    return Kernels(Module(text), RATES, "fp32")
+
+
+def test_a_loop_over_a_stack_reads_and_writes_rows_not_the_stack():
+    work = kernels(LOOP).total()
+    row, index = 64 * 4, 4
+    # Read a row (and where), write it; read it again with where, write it into the stack.
+    per_trip = (row + index + row) + (row + index + row)
+    assert work.bytes == 10 * per_trip
+    assert work.best_seconds == pytest.approx(10 * per_trip / 1e9)
+    assert work.likely_seconds == pytest.approx(2 * work.best_seconds)
+
+
+def test_a_kernel_takes_the_longer_of_its_flops_and_its_bytes():
+    work = kernels(LINKS).total()
+    dot, negate = 2 * 8**3, 2 * 4000 * 4
+    assert work.flops == dot
+    assert work.bytes == 3 * 8 * 8 * 4 + negate
+    assert work.best_seconds == pytest.approx((dot + negate) / 1e9)
+
+
+def test_collectives_know_their_links_and_what_is_beside_them():
+    gather, total = uses(kernels(LINKS), {"data": 4}, Links(RATES, (0, 0, 1, 1)))
+    assert (gather.kind, gather.crosses_hosts, gather.num_matmuls) == ("all-gather", True, 1)
+    assert gather.sent_bytes == 12000
+    # A ring through two devices of each host: their two network cards share what it sends.
+    assert gather.network_bytes == 6000
+    assert gather.seconds == pytest.approx(6000 / 1e7)
+    assert gather.exposed_best_seconds == pytest.approx(6000 / 1e7 - 1024 / 1e9)
+    assert gather.exposed_seconds == pytest.approx(2 * (6000 / 1e7 - 1024 / 1e9))
+    assert (total.kind, total.crosses_hosts, total.exposed) == ("all-reduce", False, True)
+    assert total.seconds == pytest.approx(256 / 1e8)
+    sums = traffic([gather, total])
+    assert sums.communicated_bytes == 12000 + 256
+    assert sums.exposed_bytes == sums.without_matmul_bytes == 256
+    assert (sums.cross_host_bytes, sums.network_bytes) == (12000, 6000)
+
+
+def test_one_host_has_no_network():
+    found = uses(kernels(LINKS), {"data": 4}, Links(RATES, (0, 0, 0, 0)))
+    assert not any(c.crosses_hosts for c in found)
+    assert found[0].seconds == pytest.approx(12000 / 1e8)
+
+
+def test_copies_hide_nothing():
+    text = LINKS.replace("%m = f32[8,8]{1,0} dot(%y, %y), lhs_contracting_dims={1}, "
+                         "rhs_contracting_dims={0}", "%m = f32[8,8]{1,0} copy(%y)")  # fmt: skip
+    gather, _ = uses(kernels(text), {"data": 4}, Links(RATES, (0, 0, 1, 1)))
+    assert (gather.exposed, gather.num_kernels) == (True, 0)
+
+
+# The next layer's weight arrives while this one's is used; a third stands before the loop.
+AHEAD = """HloModule ahead, is_scheduled=true, num_partitions=2
+
+%body (t: (s32[], f32[2048], f32[1024])) -> (s32[], f32[2048], f32[1024]) {
+  %t = (s32[], f32[2048]{0}, f32[1024]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %w = f32[2048]{0} get-tuple-element(%t), index=1
+  %x = f32[1024]{0} get-tuple-element(%t), index=2
+  %g = (f32[1024]{0}, f32[2048]{0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
+  %u = f32[2048]{0} negate(%w)
+  %d = f32[2048]{0} all-gather-done(%g)
+  ROOT %r = (s32[], f32[2048]{0}, f32[1024]{0}) tuple(%i, %d, %x)
+}
+
+%condition (t: (s32[], f32[2048], f32[1024])) -> pred[] {
+  %t = (s32[], f32[2048]{0}, f32[1024]{0}) parameter(0)
+  ROOT %c = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[1024], n: s32[]) -> f32[2048] {
+  %x = f32[1024]{0} parameter(0)
+  %n = s32[] parameter(1)
+  %first = f32[2048]{0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}
+  %other = f32[2048]{0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}
+  %t = (s32[], f32[2048]{0}, f32[1024]{0}) tuple(%n, %first, %x)
+  %w = (s32[], f32[2048]{0}, f32[1024]{0}) while(%t), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %last = f32[2048]{0} get-tuple-element(%w), index=1
+  ROOT %o = f32[2048]{0} add(%last, %other)
+}
+"""  # noqa: E501
+
+
+def test_gathered_values_are_alive_from_their_start_to_their_last_reader():
+    layer = 2048 * 4
+    found = gathered(Module(AHEAD))
+    assert found.in_loop_bytes == 2 * layer
+    assert found.most_bytes == 3 * layer  # `other` waits while the loop runs
+    late = AHEAD.replace("  %u = f32[2048]{0} negate(%w)\n", "")
+    late = late.replace("  %g = (f32[1024]", "  %u = f32[2048]{0} negate(%w)\n  %g = (f32[1024]")
+    assert gathered(Module(late)).in_loop_bytes == layer
+
+
+def test_rates_are_data():
+    assert Rates(**RATES.to_json()) == RATES
+    assert dataclasses.replace(RATES, memory_bytes=1).memory_bytes == 1

@@ -1,0 +1,116 @@
+"""Say what a training step needs and how long it takes, before anyone pays for GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torch_bridge.cli.preflight_settings import PreflightSettings
+from torch_bridge.cli.settings import BATCH
+from torch_bridge.cli.train import Precision
+
+
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help="hf:DIR or hf:CONFIG.json (weights are never read), or path/to/file.py:factory, a "
+        "function that returns a torch.nn.Module, or a pair of an fzero Model and a function of "
+        "(rows, seq) that gives the shapes of a batch.",
+    ),
+]
+TopologyOption = Annotated[
+    str,
+    typer.Option(
+        help="GPUs, which need not be here: h200:8 (8 in a host), h100:8x8 (8 hosts of 8); "
+        "a100-40, a100-80, h100, h200, b200; or cpu:8."
+    ),
+]
+ZeroOption = Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")]
+DataOption = Annotated[
+    int | None, typer.Option(help="Devices in a sharding group.  [default: all that remain]")
+]
+ReplicaOption = Annotated[int, typer.Option(help="Sharding groups (hybrid sharding).")]
+PipeOption = Annotated[int, typer.Option(help="Ranks of a pipeline.")]
+ScheduleOption = Annotated[str | None, typer.Option(help="The pipeline's schedule.")]
+MicrobatchesOption = Annotated[int, typer.Option(help="Pieces a device's rows are cut into.")]
+RematOption = Annotated[str, typer.Option(help="What a stack keeps: layer, dots or none.")]
+BatchOption = Annotated[int, typer.Option(help="Sequences per step, over all devices.")]
+SeqOption = Annotated[int, typer.Option(help="Tokens per sequence.")]
+PrecisionOption = Annotated[Precision, typer.Option(help="What forward and backward compute in.")]
+ClipOption = Annotated[float | None, typer.Option(help="Largest global gradient norm.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+HtmlOption = Annotated[
+    Path | None, typer.Option(help="Write a report there: one page that needs nothing else.")
+]
+SweepOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Plans to try: zero=0,1,2,3 data=8 pipe=1,2,4 remat=layer,dots."),
+]
+MoreSweep = Annotated[
+    list[str] | None, typer.Argument(metavar="FIELD=VALUES", help="Further words of --sweep.")
+]
+MeasureOption = Annotated[
+    bool, typer.Option("--measure", help="Run the step on devices that are here; print both.")
+]
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.command()
+def preflight(
+    model: ModelOption,
+    topology: TopologyOption = "h200:8",
+    zero: ZeroOption = 3,
+    data: DataOption = None,
+    replica: ReplicaOption = 1,
+    pipe: PipeOption = 1,
+    schedule: ScheduleOption = None,
+    microbatches: MicrobatchesOption = 1,
+    remat: RematOption = "layer",
+    batch: BatchOption = BATCH,
+    seq: SeqOption = 1024,
+    precision: PrecisionOption = Precision.bf16,
+    clip: ClipOption = 1.0,
+    as_json: JsonOption = False,
+    html: HtmlOption = None,
+    sweep: SweepOption = None,
+    more_sweep: MoreSweep = None,
+    measure: MeasureOption = False,
+) -> None:
+    """Compile a training step for GPUs that need not be here, and say what it will do.
+
+    Prints bytes per device, whether they fit, every collective and what hides it, FLOPs and the
+    time of a step. Nothing is allocated: a model of any size will do. Compiling for GPUs takes
+    jax's CUDA plugin: pip install "fzero[preflight]".
+    """
+    settings = PreflightSettings(
+        model=model,
+        topology=topology,
+        zero=zero,
+        data=data,
+        replica=replica,
+        pipe=pipe,
+        schedule=schedule,
+        microbatches=microbatches,
+        remat=remat,
+        batch=batch,
+        seq=seq,
+        precision=precision.value,
+        clip=clip,
+        as_json=as_json,
+        html=html,
+        sweep=(*(sweep or []), *(more_sweep or [])),
+        measure=measure,
+    )
+    settings.check()
+    # torch and transformers take seconds to import: after what can be refused without them.
+    from torch_bridge.cli import preflight_run
+
+    preflight_run.run(settings)

@@ -1,0 +1,74 @@
+"""What `fzero preflight` was asked, as frozen data, and the checks that need no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import fzero as fz
+from fzero.preflight.sweep import parse_choices
+from fzero.preflight.topology import parse, require_plugin
+from torch_bridge.cli.errors import CommandError
+
+
+@dataclass(frozen=True)
+class PreflightSettings:
+    """One `fzero preflight` as data; the fields are the flags of the command."""
+
+    model: str
+    topology: str
+    zero: int
+    data: int | None
+    replica: int
+    pipe: int
+    schedule: str | None
+    microbatches: int
+    remat: str
+    batch: int  # sequences per step, over all devices and microbatches
+    seq: int
+    precision: str
+    clip: float | None
+    as_json: bool = False
+    html: Path | None = None
+    sweep: tuple[str, ...] = ()
+    measure: bool = False
+
+    def check(self) -> None:
+        """Refuses what cannot work, before anything is imported or loaded.
+
+        Raises:
+            PreflightError: the topology or the sweep cannot be read, or cannot be compiled for.
+            PlanError: the plan excludes itself.
+            CommandError: other flags do.
+        """
+        topology = parse(self.topology)
+        if topology.is_gpu:
+            require_plugin(topology)
+        choices = parse_choices(self.sweep)
+        if not choices:
+            plan = self.plan()
+            plan.sizes(topology.num_devices)
+        for flag, number, least in (("--batch", self.batch, 1), ("--seq", self.seq, 2)):
+            if number < least:
+                raise CommandError(f"{flag} must be at least {least}, got {number}")
+        if choices and (self.measure or self.html is not None):
+            other = "--measure" if self.measure else "--html"
+            raise CommandError(
+                f"{other} is about one plan, --sweep about many; first find the plan, then ask"
+            )
+        if self.html is not None and not self.html.absolute().parent.is_dir():
+            raise CommandError(f"--html {self.html}: there is no directory {self.html.parent}")
+
+    def plan(self) -> fz.Plan:
+        """The plan of the flags."""
+        return fz.Plan(
+            zero=self.zero,
+            data=self.data,
+            replica=self.replica,
+            pipe=self.pipe,
+            schedule=self.schedule,
+            microbatches=self.microbatches,
+            remat=self.remat,
+            precision=self.precision,
+            clip_norm=self.clip,
+        )
