@@ -1,0 +1,288 @@
+"""Adam's moments by parameter name: what optimizers of PyTorch, DeepSpeed and optax have in common.
+
+Every reader and writer of optimizer state speaks `Moments`. Its values may be read lazily: out of
+files by byte range, or off the devices one leaf at a time, so that nobody holds all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from fzero.consumed import given_to
+from fzero.copies import LazyArray, copy_leaf
+from fzero.errors import CheckpointError, StateConsumedError
+from fzero.offload.tiers import require_on_device
+from fzero.tree import named_leaves, path_name
+
+from .convert import Converted
+from .layout import Leaf
+from .sequential import ConvertedSequential
+
+
+Array = np.ndarray[Any, Any] | LazyArray
+# States whose `count` is the number of updates done. (Others count failures, or microbatches.)
+_COUNTING = (
+    optax.ScaleByAdamState,
+    optax.ScaleByScheduleState,
+    optax.InjectHyperparamsState,
+    optax.InjectStatefulHyperparamsState,
+)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The state of Adam or AdamW.
+
+    Args:
+        step: updates done, as bias correction counts them.
+        exp_avg: running mean of the gradient by `state_dict` name of the parameter, in the shape
+            of the parameter. A tied parameter is there once, under any of its names.
+        exp_avg_sq: running mean of its square, for the same names.
+    """
+
+    step: int
+    exp_avg: Mapping[str, Array]
+    exp_avg_sq: Mapping[str, Array]
+
+
+def moments_of(converted: Converted | ConvertedSequential, opt_state: Any) -> Moments:
+    """Adam's moments in an optax state.
+
+    Args:
+        converted: the module or chain that the state was made from.
+        opt_state: the state of any transformation that contains Adam once, however wrapped
+            (`chain`, `masked`, `inject_hyperparams`), or several times for different parameters
+            (`multi_transform`). Leaves may be sharded and padded.
+
+    Returns:
+        The moments of all parameters that Adam updates, frozen ones left out. A value is copied
+        to the host when it is looked up, and not kept.
+
+    Raises:
+        CheckpointError: there is no Adam in the state, or its parts disagree.
+        PlacementError: a moment is parked on the host or on disk.
+        StateConsumedError: the state was given to a step.
+
+    Example:
+        >>> import torch
+        >>> from torch_bridge import convert
+        >>> converted = convert(torch.nn.Linear(3, 2), torch.zeros(4, 3))
+        >>> moments = moments_of(converted, optax.adamw(1e-3).init(converted.params))
+        >>> moments.step, sorted(moments.exp_avg), moments.exp_avg["weight"].shape
+        (0, ['bias', 'weight'], (2, 3))
+    """
+    found = _Found(converted, opt_state, "moments_of")
+    leaves = {name: leaf for name, leaf in found.leaves.items() if not leaf.frozen}
+    return Moments(
+        found.step(),
+        _OnDemand({name: (leaf, found.mu[name][1]) for name, leaf in leaves.items()}),
+        _OnDemand({name: (leaf, found.nu[name][1]) for name, leaf in leaves.items()}),
+    )
+
+
+def with_moments(
+    converted: Converted | ConvertedSequential, opt_state: Any, moments: Moments
+) -> Any:
+    """An optax state with other moments; everything stays in its sharding and dtype.
+
+    Adam's count becomes `moments.step`, and with it the counts of learning-rate schedules
+    (`scale_by_schedule`, `inject_hyperparams`): they go on where the other training stopped.
+
+    Args:
+        converted: the module or chain that the state was made from.
+        opt_state: as for `moments_of`; it stays as it is.
+        moments: values for exactly the parameters that Adam updates. Frozen ones may be missing:
+            they keep what they have.
+
+    Returns:
+        A state of the same structure that shares what was not replaced.
+
+    Raises:
+        CheckpointError: lists everything that does not fit.
+        PlacementError: a moment is parked on the host or on disk.
+        StateConsumedError: the state was given to a step.
+
+    Example:
+        >>> import torch
+        >>> from torch_bridge import convert
+        >>> converted = convert(torch.nn.Linear(3, 2), torch.zeros(4, 3))
+        >>> ones = {name: np.ones_like(value) for name, value in converted.params.items()}
+        >>> tx = optax.adamw(optax.linear_schedule(1.0, 0.0, 10))
+        >>> state = with_moments(converted, tx.init(converted.params), Moments(7, ones, ones))
+        >>> moments_of(converted, state).step, int(state[-1].count)
+        (7, 7)
+    """
+    found = _Found(converted, opt_state, "with_moments")
+    given = _given(found.leaves, moments)
+    new: dict[str, Any] = {}
+    for own, values in ((found.mu, moments.exp_avg), (found.nu, moments.exp_avg_sq)):
+        for name, (path, leaf) in own.items():
+            if name in given:
+                new[path] = _replaced(leaf, values[given[name]])
+    for path, leaf in found.counts.items():
+        new[path] = _replaced(leaf, np.asarray(moments.step))
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: new.get(path_name(path), leaf), opt_state
+    )
+
+
+class _Found:
+    """The Adam states in an optimizer state, leaf by leaf.
+
+    `mu` and `nu` give a path and an array by parameter name, `counts` all step counts by path.
+    """
+
+    def __init__(
+        self, converted: Converted | ConvertedSequential, opt_state: Any, operation: str
+    ) -> None:
+        paths = _param_paths(converted)
+        self.leaves: dict[str, Leaf] = {}
+        self.mu: dict[str, tuple[str, Any]] = {}
+        self.nu: dict[str, tuple[str, Any]] = {}
+        self.counts: dict[str, Any] = {}
+        self.steps: dict[str, Any] = {}
+        for path, node in _nodes(opt_state):
+            if isinstance(node, optax.ScaleByAdamState):
+                self.steps[f"{path}/count"] = node.count
+                self._add(path, node, paths)
+            if isinstance(node, _COUNTING):
+                self.counts[f"{path}/count"] = node.count
+            if isinstance(node, optax.InjectStatefulHyperparamsState):
+                for inner, leaf in named_leaves(node.hyperparams_states):
+                    if inner.endswith("/count"):
+                        self.counts[f"{path}/hyperparams_states/{inner}"] = leaf
+        self.counts = {path.removeprefix("/"): leaf for path, leaf in self.counts.items()}
+        if not self.steps:
+            raise CheckpointError(
+                f"{operation}: expected an optimizer state with Adam in it (optax.adam,"
+                f" optax.adamw, optax.scale_by_adam), got {type(opt_state).__name__} without"
+            )
+        for _, (path, leaf) in (*self.mu.items(), *self.nu.items()):
+            if given_to(leaf) or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
+                raise StateConsumedError(
+                    f"{operation}: opt_state/{path} was consumed by a step; use the state that"
+                    " the step returned"
+                )
+        both = (*self.mu.values(), *self.nu.values())
+        require_on_device([(f"opt_state/{path}", leaf) for path, leaf in both], operation)
+
+    def _add(self, path: str, node: optax.ScaleByAdamState, params: Mapping[str, Leaf]) -> None:
+        """The moments of one Adam; parameters that it does not update have none."""
+        for field, tree, into in (("mu", node.mu, self.mu), ("nu", node.nu, self.nu)):
+            for inner, value in named_leaves(tree):
+                where = f"{path}/{field}/{inner}".removeprefix("/")
+                leaf = params.get(inner)
+                if leaf is None:
+                    raise CheckpointError(
+                        f"opt_state/{where} belongs to no parameter of the converted module; was"
+                        " the state made from another one?"
+                    )
+                if leaf.name in into:
+                    raise CheckpointError(
+                        f"opt_state/{where} and opt_state/{into[leaf.name][0]} are both moments of"
+                        f" `{leaf.name}`: expected Adam once for each parameter"
+                    )
+                if len(value.shape) != len(leaf.shape) or any(
+                    have < want for have, want in zip(value.shape, leaf.shape, strict=True)
+                ):
+                    raise CheckpointError(
+                        f"opt_state/{where}: expected shape {leaf.shape}, got {tuple(value.shape)}"
+                    )
+                into[leaf.name] = (where, value)
+                self.leaves[leaf.name] = leaf
+
+    def step(self) -> int:
+        """The count of all Adams."""
+        found = {path: int(np.asarray(count)) for path, count in self.steps.items()}
+        if len(set(found.values())) != 1:
+            raise CheckpointError(f"moments_of: Adam counts different steps: {found}")
+        return next(iter(found.values()))
+
+
+def _param_paths(converted: Converted | ConvertedSequential) -> dict[str, Leaf]:
+    """The parameter at every path of a params tree."""
+    if isinstance(converted, ConvertedSequential):
+        places = [place for place in converted.places if place.leaf.is_param]
+        return {f"{place.layer}/{place.name}": place.leaf for place in places}
+    return {leaf.name: leaf for leaf in converted.layout.leaves if leaf.is_param}
+
+
+def _nodes(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every inner node of a tree with its path, from the root on."""
+    children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    if len(children) == 1 and not children[0][0]:
+        return
+    yield path, tree
+    for key, child in children:
+        yield from _nodes(child, f"{path}/{path_name(key)}".removeprefix("/"))
+
+
+def _given(leaves: Mapping[str, Leaf], moments: Moments) -> dict[str, str]:
+    """For every parameter the name under which its moments are given."""
+    problems: list[str] = []
+    if moments.step < 0:
+        problems.append(f"step: expected at least 0, got {moments.step}")
+    one_sided = set(moments.exp_avg) ^ set(moments.exp_avg_sq)
+    problems += [f"`{name}`: exp_avg and exp_avg_sq must both be given" for name in one_sided]
+    known = {alias: name for name, leaf in leaves.items() for alias in leaf.names}
+    found: dict[str, str] = {}
+    for name in moments.exp_avg:
+        if name not in known:
+            problems.append(f"`{name}`: not a parameter that Adam updates here")
+            continue
+        if known[name] in found:
+            problems.append(f"`{name}` and `{found[known[name]]}` are one parameter")
+        found[known[name]] = name
+        shape = leaves[known[name]].shape
+        for values in (moments.exp_avg, moments.exp_avg_sq):
+            if name in values and tuple(values[name].shape) != shape:
+                problems.append(f"`{name}`: expected {shape}, got {tuple(values[name].shape)}")
+    problems += [
+        f"`{name}`: missing" for name, leaf in leaves.items()
+        if name not in found and not leaf.frozen
+    ]  # fmt: skip
+    if problems:
+        shown = "\n  ".join(problems[:20])
+        raise CheckpointError(
+            f"with_moments: the moments do not fit the optimizer in {len(problems)} place(s):\n"
+            f"  {shown}"
+        )
+    return found
+
+
+def _replaced(old: Any, value: Any) -> Any:
+    """A value in the shape, dtype and sharding of a leaf of the optimizer state."""
+    if isinstance(old, jax.Array):
+        to = jax.ShapeDtypeStruct(old.shape, old.dtype, sharding=old.sharding)
+        return copy_leaf(value, to)
+    host = np.asarray(value)
+    widths = [(0, new - had) for had, new in zip(host.shape, np.shape(old), strict=True)]
+    return np.pad(host, widths).astype(np.asarray(old).dtype)
+
+
+class _OnDemand(Mapping[str, np.ndarray[Any, Any]]):
+    """Arrays that are copied to the host, without padding, when they are looked up."""
+
+    def __init__(self, leaves: Mapping[str, tuple[Leaf, Any]]) -> None:
+        self._leaves = leaves
+
+    def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
+        leaf, value = self._leaves[name]
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            raise CheckpointError(
+                f"the moments of `{name}` live partly on other processes' devices; gather them"
+                " first (jax.experimental.multihost_utils.process_allgather)"
+            )
+        return np.array(np.asarray(value)[tuple(slice(n) for n in leaf.shape)])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._leaves)
+
+    def __len__(self) -> int:
+        return len(self._leaves)
