@@ -21,6 +21,12 @@ from torch_bridge.moments import Moments, moments_of, with_moments
 
 pytestmark = pytest.mark.quick
 
+
+@pytest.fixture(autouse=True)
+def _strict_promotion() -> None:
+    """Not here: optax trains, and leaves promotion to JAX."""
+
+
 RAMP = optax.linear_schedule(1e-3, 0.0, 100)
 TRANSFORMATIONS = {
     "adam": optax.adam(1e-3),

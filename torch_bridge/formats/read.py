@@ -1,0 +1,70 @@
+"""`checkpoint`: finds out what a file or directory is, and what it holds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fzero.errors import CheckpointError
+
+from .content import Checkpoint
+from .safetensors_files import read_file, read_sharded
+from .torch_files import read_sharded_bin, read_state_dict
+
+
+PICKLED = (".pt", ".pth", ".bin")
+SUFFIXES = (".safetensors", *PICKLED)
+
+
+def checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """What a checkpoint of PyTorch holds: names, dtypes, shapes, ties, optimizer state.
+
+    Nothing in it is executed, and no tensor is read before it is asked for.
+
+    Args:
+        path: a `.safetensors`, `.pt`, `.pth` or `.bin` file, or a directory of Hugging Face.
+
+    Raises:
+        CheckpointError: no such file, none of these formats, damaged, or it holds pickled objects
+            that would have to run code to be read.
+
+    Example:
+        >>> import tempfile, torch
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save(torch.nn.Linear(3, 2).state_dict(), folder + "/model.pt")
+        ...     found = checkpoint(folder + "/model.pt")
+        >>> found.format, {name: tensor.shape for name, tensor in found.tensors.items()}
+        ('torch', {'weight': (2, 3), 'bias': (2,)})
+    """
+    source = Path(path)
+    if source.is_dir():
+        return _directory(source)
+    suffix = source.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise CheckpointError(
+            f"{source.name}: unknown suffix {suffix!r}; expected one of {', '.join(SUFFIXES)},"
+            " or a directory"
+        )
+    if not source.is_file():
+        raise CheckpointError(f"{source}: no such file")
+    if suffix == ".safetensors":
+        tensors, ties = read_file(source)
+        return Checkpoint(str(source), "safetensors", tensors, ties=ties)
+    tensors, ties = read_state_dict(source)
+    return Checkpoint(str(source), "torch", tensors, ties=ties)
+
+
+def _directory(folder: Path) -> Checkpoint:
+    for name, kind, read in (
+        ("model.safetensors.index.json", "safetensors, sharded", read_sharded),
+        ("model.safetensors", "safetensors", read_file),
+        ("pytorch_model.bin.index.json", "torch, sharded", read_sharded_bin),
+        ("pytorch_model.bin", "torch", read_state_dict),
+    ):
+        if (folder / name).is_file():
+            tensors, ties = read(folder / name)
+            return Checkpoint(str(folder), kind, tensors, ties=ties)
+    raise CheckpointError(
+        f"{folder}: no checkpoint that can be read; expected model.safetensors,"
+        " model.safetensors.index.json, pytorch_model.bin or pytorch_model.bin.index.json"
+    )

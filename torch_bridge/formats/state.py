@@ -1,0 +1,82 @@
+"""A training state as the content of a checkpoint, read off the devices leaf by leaf."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fzero.errors import CheckpointError
+from fzero.state import TrainState
+
+from ..convert import Converted
+from ..layout import Leaf
+from ..moments import moments_of
+from ..sequential import ConvertedSequential
+from ..statedict import leaf_tensor, saved_dtype, state_leaves
+from ..weights import to_torch
+from .content import Checkpoint, Optimizer
+from .lazy import LazyTensor
+
+
+def state_content(
+    converted: Converted | ConvertedSequential, state_or_params: Any, operation: str = "save"
+) -> Checkpoint:
+    """What a checkpoint of a state holds.
+
+    Args:
+        converted: the module or chain that the state was made from.
+        state_or_params: as for `state_dict`. The moments of a `TrainState` with one Adam come
+            along; other optimizers have no common form and are left out.
+        operation: for messages.
+
+    Returns:
+        Tensors under the names that transformers keeps, further names as ties; each is copied to
+        the host when it is read.
+
+    Raises:
+        CheckpointError, PlacementError, StateConsumedError: as for `state_dict`.
+    """
+    tensors: dict[str, LazyTensor] = {}
+    ties: dict[str, str] = {}
+    order = set(converted.layout.order)
+    for leaf, value in state_leaves(converted, state_or_params, operation):
+        names = [name for name in leaf.names if name in order]
+        kept = leaf.saved_name if leaf.saved_name in names else names[0]
+        tensors[kept] = _lazy(kept, leaf, value)
+        ties.update({name: kept for name in names if name != kept})
+    optimizer = None
+    if isinstance(state_or_params, TrainState):
+        optimizer = _optimizer(converted, state_or_params.opt_state)
+    step = int(state_or_params.step) if isinstance(state_or_params, TrainState) else None
+    extra = {} if step is None else {"step": step}
+    return Checkpoint("", "state", tensors, ties=ties, optimizer=optimizer, extra=extra)
+
+
+def _lazy(name: str, leaf: Leaf, value: Any) -> LazyTensor:
+    return LazyTensor(
+        name, saved_dtype(leaf, value), leaf.shape, lambda index: leaf_tensor(leaf, value)[index]
+    )
+
+
+def _optimizer(converted: Converted | ConvertedSequential, opt_state: Any) -> Optimizer | None:
+    try:
+        moments = moments_of(converted, opt_state)
+    except CheckpointError:
+        return None
+    leaves = {leaf.name: leaf for leaf in converted.layout.leaves}
+
+    def lazy(name: str, values: Any) -> LazyTensor:
+        # PyTorch's optimizers keep moments in the parameter's dtype or in float32.
+        dtype = torch.promote_types(leaves[name].dtype, torch.float32)
+        return LazyTensor(
+            name, dtype, leaves[name].shape,
+            lambda index: to_torch(np.asarray(values[name]), dtype)[index],
+        )  # fmt: skip
+
+    return Optimizer(
+        moments.step,
+        {name: lazy(name, moments.exp_avg) for name in moments.exp_avg},
+        {name: lazy(name, moments.exp_avg_sq) for name in moments.exp_avg_sq},
+    )

@@ -1,0 +1,80 @@
+"""`write`: the content of a checkpoint in any format that can be written."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from fzero.errors import CheckpointError
+
+from .content import Checkpoint
+from .read import PICKLED, SUFFIXES
+from .safetensors_files import write_directory, write_file
+from .staging import staged_directory, staged_file
+from .torch_files import write_plain
+
+
+FORMATS = ("safetensors", "pt")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def write(
+    content: Checkpoint,
+    path: str | os.PathLike[str],
+    to: str | None = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Writes a checkpoint; what was there is replaced at the end, or not at all.
+
+    Args:
+        content: what to write; its tensors are read one after the other.
+        path: file or directory.
+        to: the format; what the path's suffix says by default, "safetensors" for a directory.
+        max_shard_size: bytes of tensors in a file of a safetensors directory.
+
+    Raises:
+        CheckpointError: unknown format or suffix, or the format cannot hold the content.
+    """
+    target = Path(path)
+    to = to or _format_of(target)
+    if to not in FORMATS:
+        raise CheckpointError(f"unknown format {to!r}; expected one of {', '.join(FORMATS)}")
+    size = parse_size(max_shard_size)
+    if to == "pt":
+        with staged_file(target) as temporary:
+            write_plain(temporary, content.by_name())
+    elif target.suffix.lower() == ".safetensors":
+        with staged_file(target) as temporary:
+            write_file(temporary, content.tensors, content.ties)
+    else:
+        with staged_directory(target, merge=True) as folder:
+            write_directory(folder, content.tensors, content.ties, size)
+
+
+def _format_of(target: Path) -> str:
+    suffix = target.suffix.lower()
+    if suffix in PICKLED:
+        return "pt"
+    if suffix in ("", ".safetensors") or target.is_dir():
+        return "safetensors"
+    raise CheckpointError(
+        f"{target.name}: unknown suffix {suffix!r}; expected one of {', '.join(SUFFIXES)}, a"
+        " directory, or to=..."
+    )
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes from a number or a text such as "5GB" or "200MiB".
+
+    Example:
+        >>> parse_size("5GB"), parse_size("1.5KiB"), parse_size(7)
+        (5000000000, 1536, 7)
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(size))
+    if match is None or match[2].upper() not in _UNITS or match[1].count(".") > 1:
+        raise CheckpointError(f"max_shard_size={size!r}: expected bytes, or a text such as '5GB'")
+    found = int(float(match[1]) * _UNITS[match[2].upper()])
+    if found < 1:
+        raise CheckpointError(f"max_shard_size={size!r}: expected at least one byte")
+    return found
