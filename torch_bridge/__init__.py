@@ -7,6 +7,7 @@ from .files import load as load
 from .files import save as save
 from .formats.content import Checkpoint as Checkpoint
 from .formats.read import checkpoint as checkpoint
+from .formats.write import write as write
 from .functions import register_function as register_function
 from .lightning import Lightning as Lightning
 from .lightning import from_lightning as from_lightning
@@ -53,4 +54,5 @@ __all__ = [
     "sequential",
     "state_dict",
     "with_moments",
+    "write",
 ]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from fzero.errors import CheckpointError
 
@@ -81,6 +84,14 @@ class Checkpoint:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def cast(self, dtype: torch.dtype) -> Checkpoint:
+        """The same with floating-point tensors of another dtype; moments stay as they are."""
+        tensors = {
+            name: tensor.cast(dtype) if tensor.torch_dtype.is_floating_point else tensor
+            for name, tensor in self.tensors.items()
+        }
+        return dataclasses.replace(self, tensors=tensors)
 
     def by_name(self) -> dict[str, LazyTensor]:
         """All tensors, tied ones under each of their names."""

@@ -37,7 +37,7 @@ def write(
         CheckpointError: unknown format or suffix, or the format cannot hold the content.
     """
     target = Path(path)
-    to = to or _format_of(target)
+    to = to or format_of(target)
     if to not in FORMATS:
         raise CheckpointError(f"unknown format {to!r}; expected one of {', '.join(FORMATS)}")
     size = parse_size(max_shard_size)
@@ -52,7 +52,17 @@ def write(
             write_directory(folder, content.tensors, content.ties, size)
 
 
-def _format_of(target: Path) -> str:
+def holds_optimizer(to: str) -> bool:
+    """Whether a format has a place for Adam's moments."""
+    return to not in ("safetensors", "pt")
+
+
+def format_of(target: Path) -> str:
+    """The format that a path's suffix stands for; safetensors for a directory.
+
+    Raises:
+        CheckpointError: it stands for none.
+    """
     suffix = target.suffix.lower()
     if suffix in PICKLED:
         return "pt"
