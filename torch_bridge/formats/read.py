@@ -8,12 +8,14 @@ from pathlib import Path
 from fzero.errors import CheckpointError
 
 from .content import Checkpoint
+from .lightning import read_lightning
 from .safetensors_files import read_file, read_sharded
 from .torch_files import read_sharded_bin, read_state_dict
 
 
 PICKLED = (".pt", ".pth", ".bin")
-SUFFIXES = (".safetensors", *PICKLED)
+LIGHTNING = ".ckpt"
+SUFFIXES = (".safetensors", *PICKLED, LIGHTNING)
 
 
 def checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -22,7 +24,8 @@ def checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Nothing in it is executed, and no tensor is read before it is asked for.
 
     Args:
-        path: a `.safetensors`, `.pt`, `.pth` or `.bin` file, or a directory of Hugging Face.
+        path: a `.safetensors`, `.pt`, `.pth`, `.bin` or (Lightning's) `.ckpt` file, or a directory
+            of Hugging Face.
 
     Raises:
         CheckpointError: no such file, none of these formats, damaged, or it holds pickled objects
@@ -50,6 +53,8 @@ def checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if suffix == ".safetensors":
         tensors, ties = read_file(source)
         return Checkpoint(str(source), "safetensors", tensors, ties=ties)
+    if suffix == LIGHTNING:
+        return read_lightning(source)
     tensors, ties = read_state_dict(source)
     return Checkpoint(str(source), "torch", tensors, ties=ties)
 

@@ -2,7 +2,7 @@
 
 `torch.load(weights_only=True)` rebuilds tensors and plain containers and refuses every other class
 by name. Classes that are known to stand beside tensors in training checkpoints are replaced by
-`Inert`, which keeps nothing and does nothing. Tensors are mapped into memory: a slice reads its
+`Inert`, which does nothing. Tensors are mapped into memory: a slice reads its
 own pages.
 """
 
@@ -31,12 +31,16 @@ _BLOCK = 1 << 20
 
 
 class Inert:
-    """What takes the place of an object that is not needed: any arguments, no behaviour."""
+    """What takes the place of an object: it keeps the arguments, and has no behaviour."""
 
-    def __new__(cls, *_: Any, **__: Any) -> Inert:
-        return super().__new__(cls)
+    args: tuple[Any, ...]
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __new__(cls, *args: Any) -> Inert:
+        new = super().__new__(cls)
+        new.args = args
+        return new
+
+    def __init__(self, *_: Any) -> None:
         pass
 
     def __setstate__(self, state: Any) -> None:

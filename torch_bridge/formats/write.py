@@ -9,13 +9,14 @@ from pathlib import Path
 from fzero.errors import CheckpointError
 
 from .content import Checkpoint
-from .read import PICKLED, SUFFIXES
+from .lightning import write_lightning
+from .read import LIGHTNING, PICKLED, SUFFIXES
 from .safetensors_files import write_directory, write_file
 from .staging import staged_directory, staged_file
 from .torch_files import write_plain
 
 
-FORMATS = ("safetensors", "pt")
+FORMATS = ("safetensors", "pt", "lightning")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -44,6 +45,9 @@ def write(
     if to == "pt":
         with staged_file(target) as temporary:
             write_plain(temporary, content.by_name())
+    elif to == "lightning":
+        with staged_file(target) as temporary:
+            write_lightning(temporary, content)
     elif target.suffix.lower() == ".safetensors":
         with staged_file(target) as temporary:
             write_file(temporary, content.tensors, content.ties)
@@ -66,6 +70,8 @@ def format_of(target: Path) -> str:
     suffix = target.suffix.lower()
     if suffix in PICKLED:
         return "pt"
+    if suffix == LIGHTNING:
+        return "lightning"
     if suffix in ("", ".safetensors") or target.is_dir():
         return "safetensors"
     raise CheckpointError(
