@@ -8,6 +8,7 @@ from pathlib import Path
 from fzero.errors import CheckpointError
 
 from .content import Checkpoint
+from .dcp import is_dcp, read_dcp
 from .lightning import read_lightning
 from .safetensors_files import read_file, read_sharded
 from .torch_files import read_sharded_bin, read_state_dict
@@ -60,6 +61,8 @@ def checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _directory(folder: Path) -> Checkpoint:
+    if is_dcp(folder):
+        return read_dcp(folder)
     for name, kind, read in (
         ("model.safetensors.index.json", "safetensors, sharded", read_sharded),
         ("model.safetensors", "safetensors", read_file),

@@ -9,6 +9,7 @@ from pathlib import Path
 from fzero.errors import CheckpointError
 
 from .content import Checkpoint
+from .dcp import write_dcp
 from .lightning import write_lightning
 from .read import LIGHTNING, PICKLED, SUFFIXES
 from .safetensors_files import write_directory, write_file
@@ -16,7 +17,7 @@ from .staging import staged_directory, staged_file
 from .torch_files import write_plain
 
 
-FORMATS = ("safetensors", "pt", "lightning")
+FORMATS = ("safetensors", "pt", "lightning", "dcp")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -48,6 +49,9 @@ def write(
     elif to == "lightning":
         with staged_file(target) as temporary:
             write_lightning(temporary, content)
+    elif to == "dcp":
+        with staged_directory(target, merge=False) as folder:
+            write_dcp(folder, content)
     elif target.suffix.lower() == ".safetensors":
         with staged_file(target) as temporary:
             write_file(temporary, content.tensors, content.ties)
