@@ -110,43 +110,52 @@ def in_memory(name: str, tensor: torch.Tensor, file: str = "", stored: str = "sl
 
 
 def flat_piece(
-    name: str, shape: Sequence[int], parts: Sequence[tuple[int, int, torch.Tensor]], file: str
+    name: str, shape: Sequence[int], parts: Sequence[torch.Tensor], file: str
 ) -> LazyTensor:
-    """A tensor whose elements, in row-major order, lie in parts of flat tensors.
+    """A tensor whose elements, in row-major order, are those of flat tensors one after the other.
 
-    Args:
-        name: its name.
-        shape: its shape.
-        parts: (first element of the tensor, number of elements, flat tensor of at least that
-            many), in order, without gaps.
-        file: for messages.
+    Raises:
+        CheckpointError: they are more or fewer, or of different dtypes.
     """
     shape, total = tuple(shape), math.prod(shape)
-    dtype = parts[0][2].dtype if parts else torch.float32
-    end = 0
-    for start, count, values in parts:
-        if start != end or count > values.numel() or values.dtype != dtype:
-            raise CheckpointError(f"{file}: the parts of `{name}` leave gaps, overlap or differ")
-        end += count
-    if end != total:
-        raise CheckpointError(f"{file}: `{name}` has {total} elements, its parts hold {end}")
+    dtypes = {part.dtype for part in parts} or {torch.float32}
+    if sum(part.numel() for part in parts) != total or len(dtypes) != 1:
+        raise CheckpointError(
+            f"{file}: `{name}` has {total} elements; the file has"
+            f" {[f'{part.numel()} {part.dtype}' for part in parts]}"
+        )
 
     def fetch(index: Index) -> torch.Tensor:
         # Rows of the first dim are one range of elements; what is cut further is cut afterwards.
-        rows = index[0] if index else slice(0, 1)
+        rows = index[0] if shape else slice(0, 1)
         width = total // shape[0] if shape and shape[0] else total
-        first, last = rows.start * width, rows.stop * width
-        taken = [
-            values[max(first - start, 0) : max(min(last - start, count), 0)]
-            for start, count, values in parts
-            if start < last and start + count > first
-        ]
-        flat = torch.cat(taken) if len(taken) != 1 else taken[0]
+        taken = take(parts, rows.start * width, (rows.stop - rows.start) * width)
+        flat = taken[0] if len(taken) == 1 else torch.cat([parts[0][:0], *taken])
         if not shape:
             return flat.reshape(())
         return flat.reshape(rows.stop - rows.start, *shape[1:])[(slice(None), *index[1:])]
 
-    return LazyTensor(name, dtype, shape, fetch, file)
+    return LazyTensor(name, dtypes.pop(), shape, fetch if parts else _empty(shape), file)
+
+
+def _empty(shape: tuple[int, ...]) -> Fetch:
+    return lambda index: torch.empty(shape)[index]
+
+
+def take(parts: Sequence[torch.Tensor], start: int, count: int) -> list[torch.Tensor]:
+    """A range of the elements of flat tensors that are thought of as laid end to end.
+
+    Example:
+        >>> take([torch.arange(4), torch.arange(4, 9)], 3, 4)
+        [tensor([3]), tensor([4, 5, 6])]
+    """
+    found, first = [], 0
+    for part in parts:
+        low, high = max(start, first), min(start + count, first + part.numel())
+        if low < high:
+            found.append(part[low - first : high - first])
+        first += part.numel()
+    return found
 
 
 def _first_line(error: Exception) -> str:

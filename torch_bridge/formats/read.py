@@ -9,6 +9,7 @@ from fzero.errors import CheckpointError
 
 from .content import Checkpoint
 from .dcp import is_dcp, read_dcp
+from .deepspeed import find_step, read_deepspeed
 from .lightning import read_lightning
 from .safetensors_files import read_file, read_sharded
 from .torch_files import read_sharded_bin, read_state_dict
@@ -63,6 +64,9 @@ def checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 def _directory(folder: Path) -> Checkpoint:
     if is_dcp(folder):
         return read_dcp(folder)
+    step = find_step(folder)
+    if step is not None:
+        return read_deepspeed(step)
     for name, kind, read in (
         ("model.safetensors.index.json", "safetensors, sharded", read_sharded),
         ("model.safetensors", "safetensors", read_file),
