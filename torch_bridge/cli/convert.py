@@ -13,7 +13,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: it wraps, and brackets stay brackets
 )
-Format = Literal["safetensors", "pt", "lightning", "dcp"]
+Format = Literal["safetensors", "pt", "lightning", "dcp", "universal"]
 Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
 
 

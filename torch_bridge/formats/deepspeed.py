@@ -44,6 +44,8 @@ _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_sta
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _EXPERT = re.compile(r".*expert_\d+_mp_rank_\d+_.*\.pt")
 _FP32 = "fp32"
+# The files that name the newest step; the partitioned one goes before the universal.
+_LATEST = ("latest", "latest_universal")
 
 
 def find_step(folder: Path) -> Path | None:
@@ -54,9 +56,9 @@ def find_step(folder: Path) -> Path | None:
     """
     if any(_MODEL.fullmatch(path.name) or _LAYER.fullmatch(path.name) for path in folder.iterdir()):
         return folder
-    latest = folder / "latest"
-    if not latest.is_file():
-        return None
+    latest = next((f for n in _LATEST if (f := folder / n).is_file()), None)
+    if latest is None:
+        return folder if (folder / "zero").is_dir() else None
     name = latest.read_bytes()[:4096].decode("utf-8", "replace").strip()
     if not name or Path(name).name != name or "\\" in name or not (folder / name).is_dir():
         raise CheckpointError(f"{latest}: expected the name of a folder beside it, got {name!r}")
@@ -73,9 +75,9 @@ def read_deepspeed(folder: Path) -> Checkpoint:
         CheckpointError: damaged, incomplete, with objects of unknown classes, or with tensor or
             expert parallelism, whose files do not say how they belong together.
     """
-    files = _Files.find(folder)
-    models = {key: _load_model(path) for key, path in sorted(files.models.items())}
-    tensors, ties = _weights(files, models)
+    files = Files.find(folder)
+    models = {key: load_model(path) for key, path in sorted(files.models.items())}
+    tensors, ties = own_weights(files, models)
     pieces: dict[str, dict[str, LazyTensor]] = {_FP32: {}, "exp_avg": {}, "exp_avg_sq": {}}
     steps: list[int] = []
     groups: tuple[Mapping[str, Any], ...] = ()
@@ -86,11 +88,11 @@ def read_deepspeed(folder: Path) -> Checkpoint:
         steps += zero.steps
         groups += zero.groups()
     stage3 = any(data is not None for data, _ in files.models)
-    frozen = _frozen(models, folder) if stage3 else {}
+    frozen = frozen_weights(models, folder) if stage3 else {}
     tied = _tied_layers(tensors, pieces[_FP32])
-    tensors = {name: t for name, t in tensors.items() if name not in tied and not _absent(t)}
+    tensors = {name: t for name, t in tensors.items() if name not in tied and not is_absent(t)}
     tensors = {**tensors, **frozen, **pieces[_FP32]}
-    ties = {**ties, **tied, **_shared(models)}
+    ties = {**ties, **tied, **shared_names(models)}
     state = _first(models, 0) if models else {}
     optimizer = None
     if steps and set(pieces["exp_avg"]) == set(pieces["exp_avg_sq"]):
@@ -112,7 +114,7 @@ def read_deepspeed(folder: Path) -> Checkpoint:
 
 
 @dataclass(frozen=True)
-class _Files:
+class Files:
     """The files of a folder by what they are: data rank (None: all the same) and model rank."""
 
     folder: Path
@@ -121,8 +123,8 @@ class _Files:
     layers: dict[int, Path]
 
     @staticmethod
-    def find(folder: Path) -> _Files:
-        files = _Files(folder, {}, {}, {})
+    def find(folder: Path) -> Files:
+        files = Files(folder, {}, {}, {})
         for path in sorted(folder.iterdir()):
             if match := _MODEL.fullmatch(path.name):
                 files.models[None if match[1] is None else int(match[1]), int(match[2])] = path
@@ -151,7 +153,7 @@ def _load(path: Path) -> dict[str, Any]:
     return content
 
 
-def _load_model(path: Path) -> dict[str, Any]:
+def load_model(path: Path) -> dict[str, Any]:
     content = _load(path)
     degrees = content.get("checkpoint_parallel_dimensions")
     if isinstance(degrees, Mapping) and degrees.get("tp_degree", 1) != 1:
@@ -170,8 +172,8 @@ def _first(models: Mapping[tuple[int | None, int], dict[str, Any]], rank: int) -
     return found
 
 
-def _weights(
-    files: _Files, models: Mapping[tuple[int | None, int], dict[str, Any]]
+def own_weights(
+    files: Files, models: Mapping[tuple[int | None, int], dict[str, Any]]
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """The module's own weights and buffers, as its `state_dict` has them."""
     found: dict[str, LazyTensor] = {}
@@ -202,7 +204,7 @@ def _dense(content: Any, file: str) -> dict[str, torch.Tensor]:
     return dict(content)
 
 
-def _absent(tensor: LazyTensor) -> bool:
+def is_absent(tensor: LazyTensor) -> bool:
     """Whether a weight is empty because stage 3 keeps it in parts."""
     return tensor.shape == (0,)
 
@@ -218,7 +220,7 @@ def _merge(into: dict[str, LazyTensor], found: Mapping[str, LazyTensor], folder:
         into.setdefault(name, tensor)
 
 
-def _shared(models: Mapping[Any, dict[str, Any]]) -> dict[str, str]:
+def shared_names(models: Mapping[Any, dict[str, Any]]) -> dict[str, str]:
     ties: dict[str, str] = {}
     for state in models.values():
         shared = state.get("shared_params")
@@ -251,7 +253,7 @@ def _tied_layers(
     return ties
 
 
-def _frozen(
+def frozen_weights(
     models: Mapping[tuple[int | None, int], dict[str, Any]], folder: Path
 ) -> dict[str, LazyTensor]:
     """Stage 3's weights that do not learn: each data rank's file has a part."""
@@ -313,7 +315,7 @@ class _Zero:
     hyper: list[dict[str, Any]]
 
     @staticmethod
-    def read(files: _Files, rank: int, model: Mapping[str, Any]) -> _Zero:
+    def read(files: Files, rank: int, model: Mapping[str, Any]) -> _Zero:
         paths = {data: path for (data, r), path in sorted(files.optims.items()) if r == rank}
         name = next(iter(paths.values())).name
         states: list[Any] = [_load(p).get("optimizer_state_dict") for p in paths.values()]

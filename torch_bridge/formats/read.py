@@ -13,6 +13,7 @@ from .deepspeed import find_step, read_deepspeed
 from .lightning import read_lightning
 from .safetensors_files import read_file, read_sharded
 from .torch_files import read_sharded_bin, read_state_dict
+from .universal import is_universal, read_universal
 
 
 PICKLED = (".pt", ".pth", ".bin")
@@ -66,7 +67,7 @@ def _directory(folder: Path) -> Checkpoint:
         return read_dcp(folder)
     step = find_step(folder)
     if step is not None:
-        return read_deepspeed(step)
+        return read_universal(step) if is_universal(step) else read_deepspeed(step)
     for name, kind, read in (
         ("model.safetensors.index.json", "safetensors, sharded", read_sharded),
         ("model.safetensors", "safetensors", read_file),

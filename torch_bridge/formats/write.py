@@ -15,9 +15,10 @@ from .read import LIGHTNING, PICKLED, SUFFIXES
 from .safetensors_files import write_directory, write_file
 from .staging import staged_directory, staged_file
 from .torch_files import write_plain
+from .universal import write_universal
 
 
-FORMATS = ("safetensors", "pt", "lightning", "dcp")
+FORMATS = ("safetensors", "pt", "lightning", "dcp", "universal")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -49,9 +50,9 @@ def write(
     elif to == "lightning":
         with staged_file(target) as temporary:
             write_lightning(temporary, content)
-    elif to == "dcp":
+    elif to in ("dcp", "universal"):
         with staged_directory(target, merge=False) as folder:
-            write_dcp(folder, content)
+            (write_dcp if to == "dcp" else write_universal)(folder, content)
     elif target.suffix.lower() == ".safetensors":
         with staged_file(target) as temporary:
             write_file(temporary, content.tensors, content.ties)
