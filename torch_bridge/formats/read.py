@@ -28,7 +28,7 @@ def checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     Args:
         path: a `.safetensors`, `.pt`, `.pth`, `.bin` or (Lightning's) `.ckpt` file, or a directory
-            of Hugging Face.
+            of Hugging Face, `torch.distributed.checkpoint` or DeepSpeed.
 
     Raises:
         CheckpointError: no such file, none of these formats, damaged, or it holds pickled objects
@@ -43,8 +43,17 @@ def checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         ('torch', {'weight': (2, 3), 'bias': (2,)})
     """
     source = Path(path)
-    if source.is_dir():
-        return _directory(source)
+    try:
+        return _directory(source) if source.is_dir() else _file(source)
+    except CheckpointError:
+        raise
+    except Exception as error:  # what a damaged file led to that no reader expected
+        raise CheckpointError(
+            f"{source}: damaged: {type(error).__name__}: {str(error)[:300]}"
+        ) from error
+
+
+def _file(source: Path) -> Checkpoint:
     suffix = source.suffix.lower()
     if suffix not in SUFFIXES:
         raise CheckpointError(
@@ -79,5 +88,6 @@ def _directory(folder: Path) -> Checkpoint:
             return Checkpoint(str(folder), kind, tensors, ties=ties)
     raise CheckpointError(
         f"{folder}: no checkpoint that can be read; expected model.safetensors,"
-        " model.safetensors.index.json, pytorch_model.bin or pytorch_model.bin.index.json"
+        " model.safetensors.index.json, pytorch_model.bin, pytorch_model.bin.index.json, .metadata"
+        " (torch.distributed.checkpoint), or latest and a step's folder (DeepSpeed)"
     )

@@ -145,7 +145,9 @@ def _groups(common: Mapping[str, Any], states: list[dict[str, Any]]) -> tuple[An
 
 
 def write_universal(folder: Path, content: Checkpoint) -> None:
-    """Writes what DeepSpeed loads with `"checkpoint": {"load_universal": true}`, at any ZeRO stage.
+    """Writes what DeepSpeed loads with `"checkpoint": {"load_universal": true}` and ZeRO 1 or 2.
+
+    (Its stage 3 wants model files of its own beside the parameters.)
 
     Args:
         folder: an empty directory.
