@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,6 +33,28 @@ class LazyArray(abc.ABC):
         """The whole value."""
         whole = self.read(tuple(slice(0, n) for n in self.shape))
         return np.array(whole, dtype=dtype, copy=copy)
+
+
+class Stacked(LazyArray):
+    """Equal layers' leaves as the one leaf of a `Stack`: dim 0 counts the layers.
+
+    Args:
+        rows: arrays or `LazyArray`s of one shape and dtype; only those that are asked for are read.
+    """
+
+    def __init__(self, rows: Sequence[Any]) -> None:
+        self.rows = tuple(rows)
+        self.shape = (len(self.rows), *self.rows[0].shape)
+        self.dtype = np.dtype(self.rows[0].dtype)
+
+    def read(self, index: Index) -> np.ndarray[Any, Any]:
+        """As for every `LazyArray`."""
+        first, *rest = index
+        inner = tuple(rest)
+        found = np.empty([s.stop - s.start for s in index], self.dtype)
+        for place, row in enumerate(self.rows[first]):
+            found[place] = row.read(inner) if isinstance(row, LazyArray) else row[inner]
+        return found
 
 
 def copy_leaf(leaf: Any, to: jax.ShapeDtypeStruct, home: Home | None = None) -> jax.Array:

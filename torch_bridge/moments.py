@@ -6,6 +6,7 @@ files by byte range, or off the devices one leaf at a time, so that nobody holds
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +16,16 @@ import numpy as np
 import optax
 
 from fzero.consumed import given_to
-from fzero.copies import LazyArray, copy_leaf
+from fzero.copies import Index, LazyArray, Stacked, copy_leaf
 from fzero.errors import CheckpointError, StateConsumedError
 from fzero.offload.tiers import require_on_device
+from fzero.plan import PIPE
 from fzero.tree import named_leaves, path_name
 
 from .convert import Converted
 from .layout import Leaf
 from .sequential import ConvertedSequential
+from .statedict import nested
 
 
 Array = np.ndarray[Any, Any] | LazyArray
@@ -78,12 +81,7 @@ def moments_of(converted: Converted | ConvertedSequential, opt_state: Any) -> Mo
         (0, ['bias', 'weight'], (2, 3))
     """
     found = _Found(converted, opt_state, "moments_of")
-    leaves = {name: leaf for name, leaf in found.leaves.items() if not leaf.frozen}
-    return Moments(
-        found.step(),
-        _OnDemand({name: (leaf, found.mu[name][1]) for name, leaf in leaves.items()}),
-        _OnDemand({name: (leaf, found.nu[name][1]) for name, leaf in leaves.items()}),
-    )
+    return Moments(found.step(), _OnDemand(found.mu), _OnDemand(found.nu))
 
 
 def with_moments(
@@ -120,37 +118,62 @@ def with_moments(
     """
     found = _Found(converted, opt_state, "with_moments")
     given = _given(found.leaves, moments)
-    new: dict[str, Any] = {}
+    new: dict[str, Any] = {path: np.asarray(moments.step) for path in found.counts}
     for own, values in ((found.mu, moments.exp_avg), (found.nu, moments.exp_avg_sq)):
-        for name, (path, leaf) in own.items():
-            if name in given:
-                new[path] = _replaced(leaf, values[given[name]])
-    for path, leaf in found.counts.items():
-        new[path] = _replaced(leaf, np.asarray(moments.step))
+        for path, kept in own.items():
+            rows = [values[given[leaf.name]] for leaf in kept.leaves if leaf.name in given]
+            if rows:
+                new[path] = Stacked(rows) if kept.stacked else rows[0]
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: new.get(path_name(path), leaf), opt_state
+        lambda path, leaf: _replaced(leaf, new[at]) if (at := path_name(path)) in new else leaf,
+        opt_state,
     )
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A leaf of the optimizer state: moments of a parameter, or of one in each layer of a stack."""
+
+    leaves: tuple[Leaf, ...]
+    stacked: bool
+    value: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.leaves[0].shape
+        return (len(self.leaves), *shape) if self.stacked else shape
+
+
+class _Name(LazyArray):
+    """Stands for a parameter where only its place is of interest."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self.leaf, self.shape, self.dtype = leaf, leaf.shape, np.dtype(np.float32)
+
+    def read(self, index: Index) -> np.ndarray[Any, Any]:
+        raise NotImplementedError
 
 
 class _Found:
     """The Adam states in an optimizer state, leaf by leaf.
 
-    `mu` and `nu` give a path and an array by parameter name, `counts` all step counts by path.
+    `mu` and `nu` give what is kept at each path, `counts` all step counts by path, `leaves` the
+    parameters by name.
     """
 
     def __init__(
         self, converted: Converted | ConvertedSequential, opt_state: Any, operation: str
     ) -> None:
-        paths = _param_paths(converted)
+        params = _param_paths(converted)
         self.leaves: dict[str, Leaf] = {}
-        self.mu: dict[str, tuple[str, Any]] = {}
-        self.nu: dict[str, tuple[str, Any]] = {}
+        self.mu: dict[str, _Kept] = {}
+        self.nu: dict[str, _Kept] = {}
         self.counts: dict[str, Any] = {}
         self.steps: dict[str, Any] = {}
         for path, node in _nodes(opt_state):
             if isinstance(node, optax.ScaleByAdamState):
                 self.steps[f"{path}/count"] = node.count
-                self._add(path, node, paths)
+                self._add(path, node, params)
             if isinstance(node, _COUNTING):
                 self.counts[f"{path}/count"] = node.count
             if isinstance(node, optax.InjectStatefulHyperparamsState):
@@ -163,39 +186,45 @@ class _Found:
                 f"{operation}: expected an optimizer state with Adam in it (optax.adam,"
                 f" optax.adamw, optax.scale_by_adam), got {type(opt_state).__name__} without"
             )
-        for _, (path, leaf) in (*self.mu.items(), *self.nu.items()):
+        both = [(path, kept.value) for path, kept in (*self.mu.items(), *self.nu.items())]
+        for path, leaf in both:
             if given_to(leaf) or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
                 raise StateConsumedError(
                     f"{operation}: opt_state/{path} was consumed by a step; use the state that"
                     " the step returned"
                 )
-        both = (*self.mu.values(), *self.nu.values())
+            if PIPE in getattr(getattr(leaf, "sharding", None), "spec", ()):
+                raise CheckpointError(
+                    f"{operation}: the layers of opt_state/{path} are spread over the ranks of a"
+                    " pipeline: bring the state to one rank with"
+                    " fz.replan(state, model, tx, plan, plan.replace(pipe=1))"
+                )
         require_on_device([(f"opt_state/{path}", leaf) for path, leaf in both], operation)
 
-    def _add(self, path: str, node: optax.ScaleByAdamState, params: Mapping[str, Leaf]) -> None:
+    def _add(self, path: str, node: optax.ScaleByAdamState, params: Mapping[str, _Kept]) -> None:
         """The moments of one Adam; parameters that it does not update have none."""
         for field, tree, into in (("mu", node.mu, self.mu), ("nu", node.nu, self.nu)):
             for inner, value in named_leaves(tree):
                 where = f"{path}/{field}/{inner}".removeprefix("/")
-                leaf = params.get(inner)
-                if leaf is None:
+                kept = params.get(inner)
+                if kept is None:
                     raise CheckpointError(
                         f"opt_state/{where} belongs to no parameter of the converted module; was"
                         " the state made from another one?"
                     )
-                if leaf.name in into:
+                if field == "mu" and kept.leaves[0].name in self.leaves:
                     raise CheckpointError(
-                        f"opt_state/{where} and opt_state/{into[leaf.name][0]} are both moments of"
-                        f" `{leaf.name}`: expected Adam once for each parameter"
+                        f"opt_state/{where}: `{kept.leaves[0].name}` has other moments, too:"
+                        " expected Adam once for each parameter"
                     )
-                if len(value.shape) != len(leaf.shape) or any(
-                    have < want for have, want in zip(value.shape, leaf.shape, strict=True)
+                if len(value.shape) != len(kept.shape) or any(
+                    have < want for have, want in zip(value.shape, kept.shape, strict=True)
                 ):
                     raise CheckpointError(
-                        f"opt_state/{where}: expected shape {leaf.shape}, got {tuple(value.shape)}"
+                        f"opt_state/{where}: expected shape {kept.shape}, got {tuple(value.shape)}"
                     )
-                into[leaf.name] = (where, value)
-                self.leaves[leaf.name] = leaf
+                into[where] = dataclasses.replace(kept, value=value)
+                self.leaves.update({leaf.name: leaf for leaf in kept.leaves})
 
     def step(self) -> int:
         """The count of all Adams."""
@@ -205,12 +234,16 @@ class _Found:
         return next(iter(found.values()))
 
 
-def _param_paths(converted: Converted | ConvertedSequential) -> dict[str, Leaf]:
-    """The parameter at every path of a params tree."""
-    if isinstance(converted, ConvertedSequential):
-        places = [place for place in converted.places if place.leaf.is_param]
-        return {f"{place.layer}/{place.name}": place.leaf for place in places}
-    return {leaf.name: leaf for leaf in converted.layout.leaves if leaf.is_param}
+def _param_paths(converted: Converted | ConvertedSequential) -> dict[str, _Kept]:
+    """What is kept at every path of a params tree."""
+    names: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for leaf in converted.layout.leaves:
+        names[not leaf.is_param][leaf.name] = _Name(leaf)
+    found: dict[str, _Kept] = {}
+    for path, name in named_leaves(nested(converted, *names)[0]):
+        rows = name.rows if isinstance(name, Stacked) else (name,)
+        found[path] = _Kept(tuple(row.leaf for row in rows), isinstance(name, Stacked))
+    return found
 
 
 def _nodes(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -269,20 +302,27 @@ def _replaced(old: Any, value: Any) -> Any:
 class _OnDemand(Mapping[str, np.ndarray[Any, Any]]):
     """Arrays that are copied to the host, without padding, when they are looked up."""
 
-    def __init__(self, leaves: Mapping[str, tuple[Leaf, Any]]) -> None:
-        self._leaves = leaves
+    def __init__(self, kept: Mapping[str, _Kept]) -> None:
+        self._kept = {
+            leaf.name: (leaf, one, row)
+            for one in kept.values()
+            for row, leaf in enumerate(one.leaves)
+            if not leaf.frozen
+        }
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        leaf, value = self._leaves[name]
+        leaf, kept, row = self._kept[name]
+        value = kept.value
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             raise CheckpointError(
                 f"the moments of `{name}` live partly on other processes' devices; gather them"
                 " first (jax.experimental.multihost_utils.process_allgather)"
             )
-        return np.array(np.asarray(value)[tuple(slice(n) for n in leaf.shape)])
+        whole = np.asarray(value[row] if kept.stacked else value)
+        return np.array(whole[tuple(slice(n) for n in leaf.shape)])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._leaves)
+        return iter(self._kept)
 
     def __len__(self) -> int:
-        return len(self._leaves)
+        return len(self._kept)

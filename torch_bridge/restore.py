@@ -21,7 +21,7 @@ from .formats.content import Checkpoint, Optimizer
 from .formats.read import checkpoint
 from .moments import Moments, with_moments
 from .sequential import ConvertedSequential
-from .statedict import fit_leaves, initial_leaves
+from .statedict import fit_leaves, initial_leaves, nested
 
 
 def restore(
@@ -85,10 +85,11 @@ def restore(
     for leaf in converted.layout.leaves:
         if leaf.name in leaves:
             (params if leaf.is_param else buffers)[leaf.name] = leaves[leaf.name]
+    values = nested(converted, params, buffers)
     if isinstance(converted, ConvertedSequential):
-        model: Model = converted.model.with_init(converted.by_layer(params, buffers))
+        model: Model = converted.model.with_init(values)
     else:
-        model = Model((params, buffers), _no_loss, converted.frozen)
+        model = Model(values, _no_loss, converted.frozen)
     if moments is None:
         return init(model, tx, plan, rng, devices=devices)
     # Moments arrive on the device; what the plan parks is parked afterwards.

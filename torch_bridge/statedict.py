@@ -147,6 +147,13 @@ def load_state_dict(
             continue
         (params if leaf.is_param else buffers)[leaf.name] = value
     _refuse(problems)
+    return nested(converted, params, buffers)
+
+
+def nested(
+    converted: Converted | ConvertedSequential, params: dict[str, Any], buffers: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values by leaf name in the structure of `converted.params` and `converted.buffers`."""
     if isinstance(converted, ConvertedSequential):
         return converted.by_layer(params, buffers)
     return params, buffers
