@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from fzero.errors import CheckpointError
 
 from .convert import Converted
+from .formats.adam import require_known
 from .formats.read import checkpoint
 from .formats.state import state_content
 from .formats.write import write
@@ -25,6 +27,7 @@ def save(
     to: str | None = None,
     max_shard_size: int | str = "5GB",
     optimizer: bool | None = None,
+    hyper: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a state as a checkpoint that PyTorch loads; what is there is replaced at the end.
 
@@ -43,9 +46,12 @@ def save(
         max_shard_size: bytes of weights in one file of a directory, as a number or as "5GB".
         optimizer: whether Adam's moments are written: by default where the format has a place for
             them and the state has them; True demands it.
+        hyper: hyperparameters to write beside them, by torch's names (`lr`, `betas`, `eps`,
+            `weight_decay`): an optax state does not hold them, and a torch optimizer takes over
+            what a checkpoint says. What is not given is torch's default of AdamW.
 
     Raises:
-        CheckpointError: an unknown suffix, or a state that does not fit.
+        CheckpointError: an unknown suffix or hyperparameter, or a state that does not fit.
 
     Example:
         >>> import tempfile
@@ -63,6 +69,9 @@ def save(
         )
     if optimizer is False:
         content = dataclasses.replace(content, optimizer=None)
+    elif content.optimizer is not None and hyper:
+        known = dataclasses.replace(content.optimizer, groups=(require_known(hyper),))
+        content = dataclasses.replace(content, optimizer=known)
     write(content, path, to, max_shard_size)
 
 

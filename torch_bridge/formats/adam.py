@@ -118,6 +118,16 @@ def optimizer_state(
     return {"state": state, "param_groups": groups_of(optimizer, list(range(len(order))))}
 
 
+def require_known(hyper: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Hyperparameters, all of which torch's AdamW has."""
+    unknown = set(hyper) - set(_DEFAULTS)
+    if unknown:
+        raise CheckpointError(
+            f"save: unknown hyperparameters {sorted(unknown)}; torch's AdamW has {list(_DEFAULTS)}"
+        )
+    return dict(hyper)
+
+
 def groups_of(optimizer: Optimizer, params: list[Any]) -> list[dict[str, Any]]:
     """One group with all parameters; hyperparameters as known, else torch's defaults."""
     known = optimizer.groups[0] if len(optimizer.groups) == 1 else {}

@@ -97,16 +97,12 @@ def load_lightning(path: Path, module: Any, optimizer: Any) -> None:
     assert content["global_step"] == 7
     assert content["loops"]["fit_loop"]["epoch_loop.state_dict"] == {"_batches_that_stepped": 7}
     module.load_state_dict(content["state_dict"])
-    lr = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({**content["optimizer_states"][0], "param_groups": lr})
+    optimizer.load_state_dict(content["optimizer_states"][0])
 
 
 def load_fsdp(path: Path, module: Any, optimizer: Any) -> None:
     model, optim = get_state_dict(module, optimizer)
-    groups = optim.pop("param_groups")
-    state = {"model": model, "optim": optim}
-    dcp.load(state, checkpoint_id=path)
-    optim["param_groups"] = groups
+    dcp.load({"model": model, "optim": optim}, checkpoint_id=path)
     set_state_dict(module, optimizer, model_state_dict=model, optim_state_dict=optim)
 
 
@@ -118,9 +114,14 @@ def test_a_run_from_here_goes_on_in_pytorch(
     data = cases.batches()
     for _ in range(7):
         state, _ = step(state, next(data))
-    tb.save(tmp_path / name, converted, state, to=None if "." in name else "dcp")
+    hyper = {"lr": cases.LR, "betas": cases.BETAS, "eps": cases.EPS, "weight_decay": cases.DECAY}
+    to = None if "." in name else "dcp"
+    tb.save(tmp_path / name, converted, state, to=to, hyper=hyper)
+    with pytest.raises(CheckpointError, match=r"unknown hyperparameters \['learning_rate'\]"):
+        tb.save(tmp_path / "other", converted, state, to="dcp", hyper={"learning_rate": 1})
     module = cases.net(4)
-    optimizer = cases.adamw(module)
+    learned = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learned)  # its hyperparameters come with the checkpoint
     load(tmp_path / name, module, optimizer)
     ahead, data = itertools.tee(data)
     wanted = []
