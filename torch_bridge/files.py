@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .convert import Converted
 from .formats.adam import require_known
 from .formats.read import checkpoint
 from .formats.state import state_content
-from .formats.write import write
+from .formats.write import format_of, holds_optimizer, write
 from .sequential import ConvertedSequential
 
 
@@ -62,14 +63,11 @@ def save(
         ...     sorted(load(folder + "/model.safetensors"))
         ['bias', 'weight']
     """
-    content = state_content(converted, state_or_params)
-    if optimizer and content.optimizer is None:
-        raise CheckpointError(
-            "save: optimizer=True, but the state has no optimizer with Adam's moments"
-        )
-    if optimizer is False:
-        content = dataclasses.replace(content, optimizer=None)
-    elif content.optimizer is not None and hyper:
+    to = to or format_of(Path(path))
+    if optimizer and not holds_optimizer(to):
+        raise CheckpointError(f"save: optimizer=True, but {to} has no place for its state")
+    content = state_content(converted, state_or_params, optimizer if holds_optimizer(to) else False)
+    if content.optimizer is not None and hyper:
         known = dataclasses.replace(content.optimizer, groups=(require_known(hyper),))
         content = dataclasses.replace(content, optimizer=known)
     write(content, path, to, max_shard_size)

@@ -130,6 +130,11 @@ def with_moments(
     )
 
 
+def holds_adam(opt_state: Any) -> bool:
+    """Whether an optax state has Adam in it."""
+    return any(isinstance(node, optax.ScaleByAdamState) for _, node in _nodes(opt_state))
+
+
 @dataclass(frozen=True)
 class _Kept:
     """A leaf of the optimizer state: moments of a parameter, or of one in each layer of a stack."""

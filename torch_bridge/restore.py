@@ -40,8 +40,8 @@ def restore(
 ) -> TrainState:
     """A state with the weights of a PyTorch checkpoint, and Adam's moments where it has them.
 
-    Every device's slice is read by its byte range (where the format has them; see
-    `LazyTensor.stored`), so that the host never holds more than one leaf's shards beside the state.
+    Every device's slice is read by its byte range (from `torch.distributed.checkpoint`: the chunks
+    that it touches), so that the host never holds more than one leaf's shards beside the state.
 
     Args:
         path: as for `checkpoint`.

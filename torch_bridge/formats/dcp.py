@@ -231,7 +231,7 @@ class _Chunks:
         def fetch(index: Index) -> torch.Tensor:
             return self._fetch(name, dtype, parts, index)
 
-        return LazyTensor(name, dtype, shape, fetch, self.folder.name, "chunk")
+        return LazyTensor(name, dtype, shape, fetch, self.folder.name)
 
     def _fetch(self, name: str, dtype: torch.dtype, parts: Any, index: Index) -> torch.Tensor:
         out = torch.empty([i.stop - i.start for i in index], dtype=dtype)

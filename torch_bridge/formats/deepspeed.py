@@ -31,13 +31,16 @@ from .lazy import LazyTensor, flat_piece, take
 from .torch_files import Inert, is_dense, lazy_tensors, load_plain
 
 
-INERT = (
-    "argparse.Namespace",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-    "torch.torch_version.TorchVersion",
+STAND_INS: dict[str, type] = dict.fromkeys(
+    (
+        "argparse.Namespace",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+        "torch.torch_version.TorchVersion",
+    ),
+    Inert,
 )
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -147,7 +150,7 @@ class Files:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    content = load_plain(path, INERT)
+    content = load_plain(path, STAND_INS)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path.name}: expected a dict, got {type(content).__name__}")
     return content

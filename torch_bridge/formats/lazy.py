@@ -31,8 +31,6 @@ class LazyTensor(LazyArray):
         shape: its shape.
         fetch: gives a piece, for one slice (start, stop, step 1) of each dim.
         file: where it is, for messages.
-        stored: bytes that a piece costs are those of the smallest stored part around it: "slice"
-            where a piece's own bytes are read, "chunk" where a file's part is, else "whole".
     """
 
     name: str
@@ -40,7 +38,6 @@ class LazyTensor(LazyArray):
     shape: tuple[int, ...]
     fetch: Fetch = field(repr=False)
     file: str = ""
-    stored: str = "slice"
 
     @property
     def dtype(self) -> np.dtype[Any]:  # type: ignore[override]
@@ -103,10 +100,10 @@ def whole(shape: Sequence[int]) -> Index:
     return tuple(slice(0, n) for n in shape)
 
 
-def in_memory(name: str, tensor: torch.Tensor, file: str = "", stored: str = "slice") -> LazyTensor:
+def in_memory(name: str, tensor: torch.Tensor, file: str = "") -> LazyTensor:
     """A tensor that is there already (or mapped into memory from its file)."""
     plain = tensor.detach()
-    return LazyTensor(name, plain.dtype, tuple(plain.shape), lambda i: plain[i], file, stored)
+    return LazyTensor(name, plain.dtype, tuple(plain.shape), lambda i: plain[i], file)
 
 
 def flat_piece(

@@ -10,25 +10,25 @@ from fzero.errors import CheckpointError
 
 from .adam import optimizer_state, read_optimizer, step_of
 from .content import Checkpoint
-from .torch_files import is_dense, lazy_tensors, load_plain, write_plain
+from .torch_files import Inert, is_dense, lazy_tensors, load_plain, write_plain
 
 
 # Classes that Lightning and its users put beside the tensors; none of them is needed.
-_INERT = (
-    "argparse.Namespace",
-    "lightning.fabric.utilities.data.AttributeDict",
-    "lightning_fabric.utilities.data.AttributeDict",
-    "lightning.pytorch.utilities.parsing.AttributeDict",
-    "pytorch_lightning.utilities.parsing.AttributeDict",
-    "lightning.pytorch.callbacks.model_checkpoint.ModelCheckpoint",
-    "pytorch_lightning.callbacks.model_checkpoint.ModelCheckpoint",
-    "lightning.pytorch.callbacks.early_stopping.EarlyStopping",
-    "pytorch_lightning.callbacks.early_stopping.EarlyStopping",
-    "pathlib.PosixPath",
-    "pathlib.PurePosixPath",
-    "pathlib.WindowsPath",
-    "torch.torch_version.TorchVersion",
-)
+_STAND_INS: dict[str, type] = {
+    f"{package}.{name}": stand_in
+    for package in ("lightning", "lightning.pytorch", "lightning_fabric", "pytorch_lightning",
+                    "lightning.fabric")
+    for name, stand_in in {
+        "utilities.data.AttributeDict": dict,
+        "utilities.parsing.AttributeDict": dict,
+        "callbacks.model_checkpoint.ModelCheckpoint": Inert,
+        "callbacks.early_stopping.EarlyStopping": Inert,
+    }.items()
+} | dict.fromkeys(
+    ("argparse.Namespace", "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath",
+     "pathlib._local.WindowsPath", "torch.torch_version.TorchVersion"),
+    Inert,
+)  # fmt: skip
 _VERSION = "pytorch-lightning_version"
 # The version whose layout is written: what its loops keep is what `loops` below holds.
 _WRITTEN_VERSION = "2.0.0"
@@ -41,7 +41,7 @@ def read_lightning(path: Path) -> Checkpoint:
         CheckpointError: damaged, not one of Lightning, or it holds objects of classes that are not
             known to be harmless (named in the message).
     """
-    content = load_plain(path, _INERT)
+    content = load_plain(path, _STAND_INS)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise CheckpointError(f"{path.name}: expected a Lightning checkpoint with a state_dict")
     weights = content["state_dict"]

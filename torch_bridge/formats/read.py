@@ -77,14 +77,23 @@ def _directory(folder: Path) -> Checkpoint:
     step = find_step(folder)
     if step is not None:
         return read_universal(step) if is_universal(step) else read_deepspeed(step)
-    for name, kind, read in (
+    for pattern, kind, read in (
         ("model.safetensors.index.json", "safetensors, sharded", read_sharded),
         ("model.safetensors", "safetensors", read_file),
         ("pytorch_model.bin.index.json", "torch, sharded", read_sharded_bin),
         ("pytorch_model.bin", "torch", read_state_dict),
+        # Other libraries have names of their own: adapter_model, diffusion_pytorch_model, ...
+        ("*.safetensors.index.json", "safetensors, sharded", read_sharded),
+        ("*.safetensors", "safetensors", read_file),
     ):
-        if (folder / name).is_file():
-            tensors, ties = read(folder / name)
+        files = sorted(path for path in folder.glob(pattern) if path.is_file())
+        if len(files) > 1:
+            raise CheckpointError(
+                f"{folder}: {[path.name for path in files[:5]]} may be one checkpoint or several,"
+                " and there is no index; give one of the files"
+            )
+        if files:
+            tensors, ties = read(files[0])
             return Checkpoint(str(folder), kind, tensors, ties=ties)
     raise CheckpointError(
         f"{folder}: no checkpoint that can be read; expected model.safetensors,"

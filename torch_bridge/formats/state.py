@@ -12,7 +12,7 @@ from fzero.state import TrainState
 
 from ..convert import Converted
 from ..layout import Leaf
-from ..moments import moments_of
+from ..moments import holds_adam, moments_of
 from ..sequential import ConvertedSequential
 from ..statedict import leaf_tensor, saved_dtype, state_leaves
 from ..weights import to_torch
@@ -21,37 +21,42 @@ from .lazy import LazyTensor
 
 
 def state_content(
-    converted: Converted | ConvertedSequential, state_or_params: Any, operation: str = "save"
+    converted: Converted | ConvertedSequential, state_or_params: Any, optimizer: bool | None
 ) -> Checkpoint:
     """What a checkpoint of a state holds.
 
     Args:
         converted: the module or chain that the state was made from.
-        state_or_params: as for `state_dict`. The moments of a `TrainState` with one Adam come
-            along; other optimizers have no common form and are left out.
-        operation: for messages.
+        state_or_params: as for `state_dict`.
+        optimizer: whether Adam's moments come along; None: if there are any. Other optimizers have
+            no common form.
 
     Returns:
         Tensors under the names that transformers keeps, further names as ties; each is copied to
         the host when it is read.
 
     Raises:
-        CheckpointError, PlacementError, StateConsumedError: as for `state_dict`.
+        CheckpointError, PlacementError, StateConsumedError: as for `state_dict` and `moments_of`.
     """
     tensors: dict[str, LazyTensor] = {}
     ties: dict[str, str] = {}
     order = set(converted.layout.order)
-    for leaf, value in state_leaves(converted, state_or_params, operation):
+    for leaf, value in state_leaves(converted, state_or_params, "save"):
         names = [name for name in leaf.names if name in order]
         kept = leaf.saved_name if leaf.saved_name in names else names[0]
         tensors[kept] = _lazy(kept, leaf, value)
         ties.update({name: kept for name in names if name != kept})
-    optimizer = None
-    if isinstance(state_or_params, TrainState):
-        optimizer = _optimizer(converted, state_or_params.opt_state)
-    step = int(state_or_params.step) if isinstance(state_or_params, TrainState) else None
-    extra = {} if step is None else {"step": step}
-    return Checkpoint("", "state", tensors, ties=ties, optimizer=optimizer, extra=extra)
+    if not isinstance(state_or_params, TrainState):
+        if optimizer:
+            raise CheckpointError("save: optimizer=True needs a TrainState, not parameters alone")
+        return Checkpoint("", "state", tensors, ties=ties)
+    opt_state = state_or_params.opt_state
+    wanted = holds_adam(opt_state) if optimizer is None else optimizer
+    return Checkpoint(
+        "", "state", tensors, ties=ties,
+        optimizer=_optimizer(converted, opt_state) if wanted else None,
+        extra={"step": int(state_or_params.step)},
+    )  # fmt: skip
 
 
 def _lazy(name: str, leaf: Leaf, value: Any) -> LazyTensor:
@@ -60,11 +65,8 @@ def _lazy(name: str, leaf: Leaf, value: Any) -> LazyTensor:
     )
 
 
-def _optimizer(converted: Converted | ConvertedSequential, opt_state: Any) -> Optimizer | None:
-    try:
-        moments = moments_of(converted, opt_state)
-    except CheckpointError:
-        return None
+def _optimizer(converted: Converted | ConvertedSequential, opt_state: Any) -> Optimizer:
+    moments = moments_of(converted, opt_state)
     leaves = {leaf.name: leaf for leaf in converted.layout.leaves}
 
     def lazy(name: str, values: Any) -> LazyTensor:

@@ -47,12 +47,12 @@ class Inert:
         pass
 
 
-def load_plain(path: Path, inert: Collection[str] = ()) -> Any:
+def load_plain(path: Path, stand_ins: Mapping[str, type] | None = None) -> Any:
     """What a file of `torch.save` holds: tensors, plain values and containers of them.
 
     Args:
         path: the file.
-        inert: full names of classes whose objects are dropped; all others are refused.
+        stand_ins: full names of classes, with what is made instead of them; others are refused.
 
     Raises:
         CheckpointError: damaged, or it holds objects of other classes (named in the message).
@@ -60,8 +60,8 @@ def load_plain(path: Path, inert: Collection[str] = ()) -> Any:
     try:
         zipped = zipfile.is_zipfile(path)
         if zipped:
-            _refuse_globals(path, inert)
-        with safe_globals([(Inert, name) for name in inert]):
+            _refuse_globals(path, stand_ins or {})
+        with safe_globals([(cls, name) for name, cls in (stand_ins or {}).items()]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except CheckpointError:
         raise
@@ -75,13 +75,13 @@ def load_plain(path: Path, inert: Collection[str] = ()) -> Any:
         ) from error
 
 
-def _refuse_globals(path: Path, inert: Collection[str]) -> None:
+def _refuse_globals(path: Path, known: Collection[str]) -> None:
     """Names everything that will not be read, instead of the first of it."""
     try:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:
         return  # torch.load will say what is wrong
-    refused = sorted(set(unknown) - set(inert))
+    refused = sorted(set(unknown) - set(known))
     if refused:
         raise CheckpointError(
             f"{path.name}: holds objects of {', '.join(refused)}, which are not plain tensors and "

@@ -19,7 +19,7 @@ from fzero.errors import CheckpointError
 from .adam import MOMENTS, groups_of, one_step, step_of
 from .content import Checkpoint, Optimizer
 from .deepspeed import (
-    INERT,
+    STAND_INS,
     Files,
     frozen_weights,
     is_absent,
@@ -74,7 +74,7 @@ def read_universal(folder: Path) -> Checkpoint:
         for key in (_FP32, *sorted(has)):
             pieces[key][path.name] = _piece(path, key, shapes.get(path.name))
         if (path / "step.pt").is_file():
-            steps.append(step_of(load_plain(path / "step.pt", INERT), path.name))
+            steps.append(step_of(load_plain(path / "step.pt", STAND_INS), path.name))
     # What has no moments does not learn: the module has it in its own dtype.
     learned = {n: t for n, t in pieces[_FP32].items() if n in pieces["exp_avg"] or n not in own}
     tensors = {**own, **learned}
@@ -100,7 +100,7 @@ def read_universal(folder: Path) -> Checkpoint:
 
 
 def _dict(path: Path) -> dict[str, Any]:
-    content = load_plain(path, INERT)
+    content = load_plain(path, STAND_INS)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path.name}: expected a dict, got {type(content).__name__}")
     return content
@@ -108,7 +108,7 @@ def _dict(path: Path) -> dict[str, Any]:
 
 def _piece(path: Path, key: str, shape: tuple[int, ...] | None) -> LazyTensor:
     where = f"{path.name}/{key}.pt"
-    content = load_plain(path / f"{key}.pt", INERT)
+    content = load_plain(path / f"{key}.pt", STAND_INS)
     value: Any = content.get("param") if isinstance(content, dict) else content
     if not is_dense(value):
         raise CheckpointError(f"{where}: expected a tensor")

@@ -183,7 +183,7 @@ def test_what_cannot_be_put_together_is_refused(tmp_path: Path) -> None:
 
 
 def test_objects_of_unknown_classes_are_refused_by_name(tmp_path: Path) -> None:
-    with zero_files.deepspeed_class("deepspeed.moe.Surprise") as surprise:
+    with zero_files.foreign_class("deepspeed.moe.Surprise") as surprise:
         torch.save({"module": {"w": torch.ones(2)}, "x": surprise()},
                    tmp_path / "mp_rank_00_model_states.pt")  # fmt: skip
     with pytest.raises(CheckpointError, match=r"objects of deepspeed\.moe\.Surprise"):

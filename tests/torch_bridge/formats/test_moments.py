@@ -94,7 +94,7 @@ def test_schedules_go_on_where_they_were(converted: tb.Converted) -> None:
         converted, tx.init(converted.params), Moments(40, *([numbers(converted, names)] * 2))
     )
     zeros = jax.tree.map(np.zeros_like, converted.params)
-    _, state = tx.update(zeros, state, converted.params)
+    _, state = jax.jit(tx.update)(zeros, state, converted.params)
     assert float(state.hyperparams["learning_rate"]) == pytest.approx(float(RAMP(40)))
 
 

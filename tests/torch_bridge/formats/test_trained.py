@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import zero_files
 from torch.distributed.checkpoint import metadata as md
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -166,6 +167,19 @@ def test_lightnings_own_file() -> None:
         found.optimizer.moments()
     with pytest.raises(CheckpointError, match="only 2 names"):
         found.optimizer.moments(["a", "b"])
+
+
+def test_known_objects_beside_the_weights_are_let_go(tmp_path: Path) -> None:
+    name = "lightning.fabric.utilities.data.AttributeDict"
+    with zero_files.foreign_class(name, dict) as attributes:
+        content = {
+            "state_dict": {"w": torch.ones(2)}, "hyper_parameters": attributes(lr=0.5),
+            "callbacks": {"x": {"dirpath": Path("somewhere")}}, "global_step": 3,
+        }  # fmt: skip
+        torch.save(content, tmp_path / "m.ckpt")
+    found = tb.checkpoint(tmp_path / "m.ckpt")
+    assert found.extra == {"global_step": 3, "hyper_parameters": {"lr": 0.5}}
+    assert found.tensors["w"].tensor().tolist() == [1, 1]
 
 
 class Malicious:

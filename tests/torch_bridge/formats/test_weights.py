@@ -302,6 +302,19 @@ def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
             tb.checkpoint(tmp_path)
 
 
+def test_directories_with_other_names(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
+    assert list(tb.load(tmp_path)) == ["a"]
+    save_file({"a": torch.ones(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match="may be one checkpoint or several"):
+        tb.checkpoint(tmp_path)
+    torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    assert tb.load(tmp_path)["a"].tolist() == [0, 0]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="no checkpoint that can be read"):
+        tb.checkpoint(tmp_path / "empty")
+
+
 def safetensors(path: Path, header: Any, data: bytes, length: int | None = None) -> Path:
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)

@@ -17,15 +17,15 @@ import torch
 
 
 @contextmanager
-def deepspeed_class(path: str) -> Iterator[Any]:
-    """A class that pickles as one of DeepSpeed's, which is not installed."""
+def foreign_class(path: str, base: type = object) -> Iterator[Any]:
+    """A class that pickles as one of a package that is not installed."""
     module, _, name = path.rpartition(".")
     parts = module.split(".")
     names = [".".join(parts[: i + 1]) for i in range(len(parts))]
     before = {n: sys.modules.get(n) for n in names}
     for n in names:
         sys.modules[n] = types.ModuleType(n)
-    made = type(name, (), {"__module__": module, "__init__": lambda self: None})
+    made = type(name, (base,), {"__module__": module})
     setattr(sys.modules[module], name, made)
     try:
         yield made
@@ -38,7 +38,7 @@ def deepspeed_class(path: str) -> Iterator[Any]:
 
 
 def save(content: Any, path: Path) -> None:
-    with deepspeed_class("deepspeed.runtime.fp16.loss_scaler.LossScaler") as scaler:
+    with foreign_class("deepspeed.runtime.fp16.loss_scaler.LossScaler") as scaler:
         content.get("optimizer_state_dict", content)["loss_scaler"] = scaler()
         torch.save(content, path)
 
