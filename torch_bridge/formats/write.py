@@ -38,6 +38,14 @@ def write(
 
     Raises:
         CheckpointError: unknown format or suffix, or the format cannot hold the content.
+
+    Example:
+        >>> import tempfile, torch, torch_bridge as tb
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save(torch.nn.Linear(3, 2).state_dict(), folder + "/model.pt")
+        ...     write(tb.checkpoint(folder + "/model.pt"), folder + "/model.safetensors")
+        ...     tb.checkpoint(folder + "/model.safetensors").format
+        'safetensors'
     """
     target = Path(path)
     to = to or format_of(target)
