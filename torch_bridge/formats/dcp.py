@@ -32,6 +32,8 @@ from .lazy import LazyTensor
 
 
 METADATA = ".metadata"
+# What a checkpoint holds by its path in the saved tree: name, and tensor if it is one.
+Entries = dict[tuple[Any, ...], tuple[str, LazyTensor | None]]
 _CLASSES = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata",
@@ -96,14 +98,9 @@ def read_dcp(folder: Path) -> Checkpoint:
     """
     about = _metadata(folder)
     chunks = _Chunks(folder, about)
-    tensors: dict[str, LazyTensor] = {}
-    entries: dict[tuple[Any, ...], Any] = {}
-    for name, entry in _items(about, "state_dict_metadata"):
-        path = _path(about, name)
-        lazy = chunks.tensor(name, entry)
-        if lazy is not None:
-            tensors[name] = lazy
-        entries[path] = (name, lazy)
+    entries: Entries = {
+        _path(about, name): (name, chunks.tensor(name, entry)) for name, entry in _items(about)
+    }
     moments, rest = _divide(entries)
     prefix = _prefix([path for path, (_, lazy) in rest.items() if lazy is not None])
     found = {
@@ -149,8 +146,8 @@ def _metadata(folder: Path) -> Any:
     return found
 
 
-def _items(about: Any, field: str) -> list[tuple[str, Any]]:
-    found: dict[Any, Any] = getattr(about, field)
+def _items(about: Any) -> list[tuple[str, Any]]:
+    found: dict[Any, Any] = about.state_dict_metadata
     wrong = [name for name in found if not isinstance(name, str)]
     if wrong:
         raise CheckpointError(f"{METADATA}: {wrong[:3]!r:.200} are not names of tensors")
@@ -292,9 +289,6 @@ def _sizes(value: Any) -> tuple[int, ...] | None:
         isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
     )
     return tuple(value) if fine else None
-
-
-Entries = dict[tuple[Any, ...], Any]
 
 
 def _divide(entries: Entries) -> tuple[dict[str, dict[str, Any]], Entries]:
