@@ -92,6 +92,38 @@ def test_a_run_of_pytorch_goes_on_here(
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
 
 
+def test_groups_and_schedules_go_on(tmp_path: Path) -> None:
+    """`tb.optimizer` of a fresh optimizer and scheduler, moments and counts from a file."""
+
+    def make(module: Any) -> tuple[Any, Any, list[str]]:
+        named = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        wide = {n: p for n, p in named.items() if p.ndim > 1}
+        rest = {n: p for n, p in named.items() if p.ndim < 2}
+        groups = [{"params": wide.values()}, {"params": rest.values(), "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=cases.LR, weight_decay=cases.DECAY)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.3)
+        return optimizer, schedule, [*wide, *rest]
+
+    module, fresh, data = cases.net(), cases.net(1), cases.batches()
+    optimizer, schedule, names = make(module)
+    converted = tb.convert(fresh, torch.zeros(4, cases.FEATURES))
+    new_optimizer, new_schedule, _ = make(fresh)
+    tx = tb.optimizer(new_optimizer, converted, new_schedule)
+    for _ in range(7):
+        cases.torch_steps(module, optimizer, data, 1)
+        schedule.step()
+    save_lightning(tmp_path / "m.ckpt", module, optimizer)
+    with pytest.raises(CheckpointError, match=r"pass names=\[\.\.\.\]"):
+        tb.restore(tmp_path / "m.ckpt", converted, tx, PLAN, prefix="net.")
+    state = tb.restore(tmp_path / "m.ckpt", converted, tx, PLAN, prefix="net.", names=names)
+    step = fz.train_step(converted.model(cases.mean_square), tx, PLAN)
+    for batch in itertools.islice(data, 10):
+        state, metrics = step(state, batch)
+        (wanted,) = cases.torch_steps(module, optimizer, iter([batch]), 1)
+        schedule.step()
+        np.testing.assert_allclose(float(metrics["loss"]), wanted, rtol=1e-5)
+
+
 def load_lightning(path: Path, module: Any, optimizer: Any) -> None:
     content = torch.load(path, weights_only=True)
     assert content["pytorch-lightning_version"]
