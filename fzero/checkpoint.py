@@ -26,6 +26,7 @@ import optax
 import orbax.checkpoint as ocp
 
 from fzero.blueprint import Blueprint, blueprint, initial_shapes
+from fzero.copies import copy_shards
 from fzero.errors import CheckpointError
 from fzero.model import Model
 from fzero.offload import disk
@@ -38,7 +39,6 @@ from fzero.state import (
     Pending,
     TrainState,
     compute_copy,
-    copy_shards,
     parked_field,
     require_alive,
 )

@@ -6,9 +6,10 @@ loss follows; being a chain is what lets a step gather one layer ahead, and a pi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,12 @@ class Model:
     init: InitFn | tuple[PyTree, PyTree]
     loss: LossFn
     frozen: frozenset[str] = frozenset()
+
+    def with_init(self, init: InitFn | tuple[PyTree, PyTree]) -> Self:
+        """The same model with other initial values; leaves of a pair may be `LazyArray`s."""
+        new = copy.copy(self)
+        object.__setattr__(new, "init", init)
+        return new
 
     @property
     def layers(self) -> tuple[Layer | Stack, ...]:

@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
 from fzero.blueprint import Blueprint, blueprint, initial_shapes
 from fzero.compat import is_key
 from fzero.consumed import given_to
+from fzero.copies import copy_leaf
 from fzero.errors import PlanError, StateConsumedError, StateError
 from fzero.model import Model
 from fzero.offload.park import is_parked_so, park, unpark
@@ -153,15 +153,15 @@ def _compiled(blue: Blueprint, function: Callable[..., Any], *args: Any) -> Call
 def _copied(blue: Blueprint, params: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree]:
     shapes = blue.shapes()
     kept = map_splits(
-        lambda split, leaf, to: _copy_in(split.home, leaf, to), blue.params, params,
+        lambda split, leaf, to: copy_leaf(leaf, to, split.home), blue.params, params,
         shapes["params"],
     )  # fmt: skip
     if blue.stages is None:
-        return kept, jax.tree.map(lambda x, to: _copy_in(None, x, to), buffers, shapes["buffers"])
+        return kept, jax.tree.map(lambda x, to: copy_leaf(x, to), buffers, shapes["buffers"])
     homes = blue.stages.homes
     return kept, {
         name: jax.tree.map(
-            lambda x, to, home=homes[name]: _copy_in(home, x, to), tree, shapes["buffers"][name]
+            lambda x, to, home=homes[name]: copy_leaf(x, to, home), tree, shapes["buffers"][name]
         )
         for name, tree in buffers.items()
     }
@@ -483,25 +483,6 @@ def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree
         return leaf if leaf.shape == to.shape else leaf[tuple(map(slice, to.shape))]
 
     return jax.tree_util.tree_map_with_path(own, state.params, shapes)
-
-
-def _copy_in(home: Home | None, leaf: Any, to: jax.ShapeDtypeStruct) -> jax.Array:
-    host = np.asarray(leaf)
-    if home is not None:
-        host = np.asarray(home.arrange(host))
-    if host.shape != to.shape:
-        widths = [(0, new - old) for old, new in zip(host.shape, to.shape, strict=True)]
-        host = np.pad(host, widths)
-    return copy_shards(host, to)
-
-
-def copy_shards(host: np.ndarray[Any, Any], to: jax.ShapeDtypeStruct) -> jax.Array:
-    """A host array on the devices of a shape."""
-    # Each shard is copied first: the CPU backend adopts aligned numpy memory (jax#37830), and a
-    # step would then write into an array that belongs to somebody else.
-    return jax.make_array_from_callback(
-        to.shape, to.sharding, lambda index: np.array(host[index], dtype=to.dtype, copy=True)
-    )
 
 
 def _place(leaf: jax.Array, sharding: Any) -> jax.Array:

@@ -34,6 +34,9 @@ _PAIRS: tuple[tuple[torch.dtype, Any], ...] = (
     (torch.complex128, np.complex128),
     (torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn),
     (torch.float8_e5m2, ml_dtypes.float8_e5m2),
+    (torch.float8_e4m3fnuz, ml_dtypes.float8_e4m3fnuz),
+    (torch.float8_e5m2fnuz, ml_dtypes.float8_e5m2fnuz),
+    (torch.float8_e8m0fnu, ml_dtypes.float8_e8m0fnu),
 )
 _TO_NUMPY = {pair[0]: np.dtype(pair[1]) for pair in _PAIRS}
 _TO_TORCH = {np.dtype(pair[1]): pair[0] for pair in _PAIRS}

@@ -15,6 +15,8 @@ from fzero.state import TrainState, require_alive
 from fzero.tree import named_leaves
 
 from .convert import Converted
+from .dtypes import torch_dtype
+from .formats.lazy import LazyTensor, in_memory
 from .layout import Leaf
 from .sequential import ConvertedSequential
 from .weights import to_host, to_torch
@@ -47,43 +49,61 @@ def state_dict(
         >>> {k: tuple(v.shape) for k, v in state_dict(converted, converted.params).items()}
         {'weight': (2, 3), 'bias': (2,)}
     """
+    made: dict[str, torch.Tensor] = {}
+    for leaf, value in state_leaves(converted, state_or_params, "state_dict"):
+        made.update(dict.fromkeys(leaf.names, leaf_tensor(leaf, value)))
+    return {name: made[name] for name in converted.layout.order}
+
+
+def state_leaves(
+    converted: Converted | ConvertedSequential, state_or_params: Any, operation: str
+) -> list[tuple[Leaf, Any]]:
+    """Every leaf that a `state_dict` has, with its value in a state.
+
+    Args and Raises as for `state_dict`.
+    """
     if isinstance(state_or_params, Mapping):
         params, buffers = state_or_params, converted.buffers
     else:
         params, buffers = state_or_params.params, state_or_params.buffers
         if isinstance(state_or_params, TrainState):
-            require_alive(state_or_params, "state_dict")
-    require_on_device(named_leaves({"params": params, "buffers": buffers}), "state_dict")
+            require_alive(state_or_params, operation)
+    require_on_device(named_leaves({"params": params, "buffers": buffers}), operation)
     if isinstance(converted, ConvertedSequential):
         params, buffers = converted.by_name(params), converted.by_name(buffers)
-    leaf_of = converted.layout.leaf_of()
-    made: dict[str, torch.Tensor] = {}
-    out: dict[str, torch.Tensor] = {}
-    for name in converted.layout.order:
-        leaf = leaf_of[name]
-        if leaf.name not in made:
-            source: Any = params if leaf.is_param else buffers
-            if leaf.name not in source:
-                kind = "params" if leaf.is_param else "buffers"
-                raise CheckpointError(f"the state's {kind} have no `{leaf.name}`")
-            made[leaf.name] = _leaf_tensor(leaf, source[leaf.name])
-        out[name] = made[leaf.name]
-    return out
+    persistent = set(converted.layout.order)
+    found: list[tuple[Leaf, Any]] = []
+    for leaf in converted.layout.leaves:
+        if persistent.isdisjoint(leaf.names):
+            continue
+        source: Any = params if leaf.is_param else buffers
+        if leaf.name not in source:
+            kind = "params" if leaf.is_param else "buffers"
+            raise CheckpointError(f"the state's {kind} have no `{leaf.name}`")
+        value = source[leaf.name]
+        stored = tuple(value.shape)
+        fits = len(stored) == len(leaf.shape)
+        if not fits or any(s < n for s, n in zip(stored, leaf.shape, strict=True)):
+            raise CheckpointError(f"`{leaf.name}`: expected shape {leaf.shape}, got {stored}")
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            raise CheckpointError(
+                f"`{leaf.name}` lives partly on other processes' devices; gather it first "
+                "(jax.experimental.multihost_utils.process_allgather)"
+            )
+        found.append((leaf, value))
+    return found
 
 
-def _leaf_tensor(leaf: Leaf, value: Any) -> torch.Tensor:
-    logical = leaf.shape
-    stored = tuple(value.shape)
-    if len(stored) != len(logical) or any(s < n for s, n in zip(stored, logical, strict=True)):
-        raise CheckpointError(f"`{leaf.name}`: expected shape {logical}, got {stored}")
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        raise CheckpointError(
-            f"`{leaf.name}` lives partly on other processes' devices; gather it first "
-            "(jax.experimental.multihost_utils.process_allgather)"
-        )
-    cut = np.asarray(value)[tuple(slice(n) for n in logical)]
+def leaf_tensor(leaf: Leaf, value: Any) -> torch.Tensor:
+    """A kept value as a tensor of its own, without padding."""
+    cut = np.asarray(value)[tuple(slice(n) for n in leaf.shape)]
+    return to_torch(cut, saved_dtype(leaf, value))
+
+
+def saved_dtype(leaf: Leaf, value: Any) -> torch.dtype:
+    """The dtype in which a value is saved: floats keep their own, others get the module's."""
     keeps = leaf.dtype.is_floating_point or leaf.dtype.is_complex
-    return to_torch(cut, None if keeps else leaf.dtype)
+    return torch_dtype(value.dtype) if keeps else leaf.dtype
 
 
 def load_state_dict(
@@ -113,59 +133,101 @@ def load_state_dict(
         >>> sorted(params), buffers
         (['bias', 'weight'], {})
     """
-    params, buffers = _initial(converted)
+    lazy = {name: in_memory(name, _tensor(value)) for name, value in mapping.items()}
+    found = fit_leaves(converted, lazy, strict=strict, cast=not strict)
+    params, buffers = initial_leaves(converted)
     problems: list[str] = []
-    leaf_of = converted.layout.leaf_of()
-    if strict:
-        problems += [f"unexpected: `{name}`" for name in mapping if name not in leaf_of]
     for leaf in converted.layout.leaves:
-        present = [name for name in leaf.names if name in mapping]
-        if not present:
-            if strict and leaf.persistent:
-                problems.append(f"missing: `{leaf.name}`")
+        if leaf.name not in found:
             continue
-        target = params if leaf.is_param else buffers
-        found = _read_leaf(leaf, {name: mapping[name] for name in present}, strict, problems)
-        if found is not None:
-            target[leaf.name] = found
+        try:
+            value = to_host(found[leaf.name].tensor())
+        except (OverflowError, TypeError) as error:
+            problems.append(f"value: `{leaf.name}`: {error}")
+            continue
+        (params if leaf.is_param else buffers)[leaf.name] = value
+    _refuse(problems)
+    return nested(converted, params, buffers)
+
+
+def nested(
+    converted: Converted | ConvertedSequential, params: dict[str, Any], buffers: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values by leaf name in the structure of `converted.params` and `converted.buffers`."""
+    if isinstance(converted, ConvertedSequential):
+        return converted.by_layer(params, buffers)
+    return params, buffers
+
+
+def fit_leaves(
+    converted: Converted | ConvertedSequential,
+    tensors: Mapping[str, LazyTensor],
+    strict: bool,
+    cast: bool,
+) -> dict[str, LazyTensor]:
+    """Which tensor is which leaf of a converted module, in the leaf's dtype; none is read yet.
+
+    Args:
+        converted: the module or chain.
+        tensors: by `state_dict` name. Tied ones are compared, where several are there.
+        strict: refuse missing and unexpected names.
+        cast: accept other dtypes.
+
+    Returns:
+        A tensor by leaf name, for those that are there.
+
+    Raises:
+        CheckpointError: lists everything that does not fit.
+    """
+    problems: list[str] = []
+    found: dict[str, LazyTensor] = {}
+    if strict:
+        leaf_of = converted.layout.leaf_of()
+        problems += [f"unexpected: `{name}`" for name in tensors if name not in leaf_of]
+    for leaf in converted.layout.leaves:
+        given = {name: tensors[name] for name in leaf.names if name in tensors}
+        if given:
+            problems += _misfits(leaf, given, cast)
+            found[leaf.name] = next(iter(given.values())).cast(leaf.dtype)
+        elif strict and leaf.persistent:
+            problems.append(f"missing: `{leaf.name}`")
+    _refuse(problems)
+    return found
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         raise CheckpointError(
             f"the state_dict does not fit the module in {len(problems)} place(s):\n  "
             + "\n  ".join(problems)
             + "\nstrict=False accepts missing and unexpected names and casts dtypes."
         )
-    if isinstance(converted, ConvertedSequential):
-        return converted.by_layer(params, buffers)
-    return params, buffers
 
 
-def _initial(converted: Converted | ConvertedSequential) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Initial values by leaf name."""
+def _misfits(leaf: Leaf, given: Mapping[str, LazyTensor], cast: bool) -> list[str]:
+    problems: list[str] = []
+    for name, tensor in given.items():
+        if tensor.shape != leaf.shape:
+            problems.append(f"shape: `{name}` is {tensor.shape}, expected {leaf.shape}")
+        elif tensor.torch_dtype != leaf.dtype and not cast:
+            problems.append(f"dtype: `{name}` is {tensor.torch_dtype}, expected {leaf.dtype}")
+    if problems:
+        return problems
+    (name, first), *others = given.items()
+    return [
+        f"tied: `{name}` and `{other}` are one weight but differ"
+        for other, tensor in others
+        if tensor.fetch is not first.fetch and not _same_bits(tensor.tensor(), first.tensor())
+    ]
+
+
+def initial_leaves(
+    converted: Converted | ConvertedSequential,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Initial values by leaf name, as `(params, buffers)`."""
     if isinstance(converted, ConvertedSequential):
         return converted.by_name(converted.params), converted.by_name(converted.buffers)
     return dict(converted.params), dict(converted.buffers)
-
-
-def _read_leaf(
-    leaf: Leaf, given: Mapping[str, Any], strict: bool, problems: list[str]
-) -> np.ndarray[Any, Any] | None:
-    tensors = {name: _tensor(value) for name, value in given.items()}
-    name, tensor = next(iter(tensors.items()))
-    before = len(problems)
-    for other_name, other in tensors.items():
-        if tuple(other.shape) != leaf.shape:
-            problems.append(f"shape: `{other_name}` is {tuple(other.shape)}, expected {leaf.shape}")
-        elif strict and other.dtype != leaf.dtype:
-            problems.append(f"dtype: `{other_name}` is {other.dtype}, expected {leaf.dtype}")
-        elif other is not tensor and not _same_bits(other, tensor):
-            problems.append(f"tied: `{name}` and `{other_name}` are one weight but differ")
-    if len(problems) > before:
-        return None
-    try:
-        return to_host(tensor.to(leaf.dtype))
-    except (OverflowError, TypeError) as error:
-        problems.append(f"value: `{name}`: {error}")
-        return None
 
 
 def _tensor(value: Any) -> torch.Tensor:

@@ -15,6 +15,7 @@ from bridge_cases import make_gpt2
 from parity import FORWARD_RTOL, GRADIENT_RTOL, relative_error
 from transformers import GPT2LMHeadModel
 
+import fzero as fz
 import torch_bridge as tb
 
 
@@ -128,6 +129,23 @@ def test_transformers_loads_what_was_saved(
     params, _ = tb.load_state_dict(gpt2_converted, tb.load(tmp_path / "model.safetensors"))
     for name, value in params.items():
         np.testing.assert_array_equal(value, changed[name])
+
+
+def test_transformers_and_a_sharded_state_exchange_shards(
+    gpt2: GPT2LMHeadModel, gpt2_converted: tb.Converted, tmp_path: Path
+) -> None:
+    gpt2.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").is_file()
+    state = tb.restore(
+        tmp_path / "theirs", gpt2_converted, None, fz.Plan(zero=3, min_shard_bytes=0)
+    )
+    back = tb.state_dict(gpt2_converted, state)
+    assert all(torch.equal(back[n], want) for n, want in gpt2.state_dict().items())
+    gpt2.config.save_pretrained(tmp_path / "ours")
+    tb.save(tmp_path / "ours", gpt2_converted, state, max_shard_size="20KB")
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 2
+    again = type(gpt2).from_pretrained(tmp_path / "ours")
+    assert all(torch.equal(v, gpt2.state_dict()[n]) for n, v in again.state_dict().items())
 
 
 def test_ignored_labels_do_not_count() -> None:

@@ -1,0 +1,233 @@
+"""Adam's moments by name: out of any optax state, and back into it; training goes on either way."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import format_cases as cases
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+
+import fzero as fz
+import torch_bridge as tb
+from fzero.errors import CheckpointError
+from fzero.tree import named_leaves
+from torch_bridge.moments import Moments, moments_of, with_moments
+
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion() -> None:
+    """Not here: optax trains, and leaves promotion to JAX."""
+
+
+RAMP = optax.linear_schedule(1e-3, 0.0, 100)
+TRANSFORMATIONS = {
+    "adam": optax.adam(1e-3),
+    "adamw": optax.adamw(RAMP, weight_decay=0.1),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.scale(-1e-3)),
+    "inject": optax.inject_hyperparams(optax.adamw)(learning_rate=RAMP, weight_decay=0.1),
+    "masked": optax.masked(
+        optax.adam(1e-3), lambda params: {n: v.ndim > 1 for n, v in params.items()}
+    ),
+    "groups": optax.multi_transform(
+        {"decay": optax.adamw(RAMP, weight_decay=0.1), "rest": optax.adam(RAMP)},
+        lambda params: {n: "decay" if v.ndim > 1 else "rest" for n, v in params.items()},
+    ),
+    "skipping": optax.apply_if_finite(optax.adam(RAMP), 3),
+}
+
+
+@pytest.fixture(scope="module")
+def module() -> cases.Net:
+    return cases.net()
+
+
+@pytest.fixture(scope="module")
+def converted(module: cases.Net) -> tb.Converted:
+    return tb.convert(module, torch.zeros(4, cases.FEATURES))
+
+
+def numbers(converted: tb.Converted, names: Any, seed: int = 0) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return {n: random.standard_normal(converted.params[n].shape, np.float32) for n in names}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_moments_go_into_any_optimizer_and_come_out_again(
+    converted: tb.Converted, name: str
+) -> None:
+    state = TRANSFORMATIONS[name].init(converted.params)
+    empty = moments_of(converted, state)
+    learned = set(converted.params) - converted.frozen
+    if name == "masked":
+        learned = {n for n in learned if converted.params[n].ndim > 1}
+    assert set(empty.exp_avg) == set(empty.exp_avg_sq) == learned
+    assert empty.step == 0
+    given = Moments(7, numbers(converted, learned), numbers(converted, learned, 1))
+    new = with_moments(converted, state, given)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    back = moments_of(converted, new)
+    assert back.step == 7
+    for key in learned:
+        np.testing.assert_array_equal(back.exp_avg[key], given.exp_avg[key])
+        np.testing.assert_array_equal(back.exp_avg_sq[key], given.exp_avg_sq[key])
+    counts = {p: int(x) for p, x in named_leaves(new) if p.split("/")[-1].endswith("count")}
+    failures = {"notfinite_count", "total_notfinite"}
+    assert counts
+    assert all(n == (0 if p.split("/")[-1] in failures else 7) for p, n in counts.items()), counts
+    # What was given stays as it was.
+    assert moments_of(converted, state).step == 0
+    assert not np.any(moments_of(converted, state).exp_avg["again.weight"])
+
+
+def test_schedules_go_on_where_they_were(converted: tb.Converted) -> None:
+    tx = TRANSFORMATIONS["inject"]
+    names = set(converted.params) - converted.frozen
+    state = with_moments(
+        converted, tx.init(converted.params), Moments(40, *([numbers(converted, names)] * 2))
+    )
+    zeros = jax.tree.map(np.zeros_like, converted.params)
+    _, state = jax.jit(tx.update)(zeros, state, converted.params)
+    assert float(state.hyperparams["learning_rate"]) == pytest.approx(float(RAMP(40)))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_shardings_and_padding_stay(converted: tb.Converted, zero: int) -> None:
+    model = converted.model(cases.mean_square)
+    tx, plan = cases.optax_adamw(), fz.Plan(zero=zero, min_shard_bytes=0)
+    state = fz.init(model, tx, plan)
+    names = set(converted.params) - converted.frozen
+    given = Moments(3, numbers(converted, names), numbers(converted, names, 1))
+    new = with_moments(converted, state.opt_state, given)
+    for (path, old), (_, leaf) in zip(
+        named_leaves(state.opt_state), named_leaves(new), strict=True
+    ):
+        assert leaf.sharding == old.sharding, path
+        assert (leaf.shape, leaf.dtype) == (old.shape, old.dtype), path
+    if zero:
+        padded = [x for p, x in named_leaves(new) if p.endswith("mu/inner.weight")]
+        assert padded[0].shape == (16, 5)
+        assert not np.any(np.asarray(padded[0])[13:])
+    back = moments_of(converted, new)
+    for name in names:
+        np.testing.assert_array_equal(back.exp_avg[name], given.exp_avg[name])
+    fz.train_step(model, tx, plan)(state.replace(opt_state=new), next(cases.batches()))
+    with pytest.raises(fz.StateConsumedError, match="consumed by a step"):
+        moments_of(converted, new)
+
+
+def test_a_chain_of_modules_has_moments_by_the_same_names() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    chain = tb.sequential(module, torch.zeros(4, 4))
+    state = optax.adam(1e-3).init(chain.params)
+    given = {n: np.full(tuple(p.shape), i, np.float32) for i, (n, p) in
+             enumerate(module.named_parameters())}  # fmt: skip
+    new = with_moments(chain, state, Moments(2, given, given))
+    back = moments_of(chain, new)
+    assert list(back.exp_avg) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    for name, value in given.items():
+        np.testing.assert_array_equal(back.exp_avg[name], value)
+
+
+def test_what_does_not_fit_is_listed(converted: tb.Converted) -> None:
+    state = optax.adam(1e-3).init(converted.params)
+    names = set(converted.params) - converted.frozen
+    one, two = numbers(converted, names), numbers(converted, names)
+    del one["again.bias"], two["again.bias"]
+    one["other"] = two["other"] = np.zeros(3)
+    one["norm.weight"] = np.zeros(4, np.float32)
+    one["outer.weight"] = two["outer.weight"] = one["inner.weight"]
+    del two["norm.bias"]
+    with pytest.raises(CheckpointError) as caught:
+        with_moments(converted, state, Moments(-1, one, two))
+    for part in (
+        "step: expected at least 0, got -1",
+        "`again.bias`: missing",
+        "`other`: not a parameter that Adam updates here",
+        "`norm.weight`: expected (13,), got (4,)",
+        "`outer.weight` and `inner.weight` are one parameter",
+        "`norm.bias`: exp_avg and exp_avg_sq must both be given",
+    ):
+        assert part in str(caught.value)
+
+
+def test_states_without_one_adam_are_refused(converted: tb.Converted) -> None:
+    params = converted.params
+    with pytest.raises(CheckpointError, match="with Adam in it"):
+        moments_of(converted, optax.sgd(0.1, momentum=0.9).init(params))
+    twice = optax.chain(optax.scale_by_adam(), optax.scale_by_adam()).init(params)
+    with pytest.raises(CheckpointError, match="once for each parameter"):
+        moments_of(converted, twice)
+    other = optax.adam(1e-3).init({"w": np.zeros(3, np.float32)})
+    with pytest.raises(CheckpointError, match="no parameter of the converted module"):
+        moments_of(converted, other)
+    groups = TRANSFORMATIONS["groups"].init(params)
+    apart = jax.tree_util.tree_map_with_path(
+        lambda path, x: x + 1 if "decay" in str(path) and x.ndim == 0 else x, groups
+    )
+    with pytest.raises(CheckpointError, match="counts different steps"):
+        moments_of(converted, apart)
+
+
+@pytest.fixture(scope="module")
+def compiled(converted: tb.Converted) -> tuple[Any, Any, Any, Any]:
+    model, tx, plan = (
+        converted.model(cases.mean_square),
+        cases.optax_adamw(),
+        fz.Plan(zero=3, min_shard_bytes=0),
+    )
+    return model, tx, plan, fz.train_step(model, tx, plan)
+
+
+def test_a_training_goes_on_in_fzero_as_in_pytorch(
+    converted: tb.Converted, compiled: tuple[Any, Any, Any, Any]
+) -> None:
+    model, tx, plan, step = compiled
+    module, data = cases.net(), cases.batches()
+    optimizer = cases.adamw(module)
+    cases.torch_steps(module, optimizer, data, 7)
+    ahead, data = itertools.tee(data)
+    params, buffers = tb.load_state_dict(converted, module.state_dict())
+    state = fz.init(fz.Model((params, buffers), model.loss, model.frozen), tx, plan)
+    moments = cases.torch_moments(module, optimizer)
+    state = state.replace(opt_state=with_moments(converted, state.opt_state, moments))
+    wanted = cases.torch_steps(module, optimizer, ahead, 20)
+    losses = []
+    for _ in range(20):
+        state, metrics = step(state, next(data))
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert moments_of(converted, state.opt_state).step == 27
+
+
+def test_a_training_goes_on_in_pytorch_as_in_fzero(
+    converted: tb.Converted, compiled: tuple[Any, Any, Any, Any]
+) -> None:
+    model, tx, plan, step = compiled
+    state, data = fz.init(model, tx, plan), cases.batches()
+    for _ in range(7):
+        state, _ = step(state, next(data))
+    ahead, data = itertools.tee(data)
+    module = cases.net(seed=5)
+    module.load_state_dict(tb.state_dict(converted, state))
+    optimizer, moments = cases.adamw(module), moments_of(converted, state.opt_state)
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(moments.step)),
+                "exp_avg": torch.from_numpy(moments.exp_avg[name]),
+                "exp_avg_sq": torch.from_numpy(moments.exp_avg_sq[name]),
+            }
+    wanted = []
+    for _ in range(20):
+        state, metrics = step(state, next(ahead))
+        wanted.append(float(metrics["loss"]))
+    losses = cases.torch_steps(module, optimizer, data, 20)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)

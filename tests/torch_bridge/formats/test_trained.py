@@ -1,0 +1,319 @@
+"""Lightning and torch.distributed.checkpoint: weights, moments and step; trainings that go on."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import format_cases as cases
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import zero_files
+from torch.distributed.checkpoint import metadata as md
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import fzero as fz
+import torch_bridge as tb
+from fzero.errors import CheckpointError
+from torch_bridge.moments import moments_of
+
+
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+DATA = Path(__file__).parents[2] / "data" / "checkpoints"
+PLAN = fz.Plan(zero=3, min_shard_bytes=0)
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion() -> None:
+    """Not here: optax trains, and leaves promotion to JAX."""
+
+
+@pytest.fixture(scope="module")
+def converted() -> tb.Converted:
+    return tb.convert(cases.net(9), torch.zeros(4, cases.FEATURES))
+
+
+@pytest.fixture(scope="module")
+def step(converted: tb.Converted) -> Any:
+    return fz.train_step(converted.model(cases.mean_square), cases.optax_adamw(), PLAN)
+
+
+def save_lightning(path: Path, module: Any, optimizer: Any) -> None:
+    """As Lightning writes it, with a few of the things that it puts beside the weights."""
+    state = {f"net.{name}": value for name, value in module.state_dict().items()}
+    torch.save(
+        {
+            "epoch": 2, "global_step": 7, "pytorch-lightning_version": "2.5.0",
+            "state_dict": state, "loops": {}, "callbacks": {"x": {"best": torch.tensor(0.5)}},
+            "optimizer_states": [optimizer.state_dict()], "lr_schedulers": [],
+        },
+        path,
+    )  # fmt: skip
+
+
+def save_fsdp(path: Path, module: Any, optimizer: Any) -> None:
+    model, optim = get_state_dict(module, optimizer)
+    dcp.save({"model": model, "optim": optim}, checkpoint_id=path)
+
+
+FORMATS = {
+    "m.ckpt": (save_lightning, {"prefix": "net."}),
+    "dcp": (save_fsdp, {}),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_run_of_pytorch_goes_on_here(
+    converted: tb.Converted, step: Any, name: str, tmp_path: Path
+) -> None:
+    write, options = FORMATS[name]
+    module, data = cases.net(), cases.batches()
+    optimizer = cases.adamw(module)
+    cases.torch_steps(module, optimizer, data, 7)
+    write(tmp_path / name, module, optimizer)
+    ahead, data = itertools.tee(data)
+    wanted = cases.torch_steps(module, optimizer, ahead, 20)
+    state = tb.restore(tmp_path / name, converted, cases.optax_adamw(), PLAN, **options)
+    assert int(state.step) == 7
+    losses = []
+    for _ in range(20):
+        state, metrics = step(state, next(data))
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+
+
+def test_groups_and_schedules_go_on(tmp_path: Path) -> None:
+    """`tb.optimizer` of a fresh optimizer and scheduler, moments and counts from a file."""
+
+    def make(module: Any) -> tuple[Any, Any, list[str]]:
+        named = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        wide = {n: p for n, p in named.items() if p.ndim > 1}
+        rest = {n: p for n, p in named.items() if p.ndim < 2}
+        groups = [{"params": wide.values()}, {"params": rest.values(), "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=cases.LR, weight_decay=cases.DECAY)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.3)
+        return optimizer, schedule, [*wide, *rest]
+
+    module, fresh, data = cases.net(), cases.net(1), cases.batches()
+    optimizer, schedule, names = make(module)
+    converted = tb.convert(fresh, torch.zeros(4, cases.FEATURES))
+    new_optimizer, new_schedule, _ = make(fresh)
+    tx = tb.optimizer(new_optimizer, converted, new_schedule)
+    for _ in range(7):
+        cases.torch_steps(module, optimizer, data, 1)
+        schedule.step()
+    save_lightning(tmp_path / "m.ckpt", module, optimizer)
+    with pytest.raises(CheckpointError, match=r"pass names=\[\.\.\.\]"):
+        tb.restore(tmp_path / "m.ckpt", converted, tx, PLAN, prefix="net.")
+    state = tb.restore(tmp_path / "m.ckpt", converted, tx, PLAN, prefix="net.", names=names)
+    step = fz.train_step(converted.model(cases.mean_square), tx, PLAN)
+    for batch in itertools.islice(data, 10):
+        state, metrics = step(state, batch)
+        (wanted,) = cases.torch_steps(module, optimizer, iter([batch]), 1)
+        schedule.step()
+        np.testing.assert_allclose(float(metrics["loss"]), wanted, rtol=1e-5)
+
+
+def load_lightning(path: Path, module: Any, optimizer: Any) -> None:
+    content = torch.load(path, weights_only=True)
+    assert content["pytorch-lightning_version"]
+    assert content["global_step"] == 7
+    assert content["loops"]["fit_loop"]["epoch_loop.state_dict"] == {"_batches_that_stepped": 7}
+    module.load_state_dict(content["state_dict"])
+    optimizer.load_state_dict(content["optimizer_states"][0])
+
+
+def load_fsdp(path: Path, module: Any, optimizer: Any) -> None:
+    model, optim = get_state_dict(module, optimizer)
+    dcp.load({"model": model, "optim": optim}, checkpoint_id=path)
+    set_state_dict(module, optimizer, model_state_dict=model, optim_state_dict=optim)
+
+
+@pytest.mark.parametrize(("name", "load"), [("m.ckpt", load_lightning), ("dcp", load_fsdp)])
+def test_a_run_from_here_goes_on_in_pytorch(
+    converted: tb.Converted, step: Any, name: str, load: Any, tmp_path: Path
+) -> None:
+    state = fz.init(converted.model(cases.mean_square), cases.optax_adamw(), PLAN)
+    data = cases.batches()
+    for _ in range(7):
+        state, _ = step(state, next(data))
+    hyper = {"lr": cases.LR, "betas": cases.BETAS, "eps": cases.EPS, "weight_decay": cases.DECAY}
+    to = None if "." in name else "dcp"
+    tb.save(tmp_path / name, converted, state, to=to, hyper=hyper)
+    with pytest.raises(CheckpointError, match=r"unknown hyperparameters \['learning_rate'\]"):
+        tb.save(tmp_path / "other", converted, state, to="dcp", hyper={"learning_rate": 1})
+    module = cases.net(4)
+    learned = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learned)  # its hyperparameters come with the checkpoint
+    load(tmp_path / name, module, optimizer)
+    ahead, data = itertools.tee(data)
+    wanted = []
+    for _ in range(20):
+        state, metrics = step(state, next(ahead))
+        wanted.append(float(metrics["loss"]))
+    losses = cases.torch_steps(module, optimizer, data, 20)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["m.ckpt", "dcp", "universal"])
+def test_states_come_back_bit_by_bit(
+    converted: tb.Converted, step: Any, name: str, tmp_path: Path
+) -> None:
+    state = fz.init(converted.model(cases.mean_square), cases.optax_adamw(), PLAN)
+    state, _ = step(state, next(cases.batches()))
+    tb.save(tmp_path / name, converted, state, to=None if "." in name else name, optimizer=True)
+    found = tb.checkpoint(tmp_path / name)
+    assert found.ties == {"outer.weight": "inner.weight"}
+    back = tb.restore(tmp_path / name, converted, cases.optax_adamw(), fz.Plan(zero=0))
+    assert int(back.step) == 1
+    want = tb.state_dict(converted, state)
+    assert all(torch.equal(v, want[n]) for n, v in tb.state_dict(converted, back).items())
+    one, two = (moments_of(converted, s.opt_state) for s in (state, back))
+    assert one.step == two.step
+    for name in one.exp_avg:
+        np.testing.assert_array_equal(one.exp_avg[name], two.exp_avg[name])
+        np.testing.assert_array_equal(one.exp_avg_sq[name], two.exp_avg_sq[name])
+    with pytest.raises(CheckpointError, match="is not empty"):
+        tb.save(tmp_path, converted, state, to="dcp")
+
+
+def test_lightnings_own_file() -> None:
+    found = tb.checkpoint(DATA / "lightning.ckpt")
+    assert (found.format, found.version) == ("PyTorch Lightning", "2.6.6")
+    assert found.ties == {"net.outer.weight": "net.inner.weight"}
+    assert found.extra["global_step"] == 8
+    assert found.extra["hyper_parameters"] == {"lr": 0.003, "width": 13}
+    assert found.optimizer is not None
+    assert found.optimizer.step == 8
+    with pytest.raises(CheckpointError, match=r"pass names=\[\.\.\.\]"):
+        found.optimizer.moments()
+    with pytest.raises(CheckpointError, match="only 2 names"):
+        found.optimizer.moments(["a", "b"])
+
+
+def test_known_objects_beside_the_weights_are_let_go(tmp_path: Path) -> None:
+    name = "lightning.fabric.utilities.data.AttributeDict"
+    with zero_files.foreign_class(name, dict) as attributes:
+        content = {
+            "state_dict": {"w": torch.ones(2)}, "hyper_parameters": attributes(lr=0.5),
+            "callbacks": {"x": {"dirpath": Path("somewhere")}}, "global_step": 3,
+        }  # fmt: skip
+        torch.save(content, tmp_path / "m.ckpt")
+    found = tb.checkpoint(tmp_path / "m.ckpt")
+    assert found.extra == {"global_step": 3, "hyper_parameters": {"lr": 0.5}}
+    assert found.tensors["w"].tensor().tolist() == [1, 1]
+
+
+class Malicious:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.target),)
+
+
+def test_nothing_in_a_file_is_executed(tmp_path: Path) -> None:
+    trap = tmp_path / "ran"
+    torch.save({"state_dict": {}, "callbacks": Malicious(trap)}, tmp_path / "m.ckpt")
+    with pytest.raises(CheckpointError, match=r"objects of posix\.mkdir|nt\.mkdir"):
+        tb.checkpoint(tmp_path / "m.ckpt")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Malicious(trap)))
+    with pytest.raises(CheckpointError, match=r"posix\.mkdir, which does not belong there"):
+        tb.checkpoint(tmp_path)
+    assert not trap.exists()
+    pickle.loads(pickle.dumps(Malicious(trap)))  # the trap itself does work
+    assert trap.exists()
+
+
+def two_ranks(folder: Path, change: Any = None) -> None:
+    """A directory as two FSDP2 ranks write it: rows 0 to 4 and 4 to 7 of one tensor."""
+    folder.mkdir(exist_ok=True)
+    value = torch.arange(21.0).reshape(7, 3)
+    storage, chunks = {}, []
+    for rank, (low, high) in enumerate([(0, 4), (4, 7)]):
+        buffer = io.BytesIO(b"other things")
+        buffer.seek(0, io.SEEK_END)
+        torch.save(value[low:high].clone(), buffer)
+        (folder / f"__{rank}_0.distcp").write_bytes(buffer.getvalue())
+        offset, size = torch.Size([low, 0]), torch.Size([high - low, 3])
+        chunks.append(md.ChunkStorageMetadata(offset, size))
+        where = _StorageInfo(f"__{rank}_0.distcp", 12, len(buffer.getvalue()) - 12)
+        storage[md.MetadataIndex("model.w", offset, rank)] = where
+    entry = md.TensorStorageMetadata(md.TensorProperties(), torch.Size([7, 3]), chunks)
+    about = md.Metadata({"model.w": entry}, {"model.w": ("model", "w")}, storage)
+    if change is not None:
+        change(about, entry, storage)
+    (folder / ".metadata").write_bytes(pickle.dumps(about))
+
+
+def test_chunks_of_several_ranks_are_put_together(tmp_path: Path) -> None:
+    two_ranks(tmp_path)
+    lazy = tb.checkpoint(tmp_path).tensors["w"]
+    value = torch.arange(21.0).reshape(7, 3)
+    assert torch.equal(lazy.tensor(), value)
+    assert torch.equal(lazy.tensor((slice(3, 6), slice(1, 3))), value[3:6, 1:3])
+    (tmp_path / "__1_0.distcp").unlink()
+    assert torch.equal(lazy.tensor((slice(0, 4), slice(0, 3))), value[:4])
+    with pytest.raises(CheckpointError, match="missing or truncated"):
+        lazy.tensor()
+
+
+def moved(about: Any, entry: Any, storage: Any) -> None:
+    entry.chunks[1] = md.ChunkStorageMetadata(torch.Size([5, 0]), torch.Size([3, 3]))
+
+
+def overlapping(about: Any, entry: Any, storage: Any) -> None:
+    """As many elements as there should be, but rows 1 to 4 twice and the last never."""
+    last = next(key for key in storage if key.offset[0])
+    storage[md.MetadataIndex("model.w", torch.Size([1, 0]), 1)] = storage.pop(last)
+    entry.chunks[1] = md.ChunkStorageMetadata(torch.Size([1, 0]), torch.Size([3, 3]))
+
+
+def elsewhere(about: Any, entry: Any, storage: Any) -> None:
+    for info in storage.values():
+        info.relative_path = "../x.distcp"
+
+
+def beyond(about: Any, entry: Any, storage: Any) -> None:
+    for info in storage.values():
+        info.length = 2**40
+
+
+def nowhere(about: Any, entry: Any, storage: Any) -> None:
+    storage.clear()
+
+
+def other_dtype(about: Any, entry: Any, storage: Any) -> None:
+    entry.properties = md.TensorProperties(dtype=torch.float64)
+
+
+def huge(about: Any, entry: Any, storage: Any) -> None:
+    entry.size = torch.Size([2**40, 3])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (moved, "lies outside of it"),
+        (overlapping, "overlap, and leave gaps"),
+        (elsewhere, "a file of the directory itself"),
+        (beyond, "missing or truncated"),
+        (nowhere, "is nowhere"),
+        (other_dtype, "is not torch.float64"),
+        (huge, "do not make up"),
+    ],
+)
+def test_metadata_that_lies_is_found(tmp_path: Path, change: Any, match: str) -> None:
+    two_ranks(tmp_path, change)
+    with pytest.raises(CheckpointError, match=match):
+        tb.checkpoint(tmp_path).tensors["w"].tensor()

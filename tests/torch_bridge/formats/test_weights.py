@@ -1,0 +1,356 @@
+"""Weights: safetensors files, shards, Hugging Face directories and torch files, both ways."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import format_cases as cases
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import fzero as fz
+import torch_bridge as tb
+from fzero.errors import CheckpointError
+from fzero.tree import named_leaves
+from torch_bridge.formats.content import Checkpoint
+from torch_bridge.formats.lazy import LazyTensor, in_memory
+from torch_bridge.formats.write import write
+
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion() -> None:
+    """Not here: optax trains, and leaves promotion to JAX."""
+
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16,
+    torch.uint8, torch.bool, torch.complex64,
+]  # fmt: skip
+PLANS = {
+    "zero3": fz.Plan(zero=3, min_shard_bytes=0),
+    "zero0": fz.Plan(zero=0),
+    "zero2 bf16": fz.Plan(zero=2, min_shard_bytes=0, precision="bf16"),
+}
+
+
+def every_dtype() -> dict[str, torch.Tensor]:
+    """Random bits in every dtype, and shapes that are easily forgotten."""
+    random = np.random.default_rng(0)
+    found = {}
+    for dtype in DTYPES:
+        high = 2 if dtype is torch.bool else 256
+        raw = torch.from_numpy(random.integers(0, high, 15 * dtype.itemsize, np.uint8))
+        found[str(dtype)] = raw.view(dtype).reshape(3, 5)
+    return {
+        **found,
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 4),
+        "é/\"'": torch.ones(1),
+    }
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def same(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one.dtype == two.dtype and one.shape == two.shape and bits(one) == bits(two)
+
+
+def content(tensors: dict[str, torch.Tensor], ties: dict[str, str] | None = None) -> Checkpoint:
+    return Checkpoint(
+        "", "", {n: in_memory(n, t) for n, t in tensors.items()}, ties=ties or {}
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ["m.safetensors", "m.pt", "folder", "sharded"])
+def test_every_dtype_goes_both_ways_bit_by_bit(tmp_path: Path, target: str) -> None:
+    tensors = every_dtype()
+    size = 200 if target == "sharded" else "1GB"
+    write(content(tensors, {"again": "scalar"}), tmp_path / target, max_shard_size=size)
+    files = sorted(p.name for p in tmp_path.rglob("*") if p.is_file())
+    assert len(files) == {"sharded": 7}.get(target, 1), files
+    found = tb.checkpoint(tmp_path / target)
+    assert set(found.tensors) == set(tensors)
+    assert found.ties == {"again": "scalar"}
+    loaded = tb.load(tmp_path / target)
+    assert loaded["again"].data_ptr() == loaded["scalar"].data_ptr()
+    for name, want in tensors.items():
+        assert same(loaded[name], want), name
+        lazy = found.tensors[name]
+        assert (lazy.torch_dtype, lazy.shape) == (want.dtype, tuple(want.shape))
+        if want.ndim == 2 and want.numel():
+            piece = (slice(1, 3), slice(2, 4))
+            assert same(lazy.tensor(piece), want[1:3, 2:4]), name
+            assert lazy.tensor((slice(1, 1), slice(0, 5))).shape == (0, 5)
+
+
+def test_files_are_those_that_the_libraries_write(tmp_path: Path) -> None:
+    tensors = every_dtype()
+    write(content(tensors), tmp_path / "own.safetensors")
+    save_file(tensors, tmp_path / "library.safetensors", metadata={"format": "pt"})
+    own = (tmp_path / "own.safetensors").read_bytes()
+    assert own == (tmp_path / "library.safetensors").read_bytes()
+    write(content(tensors, {"tied": "scalar"}), tmp_path / "own.pt")
+    loaded = torch.load(tmp_path / "own.pt", weights_only=True)
+    assert all(same(loaded[name], want) for name, want in tensors.items())
+    assert loaded["tied"].data_ptr() == loaded["scalar"].data_ptr()
+    with zipfile.ZipFile(tmp_path / "own.pt") as archive:
+        assert archive.testzip() is None  # checksums of what was filled in afterwards
+
+
+def test_torch_files_without_a_zip_are_read(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(3, 4), "b": torch.arange(3)}
+    torch.save(tensors, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    loaded = tb.load(tmp_path / "old.pt")
+    assert all(same(loaded[name], want) for name, want in tensors.items())
+
+
+@pytest.fixture(scope="module")
+def module() -> cases.Net:
+    return cases.net()
+
+
+@pytest.fixture(scope="module")
+def converted(module: cases.Net) -> tb.Converted:
+    return tb.convert(cases.net(seed=8), torch.zeros(4, cases.FEATURES))
+
+
+@pytest.fixture(scope="module")
+def saved(module: cases.Net, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory with shards of 300 bytes."""
+    folder = tmp_path_factory.mktemp("saved") / "hf"
+    given = tb.convert(module, torch.zeros(4, cases.FEATURES))
+    tb.save(folder, given, given.params, max_shard_size=300)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_weights_go_straight_into_their_sharding(
+    module: cases.Net, converted: tb.Converted, saved: Path, plan: str
+) -> None:
+    tx = cases.optax_adamw()
+    state = tb.restore(saved, converted, tx, PLANS[plan])
+    model = converted.model(cases.mean_square)
+    wanted = fz.init(model, tx, PLANS[plan])
+    for (path, have), (_, want) in zip(named_leaves(state), named_leaves(wanted), strict=True):
+        assert have.shape == want.shape, path
+        assert have.dtype == want.dtype, path
+        assert have.sharding == want.sharding, path
+    back = tb.state_dict(converted, state)
+    for name, want in module.state_dict().items():
+        assert same(back[name], want), name
+    assert int(state.step) == 0
+    fz.train_step(model, tx, PLANS[plan])(state, next(cases.batches()))
+
+
+def test_a_pipeline_reads_its_own_layers(tmp_path: Path) -> None:
+    def chain() -> torch.nn.Sequential:
+        return torch.nn.Sequential(*[torch.nn.Linear(5, 5) for _ in range(4)])
+
+    module = chain()
+    torch.save(module.state_dict(), tmp_path / "m.pt")
+    converted = tb.sequential(chain(), torch.zeros(4, 5), loss=lambda y, batch: (y**2).mean())
+    plan = fz.Plan(pipe=2, data=4, zero=3, microbatches=2, min_shard_bytes=0)
+    state = tb.restore(tmp_path / "m.pt", converted, None, plan)
+    assert len(state.params["0"]["weight"].sharding.device_set) == 4
+    back = tb.state_dict(converted, state)
+    assert all(same(back[name], want) for name, want in module.state_dict().items())
+
+
+def test_each_device_reads_its_rows_and_nothing_else(
+    converted: tb.Converted, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: dict[str, list[tuple[int, ...]]] = {}
+    real = LazyTensor.tensor
+
+    def counting(self: LazyTensor, index: Any = None) -> torch.Tensor:
+        found = real(self, index)
+        read.setdefault(self.name, []).append(tuple(found.shape))
+        return found
+
+    monkeypatch.setattr(LazyTensor, "tensor", counting)
+    tb.restore(saved, converted, None, PLANS["zero3"])
+    # 13 rows over 8 devices: padded to 16, two each, the seventh has one, the last none.
+    assert read["inner.weight"] == [(2, 5)] * 6 + [(1, 5)]
+    assert read["scale"] == [(2,)] * 6 + [(1,)]
+
+
+def test_saving_holds_one_tensor_at_a_time(
+    converted: tb.Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor is read when the one before has been written, in every format."""
+    alive: list[Any] = []
+    real = LazyTensor.tensor
+
+    def watched(self: LazyTensor, index: Any = None) -> torch.Tensor:
+        import weakref
+
+        found = real(self, index)
+        assert sum(other() is not None for other in alive) <= 1, self.name
+        alive.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(LazyTensor, "tensor", watched)
+    for target in ("m.safetensors", "m.pt", "hf"):
+        alive.clear()
+        tb.save(tmp_path / target, converted, converted.params, max_shard_size=300)
+        assert len(alive) == len(converted.layout.leaves)
+
+
+def test_a_directory_keeps_its_other_files_and_loses_old_weights(
+    converted: tb.Converted, tmp_path: Path
+) -> None:
+    folder = tmp_path / "hf"
+    tb.save(folder, converted, converted.params, max_shard_size=300)
+    (folder / "config.json").write_text("{}")
+    tb.save(folder, converted, converted.params)
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def test_dtypes_and_names_are_taken_over_only_on_demand(
+    module: cases.Net, converted: tb.Converted, tmp_path: Path
+) -> None:
+    low = {"net." + n: v.bfloat16() if v.is_floating_point() else v
+           for n, v in module.state_dict().items()}  # fmt: skip
+    torch.save({**low, "head.bias": torch.ones(3)}, tmp_path / "m.pt")
+    plan = PLANS["zero0"]
+    with pytest.raises(CheckpointError, match=r"unexpected: `net\.inner\.weight`"):
+        tb.restore(tmp_path / "m.pt", converted, None, plan)
+    with pytest.raises(CheckpointError, match=r"dtype: `inner.weight` is torch.bfloat16"):
+        tb.restore(tmp_path / "m.pt", converted, None, plan, prefix="net.")
+    with pytest.raises(CheckpointError, match=r"no name begins with 'model\.'"):
+        tb.restore(tmp_path / "m.pt", converted, None, plan, prefix="model.")
+    state = tb.restore(tmp_path / "m.pt", converted, None, plan, prefix="net.", cast=True)
+    want = module.state_dict()["again.weight"].bfloat16().float()
+    assert same(tb.state_dict(converted, state)["again.weight"], want)
+    some = {"net.inner.bias": low["net.inner.bias"]}
+    torch.save(some, tmp_path / "some.pt")
+    state = tb.restore(
+        tmp_path / "some.pt", converted, None, plan, prefix="net.", cast=True, strict=False
+    )
+    np.testing.assert_array_equal(state.params["again.weight"], converted.params["again.weight"])
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_read(
+    module: cases.Net, converted: tb.Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = dict(module.state_dict())
+    bad["again.bias"] = torch.zeros(4)
+    bad["outer.weight"] = bad["outer.weight"] + 1
+    bad["seen"] = torch.tensor([1, 2**40])
+    torch.save(bad, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError) as caught:
+        tb.restore(tmp_path / "m.pt", converted, None, PLANS["zero0"])
+    assert "shape: `again.bias` is (4,), expected (5,)" in str(caught.value)
+    assert "`inner.weight` and `outer.weight` are one weight but differ" in str(caught.value)
+    bad |= {"again.bias": torch.zeros(5), "outer.weight": bad["inner.weight"]}
+    torch.save(bad, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match=r"`seen`: integers .* do not fit into int32"):
+        tb.restore(tmp_path / "m.pt", converted, None, PLANS["zero0"])
+    with pytest.raises(CheckpointError, match=r"optimizer=True, but .* no Adam state"):
+        tb.restore(
+            tmp_path / "m.pt", converted, cases.optax_adamw(), PLANS["zero0"], optimizer=True
+        )
+
+
+def index(folder: Path, **weight_map: Any) -> Path:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+OUTSIDE = ["../a.safetensors", "/a.safetensors", "x/a.safetensors", "..\\a.safetensors",
+           "a.bin", "a\0.safetensors", "", 3, None, "C:a.safetensors"]  # fmt: skip
+
+
+@pytest.mark.parametrize("file", OUTSIDE)
+def test_an_index_names_files_beside_it_only(tmp_path: Path, file: Any) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match="expected the bare name"):
+        tb.checkpoint(index(inner, a=file))
+
+
+def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "1.safetensors")
+    save_file({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path / "2.safetensors")
+    with pytest.raises(CheckpointError, match=r"disagree about \['a'\]"):
+        tb.checkpoint(index(tmp_path, b="2.safetensors"))
+    with pytest.raises(CheckpointError, match=r"disagree about \['c'\]"):
+        tb.checkpoint(index(tmp_path, a="1.safetensors", c="1.safetensors"))
+    with pytest.raises(CheckpointError, match="not beside it"):
+        tb.checkpoint(index(tmp_path, a="3.safetensors"))
+    with pytest.raises(CheckpointError, match="expected a weight_map"):
+        tb.checkpoint(index(tmp_path))
+    for text in ("[" * 100_000, "{", "\xff"):
+        (tmp_path / "model.safetensors.index.json").write_text(text, encoding="latin1")
+        with pytest.raises(CheckpointError, match="not a readable index"):
+            tb.checkpoint(tmp_path)
+
+
+def test_directories_with_other_names(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
+    assert list(tb.load(tmp_path)) == ["a"]
+    save_file({"a": torch.ones(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match="may be one checkpoint or several"):
+        tb.checkpoint(tmp_path)
+    torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    assert tb.load(tmp_path)["a"].tolist() == [0, 0]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="no checkpoint that can be read"):
+        tb.checkpoint(tmp_path / "empty")
+
+
+def safetensors(path: Path, header: Any, data: bytes, length: int | None = None) -> Path:
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return path
+
+
+ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+BROKEN: dict[str, tuple[Any, bytes, int | None]] = {
+    "an absurd header": ({"a": ONE}, bytes(8), 2**62),
+    "a header longer than the file": ({"a": ONE}, bytes(8), 4096),
+    "truncated": ({"a": ONE}, bytes(7), None),
+    "too long": ({"a": ONE}, bytes(9), None),
+    "overlapping": ({"a": ONE, "b": ONE}, bytes(8), None),
+    "a gap": ({"a": ONE, "b": {**ONE, "data_offsets": [12, 20]}}, bytes(20), None),
+    "another size": ({"a": {**ONE, "shape": [3]}}, bytes(8), None),
+    "no such dtype": ({"a": {**ONE, "dtype": "F31"}}, bytes(8), None),
+    "a negative size": ({"a": {**ONE, "shape": [-2]}}, bytes(8), None),
+    "an overflow": ({"a": {**ONE, "shape": [2**62, 8]}}, bytes(8), None),
+    "reversed": ({"a": {**ONE, "data_offsets": [8, 0]}}, bytes(8), None),
+    "no offsets": ({"a": {"dtype": "F32", "shape": [2]}}, bytes(8), None),
+    "a list": ([1], bytes(8), None),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_safetensors_are_refused(tmp_path: Path, what: str) -> None:
+    path = safetensors(tmp_path / "m.safetensors", *BROKEN[what])
+    with pytest.raises(CheckpointError, match="not a readable safetensors file"):
+        tb.checkpoint(path)
+
+
+def test_a_fine_file_made_the_same_way_is_read(tmp_path: Path) -> None:
+    path = safetensors(tmp_path / "m.safetensors", {"a": ONE}, struct.pack("<2f", 1, 2))
+    assert tb.load(path)["a"].tolist() == [1, 2]
+    with pytest.raises(CheckpointError, match="max_shard_size='5 parsecs'"):
+        write(content({"a": torch.ones(1)}), tmp_path / "x", max_shard_size="5 parsecs")
+    with pytest.raises(CheckpointError, match="cannot hold"):
+        write(content({"a": torch.ones(1, dtype=torch.complex128)}), tmp_path / "x")
+    assert not (tmp_path / "x").exists()

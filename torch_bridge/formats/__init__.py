@@ -1,0 +1,1 @@
+"""Checkpoint formats: every reader gives a `Checkpoint` of lazy tensors, every writer takes one."""

@@ -1,0 +1,135 @@
+"""The `state_dict` of a torch optimizer: parameters by number, hyperparameters by group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fzero.errors import CheckpointError
+
+from .content import Optimizer
+from .lazy import LazyTensor, in_memory
+from .torch_files import is_dense
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# What torch's AdamW writes for a group where nothing else is known: its own defaults.
+_DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 1e-2,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+
+
+def step_of(value: Any, file: str) -> int:
+    """A step count, which torch keeps as a tensor and others as a number."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise CheckpointError(f"{file}: expected a number of steps, got {value!r:.60}")
+    return int(value)
+
+
+def one_step(steps: Sequence[int], file: str) -> int:
+    """The step that all parameters are at."""
+    if len(set(steps)) != 1:
+        raise CheckpointError(f"{file}: parameters are at different steps {sorted(set(steps))[:5]}")
+    return steps[0]
+
+
+def read_optimizer(state: Any, file: str) -> Optimizer | None:
+    """Adam's moments in an optimizer's `state_dict`.
+
+    Returns:
+        None if it is of another optimizer, or has no state yet. Parameters are numbered, unless the
+        optimizer was made with names.
+
+    Raises:
+        CheckpointError: it has Adam's keys, and something else behind them.
+    """
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        return None
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        return None
+    entries = state["state"]
+    wanted = {"step", *MOMENTS}
+    if not entries or not all(
+        isinstance(e, Mapping) and wanted <= set(e) for e in entries.values()
+    ):
+        return None
+    names = _names(groups)
+    found: dict[str, dict[str, LazyTensor]] = {key: {} for key in MOMENTS}
+    for number, entry in entries.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise CheckpointError(f"{file}: the optimizer has state for a parameter {number!r:.60}")
+        name = names.get(number, str(number))
+        for key in MOMENTS:
+            if not is_dense(entry[key]):
+                raise CheckpointError(f"{file}: {key} of parameter {name} is not a dense tensor")
+            found[key][name] = in_memory(f"{key}.{name}", entry[key], file)
+    step = one_step([step_of(entry["step"], file) for entry in entries.values()], file)
+    plain = tuple({k: v for k, v in group.items() if k != "param_names"} for group in groups)
+    if names:
+        plain = tuple({**g, "params": [names[n] for n in g["params"]]} for g in plain)
+    return Optimizer(step, found["exp_avg"], found["exp_avg_sq"], plain, named=bool(names))
+
+
+def _names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """Names by number, which an optimizer has that was given `named_parameters()`."""
+    names: dict[int, str] = {}
+    for group in groups:
+        numbers, own = group.get("params"), group.get("param_names")
+        if not (isinstance(numbers, list) and isinstance(own, list) and len(own) == len(numbers)):
+            return {}
+        names.update(zip(numbers, own, strict=True))
+    return names
+
+
+def optimizer_state(
+    optimizer: Optimizer, order: Sequence[str], wrap: Callable[[LazyTensor], Any] = lambda x: x
+) -> dict[str, Any]:
+    """What `torch.optim.AdamW.load_state_dict` takes, with parameters numbered in an order.
+
+    Args:
+        optimizer: moments by name.
+        order: all parameters that the optimizer would be given, in order.
+        wrap: what to put in the place of each tensor.
+    """
+    state: dict[int, Any] = {}
+    for number, name in enumerate(order):
+        if name in optimizer.exp_avg:
+            step = torch.tensor(float(optimizer.step))
+            state[number] = {
+                "step": wrap(in_memory("step", step)),
+                "exp_avg": wrap(optimizer.exp_avg[name]),
+                "exp_avg_sq": wrap(optimizer.exp_avg_sq[name]),
+            }
+    return {"state": state, "param_groups": groups_of(optimizer, list(range(len(order))))}
+
+
+def require_known(hyper: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Hyperparameters, all of which torch's AdamW has."""
+    unknown = set(hyper) - set(_DEFAULTS)
+    if unknown:
+        raise CheckpointError(
+            f"save: unknown hyperparameters {sorted(unknown)}; torch's AdamW has {list(_DEFAULTS)}"
+        )
+    return dict(hyper)
+
+
+def groups_of(optimizer: Optimizer, params: list[Any]) -> list[dict[str, Any]]:
+    """One group with all parameters; hyperparameters as known, else torch's defaults."""
+    known = optimizer.groups[0] if len(optimizer.groups) == 1 else {}
+    kept = {key: value for key, value in known.items() if key in _DEFAULTS}
+    return [{**_DEFAULTS, **kept, "params": params}]

@@ -1,0 +1,98 @@
+"""What a checkpoint holds, whatever its format: named tensors, ties, an optimizer's state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fzero.errors import CheckpointError
+
+from ..moments import Moments
+from .lazy import LazyTensor
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The state of Adam or AdamW in a checkpoint.
+
+    Args:
+        step: updates done.
+        exp_avg: first moments, by parameter name, or by position ("0", "1", ...) if not `named`.
+        exp_avg_sq: second moments, likewise.
+        groups: plain hyperparameters of each parameter group; "params" lists its parameters.
+        named: False where the format numbers parameters, in the order of the groups.
+    """
+
+    step: int
+    exp_avg: Mapping[str, LazyTensor]
+    exp_avg_sq: Mapping[str, LazyTensor]
+    groups: tuple[Mapping[str, Any], ...] = ()
+    named: bool = True
+
+    def moments(self, names: Sequence[str] | None = None) -> Moments:
+        """The moments by parameter name.
+
+        Args:
+            names: where parameters are numbered: the name of each number.
+
+        Raises:
+            CheckpointError: parameters are numbered, and `names` are missing or too few.
+        """
+        if self.named:
+            return Moments(self.step, self.exp_avg, self.exp_avg_sq)
+        wanted = max((int(key) for key in self.exp_avg), default=-1)
+        if names is None or wanted >= len(names):
+            raise CheckpointError(
+                f"this optimizer state numbers its parameters up to {wanted}:"
+                f" {'no names were' if names is None else f'only {len(names)} names were'} given;"
+                " pass names=[...], in the order in which the optimizer was given its parameters"
+            )
+        return Moments(
+            self.step,
+            {names[int(key)]: value for key, value in self.exp_avg.items()},
+            {names[int(key)]: value for key, value in self.exp_avg_sq.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk. Nothing of it has been read but names, dtypes and shapes.
+
+    Args:
+        path: file or directory.
+        format: in words, such as "safetensors, sharded" or "DeepSpeed ZeRO-3".
+        tensors: weights and buffers by `state_dict` name.
+        version: of the format, or of the program that wrote it.
+        ties: further names of tensors that are in `tensors`.
+        optimizer: Adam's moments, if there are any that can be read.
+        extra: whatever else it says, as plain values.
+    """
+
+    path: str
+    format: str
+    tensors: Mapping[str, LazyTensor]
+    version: str | None = None
+    ties: Mapping[str, str] = field(default_factory=dict)
+    optimizer: Optimizer | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def cast(self, dtype: torch.dtype) -> Checkpoint:
+        """The same with floating-point tensors of another dtype; moments stay as they are."""
+        tensors = {
+            name: tensor.cast(dtype) if tensor.torch_dtype.is_floating_point else tensor
+            for name, tensor in self.tensors.items()
+        }
+        return dataclasses.replace(self, tensors=tensors)
+
+    def by_name(self) -> dict[str, LazyTensor]:
+        """All tensors, tied ones under each of their names."""
+        return {**self.tensors, **{n: self.tensors[kept] for n, kept in self.ties.items()}}

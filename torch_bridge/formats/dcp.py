@@ -1,0 +1,413 @@
+"""Directories of `torch.distributed.checkpoint` (FSDP2): read without torch processes, and written.
+
+`.metadata` is a pickle that says which chunk of which tensor lies where. It is read by an unpickler
+that knows only the handful of names in it and makes inert records of them; each chunk is a file of
+`torch.save` in itself. A piece of a tensor reads the chunks that it touches.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+
+from fzero.copies import Index
+from fzero.errors import CheckpointError
+
+from .adam import MOMENTS, groups_of, one_step, step_of
+from .content import Checkpoint, Optimizer
+from .lazy import LazyTensor
+
+
+METADATA = ".metadata"
+# What a checkpoint holds by its path in the saved tree: name, and tensor if it is one.
+Entries = dict[tuple[Any, ...], tuple[str, LazyTensor | None]]
+_CLASSES = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata",
+                 "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+                 "_MEM_FORMAT_ENCODING")
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib", "PurePosixPath"),
+}  # fmt: skip
+# Some hundred bytes for each chunk: a model of ten thousand tensors on a thousand ranks.
+_METADATA_BYTES = 4 * 2**30
+
+
+class _Unpickler(pickle._Unpickler):
+    """Knows the names of a `.metadata` file and no other; all become inert records.
+
+    The one written in Python: a short file can make the one in C allocate all memory.
+    """
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+
+        class Record:
+            """A class of its own for each file, so that none can leave anything behind."""
+
+            def __init__(self, *args: Any) -> None:
+                self.args = args
+
+            def __setstate__(self, state: Any) -> None:
+                # A tensor's properties are a tuple that begins with the dtype.
+                self.__dict__.update(
+                    {"dtype": state[0]} if isinstance(state, tuple) and state else state
+                )
+
+        self.record = Record
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES:
+            return self.record
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout")):
+            return lambda value: value
+        raise pickle.UnpicklingError(f"{module}.{name}, which does not belong there")
+
+
+def is_dcp(folder: Path) -> bool:
+    """Whether a directory is one of `torch.distributed.checkpoint`."""
+    return (folder / METADATA).is_file()
+
+
+def read_dcp(folder: Path) -> Checkpoint:
+    """Model and Adam's moments of a directory, however they are nested in it.
+
+    Raises:
+        CheckpointError: damaged, with other objects in its metadata, or chunks that do not make up
+            their tensors.
+    """
+    about = _metadata(folder)
+    chunks = _Chunks(folder, about)
+    entries: Entries = {
+        _path(about, name): (name, chunks.tensor(name, entry)) for name, entry in _items(about)
+    }
+    moments, rest = _divide(entries)
+    prefix = _prefix([path for path, (_, lazy) in rest.items() if lazy is not None])
+    found = {
+        ".".join(map(str, path[len(prefix) :])): lazy
+        for path, (_, lazy) in rest.items()
+        if lazy is not None and path[: len(prefix)] == prefix
+    }
+    kept: dict[str, LazyTensor] = {}
+    ties: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, lazy in found.items():
+        same = first.setdefault(chunks.places(lazy.name) or name, name)
+        if same == name:
+            kept[name] = lazy.named(name)
+        else:
+            ties[name] = same
+    extra = {".".join(map(str, p)): chunks.value(n) for p, (n, lazy) in rest.items()
+             if lazy is None and len(p) <= 2 and "param_groups" not in str(p)}  # fmt: skip
+    version = getattr(about, "version", None)
+    return Checkpoint(
+        str(folder), "torch.distributed.checkpoint", kept, ties=ties,
+        version=str(version) if version else None,
+        optimizer=_optimizer(folder, moments, chunks, rest),
+        extra={k: v for k, v in extra.items() if isinstance(v, bool | int | float | str)},
+    )  # fmt: skip
+
+
+def _metadata(folder: Path) -> Any:
+    path = folder / METADATA
+    try:
+        if path.stat().st_size > _METADATA_BYTES:
+            raise ValueError(f"{path.stat().st_size:,} bytes, which is absurd")
+        with path.open("rb") as file:
+            found = _Unpickler(file).load()
+        for name in ("state_dict_metadata", "storage_data"):
+            if not isinstance(getattr(found, name, None), dict):
+                raise ValueError(f"no {name}")
+    except Exception as error:  # whatever a damaged pickle leads to
+        raise CheckpointError(
+            f"{folder.name}/{METADATA}: not the metadata of torch.distributed.checkpoint (nothing"
+            f" in it was executed): {type(error).__name__}: {str(error)[:300]}"
+        ) from error
+    return found
+
+
+def _items(about: Any) -> list[tuple[str, Any]]:
+    found: dict[Any, Any] = about.state_dict_metadata
+    wrong = [name for name in found if not isinstance(name, str)]
+    if wrong:
+        raise CheckpointError(f"{METADATA}: {wrong[:3]!r:.200} are not names of tensors")
+    return list(found.items())
+
+
+def _path(about: Any, name: str) -> tuple[Any, ...]:
+    planner = getattr(about, "planner_data", None)
+    path = planner.get(name) if isinstance(planner, dict) else None
+    fine = isinstance(path, tuple) and path and all(isinstance(p, str | int) for p in path)
+    return path if fine else (name,)  # type: ignore[return-value]
+
+
+class _Chunks:
+    """Where the chunks of every tensor are; the last one read is kept."""
+
+    def __init__(self, folder: Path, about: Any) -> None:
+        self.folder = folder
+        self.infos: dict[str, dict[tuple[int, ...], tuple[str, int, int]]] = {}
+        self.last: tuple[Any, Any] = (None, None)
+        for key, info in about.storage_data.items():
+            name, offset = getattr(key, "fqn", None), getattr(key, "offset", None)
+            file = getattr(info, "relative_path", None)
+            place = getattr(info, "offset", None), getattr(info, "length", None)
+            if (
+                not isinstance(name, str)
+                or not isinstance(file, str)
+                or not all(isinstance(n, int) and n >= 0 for n in place)
+                or not (offset is None or _sizes(offset) is not None)
+            ):
+                raise CheckpointError(f"{METADATA}: does not say where {name!r:.100} is")
+            if Path(file).name != file or "\\" in file:
+                raise CheckpointError(
+                    f"{METADATA}: `{name}` is said to be in {file!r}; expected a file of the"
+                    " directory itself"
+                )
+            if getattr(info, "transform_descriptors", None):
+                raise CheckpointError(f"{METADATA}: `{name}` is compressed or transformed")
+            where = (file, int(place[0] or 0), int(place[1] or 0))
+            self.infos.setdefault(name, {})[() if offset is None else tuple(offset)] = where
+
+    def places(self, name: str) -> Any:
+        """What two names of one stored tensor share."""
+        return frozenset(self.infos.get(name, {}).items())
+
+    def tensor(self, name: str, entry: Any) -> LazyTensor | None:
+        """A tensor that is read chunk by chunk; None for an entry that is not one."""
+        dtype = getattr(getattr(entry, "properties", None), "dtype", None)
+        shape, chunks = _sizes(getattr(entry, "size", None)), getattr(entry, "chunks", None)
+        if dtype is None and shape is None and chunks is None:
+            return None
+        if not isinstance(dtype, torch.dtype) or shape is None or not isinstance(chunks, list):
+            raise CheckpointError(f"{METADATA}: `{name}` has no dtype, size or chunks")
+        parts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        for chunk in chunks:
+            start, size = (
+                _sizes(getattr(chunk, "offsets", None)),
+                _sizes(getattr(chunk, "sizes", None)),
+            )
+            if (
+                start is None
+                or size is None
+                or not len(start) == len(size) == len(shape)
+                or any(a + b > n for a, b, n in zip(start, size, shape, strict=True))
+            ):
+                raise CheckpointError(f"{METADATA}: a chunk of `{name}` lies outside of it")
+            if math.prod(size):
+                parts.append((start, size))
+                if start not in self.infos.get(name, {}):
+                    raise CheckpointError(
+                        f"{METADATA}: the chunk of `{name}` at {start} is nowhere"
+                    )
+        if sum(math.prod(size) for _, size in parts) != math.prod(shape):
+            raise CheckpointError(
+                f"{METADATA}: the chunks of `{name}` do not make up {list(shape)}"
+            )
+
+        def fetch(index: Index) -> torch.Tensor:
+            return self._fetch(name, dtype, parts, index)
+
+        return LazyTensor(name, dtype, shape, fetch, self.folder.name)
+
+    def _fetch(self, name: str, dtype: torch.dtype, parts: Any, index: Index) -> torch.Tensor:
+        out = torch.empty([i.stop - i.start for i in index], dtype=dtype)
+        seen = torch.zeros(out.shape, dtype=torch.bool)
+        for start, size in parts:
+            low = [max(i.start, a) for i, a in zip(index, start, strict=True)]
+            high = [min(i.stop, a + n) for i, a, n in zip(index, start, size, strict=True)]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            chunk = self.load(self.infos[name][start])
+            fits = isinstance(chunk, torch.Tensor) and tuple(chunk.shape) == size
+            if not fits or chunk.dtype != dtype:
+                raise CheckpointError(
+                    f"{self.folder.name}: `{name}`: the chunk at {start} is not {dtype}{list(size)}"
+                )
+            to = tuple(slice(a - i.start, b - i.start)
+                       for a, b, i in zip(low, high, index, strict=True))  # fmt: skip
+            out[to] = chunk[tuple(slice(a - s, b - s)
+                            for a, b, s in zip(low, high, start, strict=True))]  # fmt: skip
+            seen[to] = True
+        if not bool(seen.all()):
+            raise CheckpointError(
+                f"{self.folder.name}: the chunks of `{name}` overlap, and leave gaps"
+            )
+        return out
+
+    def load(self, where: tuple[str, int, int]) -> Any:
+        """What is stored at a place."""
+        if self.last[0] != where:
+            file, offset, length = where
+            path = self.folder / file
+            if not path.is_file() or offset + length > path.stat().st_size:
+                raise CheckpointError(f"{self.folder.name}/{file}: missing or truncated")
+            with path.open("rb") as opened:
+                opened.seek(offset)
+                content = io.BytesIO(opened.read(length))
+            found = torch.load(content, map_location="cpu", weights_only=True)
+            self.last = (where, found.detach() if isinstance(found, torch.Tensor) else found)
+        return self.last[1]
+
+    def value(self, name: str) -> Any:
+        """A plain value; None for one that needs unpickling of code."""
+        where = next(iter(self.infos.get(name, {}).values()), None)
+        try:
+            return None if where is None else self.load(where)
+        except Exception:  # not a plain value: it is not needed
+            return None
+
+
+def _inside(start: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return len(start) == len(size) == len(shape) and all(
+        a + b <= n for a, b, n in zip(start, size, shape, strict=True)
+    )
+
+
+def _sizes(value: Any) -> tuple[int, ...] | None:
+    fine = isinstance(value, list | tuple) and all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
+    )
+    return tuple(value) if fine else None
+
+
+def _divide(entries: Entries) -> tuple[dict[str, dict[str, Any]], Entries]:
+    """Adam's state by parameter name and key, and all other entries.
+
+    The optimizer's `state_dict` may be nested, (..., "state", name, key), or flattened by torch
+    into one key, "....state.name.key".
+    """
+    moments: dict[str, dict[str, Any]] = {}
+    rest: Entries = {}
+    for path, entry in entries.items():
+        head, _, key = str(path[-1]).rpartition(".")
+        whole = (*path[:-1], head, key) if head else path
+        name = str(whole[-2]) if len(whole) > 1 else ""
+        marked = "state" in path[:-2] or name.startswith("state.") or ".state." in name
+        if key in ("step", *MOMENTS) and len(whole) > 1 and marked:
+            name = name.rpartition("state.")[2] if "state" not in path[:-2] else name
+            moments.setdefault(name, {})[key] = entry
+        else:
+            rest[path] = entry
+    return moments, rest
+
+
+def _prefix(paths: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """What stands before the names of the weights, such as `("model",)`."""
+    nested = [path for path in paths if len(path) > 1]
+    for word in ("model", "state_dict", "module"):
+        for path in nested:
+            if word in path[:-1]:
+                return path[: path.index(word) + 1]
+    heads = {path[:-1] for path in paths}
+    return heads.pop() if len(heads) == 1 else ()
+
+
+def _optimizer(
+    folder: Path, moments: dict[str, dict[str, Any]], chunks: _Chunks, rest: Entries
+) -> Optimizer | None:
+    wanted = {"step", *MOMENTS}
+    if not moments or any(wanted - set(entry) for entry in moments.values()):
+        return None
+    lazies = {key: {name: entry[key][1] for name, entry in moments.items()} for key in MOMENTS}
+    if any(lazy is None for values in lazies.values() for lazy in values.values()):
+        return None
+    steps = []
+    for entry in moments.values():
+        name, lazy = entry["step"]
+        steps.append(step_of(chunks.value(name) if lazy is None else lazy.tensor(), folder.name))
+    groups: dict[int, dict[str, Any]] = {}
+    for path, (name, _) in rest.items():
+        if len(path) > 2 and path[-3] == "param_groups" and isinstance(path[-2], int):
+            groups.setdefault(path[-2], {})[str(path[-1])] = chunks.value(name)
+    return Optimizer(
+        one_step(steps, folder.name), lazies["exp_avg"], lazies["exp_avg_sq"],
+        tuple(groups[number] for number in sorted(groups)),
+    )  # fmt: skip
+
+
+def write_dcp(folder: Path, content: Checkpoint) -> None:
+    """Writes `{"model": ..., "optim": ...}`, as `get_state_dict` gives them, for `dcp.load`.
+
+    Tensors are read one after the other; a tied one is stored once.
+
+    Args:
+        folder: an empty directory.
+        content: what to write.
+    """
+    lazy: dict[str, LazyTensor] = {}
+
+    def empty(path: str, tensor: LazyTensor) -> torch.Tensor:
+        lazy[path] = tensor
+        return torch.empty(tensor.shape, dtype=tensor.torch_dtype, device="meta")
+
+    state: dict[str, Any] = {
+        "model": {name: empty(f"model.{name}", t) for name, t in content.tensors.items()}
+    }
+    optimizer = content.optimizer
+    if optimizer is not None and optimizer.named:
+        entries: dict[str, Any] = {}
+        for name in optimizer.exp_avg:
+            path = f"optim.state.{name}"
+            entries[name] = {
+                "step": torch.tensor(float(optimizer.step)),
+                "exp_avg": empty(f"{path}.exp_avg", optimizer.exp_avg[name]),
+                "exp_avg_sq": empty(f"{path}.exp_avg_sq", optimizer.exp_avg_sq[name]),
+            }
+        state["optim"] = {"state": entries, "param_groups": groups_of(optimizer, list(entries))}
+    ties = {f"model.{name}": f"model.{kept}" for name, kept in content.ties.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        save(state, storage_writer=_Writer(folder, ties), planner=_Planner(lazy), no_dist=True)
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans with empty tensors, and reads each when it is written."""
+
+    def __init__(self, lazy: Mapping[str, LazyTensor]) -> None:
+        super().__init__()
+        self.lazy = lazy
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        name = write_item.index.fqn
+        if name in self.lazy:
+            return self.lazy[name].tensor().contiguous()
+        return super().resolve_data(write_item)
+
+
+class _Writer(FileSystemWriter):
+    """Writes tied tensors' further names as entries that point to the same place."""
+
+    def __init__(self, folder: Path, ties: Mapping[str, str]) -> None:
+        super().__init__(folder, single_file_per_rank=True, thread_count=1)
+        self.ties = ties
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        more: list[WriteResult] = []
+        for name, kept in self.ties.items():
+            metadata.state_dict_metadata[name] = metadata.state_dict_metadata[kept]
+            metadata.planner_data[name] = ("model", name.removeprefix("model."))
+            for result in (r for part in results for r in part if r.index.fqn == kept):
+                index = MetadataIndex(name, result.index.offset, result.index.index)
+                more.append(WriteResult(index, result.size_in_bytes, result.storage_data))
+        super().finish(metadata, [*results, more])

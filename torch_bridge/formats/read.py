@@ -1,0 +1,102 @@
+"""`checkpoint`: finds out what a file or directory is, and what it holds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fzero.errors import CheckpointError
+
+from .content import Checkpoint
+from .dcp import is_dcp, read_dcp
+from .deepspeed import find_step, read_deepspeed
+from .lightning import read_lightning
+from .safetensors_files import read_file, read_sharded
+from .torch_files import read_sharded_bin, read_state_dict
+from .universal import is_universal, read_universal
+
+
+PICKLED = (".pt", ".pth", ".bin")
+LIGHTNING = ".ckpt"
+SUFFIXES = (".safetensors", *PICKLED, LIGHTNING)
+
+
+def checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """What a checkpoint of PyTorch holds: names, dtypes, shapes, ties, optimizer state.
+
+    Nothing in it is executed, and no tensor is read before it is asked for.
+
+    Args:
+        path: a `.safetensors`, `.pt`, `.pth`, `.bin` or (Lightning's) `.ckpt` file, or a directory
+            of Hugging Face, `torch.distributed.checkpoint` or DeepSpeed.
+
+    Raises:
+        CheckpointError: no such file, none of these formats, damaged, or it holds pickled objects
+            that would have to run code to be read.
+
+    Example:
+        >>> import tempfile, torch
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save(torch.nn.Linear(3, 2).state_dict(), folder + "/model.pt")
+        ...     found = checkpoint(folder + "/model.pt")
+        >>> found.format, {name: tensor.shape for name, tensor in found.tensors.items()}
+        ('torch', {'weight': (2, 3), 'bias': (2,)})
+    """
+    source = Path(path)
+    try:
+        return _directory(source) if source.is_dir() else _file(source)
+    except CheckpointError:
+        raise
+    except Exception as error:  # what a damaged file led to that no reader expected
+        raise CheckpointError(
+            f"{source}: damaged: {type(error).__name__}: {str(error)[:300]}"
+        ) from error
+
+
+def _file(source: Path) -> Checkpoint:
+    suffix = source.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise CheckpointError(
+            f"{source.name}: unknown suffix {suffix!r}; expected one of {', '.join(SUFFIXES)},"
+            " or a directory"
+        )
+    if not source.is_file():
+        raise CheckpointError(f"{source}: no such file")
+    if suffix == ".safetensors":
+        tensors, ties = read_file(source)
+        return Checkpoint(str(source), "safetensors", tensors, ties=ties)
+    if suffix == LIGHTNING:
+        return read_lightning(source)
+    tensors, ties = read_state_dict(source)
+    return Checkpoint(str(source), "torch", tensors, ties=ties)
+
+
+def _directory(folder: Path) -> Checkpoint:
+    if is_dcp(folder):
+        return read_dcp(folder)
+    step = find_step(folder)
+    if step is not None:
+        return read_universal(step) if is_universal(step) else read_deepspeed(step)
+    for pattern, kind, read in (
+        ("model.safetensors.index.json", "safetensors, sharded", read_sharded),
+        ("model.safetensors", "safetensors", read_file),
+        ("pytorch_model.bin.index.json", "torch, sharded", read_sharded_bin),
+        ("pytorch_model.bin", "torch", read_state_dict),
+        # Other libraries have names of their own: adapter_model, diffusion_pytorch_model, ...
+        ("*.safetensors.index.json", "safetensors, sharded", read_sharded),
+        ("*.safetensors", "safetensors", read_file),
+    ):
+        files = sorted(path for path in folder.glob(pattern) if path.is_file())
+        if len(files) > 1:
+            raise CheckpointError(
+                f"{folder}: {[path.name for path in files[:5]]} may be one checkpoint or several,"
+                " and there is no index; give one of the files"
+            )
+        if files:
+            tensors, ties = read(files[0])
+            return Checkpoint(str(folder), kind, tensors, ties=ties)
+    raise CheckpointError(
+        f"{folder}: no checkpoint that can be read; expected model.safetensors,"
+        " model.safetensors.index.json, pytorch_model.bin, pytorch_model.bin.index.json, .metadata"
+        " (torch.distributed.checkpoint), or latest and a step's folder (DeepSpeed)"
+    )

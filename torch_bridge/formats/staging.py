@@ -1,0 +1,87 @@
+"""Files and directories that get their name only when they are complete."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from fzero.errors import CheckpointError
+
+
+# Weights of an earlier save, which a loader would take for a part of the new one.
+_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+
+
+@contextlib.contextmanager
+def staged_file(target: Path) -> Iterator[Path]:
+    """A temporary file beside `target` that takes its place only when written completely."""
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target}: there is no directory {target.parent}")
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        _sync(temporary)
+        temporary.chmod(0o666 & ~_umask())  # mkstemp's 0600 would hide the file from others
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def staged_directory(target: Path, merge: bool) -> Iterator[Path]:
+    """A temporary directory beside `target` that takes its place when written completely.
+
+    Args:
+        target: a directory that does not exist, or is empty.
+        merge: whether it may also have files: those of the same name are replaced one by one, after
+            all have been written, and weights that do not belong to the new ones are removed.
+
+    Raises:
+        CheckpointError: there is something else.
+    """
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target}: is a file; expected a directory")
+    filled = target.is_dir() and any(target.iterdir())
+    if filled and not merge:
+        raise CheckpointError(
+            f"{target}: is not empty; this format is written to a new directory, because files of"
+            " an earlier checkpoint would be taken for its own"
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield temporary
+        for path in temporary.rglob("*"):
+            if path.is_file():
+                _sync(path)
+        if not filled:
+            temporary.chmod(0o777 & ~_umask())
+            temporary.replace(target)
+            return
+        written = sorted(temporary.iterdir())
+        for path in written:
+            path.replace(target / path.name)
+        names = {path.name for path in written}
+        for path in target.iterdir():
+            if _WEIGHTS.fullmatch(path.name) and path.name not in names:
+                path.unlink()
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as written:
+        os.fsync(written.fileno())
+
+
+def _umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask

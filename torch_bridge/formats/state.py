@@ -1,0 +1,84 @@
+"""A training state as the content of a checkpoint, read off the devices leaf by leaf."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fzero.errors import CheckpointError
+from fzero.state import TrainState
+
+from ..convert import Converted
+from ..layout import Leaf
+from ..moments import holds_adam, moments_of
+from ..sequential import ConvertedSequential
+from ..statedict import leaf_tensor, saved_dtype, state_leaves
+from ..weights import to_torch
+from .content import Checkpoint, Optimizer
+from .lazy import LazyTensor
+
+
+def state_content(
+    converted: Converted | ConvertedSequential, state_or_params: Any, optimizer: bool | None
+) -> Checkpoint:
+    """What a checkpoint of a state holds.
+
+    Args:
+        converted: the module or chain that the state was made from.
+        state_or_params: as for `state_dict`.
+        optimizer: whether Adam's moments come along; None: if there are any. Other optimizers have
+            no common form.
+
+    Returns:
+        Tensors under the names that transformers keeps, further names as ties; each is copied to
+        the host when it is read.
+
+    Raises:
+        CheckpointError, PlacementError, StateConsumedError: as for `state_dict` and `moments_of`.
+    """
+    tensors: dict[str, LazyTensor] = {}
+    ties: dict[str, str] = {}
+    order = set(converted.layout.order)
+    for leaf, value in state_leaves(converted, state_or_params, "save"):
+        names = [name for name in leaf.names if name in order]
+        kept = leaf.saved_name if leaf.saved_name in names else names[0]
+        tensors[kept] = _lazy(kept, leaf, value)
+        ties.update({name: kept for name in names if name != kept})
+    if not isinstance(state_or_params, TrainState):
+        if optimizer:
+            raise CheckpointError("save: optimizer=True needs a TrainState, not parameters alone")
+        return Checkpoint("", "state", tensors, ties=ties)
+    opt_state = state_or_params.opt_state
+    wanted = holds_adam(opt_state) if optimizer is None else optimizer
+    return Checkpoint(
+        "", "state", tensors, ties=ties,
+        optimizer=_optimizer(converted, opt_state) if wanted else None,
+        extra={"step": int(state_or_params.step)},
+    )  # fmt: skip
+
+
+def _lazy(name: str, leaf: Leaf, value: Any) -> LazyTensor:
+    return LazyTensor(
+        name, saved_dtype(leaf, value), leaf.shape, lambda index: leaf_tensor(leaf, value)[index]
+    )
+
+
+def _optimizer(converted: Converted | ConvertedSequential, opt_state: Any) -> Optimizer:
+    moments = moments_of(converted, opt_state)
+    leaves = {leaf.name: leaf for leaf in converted.layout.leaves}
+
+    def lazy(name: str, values: Any) -> LazyTensor:
+        # PyTorch's optimizers keep moments in the parameter's dtype or in float32.
+        dtype = torch.promote_types(leaves[name].dtype, torch.float32)
+        return LazyTensor(
+            name, dtype, leaves[name].shape,
+            lambda index: to_torch(np.asarray(values[name]), dtype)[index],
+        )  # fmt: skip
+
+    return Optimizer(
+        moments.step,
+        {name: lazy(name, moments.exp_avg) for name in moments.exp_avg},
+        {name: lazy(name, moments.exp_avg_sq) for name in moments.exp_avg_sq},
+    )

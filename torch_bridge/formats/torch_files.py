@@ -1,0 +1,230 @@
+"""`.pt`, `.pth`, `.bin`: files of `torch.save`, read without running anything they contain.
+
+`torch.load(weights_only=True)` rebuilds tensors and plain containers and refuses every other class
+by name. Classes that are known to stand beside tensors in training checkpoints are replaced by
+`Inert`, which does nothing. Tensors are mapped into memory: a slice reads its
+own pages.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.serialization import safe_globals, set_default_mmap_options, skip_data
+
+from fzero.errors import CheckpointError
+
+from .lazy import LazyTensor, in_memory
+from .safetensors_files import merge_shard, read_index
+
+
+# Bytes of a record that are held at once while its checksum is computed.
+_BLOCK = 1 << 20
+
+
+class Inert:
+    """What takes the place of an object: it keeps the arguments, and has no behaviour."""
+
+    args: tuple[Any, ...]
+
+    def __new__(cls, *args: Any) -> Inert:
+        new = super().__new__(cls)
+        new.args = args
+        return new
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def load_plain(path: Path, stand_ins: Mapping[str, type] | None = None) -> Any:
+    """What a file of `torch.save` holds: tensors, plain values and containers of them.
+
+    Args:
+        path: the file.
+        stand_ins: full names of classes, with what is made instead of them; others are refused.
+
+    Raises:
+        CheckpointError: damaged, or it holds objects of other classes (named in the message).
+    """
+    try:
+        zipped = zipfile.is_zipfile(path)
+        if zipped:
+            _refuse_globals(path, stand_ins or {})
+        with safe_globals([(cls, name) for name, cls in (stand_ins or {}).items()]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        raise CheckpointError(
+            f"{path.name}: cannot be read as plain tensors. Files that need unpickling of code "
+            "are refused, because reading them runs whatever they contain; save "
+            "module.state_dict() with torch.save instead. torch says: "
+            f"{lines[0] if lines else type(error).__name__}"
+        ) from error
+
+
+def _refuse_globals(path: Path, known: Collection[str]) -> None:
+    """Names everything that will not be read, instead of the first of it."""
+    try:
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:
+        return  # torch.load will say what is wrong
+    refused = sorted(set(unknown) - set(known))
+    if refused:
+        raise CheckpointError(
+            f"{path.name}: holds objects of {', '.join(refused)}, which are not plain tensors and "
+            "values. Files that need unpickling of code are refused, because reading them runs "
+            "whatever they contain; save without these objects"
+        )
+
+
+def read_state_dict(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """The tensors of a flat `state_dict`, and further names of those that share memory.
+
+    Raises:
+        CheckpointError: damaged, not a flat dict of dense tensors, or a pickle that would have to
+            run code to be read.
+    """
+    content = load_plain(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path.name}: expected a state_dict, got {type(content).__name__}")
+    wrong = [k for k, v in content.items() if not (isinstance(k, str) and is_dense(v))]
+    if wrong:
+        raise CheckpointError(
+            f"{path.name}: expected only tensors by name, but {wrong[:5]!r} are not; if the "
+            "state_dict is nested in the file, save that entry on its own"
+        )
+    return lazy_tensors(content, path.name)
+
+
+def is_dense(value: Any) -> bool:
+    """Whether a value is a tensor that holds its elements."""
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and value.device.type == "cpu"
+    )
+
+
+def lazy_tensors(
+    content: Mapping[str, torch.Tensor], file: str
+) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """Tensors of one file, and the ties among them (names of exactly the same memory)."""
+    found: dict[str, LazyTensor] = {}
+    ties: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, tensor in content.items():
+        memory = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        kept = first.setdefault(memory if tensor.numel() else name, name)
+        if kept == name:
+            found[name] = in_memory(name, tensor, file)
+        else:
+            ties[name] = kept
+    return found, ties
+
+
+def read_sharded_bin(index: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """All tensors of the `.bin` files that an index lists.
+
+    Raises:
+        CheckpointError: as for each file, and where index and files disagree.
+    """
+    found: dict[str, LazyTensor] = {}
+    ties: dict[str, str] = {}
+    for file, names in read_index(index, ".bin").items():
+        tensors, aliases = read_state_dict(index.parent / file)
+        own = {**tensors, **{name: tensors[kept].named(name) for name, kept in aliases.items()}}
+        merge_shard(index.name, file, names, own, found)
+        ties.update(aliases)
+    return {name: t for name, t in found.items() if name not in ties}, ties
+
+
+def write_plain(path: Path, content: Any) -> None:
+    """Writes containers with `LazyTensor`s in them as `torch.save` does, one tensor after another.
+
+    torch writes the file with room for the tensors, which are then filled in through a map of the
+    file. Two places with one `LazyTensor` are one tensor in the file.
+
+    Args:
+        path: the file; written in place.
+        content: dicts, lists, tuples, plain values and lazy tensors.
+    """
+    empty: dict[int, torch.Tensor] = {}
+    lazy: dict[int, LazyTensor] = {}
+
+    def skeleton(node: Any) -> Any:
+        if isinstance(node, LazyTensor):
+            lazy[id(node)] = node
+            if id(node) not in empty:
+                empty[id(node)] = torch.empty(node.shape, dtype=node.torch_dtype)
+            return empty[id(node)]
+        if isinstance(node, Mapping):
+            return {key: skeleton(value) for key, value in node.items()}
+        if isinstance(node, list | tuple):
+            return type(node)(skeleton(value) for value in node)
+        return node
+
+    with FakeTensorMode(), skip_data(materialize_fake_tensors=True):
+        torch.save(skeleton(content), path)
+    # Shared, so that what is written to the tensors is written to the file.
+    with set_default_mmap_options(mmap.MAP_SHARED):
+        room = torch.load(path, mmap=True, weights_only=True)
+    filled: set[int] = set()
+    for target, source in _pairs(room, content):
+        if id(source) not in filled:
+            filled.add(id(source))
+            target.copy_(source.tensor())
+    del room
+    _correct_checksums(path)
+
+
+def _pairs(room: Any, content: Any) -> Iterator[tuple[torch.Tensor, LazyTensor]]:
+    if isinstance(content, LazyTensor):
+        yield room, content
+    elif isinstance(content, Mapping):
+        for key, value in content.items():
+            yield from _pairs(room[key], value)
+    elif isinstance(content, list | tuple):
+        for one, value in zip(room, content, strict=True):
+            yield from _pairs(one, value)
+
+
+def _correct_checksums(path: Path) -> None:
+    """Writes the checksums of what was filled in, in both places where a zip file has them.
+
+    torch does not check them, but whoever else opens a zip file does.
+    """
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+        directory = archive.start_dir
+    with path.open("r+b") as file:
+        at = directory
+        for record in records:
+            file.seek(record.header_offset)
+            name, extra = struct.unpack("<26xHH", file.read(30))
+            file.seek(record.header_offset + 30 + name + extra)
+            checksum, rest = 0, record.file_size
+            while rest:
+                block = file.read(min(_BLOCK, rest))
+                checksum, rest = zlib.crc32(block, checksum), rest - len(block)
+            # With this flag it stands after the data, behind a signature.
+            after = record.header_offset + 30 + name + extra + record.file_size + 4
+            local = after if record.flag_bits & 8 else record.header_offset + 14
+            for place in (local, at + 16):
+                file.seek(place)
+                file.write(struct.pack("<I", checksum))
+            file.seek(at + 28)
+            at += 46 + sum(struct.unpack("<HHH", file.read(6)))

@@ -1,0 +1,231 @@
+"""DeepSpeed's universal checkpoints: one folder for each parameter, whatever the parallelism.
+
+`TAG/zero/NAME/` holds `fp32.pt`, `exp_avg.pt`, `exp_avg_sq.pt` and `step.pt`; beside `zero/` are
+the model's own files. Each file is a tensor, or a dict with one under "param". What comes from
+stage 3 is flat, and its shape is in the model's files; the step is in `zero/optimizer_state.pt`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero.errors import CheckpointError
+
+from .adam import MOMENTS, groups_of, one_step, step_of
+from .content import Checkpoint, Optimizer
+from .deepspeed import (
+    STAND_INS,
+    Files,
+    frozen_weights,
+    is_absent,
+    load_model,
+    own_weights,
+    shape_of,
+    shared_names,
+)
+from .lazy import LazyTensor, flat_piece, in_memory
+from .torch_files import is_dense, load_plain, write_plain
+
+
+_FP32 = "fp32"
+# DeepSpeed refuses files without a version; from this one on it can load universal checkpoints.
+_VERSION = "0.14.0"
+_INFO_VERSION = 0.2
+
+
+def is_universal(folder: Path) -> bool:
+    """Whether a step's folder is a universal checkpoint."""
+    zero = folder / "zero"
+    return zero.is_dir() and any((path / f"{_FP32}.pt").is_file() for path in zero.iterdir())
+
+
+def read_universal(folder: Path) -> Checkpoint:
+    """All weights (fp32 where there are masters), buffers, Adam's moments and the step.
+
+    Raises:
+        CheckpointError: damaged or incomplete.
+    """
+    files = Files.find(folder)
+    models = {key: load_model(path) for key, path in sorted(files.models.items())}
+    states = [state for (data, _), state in models.items() if data in (None, 0)]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for group in (group for state in states for group in state.get("param_shapes") or ()):
+        if not isinstance(group, Mapping):
+            raise CheckpointError(f"{folder.name}: param_shapes are not shapes by name")
+        shapes |= {name: shape_of(size, name, folder.name) for name, size in group.items()}
+    own, ties = own_weights(files, models)
+    ties |= shared_names(models)
+    own = {name: tensor for name, tensor in own.items() if not is_absent(tensor)}
+    if any(data is not None for data, _ in models):
+        own |= frozen_weights(models, folder)
+    pieces: dict[str, dict[str, LazyTensor]] = {_FP32: {}, "exp_avg": {}, "exp_avg_sq": {}}
+    steps: list[int] = []
+    for path in sorted((folder / "zero").iterdir()):
+        if not (path / f"{_FP32}.pt").is_file():
+            continue
+        has = {key for key in MOMENTS if (path / f"{key}.pt").is_file()}
+        if len(has) == 1:
+            raise CheckpointError(f"{folder.name}: `{path.name}` has only one of {MOMENTS}")
+        for key in (_FP32, *sorted(has)):
+            pieces[key][path.name] = _piece(path, key, shapes.get(path.name))
+        if (path / "step.pt").is_file():
+            steps.append(step_of(load_plain(path / "step.pt", STAND_INS), path.name))
+    # What has no moments does not learn: the module has it in its own dtype.
+    learned = {n: t for n, t in pieces[_FP32].items() if n in pieces["exp_avg"] or n not in own}
+    tensors = {**own, **learned}
+    for name, kept in ties.items():
+        if kept in tensors and name not in pieces["exp_avg"]:
+            tensors.pop(name, None)
+    common = _common(folder)
+    optimizer = None
+    if pieces["exp_avg"]:
+        steps = steps or _steps(common, folder)
+        optimizer = Optimizer(
+            one_step(steps, folder.name), pieces["exp_avg"], pieces["exp_avg_sq"],
+            _groups(common, states),
+        )  # fmt: skip
+    first = states[0] if states else {}
+    version = first.get("ds_version", common.get("ds_version"))
+    return Checkpoint(
+        str(folder), "DeepSpeed universal", tensors, version=str(version) if version else None,
+        ties={name: kept for name, kept in ties.items() if name not in tensors and kept in tensors},
+        optimizer=optimizer,
+        extra={k: first[k] for k in ("global_steps",) if isinstance(first.get(k), int)},
+    )  # fmt: skip
+
+
+def _dict(path: Path) -> dict[str, Any]:
+    content = load_plain(path, STAND_INS)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path.name}: expected a dict, got {type(content).__name__}")
+    return content
+
+
+def _piece(path: Path, key: str, shape: tuple[int, ...] | None) -> LazyTensor:
+    where = f"{path.name}/{key}.pt"
+    content = load_plain(path / f"{key}.pt", STAND_INS)
+    value: Any = content.get("param") if isinstance(content, dict) else content
+    if not is_dense(value):
+        raise CheckpointError(f"{where}: expected a tensor")
+    if shape is None or tuple(value.shape) == shape:
+        return in_memory(path.name, value, where)
+    return flat_piece(path.name, shape, [value.detach().reshape(-1)], where)
+
+
+def _common(folder: Path) -> dict[str, Any]:
+    path = folder / "zero" / "optimizer_state.pt"
+    return _dict(path) if path.is_file() else {}
+
+
+def _steps(common: Mapping[str, Any], folder: Path) -> list[int]:
+    inner = common.get("optimizer_state_dict")
+    state = inner.get("state") if isinstance(inner, Mapping) else None
+    entries = state.values() if isinstance(state, Mapping) else ()
+    steps = [e["step"] for e in entries if isinstance(e, Mapping) and "step" in e]
+    if not steps:
+        raise CheckpointError(f"{folder.name}: does not say at which step its moments are")
+    return [step_of(step, folder.name) for step in steps]
+
+
+def _groups(common: Mapping[str, Any], states: list[dict[str, Any]]) -> tuple[Any, ...]:
+    groups = common.get("param_groups")
+    shapes = states[0].get("param_shapes") if states else None
+    if not isinstance(groups, list) or not isinstance(shapes, list) or len(groups) != len(shapes):
+        return ()
+    return tuple(
+        {**group, "params": list(names)}
+        for group, names in zip(groups, shapes, strict=True)
+        if isinstance(group, Mapping) and isinstance(names, Mapping)
+    )
+
+
+def write_universal(folder: Path, content: Checkpoint) -> None:
+    """Writes what DeepSpeed loads with `"checkpoint": {"load_universal": true}` and ZeRO 1 or 2.
+
+    (Its stage 3 wants model files of its own beside the parameters.)
+
+    Args:
+        folder: an empty directory.
+        content: what to write; with moments by name, or without.
+
+    Raises:
+        CheckpointError: a parameter's name cannot be that of a folder.
+    """
+    optimizer = content.optimizer
+    if optimizer is not None and not optimizer.named:
+        raise CheckpointError(
+            "universal: this optimizer state numbers its parameters; bring it into a state with"
+            " tb.restore(..., names=[...]) first, and save that"
+        )
+    # Without moments nobody knows which tensors learn: floats are taken to.
+    learned = optimizer.exp_avg if optimizer else {
+        name: tensor for name, tensor in content.tensors.items()
+        if tensor.torch_dtype.is_floating_point
+    }  # fmt: skip
+    by_name = content.by_name()
+    step = optimizer.step if optimizer else 0
+    step = int(content.extra.get("step", content.extra.get("global_steps", step)))
+    tag = f"global_step{step}_universal"
+    zero = folder / tag / "zero"
+    zero.mkdir(parents=True)
+    for name in learned:
+        if Path(name).name != name or "\\" in name or name not in by_name:
+            raise CheckpointError(f"universal: there is no folder or no weight for `{name}`")
+        own = {_FP32: by_name[name].cast(torch.float32)}
+        if optimizer is not None:
+            own |= {"exp_avg": optimizer.exp_avg[name], "exp_avg_sq": optimizer.exp_avg_sq[name]}
+        (zero / name).mkdir()
+        for key, tensor in own.items():
+            torch.save({"param": tensor.tensor().clone(), "cat_dim": 0}, zero / name / f"{key}.pt")
+        if optimizer is not None:
+            torch.save(torch.tensor(float(optimizer.step)), zero / name / "step.pt")
+    groups = groups_of(optimizer, [0]) if optimizer else []
+    shapes = OrderedDict((name, torch.Size(by_name[name].shape)) for name in learned)
+    torch.save(_common_state(groups), zero / "optimizer_state.pt")
+    model = _model_state(content, shapes, step)
+    write_plain(folder / tag / "mp_rank_00_model_states.pt", model)
+    for file in ("latest_universal", "latest"):
+        (folder / file).write_text(tag, encoding="utf-8")
+
+
+def _common_state(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "dynamic_loss_scale": False,
+        "overflow": False,
+        "clip_grad": 0.0,
+        "ds_version": _VERSION,
+        "param_groups": groups,
+    }
+
+
+def _model_state(content: Checkpoint, shapes: Any, step: int) -> dict[str, Any]:
+    """What DeepSpeed's engine reads beside the parameters."""
+    by_name = content.by_name()
+    learned = {kept for name in shapes for kept in (name, content.ties.get(name, name))}
+    return {
+        "module": by_name,
+        "buffer_names": [n for n in content.tensors if n not in learned],
+        "optimizer": None,
+        "param_shapes": [shapes],
+        "frozen_param_shapes": None,
+        "shared_params": {name: kept for name, kept in content.ties.items() if kept in shapes},
+        "frozen_param_fragments": None,
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "sparse_tensor_module_names": [],
+        "skipped_steps": 0,
+        "global_steps": step,
+        "global_samples": 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": {},
+        "ds_version": _VERSION,
+        "universal_checkpoint_info": {"universal_checkpoint_version": _INFO_VERSION},
+    }

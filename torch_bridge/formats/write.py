@@ -1,0 +1,109 @@
+"""`write`: the content of a checkpoint in any format that can be written."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from fzero.errors import CheckpointError
+
+from .content import Checkpoint
+from .dcp import write_dcp
+from .lightning import write_lightning
+from .read import LIGHTNING, PICKLED, SUFFIXES
+from .safetensors_files import write_directory, write_file
+from .staging import staged_directory, staged_file
+from .torch_files import write_plain
+from .universal import write_universal
+
+
+FORMATS = ("safetensors", "pt", "lightning", "dcp", "universal")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def write(
+    content: Checkpoint,
+    path: str | os.PathLike[str],
+    to: str | None = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Writes a checkpoint; what was there is replaced at the end, or not at all.
+
+    Args:
+        content: what to write; its tensors are read one after the other.
+        path: file or directory.
+        to: the format; what the path's suffix says by default, "safetensors" for a directory.
+        max_shard_size: bytes of tensors in a file of a safetensors directory.
+
+    Raises:
+        CheckpointError: unknown format or suffix, or the format cannot hold the content.
+
+    Example:
+        >>> import tempfile, torch, torch_bridge as tb
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save(torch.nn.Linear(3, 2).state_dict(), folder + "/model.pt")
+        ...     write(tb.checkpoint(folder + "/model.pt"), folder + "/model.safetensors")
+        ...     tb.checkpoint(folder + "/model.safetensors").format
+        'safetensors'
+    """
+    target = Path(path)
+    to = to or format_of(target)
+    if to not in FORMATS:
+        raise CheckpointError(f"unknown format {to!r}; expected one of {', '.join(FORMATS)}")
+    size = parse_size(max_shard_size)
+    if to == "pt":
+        with staged_file(target) as temporary:
+            write_plain(temporary, content.by_name())
+    elif to == "lightning":
+        with staged_file(target) as temporary:
+            write_lightning(temporary, content)
+    elif to in ("dcp", "universal"):
+        with staged_directory(target, merge=False) as folder:
+            (write_dcp if to == "dcp" else write_universal)(folder, content)
+    elif target.suffix.lower() == ".safetensors":
+        with staged_file(target) as temporary:
+            write_file(temporary, content.tensors, content.ties)
+    else:
+        with staged_directory(target, merge=True) as folder:
+            write_directory(folder, content.tensors, content.ties, size)
+
+
+def holds_optimizer(to: str) -> bool:
+    """Whether a format has a place for Adam's moments."""
+    return to not in ("safetensors", "pt")
+
+
+def format_of(target: Path) -> str:
+    """The format that a path's suffix stands for; safetensors for a directory.
+
+    Raises:
+        CheckpointError: it stands for none.
+    """
+    suffix = target.suffix.lower()
+    if suffix in PICKLED:
+        return "pt"
+    if suffix == LIGHTNING:
+        return "lightning"
+    if suffix in ("", ".safetensors") or target.is_dir():
+        return "safetensors"
+    raise CheckpointError(
+        f"{target.name}: unknown suffix {suffix!r}; expected one of {', '.join(SUFFIXES)}, a"
+        " directory, or to=..."
+    )
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes from a number or a text such as "5GB" or "200MiB".
+
+    Example:
+        >>> parse_size("5GB"), parse_size("1.5KiB"), parse_size(7)
+        (5000000000, 1536, 7)
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(size))
+    if match is None or match[2].upper() not in _UNITS or match[1].count(".") > 1:
+        raise CheckpointError(f"max_shard_size={size!r}: expected bytes, or a text such as '5GB'")
+    found = int(float(match[1]) * _UNITS[match[2].upper()])
+    if found < 1:
+        raise CheckpointError(f"max_shard_size={size!r}: expected at least one byte")
+    return found
