@@ -2,9 +2,9 @@
 
     python examples/gpt2_pipeline.py
 
-Embedding, blocks and head become the layers of a chain, the head tied to the embedding across
-stages. The same plan without the pipeline gives the same losses; and the weights go back into
-transformers under their own names.
+The converted model is a chain: embedding, a stack of blocks, and the head, which is tied to the
+embedding across stages. The same plan without the pipeline gives the same losses; and the weights
+go back into transformers under their own names.
 """
 
 import sysconfig
@@ -41,54 +41,21 @@ def batch_at(text, step):
     return {"x": np.stack([text[start : start + SEQ] for start in starts]).astype(np.int32)}
 
 
-class Embedding(nn.Module):
-    """Token and position vectors."""
-
-    def __init__(self, gpt2):
-        super().__init__()
-        self.wte, self.wpe, self.drop = gpt2.wte, gpt2.wpe, gpt2.drop
-
-    def forward(self, ids):
-        return self.drop(self.wte(ids) + self.wpe(torch.arange(ids.shape[1])))
-
-
-class Block(nn.Module):
-    """A block, called with activations alone: it is causal without a mask."""
-
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-
-    def forward(self, x):
-        out = self.block(x)
-        return out[0] if isinstance(out, tuple) else out
-
-
-class Head(nn.Module):
-    """Logits, through the embedding's table."""
-
-    def __init__(self, gpt2, lm_head):
-        super().__init__()
-        self.ln_f, self.lm_head = gpt2.ln_f, lm_head
-
-    def forward(self, x):
-        return self.lm_head(self.ln_f(x))
-
-
 # The demo's model, with random weights.
 torch.manual_seed(0)
 config = AutoConfig.from_pretrained(Path(__file__).with_name("gpt2_3m.json"))
 module = GPT2LMHeadModel(config)
-gpt2 = module.transformer
-parts = [Embedding(gpt2), *map(Block, gpt2.h), Head(gpt2, module.lm_head)]
-chain = tb.sequential(
-    parts,
-    torch.zeros((2, SEQ), dtype=torch.int64),
-    names=["embedding", *(f"block_{i}" for i in range(len(gpt2.h))), "head"],
-    loss=lambda logits, batch: tb.causal_lm_loss(logits, batch["x"]),
-    root=module,  # its names are those that the weights go back under
-)
-model, tx = chain.model, optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 2e-3, 4, STEPS))
+converted = tb.convert(module, torch.zeros((2, SEQ), dtype=torch.int64))
+print(converted.blocks)
+
+
+def loss(forward, batch):
+    """Cross entropy of the next byte."""
+    return tb.causal_lm_loss(forward(batch["x"]).logits, batch["x"])
+
+
+model = converted.model(loss)
+tx = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 2e-3, 4, STEPS))
 print(partition(model, 4, "parameters"))
 
 
@@ -114,7 +81,7 @@ print(fz.placement(state))
 
 # Back to transformers: a file that it loads.
 with tempfile.TemporaryDirectory() as directory:
-    tb.save(Path(directory, "model.safetensors"), chain, state)
+    tb.save(Path(directory, "model.safetensors"), converted, state, plan)
     config.save_pretrained(directory)
     returned = GPT2LMHeadModel.from_pretrained(directory)
 tokens = torch.from_numpy(validation["x"]).long()

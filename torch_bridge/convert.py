@@ -7,59 +7,27 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
-from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
 from fzero.model import Model
 
-from .dtypes import is_complex, is_float, jax_dtype
+from .blocks import Blocks
+from .chain import Source, chain_values, links_merged, make_chain
 from .export import export_program
-from .interpret import (
-    Graph,
-    build_graph,
-    missing_operators,
-    refuse_data_dependent,
-    refuse_missing,
-)
+from .interpret import missing_operators, refuse_data_dependent, refuse_missing
 from .layout import Layout, read_layout, read_values
-from .lower.spectral import torch_gradient
-from .shapes import ShapeRules, shape_rules
-from .structure import CallForm, build_output, check_constant, check_output_spec
-from .weights import to_host, to_torch
+from .mode import Mode, bind_state, build_mode
+from .rolled import Rolled
+from .rolling import Rolling, fewest_layers, roll_blocks
+from .stacked import Names
+from .structure import CallForm, build_output
+from .weights import to_torch
 
 
 Arrays = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class _TensorInput:
-    placeholder: str
-    path: str
-    dtype: np.dtype[Any]
-
-
-@dataclass(frozen=True)
-class _ConstantInput:
-    path: str
-    value: Any
-
-
-@dataclass(frozen=True)
-class _Mode:
-    """One graph with all it needs to be called: where each placeholder's value comes from."""
-
-    graph: Graph
-    params: Mapping[str, str]  # placeholder -> leaf name
-    buffers: Mapping[str, str]
-    constants: Mapping[str, np.ndarray[Any, Any]]
-    inputs: tuple[_TensorInput | _ConstantInput, ...]
-    shapes: ShapeRules
-    call: CallForm
-    out_spec: Any
 
 
 class Applied(NamedTuple):
@@ -76,17 +44,23 @@ class Converted:
     Attributes:
         params: initial values of what is trained, keyed by `state_dict` name, as read-only host
             arrays of the module's dtypes. Tied weights are one entry, under their first name.
+            Parameters of equal blocks are one entry, stacked: `h.*.ln.weight`, shape `(L, ...)`.
         buffers: running statistics, integer and other untrained tensors, keyed the same way.
         frozen: names in `params` with `requires_grad=False`; no gradient reaches them, and no step
             of `model(...)` changes them.
-        layout: names, ties and torch dtypes of every leaf.
+        layout: names, ties and torch dtypes of every tensor of the module.
+        blocks: which blocks were found equal and rolled, and why others were not.
+        names: which entries are stacked, and of what.
     """
 
     params: dict[str, np.ndarray[Any, Any]]
     buffers: dict[str, np.ndarray[Any, Any]]
     frozen: frozenset[str]
     layout: Layout
-    _modes: Mapping[bool, _Mode] = field(repr=False)
+    blocks: Blocks
+    names: Names = field(repr=False)
+    _modes: Mapping[bool, Mode] = field(repr=False)
+    _rolled: Mapping[bool, Rolled] = field(repr=False)
 
     def apply(
         self,
@@ -100,8 +74,9 @@ class Converted:
         """Run the module's forward.
 
         Args:
-            params: values for `self.params`, same names and shapes, any float dtype.
-            buffers: values for `self.buffers`.
+            params: values for `self.params`, same names and shapes, any float dtype; or those of
+                a chain that `model` gave, which has them by link.
+            buffers: values for `self.buffers`, likewise.
             *args: the module's own arguments: arrays (or tensors, which are copied) where the
                 example had tensors, the example's value where it had anything else.
             rng: a JAX key; needed when the mode draws random numbers (dropout in train mode).
@@ -124,27 +99,63 @@ class Converted:
             (5, 2)
         """
         mode = self._modes[bool(train)]
-        values = self._bind(mode, params, buffers, args, kwargs)
         if mode.graph.num_draws and rng is None:
             raise ConversionError(
                 f"the {'train' if train else 'eval'} forward draws random numbers in "
                 f"{mode.graph.num_draws} place(s) (dropout and the like): pass "
                 "rng=jax.random.key(...)"
             )
-        leaves, changed = mode.graph.run(values, rng)
-        names = self.layout.leaf_of()
-        updated = {names[name].name: value for name, value in changed.items()}
+        params, buffers = links_merged(params), links_merged(buffers)
+        inputs = mode.bind_inputs(mode.call.flatten(args, kwargs))
+        if train in self._rolled:
+            leaves, updated = self._run_rolled(train, inputs, params, buffers, rng)
+        else:
+            values = self._bind_leaves(mode, params, buffers) | inputs
+            leaves, changed = mode.graph.run(values, rng)
+            names = self.layout.leaf_of()
+            updated = {names[name].name: value for name, value in changed.items()}
         return Applied(build_output(mode.out_spec, leaves), {**buffers, **updated})
 
-    def _bind(
-        self, mode: _Mode, params: Arrays, buffers: Arrays, args: Any, kwargs: Any
-    ) -> dict[str, Any]:
-        """A value for each placeholder of a mode's graph."""
-        values = _bind_inputs(mode, mode.call.flatten(args, kwargs))
-        values.update(_bind_state(mode.params, params, self.params, "params", self.frozen))
-        values.update(_bind_state(mode.buffers, buffers, self.buffers, "buffers", frozenset()))
+    def _run_rolled(
+        self, train: bool, inputs: dict[str, Any], params: Arrays, buffers: Arrays, rng: Any
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The output leaves and the buffers that were written."""
+        mode, rolled = self._modes[train], self._rolled[train]
+        inside = self.names.place_of()
+        stacked = {one.name: one.name for one in self.names.stacked if one.is_param}
+        kept = {one.name: one.name for one in self.names.stacked if not one.is_param}
+        alone = {p: name for p, name in mode.params.items() if name not in inside} | stacked
+        apart = {p: name for p, name in mode.buffers.items() if name not in inside} | kept
+        values: dict[str, Any] = {**inputs, **mode.constants}
+        values |= rolled.known_sizes(mode.sizes(inputs))
+        values |= bind_state(alone, params, self.params, "params", self.frozen)
+        values |= bind_state(apart, buffers, self.buffers, "buffers", frozenset())
+        return rolled.run(values, values, rng)
+
+    def _bind_leaves(self, mode: Mode, params: Arrays, buffers: Arrays) -> dict[str, Any]:
+        """Values of the unrolled graph's placeholders, from leaves under their own names."""
+        shapes = {leaf.name: leaf for leaf in self.layout.leaves}
+        frozen = frozenset(leaf.name for leaf in self.layout.leaves if leaf.frozen)
+        values = bind_state(mode.params, params, shapes, "params", frozen)
+        values.update(bind_state(mode.buffers, buffers, shapes, "buffers", frozenset()))
         values.update(mode.constants)
         return values
+
+    def by_name(self, tree: Any) -> dict[str, Any]:
+        """Params or buffers of a state under the `state_dict` names of the module's own leaves."""
+        return self.names.unstack(links_merged(tree))
+
+    def by_layer(self, params: Arrays, buffers: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Leaves under their own names as `self.params` and `self.buffers` have them."""
+        return self.names.stack(params), self.names.stack(buffers)
+
+    def by_link(self, params: Arrays, buffers: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Values as `self.params` and `self.buffers` have them, as the chain of `model` has them.
+
+        So `model.with_init(converted.by_link(*tb.load_state_dict(converted, mapping)))` starts from
+        other weights.
+        """
+        return chain_values(self._source(), params, buffers)
 
     def fixed_dims(self) -> tuple[str, ...]:
         """The dims of tensor arguments that must be as in the example; all others are free.
@@ -161,25 +172,45 @@ class Converted:
             found.update(dict.fromkeys(mode.shapes.fixed()))
         return tuple(found)
 
-    def model(self, loss: Callable[..., Any]) -> Model:
+    def model(self, loss: Callable[..., Any], *, chain: bool | None = None) -> Model:
         """The module with a loss, as fzero trains and evaluates it.
+
+        Where blocks were rolled it is a `fz.Sequential`: the part before the blocks, a `fz.Stack`
+        of them, the part after. ZeRO-3 then gathers it layer by layer, and `Plan(pipe=...)` cuts
+        it anywhere. Its params are `{link: {name: array}}`, with the names of `self.params`.
 
         Args:
             loss: `loss(forward, batch)`, which returns an `fzero.Mean` or a scalar, or a pair of
                 that and a dict of metrics. `forward(*args, **kwargs)` is the module with the
                 step's parameters, buffers, key and mode bound; called several times, each call
-                has its own randomness and sees the buffers that the one before left.
+                has its own randomness and sees the buffers that the one before left. A chain
+                runs the module once: there, `forward` is called once.
+            chain: whether to make a chain; the default is to do so where blocks were rolled.
+                `False` gives one function, for losses that call `forward` several times; its
+                params are those of `self.params`, and the rolled blocks a loop in it.
 
         Returns:
             A `Model` whose initial values are this module's.
 
+        Raises:
+            ConversionError: `chain=True` for a module in which nothing was rolled.
+
         Example:
+            >>> import jax.numpy as jnp
             >>> converted = convert(torch.nn.Linear(3, 1), torch.zeros(4, 3))
             >>> model = converted.model(lambda forward, batch: jnp.mean(forward(batch) ** 2))
             >>> value, buffers, metrics = model.loss(*model.init, jnp.ones((2, 3)), None, True)
             >>> value.shape, buffers, metrics
             ((), {}, {})
         """
+
+        if chain or (chain is None and self._rolled):
+            if not self._rolled:
+                raise ConversionError(
+                    f"nothing to make a chain of: {self.blocks}; for a torch.nn.Sequential see"
+                    " tb.sequential"
+                )
+            return make_chain(self._source(), loss)
 
         def step_loss(
             params: Arrays, buffers: Arrays, batch: Any, rng: Any, train: bool
@@ -203,11 +234,15 @@ class Converted:
         initial = dict(self.params), dict(self.buffers)
         return Model(init=initial, loss=step_loss, frozen=self.frozen)
 
+    def _source(self) -> Source:
+        return Source(self._modes, self._rolled, self.params, self.buffers, self.names, self.frozen)
+
 
 def convert(
     module: torch.nn.Module,
     *example_args: Any,
     batch_dim: int | None = None,
+    roll: bool | int = True,
     **example_kwargs: Any,
 ) -> Converted:
     """Convert a PyTorch module for training and evaluation in JAX.
@@ -223,6 +258,9 @@ def convert(
         batch_dim: the dim of all tensor arguments (where they have it) that has to stay free:
             a module that ties it to the example is refused here, and not at the first call with
             another batch.
+        roll: whether blocks that are equal but for their weights become one loop, over parameters
+            stacked under names such as `h.*.ln.weight`: three or more in a row, or as many as
+            this says. `print(converted.blocks)` shows what was rolled, and why not.
         **example_kwargs: keyword arguments for its forward.
 
     Returns:
@@ -240,6 +278,7 @@ def convert(
         >>> sorted(converted.params)
         ['bias', 'weight']
     """
+    min_layers = fewest_layers(roll)
     layout = read_layout(module)
     params, buffers = read_values(module, layout)
     args, kwargs = torch_pytree.tree_map(_example_leaf, (example_args, example_kwargs))
@@ -251,14 +290,36 @@ def convert(
         refuse_data_dependent(program)
     refuse_missing([missing_operators(program) for program in programs.values()])
     modes = {
-        train: _mode(program, layout, CallForm.of(module, args, kwargs, program.call_spec.in_spec))
+        train: build_mode(
+            program, layout, CallForm.of(module, args, kwargs, program.call_spec.in_spec)
+        )
         for train, program in programs.items()
     }
-    frozen = frozenset(leaf.name for leaf in layout.leaves if leaf.frozen)
-    converted = Converted(params, buffers, frozen, layout, modes)
+    rolling = roll_blocks(programs, modes, layout, min_layers)
+    converted = _converted(params, buffers, layout, modes, rolling)
     if batch_dim is not None:
         _refuse_fixed(converted, batch_dim)
     return converted
+
+
+def _converted(
+    params: dict[str, np.ndarray[Any, Any]],
+    buffers: dict[str, np.ndarray[Any, Any]],
+    layout: Layout,
+    modes: Mapping[bool, Mode],
+    rolling: Rolling,
+) -> Converted:
+    names = rolling.names
+    return Converted(
+        names.stack(params),
+        names.stack(buffers),
+        names.frozen(layout),
+        layout,
+        rolling.blocks,
+        names,
+        modes,
+        rolling.graphs,
+    )
 
 
 def _refuse_fixed(converted: Converted, batch_dim: int) -> None:
@@ -274,116 +335,3 @@ def _refuse_fixed(converted: Converted, batch_dim: int) -> None:
 def _example_leaf(leaf: Any) -> Any:
     is_array = isinstance(leaf, np.ndarray | jax.Array) and not isinstance(leaf, torch.Tensor)
     return to_torch(leaf) if is_array else leaf
-
-
-def _mode(program: torch.export.ExportedProgram, layout: Layout, call: CallForm) -> _Mode:
-    check_output_spec(program.call_spec.out_spec)
-    leaf_of = layout.leaf_of()
-    params: dict[str, str] = {}
-    buffers: dict[str, str] = {}
-    constants: dict[str, np.ndarray[Any, Any]] = {}
-    arguments: list[Any] = []
-    used = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
-    for spec in program.graph_signature.input_specs:
-        if spec.kind is InputKind.USER_INPUT:
-            arguments.append(spec.arg)
-        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            leaf = leaf_of[str(spec.target)]
-            if spec.arg.name in used:
-                (params if leaf.is_param else buffers)[spec.arg.name] = leaf.name
-        elif spec.kind is InputKind.CONSTANT_TENSOR:
-            constants[spec.arg.name] = to_host(_constant(program, str(spec.target)))
-        else:
-            raise ConversionError(f"the module holds a {spec.kind.name}, which has no JAX form")
-    inputs = _inputs(program, call, arguments)
-    tensors = [i for i in inputs if isinstance(i, _TensorInput)]
-    rules = shape_rules(program, [i.path for i in tensors], [i.placeholder for i in tensors])
-    return _Mode(
-        build_graph(program),
-        params,
-        buffers,
-        constants,
-        inputs,
-        rules,
-        call,
-        program.call_spec.out_spec,
-    )
-
-
-def _constant(program: torch.export.ExportedProgram, name: str) -> torch.Tensor:
-    value = program.constants[name]
-    assert isinstance(value, torch.Tensor)
-    return value
-
-
-def _inputs(
-    program: torch.export.ExportedProgram, call: CallForm, arguments: list[Any]
-) -> tuple[_TensorInput | _ConstantInput, ...]:
-    paths = _leaf_paths(call)
-    fakes = {n.name: n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"}
-    inputs: list[_TensorInput | _ConstantInput] = []
-    for path, argument in zip(paths, arguments, strict=True):
-        if isinstance(argument, TensorArgument):
-            fake: Any = fakes[argument.name]
-            inputs.append(_TensorInput(argument.name, path, jax_dtype(fake.dtype)))
-        elif isinstance(argument, ConstantArgument):
-            inputs.append(_ConstantInput(path, argument.value))
-        else:
-            raise ConversionError(f"argument `{path}`: {type(argument).__name__} is not supported")
-    return tuple(inputs)
-
-
-def _leaf_paths(call: CallForm) -> list[str]:
-    args_spec, kwargs_spec = call.spec.children()
-    placeholder_args = torch_pytree.tree_unflatten([None] * args_spec.num_leaves, args_spec)
-    placeholder_kwargs = torch_pytree.tree_unflatten([None] * kwargs_spec.num_leaves, kwargs_spec)
-    return [path for path, _ in call.flatten(tuple(placeholder_args), placeholder_kwargs)]
-
-
-def _bind_inputs(mode: _Mode, leaves: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    shapes: list[tuple[int, ...]] = []
-    for expected, (path, value) in zip(mode.inputs, leaves, strict=True):
-        if isinstance(expected, _ConstantInput):
-            check_constant(path, value, expected.value)
-        else:
-            array = _as_input(path, value, expected.dtype)
-            shapes.append(array.shape)
-            values[expected.placeholder] = array
-    mode.shapes.check(shapes)
-    return values
-
-
-def _as_input(path: str, value: Any, dtype: np.dtype[Any]) -> jax.Array:
-    if isinstance(value, torch.Tensor):
-        value = to_host(value)
-    if value is None or isinstance(value, str | Mapping | list | tuple):
-        raise ConversionError(
-            f"argument `{path}`: expected an array of {dtype.name} as in the example, got "
-            f"{value!r:.60}"
-        )
-    array = jnp.asarray(value)
-    if is_float(array) != is_float(dtype):
-        raise ConversionError(
-            f"argument `{path}`: expected {dtype.name} as in the example, got {array.dtype.name}"
-        )
-    # Floats keep their precision (a bfloat16 step feeds bfloat16); integers take the example's.
-    return array if is_float(array) else array.astype(dtype)
-
-
-def _bind_state(
-    wanted: Mapping[str, str], given: Arrays, example: Arrays, kind: str, frozen: frozenset[str]
-) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for placeholder, name in wanted.items():
-        if name not in given:
-            raise ConversionError(f"{kind}: `{name}` is missing; expected the names of .{kind}")
-        value = given[name]
-        if tuple(value.shape) != example[name].shape:
-            raise ConversionError(
-                f"{kind}: `{name}` has shape {tuple(value.shape)}, expected {example[name].shape}"
-            )
-        if is_complex(value):
-            value = torch_gradient(value)
-        values[placeholder] = jax.lax.stop_gradient(value) if name in frozen else value
-    return values

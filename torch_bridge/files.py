@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fzero.errors import CheckpointError
+from fzero.plan import Plan
 
 from .convert import Converted
 from .formats.adam import require_known
@@ -24,6 +25,7 @@ def save(
     path: str | os.PathLike[str],
     converted: Converted | ConvertedSequential,
     state_or_params: Any,
+    plan: Plan | None = None,
     *,
     to: str | None = None,
     max_shard_size: int | str = "5GB",
@@ -43,6 +45,7 @@ def save(
             does, in shards with an index where the weights do not fit into one file.
         converted: the module or chain that the state was made from.
         state_or_params: as for `state_dict`.
+        plan: likewise.
         to: the format, where the path does not say it.
         max_shard_size: bytes of weights in one file of a directory, as a number or as "5GB".
         optimizer: whether Adam's moments are written: by default where the format has a place for
@@ -66,7 +69,8 @@ def save(
     to = to or format_of(Path(path))
     if optimizer and not holds_optimizer(to):
         raise CheckpointError(f"save: optimizer=True, but {to} has no place for its state")
-    content = state_content(converted, state_or_params, optimizer if holds_optimizer(to) else False)
+    wanted = optimizer if holds_optimizer(to) else False
+    content = state_content(converted, state_or_params, wanted, plan)
     if content.optimizer is not None and hyper:
         known = dataclasses.replace(content.optimizer, groups=(require_known(hyper),))
         content = dataclasses.replace(content, optimizer=known)

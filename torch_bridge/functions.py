@@ -38,13 +38,19 @@ class _Size:
 
 @dataclass
 class _Call:
-    """One place in a module that calls a registered Function; `outputs` once it was traced."""
+    """How modules call a registered Function; `single` and `dims` once it was traced."""
 
     function: Any
     rule: Rule
     args: tuple[Any, ...]
+    ranks: tuple[int, ...]  # of its tensors
     single: bool = True
     dims: list[int | None] = field(default_factory=list)  # None: the output is None
+
+    @property
+    def key(self) -> Any:
+        """What two equal calls share; by its text 1.0 is not 1, and NaN equals itself."""
+        return self.function, self.rule, repr(self.args), self.ranks
 
     def arguments(self, tensors: Sequence[Any], sizes: Sequence[Any]) -> list[Any]:
         chosen = {_Tensor: tensors, _Size: sizes}
@@ -163,11 +169,20 @@ def _traced(cls: Any, args: tuple[Any, ...], rule: Rule) -> Any:
                 f"{cls.__qualname__}.apply got a {type(arg).__name__}; a registered Function takes "
                 "tensors, numbers, strings, dtypes and None"
             )
-    call = _Call(cls, rule, tuple(template))
-    _CALLS.append(call)
-    made = iter(torch.ops.torch_bridge.function(tensors, sizes, len(_CALLS) - 1))
+    number = _numbered(_Call(cls, rule, tuple(template), tuple(x.ndim for x in tensors)))
+    made = iter(torch.ops.torch_bridge.function(tensors, sizes, number))
+    call = _CALLS[number]
     outputs = tuple(None if dims is None else next(made) for dims in call.dims)
     return outputs[0] if call.single else outputs
+
+
+def _numbered(call: _Call) -> int:
+    """The number of a call; equal calls have one, so that equal blocks have equal graphs."""
+    for number, known in enumerate(_CALLS):
+        if known.key == call.key:
+            return number
+    _CALLS.append(call)
+    return len(_CALLS) - 1
 
 
 def _forward(tensors: Sequence[torch.Tensor], sizes: Sequence[Any], call: int) -> list[Any]:

@@ -69,29 +69,40 @@ class Graph:
             The module's output leaves, and the new value of each buffer it writes.
         """
         values = dict(inputs)
-        for step in self.instructions:
-            args, kwargs = _fill(step.args, values), _fill(step.kwargs, values)
-            if step.draw is not None:
-                kwargs["key"] = jax.random.fold_in(rng, step.draw)
-            try:
-                values[step.name] = step.fn(*args, **kwargs)
-            except Exception as error:
-                error.add_note(f"while evaluating {step.operator} in {step.where}")
-                raise
-            if observe is not None:
-                observe(step.name, values[step.name])
-            for name in step.drop:
-                del values[name]
-        return _fill(list(self.outputs), values), _fill(dict(self.mutations), values)
+        evaluate(self.instructions, values, rng, observe)
+        return fill(list(self.outputs), values), fill(dict(self.mutations), values)
 
 
-def _fill(template: Any, values: Mapping[str, Any]) -> Any:
+def evaluate(
+    steps: Sequence[Instruction],
+    values: dict[str, Any],
+    rng: Any,
+    observe: Callable[[str, Any], None] | None = None,
+) -> None:
+    """Run instructions; their results are added to `values`, and dropped as they say."""
+    for step in steps:
+        args, kwargs = fill(step.args, values), fill(step.kwargs, values)
+        if step.draw is not None:
+            kwargs["key"] = jax.random.fold_in(rng, step.draw)
+        try:
+            values[step.name] = step.fn(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"while evaluating {step.operator} in {step.where}")
+            raise
+        if observe is not None:
+            observe(step.name, values[step.name])
+        for name in step.drop:
+            del values[name]
+
+
+def fill(template: Any, values: Mapping[str, Any]) -> Any:
+    """Arguments with every `Ref` replaced by its value."""
     if isinstance(template, Ref):
         return values[template.name]
     if isinstance(template, list | tuple):
-        return type(template)(_fill(item, values) for item in template)
+        return type(template)(fill(item, values) for item in template)
     if isinstance(template, Mapping):
-        return {key: _fill(item, values) for key, item in template.items()}
+        return {key: fill(item, values) for key, item in template.items()}
     return template
 
 

@@ -244,8 +244,11 @@ def _param_paths(converted: Converted | ConvertedSequential) -> dict[str, _Kept]
     names: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for leaf in converted.layout.leaves:
         names[not leaf.is_param][leaf.name] = _Name(leaf)
+    trees = [nested(converted, *names)]
+    if isinstance(converted, Converted) and converted.blocks.stacks:
+        trees.append(converted.by_link(*trees[0]))  # in a chain they lie under their links
     found: dict[str, _Kept] = {}
-    for path, name in named_leaves(nested(converted, *names)[0]):
+    for path, name in (pair for params, _ in trees for pair in named_leaves(params)):
         rows = name.rows if isinstance(name, Stacked) else (name,)
         found[path] = _Kept(tuple(row.leaf for row in rows), isinstance(name, Stacked))
     return found

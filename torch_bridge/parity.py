@@ -245,19 +245,28 @@ def _run_jax(
 ) -> _Computed:
     mode = converted._modes[train]
 
+    def outputs_of(params: Any, buffers: Any, nodes: dict[str, Any]) -> tuple[list[Any], Any]:
+        """The output leaves and all buffers, with every value in between if blocks are unrolled."""
+        inputs = mode.bind_inputs(mode.call.flatten(args, kwargs))
+        values = converted._bind_leaves(mode, params, buffers) | inputs
+        leaves, changed = mode.graph.run(values, None, nodes.__setitem__)
+        if converted._rolled:  # what is trained; the values in between are those of its blocks
+            stacked = converted.by_layer(params, buffers)
+            leaves, updated = converted._run_rolled(train, inputs, *stacked, None)
+            return leaves, converted.by_name({**stacked[1], **updated})
+        names = converted.layout.leaf_of()
+        return leaves, {**buffers, **{names[name].name: value for name, value in changed.items()}}
+
     def loss_of(params: Any, buffers: Any) -> Any:
         nodes: dict[str, Any] = {}
-        values = converted._bind(mode, params, buffers, args, kwargs)
-        leaves, changed = mode.graph.run(values, None, nodes.__setitem__)
+        leaves, new = outputs_of(params, buffers, nodes)
         total = jnp.zeros((), jnp.float32)
         for number, weight in reference.weights.items():
             leaf = leaves[number]
             real = jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf
             total = total + jnp.sum(real.astype(jnp.float32) * weight)
-        names = converted.layout.leaf_of()
-        new = {names[name].name: value for name, value in changed.items()}
         arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
-        return total, (arrays, {**buffers, **new}, jax.tree.map(_only_array, nodes))
+        return total, (arrays, new, jax.tree.map(_only_array, nodes))
 
     run = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
     (loss, (outputs, buffers, nodes)), gradients = jax.device_get(run(*state))

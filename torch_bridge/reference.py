@@ -85,20 +85,22 @@ def without_dropout(converted: Converted) -> Converted:
         train: replace(mode, graph=_silent_graph(mode.graph))
         for train, mode in converted._modes.items()
     }
-    return replace(converted, _modes=modes)
+    rolled = {train: graph.map_steps(_silent) for train, graph in converted._rolled.items()}
+    return replace(converted, _modes=modes, _rolled=rolled)
 
 
 def _silent_graph(graph: Graph) -> Graph:
-    steps: list[Instruction] = []
-    for step in graph.instructions:
-        args, kwargs = _silenced(step.operator, step.args, step.kwargs)
-        if step.draw is not None and step.operator not in _PROBABILITY:
-            raise ConversionError(
-                f"{step.operator} in {step.where} draws random numbers, which PyTorch and JAX draw "
-                "differently; turn it off for the comparison (drop_path_rate=0.0 and the like)"
-            )
-        steps.append(replace(step, args=args, kwargs=kwargs, draw=None))
-    return replace(graph, instructions=tuple(steps), num_draws=0)
+    return replace(graph, instructions=tuple(map(_silent, graph.instructions)), num_draws=0)
+
+
+def _silent(step: Instruction) -> Instruction:
+    args, kwargs = _silenced(step.operator, step.args, step.kwargs)
+    if step.draw is not None and step.operator not in _PROBABILITY:
+        raise ConversionError(
+            f"{step.operator} in {step.where} draws random numbers, which PyTorch and JAX draw "
+            "differently; turn it off for the comparison (drop_path_rate=0.0 and the like)"
+        )
+    return replace(step, args=args, kwargs=kwargs, draw=None)
 
 
 class _NoDropout(TorchFunctionMode):

@@ -12,7 +12,7 @@ import optax
 
 from fzero.copies import copy_leaf
 from fzero.errors import CheckpointError
-from fzero.model import Mean, Model
+from fzero.model import Mean, Model, Sequential
 from fzero.plan import Plan
 from fzero.state import TrainState, init, replan
 
@@ -37,6 +37,7 @@ def restore(
     prefix: str = "",
     strict: bool = True,
     cast: bool = False,
+    chain: bool | None = None,
 ) -> TrainState:
     """A state with the weights of a PyTorch checkpoint, and Adam's moments where it has them.
 
@@ -58,6 +59,7 @@ def restore(
             was an attribute of a LightningModule); others are left out.
         strict: refuse missing and unexpected names. What is missing keeps its initial value else.
         cast: accept other dtypes of the weights, and convert them as they are read.
+        chain: as it was given to `converted.model`, if it was.
 
     Returns:
         The state, as `fz.init` gives it.
@@ -89,7 +91,9 @@ def restore(
     if isinstance(converted, ConvertedSequential):
         model: Model = converted.model.with_init(values)
     else:
-        model = Model(values, _no_loss, converted.frozen)
+        model = converted.model(_no_loss, chain=chain)
+        linked = isinstance(model, Sequential)
+        model = model.with_init(converted.by_link(*values) if linked else values)
     if moments is None:
         return init(model, tx, plan, rng, devices=devices)
     # Moments arrive on the device; what the plan parks is parked afterwards.

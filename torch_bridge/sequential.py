@@ -226,7 +226,7 @@ def _convert_each(
     for index, (part, label) in enumerate(zip(parts, labels, strict=True)):
         where = f"module {label!r} ({type(part).__name__})"
         try:
-            found.append(convert(part, *args))
+            found.append(convert(part, *args, roll=False))
         except ConversionError as error:
             raise ConversionError(f"{where}: {error}") from error
         if index + 1 < len(parts):

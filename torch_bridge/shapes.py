@@ -34,11 +34,14 @@ class ShapeRules:
             if isinstance(size, int)
         ]
 
-    def check(self, shapes: Sequence[tuple[int, ...]]) -> None:
+    def check(self, shapes: Sequence[tuple[int, ...]]) -> dict[sympy.Symbol, int]:
         """Refuse sizes for which the graph was not traced.
 
         Args:
             shapes: the shape of each tensor argument, in graph order.
+
+        Returns:
+            What the free sizes are.
 
         Raises:
             ConversionError: says which dim of which argument, and what to do.
@@ -62,6 +65,7 @@ class ShapeRules:
             if number != size:
                 raise ConversionError(_fixed(path, dim, number, size))
         self._check_conditions(values)
+        return values
 
     def _check_conditions(self, values: Mapping[sympy.Symbol, int]) -> None:
         for symbol, size in values.items():

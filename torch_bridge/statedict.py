@@ -11,19 +11,24 @@ import torch
 
 from fzero.errors import CheckpointError
 from fzero.offload.tiers import require_on_device
+from fzero.pipeline.homes import cut_into_stages
+from fzero.plan import PIPE, Plan
 from fzero.state import TrainState, require_alive
 from fzero.tree import named_leaves
+from fzero.zero.partition import Home
 
+from .chain import links_merged
 from .convert import Converted
 from .dtypes import torch_dtype
 from .formats.lazy import LazyTensor, in_memory
 from .layout import Leaf
 from .sequential import ConvertedSequential
+from .stacked import Row
 from .weights import to_host, to_torch
 
 
 def state_dict(
-    converted: Converted | ConvertedSequential, state_or_params: Any
+    converted: Converted | ConvertedSequential, state_or_params: Any, plan: Plan | None = None
 ) -> dict[str, torch.Tensor]:
     """All entries of the module's `state_dict`, with the values of a state.
 
@@ -32,6 +37,7 @@ def state_dict(
         state_or_params: a `TrainState` (anything with `.params` and `.buffers`), or a dict of
             parameters, in which case the buffers are the module's initial ones. Leaves may be
             sharded, and longer than their logical shape along a dim (padding is cut off).
+        plan: the state's plan; needed in a pipeline, to put the layers of cut stacks in order.
 
     Returns:
         Tensors that share no memory with the state, in the module's own order. Tied names hold
@@ -39,7 +45,8 @@ def state_dict(
         the dtype they have in the state, integers get the module's dtype back.
 
     Raises:
-        CheckpointError: a leaf is missing, or does not have the shape it must have.
+        CheckpointError: a leaf is missing, does not have the shape it must have, or is spread over
+            a pipeline and no plan was given.
         PlacementError: a leaf is parked on the host or on disk.
         StateConsumedError: the state was given to a step.
 
@@ -50,13 +57,16 @@ def state_dict(
         {'weight': (2, 3), 'bias': (2,)}
     """
     made: dict[str, torch.Tensor] = {}
-    for leaf, value in state_leaves(converted, state_or_params, "state_dict"):
+    for leaf, value in state_leaves(converted, state_or_params, plan, "state_dict"):
         made.update(dict.fromkeys(leaf.names, leaf_tensor(leaf, value)))
     return {name: made[name] for name in converted.layout.order}
 
 
 def state_leaves(
-    converted: Converted | ConvertedSequential, state_or_params: Any, operation: str
+    converted: Converted | ConvertedSequential,
+    state_or_params: Any,
+    plan: Plan | None,
+    operation: str,
 ) -> list[tuple[Leaf, Any]]:
     """Every leaf that a `state_dict` has, with its value in a state.
 
@@ -69,8 +79,8 @@ def state_leaves(
         if isinstance(state_or_params, TrainState):
             require_alive(state_or_params, operation)
     require_on_device(named_leaves({"params": params, "buffers": buffers}), operation)
-    if isinstance(converted, ConvertedSequential):
-        params, buffers = converted.by_name(params), converted.by_name(buffers)
+    homes = _homes(converted, plan)
+    params, buffers = (_by_leaf(converted, _in_order(tree, homes)) for tree in (params, buffers))
     persistent = set(converted.layout.order)
     found: list[tuple[Leaf, Any]] = []
     for leaf in converted.layout.leaves:
@@ -85,13 +95,50 @@ def state_leaves(
         fits = len(stored) == len(leaf.shape)
         if not fits or any(s < n for s, n in zip(stored, leaf.shape, strict=True)):
             raise CheckpointError(f"`{leaf.name}`: expected shape {leaf.shape}, got {stored}")
-        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        whole = value.whole if isinstance(value, Row) else value
+        if isinstance(whole, jax.Array) and not whole.is_fully_addressable:
             raise CheckpointError(
                 f"`{leaf.name}` lives partly on other processes' devices; gather it first "
                 "(jax.experimental.multihost_utils.process_allgather)"
             )
         found.append((leaf, value))
     return found
+
+
+def _by_leaf(converted: Converted | ConvertedSequential, tree: Any) -> dict[str, Any]:
+    """Params or buffers by the module's own leaves; rows of stacked ones are not copied yet."""
+    if isinstance(converted, ConvertedSequential):
+        return converted.by_name(tree)
+    return converted.names.unstack(links_merged(tree), Row)
+
+
+def _homes(converted: Converted | ConvertedSequential, plan: Plan | None) -> Mapping[str, Home]:
+    """Where a pipeline keeps the leaves of each link."""
+    if plan is None or plan.pipe == 1 or isinstance(converted, ConvertedSequential):
+        return {}
+    # Where a chain is cut does not depend on its loss.
+    return cut_into_stages(converted.model(lambda forward, batch: None), plan).homes
+
+
+def _in_order(tree: Mapping[str, Any], homes: Mapping[str, Home]) -> dict[str, Any]:
+    """Params or buffers with the layers of every stack in order."""
+
+    def restored(link: str, name: str, leaf: Any) -> Any:
+        spread = PIPE in getattr(getattr(leaf, "sharding", None), "spec", ())
+        if spread and link not in homes:
+            raise CheckpointError(
+                f"the layers of `{name}` are spread over the ranks of a pipeline: pass the state's"
+                " plan as well, or bring the state to one rank with"
+                " fz.replan(state, model, tx, plan, plan.replace(pipe=1))"
+            )
+        return homes[link].restore(leaf) if link in homes else leaf
+
+    return {
+        key: {name: restored(key, name, leaf) for name, leaf in value.items()}
+        if isinstance(value, Mapping)
+        else restored("", key, value)
+        for key, value in tree.items()
+    }
 
 
 def leaf_tensor(leaf: Leaf, value: Any) -> torch.Tensor:
@@ -154,9 +201,7 @@ def nested(
     converted: Converted | ConvertedSequential, params: dict[str, Any], buffers: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Values by leaf name in the structure of `converted.params` and `converted.buffers`."""
-    if isinstance(converted, ConvertedSequential):
-        return converted.by_layer(params, buffers)
-    return params, buffers
+    return converted.by_layer(params, buffers)
 
 
 def fit_leaves(
@@ -225,9 +270,7 @@ def initial_leaves(
     converted: Converted | ConvertedSequential,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Initial values by leaf name, as `(params, buffers)`."""
-    if isinstance(converted, ConvertedSequential):
-        return converted.by_name(converted.params), converted.by_name(converted.buffers)
-    return dict(converted.params), dict(converted.buffers)
+    return converted.by_name(converted.params), converted.by_name(converted.buffers)
 
 
 def _tensor(value: Any) -> torch.Tensor:

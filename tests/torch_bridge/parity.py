@@ -118,6 +118,7 @@ def _check_gradients(
     module: torch.nn.Module, converted: tb.Converted, grads: Any, rtol: float
 ) -> None:
     named = dict(module.named_parameters())  # tied ones once, under their first name
+    grads = converted.by_name(grads)
     assert set(grads) <= set(named)
     for name, got in grads.items():
         reference = named[name].grad

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from fzero.errors import CheckpointError
+from fzero.plan import Plan
 from fzero.state import TrainState
 
 from ..convert import Converted
@@ -21,7 +22,10 @@ from .lazy import LazyTensor
 
 
 def state_content(
-    converted: Converted | ConvertedSequential, state_or_params: Any, optimizer: bool | None
+    converted: Converted | ConvertedSequential,
+    state_or_params: Any,
+    optimizer: bool | None,
+    plan: Plan | None = None,
 ) -> Checkpoint:
     """What a checkpoint of a state holds.
 
@@ -30,6 +34,7 @@ def state_content(
         state_or_params: as for `state_dict`.
         optimizer: whether Adam's moments come along; None: if there are any. Other optimizers have
             no common form.
+        plan: as for `state_dict`.
 
     Returns:
         Tensors under the names that transformers keeps, further names as ties; each is copied to
@@ -41,7 +46,7 @@ def state_content(
     tensors: dict[str, LazyTensor] = {}
     ties: dict[str, str] = {}
     order = set(converted.layout.order)
-    for leaf, value in state_leaves(converted, state_or_params, "save"):
+    for leaf, value in state_leaves(converted, state_or_params, plan, "save"):
         names = [name for name in leaf.names if name in order]
         kept = leaf.saved_name if leaf.saved_name in names else names[0]
         tensors[kept] = _lazy(kept, leaf, value)

@@ -151,7 +151,8 @@ def _entries(converted: Converted | ConvertedSequential) -> dict[str, tuple[str,
     if isinstance(converted, ConvertedSequential):
         places = [place for place in converted.places if place.leaf.is_param]
         return {f"{place.layer}/{place.name}": (place.leaf.name,) for place in places}
-    return {name: (name,) for name in converted.params}
+    stacked = {one.name: tuple(leaf.name for leaf in one.leaves) for one in converted.names.stacked}
+    return {name: stacked.get(name, (name,)) for name in converted.params}
 
 
 def _labels(optimizer: torch.optim.Optimizer, names: _Names) -> dict[str, str]:
@@ -169,7 +170,7 @@ def _labels(optimizer: torch.optim.Optimizer, names: _Names) -> dict[str, str]:
             raise ConversionError(
                 f"optimizer: `{entry}` holds {list(held)[:4]}, which are in different groups"
                 f" ({sorted(found)}); an entry has one. Convert the module with one entry for each"
-                " of its parameters"
+                " of its parameters (roll=False)"
             )
         labels[entry] = found.pop()
     return labels

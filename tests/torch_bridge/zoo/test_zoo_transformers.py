@@ -7,7 +7,7 @@ import functools
 import pytest
 import zoo_checks as checks
 from zoo_entries import Result, evaluate
-from zoo_transformers import ENTRIES
+from zoo_transformers import ENTRIES, ROLLED
 
 
 # One of each kind; the others take `make test-extended`.
@@ -52,3 +52,10 @@ def test_an_optimizer_step_agrees(name: str) -> None:
 @every_model
 def test_one_conversion_serves_every_batch_size(name: str) -> None:
     checks.check_batch(result_of(name), ENTRIES[name])
+
+
+@every_model
+def test_equal_blocks_are_rolled(name: str) -> None:
+    """So the other tests compare loops with PyTorch, for the models that have enough layers."""
+    stacks = [run.name for run in result_of(name).converted.blocks.stacks]
+    assert stacks == list(ROLLED.get(name, ()))

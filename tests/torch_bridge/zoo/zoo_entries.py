@@ -117,8 +117,8 @@ def evaluate(entry: Entry) -> Result:
         frozen=converted.frozen,
         evaluated=(got["evaluated"], evaluated),
         trained=(got["trained"], numpy_of(trained)),
-        gradients=(got["gradients"], gradients),
-        buffers=(got["buffers"], after),
+        gradients=(converted.by_name(got["gradients"]), gradients),
+        buffers=(converted.by_name(got["buffers"]), after),
         stepped=(tb.state_dict(converted, _State(got["params"], got["buffers"])), stepped),
     )
 

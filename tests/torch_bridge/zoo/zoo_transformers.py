@@ -89,17 +89,27 @@ BART: dict[str, Any] = {
     "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None,
 }  # fmt: skip
 
+# What is rolled: three equal layers and more. The other entries have fewer.
+ROLLED = {
+    "gpt2": ("transformer.h",),
+    "llama": ("model.layers",),
+    "gemma2": ("model.layers",),  # three layers of two blocks: a local and a global one
+    "bert": ("bert.encoder.layer",),
+    "t5": ("encoder.block[1:4]", "decoder.block[1:4]"),  # the first block makes the position bias
+    "vit": ("vit.layers",),
+}
+
 ENTRIES: dict[str, Entry] = {
     "gpt2": Entry(
-        model("GPT2LMHeadModel", vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2,
+        model("GPT2LMHeadModel", vocab_size=VOCABULARY, n_embd=16, n_layer=3, n_head=2,
               n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1,
               eos_token_id=2), padded),
-    "llama": Entry(model("LlamaForCausalLM", **{**GROUPED, "num_hidden_layers": 2}), padded),
+    "llama": Entry(model("LlamaForCausalLM", **{**GROUPED, "num_hidden_layers": 3}), padded),
     "qwen2": Entry(model("Qwen2ForCausalLM", **GROUPED), tokens),
     "qwen3": Entry(model("Qwen3ForCausalLM", **GROUPED, head_dim=8), padded),
     "mistral": Entry(model("MistralForCausalLM", **GROUPED, sliding_window=3), tokens),
     "gemma2": Entry(
-        model("Gemma2ForCausalLM", **{**GROUPED, "num_hidden_layers": 2}, head_dim=8,
+        model("Gemma2ForCausalLM", **{**GROUPED, "num_hidden_layers": 6}, head_dim=8,
               sliding_window=3), tokens),
     "phi": Entry(model("PhiForCausalLM", **SMALL, resid_pdrop=0.0, embd_pdrop=0.0), tokens),
     "gpt_neox": Entry(model("GPTNeoXForCausalLM", **SMALL), tokens),
@@ -111,7 +121,7 @@ ENTRIES: dict[str, Entry] = {
     "mixtral": Entry(
         model("MixtralForCausalLM", **GROUPED, num_local_experts=4, num_experts_per_tok=2,
               output_router_logits=True), tokens),
-    "bert": Entry(model("BertForMaskedLM", **{**SMALL, "num_hidden_layers": 2}), padded),
+    "bert": Entry(model("BertForMaskedLM", **{**SMALL, "num_hidden_layers": 3}), padded),
     "roberta": Entry(model("RobertaForSequenceClassification", **SMALL), padded),
     "distilbert": Entry(
         model("DistilBertForQuestionAnswering", vocab_size=VOCABULARY, dim=16, n_layers=1,
@@ -125,10 +135,12 @@ ENTRIES: dict[str, Entry] = {
               max_relative_positions=-1, position_biased_input=False), padded),
     "t5": Entry(
         model("T5ForConditionalGeneration", vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=24,
-              num_layers=1, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0,
+              num_layers=4, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0,
               feed_forward_proj="gated-gelu"), translation),
     "bart": Entry(model("BartForConditionalGeneration", **BART), translation),
-    "vit": Entry(model("ViTForImageClassification", **SMALL, **VISION), pixels(8)),
+    "vit": Entry(
+        model("ViTForImageClassification", **{**SMALL, "num_hidden_layers": 3}, **VISION),
+        pixels(8)),
     "deit": Entry(
         model("DeiTForImageClassificationWithTeacher", **SMALL, **VISION), pixels(8)),
     "swin": Entry(

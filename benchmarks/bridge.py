@@ -1,0 +1,368 @@
+"""Converted PyTorch models: how long they take to convert and compile, and how fast they run.
+
+    python benchmarks/bridge.py --depth --json depth.json     # GPT-2 of 4, 12 and 48 tiny layers
+    python benchmarks/bridge.py --speed --json speed.json     # against torch and hand-written JAX
+    python benchmarks/bridge.py --speed --models gpt2 --rounds 5 --threads 1
+
+`--depth` converts GPT-2 and compiles loss and gradients, with its blocks rolled and without.
+Conversion is mostly torch.export's own time, and is given apart.
+
+`--speed` runs forward and train step (loss, gradients, AdamW, running statistics) of transformers'
+GPT-2, Llama and ResNet: converted, written by hand in JAX (`bridge_by_hand.py`), in eager torch,
+and with `torch.compile` where it works. All take turns in one process and start from the same
+weights; a ratio is the converted one's median by the other's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import bridge_by_hand as by_hand
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+import transformers
+from rich.console import Console
+
+import torch_bridge as tb
+
+
+convert_module = importlib.import_module("torch_bridge.convert")
+GOAL = 1.03  # largest ratio to hand-written JAX that we accept
+LEARNING_RATE = 1e-3
+
+
+def main() -> int:
+    """Runs what the command line asks for."""
+    args = _arguments()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    report, grid = depths(args) if args.depth else speeds(args)
+    Console(width=None if sys.stdout.isatty() else 150).print(grid.rich())
+    if args.json:
+        common.save(args.json, report, grid)
+    return 0
+
+
+# --- depth ---------------------------------------------------------------------------------------
+
+
+def depths(args: argparse.Namespace) -> tuple[dict[str, Any], common.Grid]:
+    """Conversion and compile time over depth, rolled and not."""
+    before, rows = common.provenance(), []
+    tiny_gpt2(2)  # what the first conversion and compilation of a process load
+    for depth in args.depths:
+        rows.append({"layers": depth, **tiny_gpt2(depth)})
+        print(rows[-1], file=sys.stderr, flush=True)
+    grid = common.Grid(
+        "GPT-2 of width 32, CPU seconds: conversion; tracing and compilation of loss and gradients",
+        ("layers", *(name.replace("_", " ") for name in rows[0] if name != "layers")),
+        [tuple(f"{v:.2f}" if k != "layers" else str(v) for k, v in row.items()) for row in rows],
+    )
+    return {"before": before, "rows": rows, "after": common.provenance()}, grid
+
+
+def tiny_gpt2(depth: int) -> dict[str, float]:
+    """CPU seconds, which others on the machine change less than wall time."""
+    config = transformers.GPT2Config(
+        n_layer=depth, n_embd=32, n_head=2, vocab_size=64, n_positions=32, bos_token_id=0,
+        eos_token_id=0, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    module = transformers.GPT2LMHeadModel(config)
+    ids = torch.zeros((2, 16), dtype=torch.int64)
+    with (
+        _timed(convert_module, "export_program") as export,
+        _timed(convert_module, "roll_blocks") as rolling,
+    ):
+        start = time.process_time()
+        converted = tb.convert(module, ids, roll=2)
+        convert = time.process_time() - start
+    times = {"convert": convert, "of_it_torch": export[0], "of_it_rolling": rolling[0]}
+    # The same graphs evaluated block by block, as roll=False has them.
+    plain = dataclasses.replace(
+        converted,
+        params=converted.by_name(converted.params),
+        names=type(converted.names)(),
+        _rolled={},
+    )
+    for name, one in (("rolled", converted), ("unrolled", plain)):
+        trace, compiled = _compile_times(one.model(_lm_loss), ids.numpy().astype(np.int32))
+        times |= {f"trace_{name}": trace, f"compile_{name}": compiled}
+    return times
+
+
+def _compile_times(model: Any, ids: Any) -> tuple[float, float]:
+    def total(params: Any, key: jax.Array) -> jax.Array:
+        mean = model.loss(params, {}, {"ids": ids}, key, True)[0]
+        return mean.total / mean.count
+
+    start = time.process_time()
+    lowered = jax.jit(jax.value_and_grad(total)).lower(model.init[0], jax.random.key(0))
+    trace = time.process_time() - start
+    start = time.process_time()
+    lowered.compile()
+    return trace, time.process_time() - start
+
+
+@contextlib.contextmanager
+def _timed(module: Any, name: str) -> Iterator[list[float]]:
+    """The CPU seconds spent in a function of a module meanwhile."""
+    original, spent = getattr(module, name), [0.0]
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.process_time()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            spent[0] += time.process_time() - start
+
+    setattr(module, name, timed)
+    try:
+        yield spent
+    finally:
+        setattr(module, name, original)
+
+
+def _lm_loss(forward: Any, batch: Any) -> Any:
+    return tb.causal_lm_loss(forward(batch["ids"]).logits, batch["ids"])
+
+
+# --- speed ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model: the torch module, a batch, and its hand-written counterpart."""
+
+    module: torch.nn.Module
+    batch: dict[str, torch.Tensor]
+    torch_loss: Callable[[torch.nn.Module], torch.Tensor]
+    jax_loss: Callable[[Any, Any], Any]
+    hand_params: Callable[..., Any]
+    hand_loss: Callable[..., Any]
+
+
+def _language(module: torch.nn.Module, hand: str, batch: int, seq: int) -> Case:
+    ids = torch.randint(0, module.config.vocab_size, (batch, seq))
+
+    def loss(module: torch.nn.Module) -> torch.Tensor:
+        logits = module(ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+
+    return Case(
+        module, {"ids": ids}, loss, _lm_loss,
+        getattr(by_hand, f"{hand}_params"), getattr(by_hand, f"{hand}_loss"),
+    )  # fmt: skip
+
+
+def gpt2() -> Case:
+    config = transformers.GPT2Config(
+        n_layer=6, n_embd=256, n_head=4, vocab_size=512, n_positions=128, bos_token_id=0,
+        eos_token_id=0, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return _language(transformers.GPT2LMHeadModel(config), "gpt2", 8, 128)
+
+
+def llama() -> Case:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=6, hidden_size=256, intermediate_size=688, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=512, max_position_embeddings=128,
+    )  # fmt: skip
+    return _language(transformers.LlamaForCausalLM(config), "llama", 8, 128)
+
+
+def resnet() -> Case:
+    config = transformers.ResNetConfig(
+        embedding_size=32, hidden_sizes=[32, 64, 128], depths=[4, 4, 4], layer_type="basic",
+        num_labels=10,
+    )  # fmt: skip
+    module = transformers.ResNetForImageClassification(config)
+    images, labels = torch.randn(16, 3, 64, 64), torch.randint(0, 10, (16,))
+
+    def loss(module: torch.nn.Module) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(module(images).logits, labels)
+
+    def jax_loss(forward: Any, batch: Any) -> Any:
+        logits = forward(batch["images"]).logits
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+    batch = {"images": images, "labels": labels}
+    return Case(module, batch, loss, jax_loss, by_hand.resnet_params, by_hand.resnet_loss)
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "resnet": resnet}
+
+
+def speeds(args: argparse.Namespace) -> tuple[dict[str, Any], common.Grid]:
+    """Forward and train step of each model, all contestants in turns."""
+    before, rows = common.provenance(), []
+    for name in args.models:
+        rows += compare(name, args.rounds)
+    contestants = ("by hand", "torch", "torch.compile")
+    grid = common.Grid(
+        f"converted, in ms, and its ratio to others (goal by hand: at most {GOAL})",
+        ("model", "what", "converted ms", *contestants, "95 % by hand", "loss gap"),
+        [
+            (
+                row["model"],
+                row["what"],
+                f"{row['converted']['median_s'] * 1e3:.1f}",
+                *(f"{row['ratio'][c]:.3f}" if c in row["ratio"] else "-" for c in contestants),
+                "{:.3f}-{:.3f}".format(*row["interval_by_hand"]),
+                f"{row['loss_gap']:.0e}",
+            )
+            for row in rows
+        ],
+    )
+    return {"before": before, "rows": rows, "after": common.provenance()}, grid
+
+
+def compare(name: str, rounds: int) -> list[dict[str, Any]]:
+    """A row for the forward pass and one for the train step."""
+    torch.manual_seed(0)
+    case = MODELS[name]()
+    case.module.train()
+    runs = {"converted": converted_runs(case), "by hand": hand_runs(case)}
+    runs["torch"] = torch_runs(case, case.torch_loss)
+    compiled, problem = compiled_runs(case)
+    if compiled is not None:
+        runs["torch.compile"] = compiled
+    first = {who: pair["forward"](0) for who, pair in runs.items()}
+    gap = abs(first["converted"] - first["by hand"]) / first["by hand"]
+    if gap > 1e-4:
+        raise SystemExit(f"{name}: by hand is another model: losses {first}")
+    rows = []
+    for what in ("forward", "train step"):
+        times, cpu = common.interleaved({w: p[what] for w, p in runs.items()}, rounds, warmup=2)
+        median = {who: common.spread(seconds)["median_s"] for who, seconds in times.items()}
+        rows.append(
+            {
+                "model": name,
+                "what": what,
+                **{who: common.spread(seconds) for who, seconds in times.items()},
+                "ratio": {w: median["converted"] / m for w, m in median.items()},
+                "cpu_ratio": {
+                    w: float(np.median(cpu["converted"]) / np.median(seconds))
+                    for w, seconds in cpu.items()
+                },
+                "interval_by_hand": common.ratio_interval(times["converted"], times["by hand"]),
+                "loss_gap": gap,
+                "torch.compile problem": problem,
+            }
+        )
+        print(rows[-1]["model"], what, rows[-1]["ratio"], file=sys.stderr, flush=True)
+    return rows
+
+
+Runs = dict[str, Callable[[int], float]]
+
+
+def jax_runs(loss: Callable[[Any, Any, Any], Any], params: Any, buffers: Any, batch: Any) -> Runs:
+    """`loss(params, buffers, batch) -> (loss, buffers)` as both timed programs."""
+    tx = optax.adamw(LEARNING_RATE)
+    forward = jax.jit(lambda p, b, x: loss(p, b, x)[0])
+
+    def step(state: Any, batch: Any) -> Any:
+        params, buffers, moments = state
+        (value, buffers), grads = jax.value_and_grad(loss, has_aux=True)(params, buffers, batch)
+        updates, moments = tx.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), buffers, moments), value
+
+    params, buffers, batch = jax.tree.map(jnp.array, (params, buffers, batch))
+    held = [(jax.tree.map(jnp.copy, params), jax.tree.map(jnp.copy, buffers), tx.init(params))]
+    train = jax.jit(step, donate_argnums=0)
+
+    def run_step(_: int) -> float:
+        held[0], value = train(held[0], batch)
+        return float(jax.block_until_ready(value))
+
+    return {"forward": lambda _: float(forward(params, buffers, batch)), "train step": run_step}
+
+
+def converted_runs(case: Case) -> Runs:
+    """The converted module, as `Converted.model` gives it."""
+    args = [value for name, value in case.batch.items() if name != "labels"]
+    converted = tb.convert(case.module, *args)
+    model = converted.model(case.jax_loss)
+
+    def loss(params: Any, buffers: Any, batch: Any) -> Any:
+        value, new, _ = model.loss(params, buffers, batch, jax.random.key(0), True)
+        return (value.total / value.count), new
+
+    return jax_runs(loss, *model.init, _numpy(case.batch))
+
+
+def hand_runs(case: Case) -> Runs:
+    """The hand-written counterpart, from the same weights."""
+    weights = {name: value.detach().numpy() for name, value in case.module.state_dict().items()}
+    config = case.module.config
+    params = case.hand_params(weights, config)
+    buffers = {n: v for n, v in weights.items() if n.endswith(("running_mean", "running_var"))}
+    values = tuple(_numpy(case.batch).values())
+    batch = values[0] if len(values) == 1 else values
+    return jax_runs(lambda p, b, x: case.hand_loss(p, b, x, config), params, buffers, batch)
+
+
+def torch_runs(case: Case, loss: Callable[[torch.nn.Module], torch.Tensor]) -> Runs:
+    """Eager PyTorch, on a copy of the module."""
+    module = copy.deepcopy(case.module)
+    tx = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, weight_decay=1e-4)
+
+    def forward(_: int) -> float:
+        with torch.no_grad():
+            return float(loss(module))
+
+    def step(_: int) -> float:
+        tx.zero_grad()
+        value = loss(module)
+        value.backward()
+        tx.step()
+        return float(value.detach())
+
+    return {"forward": forward, "train step": step}
+
+
+def compiled_runs(case: Case) -> tuple[Runs | None, str]:
+    """PyTorch through its compiler, or why not."""
+    try:
+        runs = torch_runs(case, torch.compile(case.torch_loss))
+        for run in runs.values():
+            run(0)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return runs, ""
+
+
+def _numpy(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    narrow = {np.dtype(np.int64): np.int32}
+    arrays = {name: value.numpy() for name, value in batch.items()}
+    return {name: a.astype(narrow.get(a.dtype, a.dtype)) for name, a in arrays.items()}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--depth", action="store_true", help="conversion and compile time")
+    what.add_argument("--speed", action="store_true", help="forward and train step")
+    parser.add_argument("--depths", type=int, nargs="+", default=[4, 12, 48])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, help="threads of torch")
+    parser.add_argument("--json", help="file for the figures; the table goes beside it as .md")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

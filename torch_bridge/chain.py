@@ -1,0 +1,321 @@
+"""A rolled module with a loss as a `fz.Sequential`: parts and stacks in turns.
+
+The loss is a closure that calls `forward` once, in the middle of its own work. Its two halves are
+found by calling it twice. Each part calls it with a `forward` that stops there, for the arguments:
+from them come the module's inputs and all sizes, in every part anew, since the batch is at hand
+everywhere and costs nothing to hand on. The last part calls it with a `forward` that returns the
+output. What a compiler finds unused, it drops.
+
+Between two links travels `{"carry": what layers hand on, "shared": what is read later}`. A stack
+leaves the latter alone, so that masks, rotary tables and an encoder's output are kept once. Where
+layers differ in a constant, `"number"` counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fzero.errors import ConversionError
+from fzero.model import Context, Layer, Sequential, Stack
+
+from .interpret import evaluate, fill
+from .mode import Mode, as_leaf
+from .rolled import Loop, Part, Rolled
+from .stacked import Names
+from .structure import build_output
+from .trace import refs
+
+
+Arrays = Mapping[str, Any]
+Nested = dict[str, dict[str, Any]]
+Loss = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a chain is made of: a converted module's graphs and initial values.
+
+    Attributes:
+        modes: how each mode is called.
+        rolled: each mode's graph.
+        params: initial values, as they lie in the conversion.
+        buffers: likewise.
+        names: the stacked leaves among them.
+        frozen: parameters that no step changes.
+    """
+
+    modes: Mapping[bool, Mode]
+    rolled: Mapping[bool, Rolled]
+    params: Arrays
+    buffers: Arrays
+    names: Names
+    frozen: frozenset[str]
+
+
+class _Called(BaseException):
+    """Carries the arguments of `forward` out of a loss; no loss may catch it by accident."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.args_, self.kwargs_ = args, kwargs
+
+
+def make_chain(source: Source, loss: Loss) -> Sequential:
+    """The chain of a converted module.
+
+    Args:
+        source: the module.
+        loss: `loss(forward, batch)`, which calls `forward` once.
+
+    Returns:
+        A `Sequential` whose params are `{link: {leaf: value}}`.
+
+    Raises:
+        ConversionError: a buffer is read before the link that updates it.
+    """
+    plan = _Plan(source)
+    layers: list[Layer | Stack] = []
+    for index, name in enumerate(plan.links):
+        make = _stack if index % 2 else _layer
+        layers.append(make(plan, index, name, loss))
+    params, buffers = plan.by_link(source.params), plan.by_link(source.buffers)
+    frozen = frozenset(f"{plan.owner[name]}/{name}" for name in source.frozen)
+    return Sequential(layers, init=(params, buffers), frozen=frozen)
+
+
+def chain_values(source: Source, params: Arrays, buffers: Arrays) -> tuple[Nested, Nested]:
+    """Params and buffers as the module's chain has them: `{link: {leaf: value}}`."""
+    plan = _Plan(source)
+    return plan.by_link(params), plan.by_link(buffers)
+
+
+class _Plan:
+    """Which link holds which leaf, and what travels between links."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.links = _link_names(source.rolled[True])
+        self.stacked = {one.name: one for one in source.names.stacked}
+        self.owner = {
+            one.name: self.links[self._loop_of(one.name)] for one in self.stacked.values()
+        }
+        self.reads: list[dict[str, str]] = [{} for _ in self.links]  # leaf -> path, of parts
+        for name in source.params:
+            if name not in self.stacked:
+                self._place_param(name)
+        for name in source.buffers:
+            if name not in self.stacked:
+                self._place_buffer(name)
+
+    def _loop_of(self, stacked: str) -> int:
+        run = self.stacked[stacked].run
+        return next(
+            index
+            for index, part in enumerate(self.source.rolled[True].parts)
+            if isinstance(part, Loop) and part.run == run
+        )
+
+    def _readers(self, leaf: str) -> list[int]:
+        """The parts that read a leaf, or hand it to the loop after them."""
+        found: set[int] = set()
+        for train, rolled in self.source.rolled.items():
+            mode = self.source.modes[train]
+            named = {p for p, name in {**mode.params, **mode.buffers}.items() if name == leaf}
+            for index, part in enumerate(rolled.parts):
+                if named.intersection(part.reads):
+                    found.add(index - index % 2)
+            if named.intersection(refs(rolled.outputs)):
+                found.add(len(rolled.parts) - 1)
+        return sorted(found)
+
+    def _place_param(self, name: str) -> None:
+        """The first reader owns a parameter; one that is never read waits at the start."""
+        first, *others = self._readers(name) or [0]
+        self.owner[name] = self.links[first]
+        for index in others:
+            self.reads[index][name] = f"{self.links[first]}/{name}"
+
+    def _place_buffer(self, name: str) -> None:
+        """Its writer owns a buffer, or its first reader; later ones get it handed on."""
+        readers = self._readers(name) or [0]
+        writers = [
+            _writer(rolled, name)
+            for rolled in self.source.rolled.values()
+            if name in rolled.updates
+        ]
+        owner = max(writers, default=readers[0])
+        if readers[0] < owner or min(writers, default=owner) < owner:
+            raise ConversionError(
+                f"buffer `{name}` is read in {self.links[readers[0]]!r} and updated in"
+                f" {self.links[owner]!r}; as links of a chain they could not share it. Use"
+                " model(loss, chain=False), or convert with roll=False"
+            )
+        self.owner[name] = self.links[owner]
+
+    def by_link(self, values: Arrays) -> Nested:
+        """Leaves as the chain has them."""
+        nested: Nested = {}
+        for name, value in values.items():
+            nested.setdefault(self.owner[name], {})[name] = value
+        return nested
+
+    def handed_on(self, train: bool, index: int) -> tuple[str, ...]:
+        """What part `index` hands to the loop after it, and past it to later parts."""
+        rolled, mode = self.source.rolled[train], self.source.modes[train]
+        loop = rolled.parts[index + 1]
+        assert isinstance(loop, Loop)
+        later = self.links[index + 2 :]
+        new = [value for name, value in rolled.updates.items() if self.owner[name] in later]
+        wanted = set(refs((rolled.outputs, new)))
+        for part in reversed(rolled.parts[index + 2 :]):
+            wanted -= set(part.gives())
+            wanted |= set(part.reads)
+        inputs = {i.placeholder for i in mode.inputs if hasattr(i, "placeholder")}
+        # Parts have these themselves.
+        wanted -= {*inputs, *mode.params, *mode.constants, *rolled.sizes, *loop.gives()}
+        wanted -= {b for b, name in mode.buffers.items() if self.owner.get(name) in later}
+        return tuple(dict.fromkeys((*loop.shared, *sorted(wanted))))
+
+
+def _writer(rolled: Rolled, buffer: str) -> int:
+    """The part in which a buffer's new value exists first."""
+    names = set(refs(rolled.updates[buffer]))
+    for index, part in enumerate(rolled.parts):
+        if names.intersection(part.gives()):
+            return index + index % 2
+    return 0
+
+
+def _link_names(rolled: Rolled) -> tuple[str, ...]:
+    stacks = [part.run.name for part in rolled.parts if isinstance(part, Loop)]
+    names: list[str] = []
+    for index, part in enumerate(rolled.parts):
+        if isinstance(part, Loop):
+            names.append(part.run.name)
+            continue
+        own = "start" if index == 0 else "end" if index + 1 == len(rolled.parts) else "between"
+        own += f"_{index // 2}" if own == "between" and len(stacks) > 2 else ""
+        while own in stacks:
+            own += "_"
+        names.append(own)
+    return tuple(names)
+
+
+def _layer(plan: _Plan, index: int, name: str, loss: Loss) -> Layer:
+    """A link that is computed once."""
+    source = plan.source
+    buffers = [
+        leaf for leaf, owner in plan.owner.items() if owner == name and leaf in source.buffers
+    ]
+    last = index + 1 == len(plan.links)
+
+    def apply(params: Any, x: Any, ctx: Context) -> Any:
+        mode, rolled = source.modes[ctx.train], source.rolled[ctx.train]
+        part = rolled.parts[index]
+        assert isinstance(part, Part)
+        state = ctx.buffers if buffers else {}
+        env = _inputs(mode, loss, ctx.batch)
+        env.update(rolled.known_sizes(mode.sizes(env)))
+        env.update(mode.constants)
+        for placeholder, leaf in mode.params.items():
+            if leaf in params:
+                env[placeholder] = as_leaf(params[leaf], leaf in source.frozen)
+        env.update({p: state[leaf] for p, leaf in mode.buffers.items() if leaf in state})
+        if index:
+            before = rolled.parts[index - 1]
+            assert isinstance(before, Loop)
+            env.update(x["shared"])
+            env.update({given: x["carry"][place] for given, place in before.ends.items()})
+        evaluate(part.steps, env, ctx.rng)
+        written = {leaf: rolled.updates[leaf] for leaf in buffers if leaf in rolled.updates}
+        new = {**state, **fill(written, env)}
+        if last:
+            output = build_output(mode.out_spec, fill(list(rolled.outputs), env))
+            out = _finish(loss, output, ctx.batch)
+        else:
+            loop = rolled.parts[index + 1]
+            assert isinstance(loop, Loop)
+            shared = {given: env[given] for given in plan.handed_on(ctx.train, index)}
+            out = {"carry": tuple(env[given] for given, _ in loop.carry), "shared": shared}
+            if loop.scanned:
+                out["number"] = jnp.zeros((), jnp.int32)
+        return (out, new) if buffers else out
+
+    return Layer(name, None, apply, reads=plan.reads[index], stateful=bool(buffers))
+
+
+def _stack(plan: _Plan, index: int, name: str, loss: Loss) -> Stack:
+    """A link of equal layers."""
+    source = plan.source
+    stateful = any(plan.owner[leaf] == name for leaf in source.buffers)
+
+    def apply(params: Any, x: Any, ctx: Context) -> Any:
+        mode, rolled = source.modes[ctx.train], source.rolled[ctx.train]
+        loop = rolled.parts[index]
+        assert isinstance(loop, Loop)
+        state = ctx.buffers if stateful else {}
+        leaves = {leaf: as_leaf(value, leaf in source.frozen) for leaf, value in params.items()}
+        # Shapes only: nothing of the loss is computed in the loop.
+        shapes = jax.eval_shape(lambda batch: _inputs(mode, loss, batch), ctx.batch)
+        fixed = {**mode.constants, **rolled.known_sizes(mode.sizes(shapes))}
+        number = x.get("number")
+        carry, new = loop.layer(
+            number, x["carry"], x["shared"], {**leaves, **state}, fixed, ctx.rng
+        )
+        out = {"carry": carry, "shared": x["shared"]}
+        if number is not None:
+            out["number"] = number + 1
+        return (out, {**state, **new}) if stateful else out
+
+    loop = source.rolled[True].parts[index]
+    assert isinstance(loop, Loop)
+    return Stack(name, loop.run.num, _given, apply, shared=("shared",), stateful=stateful)
+
+
+def _given(_: Any) -> Any:
+    raise NotImplementedError("initial values are given to the Sequential")
+
+
+def _inputs(mode: Mode, loss: Loss, batch: Any) -> dict[str, Any]:
+    """The module's inputs: what the loss calls `forward` with."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        raise _Called(args, kwargs)
+
+    try:
+        loss(forward, batch)
+    except _Called as called:
+        return mode.bind_inputs(mode.call.flatten(called.args_, called.kwargs_))
+    raise ConversionError(
+        "the loss did not call forward, so that there is nothing to run; expected"
+        " loss(forward, batch) to call it once"
+    )
+
+
+def _finish(loss: Loss, output: Any, batch: Any) -> Any:
+    """The loss, given what `forward` returns."""
+    outputs: list[Any] = [output]
+
+    def forward(*_: Any, **__: Any) -> Any:
+        if not outputs:
+            raise ConversionError(
+                "the loss calls forward a second time, but a chain of layers runs the module once."
+                " Join the inputs into one call (concatenate them, split the output), or use"
+                " model(loss, chain=False), which runs the module as one function, without"
+                " pipelines and without gathering layer by layer"
+            )
+        return outputs.pop()
+
+    return loss(forward, batch)
+
+
+def links_merged(tree: Any) -> dict[str, Any]:
+    """Params or buffers by leaf, from those of a chain; those of a function are so already."""
+    merged: dict[str, Any] = {}
+    for key, value in dict(tree).items():
+        merged.update(value if isinstance(value, Mapping) else {key: value})
+    return merged

@@ -1,0 +1,203 @@
+"""One mode (train or eval) of a converted module: its graph, and what to bind to its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
+from torch.utils import _pytree as torch_pytree
+
+from fzero.errors import ConversionError
+
+from .dtypes import is_complex, is_float, jax_dtype
+from .interpret import Graph, build_graph
+from .layout import Layout
+from .lower.spectral import torch_gradient
+from .shapes import ShapeRules, shape_rules
+from .structure import CallForm, check_constant, check_output_spec
+from .weights import to_host
+
+
+Arrays = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TensorInput:
+    """An argument of the forward that is an array."""
+
+    placeholder: str
+    path: str
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True)
+class ConstantInput:
+    """An argument that export made a part of the graph."""
+
+    path: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One graph with all it needs to be called: where each placeholder's value comes from."""
+
+    graph: Graph
+    params: Mapping[str, str]  # placeholder -> leaf name
+    buffers: Mapping[str, str]
+    constants: Mapping[str, np.ndarray[Any, Any]]
+    inputs: tuple[TensorInput | ConstantInput, ...]
+    shapes: ShapeRules
+    call: CallForm
+    out_spec: Any
+
+    def bind_inputs(self, leaves: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Values of the placeholders of a call's leaves (as `call.flatten` gives them).
+
+        Raises:
+            ConversionError: other constants, kinds of value or sizes than the graph was made for.
+        """
+        values: dict[str, Any] = {}
+        for expected, (path, value) in zip(self.inputs, leaves, strict=True):
+            if isinstance(expected, ConstantInput):
+                check_constant(path, value, expected.value)
+            else:
+                values[expected.placeholder] = _as_input(path, value, expected.dtype)
+        self.sizes(values)
+        return values
+
+    def sizes(self, inputs: Mapping[str, Any]) -> dict[Any, int]:
+        """The free sizes, from arrays (or their shapes) of the inputs by placeholder.
+
+        Raises:
+            ConversionError: sizes that the graph was not made for.
+        """
+        tensors = [i.placeholder for i in self.inputs if isinstance(i, TensorInput)]
+        return self.shapes.check([tuple(inputs[name].shape) for name in tensors])
+
+
+def build_mode(program: torch.export.ExportedProgram, layout: Layout, call: CallForm) -> Mode:
+    """What is needed to run an exported program in JAX.
+
+    Raises:
+        ConversionError: it holds, takes or returns something that JAX has no form for.
+    """
+    check_output_spec(program.call_spec.out_spec)
+    leaf_of = layout.leaf_of()
+    params: dict[str, str] = {}
+    buffers: dict[str, str] = {}
+    constants: dict[str, np.ndarray[Any, Any]] = {}
+    arguments: list[Any] = []
+    used = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            arguments.append(spec.arg)
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            leaf = leaf_of[str(spec.target)]
+            if spec.arg.name in used:
+                (params if leaf.is_param else buffers)[spec.arg.name] = leaf.name
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            constants[spec.arg.name] = to_host(_constant(program, str(spec.target)))
+        else:
+            raise ConversionError(f"the module holds a {spec.kind.name}, which has no JAX form")
+    inputs = _inputs(program, call, arguments)
+    tensors = [i for i in inputs if isinstance(i, TensorInput)]
+    rules = shape_rules(program, [i.path for i in tensors], [i.placeholder for i in tensors])
+    return Mode(
+        build_graph(program),
+        params,
+        buffers,
+        constants,
+        inputs,
+        rules,
+        call,
+        program.call_spec.out_spec,
+    )
+
+
+def _constant(program: torch.export.ExportedProgram, name: str) -> torch.Tensor:
+    value = program.constants[name]
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def _inputs(
+    program: torch.export.ExportedProgram, call: CallForm, arguments: list[Any]
+) -> tuple[TensorInput | ConstantInput, ...]:
+    paths = _leaf_paths(call)
+    fakes = {n.name: n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"}
+    inputs: list[TensorInput | ConstantInput] = []
+    for path, argument in zip(paths, arguments, strict=True):
+        if isinstance(argument, TensorArgument):
+            fake: Any = fakes[argument.name]
+            inputs.append(TensorInput(argument.name, path, jax_dtype(fake.dtype)))
+        elif isinstance(argument, ConstantArgument):
+            inputs.append(ConstantInput(path, argument.value))
+        else:
+            raise ConversionError(f"argument `{path}`: {type(argument).__name__} is not supported")
+    return tuple(inputs)
+
+
+def _leaf_paths(call: CallForm) -> list[str]:
+    args_spec, kwargs_spec = call.spec.children()
+    placeholder_args = torch_pytree.tree_unflatten([None] * args_spec.num_leaves, args_spec)
+    placeholder_kwargs = torch_pytree.tree_unflatten([None] * kwargs_spec.num_leaves, kwargs_spec)
+    return [path for path, _ in call.flatten(tuple(placeholder_args), placeholder_kwargs)]
+
+
+def _as_input(path: str, value: Any, dtype: np.dtype[Any]) -> jax.Array:
+    if isinstance(value, torch.Tensor):
+        value = to_host(value)
+    if value is None or isinstance(value, str | Mapping | list | tuple):
+        raise ConversionError(
+            f"argument `{path}`: expected an array of {dtype.name} as in the example, got "
+            f"{value!r:.60}"
+        )
+    array = jnp.asarray(value)
+    if is_float(array) != is_float(dtype):
+        raise ConversionError(
+            f"argument `{path}`: expected {dtype.name} as in the example, got {array.dtype.name}"
+        )
+    # Floats keep their precision (a bfloat16 step feeds bfloat16); integers take the example's.
+    return array if is_float(array) else array.astype(dtype)
+
+
+def bind_state(
+    wanted: Mapping[str, str], given: Arrays, example: Arrays, kind: str, frozen: frozenset[str]
+) -> dict[str, Any]:
+    """Values of a mode's parameters or buffers, by placeholder.
+
+    Args:
+        wanted: the leaf of each placeholder.
+        given: values by leaf name.
+        example: arrays of the right shapes by leaf name.
+        kind: "params" or "buffers", for messages.
+        frozen: leaves through which no gradient goes.
+
+    Raises:
+        ConversionError: a leaf is missing, or has another shape.
+    """
+    values: dict[str, Any] = {}
+    for placeholder, name in wanted.items():
+        if name not in given:
+            raise ConversionError(f"{kind}: `{name}` is missing; expected the names of .{kind}")
+        value = given[name]
+        if tuple(value.shape) != example[name].shape:
+            raise ConversionError(
+                f"{kind}: `{name}` has shape {tuple(value.shape)}, expected {example[name].shape}"
+            )
+        values[placeholder] = as_leaf(value, name in frozen)
+    return values
+
+
+def as_leaf(value: Any, frozen: bool) -> Any:
+    """A parameter or buffer as a graph reads it: frozen ones get no gradient."""
+    if is_complex(value):
+        value = torch_gradient(value)
+    return jax.lax.stop_gradient(value) if frozen else value
