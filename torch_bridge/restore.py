@@ -97,7 +97,7 @@ def restore(
     if moments is None:
         return init(model, tx, plan, rng, devices=devices)
     # Moments arrive on the device; what the plan parks is parked afterwards.
-    there = plan.replace(tiers={}) if plan.tiers else plan
+    there = plan.replace(tiers={}, update_on="device") if plan.tiers else plan
     state = init(model, tx, there, rng, devices=devices)
     step = jax.ShapeDtypeStruct((), state.step.dtype, sharding=state.step.sharding)
     state = state.replace(

@@ -187,6 +187,17 @@ def test_states_come_back_bit_by_bit(
         tb.save(tmp_path, converted, state, to="dcp")
 
 
+@pytest.mark.parametrize("options", [{}, {"update_on": "host"}])
+def test_moments_go_where_the_plan_parks_them(converted: tb.Converted, options: Any) -> None:
+    plan = fz.Plan(zero=1, min_shard_bytes=0, tiers={"opt_state": "host"}, **options)
+    state = tb.restore(DATA / "zero1", converted, cases.optax_adamw(), plan, cast=True)
+    fz.placement(state).require(opt_state="host")
+    moments = moments_of(converted, fz.reload(state).opt_state)
+    want = torch.load(DATA / "zero1" / "want.pt", weights_only=True)
+    for name, values in want.items():
+        np.testing.assert_array_equal(moments.exp_avg[name], values["exp_avg"].numpy())
+
+
 def test_lightnings_own_file() -> None:
     found = tb.checkpoint(DATA / "lightning.ckpt")
     assert (found.format, found.version) == ("PyTorch Lightning", "2.6.6")
