@@ -34,7 +34,8 @@ def in_torch(
             validation=corpus.validation,
             labels=corpus.labels,
         )
-        command = [sys.executable, str(VERIFIER), str(directory), str(case)]
+        # -P: without its own folder on the path, where inspect.py would hide Python's.
+        command = [sys.executable, "-P", str(VERIFIER), str(directory), str(case)]
         done = subprocess.run(
             command + ([factory] if factory else []), capture_output=True, text=True
         )
