@@ -24,7 +24,7 @@ from fzero.errors import ConversionError
 from fzero.model import Context, Layer, Sequential, Stack
 
 from .interpret import evaluate, fill
-from .mode import Mode, as_leaf
+from .mode import Mode, TensorInput, as_leaf
 from .rolled import Loop, Part, Rolled
 from .stacked import Names
 from .structure import build_output
@@ -174,7 +174,7 @@ class _Plan:
         for part in reversed(rolled.parts[index + 2 :]):
             wanted -= set(part.gives())
             wanted |= set(part.reads)
-        inputs = {i.placeholder for i in mode.inputs if hasattr(i, "placeholder")}
+        inputs = {i.placeholder for i in mode.inputs if isinstance(i, TensorInput)}
         # Parts have these themselves.
         wanted -= {*inputs, *mode.params, *mode.constants, *rolled.sizes, *loop.gives()}
         wanted -= {b for b, name in mode.buffers.items() if self.owner.get(name) in later}

@@ -129,14 +129,12 @@ class Rolled:
         outputs: the module's output leaves.
         updates: buffers outside of loops that are written, by leaf name.
         sizes: for each size that a step reads, its expression.
-        draws: whether any step draws random numbers.
     """
 
     parts: tuple[Part | Loop, ...]
     outputs: tuple[Any, ...]
     updates: Mapping[str, Any]
     sizes: Mapping[str, Any]
-    draws: bool
 
     def known_sizes(self, free: Mapping[Any, int]) -> dict[str, Any]:
         """Every size that a step reads, from the free ones."""
@@ -253,7 +251,7 @@ def roll(
     used |= set(refs((trace.graph.outputs, updates)))
     known = {name: trace.known[name].size for name in used if name in trace.known}
     sizes = {name: size for name, size in known.items() if size is not None}
-    rolled = Rolled(tuple(parts), trace.graph.outputs, updates, sizes, bool(trace.graph.num_draws))
+    rolled = Rolled(tuple(parts), trace.graph.outputs, updates, sizes)
     _check_sizes(trace, rolled, runs)
     return _with_ends(trace, rolled, runs)
 

@@ -46,7 +46,6 @@ class Trace:
         known: by name, every node of the graph.
         leaves: placeholder of each parameter and buffer -> the leaf's name.
         constants: placeholder of each constant -> its value.
-        inputs: placeholders of the module's own arguments.
         leaf_names: any name of a parameter or buffer -> its leaf's name.
         free_sizes: the symbols that are sizes of an argument.
     """
@@ -55,7 +54,6 @@ class Trace:
     known: Mapping[str, Known]
     leaves: Mapping[str, str]
     constants: Mapping[str, np.ndarray[Any, Any]]
-    inputs: frozenset[str]
     leaf_names: Mapping[str, str]
     free_sizes: frozenset[Any]
 
@@ -93,20 +91,12 @@ def trace(program: torch.export.ExportedProgram, mode: Mode, layout: Layout) -> 
         layout: the module's leaves.
     """
     known = {node.name: _known(node) for node in program.graph.nodes}
-    inputs = frozenset(
-        node.name
-        for node in program.graph.nodes
-        if node.op == "placeholder"
-        and node.name not in mode.params
-        and node.name not in mode.buffers
-        and node.name not in mode.constants
-    )
     names = {name: leaf.name for name, leaf in layout.leaf_of().items()}
     leaves = {**mode.params, **mode.buffers}
     free = frozenset(
         size for shape in mode.shapes.shapes for size in shape if isinstance(size, sympy.Symbol)
     )
-    return Trace(mode.graph, known, leaves, mode.constants, inputs, names, free)
+    return Trace(mode.graph, known, leaves, mode.constants, names, free)
 
 
 def refs(template: Any) -> Iterator[str]:
