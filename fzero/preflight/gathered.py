@@ -70,6 +70,9 @@ class _Walk:
         for position, i in enumerate(comp.instructions):
             # What runs inside a loop holds what the loop is given, in place.
             most = max(most, self._inside(comp, i, held) + self._beside(i, held, alive))
+            if i.opcode == "while":  # its variables take the places of what it was given
+                taken = {s for s, _ in held.get(i.operands[0], {}).values()}
+                alive = {s: n for s, n in alive.items() if s not in taken or last[s] > position}
             for source, size in held.get(i.name, {}).values():
                 alive[source] = size
             most = max(most, sum(alive.values()))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 from html.parser import HTMLParser
 
 import jax
@@ -15,10 +16,21 @@ from fzero.placement import CLASSES
 from fzero.preflight.html import page
 from fzero.preflight.measure import compared, measure
 from fzero.preflight.rates import default_rates
-from fzero.preflight.sweep import FITS, NOT_COMPILED, REFUSED, TOO_LARGE, parse_choices, sweep
+from fzero.preflight.shapes import saved_bytes
+from fzero.preflight.sweep import (
+    FITS,
+    NOT_COMPILED,
+    REFUSED,
+    TOO_LARGE,
+    Sweep,
+    Tried,
+    _order,
+    parse_choices,
+    sweep,
+)
 from fzero.preflight.topology import parse
 from tests.preflight.conftest import PLANS, ROWS, SIZE, TX
-from tests.support.gpt import abstract_batch, batches, num_params
+from tests.support.gpt import abstract_batch, batches, gpt, num_params
 
 
 CONTRACT = (
@@ -91,9 +103,6 @@ def test_a_layers_input_is_what_is_saved(predicted):
     one_input = ROWS // 8 // 2 * SIZE.seq * SIZE.d * 4
     assert deep >= SIZE.layers * one_input
     shallow = dataclasses.replace(SIZE, layers=2)
-    from fzero.preflight.shapes import saved_bytes
-    from tests.support.gpt import gpt
-
     step = fz.train_step(gpt(shallow), TX, PLANS["zero3"])
     small = saved_bytes(step, step.blueprint.shapes(), abstract_batch(shallow, ROWS))
     numbers = 2 * 4  # and its number
@@ -199,9 +208,8 @@ def test_the_page_needs_nothing_else_and_has_the_numbers(name, predicted):
 
 
 def test_a_sweep_stops_early_sorts_and_marks_the_best(model, batch, monkeypatch):
-    from fzero.preflight import sweep as module
-
     compiled = []
+    module = sys.modules["fzero.preflight.sweep"]
     real = module.preflight
     monkeypatch.setattr(
         module, "preflight", lambda *a, **k: compiled.append(a[2].zero) or real(*a, **k)
@@ -233,8 +241,6 @@ def test_a_sweep_stops_early_sorts_and_marks_the_best(model, batch, monkeypatch)
 
 
 def test_what_fits_is_sorted_by_time(predicted):
-    from fzero.preflight.sweep import Sweep, Tried, _order
-
     fast, slow = predicted("zero3"), predicted("pipeline")
     tried = [Tried({"n": n}, None, v, found=f)
              for n, v, f in ((1, FITS, slow), (2, TOO_LARGE, fast), (3, FITS, fast))]  # fmt: skip

@@ -1,5 +1,6 @@
 """Which devices a prediction is for, what they can do, and what is refused."""
 
+import dataclasses
 import pathlib
 
 import pytest
@@ -71,8 +72,6 @@ def test_more_cpu_devices_than_there_are_are_refused():
     "wrong", [{"memory_bytes_per_s": 0}, {"flops_per_s": {"bf16": -1.0}}, {"link_share": 0.0}]
 )
 def test_rates_are_positive(wrong):
-    import dataclasses
-
     with pytest.raises(fz.PreflightError, match=next(iter(wrong))):
         dataclasses.replace(default_rates(parse("h200:8")), **wrong)
 
