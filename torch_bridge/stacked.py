@@ -180,6 +180,9 @@ def _joined(rows: list[Any]) -> Any:
         return Stacked(rows)
     if not all(isinstance(row, np.ndarray) for row in rows):
         return jnp.stack(rows)
+    if all(row.size > 1 and not any(row.strides) for row in rows):
+        # Of a module on torch's `meta` device: zeros that take no memory.
+        return np.broadcast_to(rows[0], (len(rows), *rows[0].shape))
     joined = np.stack(rows)
     joined.flags.writeable = False
     return joined
