@@ -1,6 +1,6 @@
 # make demo   environment, then the main job: a PyTorch GPT-2 trained with ZeRO-3, checked in PyTorch
 # make test   environment, then lint, types and the test suite
-# make test-extended   every example, the other models of the zoo; minutes more
+# make test-extended   every example, the other models of the zoo
 # make test-gpu-programs   the compiler for GPUs, then what it makes of large steps; needs no GPU
 #
 # Needs Python >= 3.11 and make. Variables, as in `make test PYTHON=python3.12 VENV=.venv-3.12`:
@@ -53,7 +53,7 @@ demo: install
 test: lint types
 	$(PYTEST) -m "not extended" $(PYTEST_ARGS)
 
-# What does not fit into ten minutes on two cores.
+# What takes long and is as good as the others.
 test-extended: install
 	$(PYTEST) -m extended $(PYTEST_ARGS)
 

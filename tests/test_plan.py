@@ -122,8 +122,9 @@ EVERY = {
     "partition": (2, 1),
     "pipe_backend": "spmd",
     "prefetch": False,
-    "tiers": {"opt_state": "disk", "master": 0.5},
+    "tiers": {"opt_state": "host", "master": 0.5},
     "stream_bytes": 1000,
+    "update_on": "host",
     "disk_path": "somewhere",
     "skip_nonfinite": True,
 }
@@ -131,8 +132,8 @@ EVERY = {
 
 @pytest.mark.parametrize(
     "plan",
-    [fz.Plan(), fz.Plan(**EVERY), fz.Plan(prefetch=True)],
-    ids=["default", "every-field", "prefetch"],
+    [fz.Plan(), fz.Plan(**EVERY), fz.Plan(prefetch=True, tiers={"opt_state": ("disk", 0.5)})],
+    ids=["default", "every-field", "prefetch-disk"],
 )
 def test_json_both_ways(plan):
     data = plan.to_json()

@@ -35,6 +35,7 @@ def main() -> None:
             return sum(jnp.sum(jnp.sin(x)) for x in leaves), leaves_of(out)
 
         (_, got), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(converted.params)
+        gradients = converted.by_name(gradients)
         want = leaves_of(module(*args, **call.kwargs))
         for g, w in zip(got, want, strict=True):
             assert g.dtype == np.dtype(str(w.dtype).removeprefix("torch.")), (
