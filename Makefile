@@ -67,6 +67,8 @@ test-gpu-programs: install
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  $$($(GPU_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	$(GPU_BIN)/python -m pip install --quiet -e '.[preflight]' -c constraints.txt
+	@$(GPU_BIN)/python -c 'from fzero.preflight.topology import has_plugin; \
+	  assert has_plugin(), "no CUDA plugin: every test would be skipped"'
 	$(GPU_BIN)/python -m pytest --durations=5 $(PYTEST_ARGS) tests/gpu_programs
 
 # Ten times as many random sequences of what can happen to a state, and kills of a process that saves.

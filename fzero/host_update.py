@@ -1,9 +1,10 @@
 """The update on the host: where the link to the optimizer state is slower than the host's cores.
 
 Streaming brings the optimizer state to the device and back, for Adam eight bytes a parameter each
-way, and a master four more. An update on the host moves gradients down and parameters up, and
-leaves the rest in host memory. It runs on jax's CPU devices, one for each device of the plan, laid
-out like those: the same function of the same shards, compiled for other devices.
+way, and a master four more. An update on the host moves gradients down and parameters up; the rest
+is copied within host memory, from pinned memory and back. It runs on jax's CPU devices, one for
+each device of the plan, laid out like those: the same function of the same shards, compiled for
+other devices.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_the_numbers_of_an_update_on_the_device(case, apart):
         tiny.close(getattr(back, name), getattr(expected, name), rtol=0, atol=1e-6)
 
 
-def test_the_host_computes_and_only_gradients_and_parameters_move(apart, monkeypatch):
+def test_the_hosts_devices_compute(apart, monkeypatch):
     _, hosts = apart
     plan = tiny.plan(zero=3, data=4, **ON_HOST)
     state, step = fz.init(MODEL, TX, plan, rng=0), fz.train_step(MODEL, TX, plan)

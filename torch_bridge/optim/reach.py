@@ -6,12 +6,10 @@ JAX their gradient is zero, and decay would move them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 from torch_bridge.convert import Converted
-from torch_bridge.interpret import Graph, Ref
+from torch_bridge.interpret import Graph
 from torch_bridge.sequential import ConvertedSequential
+from torch_bridge.trace import refs
 
 
 def reached(converted: Converted | ConvertedSequential) -> frozenset[str]:
@@ -31,20 +29,9 @@ def reached(converted: Converted | ConvertedSequential) -> frozenset[str]:
 
 def _reached(graph: Graph) -> set[str]:
     """All values that an output depends on without a `detach` between them."""
-    needed = set(_refs(graph.outputs))
+    needed = set(refs(graph.outputs))
     for step in reversed(graph.instructions):
         if step.name in needed and not step.operator.startswith("aten.detach."):
-            needed.update(_refs(step.args))
-            needed.update(_refs(step.kwargs))
+            needed.update(refs(step.args))
+            needed.update(refs(step.kwargs))
     return needed
-
-
-def _refs(value: Any) -> Iterator[str]:
-    if isinstance(value, Ref):
-        yield value.name
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _refs(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _refs(item)
