@@ -1,5 +1,6 @@
 """One test session: 8 virtual CPU devices, strict dtypes, programs compiled once."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Generator
@@ -44,6 +45,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first: the last worker to finish should not have begun with them."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+_seen: set[Path] = set()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What earlier modules left is no longer searched for garbage.
+
+    Imports and jax's caches are millions of objects: without this each `gc.collect()` of a test
+    that counts arrays takes most of a second, and all of them together minutes.
+    """
+    if item.path not in _seen:
+        _seen.add(item.path)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
