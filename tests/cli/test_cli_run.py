@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_cases import TINY_CONFIG, Command, Run, command, environment, fzero, training
+from cli_cases import TINY_CONFIG, Command, Run, command, environment, training
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -124,11 +124,11 @@ def test_what_is_printed_without_a_terminal(trained: tuple[Path, Run]) -> None:
 
 
 def test_eval_prints_the_validation_loss_that_training_printed_last(
-    trained: tuple[Path, Run],
+    trained: tuple[Path, Run], here: Command
 ) -> None:
     out, run = trained
     last = [line for line in run.stdout.splitlines() if line.startswith("step 6  validation")][-1]
-    done = fzero("eval", "--model", out)
+    done = here("eval", "--model", out)
     assert done.status == 0, done.stderr
     assert done.stdout.split()[2] == last.split()[-1]
 
@@ -239,6 +239,7 @@ def test_ctrl_c_writes_what_was_reached(
     assert printed_loss(evaluated) == pytest.approx(summary["val_loss_last"], abs=1e-6)
 
 
+@pytest.mark.extended
 def test_a_tokenizer_in_the_model_directory_is_used_and_handed_on(
     tmp_path: Path, texts: list[Path], here: Command
 ) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from support import tiny
+from support.sample import some
 
 import fzero as fz
 from fzero.offload import stream
@@ -58,7 +59,10 @@ def same_but_for_roundings(found, expected):
         np.testing.assert_allclose(*values, rtol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize(("zero", "precision", "tier"), CASES)
+@pytest.mark.parametrize(
+    ("zero", "precision", "tier"),
+    some(CASES, (1, "fp32", "disk"), (2, "fp32", "host"), (0, "bf16", "disk")),
+)
 def test_the_numbers_of_the_plan_without_tiers(zero, precision, tier, tmp_path):
     plan = tiny.plan(zero=zero, data=4, precision=precision, microbatches=2, clip_norm=0.5)
     tx = optax.sgd(0.1, momentum=0.9)
@@ -103,7 +107,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", some(OPTIMIZERS, "lion", "lamb", "masked"))
 def test_any_optimizer(name):
     """Within a few roundings: long chains of operations are compiled otherwise for pieces."""
     plan, tx = tiny.plan(zero=3, data=4), OPTIMIZERS[name]()
@@ -314,12 +318,19 @@ def test_plans_with_tiers_are_values():
     assert fz.Plan(tiers={"opt_state": "device"}) == fz.Plan()
 
 
-PARAMS = [({"params": "host"}, "fp32"), ({"params": "host", "opt_state": "host"}, "bf16"),
-          ({"params": 0.5}, "fp32")]  # fmt: skip
+PARAMS = [
+    ({"params": "host"}, "fp32", False),
+    ({"params": "host"}, "fp32", True),
+    ({"params": "host", "opt_state": "host"}, "bf16", True),
+    ({"params": "host", "opt_state": "host"}, "bf16", False),
+    ({"params": 0.5}, "fp32", False),
+    ({"params": 0.5}, "fp32", True),
+]
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize(("tiers", "precision"), PARAMS, ids=str)
+@pytest.mark.parametrize(
+    ("tiers", "precision", "prefetch"), some(PARAMS, PARAMS[1], PARAMS[3], PARAMS[5]), ids=str
+)
 def test_parameters_on_the_host(tiers, precision, prefetch):
     """Layers visit the device one by one, forward and backward; evaluation too."""
     plan = tiny.plan(zero=3, data=4, precision=precision, prefetch=prefetch, microbatches=2)

@@ -11,6 +11,7 @@ import optax
 import pytest
 from execute_cases import given, tied, train
 from support import tiny
+from support.sample import some
 
 import fzero as fz
 
@@ -71,10 +72,12 @@ def whole(name):
 
 
 # Where both ranks have two layers of the stack, in order and out of it.
+# What treats all leaves alike is in the extended suite.
+EXTENDED = [(name, "1f1b") for name in ("schedule", "plateau", "hyperparameters", "bf16-moment")]
 CASES = [(name, "1f1b") for name in OPTIMIZERS] + [("lamb", "interleaved"), ("muon", "interleaved")]
 
 
-@pytest.mark.parametrize(("name", "schedule"), CASES)
+@pytest.mark.parametrize(("name", "schedule"), some(CASES, *EXTENDED))
 def test_equals_the_same_without_a_pipeline(name, schedule):
     tx, cut = OPTIMIZERS[name](), plan(2, schedule=schedule)
     run = train(tied(), cut, 4, tx=tx)

@@ -25,7 +25,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["4x2-clip", "2x2-bf16", pytest.param("2x2x2-fp16", marks=pytest.mark.extended)]
+)
 def test_stages_agree_to_the_bit(case):
     runs = [
         train(tied(2), tiny.plan(zero=zero, data=2, **CASES[case]), 3, tx=optax.adamw(1e-2))

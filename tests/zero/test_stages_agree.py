@@ -84,7 +84,7 @@ def test_losses_norms_and_states_are_bit_identical(case):
             agree(run(case, zero), last)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.quick
 @pytest.mark.parametrize("case", AHEAD)
 def test_stages_that_gather_ahead_are_bit_identical(case):

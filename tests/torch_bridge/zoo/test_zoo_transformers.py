@@ -11,7 +11,7 @@ from zoo_transformers import ENTRIES, ROLLED
 
 
 # One of each kind; the others take `make test-extended`.
-CORE = ("gpt2", "llama", "gemma2", "bert", "vit", "resnet", "bloom")
+CORE = ("gpt2", "llama", "bert", "vit", "resnet", "bloom")
 every_model = pytest.mark.parametrize(
     "name",
     [pytest.param(x, marks=() if x in CORE else pytest.mark.extended) for x in ENTRIES],
