@@ -8,11 +8,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from fzero.zero.partition import Home
 
 
 Index = tuple[slice, ...]
+# Start and stop for each dim.
+Spans = tuple[tuple[int, int], ...]
 
 
 class LazyArray(abc.ABC):
@@ -66,9 +69,7 @@ def copy_leaf(leaf: Any, to: jax.ShapeDtypeStruct, home: Home | None = None) -> 
         home: where it lives in a pipeline: says which layer each row of `to` holds.
     """
     if isinstance(leaf, LazyArray):
-        return jax.make_array_from_callback(
-            to.shape, to.sharding, lambda index: _shard(leaf, to, home, index)
-        )
+        return _one_by_one(leaf, to, home)
     host = np.asarray(leaf)
     if home is not None:
         host = np.asarray(home.arrange(host))
@@ -87,11 +88,27 @@ def copy_shards(host: np.ndarray[Any, Any], to: jax.ShapeDtypeStruct) -> jax.Arr
     )
 
 
+def _one_by_one(leaf: LazyArray, to: jax.ShapeDtypeStruct, home: Home | None) -> jax.Array:
+    """Reads a shard, puts it where it belongs and forgets it, before the next one is read."""
+    devices: dict[Spans, list[Any]] = {}
+    for device, index in to.sharding.addressable_devices_indices_map(to.shape).items():
+        spans = tuple(s.indices(n)[:2] for s, n in zip(index, to.shape, strict=True))
+        devices.setdefault(spans, []).append(device)
+    placed = []
+    for spans, replicas in devices.items():
+        shard = _shard(leaf, to, home, spans)
+        for number, device in enumerate(replicas):
+            place = SingleDeviceSharding(device, memory_kind=to.sharding.memory_kind)
+            # Memory that the CPU backend adopts must not be two arrays' (see `copy_shards`).
+            placed.append(jax.device_put(shard.copy() if number else shard, place))
+            placed[-1].block_until_ready()
+    return jax.make_array_from_single_device_arrays(to.shape, to.sharding, placed)
+
+
 def _shard(
-    leaf: LazyArray, to: jax.ShapeDtypeStruct, home: Home | None, index: Any
+    leaf: LazyArray, to: jax.ShapeDtypeStruct, home: Home | None, spans: Spans
 ) -> np.ndarray[Any, Any]:
     """What one device keeps of a leaf that is read piece by piece."""
-    spans = [span.indices(size)[:2] for span, size in zip(index, to.shape, strict=True)]
     shard = np.zeros([stop - start for start, stop in spans], to.dtype)
     if home is None or not home.rows:
         ends = [(start, min(stop, n)) for (start, stop), n in zip(spans, leaf.shape, strict=True)]

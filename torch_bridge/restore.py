@@ -42,7 +42,7 @@ def restore(
     """A state with the weights of a PyTorch checkpoint, and Adam's moments where it has them.
 
     Every device's slice is read by its byte range (from `torch.distributed.checkpoint`: the chunks
-    that it touches), so that the host never holds more than one leaf's shards beside the state.
+    that it touches), so that the host never holds more than one shard beside the state.
 
     Args:
         path: as for `checkpoint`.
