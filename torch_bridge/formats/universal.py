@@ -51,6 +51,10 @@ def read_universal(folder: Path) -> Checkpoint:
         CheckpointError: damaged or incomplete.
     """
     files = Files.find(folder)
+    whole = {rank for data, rank in files.models if data is None}
+    # `write_universal` leaves files for stage 3 beside those: the same without the parameters.
+    for rank in whole:
+        files.models.pop((0, rank), None)
     models = {key: load_model(path) for key, path in sorted(files.models.items())}
     states = [state for (data, _), state in models.items() if data in (None, 0)]
     shapes: dict[str, tuple[int, ...]] = {}
@@ -145,9 +149,9 @@ def _groups(common: Mapping[str, Any], states: list[dict[str, Any]]) -> tuple[An
 
 
 def write_universal(folder: Path, content: Checkpoint) -> None:
-    """Writes what DeepSpeed loads with `"checkpoint": {"load_universal": true}` and ZeRO 1 or 2.
+    """Writes what DeepSpeed loads with `"checkpoint": {"load_universal": true}` and ZeRO 1 to 3.
 
-    (Its stage 3 wants model files of its own beside the parameters.)
+    Stage 3 has a model file of its own, and reads no checkpoint without moments.
 
     Args:
         folder: an empty directory.
@@ -186,9 +190,18 @@ def write_universal(folder: Path, content: Checkpoint) -> None:
             torch.save(torch.tensor(float(optimizer.step)), zero / name / "step.pt")
     groups = groups_of(optimizer, [0]) if optimizer else []
     shapes = OrderedDict((name, torch.Size(by_name[name].shape)) for name in learned)
-    torch.save(_common_state(groups), zero / "optimizer_state.pt")
+    common = _common_state(groups)
     model = _model_state(content, shapes, step)
     write_plain(folder / tag / "mp_rank_00_model_states.pt", model)
+    if optimizer is not None:
+        state = {0: {"step": torch.tensor(float(optimizer.step))}}
+        common["optimizer_state_dict"] = {"state": state, "param_groups": groups}
+        # Stage 3's modules hold empty parameters; it refuses others, frozen ones too.
+        here = set(model["buffer_names"])
+        absent = {n: t if n in here else torch.empty(0) for n, t in by_name.items()}
+        stage_3 = {**model, "module": absent}
+        write_plain(folder / tag / "zero_pp_rank_0_mp_rank_00_model_states.pt", stage_3)
+    torch.save(common, zero / "optimizer_state.pt")
     for file in ("latest_universal", "latest"):
         (folder / file).write_text(tag, encoding="utf-8")
 

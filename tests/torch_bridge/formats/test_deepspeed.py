@@ -109,6 +109,22 @@ def test_any_number_of_ranks(tmp_path: Path, stage: int, ranks: int) -> None:
             assert torch.equal(pieces(again)[kind][name].tensor(), want), (kind, name)
 
 
+def test_universal_has_what_stage_3_asks_for(tmp_path: Path) -> None:
+    """DeepSpeed 0.19.8 continued from such files with stages 1, 2 and 3 on two ranks, to 1e-7."""
+    state = random_state()
+    zero_files.write_zero(tmp_path, state, [list(state["fp32"])], 2, 1, 5, {"n": torch.arange(3)})
+    write(tb.checkpoint(tmp_path), tmp_path / "uni", "universal")
+    (folder,) = (path for path in (tmp_path / "uni").iterdir() if path.is_dir())
+    model = torch.load(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=True)
+    assert {name: value.numel() for name, value in model["module"].items()} == {
+        **dict.fromkeys(state["fp32"], 0),
+        "n": 3,
+    }
+    common = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=True)
+    assert common["optimizer_state_dict"]["state"][0]["step"] == 5
+    assert common["optimizer_state_dict"]["param_groups"] == common["param_groups"]
+
+
 def test_universal_files_of_stage_3_are_flat(tmp_path: Path) -> None:
     """ds_to_universal leaves them so, with the step in the common file."""
     state = random_state()
