@@ -42,6 +42,7 @@ def causal_lm_loss(
         )
     if shift:
         # The labels move, not the logits: slicing logits would copy the largest array there is.
+        labels = jnp.asarray(labels)  # torch's int64 becomes int32
         fill = jnp.full((*labels.shape[:-1], 1), ignore_index, labels.dtype)
         labels = jnp.concatenate([labels[..., 1:], fill], axis=-1)
     counted = labels != ignore_index

@@ -66,9 +66,8 @@ def index_select(x: jax.Array, dim: int, index: Any) -> jax.Array:
 
 def along(x: jax.Array, dim: int, index: Any) -> tuple[Any, ...]:
     """Index arrays so that `x[along(...)]` is torch's gather: other dims count along `index`."""
-    grid = jnp.meshgrid(
-        *(jnp.arange(n, dtype=index.dtype) for n in index.shape), indexing="ij", sparse=True
-    )
+    counts = (jnp.arange(n, dtype=index.dtype) for n in index.shape)
+    grid = list(jnp.meshgrid(*counts, indexing="ij", sparse=True))
     grid[dim % x.ndim] = index
     return tuple(grid)
 
