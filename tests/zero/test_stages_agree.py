@@ -45,7 +45,8 @@ class Result(NamedTuple):
 
 def whole(model, tx, state, plan):
     """A state laid out as stage 0 lays it out, without its padding."""
-    return jax.device_get(fz.replan(state, model, tx, plan, plan.replace(zero=0)).replace(rng=None))
+    to = plan.replace(zero=0, gather="eager")
+    return jax.device_get(fz.replan(state, model, tx, plan, to).replace(rng=None))
 
 
 @cache
