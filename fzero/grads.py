@@ -104,6 +104,10 @@ def _accumulated(
     first = jax.tree.map(lambda x: x[0], rows)
 
     def add(sums: _Sums, found: _Sums) -> _Sums:
+        # Added when all of them are there. Otherwise XLA reduces the last layer's gradient only
+        # where it is added, beside nothing. (Llama of 8 layers, 4 microbatches, 8 H200: 19 % of
+        # the reductions' bytes are exposed without this fence, none with it.)
+        found = rules.fence(found)
         total: _Sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, found)
         return total
 

@@ -32,6 +32,8 @@ AHEAD = {
     "fp32-accumulate-clip": ((0, 1, 2, 3), 1e-5),
     "bf16-clip-remat-none": ((1, 3), 1e-2),
 }
+# Stages that gather in the forward pass, too.
+LAZY = {"bf16-clip-remat-none": 2, "fp16-accumulate": 1}
 AS_USERS_COMPILE = "fp32-accumulate-clip"
 TX = optax.adamw(3e-3)
 
@@ -61,8 +63,9 @@ def compiled(case):
 
 
 @cache
-def run(case, zero, prefetch=None):
-    plan = fz.Plan(zero=zero, data=8, min_shard_bytes=128, prefetch=prefetch, **CASES[case])
+def run(case, zero, prefetch=None, gather="eager"):
+    plan = fz.Plan(zero=zero, data=8, min_shard_bytes=128, prefetch=prefetch, gather=gather,
+                   **CASES[case])  # fmt: skip
     # With dropout: random keys must not depend on the stage either.
     model = gpt(dropout=0.1, given=start())
     trace, state = train(model, plan, steps=20, tx=TX)
@@ -99,6 +102,27 @@ def test_stages_that_gather_ahead_are_bit_identical(case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", LAZY)
+def test_gathering_in_the_forward_pass_changes_no_bit(case):
+    with compiled(case):
+        agree(run(case, LAZY[case], gather="lazy"), run(case, LAZY[case]))  # found above
+
+
+@pytest.mark.quick
+def test_the_first_of_several_microbatches_gathers_ahead_for_all():
+    model, tx, found = tiny.chain(apply=tiny.dropped_block), optax.adamw(1e-2), []
+    for gather in fz.plan.GATHERS:
+        plan = tiny.plan(zero=1, data=4, replica=2, microbatches=4, reduce="step", prefetch=True,
+                         remat="dots", clip_norm=0.5, gather=gather)  # fmt: skip
+        state, step, trace = fz.init(model, tx, plan), fz.train_step(model, tx, plan), []
+        for seed in (0, 1, 0):
+            state, metrics = step(state, tiny.tokens(32, seed=seed))
+            trace.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        found.append(Result(trace, whole(model, tx, state, plan)))
+    agree(*found)
+
+
+@pytest.mark.slow
 @pytest.mark.quick
 def test_padded_tied_and_clipped():
     """A table of 27 x 13 that two layers read: no dim divides, and each adds its own gradient.
@@ -106,20 +130,22 @@ def test_padded_tied_and_clipped():
     Here look-ahead loops and plain ones have the same bits, too.
     """
     model, tx, runs = tiny.chain(), optax.adamw(1e-2), {}
-    for zero, prefetch in ((0, False), (0, True), (1, True), (2, False), (3, False), (3, True)):
-        plan = tiny.plan(zero=zero, data=8, clip_norm=0.5, prefetch=prefetch)
+    plans = [(0, False), (0, True), (1, True), (2, False), (3, False), (3, True)]
+    for zero, prefetch, gather in [*((*p, "eager") for p in plans), (2, True, "lazy")]:
+        plan = tiny.plan(zero=zero, data=8, clip_norm=0.5, prefetch=prefetch, gather=gather)
         state, step, trace = fz.init(model, tx, plan), fz.train_step(model, tx, plan), []
         for seed in (0, 1, 2, 0):
             state, metrics = step(state, tiny.tokens(seed=seed))
             trace.append(tuple(float(metrics[name]) for name in ("loss", "grad_norm", "accuracy")))
         shape = state.params["embed"]["table"].shape
-        assert shape == ((32, 13) if zero == 3 else (27, 13))
-        runs[zero, prefetch] = Result(trace, whole(model, tx, state, plan))
-    losses, norms, _ = np.array(runs[3, True].trace).T
+        assert shape == ((32, 13) if plan.gathers_at_use else (27, 13))
+        runs[zero, prefetch, gather] = Result(trace, whole(model, tx, state, plan))
+    last = runs[3, True, "eager"]
+    losses, norms, _ = np.array(last.trace).T
     assert losses[3] < losses[0]
     assert norms.min() > 0.5, "clipping had nothing to do"
     for one in runs.values():
-        agree(one, runs[3, True])
+        agree(one, last)
 
 
 @pytest.mark.quick
