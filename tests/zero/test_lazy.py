@@ -85,9 +85,3 @@ def test_the_numbers_of_a_plan_without_tiers(tiers):
     np.testing.assert_allclose(found, losses, rtol=2e-6)
     back = fz.replan(state, MODEL, TX, tiered, plan)
     tiny.close(back.params, expected.params, rtol=0, atol=1e-6)
-
-
-def test_one_device_has_nothing_to_gather():
-    one, _ = trained(plan_of(data=1))
-    other, _ = trained(plan_of(data=1, gather="eager"))
-    tiny.same_bits(one.params, other.params)

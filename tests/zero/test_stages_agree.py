@@ -113,7 +113,7 @@ def test_the_first_of_several_microbatches_gathers_ahead_for_all():
     model, tx, found = tiny.chain(apply=tiny.dropped_block), optax.adamw(1e-2), []
     for gather in fz.plan.GATHERS:
         plan = tiny.plan(zero=1, data=4, replica=2, microbatches=4, reduce="step", prefetch=True,
-                         remat="dots", clip_norm=0.5, gather=gather)  # fmt: skip
+                         clip_norm=0.5, gather=gather)  # fmt: skip
         state, step, trace = fz.init(model, tx, plan), fz.train_step(model, tx, plan), []
         for seed in (0, 1, 0):
             state, metrics = step(state, tiny.tokens(32, seed=seed))
