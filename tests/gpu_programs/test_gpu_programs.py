@@ -149,6 +149,7 @@ def test_stages_1_and_2_can_gather_behind_the_forward_pass(name, compiled):
     # Beside the whole parameters, which the eager stage keeps all the time, it needs no more.
     assert lazy.memory.gathered_in_loops <= 3 * 2 * layer_elements(size)[0]
     assert lazy.memory.temporaries - 2 * elements(size) <= eager.memory.temporaries
+    assert "holds whole parameters" in " ".join(lazy.notes)
 
 
 @pytest.mark.parametrize("model", MODELS)
