@@ -111,13 +111,17 @@ def _accumulated(
         total: _Sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, found)
         return total
 
-    shapes, *_ = jax.eval_shape(partial(one, rules), kept, buffers, first, 0)
-    sums: _Sums = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
-    start = 0
+    def room(like: PyTree) -> _Sums:
+        zeros: _Sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
+        return zeros
+
     if rules.hold:
         found, buffers, kept = one(rules, kept, buffers, first, 0)
-        sums, rules, start = add(sums, found), rules.held(), 1
+        sums, rules, start = add(room(found), found), rules.held(), 1
         rows = jax.tree.map(lambda x: x[1:], rows)
+    else:
+        shapes, *_ = jax.eval_shape(partial(one, rules), kept, buffers, first, 0)
+        sums, start = room(shapes), 0
 
     def body(carry: Any, xs: Any) -> tuple[Any, None]:
         sums, buffers = carry

@@ -143,7 +143,7 @@ class _Predictor:
             if self.plan.gather == "lazy" and self.blue.group.data > 1:
                 held = held_bytes(self.blue, self.plan)
                 notes.append(
-                    f"gather='lazy' holds whole parameters from the first forward pass to the last"
+                    "gather='lazy' holds whole parameters from the first forward pass to the last"
                     f" backward pass: {held:,} bytes of the temporaries"
                 )
         own = batch_bytes(self.batch, self.parts)
