@@ -66,7 +66,7 @@ class CompiledStep:
             plan=plan,
             layout=self.blueprint.params,
             group=group,
-            sharded=plan.zero == 3 and group.data > 1,
+            sharded=plan.gathers_at_use and group.data > 1,
             reduce=plan.reduce == "microbatch",
             prefetch=self.blueprint.prefetch,
             halves=self.blueprint.stages is not None,

@@ -46,7 +46,9 @@ class HostUpdate:
     def __init__(self, blue: Blueprint, donate: bool) -> None:
         self.blueprint, self.donate = blue, donate
         # Every parameter is a shard there, in any stage: the least that has to be moved.
-        plan = blue.plan.replace(zero=3, tiers={}, update_on="device", remat="layer")
+        plan = blue.plan.replace(
+            zero=3, gather="eager", tiers={}, update_on="device", remat="layer"
+        )
         twins = host_devices(list(blue.mesh.devices.flat))
         self.host = blueprint(blue.model, blue.tx, plan, twins)
         self._update = Update(self.host, lambda value: value)

@@ -29,6 +29,7 @@ AXES = (REPLICA, DATA)
 PRECISIONS = ("fp32", "bf16", "fp16")
 REMATS = ("layer", "dots", "none", "offload")
 REDUCES = ("microbatch", "step")
+GATHERS = ("eager", "lazy")
 BACKENDS = ("mpmd", "spmd")
 TIERS = ("device", "host", "disk")
 PARKED = ("opt_state", "master", "params")
@@ -57,6 +58,10 @@ class Plan:
         reduce: when gradients are reduced. `microbatch`: after each one, so that only shards are
             accumulated, and all four stages add in the same order. `step`: once a step, from whole
             local sums; stages 0 and 1 only.
+        gather: when stages 1 and 2 gather updated parameters. `eager`: at the end of the step, all
+            at once. `lazy`: layer by layer in the next step's first forward pass, as stage 3 does,
+            which hides it; they stay whole until that step's last backward pass, so that no more
+            is sent, and are kept as shards between steps. (Stage 3 gathers for every pass.)
         schedule: the order of the pipeline's work: a name (`fzero.pipeline.BUILDERS`) or a
             `fzero.pipeline.Schedule` for `microbatches` microbatches on `pipe` ranks. `None` is
             `1f1b`, or `gpipe` with the `spmd` backend, which has no other.
@@ -104,6 +109,7 @@ class Plan:
     remat: str = "layer"
     min_shard_bytes: int = 16 * 1024
     reduce: str = "microbatch"
+    gather: str = "eager"
     schedule: str | Schedule | None = None
     partition: str | tuple[int, ...] = "uniform"
     pipe_backend: str = "mpmd"
@@ -119,6 +125,7 @@ class Plan:
         _expect_choice("precision", self.precision, PRECISIONS)
         _expect_choice("remat", self.remat, REMATS)
         _expect_choice("reduce", self.reduce, REDUCES)
+        _expect_choice("gather", self.gather, GATHERS)
         for name in ("pipe", "replica", "microbatches"):
             _expect_int(name, getattr(self, name), 1)
         if self.data is not None:
@@ -144,6 +151,7 @@ class Plan:
                 _expect_int("partition", size, 1)
         self._check_schedule()
         self._check_tiers()
+        self._check_gather()
         if self.pipe > 1 and self.remat == "offload":
             raise PlanError(
                 "plan: remat='offload' with pipe > 1: what a stage keeps is handed from program to"
@@ -160,22 +168,41 @@ class Plan:
                 " promises not to do; use reduce='microbatch', or zero=0 or 1"
             )
 
+    def _check_gather(self) -> None:
+        if self.gather == "eager":
+            return
+        if self.zero not in (1, 2):
+            why = (
+                "stage 0 has no shards to gather" if self.zero == 0
+                else "stage 3 gathers layer by layer in every pass as it is"
+            )  # fmt: skip
+            raise PlanError(
+                f"plan: gather='lazy' with zero={self.zero}: {why}; leave gather out, or use zero=1"
+                " or 2"
+            )
+        if self.pipe > 1:
+            raise PlanError(
+                f"plan: gather='lazy' with pipe={self.pipe}: the programs of a stage are handed"
+                " whole parameters, or gather them each for itself (zero=3); use gather='eager', or"
+                " zero=3, or pipe=1"
+            )
+
     def _check_tiers(self) -> None:
         tiers = {name: tier for name, tier, _ in _tiers(self.tiers)}
         if "master" in tiers and not self.keeps_compute_copy:
             raise PlanError(
                 f"plan: tiers={{'master': ...}}: with precision={self.precision!r} and"
                 f" zero={self.zero} the only parameters are those that the forward pass reads;"
-                " leave it out, or park 'params' (zero=3)"
+                " leave it out, or park 'params' (zero=3 or gather='lazy')"
             )
         self._check_update_on()
         if "params" not in tiers:
             return
-        if self.zero != 3 or self.pipe > 1 or tiers["params"] == "disk":
+        if not self.gathers_at_use or self.pipe > 1 or tiers["params"] == "disk":
             raise PlanError(
                 f"plan: tiers={{'params': {tiers['params']!r}}} with zero={self.zero} and"
                 f" pipe={self.pipe}: parameters visit the device layer by layer from the host, with"
-                " zero=3 and pipe=1; park 'opt_state' or 'master' instead"
+                " zero=3 (or gather='lazy') and pipe=1; park 'opt_state' or 'master' instead"
             )
 
     def _check_update_on(self) -> None:
@@ -293,9 +320,15 @@ class Plan:
         return self.precision != "fp32"
 
     @property
+    def gathers_at_use(self) -> bool:
+        """Whether parameters are kept as shards alone, which passes over the model gather."""
+        return self.zero == 3 or self.gather == "lazy"
+
+    @property
     def keeps_compute_copy(self) -> bool:
-        """Whether a cast copy of the parameters is kept between steps (stages 0 to 2, mixed)."""
-        return self.mixed and self.zero < 3
+        """Whether a cast copy of the parameters is kept between steps (mixed precision, where
+        passes read whole parameters)."""
+        return self.mixed and not self.gathers_at_use
 
     @property
     def skips(self) -> bool:
@@ -306,7 +339,7 @@ class Plan:
         """Whether leaves of a state class (`params`, `compute`, `opt_state`, `grads`) are kept
         sharded between steps."""
         if state_class == "params":
-            return self.zero == 3 or (self.mixed and self.zero >= 1)
+            return self.gathers_at_use or (self.mixed and self.zero >= 1)
         return {"compute": False, "opt_state": self.zero >= 1, "grads": self.reduce != "step"}[
             state_class
         ]

@@ -327,7 +327,7 @@ def _of_parts(
 ) -> tuple[int, int]:
     split = sum(_size(s.stored_shape) for s in splits if s.dim is not None)
     whole = sum(_size(s.shape) for s in splits if s.dim is None)
-    # Stages 0 to 2 gather once a step; stage 3 for every pass of every microbatch.
+    # Stages 0 to 2 gather once a step, lazily or not; stage 3 for every pass of every microbatch.
     gathers = passes * plan.microbatches if plan.zero == 3 else 1
     gathered = gathers * split * (data - 1) / data
     # A reduce-scatter within a group, then only the shard crosses groups. Leaves kept whole are

@@ -44,6 +44,14 @@ REFUSED = [
     ({"skip_nonfinite": None}, ["skip_nonfinite=None", "True or False"]),
     ({"zero": 2, "reduce": "step"}, ["reduce='step'", "zero=2", "'microbatch'", "zero=0 or 1"]),
     ({"zero": 3, "reduce": "step"}, ["reduce='step'", "zero=3", "'microbatch'", "zero=0 or 1"]),
+    ({"gather": "late"}, ["gather='late'", "eager", "lazy"]),
+    ({"zero": 0, "gather": "lazy"}, ["gather='lazy'", "zero=0", "no shards", "zero=1 or 2"]),
+    ({"zero": 3, "gather": "lazy"}, ["gather='lazy'", "zero=3", "as it is", "zero=1 or 2"]),
+    ({"zero": 2, "pipe": 2, "gather": "lazy"}, ["gather='lazy'", "pipe=2", "gather='eager'"]),
+    (
+        {"zero": 1, "gather": "lazy", "precision": "bf16", "tiers": {"master": "host"}},
+        ["the only parameters", "park 'params'"],
+    ),
 ]
 
 
@@ -118,11 +126,12 @@ EVERY = {
     "remat": "dots",
     "min_shard_bytes": 7,
     "reduce": "step",
+    "gather": "lazy",
     "schedule": "gpipe",
     "partition": (2, 1),
     "pipe_backend": "spmd",
     "prefetch": False,
-    "tiers": {"opt_state": "host", "master": 0.5},
+    "tiers": {"opt_state": "host", "params": 0.5},
     "stream_bytes": 1000,
     "update_on": "host",
     "disk_path": "somewhere",
@@ -214,3 +223,8 @@ def test_what_a_stage_keeps_sharded(zero, precision, kept):
     plan = fz.Plan(zero=zero, precision=precision)
     assert {name: plan.shards(name) for name in kept} == kept
     assert plan.keeps_compute_copy == ("compute" in kept)
+    if zero in (1, 2):  # gathering lazily, they keep what stage 3 does
+        lazy = plan.replace(gather="lazy")
+        assert lazy.shards("params")
+        assert lazy.shards("opt_state")
+        assert not lazy.keeps_compute_copy

@@ -28,7 +28,13 @@ from fzero.preflight.links import CollectiveUse, traffic
 from fzero.preflight.program import Compiled, Target
 from fzero.preflight.rates import Rates, default_rates
 from fzero.preflight.result import Memory, PipelineSummary, Preflight
-from fzero.preflight.shapes import batch_bytes, gradient_bytes, model_flops, saved_bytes
+from fzero.preflight.shapes import (
+    batch_bytes,
+    gradient_bytes,
+    held_bytes,
+    model_flops,
+    saved_bytes,
+)
 from fzero.preflight.stages import PipelineRun, StageCompiler, rank_collectives
 from fzero.preflight.topology import Topology, parse
 from fzero.state import TrainState
@@ -133,6 +139,12 @@ class _Predictor:
                 notes.append(
                     f"remat='offload' keeps {saved:,} bytes of layer inputs in host memory; a"
                     " described GPU has none, so they count for the device here"
+                )
+            if self.plan.gather == "lazy" and self.blue.group.data > 1:
+                held = held_bytes(self.blue, self.plan)
+                notes.append(
+                    "gather='lazy' holds whole parameters from the first forward pass to the last"
+                    f" backward pass: {held:,} bytes of the temporaries"
                 )
         own = batch_bytes(self.batch, self.parts)
         gradients = gradient_bytes(self.blue, self.plan) if self.blue.stages is None else 0

@@ -89,6 +89,15 @@ def gradient_bytes(blue: Blueprint, plan: Plan) -> int:
     return sums
 
 
+def held_bytes(blue: Blueprint, plan: Plan) -> int:
+    """Bytes of the parameters that a step gathers once and holds, in the compute dtype."""
+    return sum(
+        math.prod(split.shape) * compute_dtype(plan, split.dtype).itemsize
+        for split in layout_leaves(blue.params)
+        if split.dim is not None
+    )
+
+
 def batch_bytes(batch: PyTree, num_parts: int) -> int:
     """Bytes of one device's rows."""
     return sum(leaf_bytes(x) for x in jax.tree.leaves(batch)) // num_parts

@@ -23,7 +23,7 @@ from fzero.tree import PyTree
 
 
 _NUMBERS = ("zero", "data", "pipe", "replica", "microbatches")
-_WORDS = ("precision", "remat", "schedule", "reduce", "partition", "pipe_backend")
+_WORDS = ("precision", "remat", "schedule", "reduce", "gather", "partition", "pipe_backend")
 FITS, TOO_LARGE, NOT_COMPILED, REFUSED = "fits", "too large", "too large, not compiled", "refused"
 
 

@@ -6,6 +6,8 @@ dropped, and when its gradient is reduced; autodiff of the whole would keep ever
 - A leaf outside a stack is gathered once for the forward pass, whoever reads it, dropped, and
   gathered once more for the backward pass. Its gradient is reduced once, when all readers are done.
 - A stack's layers are gathered and reduced one by one (`fzero.zero.stack`).
+- With `Plan(gather="lazy")` the first forward pass of a step (`holding_forward`) gathers so, and
+  hands out what it gathered: all other passes read that.
 
 All stages run this code. Where parameters are kept whole, gathering is the identity.
 """
@@ -35,7 +37,7 @@ from fzero.precision import compute_dtype
 from fzero.tree import PyTree
 from fzero.zero.at_use import gather_at_use
 from fzero.zero.halves import Rest, first_half, unfenced
-from fzero.zero.partition import Split, is_split, layout_leaves
+from fzero.zero.partition import Split, is_split, layout_leaves, map_splits
 from fzero.zero.rules import Rules
 from fzero.zero.stack import (
     StackHalf,
@@ -57,6 +59,7 @@ class Fetched:
         self.kept = kept
         self.again = again
         self.by_path: dict[str, jax.Array] = {}
+        self.stacks: dict[str, PyTree] = {}
 
     def run(
         self,
@@ -95,6 +98,20 @@ class Fetched:
             [split.dim is not None and split.path not in self.by_path for split in splits],
             finish,
         )
+
+    def whole(self) -> PyTree:
+        """All parameters, after a pass that held what it gathered. (What no layer read is gathered
+        here; nobody reads it, so that the compiler drops it.)"""
+        layout = self.rules.layout
+        stacked = {split.path: leaf
+                   for name, held in self.stacks.items()
+                   for split, leaf in zip(layout_leaves(layout[name]), jax.tree.leaves(held),
+                                          strict=True)}  # fmt: skip
+
+        def find(split: Split, shard: jax.Array) -> jax.Array:
+            return stacked[split.path] if split.path in stacked else self._fetch(split, shard)
+
+        return map_splits(find, layout, self.kept)
 
     def _fetch(self, split: Split, shard: jax.Array) -> jax.Array:
         if split.path not in self.by_path:
@@ -154,6 +171,40 @@ def train_forward(
         `(out, links, new buffers)`; `out` is an `End` where the chain ends.
     """
     fetched = Fetched(rules, kept, again=False)
+    return _train_forward(pieces, fetched, x, buffers, batch, rng, first, last)
+
+
+def holding_forward(
+    pieces: Sequence[Piece],
+    rules: Rules,
+    kept: PyTree,
+    x: Any,
+    buffers: PyTree,
+    batch: PyTree,
+    rng: jax.Array,
+) -> tuple[End, Links, PyTree, PyTree]:
+    """`train_forward` of a whole chain, for rules that hold what is gathered.
+
+    Returns:
+        `(end, links, new buffers, whole)`. `whole` is every parameter as the pass gathered it. What
+        follows, the backward pass first, reads it with `rules.held()`.
+    """
+    fetched = Fetched(rules, kept, again=False)
+    end, links, new = _train_forward(pieces, fetched, x, buffers, batch, rng, True, True)
+    return end, links, new, fetched.whole()
+
+
+def _train_forward(
+    pieces: Sequence[Piece],
+    fetched: Fetched,
+    x: Any,
+    buffers: PyTree,
+    batch: PyTree,
+    rng: jax.Array,
+    first: bool,
+    last: bool,
+) -> tuple[Any, Links, PyTree]:
+    rules, kept = fetched.rules, fetched.kept
     links: Links = []
     end: list[End] = []
 
@@ -161,7 +212,9 @@ def train_forward(
         ctx, layer = Context(batch, rng, True, state), piece.layer
         link: Link | StackLink
         if isinstance(layer, Stack):
-            link, x, state = stack_forward(rules, piece, kept[layer.name], x, ctx)
+            link, x, state, held = stack_forward(rules, piece, kept[layer.name], x, ctx)
+            if rules.hold:
+                fetched.stacks[layer.name] = held
         else:
             link, x, state = _layer_forward(
                 layer, fetched, x, ctx.at(piece.number),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -39,6 +39,15 @@ class Rules:
     reduce: bool
     prefetch: bool = False
     halves: bool = False
+
+    @property
+    def hold(self) -> bool:
+        """Whether what the first forward pass gathers is kept for the rest of the step."""
+        return self.sharded and self.plan.gather == "lazy"
+
+    def held(self) -> Rules:
+        """The rules for parameters that are whole by now."""
+        return replace(self, sharded=False)
 
     def fetch(self, split: Split, leaf: jax.Array, again: bool = False) -> jax.Array:
         """A leaf ready for use: cast, then gathered, so that the compute dtype travels.

@@ -209,11 +209,19 @@ class StackLink:
 
 def stack_forward(
     rules: Rules, piece: Piece, shards: PyTree, x: Any, ctx: Context
-) -> tuple[StackLink, Any, PyTree]:
-    """Runs layers of a stack in training mode: `(link, x, new buffers)`."""
+) -> tuple[StackLink, Any, PyTree, PyTree]:
+    """Runs layers of a stack in training mode: `(link, x, new buffers, held)`.
+
+    `held` is all layers' weights as they were gathered, if the rules hold them; the backward pass
+    then takes them for its shards.
+    """
     program, start = _LayerProgram.of(rules, piece, x, ctx)
-    y, saved, buffers = _loop(program.static, shards, start, program.forward)
-    return StackLink(program, saved), program.joined(*y), _placed(piece, ctx.buffers, buffers)
+    y, saved, buffers, held = _loop(program.static, shards, start, program.forward, rules.hold)
+    out = program.joined(*y), _placed(piece, ctx.buffers, buffers), held
+    if rules.hold:
+        static = dataclasses.replace(program.static, rules=rules.held())
+        program = dataclasses.replace(program, static=static)
+    return StackLink(program, saved), *out
 
 
 def stack_eval(
@@ -226,7 +234,7 @@ def stack_eval(
         y, (y_rest, buffers) = program.apply(weights, x[0], program.shared, x[1], k)
         return (y, y_rest), (), buffers
 
-    y, _, buffers = _loop(program.static, shards, start, run)
+    y, _, buffers, _ = _loop(program.static, shards, start, run)
     return program.joined(*y), _placed(piece, ctx.buffers, buffers)
 
 
@@ -246,38 +254,47 @@ def _loop(
     shards: PyTree,
     start: Any,
     run: Callable[[PyTree, Any, Any], tuple[Any, Any, PyTree]],
-) -> tuple[Any, tuple[Any, Any], PyTree]:
-    """The forward loop: `(x, (saved of the looped layers, saved of the last), new buffers)`."""
+    hold: bool = False,
+) -> tuple[Any, tuple[Any, Any], PyTree, PyTree]:
+    """The forward loop: `(x, (saved of the looped layers, saved of the last), new buffers, held)`.
+
+    `held` is all layers' weights, if asked for.
+    """
     rules, num = static.rules, static.piece.num_layers
     start = rules.fence(start)
     last = num - 1
     if not rules.prefetch:
 
         def plain(x: Any, k: jax.Array) -> tuple[Any, Any]:
-            y, saved, buffers = run(_fetch(static, shards, k), x, k)
-            return y, (_away(static, saved), buffers)
+            weights = _fetch(static, shards, k)
+            y, saved, buffers = run(weights, x, k)
+            return y, (_away(static, saved), buffers, weights if hold else None)
 
-        x, (saved, buffers) = jax.lax.scan(plain, start, jnp.arange(num))
-        return rules.fence(x), (saved, None), buffers
+        x, (saved, buffers, held) = jax.lax.scan(plain, start, jnp.arange(num))
+        return rules.fence(x), (saved, None), buffers, held
 
     def ahead(carry: Any, k: jax.Array) -> tuple[Any, Any]:
-        x, weights = carry
+        x, weights, held = carry
         following = _fetch(static, shards, k + 1)
         y, saved, buffers = run(weights, x, k)
-        return (y, following), (_away(static, saved), buffers)
+        return (y, following, _put(held, weights, k)), (_away(static, saved), buffers)
 
-    carry = (start, _fetch(static, shards, 0))
+    first = _fetch(static, shards, 0)
+    # Room for all, written in place: joining looped layers with the last would copy them.
+    room = jax.tree.map(lambda w: jnp.zeros((num, *w.shape), w.dtype), first) if hold else None
+    carry = (start, first, room)
     looped: Any = (None, None)
     if last:
         carry, looped = jax.lax.scan(ahead, carry, jnp.arange(last))
-    x, saved, buffers = run(carry[1], rules.fence(carry[0]), jnp.int32(last))
+    x, weights, held = carry
+    x, saved, buffers = run(weights, rules.fence(x), jnp.int32(last))
     # A loop settles what it carries; outside of it a fence does.
     x = rules.fence(x)
     if last:
         buffers = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), looped[1], buffers)
     else:
         buffers = jax.tree.map(lambda b: b[None], buffers)
-    return x, (looped[0], saved), buffers
+    return x, (looped[0], saved), buffers, _put(held, weights, last)
 
 
 def stack_backward(link: StackLink, shards: PyTree, cotangent: Any) -> tuple[PyTree, Any]:
@@ -470,7 +487,10 @@ def _room(static: _Static, grads: PyTree) -> PyTree:
     return jax.tree.map(room, rules.layout[static.piece.layer.name], grads, is_leaf=is_split)
 
 
-def _put(done: PyTree, grads: PyTree, k: Any) -> PyTree:
+def _put(done: PyTree, one: PyTree, k: Any) -> PyTree:
+    """All layers' arrays with layer k's put in; `None` where nobody wants them."""
+    if done is None:
+        return None
     return jax.tree.map(
-        lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, k, 0), done, grads
+        lambda all_, own: jax.lax.dynamic_update_index_in_dim(all_, own, k, 0), done, one
     )

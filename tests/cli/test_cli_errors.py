@@ -44,6 +44,8 @@ def refusal(here: Command, *args: object) -> str:
         (("--model", "absent.py:make"), "absent.py does not exist"),
         (("--model", "gpt2"), "expected hf:DIR, hf:CONFIG.json or path/to/file.py:factory"),
         (("--zero", 4), "--zero"),
+        (("--gather", "lazy"), "gather='lazy' with zero=3"),
+        (("--zero", 1, "--gather", "late"), "--gather"),
         (("--precision", "fp8"), "--precision"),
         (("--resume",), "expected a checkpoint in"),
         (("--resume", "--overwrite"), "--resume goes on with what --overwrite would replace"),

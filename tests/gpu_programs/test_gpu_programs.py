@@ -24,6 +24,15 @@ STAGE_3 = {
     for model in MODELS
     for topology, devices in ((ONE_HOST, 8), (EIGHT_HOSTS, 64))
 }
+STAGES_1_AND_2 = {
+    name: case(model, ONE_HOST, data=8, zero=zero, **options)
+    for name, model, zero, options in (
+        ("gpt2 stage 2", "gpt2", 2, {}),
+        ("gpt2 stage 2, lazy", "gpt2", 2, {"gather": "lazy"}),
+        ("llama stage 1", "llama", 1, {}),
+        ("llama stage 1, lazy", "llama", 1, {"gather": "lazy"}),
+    )
+}
 HYBRID = {model: case(model, EIGHT_HOSTS, zero=3, data=8, replica=8) for model in MODELS}
 
 
@@ -105,21 +114,42 @@ def test_the_parts_of_the_peak_are_all_of_it(name, compiled):
     assert found.fits
 
 
-@pytest.mark.parametrize(
-    "which",
-    [case("gpt2", ONE_HOST, zero=2, data=8), case("llama", ONE_HOST, zero=1, data=8)],
-    ids=["gpt2 stage 2", "llama stage 1"],
-)
-def test_stages_1_and_2_reduce_gradients_behind_the_backward_pass(which, compiled):
+@pytest.mark.parametrize("name", STAGES_1_AND_2)
+def test_stages_1_and_2_reduce_gradients_behind_the_backward_pass(name, compiled):
+    which = STAGES_1_AND_2[name]
     found = compiled(which)
     scatters = of_weights(found, "reduce-scatter")
     sent = sum(c.total_bytes for c in scatters)
     alone = sum(c.total_bytes for c in scatters if not c.num_matmuls)
     n = found.topology.num_devices
     assert sent == pytest.approx(2 * elements(which.size) * (n - 1) / n, rel=0.02)
+    assert not [c for c in scatters if c.exposed]
     assert alone <= 0.10 * sent
     assert all(c.num_matmuls for c in scatters if c.in_loop)
     assert found.traffic.communicated_bytes == pytest.approx(2 * sent, rel=0.02)
+
+
+@pytest.mark.parametrize("name", [name for name in STAGES_1_AND_2 if "lazy" in name])
+def test_stages_1_and_2_can_gather_behind_the_forward_pass(name, compiled):
+    """`gather="lazy"`, beside what the same stage does after its update."""
+    lazy, eager = compiled(STAGES_1_AND_2[name]), compiled(STAGES_1_AND_2[name.split(",")[0]])
+    gathers = of_weights(lazy, "all-gather")
+    sent = sum(c.total_bytes for c in gathers)
+    assert not [c for c in gathers if c.exposed]
+    # The table of the tokens and the first layer come before any matmul.
+    assert sum(c.total_bytes for c in gathers if not c.num_matmuls) <= 0.10 * sent
+    assert all(c.num_matmuls for c in gathers if c.in_loop)
+    assert not [c for c in of_weights(eager, "all-gather") if c.num_matmuls]
+    assert lazy.traffic.exposed_seconds <= 0.2 * eager.traffic.exposed_seconds
+    assert lazy.bounds.best_seconds < eager.bounds.best_seconds
+
+    n, size = lazy.topology.num_devices, STAGES_1_AND_2[name].size
+    assert lazy.memory.state_total == pytest.approx(12 * elements(size) / n, rel=0.05)
+    assert lazy.memory.peak < eager.memory.peak
+    # Beside the whole parameters, which the eager stage keeps all the time, it needs no more.
+    assert lazy.memory.gathered_in_loops <= 3 * 2 * layer_elements(size)[0]
+    assert lazy.memory.temporaries - 2 * elements(size) <= eager.memory.temporaries
+    assert "holds whole parameters" in " ".join(lazy.notes)
 
 
 @pytest.mark.parametrize("model", MODELS)

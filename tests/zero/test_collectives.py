@@ -55,6 +55,20 @@ def test_gpt2_124m_communicates_what_the_paper_says(zero, precision):
     assert len(large) <= 1
 
 
+def test_gathering_lazily_sends_the_parameters_once_a_step():
+    """Stage 3 would gather twice for each microbatch; eager, the volume is the same."""
+    size, microbatches = Size(), 2
+    plan = fz.Plan(zero=2, data=N, gather="lazy", microbatches=microbatches, min_shard_bytes=0)
+    kinds, _ = by_kind(compiled_text(plan, size, rows=8 * microbatches))
+    unit = num_params(size) * (N - 1) / N
+    # What no dim divides is padded (61 rows to 64).
+    assert kinds["all-gather"] == pytest.approx(unit, rel=0.01)
+    assert kinds["reduce-scatter"] == pytest.approx(microbatches * unit, rel=0.01)
+    about = fz.describe(plan, gpt(size), num_devices=N)
+    assert kinds["all-gather"] == pytest.approx(about.elements_gathered, rel=1e-6)
+    assert kinds["reduce-scatter"] == pytest.approx(about.elements_reduced, rel=1e-3)
+
+
 def test_bf16_gathers_move_two_bytes_an_element():
     plan = fz.Plan(zero=3, data=N, precision="bf16", min_shard_bytes=0)
     found = hlo.collectives(compiled_text(plan, Size(), rows=8))
@@ -87,8 +101,9 @@ def chain_of_matmuls(num, d):
     return fz.Model(lambda rng: ({f"w{i}": jnp.zeros((d, d)) for i in range(num)}, {}), loss)
 
 
-def lowered_chain(num=8, d=256):
-    model, plan, tx = chain_of_matmuls(num, d), fz.Plan(zero=3, data=N), optax.sgd(0.1)
+def lowered_chain(num=8, d=256, **options):
+    plan = fz.Plan(**{"zero": 3, "data": N, **options})
+    model, tx = chain_of_matmuls(num, d), optax.sgd(0.1)
     step = fz.train_step(model, tx, plan)
     return step.lower(fz.abstract_state(model, tx, plan), {"x": jnp.zeros((8, d))})
 
@@ -107,13 +122,23 @@ def test_a_model_that_is_no_chain_gathers_at_use_one_ahead_and_reduces_one_behin
     Its GPU backend keeps to it: 16 weights of 2048 x 2048 on 8 H200 need temporary memory for 4
     (2 of them the gradients' shards), where gathering up front needs 16 (benchmarks/overlap.py).
     """
-    events = []
-    for line in lowered_chain().as_text().splitlines():
-        for name, letter in (("all_gather", "G"), ("dot_general", "M"), ("reduce_scatter", "R")):
-            if f"stablehlo.{name}" in line:
-                events.append(letter)
-    text = "".join(events)
-    forward = "G" + "GM" * 7 + "M"
+    text, forward = events(lowered_chain()), "G" + "GM" * 7 + "M"
     assert text.startswith(forward)
     # Backward, layer by layer: the weight's gradient, its reduction, the input's gradient.
     assert text[len(forward) :] == "GMR" + "GMMR" * 6 + "MMR"
+
+
+def test_a_model_that_is_no_chain_gathers_lazily_in_the_forward_pass_only():
+    text = events(lowered_chain(zero=2, gather="lazy"))
+    # Nothing is gathered after the update either.
+    assert text == "G" + "GM" * 7 + "M" + "MR" + "MMR" * 7
+
+
+def events(lowered):
+    """Gathers, matmuls and reductions in program order, as letters."""
+    found = []
+    for line in lowered.as_text().splitlines():
+        for name, letter in (("all_gather", "G"), ("dot_general", "M"), ("reduce_scatter", "R")):
+            if f"stablehlo.{name}" in line:
+                found.append(letter)
+    return "".join(found)

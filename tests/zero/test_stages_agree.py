@@ -45,7 +45,8 @@ class Result(NamedTuple):
 
 def whole(model, tx, state, plan):
     """A state laid out as stage 0 lays it out, without its padding."""
-    return jax.device_get(fz.replan(state, model, tx, plan, plan.replace(zero=0)).replace(rng=None))
+    to = plan.replace(zero=0, gather="eager")
+    return jax.device_get(fz.replan(state, model, tx, plan, to).replace(rng=None))
 
 
 @cache
@@ -60,8 +61,9 @@ def compiled(case):
 
 
 @cache
-def run(case, zero, prefetch=None):
-    plan = fz.Plan(zero=zero, data=8, min_shard_bytes=128, prefetch=prefetch, **CASES[case])
+def run(case, zero, prefetch=None, gather="eager"):
+    plan = fz.Plan(zero=zero, data=8, min_shard_bytes=128, prefetch=prefetch, gather=gather,
+                   **CASES[case])  # fmt: skip
     # With dropout: random keys must not depend on the stage either.
     model = gpt(dropout=0.1, given=start())
     trace, state = train(model, plan, steps=20, tx=TX)
@@ -98,6 +100,36 @@ def test_stages_that_gather_ahead_are_bit_identical(case):
 
 
 @pytest.mark.slow
+def test_gathering_in_the_forward_pass_changes_no_bit():
+    case = "bf16-clip-remat-none"
+    with compiled(case):
+        agree(run(case, 2, gather="lazy"), run(case, 2))  # found above
+
+
+# Where one gathers for all: loops that look ahead, and plain ones.
+SEVERAL = {
+    "fp16, ahead": {"zero": 1, "precision": "fp16", "prefetch": True, "reduce": "step",
+                    "microbatches": 4, "replica": 2, "data": 4},
+    "fp32": {"zero": 2, "microbatches": 2, "data": 8, "clip_norm": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_the_first_of_several_microbatches_gathers_for_all(name):
+    model, tx, found = tiny.chain(apply=tiny.dropped_block), optax.sgd(0.1, momentum=0.9), []
+    model = model.with_init(jax.device_get(model.init(jax.random.key(0))))
+    for gather in fz.plan.GATHERS:
+        plan = tiny.plan(gather=gather, **SEVERAL[name])
+        with quick.compiles(quick.BITS):
+            state, step, trace = fz.init(model, tx, plan), fz.train_step(model, tx, plan), []
+            for seed in (0, 1, 0):
+                state, metrics = step(state, tiny.tokens(32, seed=seed))
+                trace.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+            found.append(Result(trace, whole(model, tx, state, plan)))
+    agree(*found)
+
+
+@pytest.mark.slow
 @pytest.mark.quick
 def test_padded_tied_and_clipped():
     """A table of 27 x 13 that two layers read: no dim divides, and each adds its own gradient.
@@ -105,20 +137,22 @@ def test_padded_tied_and_clipped():
     Here look-ahead loops and plain ones have the same bits, too.
     """
     model, tx, runs = tiny.chain(), optax.adamw(1e-2), {}
-    for zero, prefetch in ((0, False), (0, True), (1, True), (2, False), (3, False), (3, True)):
-        plan = tiny.plan(zero=zero, data=8, clip_norm=0.5, prefetch=prefetch)
+    plans = [(0, False), (0, True), (1, True), (2, False), (3, False), (3, True)]
+    for zero, prefetch, gather in [*((*p, "eager") for p in plans), (2, True, "lazy")]:
+        plan = tiny.plan(zero=zero, data=8, clip_norm=0.5, prefetch=prefetch, gather=gather)
         state, step, trace = fz.init(model, tx, plan), fz.train_step(model, tx, plan), []
         for seed in (0, 1, 2, 0):
             state, metrics = step(state, tiny.tokens(seed=seed))
             trace.append(tuple(float(metrics[name]) for name in ("loss", "grad_norm", "accuracy")))
         shape = state.params["embed"]["table"].shape
-        assert shape == ((32, 13) if zero == 3 else (27, 13))
-        runs[zero, prefetch] = Result(trace, whole(model, tx, state, plan))
-    losses, norms, _ = np.array(runs[3, True].trace).T
+        assert shape == ((32, 13) if plan.gathers_at_use else (27, 13))
+        runs[zero, prefetch, gather] = Result(trace, whole(model, tx, state, plan))
+    last = runs[3, True, "eager"]
+    losses, norms, _ = np.array(last.trace).T
     assert losses[3] < losses[0]
     assert norms.min() > 0.5, "clipping had nothing to do"
     for one in runs.values():
-        agree(one, runs[3, True])
+        agree(one, last)
 
 
 @pytest.mark.quick

@@ -9,7 +9,7 @@ import typer
 
 from torch_bridge.cli.preflight_settings import PreflightSettings
 from torch_bridge.cli.settings import BATCH
-from torch_bridge.cli.train import Precision
+from torch_bridge.cli.train import Gather, GatherOption, Precision
 
 
 ModelOption = Annotated[
@@ -68,6 +68,7 @@ def preflight(
     model: ModelOption,
     topology: TopologyOption = "h200:8",
     zero: ZeroOption = 3,
+    gather: GatherOption = Gather.eager,
     data: DataOption = None,
     replica: ReplicaOption = 1,
     pipe: PipeOption = 1,
@@ -94,6 +95,7 @@ def preflight(
         model=model,
         topology=topology,
         zero=zero,
+        gather=gather.value,
         data=data,
         replica=replica,
         pipe=pipe,

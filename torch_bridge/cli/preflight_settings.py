@@ -18,6 +18,7 @@ class PreflightSettings:
     model: str
     topology: str
     zero: int
+    gather: str
     data: int | None
     replica: int
     pipe: int
@@ -63,6 +64,7 @@ class PreflightSettings:
         """The plan of the flags."""
         return fz.Plan(
             zero=self.zero,
+            gather=self.gather,
             data=self.data,
             replica=self.replica,
             pipe=self.pipe,

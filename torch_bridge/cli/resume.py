@@ -51,8 +51,8 @@ class Saver:
         if differences:
             raise CommandError(
                 f"--resume: {self.folder} is of another run ({'; '.join(differences)}); give the"
-                " same flags as then (--zero, --devices, --microbatches and --eval-every may be"
-                " others), or another --out"
+                " same flags as then (--zero, --gather, --devices, --microbatches and --eval-every"
+                " may be others), or another --out"
             )
 
 

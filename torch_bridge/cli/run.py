@@ -55,13 +55,7 @@ def train(settings: TrainSettings) -> int:
         outputs.prepare(settings.out, settings.overwrite)
     num_devices = devices.configure(settings.devices, settings.precision)
     check_batch(settings.batch, num_devices, settings.microbatches)
-    plan = fz.Plan(
-        zero=settings.zero,
-        data=num_devices,
-        microbatches=settings.microbatches,
-        precision=settings.precision,
-        clip_norm=settings.clip,
-    )
+    plan = settings.plan(num_devices)
     loaded = models.load(settings.model, settings.seed)
     rows = settings.batch // (num_devices * settings.microbatches)
     job = _prepare(loaded, settings.data, plan, rows)

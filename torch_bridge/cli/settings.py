@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import fzero as fz
 from torch_bridge.cli.errors import CommandError
 
 
@@ -57,6 +58,7 @@ class TrainSettings:
     batch: int  # sequences per step, over all devices and microbatches
     lr: float
     zero: int
+    gather: str
     devices: int | None
     microbatches: int
     precision: str
@@ -74,7 +76,12 @@ class TrainSettings:
         return {name: getattr(self, name) for name in names} | {"seq": self.data.seq}
 
     def check(self) -> None:
-        """Refuses what cannot work, before anything is loaded."""
+        """Refuses what cannot work, before anything is loaded.
+
+        Raises:
+            CommandError: a flag's value makes no sense.
+            PlanError: the plan excludes itself.
+        """
         self.data.check()
         if self.resume and self.overwrite:
             raise CommandError("--resume goes on with what --overwrite would replace: give one")
@@ -87,6 +94,22 @@ class TrainSettings:
                 raise CommandError(f"{flag} must be at least 1, got {number}")
         if self.lr <= 0 or (self.clip is not None and self.clip <= 0):
             raise CommandError(f"--lr and --clip must be positive, got {self.lr} and {self.clip}")
+        self.plan(None)
+
+    def plan(self, num_devices: int | None) -> fz.Plan:
+        """The plan of the flags.
+
+        Raises:
+            PlanError: it excludes itself.
+        """
+        return fz.Plan(
+            zero=self.zero,
+            gather=self.gather,
+            data=num_devices,
+            microbatches=self.microbatches,
+            precision=self.precision,
+            clip_norm=self.clip,
+        )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,13 @@ class Precision(StrEnum):
     fp16 = "fp16"
 
 
+class Gather(StrEnum):
+    """When stages 1 and 2 gather updated parameters; see `fzero.Plan`."""
+
+    eager = "eager"
+    lazy = "lazy"
+
+
 ModelOption = Annotated[
     str,
     typer.Option(
@@ -53,6 +60,13 @@ DevicesOption = Annotated[
     typer.Option(help="Devices the state is sharded over; on a CPU, virtual ones.  [default: all]"),
 ]
 ZeroOption = Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")]
+GatherOption = Annotated[
+    Gather,
+    typer.Option(
+        help="Stages 1 and 2 gather updated parameters at the end of a step, or layer by layer in "
+        "the next one's forward pass."
+    ),
+]
 OutOption = Annotated[Path, typer.Option(help="Directory to write; must be empty or not exist.")]
 StepsOption = Annotated[int, typer.Option(help="Optimizer steps.")]
 BatchOption = Annotated[
@@ -116,6 +130,7 @@ def train(
     seq: SeqOption = SEQ,
     lr: LrOption = 1e-3,
     zero: ZeroOption = ZERO,
+    gather: GatherOption = Gather.eager,
     devices: DevicesOption = None,
     microbatches: MicrobatchesOption = 1,
     precision: PrecisionOption = Precision.fp32,
@@ -142,6 +157,7 @@ def train(
         batch=batch,
         lr=lr,
         zero=zero,
+        gather=gather.value,
         devices=devices,
         microbatches=microbatches,
         precision=precision.value,
