@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -92,10 +93,11 @@ class Blueprint:
     def group(self) -> Group:
         """The devices that collectives run over."""
         sizes = dict(self.mesh.shape)
-        devices = self.mesh.devices.flat
+        devices = list(self.mesh.devices.flat)
         several = len({device.process_index for device in devices}) > 1
-        cpu = self.mesh.devices.flat[0].platform == "cpu"
-        return Group(sizes[DATA], sizes[REPLICA], ordered=several and cpu, bits=cpu)
+        cpu = devices[0].platform == "cpu"
+        secondary = secondary_size(self.plan, sizes[DATA], devices)
+        return Group(sizes[DATA], sizes[REPLICA], several and cpu, cpu, secondary)
 
     @property
     def prefetch(self) -> bool:
@@ -199,6 +201,38 @@ class Blueprint:
         return jax.lax.with_sharding_constraint(leaf, self.sharding(split.home, spec))
 
 
+def secondary_size(plan: Plan, data: int, devices: Sequence[Any] | None) -> int:
+    """Devices of a secondary group; 0 where the plan has none, or it would be all of them.
+
+    Args:
+        plan: the plan.
+        data: devices on the data axis.
+        devices: all devices in the order of the mesh; only `secondary="host"` asks them.
+
+    Raises:
+        PlanError: hosts do not divide the data axis into equal neighbours.
+    """
+    wanted = plan.secondary
+    if wanted == "host":
+        hosts = [device.process_index for device in devices or jax.devices()]
+        runs = [len(list(run)) for _, run in itertools.groupby(hosts[:data])]
+        wanted, again = runs[0], range(0, plan.pipe * plan.replica * data, runs[0])
+        rows = [set(hosts[at : at + wanted]) for at in again]
+        if data % wanted or any(len(row) > 1 for row in rows):
+            raise PlanError(
+                "plan: secondary='host' needs equally many neighbours of each host on the data"
+                f" axis, whose first {data} devices are on hosts {hosts[:data]}; order the"
+                " devices by host, or give the number that divides them"
+            )
+        if wanted == 1 < data:
+            raise PlanError(
+                "plan: secondary='host', but neighbours on the data axis are on different hosts"
+                f" ({hosts[:data]}): each device would keep whole layers; order the devices by"
+                " host, or leave it out"
+            )
+    return wanted if isinstance(wanted, int) and wanted < data else 0
+
+
 def blueprint(
     model: Model,
     tx: optax.GradientTransformation | None,
@@ -212,6 +246,7 @@ def blueprint(
         StateError: initial values share memory, or a parameter is not floating point.
     """
     mesh = plan.mesh(devices)
+    secondary_size(plan, dict(mesh.shape)[DATA], list(mesh.devices.flat))
     params, buffers = initial_shapes(model)
     for path, leaf in named_leaves(params):
         if not is_floating(leaf):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 from fzero.plan import Plan
 from fzero.precision import compute_dtype
 from fzero.tree import PyTree
-from fzero.zero.partition import layout_leaves
+from fzero.zero.partition import Split, layout_leaves
+from fzero.zero.quantize import encoded_bytes
 
 
 CompilerOptions = dict[str, str | int | bool]
@@ -33,7 +37,7 @@ def compiler_options(plan: Plan, layout: PyTree, parts: int, platform: str) -> C
     # completely; above that, layers are joined with their neighbours and memory grows.
     # (benchmarks/overlap.py: exposed bytes in the loops 420 MiB by default, 0 with these.)
     options: CompilerOptions = {
-        "xla_gpu_all_gather_combine_threshold_bytes": layer,
+        "xla_gpu_all_gather_combine_threshold_bytes": gathered_layer_bytes(plan, layout, parts),
         # Counts the scattered result, which is one part of the layer.
         "xla_gpu_reduce_scatter_combine_threshold_bytes": max(layer // parts, 1),
     }
@@ -48,12 +52,26 @@ def compiler_options(plan: Plan, layout: PyTree, parts: int, platform: str) -> C
 
 def largest_layer_bytes(plan: Plan, layout: PyTree) -> int:
     """Bytes of the largest layer of a stack in the compute dtype, counting split leaves."""
+    return _largest_layer(
+        layout, lambda split, size: size * compute_dtype(plan, split.dtype).itemsize
+    )
+
+
+def gathered_layer_bytes(plan: Plan, layout: PyTree, parts: int) -> int:
+    """Bytes that the gathers of the largest layer of a stack give, of the pass that has the most.
+
+    Secondary shards are gathered in the compute dtype, whatever travels between all devices.
+    """
+    if plan.gather_dtype != "int8" or plan.secondary is not None:
+        return largest_layer_bytes(plan, layout)
+    return _largest_layer(layout, lambda _, size: parts * encoded_bytes(size // parts))
+
+
+def _largest_layer(layout: PyTree, bytes_of: Callable[[Split, int], int]) -> int:
     layers: dict[str, int] = {}
     for split in layout_leaves(layout):
         if split.stacked and split.dim is not None:
-            size = compute_dtype(plan, split.dtype).itemsize
-            for n in split.stored_shape[1:]:
-                size *= n
             name = split.path.split("/")[0]
+            size = bytes_of(split, math.prod(split.stored_shape[1:]))
             layers[name] = layers.get(name, 0) + size
     return max(layers.values(), default=0)

@@ -313,7 +313,7 @@ def _found(
         wire_bytes=share * size,
         group_size=group_size,
         replica_groups=groups,
-        axes=_axes(groups, mesh_axes) if mesh_axes else None,
+        axes=_axes(kind, groups, mesh_axes) if mesh_axes else None,
         times=context.times,
         in_loop=context.in_loop,
         conditional=context.conditional,
@@ -342,7 +342,7 @@ def _ring_size(pairs: Groups) -> int:
     return max(map(len, member_of.values()), default=1)
 
 
-def _axes(groups: Groups, mesh_axes: Mapping[str, int]) -> tuple[str, ...] | None:
+def _axes(kind: str, groups: Groups, mesh_axes: Mapping[str, int]) -> tuple[str, ...] | None:
     """Axes whose coordinates differ inside the groups, if the groups are exactly their product."""
     sizes = tuple(mesh_axes.values())
     if max(map(max, groups), default=0) >= math.prod(sizes):
@@ -350,9 +350,13 @@ def _axes(groups: Groups, mesh_axes: Mapping[str, int]) -> tuple[str, ...] | Non
     coordinates = [np.stack(np.unravel_index(group, sizes)) for group in groups if group]
     varies = np.any([(c != c[:, :1]).any(axis=1) for c in coordinates], axis=0)
     names = tuple(name for name, varying in zip(mesh_axes, varies, strict=True) if varying)
-    is_permute = all(len(group) <= 2 for group in groups)
+    # A permute's groups are pairs, of any two along the axes.
     whole = math.prod(mesh_axes[name] for name in names)
-    return names if is_permute or all(len(group) == whole for group in groups) else None
+    return (
+        names
+        if kind == "collective-permute" or all(len(group) == whole for group in groups)
+        else None
+    )
 
 
 # --- matmuls --------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ GATHERS = ("eager", "lazy")
 BACKENDS = ("mpmd", "spmd")
 TIERS = ("device", "host", "disk")
 PARKED = ("opt_state", "master", "params")
+GATHER_DTYPES = ("int8",)
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,15 @@ class Plan:
             behind, with two gathered layers alive; otherwise each is gathered when it is used. The
             numbers are the same. `None`: where communication can run beside computation, which is
             on GPUs.
+        gather_dtype: what training gathers send with zero=3: `None`, weights in the compute dtype;
+            `int8`, blocks of 256 weights as 8-bit integers with one float32 scale each, which is
+            1.016 bytes an element. Every device then computes with the same rounded weights; the
+            gradient, the update and evaluation are those of the exact ones.
+        secondary: with zero=3, neighbouring devices of the data axis that together keep a copy of
+            each layer from its forward to its backward pass, in the compute dtype, so that the
+            backward pass gathers from them alone: a number, or `host`, for the devices of a host.
+            The numbers are the same. A device keeps that share of all layers per microbatch under
+            way. `None`, or one group of all: weights are gathered again from where they are kept.
         tiers: where parts of the state are kept between steps: `{"opt_state": "host"}`. Parts are
             `opt_state`, `master` (fp32 parameters beside a compute copy) and `params`; tiers are
             `host` (pinned memory), `disk`, a number (the largest leaves, until that share of the
@@ -96,7 +106,8 @@ class Plan:
         >>> Plan.from_json(plan.to_json()) == plan
         True
 
-    Source: ZeRO, arXiv:1910.02054, sections 5 and 7 (stages, communication volume).
+    Source: ZeRO, arXiv:1910.02054, sections 5 and 7 (stages, communication volume); ZeRO++,
+        arXiv:2306.10209, section 3 (gather_dtype: qwZ; secondary: hpZ).
     """
 
     zero: int = 3
@@ -114,6 +125,8 @@ class Plan:
     partition: str | tuple[int, ...] = "uniform"
     pipe_backend: str = "mpmd"
     prefetch: bool | None = None
+    gather_dtype: str | None = None
+    secondary: int | str | None = None
     tiers: Mapping[str, Any] | tuple[tuple[str, str, float], ...] = ()
     stream_bytes: int = 64 * 2**20
     update_on: str = "device"
@@ -150,6 +163,7 @@ class Plan:
             for size in self.partition:
                 _expect_int("partition", size, 1)
         self._check_schedule()
+        self._check_sparing()
         self._check_tiers()
         self._check_gather()
         if self.pipe > 1 and self.remat == "offload":
@@ -185,6 +199,30 @@ class Plan:
                 f"plan: gather='lazy' with pipe={self.pipe}: the programs of a stage are handed"
                 " whole parameters, or gather them each for itself (zero=3); use gather='eager', or"
                 " zero=3, or pipe=1"
+            )
+
+    def _check_sparing(self) -> None:
+        if self.gather_dtype is not None:
+            _expect_choice("gather_dtype", self.gather_dtype, GATHER_DTYPES)
+        if self.secondary not in (None, "host"):
+            if not isinstance(self.secondary, int):
+                raise PlanError(
+                    f"plan: secondary={self.secondary!r}: expected a number of devices, 'host' or"
+                    " None"
+                )
+            _expect_int("secondary", self.secondary, 2)
+        for name in ("gather_dtype", "secondary"):
+            value = getattr(self, name)
+            if value is not None and self.zero != 3:
+                raise PlanError(
+                    f"plan: {name}={value!r} with zero={self.zero}: it is about the gathers of each"
+                    " pass, which only zero=3 has; use zero=3, or leave it out"
+                )
+        if self.secondary is not None and self.pipe > 1 and self.pipe_backend == "spmd":
+            raise PlanError(
+                f"plan: secondary={self.secondary!r} with pipe_backend='spmd', whose backward pass"
+                " runs the forward again and so gathers from all devices anyway; use"
+                " pipe_backend='mpmd', or leave it out"
             )
 
     def _check_tiers(self) -> None:
@@ -272,8 +310,8 @@ class Plan:
         """Mesh axis sizes on `num_devices` devices; needs no device.
 
         Raises:
-            PlanError: the plan wants more devices than there are, or `data=None` cannot be
-                filled evenly.
+            PlanError: the plan wants more devices than there are, `data=None` cannot be filled
+                evenly, or `secondary` does not divide it.
 
         Example:
             >>> Plan(replica=2).sizes(8)
@@ -291,14 +329,22 @@ class Plan:
                     f" CPU: jax.config.update('jax_num_cpu_devices', {wanted}) before the first"
                     " use)"
                 )
-            return {**axes, REPLICA: self.replica, DATA: self.data}
+            return self._divided({**axes, REPLICA: self.replica, DATA: self.data})
         if num_devices % groups:
             pipe = f"pipe={self.pipe} x " if self.pipe > 1 else ""
             raise PlanError(
                 f"plan: {num_devices} devices cannot be split into {pipe}replica={self.replica}"
                 f" equal groups; choose a divisor of {num_devices} or set data explicitly"
             )
-        return {**axes, REPLICA: self.replica, DATA: num_devices // groups}
+        return self._divided({**axes, REPLICA: self.replica, DATA: num_devices // groups})
+
+    def _divided(self, sizes: dict[str, int]) -> dict[str, int]:
+        if isinstance(self.secondary, int) and sizes[DATA] % self.secondary:
+            raise PlanError(
+                f"plan: secondary={self.secondary} does not divide data={sizes[DATA]} into equal"
+                " groups; choose a divisor"
+            )
+        return sizes
 
     def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
         """The device mesh over the first devices given (default: all).

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 import optax
 
-from fzero.blueprint import initial_shapes
-from fzero.model import Model
+from fzero.blueprint import initial_shapes, secondary_size
+from fzero.model import Model, Piece
 from fzero.offload.tiers import largest
 from fzero.pipeline.homes import Stages, cut_into_stages, stage_tree
 from fzero.plan import DATA, REPLICA, Plan
@@ -32,6 +32,7 @@ from fzero.zero.partition import (
     split_opt_state,
     split_params,
 )
+from fzero.zero.quantize import BLOCK, encoded_bytes
 
 
 CLASSES = ("params", "compute", "opt_state", "buffers", "grads")
@@ -82,6 +83,10 @@ class Description:
             and in `total`; in a pipeline by the device that keeps the most of it.
         parked_bytes: the same for other tiers that the plan uses: `{"host": {"total": 123, ...}}`.
         reduction: when gradients are reduced, in words.
+        secondary_bytes: of the weights, what a device keeps from a forward to its backward pass
+            (`Plan.secondary`), per microbatch under way; at most, as a backward pass may not read
+            all. `host` is a number only where `devices` say which are on one host, and counts as
+            none otherwise.
         elements_gathered: elements that one device receives in all-gathers, per step; at most,
             as a compiled step may keep for the backward pass what the forward pass ends with.
         elements_reduced: elements that one device sends to reduce gradients, per step.
@@ -99,6 +104,7 @@ class Description:
     bytes_per_device: dict[str, int]
     parked_bytes: dict[str, dict[str, int]]
     reduction: str
+    secondary_bytes: int
     elements_gathered: int
     elements_reduced: int
 
@@ -137,7 +143,19 @@ class Description:
             f"gradients: {self.reduction} (reduce={self.plan.reduce!r})\n"
             f"communication per step and device: {ratio:.3f} Ψ = {self.elements_communicated:,}"
             f" elements ({self.elements_gathered:,} gathered, {self.elements_reduced:,} reduced)"
+            f"{self._gathers()}"
         )
+
+    def _gathers(self) -> str:
+        """What the plan changes about gathers, in words."""
+        lines = ""
+        if self.plan.gather_dtype is not None:
+            part = encoded_bytes(BLOCK) / BLOCK
+            lines += f"\ngathers over the data axis send {self.plan.gather_dtype}: {part:.3f} bytes"
+            lines += " an element"
+        if self.secondary_bytes:
+            lines += f"\nkept for the backward pass (secondary): {self.secondary_bytes:,} bytes"
+        return lines
 
 
 def describe(
@@ -187,7 +205,9 @@ def describe(
     layout = split_params(model, shapes, plan, sizes[DATA], homes)
     leaves = _planned(plan, layout, buffers, tx, sizes[DATA], stages)
     counted = ["params", "compute", *(["opt_state"] if tx is not None else []), "buffers"]
-    gathered, reduced = _communication(plan, layout, sizes[DATA], sizes[REPLICA], stages)
+    known = plan.secondary != "host" or devices is not None
+    secondary = secondary_size(plan, sizes[DATA], devices) if known else 0
+    gathered, reduced = _communication(plan, layout, sizes, secondary, stages)
     return Description(
         plan=plan,
         num_devices=plan.pipe * sizes[DATA] * sizes[REPLICA],
@@ -201,6 +221,7 @@ def describe(
             for tier in sorted({leaf.tier for leaf in leaves} - {"device"})
         },
         reduction=_reduction(plan),
+        secondary_bytes=_secondary_bytes(plan, layout, secondary, stages),
         elements_gathered=gathered,
         elements_reduced=reduced,
     )
@@ -293,27 +314,49 @@ def _reduction(plan: Plan) -> str:
     return f"one reduction per microbatch, {plan.microbatches} per step; only shards accumulate"
 
 
+def _secondary_bytes(plan: Plan, layout: PyTree, secondary: int, stages: Stages | None) -> int:
+    """Bytes of weights that a device keeps for a backward pass; of the stage with the most."""
+    if not secondary:
+        return 0
+    links = [_splits(layout)] if stages is None else [
+        [split for own in _by_owner(pieces, layout).values() for split in own]
+        for pieces in stages.pieces
+    ]  # fmt: skip
+    return max(
+        sum(
+            _size(s.stored_shape) * compute_dtype(plan, s.dtype).itemsize // secondary
+            for s in splits
+            if s.dim is not None
+        )
+        for splits in links
+    )
+
+
+def _by_owner(pieces: tuple[Piece, ...], layout: PyTree) -> dict[bool, list[Split]]:
+    """A stage's leaves: of its own links (`True`), or tied to those of others."""
+    num_layers = {piece.layer.name: piece.num_layers for piece in pieces}
+    parts: dict[bool, list[Split]] = {True: [], False: []}
+    for split in _splits(stage_tree(pieces, layout)):
+        name = split.path.split("/")[0]
+        if split.stacked and name in num_layers:
+            shape = (num_layers[name], *split.shape[1:])
+            split = dataclasses.replace(split, shape=shape)
+        parts[name in num_layers].append(split)
+    return parts
+
+
 def _communication(
-    plan: Plan, layout: PyTree, data: int, replica: int, stages: Stages | None
+    plan: Plan, layout: PyTree, sizes: dict[str, int], secondary: int, stages: Stages | None
 ) -> tuple[int, int]:
     """Elements that one device (gathers, reduces) per step, with ring collectives."""
     if stages is None:
-        return _of_parts(plan, _splits(layout), data, replica, 2)
+        return _of_parts(plan, _splits(layout), sizes, secondary, 2)
     # A backward pass in halves gathers for both, where weight gradients read weights at all.
     halves = any(action.kind == "W" for action in stages.schedule.actions)
     ranks = [[0, 0] for _ in range(plan.pipe)]
     for stage, pieces in enumerate(stages.pieces):
-        num_layers = {piece.layer.name: piece.num_layers for piece in pieces}
-        parts: dict[bool, list[Split]] = {True: [], False: []}  # of own links, or tied to others
-        for split in _splits(stage_tree(pieces, layout)):
-            name = split.path.split("/")[0]
-            if split.stacked and name in num_layers:
-                shape = (num_layers[name], *split.shape[1:])
-                split = dataclasses.replace(split, shape=shape)
-            parts[name in num_layers].append(split)
-        own, tied = (
-            _of_parts(plan, parts[own], data, replica, 3 if halves else 2) for own in (True, False)
-        )
+        parts, passes = _by_owner(pieces, layout), 3 if halves else 2
+        own, tied = (_of_parts(plan, parts[own], sizes, secondary, passes) for own in (True, False))
         rank = ranks[stages.rank_of(stage)]
         # Tied weights are gathered with their own link, or where they are read.
         rank[0] += own[0] + (tied[0] if plan.zero == 3 else 0)
@@ -323,13 +366,17 @@ def _communication(
 
 
 def _of_parts(
-    plan: Plan, splits: list[Split], data: int, replica: int, passes: int
+    plan: Plan, splits: list[Split], sizes: dict[str, int], secondary: int, passes: int
 ) -> tuple[int, int]:
+    data, replica = sizes[DATA], sizes[REPLICA]
     split = sum(_size(s.stored_shape) for s in splits if s.dim is not None)
     whole = sum(_size(s.shape) for s in splits if s.dim is None)
-    # Stages 0 to 2 gather once a step, lazily or not; stage 3 for every pass of every microbatch.
-    gathers = passes * plan.microbatches if plan.zero == 3 else 1
-    gathered = gathers * split * (data - 1) / data
+    # Stages 0 to 2 gather once a step, lazily or not; stage 3 for every pass of every microbatch,
+    # and after the forward pass from the secondary group if there is one.
+    gathered, again = split * (data - 1) / data, secondary or data
+    if plan.zero == 3:
+        gathered += (passes - 1) * split * (again - 1) / again
+        gathered *= plan.microbatches
     # A reduce-scatter within a group, then only the shard crosses groups. Leaves kept whole are
     # all-reduced: a reduce-scatter and an all-gather.
     scattered = split * (data - 1) / data + 2 * (split / data) * (replica - 1) / replica

@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 # The others compute for longer than they compile, or compare the bits of stages.
 QUICK = (
     "flax_digits.py", "gpt2_pipeline.py", "quickstart.py", "torch_cnn_digits.py",
-    "rlhf_offload.py", "offload_4b.py", "lightning_validate_then_fit.py",
+    "rlhf_offload.py", "offload_4b.py", "lightning_validate_then_fit.py", "zeropp.py",
 )  # fmt: skip
 # What needs a GPU can do the same in miniature.
 ARGUMENTS = {"offload_4b.py": ["--tiny"]}
@@ -31,6 +31,7 @@ EXPECTED = {
     "flax_digits.py": r"held-out accuracy 0\.9[5-9]\d after 84 steps",
     "torch_cnn_digits.py": r"held-out accuracy: JAX (0\.9[7-9]\d\d), PyTorch \1",
     "gpt2_stdlib.py": r"validation loss 5\.\d+ -> [23]\.\d+",
+    "zeropp.py": r"largest difference that 8 bits make to the loss: .* \(bound 2%\)",
     "validate_then_fit.py": r"ok   fit\(2 steps\) twice is fit\(4 steps\).*Lightning #5007\)",
 }
 

@@ -137,12 +137,19 @@ EVERY = {
     "disk_path": "somewhere",
     "skip_nonfinite": True,
 }
+# What only zero=3 has.
+SPARING = {"gather_dtype": "int8", "secondary": "host"}
 
 
 @pytest.mark.parametrize(
     "plan",
-    [fz.Plan(), fz.Plan(**EVERY), fz.Plan(prefetch=True, tiers={"opt_state": ("disk", 0.5)})],
-    ids=["default", "every-field", "prefetch-disk"],
+    [
+        fz.Plan(),
+        fz.Plan(**EVERY),
+        fz.Plan(**SPARING),
+        fz.Plan(prefetch=True, tiers={"opt_state": ("disk", 0.5)}),
+    ],
+    ids=["default", "every-field", "sparing", "prefetch-disk"],
 )
 def test_json_both_ways(plan):
     data = plan.to_json()
@@ -154,8 +161,9 @@ def test_json_both_ways(plan):
 
 def test_every_field_has_a_value_of_its_own_in_the_json_test():
     defaults = fz.Plan().to_json()
-    assert set(EVERY) == set(defaults)
-    assert all(EVERY[name] != defaults[name] for name in EVERY if name != "pipe")
+    every = {**EVERY, **SPARING}
+    assert set(every) == set(defaults)
+    assert all(every[name] != defaults[name] for name in every if name != "pipe")
 
 
 def test_json_with_an_unknown_key_is_refused():

@@ -12,10 +12,11 @@ from fzero.preflight.tables import describe_plan, duration, merged, size
 _WIDTH = 960
 _ROW = 26
 _LABEL = 120
-# Okabe and Ito's colours, which people with any colour vision can tell apart.
+# Okabe and Ito's colours (and Tol's wine), which people with any colour vision can tell apart.
 _COLOURS = {
     "params": "#0072B2", "compute": "#56B4E9", "opt_state": "#009E73", "buffers": "#999999",
     "grads": "#CC79A7", "batch": "#F0E442", "saved activations": "#E69F00",
+    "secondary shards": "#882255",
     "gradients": "#CC79A7", "temporaries": "#D55E00", "reserve": "#555555", "free": "#eeeeee",
 }  # fmt: skip
 _ACTIONS = {"F": "#56B4E9", "B": "#009E73", "I": "#009E73", "W": "#E69F00"}
@@ -88,13 +89,7 @@ def _verdict(found: Preflight) -> str:
 def _memory(found: Preflight) -> str:
     """One bar of everything that is held, and the table of its parts."""
     memory = found.memory
-    parts = [(name, count) for name, count in memory.state.items() if count]
-    parts += [
-        ("batch", memory.batch),
-        ("saved activations", memory.saved_activations),
-        ("gradients", memory.gradients),
-        ("temporaries", memory.temporaries),
-    ]
+    parts = [(name.removeprefix("state: "), count) for name, count in memory.parts()]
     shown = [*parts, ("reserve", found.rates.reserve_bytes)]
     whole = max(found.rates.memory_bytes, sum(count for _, count in shown))
     shown.append(("free", max(0, whole - sum(count for _, count in shown))))

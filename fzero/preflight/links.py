@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from fzero.hlo import Collective, Window, windows
+from fzero.plan import DATA
 from fzero.preflight.kernels import Kernels, Work
 from fzero.preflight.rates import Rates
 
@@ -20,7 +21,8 @@ class CollectiveUse:
         kind: `all-gather`, `reduce-scatter`, `all-reduce`, `send` (between pipeline stages), ...
         where: the program it is in; empty where a step is one program.
         dtype: XLA's name.
-        axes: mesh axes it runs over, joined by `+`; `?` where its groups fit none.
+        axes: mesh axes it runs over, joined by `+`; `data / 8` for eighths of the data axis, each
+            by itself; `?` where its groups fit none.
         bytes: full size of what is gathered or reduced, per execution.
         sent_bytes: what one device sends for it, per execution.
         times: executions per step.
@@ -109,10 +111,23 @@ def uses(kernels: Kernels, axes: Mapping[str, int], links: Links) -> tuple[Colle
         axes: sizes of the mesh axes.
         links: the links between its devices.
     """
-    return tuple(_use(kernels, window, links) for window in windows(kernels.module, mesh_axes=axes))
+    return tuple(
+        _use(kernels, window, axes, links) for window in windows(kernels.module, mesh_axes=axes)
+    )
 
 
-def _use(kernels: Kernels, window: Window, links: Links) -> CollectiveUse:
+def _axes(c: Collective, axes: Mapping[str, int]) -> str:
+    if c.axes is not None:
+        return "+".join(c.axes)
+    # Neighbours on the data axis, which is the innermost.
+    size = c.group_size
+    neighbours = all(group == tuple(range(group[0], group[0] + size)) and group[0] % size == 0
+                     for group in c.replica_groups)  # fmt: skip
+    data = axes.get(DATA, 0)
+    return f"{DATA} / {data // size}" if neighbours and data and not data % size else "?"
+
+
+def _use(kernels: Kernels, window: Window, axes: Mapping[str, int], links: Links) -> CollectiveUse:
     c, comp = window.collective, window.computation
     num_matmuls = num_kernels = 0
     beside = Work()
@@ -127,7 +142,7 @@ def _use(kernels: Kernels, window: Window, links: Links) -> CollectiveUse:
         kind=c.kind,
         where="",
         dtype=c.dtype,
-        axes="?" if c.axes is None else "+".join(c.axes),
+        axes=_axes(c, axes),
         bytes=c.bytes,
         sent_bytes=c.wire_bytes,
         # A loop of unknown length runs at least once.

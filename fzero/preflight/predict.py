@@ -131,10 +131,10 @@ class _Predictor:
         lowered = self.step.lower(TrainState(**self.fields), self.batch)
         compiled = self.target.compile(lowered, mesh)
         kept = self._state_bytes(range(mesh.size))
-        saved = 0
+        saved = secondary = 0
         notes: list[str] = []
         if self.blue.stages is None:
-            saved = saved_bytes(self.step, self.fields, abstract_batch(self.batch, mesh))
+            saved, secondary = saved_bytes(self.step, self.fields, abstract_batch(self.batch, mesh))
             if self.plan.remat == "offload":
                 notes.append(
                     f"remat='offload' keeps {saved:,} bytes of layer inputs in host memory; a"
@@ -149,11 +149,12 @@ class _Predictor:
         own = batch_bytes(self.batch, self.parts)
         gradients = gradient_bytes(self.blue, self.plan) if self.blue.stages is None else 0
         peak = compiled.peak_bytes
-        known = sum(kept.values()) + own + saved + gradients
+        known = sum(kept.values()) + own + saved + secondary + gradients
         memory = Memory(
             state=kept,
             batch=own,
             saved_activations=saved,
+            secondary=secondary,
             gradients=gradients,
             temporaries=max(0, peak - known),
             peak=peak,
@@ -197,6 +198,7 @@ class _Predictor:
             state=kept[full],
             batch=own,
             saved_activations=saved,
+            secondary=0,
             gradients=gradients,
             temporaries=max(0, run.working_bytes[full] - saved - gradients),
             peak=peaks[full],

@@ -25,16 +25,19 @@ class Memory:
         state: kept between steps, by state class.
         batch: its rows of the batch.
         saved_activations: what forward passes leave for backward passes.
+        secondary: of the weights, what they leave (`Plan.secondary`); in a pipeline it is part of
+            the saved activations.
         gradients: summed, as far as a device keeps them.
         temporaries: everything else: gathered layers, a layer's own values, the optimizer's.
         peak: all of it, as the compiler says.
-        gathered: most gathered weights alive at once; part of the temporaries.
+        gathered: most gathered weights alive at once, as they were sent; part of the temporaries.
         gathered_in_loops: of them, in the loops over a stack's layers.
     """
 
     state: dict[str, int]
     batch: int
     saved_activations: int
+    secondary: int
     gradients: int
     temporaries: int
     peak: int
@@ -45,6 +48,15 @@ class Memory:
     def state_total(self) -> int:
         """Bytes of all state classes."""
         return sum(self.state.values())
+
+    def parts(self) -> list[tuple[str, int]]:
+        """What the peak is made of, in words, with its bytes."""
+        state = [(f"state: {name}", count) for name, count in self.state.items() if count]
+        secondary = [("secondary shards", self.secondary)] if self.secondary else []
+        return [
+            *state, ("batch", self.batch), ("saved activations", self.saved_activations),
+            *secondary, ("gradients", self.gradients), ("temporaries", self.temporaries),
+        ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -147,6 +159,7 @@ class Preflight:
             "state_bytes_by_class": dict(self.memory.state),
             "batch_bytes": self.memory.batch,
             "saved_activation_bytes": self.memory.saved_activations,
+            "secondary_bytes": self.memory.secondary,
             "gradient_bytes": self.memory.gradients,
             "temporary_bytes": self.memory.temporaries,
             "gathered_bytes": self.memory.gathered,

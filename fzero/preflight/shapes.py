@@ -16,7 +16,7 @@ from fzero.pipeline.flops import flops
 from fzero.plan import AXES, Plan
 from fzero.precision import cast_batch, compute_dtype
 from fzero.tree import PyTree, leaf_bytes
-from fzero.zero.chain import train_forward, without_inputs
+from fzero.zero.chain import kept_parts, train_forward, without_inputs
 from fzero.zero.partition import layout_leaves
 
 
@@ -45,8 +45,11 @@ def model_flops(model: Model, shapes: tuple[PyTree, PyTree], batch: PyTree, part
     return PASSES * parts * flops(jax.make_jaxpr(loss)(*shapes, one, key))
 
 
-def saved_bytes(step: TrainStep, fields: dict[str, Any], batch: PyTree) -> int:
+def saved_bytes(step: TrainStep, fields: dict[str, Any], batch: PyTree) -> tuple[int, int]:
     """Bytes that one device's forward pass of one microbatch leaves for its backward pass.
+
+    Returns:
+        Of activations, and of parts of weights (`Plan.secondary`).
 
     Args:
         step: a step that is one program, without a pipeline.
@@ -54,7 +57,7 @@ def saved_bytes(step: TrainStep, fields: dict[str, Any], batch: PyTree) -> int:
         batch: shapes of the global batch.
     """
     blue, plan = step.blueprint, step.plan
-    found: list[int] = []
+    found: list[tuple[int, int]] = []
 
     def local(kept: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array) -> tuple[()]:
         rows = jax.tree.map(lambda x: x[: x.shape[0] // plan.microbatches], batch)
@@ -62,7 +65,8 @@ def saved_bytes(step: TrainStep, fields: dict[str, Any], batch: PyTree) -> int:
         pieces = whole_chain(blue.model.layers)
         _, links, _ = train_forward(pieces, step.rules(), kept, rows, buffers, rows, key)
         held = {id(leaf): leaf for leaf in jax.tree.leaves(without_inputs(links))}
-        found.append(sum(map(leaf_bytes, held.values())))
+        parts = sum(map(leaf_bytes, kept_parts(links)))
+        found.append((sum(map(leaf_bytes, held.values())) - parts, parts))
         return ()
 
     whole = PartitionSpec()

@@ -23,7 +23,11 @@ from fzero.tree import PyTree
 
 
 _NUMBERS = ("zero", "data", "pipe", "replica", "microbatches")
-_WORDS = ("precision", "remat", "schedule", "reduce", "gather", "partition", "pipe_backend")
+_WORDS = (
+    "precision", "remat", "schedule", "reduce", "gather", "partition", "pipe_backend",
+    "gather_dtype", "secondary",
+)  # fmt: skip
+_MAY_BE_NONE = ("data", "schedule", "gather_dtype", "secondary")
 FITS, TOO_LARGE, NOT_COMPILED, REFUSED = "fits", "too large", "too large, not compiled", "refused"
 
 
@@ -130,9 +134,9 @@ def parse_choices(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
 
 
 def _value(name: str, text: str) -> Any:
-    if text == "none" and name in ("data", "schedule"):
+    if text == "none" and name in _MAY_BE_NONE:
         return None
-    if name in _WORDS:
+    if name in _WORDS and not (name == "secondary" and text.isdecimal()):
         return text
     try:
         return int(text)

@@ -104,14 +104,7 @@ def memory_table(found: Preflight) -> Table:
     """Bytes per device."""
     table = table_of("memory per device", "what", "bytes", "")
     memory = found.memory
-    rows = [(f"state: {name}", count) for name, count in memory.state.items() if count]
-    rows += [
-        ("batch", memory.batch),
-        ("saved activations", memory.saved_activations),
-        ("gradients", memory.gradients),
-        ("temporaries", memory.temporaries),
-    ]
-    for name, count in rows:
+    for name, count in memory.parts():
         table.add_row(name, f"{count:,}", size(count))
     table.add_section()
     table.add_row("peak", f"{memory.peak:,}", size(memory.peak))

@@ -14,6 +14,7 @@ All stages run this code. Where parameters are kept whole, gathering is the iden
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,15 +52,37 @@ from fzero.zero.stack import (
 from fzero.zero.vjp import Floats, Pullback, forward, keep_all_but_movement
 
 
-class Fetched:
-    """One pass's whole leaves, each fetched at most once, whoever reads it."""
+Parts = dict[str, jax.Array]
+"""What this device keeps of whole leaves between two passes (`Plan.secondary`), by path."""
 
-    def __init__(self, rules: Rules, kept: PyTree, again: bool) -> None:
+
+class Fetched:
+    """One pass's whole leaves, each fetched at most once, whoever reads it.
+
+    Args:
+        rules: how to fetch.
+        kept: this device's parameters as they are kept between steps.
+        parts: in a backward pass, what the forward pass kept of leaves; `None` in a forward pass.
+    """
+
+    def __init__(self, rules: Rules, kept: PyTree, parts: Parts | None = None) -> None:
         self.rules = rules
         self.kept = kept
-        self.again = again
+        self.parts = parts
         self.by_path: dict[str, jax.Array] = {}
         self.stacks: dict[str, PyTree] = {}
+        self._taken: set[str] = set()
+
+    def new_parts(self, layer: Layer, pullback: Pullback) -> Parts:
+        """What to keep of the leaves that a layer's backward pass reads and nobody kept before."""
+        found: Parts = {}
+        splits = layout_leaves(layer_params(layer, self.rules.layout))
+        for path, split in ((splits[i].path, splits[i]) for i in pullback.reads):
+            if path in self.by_path and path not in self._taken:
+                part = self.rules.part(split, self.by_path[path])
+                found |= {} if part is None else {path: part}
+        self._taken.update(found)
+        return found
 
     def run(
         self,
@@ -82,6 +105,8 @@ class Fetched:
         rules = self.rules
         splits = layout_leaves(layer_params(layer, rules.layout))
         shards = jax.tree.leaves(layer_params(layer, self.kept))
+        parts = self.parts or {}
+        shards = [parts.get(s.path, shard) for s, shard in zip(splits, shards, strict=True)]
         if not rules.fenced:
             out = function([self._fetch(*pair) for pair in zip(splits, shards, strict=True)])
             if finish is None:
@@ -114,21 +139,37 @@ class Fetched:
         return map_splits(find, layout, self.kept)
 
     def _fetch(self, split: Split, shard: jax.Array) -> jax.Array:
-        if split.path not in self.by_path:
-            self.by_path[split.path] = self.rules.fetch(split, shard, self.again)
-        return self.by_path[split.path]
+        """A whole leaf from its shard, or from its part where there is one."""
+        path, parts = split.path, self.parts
+        if path not in self.by_path:
+            self.by_path[path] = (
+                self.rules.fetch(split, shard)
+                if parts is None
+                else self.rules.refetch(split, shard, shard if path in parts else None)
+            )
+        return self.by_path[path]
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["residuals"], meta_fields=["layer", "pullback"]
+    jax.tree_util.register_dataclass,
+    data_fields=["residuals", "parts"],
+    meta_fields=["layer", "pullback"],
 )
 @dataclass(frozen=True, eq=False)
 class Link:
-    """What a layer leaves for its backward pass: never a gathered weight."""
+    """What a layer leaves for its backward pass: never a gathered weight.
+
+    Args:
+        layer: the layer.
+        pullback: its backward pass.
+        residuals: what that reads besides weights.
+        parts: of the leaves that this layer is the first to read again.
+    """
 
     layer: Layer
     pullback: Pullback
     residuals: list[Any]
+    parts: Parts
 
 
 Links = list[Link | StackLink]
@@ -170,7 +211,7 @@ def train_forward(
     Returns:
         `(out, links, new buffers)`; `out` is an `End` where the chain ends.
     """
-    fetched = Fetched(rules, kept, again=False)
+    fetched = Fetched(rules, kept)
     return _train_forward(pieces, fetched, x, buffers, batch, rng, first, last)
 
 
@@ -189,7 +230,7 @@ def holding_forward(
         `(end, links, new buffers, whole)`. `whole` is every parameter as the pass gathered it. What
         follows, the backward pass first, reads it with `rules.held()`.
     """
-    fetched = Fetched(rules, kept, again=False)
+    fetched = Fetched(rules, kept)
     end, links, new = _train_forward(pieces, fetched, x, buffers, batch, rng, True, True)
     return end, links, new, fetched.whole()
 
@@ -256,13 +297,19 @@ def _layer_forward(
         return y, aux, kept
 
     y, aux, kept = fetched.run(layer, of_weights)
-    link = Link(layer, cell["pullback"], kept)
+    link = Link(layer, cell["pullback"], kept, fetched.new_parts(layer, cell["pullback"]))
     if end is not None:
         count, metrics, buffers = aux
         end.append(End(Mean(y, count), metrics))
         return link, None, buffers
     y_rest, buffers = aux
     return link, cell["out"].join(y, y_rest), buffers
+
+
+def kept_parts(links: Links) -> list[jax.Array]:
+    """What this device keeps of weights for the backward pass (`Plan.secondary`)."""
+    own = [link.parts if isinstance(link, Link) else link.parts() for link in links]
+    return jax.tree.leaves(own)
 
 
 _Kept = TypeVar("_Kept", bound=Sequence[Any])
@@ -341,7 +388,7 @@ def train_backward(
         `(gradients, cotangents of the input's floating-point leaves)`. Gradients are in the
         compute dtype: shards for split leaves if reduced now, otherwise whole.
     """
-    fetched = Fetched(rules, kept, again=True)
+    fetched = Fetched(rules, kept, _parts(links))
     sums = _Sums(rules, [_layer_of(link) for link in links])
     for link in reversed(links):
         if isinstance(link, StackLink):
@@ -351,6 +398,12 @@ def train_backward(
         else:
             cotangent = _layer_backward(fetched, link, cotangent, sums, rng)
     return sums.finish(), cotangent
+
+
+def _parts(links: Sequence[Link | StackLink | Half | StackHalf]) -> Parts:
+    """What a pass before kept of leaves outside stacks."""
+    own = [link.parts for link in links if isinstance(link, Link | Half)]
+    return {path: part for parts in own for path, part in parts.items()}
 
 
 def _layer_of(link: Link | StackLink) -> Layer | Stack:
@@ -378,7 +431,11 @@ def _layer_backward(
     return cotangent
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values", "rest"], meta_fields=["layer"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "rest", "parts"],
+    meta_fields=["layer"],
+)
 @dataclass(frozen=True, eq=False)
 class Half:
     """What the weights' gradients of a layer take, once its input's gradient is known."""
@@ -386,6 +443,7 @@ class Half:
     layer: Layer
     values: list[Any]
     rest: Rest
+    parts: Parts
 
 
 Halves = list[Half | StackHalf]
@@ -409,7 +467,8 @@ def _layer_input_backward(
         return dx, values
 
     cotangent, values = fetched.run(link.layer, of_weights, residuals)
-    return Half(link.layer, unfenced(values, residuals, link.residuals), cell[-1]), cotangent
+    values = unfenced(values, residuals, link.residuals)
+    return Half(link.layer, values, cell[-1], link.parts), cotangent
 
 
 def _layer_weight_backward(
@@ -429,7 +488,7 @@ def input_backward(
     links: Links, rules: Rules, kept: PyTree, cotangent: Any, rng: jax.Array
 ) -> tuple[Halves, list[Any]]:
     """The first half of `train_backward`: cotangents of the input, and what is left to do."""
-    fetched = Fetched(rules, kept, again=True)
+    fetched = Fetched(rules, kept, _parts(links))
     halves: Halves = []
     half: Half | StackHalf
     for link in reversed(links):
@@ -444,7 +503,7 @@ def input_backward(
 
 def weight_backward(halves: Halves, rules: Rules, kept: PyTree, rng: jax.Array) -> PyTree:
     """The second half of `train_backward`: gradients of every parameter read, reduced."""
-    fetched = Fetched(rules, kept, again=True)
+    fetched = Fetched(rules, kept, _parts(halves))
     layers = [h.layer if isinstance(h, Half) else h.program.static.piece.layer for h in halves]
     sums = _Sums(rules, layers)
     for half in halves:
@@ -474,7 +533,9 @@ def eval_forward(
     Returns:
         What the last piece gives; `split_loss` takes it apart where the chain ends.
     """
-    fetched = Fetched(rules, kept, again=False)
+    # An evaluation is of the weights that are saved and exported, not of their 8-bit image.
+    rules = dataclasses.replace(rules, exact=True)
+    fetched = Fetched(rules, kept)
 
     def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
         ctx, layer = Context(batch, rng, False, state), piece.layer

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from fzero.plan import AXES, DATA, REPLICA
+from fzero.precision import round_to
 from fzero.tree import PyTree
 from fzero.zero.partition import Split
+from fzero.zero.quantize import decode, encode
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,15 @@ class Group:
         bits: gather 16-bit floats as integers. The CPU backend widens 16-bit float collectives to
             float32 and then drops the casts around them, which moves twice the bytes and lets
             unrounded values through.
+        secondary: neighbours on the data axis that keep a copy of a layer between its passes; 0
+            where there is none.
     """
 
     data: int
     replica: int
     ordered: bool = False
     bits: bool = False
+    secondary: int = 0
 
 
 def gather(shard: jax.Array, split: Split, group: Group, again: bool = False) -> jax.Array:
@@ -45,31 +50,89 @@ def gather(shard: jax.Array, split: Split, group: Group, again: bool = False) ->
     forward pass's, which the CPU compiler would otherwise reuse (it drops barriers before its last
     search for common subexpressions) and so keep the gathered leaf alive.
     """
-    dim = split.layer_dim if shard.ndim == len(split.shape) - int(split.stacked) else split.dim
+    dim = _split_dim(shard, split)
     if dim is None or group.data == 1:
         return shard
-    dtype = shard.dtype
-    shard = _as_bits(shard, group)
-    if again:
-        # Behind the split dim, so that the layout of what is gathered stays what it is.
-        shard = jnp.expand_dims(shard, dim + 1)
-        whole = jnp.squeeze(jax.lax.all_gather(shard, DATA, axis=dim, tiled=True), dim + 1)
-    else:
-        whole = jax.lax.all_gather(shard, DATA, axis=dim, tiled=True)
-    whole = _from_bits(whole, dtype)
-    if split.pad:
-        whole = jax.lax.slice_in_dim(whole, 0, whole.shape[dim] - split.pad, axis=dim)
-    return whole
+    whole = _from_bits(_all_gather(_as_bits(shard, group), dim, again), shard.dtype)
+    return _without_pad(whole, dim, split)
+
+
+def gather_int8(
+    shard: jax.Array, split: Split, dtype: Any, group: Group, again: bool = False
+) -> jax.Array:
+    """A whole leaf (or one layer of a stack) in `dtype`, its shards sent as 8-bit blocks.
+
+    A device's own shard is seen through its bytes too, so that all have the same weights.
+
+    Source: ZeRO++, arXiv:2306.10209, section 3.1 (qwZ).
+    """
+    dim = _split_dim(shard, split)
+    if dim is None or group.data == 1:
+        return round_to(shard, dtype)
+    sent = _all_gather(encode(shard.reshape(1, -1)), 0, again)
+    parts = round_to(decode(sent, shard.size), dtype).reshape(group.data, *shard.shape)
+    shape = list(shard.shape)
+    shape[dim] *= group.data
+    return _without_pad(jnp.moveaxis(parts, 0, dim).reshape(shape), dim, split)
+
+
+def part_of(whole: jax.Array, split: Split, group: Group) -> jax.Array:
+    """This device's part of a whole leaf that its secondary group keeps between two passes."""
+    dim = _split_dim(whole, split)
+    assert dim is not None
+    padded = _with_pad(whole, dim, split)
+    rows = padded.shape[dim] // group.secondary
+    start = jax.lax.axis_index(DATA) % group.secondary * rows
+    return jax.lax.dynamic_slice_in_dim(padded, start, rows, dim)
+
+
+def join_parts(part: jax.Array, split: Split, group: Group) -> jax.Array:
+    """The whole leaf from `part_of`, gathered within each secondary group.
+
+    Source: ZeRO++, arXiv:2306.10209, section 3.2 (hpZ).
+    """
+    dim = _split_dim(part, split)
+    assert dim is not None
+    size = group.secondary
+    neighbours = [list(range(at, at + size)) for at in range(0, group.data, size)]
+    whole = jax.lax.all_gather(
+        _as_bits(part, group), DATA, axis=dim, tiled=True, axis_index_groups=neighbours
+    )
+    return _without_pad(_from_bits(whole, part.dtype), dim, split)
+
+
+def _split_dim(leaf: jax.Array, split: Split) -> int | None:
+    """The dim that is split, of a leaf or of one layer of a stack."""
+    one_layer = leaf.ndim == len(split.shape) - int(split.stacked)
+    return split.layer_dim if one_layer else split.dim
+
+
+def _all_gather(shard: jax.Array, dim: int, again: bool) -> jax.Array:
+    if not again:
+        return jax.lax.all_gather(shard, DATA, axis=dim, tiled=True)
+    # Behind the split dim, so that the layout of what is gathered stays what it is.
+    shard = jnp.expand_dims(shard, dim + 1)
+    return jnp.squeeze(jax.lax.all_gather(shard, DATA, axis=dim, tiled=True), dim + 1)
+
+
+def _with_pad(whole: jax.Array, dim: int, split: Split) -> jax.Array:
+    if not split.pad:
+        return whole
+    return jnp.pad(whole, [(0, split.pad if d == dim else 0) for d in range(whole.ndim)])
+
+
+def _without_pad(whole: jax.Array, dim: int, split: Split) -> jax.Array:
+    if not split.pad:
+        return whole
+    return jax.lax.slice_in_dim(whole, 0, whole.shape[dim] - split.pad, axis=dim)
 
 
 def reduce_scatter(grad: jax.Array, split: Split, group: Group) -> jax.Array:
     """This device's shard of a gradient summed over devices; the whole sum for whole leaves."""
-    dim = split.layer_dim if grad.ndim == len(split.shape) - int(split.stacked) else split.dim
+    dim = _split_dim(grad, split)
     if dim is None:
         return all_reduce(grad, group)
-    if split.pad:
-        widths = [(0, split.pad if d == dim else 0) for d in range(grad.ndim)]
-        grad = jnp.pad(grad, widths)
+    grad = _with_pad(grad, dim, split)
     if group.data > 1:
         grad = _scatter_sum(grad, dim, group)
     return sum_over(grad, REPLICA, group.replica, group)

@@ -11,9 +11,17 @@ import jax.numpy as jnp
 
 from fzero import compat
 from fzero.plan import Plan
-from fzero.precision import cast_param, round_to
+from fzero.precision import cast_param, compute_dtype, round_to
 from fzero.tree import PyTree
-from fzero.zero.collectives import Group, all_reduce_tree, gather, reduce_scatter
+from fzero.zero.collectives import (
+    Group,
+    all_reduce_tree,
+    gather,
+    gather_int8,
+    join_parts,
+    part_of,
+    reduce_scatter,
+)
 from fzero.zero.partition import Split, map_splits
 
 
@@ -30,6 +38,7 @@ class Rules:
         prefetch: whether a stack gathers one layer ahead and reduces one behind.
         halves: whether a backward pass is compiled as the two halves that some pipeline schedules
             run apart, so that all schedules give the same bits.
+        exact: whether gathers send all bits, whatever the plan says: in evaluation.
     """
 
     plan: Plan
@@ -39,6 +48,7 @@ class Rules:
     reduce: bool
     prefetch: bool = False
     halves: bool = False
+    exact: bool = False
 
     @property
     def hold(self) -> bool:
@@ -54,9 +64,27 @@ class Rules:
 
         A leaf on the host comes to the device first. `again` marks a backward pass.
         """
-        leaf = cast_param(self.plan, compat.to_device(leaf))
-        whole = self.fence(gather(leaf, split, self.group, again) if self.sharded else leaf)
+        leaf = compat.to_device(leaf)
+        if self.sharded and self.plan.gather_dtype == "int8" and not self.exact:
+            dtype = compute_dtype(self.plan, leaf.dtype)
+            return self._ready(gather_int8(leaf, split, dtype, self.group, again))
+        leaf = cast_param(self.plan, leaf)
+        return self._ready(gather(leaf, split, self.group, again) if self.sharded else leaf)
+
+    def _ready(self, whole: jax.Array) -> jax.Array:
+        whole = self.fence(whole)
         return compat.row_major(whole) if self.fenced and self.group.bits else whole
+
+    def part(self, split: Split, whole: jax.Array) -> jax.Array | None:
+        """What this device keeps of a fetched leaf for its backward pass; `None` for nothing."""
+        kept = self.sharded and self.group.secondary > 0 and split.dim is not None
+        return part_of(whole, split, self.group) if kept else None
+
+    def refetch(self, split: Split, leaf: jax.Array, part: jax.Array | None) -> jax.Array:
+        """A leaf ready for use in a backward pass: from the parts that `part` kept, or again."""
+        if part is None:
+            return self.fetch(split, leaf, again=True)
+        return self._ready(join_parts(part, split, self.group))
 
     def scatter(self, split: Split, grad: jax.Array) -> jax.Array:
         """The reduced shard of a split leaf's gradient. Whole leaves wait for `finish`."""

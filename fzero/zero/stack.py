@@ -194,12 +194,16 @@ class StackLink:
 
     Args:
         program: the differentiable program of one layer.
-        saved: per layer, what the backward pass reads: all layers stacked, or (all but the last
-            stacked, the last).
+        saved: per layer, what the backward pass reads, and this device's parts of its weights
+            (`Plan.secondary`): all layers stacked, or (all but the last stacked, the last).
     """
 
     program: _LayerProgram
     saved: tuple[Any, Any]
+
+    def parts(self) -> list[PyTree]:
+        """This device's parts of weights."""
+        return [saved[1] for saved in self.saved if saved is not None]
 
     def with_inputs(self, batch: PyTree, rng: jax.Array | None) -> StackLink:
         """The link with the microbatch's rows and key put in (or taken out: `None`)."""
@@ -216,11 +220,17 @@ def stack_forward(
     then takes them for its shards.
     """
     program, start = _LayerProgram.of(rules, piece, x, ctx)
-    y, saved, buffers, held = _loop(program.static, shards, start, program.forward, rules.hold)
+
+    def run(weights: PyTree, x: Any, k: Any) -> tuple[Any, Any, PyTree]:
+        y, saved, buffers = program.forward(weights, x, k)
+        return y, (saved, _parts(program.static, weights)), buffers
+
+    y, saved, buffers, held = _loop(program.static, shards, start, run, rules.hold)
     out = program.joined(*y), _placed(piece, ctx.buffers, buffers), held
     if rules.hold:
         static = dataclasses.replace(program.static, rules=rules.held())
-        program = dataclasses.replace(program, static=static)
+        link = StackLink(dataclasses.replace(program, static=static), saved)
+        return link, *out
     return StackLink(program, saved), *out
 
 
@@ -232,7 +242,7 @@ def stack_eval(
 
     def run(weights: PyTree, x: Any, k: Any) -> tuple[Any, Any, PyTree]:
         y, (y_rest, buffers) = program.apply(weights, x[0], program.shared, x[1], k)
-        return (y, y_rest), (), buffers
+        return (y, y_rest), ((), None), buffers
 
     y, _, buffers, _ = _loop(program.static, shards, start, run)
     return program.joined(*y), _placed(piece, ctx.buffers, buffers)
@@ -308,13 +318,16 @@ def stack_backward(link: StackLink, shards: PyTree, cotangent: Any) -> tuple[PyT
     # gathering the last one again before its input exists.
     shards, saved = rules.fence((shards, link.saved))
 
-    def kept(k: Any, is_last: bool = False) -> Any:
+    def own(which: int, k: Any, is_last: bool) -> Any:
         if is_last and saved[1] is not None:
-            return saved[1]
-        return jax.tree.map(lambda leaf: compat.to_device(_at(leaf, k)), saved[0])
+            return saved[1][which]
+        return jax.tree.map(lambda leaf: compat.to_device(_at(leaf, k)), saved[0][which])
 
-    def weights_of(k: Any) -> PyTree:
-        return _fetch(static, shards, k, again=True)
+    def kept(k: Any, is_last: bool = False) -> Any:
+        return own(0, k, is_last)
+
+    def weights_of(k: Any, is_last: bool = False) -> PyTree:
+        return _refetch(static, shards, own(1, k, is_last), k)
 
     def back(weights: PyTree, kept: Any, cts: Any) -> tuple[PyTree, Any]:
         if rules.halves:
@@ -327,7 +340,7 @@ def stack_backward(link: StackLink, shards: PyTree, cotangent: Any) -> tuple[PyT
     if not rules.prefetch or last == 0:
 
         def plain(cts: Any, k: jax.Array) -> tuple[Any, Any]:
-            grads, cts = back(weights_of(k), kept(k, last == 0), cts)
+            grads, cts = back(weights_of(k, last == 0), kept(k, last == 0), cts)
             return cts, _scatter(static, grads)
 
         if last:
@@ -344,7 +357,7 @@ def stack_backward(link: StackLink, shards: PyTree, cotangent: Any) -> tuple[PyT
         grads, cts = back(weights, kept(k), cts)
         return (cts, ahead, grads, done), None
 
-    weights, ahead = weights_of(last), weights_of(last - 1)
+    weights, ahead = weights_of(last, True), weights_of(last - 1)
     pending, cts = back(weights, kept(last, True), cts)
     done = _room(static, pending)
     carry = (cts, ahead, pending, done)
@@ -358,7 +371,9 @@ def stack_backward(link: StackLink, shards: PyTree, cotangent: Any) -> tuple[PyT
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["program", "values", "rest"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["program", "values", "rest", "parts"],
+    meta_fields=[],
 )
 @dataclass(frozen=True, eq=False)
 class StackHalf:
@@ -368,16 +383,18 @@ class StackHalf:
         program: the program of one layer.
         values: per layer, stacked, what the second half reads.
         rest: the second half of one layer.
+        parts: per layer, stacked, this device's parts of its weights.
     """
 
     program: _LayerProgram
     values: list[Any]
     rest: Rest
+    parts: PyTree
 
     def with_inputs(self, batch: PyTree, rng: jax.Array | None) -> StackHalf:
         """As `StackLink.with_inputs`."""
         program = dataclasses.replace(self.program, batch=batch, rng=rng)
-        return StackHalf(program, self.values, self.rest)
+        return dataclasses.replace(self, program=program)
 
 
 def stack_input_backward(
@@ -398,30 +415,34 @@ def stack_input_backward(
         return cts, [value for value in values if id(value) not in index]
 
     def plain(cts: Any, xs: Any) -> tuple[Any, Any]:
-        k, kept = xs
-        return back(_fetch(static, shards, k, again=True), kept, cts)
+        k, (kept, parts) = xs
+        return back(_refetch(static, shards, parts, k), kept, cts)
 
     def ahead(carry: Any, xs: Any) -> tuple[Any, Any]:
-        (k, kept), (cts, weights) = xs, carry
-        following = _fetch(static, shards, jnp.maximum(k - 1, 0), again=True)
+        (k, (kept, _)), (cts, weights) = xs, carry
+        following = weights_of(jnp.maximum(k - 1, 0))
         cts, values = back(weights, kept, cts)
         return (cts, following), values
+
+    def weights_of(k: Any) -> PyTree:
+        parts = jax.tree.map(lambda leaf: _at(leaf, k), saved[0][1])
+        return _refetch(static, shards, parts, k)
 
     layers = jnp.arange(last + 1)
     if saved[1] is not None:  # the last layer's stand apart where the forward pass looked ahead
         saved = before = (_joined(saved[0], saved[1]), None)
     cts = rules.fence(program.split_cotangent(cotangent))
     if rules.prefetch:
-        start = (cts, _fetch(static, shards, last, again=True))
+        start = (cts, weights_of(last))
         (cts, _), values = jax.lax.scan(ahead, start, (layers, saved[0]), reverse=True)
     else:
         cts, values = jax.lax.scan(plain, cts, (layers, saved[0]), reverse=True)
     rest, marks = cell[-1]
-    own, computed = jax.tree.leaves(before[0]), iter(values)
+    own, computed = jax.tree.leaves(before[0][0]), iter(values)
     values = [next(computed) if mark is None else own[mark] for mark in marks]
     # The second half reads none of what the first did.
     bare = dataclasses.replace(program, shared=[], shared_rest=[], buffers=None)
-    return StackHalf(bare, values, rest), program.join_cotangent(cts)
+    return StackHalf(bare, values, rest, before[0][1]), program.join_cotangent(cts)
 
 
 def stack_weight_backward(half: StackHalf, shards: PyTree) -> PyTree:
@@ -429,14 +450,13 @@ def stack_weight_backward(half: StackHalf, shards: PyTree) -> PyTree:
     static = half.program.static
 
     def plain(_: None, xs: Any) -> tuple[None, PyTree]:
-        k, values = xs
+        k, values, parts = xs
         # Where no gradient reads the weights, as in chains of matmuls, the gathers fall away.
-        weights = _fetch(static, shards, k, again=True)
+        weights = _refetch(static, shards, parts, k)
         return None, _scatter(static, half.program.weight_half(half.rest, values, weights))
 
-    _, grads = jax.lax.scan(
-        plain, None, (jnp.arange(static.piece.num_layers), half.values), reverse=True
-    )
+    layers = jnp.arange(static.piece.num_layers)
+    _, grads = jax.lax.scan(plain, None, (layers, half.values, half.parts), reverse=True)
     return grads
 
 
@@ -447,23 +467,42 @@ def _joined(looped: Any, last: Any) -> Any:
 
 
 def _away(static: _Static, saved: Any) -> Any:
-    """What a looped layer keeps, where the plan wants it."""
+    """What a looped layer keeps, where the plan wants it. (Parts of weights stay at hand.)"""
     if static.rules.plan.remat != "offload":
         return saved
-    return jax.tree.map(lambda leaf: compat.to_host(leaf) if leaf.ndim else leaf, saved)
+    own, parts = saved
+    return jax.tree.map(lambda leaf: compat.to_host(leaf) if leaf.ndim else leaf, own), parts
 
 
 def _at(leaf: jax.Array, k: Any) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(leaf, k, keepdims=False)
 
 
-def _fetch(static: _Static, shards: PyTree, k: Any, again: bool = False) -> PyTree:
+def _fetch(static: _Static, shards: PyTree, k: Any) -> PyTree:
     """Layer k's parameters, ready for use."""
     rules, piece = static.rules, static.piece
     return jax.tree.map(
-        lambda split, leaf: rules.fetch(split, _at(leaf, piece.row + k), again),
+        lambda split, leaf: rules.fetch(split, _at(leaf, piece.row + k)),
         rules.layout[piece.layer.name],
         shards,
+        is_leaf=is_split,
+    )
+
+
+def _parts(static: _Static, weights: PyTree) -> PyTree:
+    """This device's parts of a layer's parameters."""
+    splits = static.rules.layout[static.piece.layer.name]
+    return jax.tree.map(static.rules.part, splits, weights, is_leaf=is_split)
+
+
+def _refetch(static: _Static, shards: PyTree, parts: PyTree, k: Any) -> PyTree:
+    """Layer k's parameters, ready for use in a backward pass."""
+    rules, piece = static.rules, static.piece
+    return jax.tree.map(
+        lambda split, leaf, part: rules.refetch(split, _at(leaf, piece.row + k), part),
+        rules.layout[piece.layer.name],
+        shards,
+        parts,
         is_leaf=is_split,
     )
 

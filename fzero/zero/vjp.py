@@ -83,6 +83,11 @@ class Pullback:
     treedef: Any
     known: tuple[int | None, ...]
 
+    @property
+    def reads(self) -> list[int]:
+        """Which of the known arrays it reads."""
+        return sorted({index for index in self.known if index is not None})
+
     def run(self, kept: Sequence[Any], known: Sequence[Any], cotangent: Any) -> Any:
         """Gradients of all primal inputs."""
         own = iter(kept)

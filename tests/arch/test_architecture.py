@@ -25,7 +25,7 @@ LAYERS = [
     ["pipeline", "jaxprs"],  # schedules are data, which plans are made of
     ["plan", "hlo_text"],
     ["model", "hlo"],
-    ["precision", "initial"],
+    ["precision", "initial", "zero.quantize"],
     ["pipeline.flops", "zero.partition"],
     ["pipeline.cut", "zero.halves", "zero.vjp"],
     ["pipeline.homes"],

@@ -14,7 +14,7 @@ from fzero.preflight.topology import GPUS
 from tests.gpu_programs.conftest import TX, case
 from tests.support import gpt
 from tests.support.gpt import Size
-from tests.support.large import num_params
+from tests.support.large import LLAMA_8B, num_params
 
 
 ONE_HOST, EIGHT_HOSTS = "h200:8", "h200:8x8"
@@ -164,6 +164,27 @@ def test_hybrid_sharding_keeps_gathers_inside_hosts(model, compiled):
     # A ring over all 64 crosses each pair of hosts once for 8 cards, one of replicas once a card:
     # what the cards carry differs by less than what collectives across hosts send.
     assert hybrid.traffic.network_bytes < flat.traffic.network_bytes
+
+
+def test_backward_gathers_of_secondary_shards_stay_inside_hosts(compiled):
+    flat = compiled(STAGE_3[f"llama {EIGHT_HOSTS}"])
+    plan = {"zero": 3, "data": 64, "gather_dtype": "int8", "secondary": "host"}
+    found = compiled(case("llama", EIGHT_HOSTS, **plan))
+    gathers = of_weights(found, "all-gather")
+    across = [c for c in gathers if c.crosses_hosts]
+    assert {(c.dtype, c.axes) for c in across} == {("s8", "data")}
+    assert {(c.dtype, c.axes) for c in gathers if c not in across} == {("bf16", "data / 8")}
+    # A byte an element and four bytes a block; each weight once a step across hosts.
+    sent = sum(c.total_bytes for c in across)
+    assert sent == pytest.approx(elements(LLAMA_8B) * 260 / 256 * 63 / 64, rel=0.005)
+    scattered = sum(c.total_bytes for c in of_weights(flat, "reduce-scatter"))
+    assert found.traffic.cross_host_bytes == pytest.approx(sent + scattered, rel=0.005)
+    # The table of tokens is not read again, so it is not kept.
+    again = elements(LLAMA_8B) - LLAMA_8B.vocab * LLAMA_8B.d
+    assert found.memory.secondary == pytest.approx(2 * again / 8, rel=0.001)
+    sums = found.traffic
+    assert sums.exposed_bytes <= 0.05 * sums.communicated_bytes
+    assert not [c for c in found.collectives if c.in_loop and not c.num_matmuls]
 
 
 def test_compile_time_does_not_grow_with_depth(timed):

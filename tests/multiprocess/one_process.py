@@ -23,6 +23,8 @@ CASES = {
     "replica2": {"zero": 2, "replica": 2, "clip_norm": 0.5},
     # 16-bit weights and gradients cross.
     "bf16": {"zero": 3, "precision": "bf16", "clip_norm": 0.5},
+    # Weights cross once, in 8 bits. A single process has one host, so no secondary shard.
+    "sparing": {"zero": 3, "gather_dtype": "int8", "secondary": "host", "clip_norm": 0.5},
 }
 # A pipeline as one program. The two processes are its two ranks.
 PIPELINES = {
@@ -36,10 +38,14 @@ def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
     from support import tiny
 
     import fzero as fz
+    from fzero.blueprint import secondary_size
     from fzero.tree import named_leaves
 
     choice = {**CASES, **PIPELINES}[case]
     model, tx, plan = tiny.chain(), optax.adamw(1e-2), tiny.plan(**choice)
+    if plan.secondary == "host":
+        alone = jax.process_count() == 1
+        assert secondary_size(plan, NUM_DEVICES, jax.devices()) == (0 if alone else 4)
     state = fz.init(model, tx, plan, rng=0)
     step, trace = fz.train_step(model, tx, plan), []
     for seed in (0, 1, 2, 0):

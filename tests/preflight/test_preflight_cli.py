@@ -106,10 +106,24 @@ def test_json_for_a_native_model(factory, tmp_path):
     assert f"{data['peak_bytes']:,}" in page.read_text()
 
 
+def test_what_travels_between_devices_is_asked_for_by_flags(factory):
+    data = json.loads(
+        run(
+            "--model", f"{factory}:native", "--topology", "cpu:4", "--batch", 8, "--seq", 4,
+            "--gather-dtype", "int8", "--secondary", 2, "--json",
+        )
+    )  # fmt: skip
+    assert (data["plan"]["gather_dtype"], data["plan"]["secondary"]) == ("int8", 2)
+    gathers = {(c["dtype"], c["axes"]) for c in data["collectives"] if c["kind"] == "all-gather"}
+    assert gathers == {("s8", "data")}
+    # The only weight that is split is the first layer's: its gradient does not read it again.
+    assert data["secondary_bytes"] == 0
+
+
 def test_a_sweep_from_the_command_line(factory):
     out = run(
         "--model", f"{factory}:native", "--topology", "cpu:4", "--batch", 8, "--seq", 4,
-        "--precision", "fp32", "--sweep", "zero=0,3", "data=4", "pipe=1,2",
+        "--precision", "fp32", "--sweep", "zero=0,3", "data=4", "pipe=1,2", "secondary=none",
     )  # fmt: skip
     assert len(re.findall(r"^best ", out, re.M)) == 1
     assert out.count(" fits ") == 2
@@ -143,6 +157,9 @@ def test_a_torch_model_of_any_size_allocates_nothing(factory):
         (["--topology", "cpu:8", "--sweep", "zero=1", "--measure"], "--measure is about one plan"),
         (["--topology", "cpu:8", "--html", "/not/there/x.html"], "there is no directory"),
         (["--topology", "cpu:8", "--remat", "some"], "remat='some'"),
+        (["--topology", "cpu:8", "--gather-dtype", "int4"], "gather_dtype='int4'"),
+        (["--topology", "cpu:8", "--secondary", "rack"], "secondary='rack'"),
+        (["--topology", "cpu:8", "--secondary", "3"], "secondary=3 does not divide data=8"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_model_is_looked_at(args, words):

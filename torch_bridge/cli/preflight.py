@@ -37,6 +37,15 @@ PipeOption = Annotated[int, typer.Option(help="Ranks of a pipeline.")]
 ScheduleOption = Annotated[str | None, typer.Option(help="The pipeline's schedule.")]
 MicrobatchesOption = Annotated[int, typer.Option(help="Pieces a device's rows are cut into.")]
 RematOption = Annotated[str, typer.Option(help="What a stack keeps: layer, dots or none.")]
+GatherDtypeOption = Annotated[
+    str | None, typer.Option(help="What ZeRO-3 gathers send: int8.  [default: the precision]")
+]
+SecondaryOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Neighbours that keep layers for the backward pass (ZeRO-3): host, or a number."
+    ),
+]
 BatchOption = Annotated[int, typer.Option(help="Sequences per step, over all devices.")]
 SeqOption = Annotated[int, typer.Option(help="Tokens per sequence.")]
 PrecisionOption = Annotated[Precision, typer.Option(help="What forward and backward compute in.")]
@@ -75,6 +84,8 @@ def preflight(
     schedule: ScheduleOption = None,
     microbatches: MicrobatchesOption = 1,
     remat: RematOption = "layer",
+    gather_dtype: GatherDtypeOption = None,
+    secondary: SecondaryOption = None,
     batch: BatchOption = BATCH,
     seq: SeqOption = 1024,
     precision: PrecisionOption = Precision.bf16,
@@ -102,6 +113,8 @@ def preflight(
         schedule=schedule,
         microbatches=microbatches,
         remat=remat,
+        gather_dtype=gather_dtype,
+        secondary=secondary,
         batch=batch,
         seq=seq,
         precision=precision.value,

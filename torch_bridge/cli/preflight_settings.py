@@ -25,6 +25,8 @@ class PreflightSettings:
     schedule: str | None
     microbatches: int
     remat: str
+    gather_dtype: str | None
+    secondary: str | None
     batch: int  # sequences per step, over all devices and microbatches
     seq: int
     precision: str
@@ -62,6 +64,8 @@ class PreflightSettings:
 
     def plan(self) -> fz.Plan:
         """The plan of the flags."""
+        secondary = self.secondary
+        number = secondary is not None and secondary.isdecimal()
         return fz.Plan(
             zero=self.zero,
             gather=self.gather,
@@ -71,6 +75,8 @@ class PreflightSettings:
             schedule=self.schedule,
             microbatches=self.microbatches,
             remat=self.remat,
+            gather_dtype=self.gather_dtype,
+            secondary=int(secondary) if secondary and number else secondary,
             precision=self.precision,
             clip_norm=self.clip,
         )
