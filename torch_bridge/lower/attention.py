@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dtypes import cast, is_bool, result_dtype
+from ..dtypes import cast, is_bool
 from ..masks import Pattern, SizeMask
 from .fused import fused_attention
 from .random import dropout_mask
@@ -47,7 +47,9 @@ def attention(
     In programs for GPUs it is cuDNN's kernel where that applies, else products and a softmax. On
     CPUs those are faster than `jax.nn.dot_product_attention`'s, and their layout is PyTorch's.
     """
-    dtype = result_dtype(query, key_, value)
+    # PyTorch takes one dtype only. A step in half precision may still bring others: float32 angles
+    # have widened what they turn. In torch the module had cast it back.
+    dtype = min((np.dtype(x.dtype) for x in (query, key_, value)), key=lambda d: d.itemsize)
     q, k, v = (cast(x, dtype) for x in (query, key_, value))
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     attn_mask, pattern = _read_mask(attn_mask, mask_sizes, is_causal)
