@@ -22,8 +22,18 @@ ATTENTION = "aten.scaled_dot_product_attention.default"
 MASK = 3  # its place among the arguments
 # Added to a score, less than this leaves no weight in any precision.
 _HIDDEN = -3e4
-# Not pointwise to torch, but element by element all the same.
-_CASTS = ("aten.to.", "aten._to_copy.", "aten.type_as.", "aten.clone.", "aten.contiguous.")
+# Element by element, too, although torch does not tag them so.
+_POINTWISE = (
+    "aten.to.",
+    "aten._to_copy.",
+    "aten.type_as.",
+    "aten.clone.",
+    "aten.contiguous.",
+    "aten.__and__.",
+    "aten.__or__.",
+    "aten.where.",
+    "aten.masked_fill.",
+)
 
 
 @dataclass(frozen=True)
@@ -133,9 +143,9 @@ def pattern_of(mask: torch.Tensor) -> Pattern | None:
     if torch.equal(seen, causal):
         return Pattern(causal=True)
     window = int(seen[-1].sum())
-    if length == keys and torch.equal(seen, causal & (column > row - window)):
-        return Pattern(causal=True, window=window)
-    return None
+    if not window or length != keys or not torch.equal(seen, causal & (column > row - window)):
+        return None
+    return Pattern(causal=True, window=window)
 
 
 class Folded(NamedTuple):
@@ -229,7 +239,7 @@ def _is_deterministic(node: torch.fx.Node) -> bool:
 
 def _call(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     """One operator; what is the same along a dim is computed and stored once."""
-    elementwise = torch.Tag.pointwise in target.tags or str(target).startswith(_CASTS)
+    elementwise = torch.Tag.pointwise in target.tags or str(target).startswith(_POINTWISE)
     if not elementwise:
         result: torch.Tensor = target(*args, **kwargs)
         return _collapsed(result)
