@@ -1,0 +1,98 @@
+"""Converted transformers in bf16 on eight H200s: their attention is cuDNN's, forwards and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+import fzero as fz
+from tests.gpu_programs.conftest import TX
+
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+import torch_bridge as tb  # noqa: E402
+
+
+SEQ, HEADS, WIDTH, LAYERS, VOCAB, ROWS = 1024, 8, 512, 4, 1280, 2
+SIZES = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def gpt2():
+    off = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
+    config = transformers.GPT2Config(
+        n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_positions=SEQ, **SIZES, **off
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        num_hidden_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS,
+        num_key_value_heads=2, intermediate_size=1024, max_position_embeddings=SEQ, **SIZES,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    found: fz.Preflight
+    text: str
+    said: list[str]
+
+
+@pytest.fixture(scope="module", params=[gpt2, llama], ids=["gpt2", "llama"])
+def read(request):
+    """The prediction of a ZeRO-3 step, the program's text, and what was warned of."""
+    converted = tb.convert(request.param(), torch.zeros(2, 16, dtype=torch.long))
+    model = converted.model(
+        lambda forward, batch: tb.causal_lm_loss(forward(batch["ids"]).logits, batch["ids"])
+    )
+    plan = fz.Plan(zero=3, data=8, precision="bf16")
+    batch = {"ids": jax.ShapeDtypeStruct((8 * ROWS, SEQ), np.int32)}
+    texts = []
+    compile_text = jax.stages.Compiled.as_text
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        patch.setattr(
+            jax.stages.Compiled,
+            "as_text",
+            lambda self: texts.append(compile_text(self)) or texts[-1],
+        )
+        found = fz.preflight(model, TX, plan, batch, "h200:8")
+    return Read(found, texts[-1], [str(one.message) for one in said])
+
+
+def test_attention_is_fused_or_preflight_says_why_not(read):
+    """Without cuDNN's library (`make test-gpu-programs` installs it) nothing can compile it."""
+    forward = read.text.count('custom_call_target="__cudnn$fmhaSoftmax"')
+    backward = read.text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"')
+    scores = f"[{ROWS},{HEADS},{SEQ},{SEQ}]"
+    if any("Install cuDNN" in one for one in read.said):
+        assert (forward, backward) == (0, 0)
+        assert scores in read.text
+    else:
+        assert forward and backward
+        assert scores not in read.text
+        assert f"{SEQ},{SEQ}]" not in "".join(x for x in read.text.split() if x.startswith("pred["))
+
+
+def test_flops_of_fused_attention_are_counted(read):
+    """More than the model's, by what is computed twice: the layers, and scores backwards."""
+    assert not read.found.unknown_flops
+    assert 1.0 < read.found.compiled_flops / read.found.model_flops < 1.5
+
+
+def test_nothing_is_multiplied_in_float32(read):
+    """Llama's angles are float32: what they widen is narrowed before it meets a weight."""
+    shape_of = {}
+    for line in read.text.splitlines():
+        name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
+        shape_of[name] = rest.split("[")[0]
+        if " dot(" in line:
+            operands = rest.split(" dot(")[1].split(")")[0].split(", ")
+            assert [shape_of.get(x, "bf16") for x in operands] == ["bf16", "bf16"], line
