@@ -37,6 +37,7 @@ import torch
 import transformers
 from rich.console import Console
 
+import fzero as fz
 import torch_bridge as tb
 
 
@@ -330,7 +331,7 @@ def converted_runs(case: Case) -> Runs:
 
     def loss(params: Any, buffers: Any, batch: Any) -> Any:
         value, new, _ = model.loss(params, buffers, batch, jax.random.key(0), True)
-        return (value.total / value.count), new
+        return (value.total / value.count if isinstance(value, fz.Mean) else value), new
 
     return jax_runs(loss, *model.init, _numpy(case.batch))
 
