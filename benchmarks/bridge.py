@@ -347,8 +347,10 @@ def hand_runs(case: Case) -> Runs:
     return jax_runs(lambda p, b, x: case.hand_loss(p, b, x, config), params, buffers, batch)
 
 
-def torch_runs(case: Case, loss: Callable[[torch.nn.Module], torch.Tensor]) -> Runs:
-    """Eager PyTorch, on a copy of the module."""
+def torch_runs(
+    case: Case, loss: Callable[[torch.nn.Module], torch.Tensor], *, compile_first: bool = False
+) -> Runs:
+    """PyTorch, on a copy of the module; what compiles when it is called is called and undone."""
     module = copy.deepcopy(case.module)
     tx = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, weight_decay=1e-4)
 
@@ -363,15 +365,18 @@ def torch_runs(case: Case, loss: Callable[[torch.nn.Module], torch.Tensor]) -> R
         tx.step()
         return float(value.detach())
 
+    if compile_first:
+        forward(0)
+        step(0)
+        module.load_state_dict(case.module.state_dict())
+        tx.state.clear()
     return {"forward": forward, "train step": step}
 
 
 def compiled_runs(case: Case) -> tuple[Runs | None, str]:
     """PyTorch through its compiler, or why not."""
     try:
-        runs = torch_runs(case, torch.compile(case.torch_loss))
-        for run in runs.values():
-            run(0)
+        runs = torch_runs(case, torch.compile(case.torch_loss), compile_first=True)
     except Exception as error:
         return None, f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return runs, ""
