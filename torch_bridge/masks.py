@@ -86,11 +86,18 @@ class SizeMask:
             number[step.name] = f"%{len(number)}"
         return "; ".join(lines)
 
-    def pattern(self, sizes: Sequence[Any]) -> Pattern | None:
-        """What it is for these sizes, or None if it is none of the known patterns."""
-        key = tuple(sizes)
+    def pattern(self, sizes: Sequence[Any], scores: Sequence[int]) -> Pattern | None:
+        """What it is for these sizes, or None if it is none of the known patterns.
+
+        Args:
+            sizes: values of `self.sizes`.
+            scores: the shape `(..., T, S)` of what it masks.
+        """
+        key = tuple(sizes), tuple(scores)
         if key not in self._patterns:
-            self._patterns[key] = pattern_of(self._in_torch(key))
+            mask, shape = self._in_torch(key[0]), torch.Size(scores)
+            fits = torch.broadcast_shapes(mask.shape, shape) == shape
+            self._patterns[key] = pattern_of(mask.expand(shape)) if fits else None
         return self._patterns[key]
 
     def array(self, sizes: Sequence[Any]) -> Any:

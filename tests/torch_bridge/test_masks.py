@@ -80,6 +80,19 @@ class Prefixed(nn.Module):
         return F.scaled_dot_product_attention(q, q, q, seen)
 
 
+class OneRow(nn.Module):
+    """A mask of one row, for all queries: on its own it would be causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = torch.arange(x.shape[1])[None, None, None] < 1
+        q = (x @ self.weight)[:, None]
+        return F.scaled_dot_product_attention(q, q, q, seen)
+
+
 def attentions(converted: tb.Converted) -> list[Instruction]:
     steps = converted._modes[True].graph.instructions
     return [step for step in steps if step.operator == ATTENTION]
@@ -92,18 +105,20 @@ def attentions(converted: tb.Converted) -> list[Instruction]:
         (Prefixed(4), True, [Pattern(True), Pattern(True, 4)]),
         (Prefixed(None, prefix=2), True, [None, None]),
         (Prefixed(4, per_example=True), False, []),
+        (OneRow(), True, [None, None]),
     ],
-    ids=["causal", "window", "prefix", "data"],
+    ids=["causal", "window", "prefix", "data", "one_row"],
 )
 def test_values_are_torchs_whatever_the_mask(
-    module: Prefixed, folded: bool, patterns: list[Pattern | None]
+    module: nn.Module, folded: bool, patterns: list[Pattern | None]
 ) -> None:
     converted = tb.convert(module, torch.randn(2, 5, 8))
     (step,) = attentions(converted)
     mask = step.args[MASK]
     assert isinstance(mask, SizeMask) == folded
     if folded:  # sizes stand in the order in which the graph computes them
-        assert [mask.pattern((2, length)) for length in (3, 7)] == patterns
+        found = [mask.pattern((2, n)[-len(mask.sizes) :], (2, 1, n, n)) for n in (3, 7)]
+        assert found == patterns
         assert not [s for s in converted._modes[True].graph.instructions if "arange" in s.operator]
     for shape in ((2, 3, 8), (3, 7, 8)):
         x = torch.randn(shape)
@@ -114,7 +129,8 @@ def test_values_are_torchs_whatever_the_mask(
 def test_a_mask_of_many_examples_is_computed_once(gpt2_converted: tb.Converted) -> None:
     """Nothing is as large as (B, S, S): the machine has no room for that."""
     mask = attentions(gpt2_converted)[0].args[MASK]
-    assert mask.pattern((1 << 12, 1024)) == Pattern(causal=True)
+    rows, length = 1 << 12, 1024
+    assert mask.pattern((rows, length), (rows, 4, length, length)) == Pattern(causal=True)
 
 
 def test_transformers_mask_travels_through_no_block(

@@ -52,7 +52,8 @@ def attention(
     dtype = min((np.dtype(x.dtype) for x in (query, key_, value)), key=lambda d: d.itemsize)
     q, k, v = (cast(x, dtype) for x in (query, key_, value))
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    attn_mask, pattern = _read_mask(attn_mask, mask_sizes, is_causal)
+    shape = (*q.shape[:-1], k.shape[-2])
+    attn_mask, pattern = _read_mask(attn_mask, mask_sizes, is_causal, shape)
     if attn_mask is None and dropout_p == 0.0:
         fused = fused_attention(q, k, v, pattern, scale)
         if fused is not None:
@@ -64,19 +65,21 @@ def attention(
     scores = _contract(q, jnp.swapaxes(k, -1, -2), np.float32)
     probs = _softmax(_masked(scores * scale, attn_mask, pattern, groups))
     if dropout_p > 0.0:
-        shape = probs.shape
-        probs = jnp.where(dropout_mask(key, dropout_p, shape), probs / (1.0 - dropout_p), 0.0)
+        kept = dropout_mask(key, dropout_p, probs.shape)
+        probs = jnp.where(kept, probs / (1.0 - dropout_p), 0.0)
     out = _contract(probs.astype(dtype), v, dtype)
     if groups > 1:
         out = jnp.reshape(out, (*out.shape[:-4], -1, *out.shape[-2:]))
     return out
 
 
-def _read_mask(mask: Any, sizes: Sequence[Any], is_causal: bool) -> tuple[Any, Pattern]:
-    """What is an array of a mask, and what is not."""
+def _read_mask(
+    mask: Any, sizes: Sequence[Any], is_causal: bool, scores: Sequence[int]
+) -> tuple[Any, Pattern]:
+    """What is an array of a mask for `scores` of this shape, and what is not."""
     if not isinstance(mask, SizeMask):
         return mask, Pattern(is_causal)
-    found = mask.pattern(sizes)
+    found = mask.pattern(sizes, scores)
     if found is None or is_causal:
         return mask.array(sizes), Pattern(is_causal)
     return None, found
