@@ -437,6 +437,12 @@ def _own_flops(comp: Computation, i: Instruction) -> int | None:
     if i.opcode == "convolution" and (labels := re.search(r"dim_labels=\w+_(\w+)->", i.plain)):
         # Each element of the result meets one kernel, which is all of rhs but its output features.
         return 2 * out * math.prod(rhs) // rhs[labels[1].index("o")]
+    if "__cudnn$conv" in i.target and (labels := re.search(r"dim_labels=\w+_(\w+)->", i.plain)):
+        # (input, kernel), (input, gradient of the output), or (gradient of the output, kernel).
+        kernel = i.arrays[0] if "BackwardFilter" in i.target else inputs[1]
+        forward = i.arrays[0] if "Forward" in i.target else inputs[0]
+        result = inputs[1] if "BackwardFilter" in i.target else forward
+        return 2 * result.elements * kernel.elements // kernel.dims[labels[1].index("o")]
     if "__cudnn$fmha" in i.target and len(lhs) == len(rhs) == 4:
         return _attention_flops(inputs, i.target.endswith("Backward"))
     config = i.attributes.replace("\\", "")

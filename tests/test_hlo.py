@@ -327,6 +327,24 @@ ENTRY %main (a: f32[2,3], b: f32[3,5]) -> f32[2,5] {
     assert found.unknown == ("`attention` (__cudnn$fmhaSoftmax): the text does not show its FLOPs",)
 
 
+def test_flops_of_library_convolutions() -> None:
+    """Each of the three, for a kernel 3 x 3 from 4 to 16 features with stride 2, costs the same."""
+    shape = "window={size=3x3 stride=2x2}, dim_labels=b01f_o01i->b01f"
+    text = f"""HloModule m
+ENTRY %main (x: bf16[2,9,9,4], w: bf16[16,3,3,4]) -> bf16[2,9,9,4] {{
+  %x = bf16[2,9,9,4]{{3,2,1,0}} parameter(0)
+  %w = bf16[16,3,3,4]{{3,2,1,0}} parameter(1)
+  %y = (bf16[2,4,4,16]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%x, %w), {shape}, custom_call_target="__cudnn$convForward"
+  %g = bf16[2,4,4,16]{{3,2,1,0}} get-tuple-element(%y), index=0
+  %v = (bf16[16,3,3,4]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%x, %g), {shape}, custom_call_target="__cudnn$convBackwardFilter"
+  %u = (bf16[2,9,9,4]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%g, %w), {shape}, custom_call_target="__cudnn$convBackwardInput"
+  ROOT %o = bf16[2,9,9,4]{{3,2,1,0}} get-tuple-element(%u), index=0
+}}"""  # noqa: E501
+    found = hlo.matmul_flops(text)
+    one = 2 * (2 * 4 * 4 * 16) * (3 * 3 * 4)
+    assert (found.flops, found.num_matmuls, found.unknown) == (3 * one, 3, ())
+
+
 def test_flops_of_fused_attention() -> None:
     """Two products of (T, S) scores a head forwards, five backwards; keys may have fewer heads."""
     text = """HloModule m

@@ -1,8 +1,9 @@
-"""Converted transformers in bf16 on eight H200s: their attention is cuDNN's, forwards and back."""
+"""Converted models in bf16 on H200s: attention is cuDNN's, convolutions have features last."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 
 import jax
@@ -38,6 +39,13 @@ def llama():
     return transformers.LlamaForCausalLM(config)
 
 
+def resnet():
+    config = transformers.ResNetConfig(
+        embedding_size=64, hidden_sizes=[64, 128], depths=[2, 2], layer_type="basic", num_labels=256
+    )
+    return transformers.ResNetForImageClassification(config)
+
+
 @dataclasses.dataclass(frozen=True)
 class Read:
     found: fz.Preflight
@@ -45,15 +53,8 @@ class Read:
     said: list[str]
 
 
-@pytest.fixture(scope="module", params=[gpt2, llama], ids=["gpt2", "llama"])
-def read(request):
-    """The prediction of a ZeRO-3 step, the program's text, and what was warned of."""
-    converted = tb.convert(request.param(), torch.zeros(2, 16, dtype=torch.long))
-    model = converted.model(
-        lambda forward, batch: tb.causal_lm_loss(forward(batch["ids"]).logits, batch["ids"])
-    )
-    plan = fz.Plan(zero=3, data=8, precision="bf16")
-    batch = {"ids": jax.ShapeDtypeStruct((8 * ROWS, SEQ), np.int32)}
+def compiled(model, plan, batch, topology):
+    """The prediction of a step, the program's text, and what was warned of."""
     texts = []
     compile_text = jax.stages.Compiled.as_text
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
@@ -63,8 +64,20 @@ def read(request):
             "as_text",
             lambda self: texts.append(compile_text(self)) or texts[-1],
         )
-        found = fz.preflight(model, TX, plan, batch, "h200:8")
+        found = fz.preflight(model, TX, plan, batch, topology)
     return Read(found, texts[-1], [str(one.message) for one in said])
+
+
+@pytest.fixture(scope="module", params=[gpt2, llama], ids=["gpt2", "llama"])
+def read(request):
+    """A ZeRO-3 step."""
+    converted = tb.convert(request.param(), torch.zeros(2, 16, dtype=torch.long))
+    model = converted.model(
+        lambda forward, batch: tb.causal_lm_loss(forward(batch["ids"]).logits, batch["ids"])
+    )
+    plan = fz.Plan(zero=3, data=8, precision="bf16")
+    batch = {"ids": jax.ShapeDtypeStruct((8 * ROWS, SEQ), np.int32)}
+    return compiled(model, plan, batch, "h200:8")
 
 
 def test_attention_is_fused_or_preflight_says_why_not(read):
@@ -97,3 +110,29 @@ def test_nothing_is_multiplied_in_float32(read):
         if " dot(" in line:
             operands = rest.split(" dot(")[1].split(")")[0].split(", ")
             assert [shape_of.get(x, "bf16") for x in operands] == ["bf16", "bf16"], line
+
+
+def test_convolutions_have_their_features_last():
+    """As tensor cores want them: cuDNN's calls all do, and XLA turns no activation between them."""
+    images = 32
+    converted = tb.convert(resnet(), torch.zeros(2, 3, 64, 64))
+    model = converted.model(
+        lambda forward, batch: optax.softmax_cross_entropy_with_integer_labels(
+            forward(batch["x"]).logits, batch["y"]
+        ).mean()
+    )
+    batch = {
+        "x": jax.ShapeDtypeStruct((images, 3, 64, 64), np.float32),
+        "y": jax.ShapeDtypeStruct((images,), np.int32),
+    }
+    read = compiled(model, fz.Plan(data=1, precision="bf16"), batch, "h200:1")
+    calls = [line for line in read.text.splitlines() if '"__cudnn$conv' in line]
+    # Ten and one shortcut's, forwards, for their kernels and (but the first) for their inputs.
+    assert len(calls) == 3 * (1 + 8 + 1) - 1
+    for line in calls:
+        assert "dim_labels=b01f_o01i->b01f" in line
+        assert "= (bf16[" in line
+    turned = re.findall(rf"= \w+\[{images},[0-9,]+\]\S* (?:transpose|copy)\(", read.text)
+    assert len(turned) <= 4, turned  # the images, around the two poolings
+    assert not read.found.unknown_flops
+    assert read.found.compiled_flops == pytest.approx(read.found.model_flops, rel=0.05)
