@@ -65,5 +65,5 @@ def traced_platform() -> str:
     Inside `shard_map` it is the mesh's, whose devices need not be here; elsewhere jax's default.
     """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    device = device or jax.config.jax_default_device
+    device = device or getattr(jax.config, "jax_default_device", None)
     return str(getattr(device, "platform", None) or device or jax.default_backend())

@@ -8,6 +8,7 @@ import warnings
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import fzero as fz
