@@ -57,3 +57,13 @@ def row_major(value: jax.Array) -> jax.Array:
     matmul adds in another order for another layout.
     """
     return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
+
+
+def traced_platform() -> str:
+    """The platform (`cpu`, `gpu`) of the devices that a program is being traced for.
+
+    Inside `shard_map` it is the mesh's, whose devices need not be here; elsewhere jax's default.
+    """
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    device = device or getattr(jax.config, "jax_default_device", None)
+    return str(getattr(device, "platform", None) or device or jax.default_backend())

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from fzero.hlo_text import (
+    Array,
     Computation,
     Groups,
     HloError,
@@ -436,6 +437,14 @@ def _own_flops(comp: Computation, i: Instruction) -> int | None:
     if i.opcode == "convolution" and (labels := re.search(r"dim_labels=\w+_(\w+)->", i.plain)):
         # Each element of the result meets one kernel, which is all of rhs but its output features.
         return 2 * out * math.prod(rhs) // rhs[labels[1].index("o")]
+    if "__cudnn$conv" in i.target and (labels := re.search(r"dim_labels=\w+_(\w+)->", i.plain)):
+        # (input, kernel), (input, gradient of the output), or (gradient of the output, kernel).
+        kernel = i.arrays[0] if "BackwardFilter" in i.target else inputs[1]
+        forward = i.arrays[0] if "Forward" in i.target else inputs[0]
+        result = inputs[1] if "BackwardFilter" in i.target else forward
+        return 2 * result.elements * kernel.elements // kernel.dims[labels[1].index("o")]
+    if "__cudnn$fmha" in i.target and len(lhs) == len(rhs) == 4:
+        return _attention_flops(inputs, i.target.endswith("Backward"))
     config = i.attributes.replace("\\", "")
     dims = re.search(r'"lhs_contracting_dimensions":\[(.*?)\]', config)
     if "__cublas$" in i.target and dims:
@@ -443,6 +452,16 @@ def _own_flops(comp: Computation, i: Instruction) -> int | None:
     if "__onednn$matmul" in i.target:
         return 2 * out * lhs[-2 if re.search(r"transpose_a\W+true", config) else -1]
     return None
+
+
+def _attention_flops(inputs: Sequence[Array], backward: bool) -> int:
+    """FLOPs of a fused attention; hidden scores count, as where products compute them.
+
+    Its first operands are queries `(B, T, H, E)`, and keys and values `(B, S, K, E)`. Forwards it
+    makes two products, backwards five: the scores again, and two gradients of either product.
+    """
+    query, keys = inputs[0], inputs[1].dims[1]
+    return (5 if backward else 2) * 2 * query.elements * keys
 
 
 def _overlap(matmuls: Matmuls, window: Window) -> Overlap:

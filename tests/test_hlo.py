@@ -327,6 +327,40 @@ ENTRY %main (a: f32[2,3], b: f32[3,5]) -> f32[2,5] {
     assert found.unknown == ("`attention` (__cudnn$fmhaSoftmax): the text does not show its FLOPs",)
 
 
+def test_flops_of_library_convolutions() -> None:
+    """Each of the three, for a kernel 3 x 3 from 4 to 16 features with stride 2, costs the same."""
+    shape = "window={size=3x3 stride=2x2}, dim_labels=b01f_o01i->b01f"
+    text = f"""HloModule m
+ENTRY %main (x: bf16[2,9,9,4], w: bf16[16,3,3,4]) -> bf16[2,9,9,4] {{
+  %x = bf16[2,9,9,4]{{3,2,1,0}} parameter(0)
+  %w = bf16[16,3,3,4]{{3,2,1,0}} parameter(1)
+  %y = (bf16[2,4,4,16]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%x, %w), {shape}, custom_call_target="__cudnn$convForward"
+  %g = bf16[2,4,4,16]{{3,2,1,0}} get-tuple-element(%y), index=0
+  %v = (bf16[16,3,3,4]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%x, %g), {shape}, custom_call_target="__cudnn$convBackwardFilter"
+  %u = (bf16[2,9,9,4]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%g, %w), {shape}, custom_call_target="__cudnn$convBackwardInput"
+  ROOT %o = bf16[2,9,9,4]{{3,2,1,0}} get-tuple-element(%u), index=0
+}}"""  # noqa: E501
+    found = hlo.matmul_flops(text)
+    one = 2 * (2 * 4 * 4 * 16) * (3 * 3 * 4)
+    assert (found.flops, found.num_matmuls, found.unknown) == (3 * one, 3, ())
+
+
+def test_flops_of_fused_attention() -> None:
+    """Two products of (T, S) scores a head forwards, five backwards; keys may have fewer heads."""
+    text = """HloModule m
+ENTRY %main (q: bf16[2,8,4,16], k: bf16[2,6,2,16]) -> bf16[2,4,8,16] {
+  %q = bf16[2,8,4,16]{3,2,1,0} parameter(0)
+  %k = bf16[2,6,2,16]{3,2,1,0} parameter(1)
+  %f = (bf16[2,4,8,16]{3,1,2,0}, f32[2,4,8]{2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax"
+  %stat = f32[2,4,8]{2,1,0} get-tuple-element(%f), index=1
+  %b = (bf16[2,4,8,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %k, %stat, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+  ROOT %o = bf16[2,4,8,16]{3,1,2,0} get-tuple-element(%b), index=0
+}"""  # noqa: E501
+    found = hlo.matmul_flops(text)
+    product = 2 * 2 * 4 * 8 * 6 * 16
+    assert (found.flops, found.num_matmuls, found.unknown) == (7 * product, 2, ())
+
+
 def test_refuses_what_it_cannot_read() -> None:
     with pytest.raises(hlo.HloError, match="found no ENTRY"):
         hlo.collectives("module @jit_f {}")

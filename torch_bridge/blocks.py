@@ -15,8 +15,9 @@ from functools import cache
 from .forms import Form, difference, form_of
 from .interpret import Instruction
 from .layout import Layout, Leaf
+from .refs import refs
 from .stacked import Run
-from .trace import Trace, refs
+from .trace import Trace
 
 
 # Fewer equal layers stay as they are: a loop would save little time in compiling, and its

@@ -23,12 +23,12 @@ import jax.numpy as jnp
 from fzero.errors import ConversionError
 from fzero.model import Context, Layer, Sequential, Stack
 
-from .interpret import evaluate, fill
+from .interpret import evaluate
 from .mode import Mode, TensorInput, as_leaf
+from .refs import fill, refs
 from .rolled import Loop, Part, Rolled
 from .stacked import Names
 from .structure import build_output
-from .trace import refs
 
 
 Arrays = Mapping[str, Any]

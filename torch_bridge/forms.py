@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .interpret import Instruction, Ref
+from .interpret import Instruction
 from .layout import Leaf
+from .refs import Ref
 from .trace import Trace
 
 

@@ -14,14 +14,9 @@ from fzero.errors import ConversionError
 
 from .lower import find_lowering
 from .lower.symbolic import python_function
+from .masks import MASK, SizeMask, size_masks
+from .refs import Ref, fill
 from .shapes import unbacked
-
-
-@dataclass(frozen=True)
-class Ref:
-    """A value computed earlier, by its name in the graph."""
-
-    name: str
 
 
 @dataclass(frozen=True)
@@ -93,17 +88,6 @@ def evaluate(
             observe(step.name, values[step.name])
         for name in step.drop:
             del values[name]
-
-
-def fill(template: Any, values: Mapping[str, Any]) -> Any:
-    """Arguments with every `Ref` replaced by its value."""
-    if isinstance(template, Ref):
-        return values[template.name]
-    if isinstance(template, list | tuple):
-        return type(template)(fill(item, values) for item in template)
-    if isinstance(template, Mapping):
-        return {key: fill(item, values) for key, item in template.items()}
-    return template
 
 
 def missing_operators(program: torch.export.ExportedProgram) -> Mapping[str, frozenset[str]]:
@@ -185,28 +169,30 @@ def build_graph(program: torch.export.ExportedProgram) -> Graph:
     Raises:
         ConversionError: the module writes to one of its parameters.
     """
-    live = _live_nodes(program)
-    last_use = _last_uses(live)
+    masks = size_masks(program, _lowered)
+
+    def reads(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
+        return masks[node].reads if node in masks else node.all_input_nodes
+
+    live = _live_nodes(program, reads)
+    last_use = _last_uses(live, reads)
     instructions: list[Instruction] = []
     draws = 0
     for node in live:
         if node.op != "call_function":
             continue
-        args, kwargs = _template(tuple(node.args)), _template(dict(node.kwargs))
+        args, kwargs = _arguments(node, masks[node].mask if node in masks else None)
         lowering = find_lowering(str(node.target))
         drawing = lowering is not None and lowering.draws is not None
         draw = None
         if drawing and lowering.draws(*args, **kwargs):  # type: ignore[union-attr, misc]
             draw, draws = draws, draws + 1
-        fn = _pass_through if _keeps_dtype(node) else _resolve(node.target)
-        assert fn is not None, node.target
-        operator = str(node.target)
         instructions.append(
             Instruction(
                 node.name,
-                operator,
+                str(node.target),
                 f"{module_path(node)} ({source_line(node)})",
-                fn,
+                _lowered(node),
                 args,
                 kwargs,
                 draw,
@@ -215,6 +201,27 @@ def build_graph(program: torch.export.ExportedProgram) -> Graph:
         )
     outputs, mutations = _outputs(program)
     return Graph(tuple(instructions), outputs, mutations, draws)
+
+
+def _lowered(node: torch.fx.Node) -> Callable[..., Any]:
+    """What computes a node in JAX."""
+    fn = _pass_through if _keeps_dtype(node) else _resolve(node.target)
+    assert fn is not None, node.target
+    return fn
+
+
+def _arguments(
+    node: torch.fx.Node, mask: SizeMask | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A node's arguments; a mask that depends on sizes stands there itself, beside its sizes."""
+    args, kwargs = list(_template(tuple(node.args))), _template(dict(node.kwargs))
+    if mask is not None:
+        if len(args) > MASK:
+            args[MASK] = mask
+        else:
+            kwargs["attn_mask"] = mask
+        kwargs["mask_sizes"] = tuple(map(Ref, mask.sizes))
+    return tuple(args), kwargs
 
 
 _CASTS = ("aten.to.", "aten._to_copy.", "aten.type_as.")
@@ -238,22 +245,25 @@ def _pass_through(x: Any, *_: Any, **__: Any) -> Any:
 _CHECKS = ("aten._assert_scalar.default",)
 
 
-def _live_nodes(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
+_Reads = Callable[[torch.fx.Node], Sequence[torch.fx.Node]]
+
+
+def _live_nodes(program: torch.export.ExportedProgram, reads: _Reads) -> list[torch.fx.Node]:
     """Nodes that an output needs, and size checks; the rest (metadata asserts) is dropped."""
     wanted: set[torch.fx.Node] = set()
     nodes = list(program.graph.nodes)
     for node in reversed(nodes):
         if node.op in ("output",) or node in wanted or str(node.target) in _CHECKS:
             wanted.add(node)
-            wanted.update(node.all_input_nodes)
+            wanted.update(reads(node))
     return [n for n in nodes if n in wanted]
 
 
-def _last_uses(nodes: Sequence[torch.fx.Node]) -> dict[str, tuple[str, ...]]:
+def _last_uses(nodes: Sequence[torch.fx.Node], reads: _Reads) -> dict[str, tuple[str, ...]]:
     """For each node, the computed values that nothing after it reads (inputs are kept)."""
     final: dict[str, str] = {}
     for node in nodes:
-        for used in node.all_input_nodes:
+        for used in reads(node):
             final[used.name] = "" if node.op == "output" else node.name
     drops: dict[str, list[str]] = {}
     for name, user in final.items():

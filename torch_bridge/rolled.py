@@ -19,9 +19,10 @@ import numpy as np
 from .blocks import Layers
 from .dtypes import canonical
 from .forms import SCALARS
-from .interpret import Instruction, Ref, evaluate, fill
+from .interpret import Instruction, evaluate
+from .refs import Ref, fill, refs
 from .stacked import Run, StackedLeaf
-from .trace import Trace, refs
+from .trace import Trace
 
 
 Values = Mapping[str, Any]

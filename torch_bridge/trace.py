@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,9 +12,10 @@ import numpy as np
 import sympy  # type: ignore[import-untyped]
 import torch
 
-from .interpret import Graph, Instruction, Ref
+from .interpret import Graph, Instruction
 from .layout import Layout
 from .mode import Mode
+from .refs import refs
 
 
 # `x.block@1` is the second call of `x.block`.
@@ -97,18 +98,6 @@ def trace(program: torch.export.ExportedProgram, mode: Mode, layout: Layout) -> 
         size for shape in mode.shapes.shapes for size in shape if isinstance(size, sympy.Symbol)
     )
     return Trace(mode.graph, known, leaves, mode.constants, names, free)
-
-
-def refs(template: Any) -> Iterator[str]:
-    """The names of all values in some arguments, in order."""
-    if isinstance(template, Ref):
-        yield template.name
-    elif isinstance(template, list | tuple):
-        for item in template:
-            yield from refs(item)
-    elif isinstance(template, Mapping):
-        for item in template.values():
-            yield from refs(item)
 
 
 def _known(node: torch.fx.Node) -> Known:

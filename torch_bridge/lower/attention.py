@@ -5,13 +5,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dtypes import cast, is_bool, result_dtype
+from ..dtypes import cast, is_bool
+from ..masks import Pattern, SizeMask
+from .fused import fused_attention
 from .random import dropout_mask
 from .registry import register_operator
 
@@ -34,28 +37,52 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     key: Any = None,
+    mask_sizes: Sequence[Any] = (),
 ) -> jax.Array:
     """softmax(q k^T scale + mask) v, over the last two dims.
 
     Shapes: query `(..., H, L, E)`, key `(..., K, S, E)`, value `(..., K, S, V)`; with grouped
     queries H is a multiple of K. A query row whose keys are all masked gives 0, as in torch.
+
+    In programs for GPUs it is cuDNN's kernel where that applies, else products and a softmax. On
+    CPUs those are faster than `jax.nn.dot_product_attention`'s, and their layout is PyTorch's.
     """
-    dtype = result_dtype(query, key_, value)
+    # PyTorch takes one dtype only. A step in half precision may still bring others: float32 angles
+    # have widened what they turn. In torch the module had cast it back.
+    dtype = min((np.dtype(x.dtype) for x in (query, key_, value)), key=lambda d: d.itemsize)
     q, k, v = (cast(x, dtype) for x in (query, key_, value))
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    shape = (*q.shape[:-1], k.shape[-2])
+    attn_mask, pattern = _read_mask(attn_mask, mask_sizes, is_causal, shape)
+    if attn_mask is None and dropout_p == 0.0:
+        fused = fused_attention(q, k, v, pattern, scale)
+        if fused is not None:
+            return fused
     groups = q.shape[-3] // k.shape[-3] if enable_gqa and q.ndim > 2 else 1
     if groups > 1:  # head h reads key head h // groups
         q = jnp.reshape(q, (*q.shape[:-3], k.shape[-3], groups, *q.shape[-2:]))
         k, v = jnp.expand_dims(k, -3), jnp.expand_dims(v, -3)
     scores = _contract(q, jnp.swapaxes(k, -1, -2), np.float32)
-    scores = scores * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    probs = _softmax(_masked(scores, attn_mask, is_causal, groups))
+    probs = _softmax(_masked(scores * scale, attn_mask, pattern, groups))
     if dropout_p > 0.0:
-        shape = probs.shape
-        probs = jnp.where(dropout_mask(key, dropout_p, shape), probs / (1.0 - dropout_p), 0.0)
+        kept = dropout_mask(key, dropout_p, probs.shape)
+        probs = jnp.where(kept, probs / (1.0 - dropout_p), 0.0)
     out = _contract(probs.astype(dtype), v, dtype)
     if groups > 1:
         out = jnp.reshape(out, (*out.shape[:-4], -1, *out.shape[-2:]))
     return out
+
+
+def _read_mask(
+    mask: Any, sizes: Sequence[Any], is_causal: bool, scores: Sequence[int]
+) -> tuple[Any, Pattern]:
+    """What is an array of a mask for `scores` of this shape, and what is not."""
+    if not isinstance(mask, SizeMask):
+        return mask, Pattern(is_causal)
+    found = mask.pattern(sizes, scores)
+    if found is None or is_causal:
+        return mask.array(sizes), Pattern(is_causal)
+    return None, found
 
 
 def _contract(x: jax.Array, y: Any, dtype: Any) -> jax.Array:
@@ -64,7 +91,7 @@ def _contract(x: jax.Array, y: Any, dtype: Any) -> jax.Array:
     return jnp.matmul(x, y, preferred_element_type=wide)
 
 
-def _masked(scores: jax.Array, mask: Any, is_causal: bool, groups: int) -> jax.Array:
+def _masked(scores: jax.Array, mask: Any, pattern: Pattern, groups: int) -> jax.Array:
     if mask is not None:
         if groups > 1 and mask.ndim >= 3:
             heads = mask.shape[-3]
@@ -74,9 +101,12 @@ def _masked(scores: jax.Array, mask: Any, is_causal: bool, groups: int) -> jax.A
             scores = jnp.where(mask, scores, -jnp.inf)
         else:
             scores = scores + cast(mask, scores.dtype)
-    if is_causal:  # aligned at the top left when L and S differ, as torch defines it
-        rows, cols = scores.shape[-2:]
-        keep = np.arange(rows)[:, None] >= np.arange(cols)[None, :]
+    if pattern.causal:  # aligned at the top left when L and S differ, as torch defines it
+        # Compared as it is needed: a constant would be stored, of the size of the scores.
+        row, column = (jax.lax.broadcasted_iota(np.int32, scores.shape[-2:], d) for d in (0, 1))
+        keep = column <= row
+        if pattern.window is not None:
+            keep = keep & (column > row - pattern.window)
         scores = jnp.where(keep, scores, -jnp.inf)
     return scores
 

@@ -16,7 +16,11 @@ from .registry import register_operator
 @register_operator("aten.linear.default")
 def linear(x: jax.Array, weight: Any, bias: Any = None) -> jax.Array:
     a, w = promote(x, weight)
-    out = jax.lax.dot_general(a, w, (((a.ndim - 1,), (w.ndim - 1,)), ((), ())))
+    # Rows of tokens: a weight's gradient then contracts over one dim. Over several, XLA's CPU
+    # backend copies a transposed gradient first.
+    rows = jnp.reshape(a, (-1, a.shape[-1])) if a.ndim > 2 and a.size else a
+    out = jax.lax.dot_general(rows, w, (((rows.ndim - 1,), (w.ndim - 1,)), ((), ())))
+    out = jnp.reshape(out, (*a.shape[:-1], *w.shape[:-1]))
     return out if bias is None else out + cast(bias, out.dtype)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch_bridge.convert import Converted
 from torch_bridge.interpret import Graph
+from torch_bridge.refs import refs
 from torch_bridge.sequential import ConvertedSequential
-from torch_bridge.trace import refs
 
 
 def reached(converted: Converted | ConvertedSequential) -> frozenset[str]:

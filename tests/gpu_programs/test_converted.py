@@ -1,0 +1,139 @@
+"""Converted models in bf16 on H200s: attention is cuDNN's, convolutions have features last."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import fzero as fz
+from tests.gpu_programs.conftest import TX
+
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+import torch_bridge as tb  # noqa: E402
+
+
+SEQ, HEADS, WIDTH, LAYERS, VOCAB, ROWS = 1024, 8, 512, 4, 1280, 2
+SIZES = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def gpt2():
+    off = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
+    config = transformers.GPT2Config(
+        n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_positions=SEQ, **SIZES, **off
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        num_hidden_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS,
+        num_key_value_heads=2, intermediate_size=1024, max_position_embeddings=SEQ, **SIZES,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def resnet():
+    config = transformers.ResNetConfig(
+        embedding_size=64, hidden_sizes=[64, 128], depths=[2, 2], layer_type="basic", num_labels=256
+    )
+    return transformers.ResNetForImageClassification(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    found: fz.Preflight
+    text: str
+    said: list[str]
+
+
+def compiled(model, plan, batch, topology):
+    """The prediction of a step, the program's text, and what was warned of."""
+    texts = []
+    compile_text = jax.stages.Compiled.as_text
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        patch.setattr(
+            jax.stages.Compiled,
+            "as_text",
+            lambda self: texts.append(compile_text(self)) or texts[-1],
+        )
+        found = fz.preflight(model, TX, plan, batch, topology)
+    return Read(found, texts[-1], [str(one.message) for one in said])
+
+
+@pytest.fixture(scope="module", params=[gpt2, llama], ids=["gpt2", "llama"])
+def read(request):
+    """A ZeRO-3 step."""
+    converted = tb.convert(request.param(), torch.zeros(2, 16, dtype=torch.long))
+    model = converted.model(
+        lambda forward, batch: tb.causal_lm_loss(forward(batch["ids"]).logits, batch["ids"])
+    )
+    plan = fz.Plan(zero=3, data=8, precision="bf16")
+    batch = {"ids": jax.ShapeDtypeStruct((8 * ROWS, SEQ), np.int32)}
+    return compiled(model, plan, batch, "h200:8")
+
+
+def test_attention_is_fused_or_preflight_says_why_not(read):
+    """Without cuDNN's library (`make test-gpu-programs` installs it) nothing can compile it."""
+    forward = read.text.count('custom_call_target="__cudnn$fmhaSoftmax"')
+    backward = read.text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"')
+    scores = f"[{ROWS},{HEADS},{SEQ},{SEQ}]"
+    if any("Install cuDNN" in one for one in read.said):
+        assert (forward, backward) == (0, 0)
+        assert scores in read.text
+    else:
+        assert forward
+        assert backward
+        assert scores not in read.text
+        assert f"{SEQ},{SEQ}]" not in "".join(x for x in read.text.split() if x.startswith("pred["))
+
+
+def test_flops_of_fused_attention_are_counted(read):
+    """More than the model's, by what is computed twice: the layers, and scores backwards."""
+    assert not read.found.unknown_flops
+    assert 1.0 < read.found.compiled_flops / read.found.model_flops < 1.5
+
+
+def test_nothing_is_multiplied_in_float32(read):
+    """Llama's angles are float32: what they widen is narrowed before it meets a weight."""
+    shape_of = {}
+    for line in read.text.splitlines():
+        name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
+        shape_of[name] = rest.split("[")[0]
+        if " dot(" in line:
+            operands = rest.split(" dot(")[1].split(")")[0].split(", ")
+            assert [shape_of.get(x, "bf16") for x in operands] == ["bf16", "bf16"], line
+
+
+def test_convolutions_have_their_features_last():
+    """As tensor cores want them: cuDNN's calls all do, and XLA turns no activation between them."""
+    images = 32
+    converted = tb.convert(resnet(), torch.zeros(2, 3, 64, 64))
+    model = converted.model(
+        lambda forward, batch: optax.softmax_cross_entropy_with_integer_labels(
+            forward(batch["x"]).logits, batch["y"]
+        ).mean()
+    )
+    batch = {
+        "x": jax.ShapeDtypeStruct((images, 3, 64, 64), np.float32),
+        "y": jax.ShapeDtypeStruct((images,), np.int32),
+    }
+    read = compiled(model, fz.Plan(data=1, precision="bf16"), batch, "h200:1")
+    calls = [line for line in read.text.splitlines() if '"__cudnn$conv' in line]
+    # Ten and one shortcut's, forwards, for their kernels and (but the first) for their inputs.
+    assert len(calls) == 3 * (1 + 8 + 1) - 1
+    for line in calls:
+        assert "dim_labels=b01f_o01i->b01f" in line
+        assert "= (bf16[" in line
+    turned = re.findall(rf"= \w+\[{images},[0-9,]+\]\S* (?:transpose|copy)\(", read.text)
+    assert len(turned) <= 4, turned  # the images, around the two poolings
+    assert not read.found.unknown_flops
+    assert read.found.compiled_flops == pytest.approx(read.found.model_flops, rel=0.05)
