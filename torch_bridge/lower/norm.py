@@ -104,9 +104,14 @@ def _batch_norm_apply(
 ) -> jax.Array:
     shape = (1, -1, *(1,) * (x.ndim - 2))
     wide = cast(x, accumulation_dtype(x))
-    centred = wide - jnp.reshape(cast(mean, wide.dtype), shape)
-    out = centred * jnp.reshape(jax.lax.rsqrt(cast(var, wide.dtype) + eps), shape)
-    return _affine(out, weight, bias, shape).astype(x.dtype)
+    # One product and one sum per element, as torch has it: the rest is per channel.
+    scale = jax.lax.rsqrt(cast(var, wide.dtype) + eps)
+    if weight is not None:
+        scale = scale * cast(weight, wide.dtype)
+    shift = -cast(mean, wide.dtype) * scale
+    if bias is not None:
+        shift = shift + cast(bias, wide.dtype)
+    return (wide * jnp.reshape(scale, shape) + jnp.reshape(shift, shape)).astype(x.dtype)
 
 
 def _batch_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
