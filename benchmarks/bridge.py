@@ -150,7 +150,7 @@ class Case:
 
     module: torch.nn.Module
     batch: dict[str, torch.Tensor]
-    torch_loss: Callable[[torch.nn.Module], torch.Tensor]
+    torch_loss: Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor]
     jax_loss: Callable[[Any, Any], Any]
     hand_params: Callable[..., Any]
     hand_loss: Callable[..., Any]
@@ -159,9 +159,9 @@ class Case:
 def _language(module: torch.nn.Module, hand: str, batch: int, seq: int) -> Case:
     ids = torch.randint(0, module.config.vocab_size, (batch, seq))
 
-    def loss(module: torch.nn.Module) -> torch.Tensor:
-        logits = module(ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-        return torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+    def loss(module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = module(batch["ids"], use_cache=False).logits[:, :-1].flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, batch["ids"][:, 1:].flatten())
 
     return Case(
         module, {"ids": ids}, loss, _lm_loss,
@@ -193,8 +193,8 @@ def resnet() -> Case:
     module = transformers.ResNetForImageClassification(config)
     images, labels = torch.randn(8, 3, 64, 64), torch.randint(0, 10, (8,))
 
-    def loss(module: torch.nn.Module) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(module(images).logits, labels)
+    def loss(module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(module(batch["images"]).logits, batch["labels"])
 
     def jax_loss(forward: Any, batch: Any) -> Any:
         logits = forward(batch["images"]).logits
@@ -245,8 +245,15 @@ def compare(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     case.module.train()
     runs = {"converted": converted_runs(case), "by hand": hand_runs(case)}
     runs["torch"] = torch_runs(case, case.torch_loss)
-    missing = {} if importlib.util.find_spec("torchax") else {"torchax": "not installed"}
-    if "torch.compile" not in args.without:
+    missing: dict[str, str] = {}
+    without = set(args.without)
+    if not importlib.util.find_spec("torchax"):
+        missing["torchax"] = "not installed"
+    elif "torchax" not in without:
+        runs["torchax"] = torchax_runs(case)
+        # It registers a device that torch's compiler then asks for and does not find.
+        without.add("torch.compile")
+    if "torch.compile" not in without:
         compiled, problem = compiled_runs(case)
         runs |= {"torch.compile": compiled} if compiled is not None else {}
         missing |= {"torch.compile": problem} if compiled is None else {}
@@ -348,7 +355,7 @@ def hand_runs(case: Case) -> Runs:
 
 
 def torch_runs(
-    case: Case, loss: Callable[[torch.nn.Module], torch.Tensor], *, compile_first: bool = False
+    case: Case, loss: Callable[..., torch.Tensor], *, compile_first: bool = False
 ) -> Runs:
     """PyTorch, on a copy of the module; what compiles when it is called is called and undone."""
     module = copy.deepcopy(case.module)
@@ -356,11 +363,11 @@ def torch_runs(
 
     def forward(_: int) -> float:
         with torch.no_grad():
-            return float(loss(module))
+            return float(loss(module, case.batch))
 
     def step(_: int) -> float:
         tx.zero_grad()
-        value = loss(module)
+        value = loss(module, case.batch)
         value.backward()
         tx.step()
         return float(value.detach())
@@ -382,6 +389,28 @@ def compiled_runs(case: Case) -> tuple[Runs | None, str]:
     return runs, ""
 
 
+def torchax_runs(case: Case) -> Runs:
+    """PyTorch's modules, traced by JAX through torchax, which drops new running statistics."""
+    import torchax
+
+    class WithLoss(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = copy.deepcopy(case.module)
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return case.torch_loss(self.module, batch)
+
+    module = WithLoss()
+    states, call = torchax.extract_jax(module)
+    learned = dict(module.named_parameters())
+    params = {name: value for name, value in states.items() if name in learned}
+    buffers = {name: value for name, value in states.items() if name not in learned}
+    return jax_runs(
+        lambda p, b, x: (call({**p, **b}, (x,)), b), params, buffers, _numpy(case.batch)
+    )
+
+
 def _numpy(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
     narrow = {np.dtype(np.int64): np.int32}
     arrays = {name: value.numpy() for name, value in batch.items()}
@@ -396,7 +425,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 12, 48])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--without", nargs="+", default=[], choices=["torch.compile"])
+    parser.add_argument("--without", nargs="+", default=[], choices=["torch.compile", "torchax"])
     parser.add_argument("--threads", type=int, help="threads of torch")
     parser.add_argument("--json", help="file for the figures; the table goes beside it as .md")
     return parser.parse_args()
