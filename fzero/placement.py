@@ -20,7 +20,7 @@ from fzero.state import TrainState, require_alive
 from fzero.tree import leaf_bytes, named_leaves
 
 
-CLASSES = ("params", "compute", "opt_state", "buffers", "grads")
+CLASSES = ("params", "compute", "opt_state", "buffers", "grads", "error")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class LeafPlacement:
     """Where one leaf is.
 
     Args:
-        state_class: `params`, `compute`, `opt_state`, `buffers` or `grads`.
+        state_class: `params`, `compute`, `opt_state`, `buffers`, `grads` or `error`.
         path: path in its tree.
         shape: shape as stored, padding included.
         dtype: its dtype.
@@ -210,7 +210,11 @@ def _of_plan(leaf: LeafPlan, plan: Plan, per_rank: int) -> LeafPlacement:
     ranks = leaf.ranks or range(plan.pipe)
     devices = tuple(rank * per_rank + i for rank in ranks for i in range(per_rank))
     spec = "whole" if leaf.dim is None else ", ".join(["-"] * leaf.dim + [DATA])
-    groups = per_rank // (plan.replica if leaf.dim is not None else per_rank)
+    if leaf.state_class == "error":  # a row for each device
+        spec, devices_of_row = str(AXES), 1
+        groups = per_rank // devices_of_row
+    else:
+        groups = per_rank // (plan.replica if leaf.dim is not None else per_rank)
     copies = groups * len(ranks) if leaf.tier == DISK else len(devices)
     size = leaf.bytes_per_device
     return LeafPlacement(
