@@ -252,9 +252,7 @@ class PipelineTrainStep(DividedTrainStep):
 
     def _summed(self, fields: Values, batch: PyTree, key: jax.Array) -> Any:
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
-        *out, buffers = self.executor.train(
-            self.kept(fields), fields["buffers"], batch, key, scale
-        )
+        *out, buffers = self.executor.train(self.kept(fields), fields["buffers"], batch, key, scale)
         return *out, {"buffers": buffers, "error": None}
 
 

@@ -47,9 +47,9 @@ def local_gradients(
         error: where reductions send 8-bit blocks, what this device owes from earlier ones.
 
     Returns:
-        `(sums, loss, metrics, buffers, error)`: shards of summed gradients (in the compute dtype after one
-        microbatch, float32 after several), loss and metrics summed over all devices, new buffers,
-        what this device owes now.
+        `(sums, loss, metrics, buffers, error)`: shards of summed gradients (in the compute
+        dtype after one microbatch, float32 after several), loss and metrics summed over all
+        devices, new buffers, what this device owes now.
     """
     plan, group = rules.plan, rules.group
     batch = cast_batch(plan, batch)

@@ -115,8 +115,8 @@ class Plan:
 
     Source: ZeRO, arXiv:1910.02054, sections 5 and 7 (stages, communication volume); ZeRO++,
         arXiv:2306.10209, section 3 (gather_dtype: qwZ; secondary: hpZ; reduce_dtype: qgZ's
-        quantised all-to-all). Error feedback: Seide et al., 1-bit SGD, Interspeech 2014; Karimireddy
-        et al., arXiv:1901.09847.
+        quantised all-to-all). Error feedback: Seide et al., 1-bit SGD, Interspeech 2014, and
+        Karimireddy et al., arXiv:1901.09847.
     """
 
     zero: int = 3

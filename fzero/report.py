@@ -36,7 +36,6 @@ from fzero.zero.partition import (
 from fzero.zero.quantize import BLOCK, encoded_bytes
 
 
-
 @dataclass(frozen=True)
 class LeafPlan:
     """How one leaf will be kept between steps.

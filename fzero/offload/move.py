@@ -84,9 +84,9 @@ def offload(
         state: the state.
         include: what to move: any of `params` (with the compute copy, where there is one),
             `master` (the fp32 parameters), `compute`, `opt_state`, `buffers`, `grads` (an
-            accumulation in progress), `error` (what 8-bit reductions owe); DeepSpeed's `hp_params`, `lp_params`, `optim_states` and
-            `lp_grads` are understood. All of them by default. Step count, random key and loss
-            scale, a few bytes, stay.
+            accumulation in progress), `error` (what 8-bit reductions owe); DeepSpeed's
+            `hp_params`, `lp_params`, `optim_states` and `lp_grads` are understood. All of them by
+            default. Step count, random key and loss scale, a few bytes, stay.
         to: `host` (pinned memory) or `disk`.
         where: a regular expression; only leaves whose path (`opt_state/0/mu/blocks/w`) contains a
             match are moved.

@@ -163,7 +163,7 @@ def reduce_scatter_int8(
     assert dim is not None
     wanted = _with_pad(grad, dim, split).astype(jnp.float32) + error.astype(jnp.float32)
     pieces = _for_each_device(wanted, dim, group)
-    sent = encode(pieces.reshape(group.data, -1))
+    sent = encode(pieces.reshape(group.data, -1), summed=True)
     size = wanted.size // group.data
     lost = pieces - decode(sent, size).reshape(pieces.shape)
     lost = jnp.where(jnp.isfinite(lost), lost, 0)
