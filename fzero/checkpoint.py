@@ -43,6 +43,7 @@ from fzero.state import (
     require_alive,
 )
 from fzero.tree import PyTree, leaf_bytes, named_leaves
+from fzero.zero.owed import Handover, placed_zeros
 from fzero.zero.partition import (
     Home,
     Split,
@@ -55,7 +56,7 @@ from fzero.zero.partition import (
 
 FORMAT = 1
 # What follows from other fields is not written.
-FIELDS = ("params", "opt_state", "buffers", "loss_scale", "grads")
+FIELDS = ("params", "opt_state", "buffers", "loss_scale", "grads", "error")
 _OPEN: dict[str, ocp.CheckpointManager] = {}
 # Python 3.12.0 and 3.12.1 start no thread once the main one has ended: a writer could not finish.
 _EXIT_IS_ABRUPT = (3, 12) <= sys.version_info < (3, 12, 2)
@@ -247,7 +248,7 @@ def restore(
 ) -> TrainState:
     """A state from a checkpoint, under any plan: other stage, devices, pipeline, tiers, precision.
 
-    Values are bit-identical.
+    Values are bit-identical; but what 8-bit reductions owe is handed over as by `fz.replan`.
 
     Args:
         path: the directory given to `save`.
@@ -286,6 +287,7 @@ def restore(
         rng=jax.random.wrap_key_data(key, impl=impl),
         loss_scale=reader.loss_scale(),
         grads=reader.grads(),
+        error=reader.error(),
     )
     for name in ("params", "opt_state"):
         if blue.parks(name):
@@ -370,6 +372,28 @@ class _Reader:
         values = self._read(wanted)
         sums = map_splits(lambda a: values[f"grads/sums/{a.path}"], self.old_params)
         return Pending(sums, *(values[f"grads/{name}"] for name in ("total", "count", "calls")))
+
+    def error(self) -> PyTree:
+        """What 8-bit reductions owe."""
+        shapes = self.blue.shapes()["error"]
+        wanted: dict[str, tuple[Any, Any]] = {}
+
+        def want(a: Split, b: Split, to: Any) -> None:
+            path = f"error/{a.path}"
+            if to is not None and path in self.numbers:
+                was = self.about.leaves[path][0][0]
+                wanted[path] = (to, Handover(a, b, was, to.shape[0]))
+
+        if shapes is None:
+            return None
+        map_splits(want, self.old_params, self.blue.params, shapes)
+        values = self._read(wanted)
+
+        def found(a: Split, to: Any) -> Any:
+            path = f"error/{a.path}"
+            return values[path] if path in values else placed_zeros(to)
+
+        return map_splits(found, self.old_params, shapes)
 
     def loss_scale(self) -> LossScale | None:
         """The loss scale, or a new one for a precision that had none."""

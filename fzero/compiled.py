@@ -158,7 +158,7 @@ class TrainStep(CompiledStep):
         self.donate = donate
         self.apply = apply
         # An accumulation leaves the rest alone, wherever it is.
-        self._reads += ("loss_scale", "grads")
+        self._reads += ("loss_scale", "grads", "error")
         self._reads += ("params", "compute", "opt_state") if apply else ()
         self.update = Update(blue, self.rules().fence)
         self._program = self._jit(self._step, donate_argnums=(0,) if donate else ())
@@ -200,29 +200,37 @@ class TrainStep(CompiledStep):
         self.num_traces += 1
         step, rng = kept
         key = step_key(rng, step, fields["grads"])
-        sums, mean, own, buffers = self._gradients(fields, batch, key)
-        return self.update.run(fields, step, sums, mean, own, buffers, self.apply)
+        sums, mean, own, changed = self._gradients(fields, batch, key)
+        return self.update.run(fields, step, sums, mean, own, changed, self.apply)
 
     def _gradients(self, fields: dict[str, Any], batch: PyTree, key: jax.Array) -> Any:
+        """Summed gradients, mean loss, the model's metrics, and the fields that change here."""
         rules, model = self.rules(), self.blueprint.model
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
 
         stages = self.blueprint.stages
 
-        def local(kept: PyTree, buffers: PyTree, batch: PyTree, key: Any, scale: Any) -> Any:
+        def local(
+            kept: PyTree, buffers: PyTree, batch: PyTree, key: Any, scale: Any, error: PyTree
+        ) -> Any:
             args = (rules, kept, buffers, batch, key, scale)
-            out = spmd_gradients(stages, *args) if stages else local_gradients(model, *args)
+            if stages is None:
+                *out, buffers, error = local_gradients(model, *args, error)
+            else:
+                *out, buffers = spmd_gradients(stages, *args)
             refuse_reserved(out[2])
-            return out
+            return *out, {"buffers": buffers, "error": error}
 
-        whole = PartitionSpec()
+        whole, rows = PartitionSpec(), PartitionSpec(AXES)
         buffers = self._buffer_specs()
         run = self._shard_map(
             local,
-            in_specs=(self.kept_specs(), buffers, PartitionSpec(AXES), whole, whole),
-            out_specs=(self._specs(lambda s: s.spec), whole, whole, buffers),
-        )
-        return run(self.kept(fields), fields["buffers"], batch, key, scale)
+            in_specs=(self.kept_specs(), buffers, rows, whole, whole, rows),
+            out_specs=(
+                self._specs(lambda s: s.spec), whole, whole, {"buffers": buffers, "error": rows}
+            ),
+        )  # fmt: skip
+        return run(self.kept(fields), fields["buffers"], batch, key, scale, fields["error"])
 
 
 class EvalStep(CompiledStep):
@@ -247,8 +255,8 @@ class EvalStep(CompiledStep):
         )
 
     def _require_fits(self, state: TrainState) -> None:
-        # Any optimizer (or none), any accumulation: evaluation reads neither.
-        bare = state.replace(opt_state=(), grads=None)
+        # Any optimizer (or none), any accumulation, any error: evaluation reads none of them.
+        bare = state.replace(opt_state=(), grads=None, error=self.blueprint.shapes()["error"])
         require_fits(bare, self.blueprint, self.name, self._reads)
 
     def _parts(self, state: TrainState) -> tuple[PyTree, PyTree, jax.Array]:

@@ -55,9 +55,9 @@ class DividedTrainStep(TrainStep):
         placed = self._check(state, batch, self.donate)
         fields, (step, rng) = self._parts(state)
         key = self._key(rng, step, fields["grads"])
-        sums, mean, own, buffers = self._run(lambda batch: self._summed(fields, batch, key), placed)
+        sums, mean, own, changed = self._run(lambda batch: self._summed(fields, batch, key), placed)
         refuse_reserved(own)
-        kept = {"step": step, "sums": sums, "mean": mean, "own": own, "new_buffers": buffers}
+        kept = {"step": step, "sums": sums, "mean": mean, "own": own, "changed": changed}
         streams = self.apply and self.blueprint.chunks.parked
         finish = self._host or (self._streamed if streams else self._updated)
         new, metrics = finish(fields, kept)
@@ -66,13 +66,13 @@ class DividedTrainStep(TrainStep):
         return state.replace(**new), metrics
 
     def _summed(self, fields: Values, batch: PyTree, key: jax.Array) -> Any:
-        """Summed gradients, mean loss, the model's metrics and new buffers."""
+        """Summed gradients, mean loss, the model's metrics, and the fields that change here."""
         raise NotImplementedError
 
     def _updated(self, fields: Values, kept: Values) -> tuple[Values, Metrics]:
         def run(fields: Values, kept: Values) -> tuple[Values, Metrics]:
             return self.update.run(
-                fields, kept["step"], kept["sums"], kept["mean"], kept["own"], kept["new_buffers"],
+                fields, kept["step"], kept["sums"], kept["mean"], kept["own"], kept["changed"],
                 self.apply,
             )  # fmt: skip
 
@@ -88,7 +88,7 @@ class DividedTrainStep(TrainStep):
         What needs all gradients at once, their norm, comes first: the rest may see pieces.
         """
         blue, update = self.blueprint, self.update
-        step, buffers = kept["step"], kept["new_buffers"]
+        step, changed = kept["step"], kept["changed"]
 
         def totals(kept: Values, grads: Values) -> tuple[Values, Metrics]:
             sums, mean, metrics = update.totals(
@@ -105,7 +105,7 @@ class DividedTrainStep(TrainStep):
         def apply(fields: Values, spent: Values, rest: Values) -> tuple[Values, Metrics]:
             return update.applied(
                 {**fields, "grads": None}, rest["step"], spent["sums"], rest["mean"],
-                rest["new_buffers"], rest["metrics"], rest["norm"],
+                rest["changed"], rest["metrics"], rest["norm"],
             )  # fmt: skip
 
         def make(shapes: Any, **options: Any) -> StreamedFunction:
@@ -117,7 +117,7 @@ class DividedTrainStep(TrainStep):
 
         own = {name: fields[name] for name in fields if name != "grads"}
         rest = {"step": step, "mean": total["mean"], "norm": total["norm"], "metrics": metrics,
-                "new_buffers": buffers}  # fmt: skip
+                "changed": changed}  # fmt: skip
         second = (own, {"sums": total["sums"]}, rest)
         self.stream = self._made("applied", make, second)
         return self.stream(*second)
@@ -139,8 +139,10 @@ class DividedTrainStep(TrainStep):
 
     def _labels(self, name: str, tree: PyTree) -> PyTree:
         """What each leaf is updated together with."""
+        if name == "changed":
+            return {part: self._labels(part, own) for part, own in tree.items()}
         known = self.blueprint.groups()
-        known |= {"sums": known["params"], "new_buffers": known["buffers"]}
+        known |= {"sums": known["params"]}
         if tree is not None and name in known:
             return known[name]
         return _with_sums(name, jax.tree.map(lambda _: "", tree), known["params"])
@@ -208,15 +210,22 @@ class StreamedTrainStep(DividedTrainStep):
         self._program = self._jit(self._sums)
 
     def _sums(
-        self, kept: PyTree, buffers: PyTree, loss_scale: Any, key: jax.Array, batch: PyTree
+        self,
+        kept: PyTree,
+        buffers: PyTree,
+        loss_scale: Any,
+        error: PyTree,
+        key: jax.Array,
+        batch: PyTree,
     ) -> Any:
         self._traced()
         name = "compute" if self.plan.keeps_compute_copy else "params"
-        fields = {name: kept, "buffers": buffers, "loss_scale": loss_scale}
+        fields = {name: kept, "buffers": buffers, "loss_scale": loss_scale, "error": error}
         return self._gradients(fields, batch, key)
 
     def _summed(self, fields: Values, batch: PyTree, key: jax.Array) -> Any:
-        return self._program(self.kept(fields), fields["buffers"], fields["loss_scale"], key, batch)
+        read = (fields[name] for name in ("buffers", "loss_scale", "error"))
+        return self._program(self.kept(fields), *read, key, batch)
 
 
 class PipelineTrainStep(DividedTrainStep):
@@ -243,7 +252,8 @@ class PipelineTrainStep(DividedTrainStep):
 
     def _summed(self, fields: Values, batch: PyTree, key: jax.Array) -> Any:
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
-        return self.executor.train(self.kept(fields), fields["buffers"], batch, key, scale)
+        *out, buffers = self.executor.train(self.kept(fields), fields["buffers"], batch, key, scale)
+        return *out, {"buffers": buffers, "error": None}
 
 
 class PipelineEvalStep(EvalStep):

@@ -32,7 +32,8 @@ def local_gradients(
     batch: PyTree,
     rng: jax.Array,
     scale: jax.Array | None,
-) -> tuple[PyTree, Mean, dict[str, Mean], PyTree]:
+    error: PyTree = None,
+) -> tuple[PyTree, Mean, dict[str, Mean], PyTree, PyTree]:
     """Gradients of the loss's total over this step's rows.
 
     Args:
@@ -43,10 +44,12 @@ def local_gradients(
         batch: this device's rows.
         rng: the step's key.
         scale: loss scale, or `None`.
+        error: where reductions send 8-bit blocks, what this device owes from earlier ones.
 
     Returns:
-        `(sums, loss, metrics, buffers)`: shards of summed gradients (in the compute dtype after one
-        microbatch, float32 after several), loss and metrics summed over all devices, new buffers.
+        `(sums, loss, metrics, buffers, error)`: shards of summed gradients (in the compute
+        dtype after one microbatch, float32 after several), loss and metrics summed over all
+        devices, new buffers, what this device owes now.
     """
     plan, group = rules.plan, rules.group
     batch = cast_batch(plan, batch)
@@ -77,10 +80,18 @@ def local_gradients(
     else:
         (sums, mean, metrics), new = _accumulated(one, rules, kept, buffers, batch)
     if not rules.reduce:
-        late = dataclasses.replace(rules, reduce=True)
-        sums = late.finish(map_splits(late.scatter, rules.layout, sums))
+        sums, error = _reduced(dataclasses.replace(rules, reduce=True), sums, error)
     mean, metrics = all_reduce_tree((mean, metrics), group)
-    return sums, mean, metrics, agreed_buffers(new, group)
+    return sums, mean, metrics, agreed_buffers(new, group), error
+
+
+def _reduced(rules: Rules, sums: PyTree, error: PyTree) -> tuple[PyTree, PyTree]:
+    """Shards of whole local sums, reduced at last, and what this device owes then."""
+    if error is None:
+        return rules.finish(map_splits(rules.scatter, rules.layout, sums)), None
+    both = map_splits(rules.scatter_int8, rules.layout, sums, error)
+    sums, error = (map_splits(lambda _, x, i=i: x[i], rules.layout, both) for i in (0, 1))
+    return rules.finish(sums), error
 
 
 # Summed gradients, loss and metrics.

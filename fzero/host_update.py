@@ -63,7 +63,7 @@ class HostUpdate:
 
         Args:
             fields: the state's fields, without step and key.
-            kept: `step`, and what the first half computed: `sums`, `mean`, `own`, `new_buffers`.
+            kept: `step`, and what the first half computed: `sums`, `mean`, `own`, `changed`.
         """
         whole = not self.blueprint.plan.shards("params")
         params = self._divide(fields["params"]) if whole else fields["params"]
@@ -79,9 +79,9 @@ class HostUpdate:
         return self._up(new), self._on_device(metrics)
 
     def _run(self, opt_state: PyTree, rest: Values, kept: Values) -> tuple[Values, Metrics]:
-        fields = {**rest, "opt_state": opt_state, "compute": None}
+        fields = {**rest, "opt_state": opt_state, "compute": None, "error": None}
         new, metrics = self._update.run(
-            fields, kept["step"], kept["sums"], kept["mean"], kept["own"], kept["new_buffers"], True
+            fields, kept["step"], kept["sums"], kept["mean"], kept["own"], kept["changed"], True
         )
         if self.blueprint.plan.keeps_compute_copy:
             new["compute"] = jax.tree.map(

@@ -34,6 +34,7 @@ BACKENDS = ("mpmd", "spmd")
 TIERS = ("device", "host", "disk")
 PARKED = ("opt_state", "master", "params")
 GATHER_DTYPES = ("int8",)
+REDUCE_DTYPES = ("int8",)
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,12 @@ class Plan:
         reduce: when gradients are reduced. `microbatch`: after each one, so that only shards are
             accumulated, and all four stages add in the same order. `step`: once a step, from whole
             local sums; stages 0 and 1 only.
+        reduce_dtype: what reductions over the data axis send with reduce="step": `None`, sums as
+            they are; `int8`, blocks of 256 as 8-bit integers with one float32 scale each, which is
+            1.016 bytes an element. What that loses of a device's sums is kept in the state, as
+            bfloat16, and added before its next reduction (error feedback): 2 bytes per parameter
+            on every device. Leaves kept whole are reduced exactly. Over the replica axis shards
+            are added exactly.
         gather: when stages 1 and 2 gather updated parameters. `eager`: at the end of the step, all
             at once. `lazy`: layer by layer in the next step's first forward pass, as stage 3 does,
             which hides it; they stay whole until that step's last backward pass, so that no more
@@ -107,7 +114,9 @@ class Plan:
         True
 
     Source: ZeRO, arXiv:1910.02054, sections 5 and 7 (stages, communication volume); ZeRO++,
-        arXiv:2306.10209, section 3 (gather_dtype: qwZ; secondary: hpZ).
+        arXiv:2306.10209, section 3 (gather_dtype: qwZ; secondary: hpZ; reduce_dtype: qgZ's
+        quantised all-to-all). Error feedback: Seide et al., 1-bit SGD, Interspeech 2014, and
+        Karimireddy et al., arXiv:1901.09847.
     """
 
     zero: int = 3
@@ -120,6 +129,7 @@ class Plan:
     remat: str = "layer"
     min_shard_bytes: int = 16 * 1024
     reduce: str = "microbatch"
+    reduce_dtype: str | None = None
     gather: str = "eager"
     schedule: str | Schedule | None = None
     partition: str | tuple[int, ...] = "uniform"
@@ -164,6 +174,7 @@ class Plan:
                 _expect_int("partition", size, 1)
         self._check_schedule()
         self._check_sparing()
+        self._check_reduce_dtype()
         self._check_tiers()
         self._check_gather()
         if self.pipe > 1 and self.remat == "offload":
@@ -223,6 +234,24 @@ class Plan:
                 f"plan: secondary={self.secondary!r} with pipe_backend='spmd', whose backward pass"
                 " runs the forward again and so gathers from all devices anyway; use"
                 " pipe_backend='mpmd', or leave it out"
+            )
+
+    def _check_reduce_dtype(self) -> None:
+        if self.reduce_dtype is None:
+            return
+        _expect_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
+        if self.zero >= 2 or self.reduce != "step":
+            raise PlanError(
+                f"plan: reduce_dtype={self.reduce_dtype!r} with zero={self.zero} and"
+                f" reduce={self.reduce!r}: error feedback keeps on every device what was lost of"
+                " its whole local gradient, which stages 2 and 3 promise never to hold; use"
+                " reduce='step' with zero=0 or 1, or leave it out"
+            )
+        if self.update_on == "host":
+            raise PlanError(
+                f"plan: reduce_dtype={self.reduce_dtype!r} with update_on='host': the error of a"
+                " step that is skipped is put back by the update, which then has to be on the"
+                " device; use update_on='device', or leave reduce_dtype out"
             )
 
     def _check_tiers(self) -> None:

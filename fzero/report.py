@@ -24,6 +24,7 @@ from fzero.pipeline.homes import Stages, cut_into_stages, stage_tree
 from fzero.plan import DATA, REPLICA, Plan
 from fzero.precision import compute_dtype
 from fzero.tree import PyTree, leaf_bytes, named_leaves
+from fzero.zero.owed import DTYPE, error_bytes, error_shape
 from fzero.zero.partition import (
     Home,
     Split,
@@ -35,19 +36,17 @@ from fzero.zero.partition import (
 from fzero.zero.quantize import BLOCK, encoded_bytes
 
 
-CLASSES = ("params", "compute", "opt_state", "buffers", "grads")
-
-
 @dataclass(frozen=True)
 class LeafPlan:
     """How one leaf will be kept between steps.
 
     Args:
-        state_class: `params`, `compute`, `opt_state` or `buffers`.
+        state_class: `params`, `compute`, `opt_state`, `buffers` or `error`.
         path: path in its tree.
         shape: logical shape.
         dtype: dtype it is kept in.
-        dim: the dim that is split over the data axis; `None` for a leaf kept whole.
+        dim: the dim that is split over the data axis (of `error`: over all devices); `None` for a
+            leaf kept whole.
         pad_rows: rows of zeros at the end of `dim`, so that it divides.
         why: the reason, in words.
         bytes_per_device: bytes that each device which holds it keeps.
@@ -122,7 +121,8 @@ class Description:
         ranks = ("ranks",) if cut else ()
         rows = [("leaf", "shape", "dtype", *ranks, "kept", "bytes/device", "why")]
         for leaf in self.leaves:
-            kept = "whole" if leaf.dim is None else f"dim {leaf.dim} / {self.num_data}"
+            parts = self.num_data * (self.num_replica if leaf.state_class == "error" else 1)
+            kept = "whole" if leaf.dim is None else f"dim {leaf.dim} / {parts}"
             kept += "" if leaf.tier == "device" else f", {leaf.tier}"
             name, shape = f"{leaf.state_class}/{leaf.path}", str(list(leaf.shape))
             ranks = (_ranges(leaf.ranks),) if cut else ()
@@ -143,16 +143,17 @@ class Description:
             f"gradients: {self.reduction} (reduce={self.plan.reduce!r})\n"
             f"communication per step and device: {ratio:.3f} Ψ = {self.elements_communicated:,}"
             f" elements ({self.elements_gathered:,} gathered, {self.elements_reduced:,} reduced)"
-            f"{self._gathers()}"
+            f"{self._sent_as()}"
         )
 
-    def _gathers(self) -> str:
-        """What the plan changes about gathers, in words."""
+    def _sent_as(self) -> str:
+        """What the plan changes about what is sent, in words."""
         lines = ""
-        if self.plan.gather_dtype is not None:
-            part = encoded_bytes(BLOCK) / BLOCK
-            lines += f"\ngathers over the data axis send {self.plan.gather_dtype}: {part:.3f} bytes"
-            lines += " an element"
+        sent = {"gathers": self.plan.gather_dtype, "reductions": self.plan.reduce_dtype}
+        for what, dtype in sent.items():
+            if dtype is not None:
+                part = encoded_bytes(BLOCK) / BLOCK
+                lines += f"\n{what} over the data axis send {dtype}: {part:.3f} bytes an element"
         if self.secondary_bytes:
             lines += f"\nkept for the backward pass (secondary): {self.secondary_bytes:,} bytes"
         return lines
@@ -203,8 +204,9 @@ def describe(
     stages = None if plan.pipe == 1 else cut_into_stages(model, plan)
     homes = None if stages is None else stages.homes
     layout = split_params(model, shapes, plan, sizes[DATA], homes)
-    leaves = _planned(plan, layout, buffers, tx, sizes[DATA], stages)
+    leaves = _planned(plan, layout, buffers, tx, sizes, stages)
     counted = ["params", "compute", *(["opt_state"] if tx is not None else []), "buffers"]
+    counted += ["error"] if plan.reduce_dtype is not None else []
     known = plan.secondary != "host" or devices is not None
     secondary = secondary_size(plan, sizes[DATA], devices) if known else 0
     gathered, reduced = _communication(plan, layout, sizes, secondary, stages)
@@ -243,9 +245,11 @@ def _planned(
     layout: PyTree,
     buffers: PyTree,
     tx: optax.GradientTransformation | None,
-    parts: int,
+    sizes: dict[str, int],
     stages: Stages | None,
 ) -> tuple[LeafPlan, ...]:
+    parts = sizes[DATA]
+
     def row(name: str, split: Split, dtype: Any = None) -> LeafPlan:
         sharded, why = plan.shards(name), split.reason
         dim = split.dim if sharded else None
@@ -272,7 +276,16 @@ def _planned(
         why = "buffers stay whole" + where
         of_leaf = (shape, str(leaf.dtype), None, 0, why, size, ranks)
         rows.append(LeafPlan("buffers", path, *of_leaf))
+    if plan.reduce_dtype is not None:
+        rows += [_owed(split, parts * sizes[REPLICA]) for split in params if split.dim is not None]
     return tuple(_in_tiers(plan, rows))
+
+
+def _owed(split: Split, devices: int) -> LeafPlan:
+    """What the devices keep that an 8-bit reduction of a leaf has not sent."""
+    shape, why = error_shape(split, devices), "what each device has not sent of its gradient"
+    name = np.dtype(DTYPE).name
+    return LeafPlan("error", split.path, shape, name, 0, 0, why, error_bytes(split))
 
 
 def _in_tiers(plan: Plan, rows: Sequence[LeafPlan]) -> Iterator[LeafPlan]:

@@ -56,7 +56,7 @@ class Update:
         sums: PyTree,
         mean: Mean,
         own: dict[str, Mean],
-        buffers: PyTree,
+        changed: dict[str, PyTree],
         apply: bool,
     ) -> tuple[dict[str, Any], Metrics]:
         """New fields of the state, and the step's metrics.
@@ -67,15 +67,15 @@ class Update:
             sums: gradients of the summed loss total, as shards.
             mean: the loss over all devices and microbatches.
             own: the model's metrics, likewise.
-            buffers: new buffers.
+            changed: new values of the fields that computing gradients changes: `buffers`, `error`.
             apply: whether to take an optimizer step, or only to add to `fields["grads"]`.
         """
         sums, mean, metrics = self.totals(fields["grads"], sums, mean, own)
         if not apply:
-            return self._accumulated(fields, step, sums, mean, buffers), metrics
+            return self._accumulated(fields, step, sums, mean, changed), metrics
         # The two halves of a step are compiled apart, so that each is the same in every stage.
         sums, mean, metrics = self.fence((sums, mean, metrics))
-        return self.applied(fields, step, sums, mean, buffers, metrics, self.norm(sums, mean))
+        return self.applied(fields, step, sums, mean, changed, metrics, self.norm(sums, mean))
 
     def totals(
         self, pending: Pending | None, sums: PyTree, mean: Mean, own: dict[str, Mean]
@@ -89,14 +89,19 @@ class Update:
         return sums, mean, metrics
 
     def _accumulated(
-        self, fields: dict[str, Any], step: jax.Array, sums: PyTree, mean: Mean, buffers: PyTree
+        self,
+        fields: dict[str, Any],
+        step: jax.Array,
+        sums: PyTree,
+        mean: Mean,
+        changed: dict[str, PyTree],
     ) -> dict[str, Any]:
         pending: Pending | None = fields["grads"]
         calls = jnp.int32(0) if pending is None else pending.calls
         sums = jax.tree.map(lambda g: g.astype(jnp.float32), sums)
         sums = self._pin_shards(sums)
         grads = Pending(sums, mean.total, mean.count, calls + 1)
-        return {**fields, "buffers": buffers, "grads": grads, "step": step}
+        return {**fields, **changed, "grads": grads, "step": step}
 
     def norm(self, sums: PyTree, mean: Mean) -> jax.Array:
         """Global norm of the mean gradient."""
@@ -109,28 +114,29 @@ class Update:
         step: jax.Array,
         sums: PyTree,
         mean: Mean,
-        buffers: PyTree,
+        changed: dict[str, PyTree],
         metrics: Metrics,
         norm: jax.Array,
     ) -> tuple[dict[str, Any], Metrics]:
         """An optimizer step: new fields of the state, and the step's metrics."""
         plan, blue = self.plan, self.blueprint
         grads = self._mean_gradients(sums, mean.count, norm)
-        new = {"step": step + 1, "buffers": buffers, "grads": None}
+        new = {**changed, "step": step + 1, "grads": None}
         new |= self._updated(fields, grads, metrics["loss"])
         finite = jnp.isfinite(norm)
         metrics = {**metrics, "grad_norm": norm, "nonfinite": 1.0 - finite.astype(jnp.float32)}
         new["loss_scale"] = None
         if plan.skips:
-            old = {name: fields[name] for name in ("params", "compute", "opt_state", "buffers")}
-            old["step"] = step
+            kept = ("params", "compute", "opt_state", "buffers", "error")
+            old = {**{name: fields[name] for name in kept}, "step": step}
             for name, value in old.items():
                 new[name] = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new[name], value)
             new["loss_scale"] = next_loss_scale(plan, fields["loss_scale"], finite)
             metrics["skipped"] = new["loss_scale"].skipped.astype(jnp.float32)
             metrics["loss_scale"] = fields["loss_scale"].scale
         shapes = blue.shapes()
-        for name in ("step", "params", "compute", "opt_state", "buffers", "loss_scale"):
+        names = ("step", "params", "compute", "opt_state", "buffers", "loss_scale", "error")
+        for name in names:
             new[name] = jax.tree.map(
                 lambda leaf, to: jax.lax.with_sharding_constraint(leaf, to.sharding),
                 new[name],

@@ -139,6 +139,8 @@ EVERY = {
 }
 # What only zero=3 has.
 SPARING = {"gather_dtype": "int8", "secondary": "host"}
+# What only zero=0 and 1 have, with the update on the device.
+REDUCED = {"zero": 1, "reduce": "step", "reduce_dtype": "int8"}
 
 
 @pytest.mark.parametrize(
@@ -147,9 +149,10 @@ SPARING = {"gather_dtype": "int8", "secondary": "host"}
         fz.Plan(),
         fz.Plan(**EVERY),
         fz.Plan(**SPARING),
+        fz.Plan(**REDUCED),
         fz.Plan(prefetch=True, tiers={"opt_state": ("disk", 0.5)}),
     ],
-    ids=["default", "every-field", "sparing", "prefetch-disk"],
+    ids=["default", "every-field", "sparing", "reduced", "prefetch-disk"],
 )
 def test_json_both_ways(plan):
     data = plan.to_json()
@@ -161,7 +164,7 @@ def test_json_both_ways(plan):
 
 def test_every_field_has_a_value_of_its_own_in_the_json_test():
     defaults = fz.Plan().to_json()
-    every = {**EVERY, **SPARING}
+    every = {**REDUCED, **EVERY, **SPARING}
     assert set(every) == set(defaults)
     assert all(every[name] != defaults[name] for name in every if name != "pipe")
 

@@ -25,9 +25,9 @@ from fzero.tree import PyTree
 _NUMBERS = ("zero", "data", "pipe", "replica", "microbatches")
 _WORDS = (
     "precision", "remat", "schedule", "reduce", "gather", "partition", "pipe_backend",
-    "gather_dtype", "secondary",
+    "gather_dtype", "secondary", "reduce_dtype",
 )  # fmt: skip
-_MAY_BE_NONE = ("data", "schedule", "gather_dtype", "secondary")
+_MAY_BE_NONE = ("data", "schedule", "gather_dtype", "secondary", "reduce_dtype")
 FITS, TOO_LARGE, NOT_COMPILED, REFUSED = "fits", "too large", "too large, not compiled", "refused"
 
 

@@ -21,6 +21,7 @@ from fzero.zero.collectives import (
     join_parts,
     part_of,
     reduce_scatter,
+    reduce_scatter_int8,
 )
 from fzero.zero.partition import Split, map_splits
 
@@ -92,6 +93,16 @@ class Rules:
         if not self.reduce or split.dim is None:
             return grad
         return round_to(reduce_scatter(grad, split, self.group), grad.dtype)
+
+    def scatter_int8(
+        self, split: Split, grad: jax.Array, error: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The same from 8-bit blocks, and what this device owes then: `error` is one row."""
+        if error is None:
+            return self.scatter(split, grad), None
+        grad, error = self.fence((grad, error))
+        shard, owed = reduce_scatter_int8(grad, error[0], split, self.group)
+        return round_to(shard, grad.dtype), owed[None]
 
     def fence(self, value: PyTree) -> PyTree:
         """Stops the compiler from fusing across; the value is the same.

@@ -120,10 +120,24 @@ def test_what_travels_between_devices_is_asked_for_by_flags(factory):
     assert data["secondary_bytes"] == 0
 
 
+def test_reductions_are_asked_for_by_flags(factory):
+    data = json.loads(
+        run(
+            "--model", f"{factory}:native", "--topology", "cpu:4", "--batch", 8, "--seq", 4,
+            "--zero", 1, "--reduce", "step", "--reduce-dtype", "int8", "--json",
+        )
+    )  # fmt: skip
+    assert (data["plan"]["reduce"], data["plan"]["reduce_dtype"]) == ("step", "int8")
+    sent = {(c["dtype"], c["axes"]) for c in data["collectives"] if c["kind"] == "all-to-all"}
+    assert sent == {("s8", "data")}
+    assert data["state_bytes_by_class"]["error"] > 0
+
+
 def test_a_sweep_from_the_command_line(factory):
     out = run(
         "--model", f"{factory}:native", "--topology", "cpu:4", "--batch", 8, "--seq", 4,
         "--precision", "fp32", "--sweep", "zero=0,3", "data=4", "pipe=1,2", "secondary=none",
+        "reduce_dtype=none",
     )  # fmt: skip
     assert len(re.findall(r"^best ", out, re.M)) == 1
     assert out.count(" fits ") == 2

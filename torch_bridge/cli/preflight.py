@@ -37,6 +37,16 @@ PipeOption = Annotated[int, typer.Option(help="Ranks of a pipeline.")]
 ScheduleOption = Annotated[str | None, typer.Option(help="The pipeline's schedule.")]
 MicrobatchesOption = Annotated[int, typer.Option(help="Pieces a device's rows are cut into.")]
 RematOption = Annotated[str, typer.Option(help="What a stack keeps: layer, dots or none.")]
+ReduceOption = Annotated[
+    str,
+    typer.Option(
+        help="When gradients are reduced: after each microbatch, or once a step (ZeRO-0 and 1)."
+    ),
+]
+ReduceDtypeOption = Annotated[
+    str | None,
+    typer.Option(help="What reductions once a step send: int8.  [default: sums as they are]"),
+]
 GatherDtypeOption = Annotated[
     str | None, typer.Option(help="What ZeRO-3 gathers send: int8.  [default: the precision]")
 ]
@@ -84,6 +94,8 @@ def preflight(
     schedule: ScheduleOption = None,
     microbatches: MicrobatchesOption = 1,
     remat: RematOption = "layer",
+    reduce: ReduceOption = "microbatch",
+    reduce_dtype: ReduceDtypeOption = None,
     gather_dtype: GatherDtypeOption = None,
     secondary: SecondaryOption = None,
     batch: BatchOption = BATCH,
@@ -113,6 +125,8 @@ def preflight(
         schedule=schedule,
         microbatches=microbatches,
         remat=remat,
+        reduce=reduce,
+        reduce_dtype=reduce_dtype,
         gather_dtype=gather_dtype,
         secondary=secondary,
         batch=batch,

@@ -25,6 +25,8 @@ class PreflightSettings:
     schedule: str | None
     microbatches: int
     remat: str
+    reduce: str
+    reduce_dtype: str | None
     gather_dtype: str | None
     secondary: str | None
     batch: int  # sequences per step, over all devices and microbatches
@@ -75,6 +77,8 @@ class PreflightSettings:
             schedule=self.schedule,
             microbatches=self.microbatches,
             remat=self.remat,
+            reduce=self.reduce,
+            reduce_dtype=self.reduce_dtype,
             gather_dtype=self.gather_dtype,
             secondary=int(secondary) if secondary and number else secondary,
             precision=self.precision,
