@@ -1,9 +1,10 @@
 """A GPT-2 trained with ZeRO that sends less: 8-bit gathers, gathers in a host, 8-bit reductions.
 
-    python examples/zeropp.py [PLOT.png]
+    python examples/zeropp.py
 
 Eight virtual devices stand for two hosts of four. Each plan trains the same model on the same text;
-what a step sends is read from its compiled program. Under a minute on two CPU cores.
+what a step sends is read from its compiled program. Loss curves go to PLOT.png if that is given as
+an argument. Under a minute on two CPU cores.
 """
 
 import sys
