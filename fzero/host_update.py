@@ -47,7 +47,7 @@ class HostUpdate:
         self.blueprint, self.donate = blue, donate
         # Every parameter is a shard there, in any stage: the least that has to be moved.
         plan = blue.plan.replace(
-            zero=3, gather="eager", tiers={}, update_on="device", remat="layer"
+            zero=3, gather="eager", reduce="microbatch", tiers={}, update_on="device", remat="layer"
         )
         twins = host_devices(list(blue.mesh.devices.flat))
         self.host = blueprint(blue.model, blue.tx, plan, twins)

@@ -6,7 +6,7 @@ on 8 devices has plain PyTorch's losses within 5e-6 (PyTorch's DDP and FSDP2 and
 within 1e-6 of it), and this is narrow enough to see a forgotten weight decay or a wrong epsilon.
 Against the same run in double precision fzero is closer (1e-6) than PyTorch itself (2e-6).
 
-Stage 3 runs ten steps here and all 30 in `make test-extended`. The other stages run the first ones
+Stage 3 runs six steps here and all 30 in `make test-extended`. The other stages run the first ones
 only, to spare the suite minutes: they compute the same bits as stage 3, which is checked here for
 losses, norms and the whole state that follows from them (and in tests/zero for 20 steps of many
 plans).
@@ -29,7 +29,7 @@ import fzero as fz
 # PyTorch with two by 1e-6, and fzero from either by 2e-6.
 WITHIN = 5e-6
 # Steps of stage 3, and of the stages that are compared with it.
-SOME, PREFIX = 10, 4
+SOME, PREFIX = 6, 4
 STORED = json.loads((Path(__file__).parents[1] / "data/peers/small_losses.json").read_text())
 PYTORCH = np.array(STORED["losses"]["float32"])
 EXACT = np.array(STORED["losses"]["float64"])
@@ -115,7 +115,7 @@ def test_stage_3_has_pytorchs_losses(curve_3: Curve) -> None:
     losses = curve_3.losses
     assert len(losses) == SOME
     check(losses)
-    assert losses[0] - losses[-1] > 0.5  # it learns, so that every part of a step matters
+    assert losses[0] - losses[-1] > 0.3  # it learns, so that every part of a step matters
 
 
 @pytest.mark.extended
@@ -126,7 +126,7 @@ def test_stage_3_has_all_of_pytorchs_losses(stage_3: Stage) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.extended), 2])
 def test_other_stages_have_the_same_bits(zero: int, model: Any, curve_3: Curve) -> None:
     curve = Stage(model, zero).run(PREFIX)
     assert apart(curve.losses) <= WITHIN

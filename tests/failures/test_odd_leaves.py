@@ -21,6 +21,7 @@ from failure_cases import STAGES, bits, differing, tiny_plan
 
 import fzero as fz
 import torch_bridge as tb
+from tests.support.sample import some
 
 
 VOCAB, WIDTH, ROWS, STEPS = 24, 8, 16, 3
@@ -174,7 +175,7 @@ def results() -> dict[Any, Any]:
     return {}
 
 
-@pytest.mark.parametrize(("zero", "precision"), NATIVE)
+@pytest.mark.parametrize(("zero", "precision"), some(NATIVE, (1, "fp32"), (1, "bf16")))
 def test_native_chain(zero: int, precision: str, results: dict[Any, Any]) -> None:
     model = chain()
     first, _ = model.init(jax.random.key(0))

@@ -36,7 +36,7 @@ def apart(monkeypatch):
 
 
 CASES = {
-    "zero 1": {"zero": 1},
+    "zero 1, reduced once": {"zero": 1, "reduce": "step", "microbatches": 2},
     "zero 2, clipped": {"zero": 2, "clip_norm": 0.5, "microbatches": 2},
     "zero 3": {"zero": 3},
     "zero 2, bf16, master too": {"zero": 2, "precision": "bf16", "more": {"master": "host"}},

@@ -12,6 +12,7 @@ import optax
 import pytest
 from execute_cases import counting, given, same, tied, train
 from support import tiny
+from support.sample import some
 
 import fzero as fz
 
@@ -25,9 +26,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", ["4x2-clip", "2x2-bf16", pytest.param("2x2x2-fp16", marks=pytest.mark.extended)]
-)
+@pytest.mark.parametrize("case", some(CASES, "2x2-bf16", "2x2x2-fp16"))
 def test_stages_agree_to_the_bit(case):
     runs = [
         train(tied(2), tiny.plan(zero=zero, data=2, **CASES[case]), 3, tx=optax.adamw(1e-2))
