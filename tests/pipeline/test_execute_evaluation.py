@@ -10,6 +10,7 @@ import optax
 import pytest
 from execute_cases import counting, given, tied
 from support import tiny
+from support.sample import some
 
 import fzero as fz
 
@@ -22,7 +23,7 @@ PLANS = {
 }
 
 
-@pytest.fixture(scope="module", params=PLANS)
+@pytest.fixture(scope="module", params=some(PLANS, "zb_v"))
 def plan(request):
     return PLANS[request.param]
 

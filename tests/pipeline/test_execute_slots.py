@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from support import tiny
+from support.sample import some
 
 import fzero as fz
 from fzero import hlo
@@ -93,7 +94,8 @@ def test_1f1b_holds_what_gpipe_holds_less_the_slots():
     assert saved > 0.6 * (1 - 10 / 32) * max(gpipe.held)
 
 
-@pytest.mark.parametrize(("layers", "pipe"), [(4, 2), (2, 4)])  # stages of both kinds, and of one
+# Stages of both kinds of link, and of one.
+@pytest.mark.parametrize(("layers", "pipe"), some([(4, 2), (2, 4)], (2, 4)))
 @pytest.mark.parametrize("remat", ["layer", "none"])
 def test_two_halves_multiply_what_the_whole_does(remat, layers, pipe):
     model, tx = tiny.chain(layers), optax.sgd(0.1)

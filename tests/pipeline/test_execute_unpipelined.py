@@ -7,6 +7,7 @@ import optax
 import pytest
 from execute_cases import counting, gradients, tied, train, untied
 from support import tiny
+from support.sample import some
 
 
 MICROBATCHES = 4
@@ -49,7 +50,7 @@ def test_losses_are_those_without_a_pipeline_and_gradients_nearly(model, cut_in_
 CUTS = [(4, (1, 1, 3, 1)), (2, "parameters")]
 
 
-@pytest.mark.parametrize(("stages", "partition"), CUTS, ids=str)
+@pytest.mark.parametrize(("stages", "partition"), some(CUTS, CUTS[1]), ids=str)
 def test_where_a_chain_is_cut_changes_no_bit(model, cut_in_two, stages, partition):
     tiny.same_bits(gradients(model, plan(stages, partition=partition), BATCH), cut_in_two)
 
