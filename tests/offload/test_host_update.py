@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 from support import tiny
+from support.sample import some
 
 import fzero as fz
 from fzero import host_update
@@ -46,7 +47,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, "zero 3, fp16", "params too"))
 def test_the_numbers_of_an_update_on_the_device(case, apart):
     devices, _ = apart
     options = dict(CASES[case])
