@@ -3,17 +3,20 @@
 import dataclasses
 import json
 import re
+import shutil
+import subprocess
 import sys
 from html.parser import HTMLParser
 
 import jax
+import matplotlib.image
 import numpy as np
 import pytest
 
 import fzero as fz
 from fzero.pipeline.actions import Action
 from fzero.placement import CLASSES
-from fzero.preflight.html import page
+from fzero.preflight.html import _COLOURS, page
 from fzero.preflight.measure import compared, measure
 from fzero.preflight.rates import default_rates
 from fzero.preflight.shapes import saved_bytes
@@ -205,6 +208,33 @@ def test_the_page_needs_nothing_else_and_has_the_numbers(name, predicted):
         assert c.kind in words
     if found.pipeline is not None:
         assert read.tags.count("rect") >= len(found.pipeline.events)
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="draws the page in headless Chromium")
+def test_a_browser_draws_the_memory_bars(predicted, tmp_path):
+    """The shares of a bar's pixels are those of the bytes, in the colours of the legend."""
+    found = predicted("zero3")
+    (tmp_path / "page.html").write_text(page(found))
+    subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+         "--window-size=1200,900", f"--user-data-dir={tmp_path / 'user'}",
+         f"--screenshot={tmp_path / 'page.png'}", (tmp_path / "page.html").as_uri()],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    pixels = (matplotlib.image.imread(tmp_path / "page.png")[..., :3] * 255).round().astype(int)
+    params, moments = (
+        (pixels == [int(_COLOURS[name][i : i + 2], 16) for i in (1, 3, 5)]).all(-1).sum(1)
+        for name in ("params", "opt_state")
+    )
+    # The line of pixels that crosses the longer bar; no other has both.
+    row = np.argmax(np.where((params > 0) & (moments > 0), params + moments, 0))
+    assert params[row] > 50
+    held = found.memory.state
+    # Ends of a bar fall between pixels.
+    assert moments[row] / params[row] == pytest.approx(held["opt_state"] / held["params"], rel=0.05)
 
 
 def test_a_sweep_stops_early_sorts_and_marks_the_best(model, batch, monkeypatch):
