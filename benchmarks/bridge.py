@@ -97,7 +97,7 @@ def tiny_gpt2(depth: int) -> dict[str, float]:
         converted,
         params=converted.by_name(converted.params),
         names=type(converted.names)(),
-        _rolled={},
+        _graphs=converted._graphs.unrolled(),
     )
     for name, one in (("rolled", converted), ("unrolled", plain)):
         trace, compiled = _compile_times(one.model(_lm_loss), ids.numpy().astype(np.int32))

@@ -122,8 +122,9 @@ def find_runs(
         runs, rest = search.runs(min_layers)
         found += [Found(run, {mode: search.layers(mode, run) for mode in traces}) for run in runs]
         unrolled += rest
-    position = {step.name: number for number, step in enumerate(traces[True].steps)}
-    found.sort(key=lambda one: position[one.layers[True].steps[0][0].name])
+    mode, any_trace = next(iter(traces.items()))
+    position = {step.name: number for number, step in enumerate(any_trace.steps)}
+    found.sort(key=lambda one: position[one.layers[mode].steps[0][0].name])
     return found, _outermost(unrolled, [one.run for one in found])
 
 

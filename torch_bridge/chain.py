@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from fzero.errors import ConversionError
 from fzero.model import Context, Layer, Sequential, Stack
 
+from .again import Graphs
 from .interpret import evaluate
 from .mode import Mode, TensorInput, as_leaf
 from .refs import fill, refs
@@ -41,16 +42,14 @@ class Source:
     """What a chain is made of: a converted module's graphs and initial values.
 
     Attributes:
-        modes: how each mode is called.
-        rolled: each mode's graph.
+        graphs: each mode's graph, rolled.
         params: initial values, as they lie in the conversion.
         buffers: likewise.
         names: the stacked leaves among them.
         frozen: parameters that no step changes.
     """
 
-    modes: Mapping[bool, Mode]
-    rolled: Mapping[bool, Rolled]
+    graphs: Graphs
     params: Arrays
     buffers: Arrays
     names: Names
@@ -98,7 +97,7 @@ class _Plan:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.links = _link_names(source.rolled[True])
+        self.links = _link_names(source.graphs.rolled[True])
         self.stacked = {one.name: one for one in source.names.stacked}
         self.owner = {
             one.name: self.links[self._loop_of(one.name)] for one in self.stacked.values()
@@ -115,22 +114,17 @@ class _Plan:
         run = self.stacked[stacked].run
         return next(
             index
-            for index, part in enumerate(self.source.rolled[True].parts)
+            for index, part in enumerate(self.source.graphs.rolled[True].parts)
             if isinstance(part, Loop) and part.run == run
         )
 
     def _readers(self, leaf: str) -> list[int]:
-        """The parts that read a leaf, or hand it to the loop after them."""
-        found: set[int] = set()
-        for train, rolled in self.source.rolled.items():
-            mode = self.source.modes[train]
-            named = {p for p, name in {**mode.params, **mode.buffers}.items() if name == leaf}
-            for index, part in enumerate(rolled.parts):
-                if named.intersection(part.reads):
-                    found.add(index - index % 2)
-            if named.intersection(refs(rolled.outputs)):
-                found.add(len(rolled.parts) - 1)
-        return sorted(found)
+        """The parts that read a leaf, or hand it to the loop after them, in any mode."""
+        graphs = self.source.graphs
+        found = [
+            _readers(graphs.modes[train], graph, leaf) for train, graph in graphs.rolled.items()
+        ]
+        return sorted(set().union(*found))
 
     def _place_param(self, name: str) -> None:
         """The first reader owns a parameter; one that is never read waits at the start."""
@@ -144,7 +138,7 @@ class _Plan:
         readers = self._readers(name) or [0]
         writers = [
             _writer(rolled, name)
-            for rolled in self.source.rolled.values()
+            for rolled in self.source.graphs.rolled.values()
             if name in rolled.updates
         ]
         owner = max(writers, default=readers[0])
@@ -163,9 +157,42 @@ class _Plan:
             nested.setdefault(self.owner[name], {})[name] = value
         return nested
 
-    def handed_on(self, train: bool, index: int) -> tuple[str, ...]:
+    def call(self, loss: Loss, batch: Any, train: bool) -> tuple[Mode, Rolled, dict[str, Any]]:
+        """The graph for a batch, and the module's inputs: what the loss calls `forward` with."""
+        args, kwargs = _arguments(loss, batch)
+        mode, rolled, inputs = self.source.graphs.call(train, args, kwargs)
+        assert rolled is not None
+        if mode is not self.source.graphs.modes[train]:
+            self._check_places(mode, rolled)
+        return mode, rolled, inputs
+
+    def shapes(self, loss: Loss, batch: Any, train: bool) -> tuple[Mode, Rolled, dict[str, Any]]:
+        """As `call`, with the shapes of the inputs: nothing of the loss is computed."""
+        graphs: list[tuple[Mode, Rolled]] = []
+
+        def inputs(batch: Any) -> dict[str, Any]:
+            mode, rolled, found = self.call(loss, batch, train)
+            graphs.append((mode, rolled))
+            return found
+
+        found = jax.eval_shape(inputs, batch)
+        return (*graphs[0], found)
+
+    def _check_places(self, mode: Mode, rolled: Rolled) -> None:
+        """Whether a graph for other sizes finds its leaves where the example's graphs have them."""
+        for name in {*mode.params.values(), *mode.buffers.values()} - {*self.stacked}:
+            for index in _readers(mode, rolled, name):
+                link = self.links[index]
+                owned = self.owner.get(name) == link or name in self.reads[index]
+                if not owned or (name in rolled.updates and _writer(rolled, name) != index):
+                    raise ConversionError(
+                        f"for these sizes {link!r} of the chain reads `{name}`, which it does not"
+                        " have; convert with an example of these sizes, or use"
+                        " model(loss, chain=False)"
+                    )
+
+    def handed_on(self, mode: Mode, rolled: Rolled, index: int) -> tuple[str, ...]:
         """What part `index` hands to the loop after it, and past it to later parts."""
-        rolled, mode = self.source.rolled[train], self.source.modes[train]
         loop = rolled.parts[index + 1]
         assert isinstance(loop, Loop)
         later = self.links[index + 2 :]
@@ -179,6 +206,15 @@ class _Plan:
         wanted -= {*inputs, *mode.params, *mode.constants, *rolled.sizes, *loop.gives()}
         wanted -= {b for b, name in mode.buffers.items() if self.owner.get(name) in later}
         return tuple(dict.fromkeys((*loop.shared, *sorted(wanted))))
+
+
+def _readers(mode: Mode, rolled: Rolled, leaf: str) -> set[int]:
+    """The parts of a graph that read a leaf, or hand it to the loop after them."""
+    named = {p for p, name in {**mode.params, **mode.buffers}.items() if name == leaf}
+    found = {i - i % 2 for i, part in enumerate(rolled.parts) if named.intersection(part.reads)}
+    if named.intersection(refs(rolled.outputs)):
+        found.add(len(rolled.parts) - 1)
+    return found
 
 
 def _writer(rolled: Rolled, buffer: str) -> int:
@@ -214,11 +250,10 @@ def _layer(plan: _Plan, index: int, name: str, loss: Loss) -> Layer:
     last = index + 1 == len(plan.links)
 
     def apply(params: Any, x: Any, ctx: Context) -> Any:
-        mode, rolled = source.modes[ctx.train], source.rolled[ctx.train]
+        mode, rolled, env = plan.call(loss, ctx.batch, ctx.train)
         part = rolled.parts[index]
         assert isinstance(part, Part)
         state = ctx.buffers if buffers else {}
-        env = _inputs(mode, loss, ctx.batch)
         env.update(rolled.known_sizes(mode.sizes(env)))
         env.update(mode.constants)
         for placeholder, leaf in mode.params.items():
@@ -239,7 +274,7 @@ def _layer(plan: _Plan, index: int, name: str, loss: Loss) -> Layer:
         else:
             loop = rolled.parts[index + 1]
             assert isinstance(loop, Loop)
-            shared = {given: env[given] for given in plan.handed_on(ctx.train, index)}
+            shared = {given: env[given] for given in plan.handed_on(mode, rolled, index)}
             out = {"carry": tuple(env[given] for given, _ in loop.carry), "shared": shared}
             if loop.scanned:
                 out["number"] = jnp.zeros((), jnp.int32)
@@ -254,13 +289,11 @@ def _stack(plan: _Plan, index: int, name: str, loss: Loss) -> Stack:
     stateful = any(plan.owner[leaf] == name for leaf in source.buffers)
 
     def apply(params: Any, x: Any, ctx: Context) -> Any:
-        mode, rolled = source.modes[ctx.train], source.rolled[ctx.train]
+        mode, rolled, shapes = plan.shapes(loss, ctx.batch, ctx.train)
         loop = rolled.parts[index]
         assert isinstance(loop, Loop)
         state = ctx.buffers if stateful else {}
         leaves = {leaf: as_leaf(value, leaf in source.frozen) for leaf, value in params.items()}
-        # Shapes only: nothing of the loss is computed in the loop.
-        shapes = jax.eval_shape(lambda batch: _inputs(mode, loss, batch), ctx.batch)
         fixed = {**mode.constants, **rolled.known_sizes(mode.sizes(shapes))}
         number = x.get("number")
         carry, new = loop.layer(
@@ -271,7 +304,7 @@ def _stack(plan: _Plan, index: int, name: str, loss: Loss) -> Stack:
             out["number"] = number + 1
         return (out, {**state, **new}) if stateful else out
 
-    loop = source.rolled[True].parts[index]
+    loop = source.graphs.rolled[True].parts[index]
     assert isinstance(loop, Loop)
     return Stack(name, loop.run.num, _given, apply, shared=("shared",), stateful=stateful)
 
@@ -280,8 +313,8 @@ def _given(_: Any) -> Any:
     raise NotImplementedError("initial values are given to the Sequential")
 
 
-def _inputs(mode: Mode, loss: Loss, batch: Any) -> dict[str, Any]:
-    """The module's inputs: what the loss calls `forward` with."""
+def _arguments(loss: Loss, batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """What the loss calls `forward` with."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         raise _Called(args, kwargs)
@@ -289,7 +322,7 @@ def _inputs(mode: Mode, loss: Loss, batch: Any) -> dict[str, Any]:
     try:
         loss(forward, batch)
     except _Called as called:
-        return mode.bind_inputs(mode.call.flatten(called.args_, called.kwargs_))
+        return called.args_, called.kwargs_
     raise ConversionError(
         "the loss did not call forward, so that there is nothing to run; expected"
         " loss(forward, batch) to call it once"

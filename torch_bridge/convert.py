@@ -14,6 +14,7 @@ from torch.utils import _pytree as torch_pytree
 from fzero.errors import ConversionError
 from fzero.model import Model
 
+from .again import Again, Graphs
 from .blocks import Blocks
 from .chain import Source, chain_values, links_merged, make_chain
 from .export import export_program
@@ -59,8 +60,17 @@ class Converted:
     layout: Layout
     blocks: Blocks
     names: Names = field(repr=False)
-    _modes: Mapping[bool, Mode] = field(repr=False)
-    _rolled: Mapping[bool, Rolled] = field(repr=False)
+    _graphs: Graphs = field(repr=False)
+
+    @property
+    def _modes(self) -> Mapping[bool, Mode]:
+        """The example's graphs."""
+        return self._graphs.modes
+
+    @property
+    def _rolled(self) -> Mapping[bool, Rolled]:
+        """The same with their equal blocks rolled; empty where none are."""
+        return self._graphs.rolled
 
     def apply(
         self,
@@ -72,6 +82,9 @@ class Converted:
         **kwargs: Any,
     ) -> Applied:
         """Run the module's forward.
+
+        Sizes that the example's graph does not hold for (a batch of 1, most often) are traced when
+        they first come.
 
         Args:
             params: values for `self.params`, same names and shapes, any float dtype; or those of
@@ -88,8 +101,8 @@ class Converted:
             ones that the forward updates replaced.
 
         Raises:
-            ConversionError: other arguments, sizes, names or shapes than the module was converted
-                with, or a missing `rng`.
+            ConversionError: other arguments, names or shapes than the module was converted with,
+                sizes that it does not take, or a missing `rng`.
 
         Example:
             >>> module = torch.nn.Linear(3, 2)
@@ -98,7 +111,8 @@ class Converted:
             >>> out.shape
             (5, 2)
         """
-        mode = self._modes[bool(train)]
+        call = self._graphs.call(bool(train), args, kwargs)
+        mode = call.mode
         if mode.graph.num_draws and rng is None:
             raise ConversionError(
                 f"the {'train' if train else 'eval'} forward draws random numbers in "
@@ -106,21 +120,25 @@ class Converted:
                 "rng=jax.random.key(...)"
             )
         params, buffers = links_merged(params), links_merged(buffers)
-        inputs = mode.bind_inputs(mode.call.flatten(args, kwargs))
-        if train in self._rolled:
-            leaves, updated = self._run_rolled(train, inputs, params, buffers, rng)
+        if call.rolled is not None:
+            leaves, updated = self._run_rolled(mode, call.rolled, call.inputs, params, buffers, rng)
         else:
-            values = self._bind_leaves(mode, params, buffers) | inputs
+            values = self._bind_leaves(mode, params, buffers) | call.inputs
             leaves, changed = mode.graph.run(values, rng)
             names = self.layout.leaf_of()
             updated = {names[name].name: value for name, value in changed.items()}
         return Applied(build_output(mode.out_spec, leaves), {**buffers, **updated})
 
     def _run_rolled(
-        self, train: bool, inputs: dict[str, Any], params: Arrays, buffers: Arrays, rng: Any
+        self,
+        mode: Mode,
+        rolled: Rolled,
+        inputs: dict[str, Any],
+        params: Arrays,
+        buffers: Arrays,
+        rng: Any,
     ) -> tuple[list[Any], dict[str, Any]]:
         """The output leaves and the buffers that were written."""
-        mode, rolled = self._modes[train], self._rolled[train]
         inside = self.names.place_of()
         stacked = {one.name: one.name for one in self.names.stacked if one.is_param}
         kept = {one.name: one.name for one in self.names.stacked if not one.is_param}
@@ -158,7 +176,10 @@ class Converted:
         return chain_values(self._source(), params, buffers)
 
     def fixed_dims(self) -> tuple[str, ...]:
-        """The dims of tensor arguments that must be as in the example; all others are free.
+        """The dims of tensor arguments that the graphs have as in the example.
+
+        All others are free. Another size of these is another graph, which is traced when it first
+        comes, if the module takes it.
 
         Returns:
             Names such as "`input` dim 1", in the order of the arguments.
@@ -235,7 +256,7 @@ class Converted:
         return Model(init=initial, loss=step_loss, frozen=self.frozen)
 
     def _source(self) -> Source:
-        return Source(self._modes, self._rolled, self.params, self.buffers, self.names, self.frozen)
+        return Source(self._graphs, self.params, self.buffers, self.names, self.frozen)
 
 
 def convert(
@@ -249,7 +270,9 @@ def convert(
 
     The module is exported twice, in train and in eval mode, and is left as it was. Sizes of the
     example stay free where the module allows it; give an example with a batch of at least 2.
-    `fixed_dims()` of the result lists those that are not free.
+    `fixed_dims()` of the result lists those that are not free. Other sizes of these, and a batch
+    of 1, are traced when they first come: for that the result keeps a copy of the module, without
+    its weights.
 
     Args:
         module: any `torch.nn.Module`; transformers models are exported without key-value cache.
@@ -296,7 +319,9 @@ def convert(
         for train, program in programs.items()
     }
     rolling = roll_blocks(programs, modes, layout, min_layers)
-    converted = _converted(params, buffers, layout, modes, rolling)
+    again = Again(module, args, kwargs, batch_dim or 0, layout, min_layers)
+    graphs = Graphs(modes, rolling.graphs, again)
+    converted = _converted(params, buffers, layout, graphs, rolling)
     if batch_dim is not None:
         _refuse_fixed(converted, batch_dim)
     return converted
@@ -306,7 +331,7 @@ def _converted(
     params: dict[str, np.ndarray[Any, Any]],
     buffers: dict[str, np.ndarray[Any, Any]],
     layout: Layout,
-    modes: Mapping[bool, Mode],
+    graphs: Graphs,
     rolling: Rolling,
 ) -> Converted:
     names = rolling.names
@@ -317,8 +342,7 @@ def _converted(
         layout,
         rolling.blocks,
         names,
-        modes,
-        rolling.graphs,
+        graphs,
     )
 
 

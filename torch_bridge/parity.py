@@ -243,16 +243,14 @@ def _tensor(leaf: Any) -> Any:
 def _run_jax(
     converted: Converted, state: Any, args: Any, kwargs: Any, train: bool, reference: Reference
 ) -> _Computed:
-    mode = converted._modes[train]
-
     def outputs_of(params: Any, buffers: Any, nodes: dict[str, Any]) -> tuple[list[Any], Any]:
         """The output leaves and all buffers, with every value in between if blocks are unrolled."""
-        inputs = mode.bind_inputs(mode.call.flatten(args, kwargs))
+        mode, rolled, inputs = converted._graphs.call(train, args, kwargs)
         values = converted._bind_leaves(mode, params, buffers) | inputs
         leaves, changed = mode.graph.run(values, None, nodes.__setitem__)
-        if converted._rolled:  # what is trained; the values in between are those of its blocks
+        if rolled is not None:  # what is trained; the values in between are those of its blocks
             stacked = converted.by_layer(params, buffers)
-            leaves, updated = converted._run_rolled(train, inputs, *stacked, None)
+            leaves, updated = converted._run_rolled(mode, rolled, inputs, *stacked, None)
             return leaves, converted.by_name({**stacked[1], **updated})
         names = converted.layout.leaf_of()
         return leaves, {**buffers, **{names[name].name: value for name, value in changed.items()}}

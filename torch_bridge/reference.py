@@ -16,7 +16,7 @@ from torch.utils import _pytree as torch_pytree
 from fzero.errors import ConversionError
 from torch_bridge.convert import Converted
 from torch_bridge.export import export_program
-from torch_bridge.interpret import Graph, Instruction, module_path, source_line
+from torch_bridge.interpret import Instruction, module_path, source_line
 from torch_bridge.watch import untouched
 
 
@@ -81,16 +81,7 @@ def without_dropout(converted: Converted) -> Converted:
     Raises:
         ConversionError: it draws random numbers in another way, which cannot be turned off here.
     """
-    modes = {
-        train: replace(mode, graph=_silent_graph(mode.graph))
-        for train, mode in converted._modes.items()
-    }
-    rolled = {train: graph.map_steps(_silent) for train, graph in converted._rolled.items()}
-    return replace(converted, _modes=modes, _rolled=rolled)
-
-
-def _silent_graph(graph: Graph) -> Graph:
-    return replace(graph, instructions=tuple(map(_silent, graph.instructions)), num_draws=0)
+    return replace(converted, _graphs=converted._graphs.map_steps(_silent))
 
 
 def _silent(step: Instruction) -> Instruction:
@@ -237,7 +228,7 @@ def _node_values(
         else:
             values.append(named[str(spec.target)])
     operators = {n.name: str(n.target) for n in program.graph.nodes if n.op == "call_function"}
-    for step in converted._modes[train].graph.instructions:
+    for step in converted._graphs.call(train, args, kwargs).mode.graph.instructions:
         if operators.get(step.name) != step.operator:
             raise ConversionError(
                 f"the module does not trace to the graph that it was converted to ({step.operator} "

@@ -137,6 +137,11 @@ class Rolled:
     updates: Mapping[str, Any]
     sizes: Mapping[str, Any]
 
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The blocks of its loops, in order."""
+        return tuple(part.run for part in self.parts if isinstance(part, Loop))
+
     def known_sizes(self, free: Mapping[Any, int]) -> dict[str, Any]:
         """Every size that a step reads, from the free ones."""
         return {name: _number(size, free) for name, size in self.sizes.items()}

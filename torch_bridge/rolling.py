@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from fzero.errors import ConversionError
 
 from .blocks import MIN_LAYERS, Blocks, Unrolled, find_runs
 from .layout import Layout
 from .mode import Mode
 from .rolled import NotAChain, Rolled, roll
-from .stacked import Names, stacked_leaves
+from .stacked import Names, Run, stacked_leaves
 from .trace import trace
 
 
@@ -78,3 +80,42 @@ def roll_blocks(
         blocks = Blocks(tuple(found.run for found in runs), tuple(unrolled))
         return Rolling(graphs, Names(stacked), blocks)
     return Rolling({}, Names(), Blocks(unrolled=tuple(unrolled)))
+
+
+def roll_same(
+    program: torch.export.ExportedProgram,
+    mode: Mode,
+    layout: Layout,
+    min_layers: int,
+    runs: Sequence[Run],
+) -> Rolled:
+    """Make loops of blocks that are rolled already in another graph of the module.
+
+    Args:
+        program: an exported program.
+        mode: what was made of it.
+        layout: the module's leaves.
+        min_layers: the fewest layers that were rolled there.
+        runs: what was rolled there.
+
+    Raises:
+        ConversionError: these blocks are not equal, or no chain, here.
+    """
+    traced = trace(program, mode, layout)
+    found, unrolled = find_runs({True: traced}, layout, min_layers)
+    same = [one for one in found if one.run in runs]
+    lost = [run.name for run in runs if run not in [one.run for one in same]]
+    if lost:
+        raise ConversionError(
+            f"the blocks of {lost} are equal for other sizes, but not here"
+            f" ({'; '.join(f'{one.path}: {one.reason}' for one in unrolled)});"
+            " convert with roll=False, or with an example of these sizes"
+        )
+    try:
+        return roll(
+            traced,
+            [(one.run, one.layers[True]) for one in same],
+            stacked_leaves(layout, [one.run for one in same]),
+        )
+    except NotAChain as problem:
+        raise ConversionError(f"{problem.run.name}: {problem}") from problem

@@ -13,6 +13,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from fzero.errors import ConversionError
 
 
+class SizeError(ConversionError):
+    """A graph was not made for these sizes; another trace of the module may be."""
+
+
 Dim = Any  # an int, or a sympy expression of the sizes that are free
 
 
@@ -44,7 +48,8 @@ class ShapeRules:
             What the free sizes are.
 
         Raises:
-            ConversionError: says which dim of which argument, and what to do.
+            SizeError: says which dim of which argument, and what to do.
+            ConversionError: an argument has another number of dims.
         """
         values: dict[sympy.Symbol, int] = {}
         later: list[tuple[str, int, sympy.Expr, int]] = []
@@ -57,13 +62,13 @@ class ShapeRules:
             for dim, (want, size) in enumerate(zip(expected, got, strict=True)):
                 if isinstance(want, sympy.Symbol):
                     if values.setdefault(want, size) != size:
-                        raise ConversionError(_tied(path, dim, values[want], size))
+                        raise SizeError(_tied(path, dim, values[want], size))
                 else:
                     later.append((path, dim, want, size))
         for path, dim, want, size in later:
             number = want if isinstance(want, int) else int(want.subs(values))
             if number != size:
-                raise ConversionError(_fixed(path, dim, number, size))
+                raise SizeError(_fixed(path, dim, number, size))
         self._check_conditions(values)
         return values
 
@@ -72,17 +77,16 @@ class ShapeRules:
             low, high = self.ranges.get(symbol, (0, None))
             if size < low or (high is not None and size > high):
                 limit = f"from {low}" + (f" to {high}" if high is not None else " up")
-                raise ConversionError(
+                raise SizeError(
                     f"{self._describe(symbol)} has size {size}, but the module was traced for "
-                    f"sizes {limit}. Convert again with an example of this size."
+                    f"sizes {limit}."
                 )
         for guard in self.guards:
             if guard.free_symbols <= values.keys() and not bool(guard.subs(values)):
                 sizes = ", ".join(f"{self._describe(s)} = {values[s]}" for s in guard.free_symbols)
-                raise ConversionError(
+                raise SizeError(
                     f"the module takes another path through its Python code for these sizes "
-                    f"({sizes}); the graph holds only where {guard}. Convert again with an "
-                    "example of these sizes."
+                    f"({sizes}); the graph holds only where {guard}."
                 )
 
     def _describe(self, symbol: sympy.Symbol) -> str:
@@ -94,10 +98,9 @@ class ShapeRules:
 
 
 def _fixed(path: str, dim: int, want: int, got: int) -> str:
-    note = " (an example of size 1 always fixes that dim)" if want == 1 else ""
     return (
         f"argument `{path}` dim {dim}: expected {want}, got {got}. The module ties this size to "
-        f"its example{note}; convert again with an example of the size you need."
+        "its example."
     )
 
 

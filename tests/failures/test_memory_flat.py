@@ -14,7 +14,6 @@ wrappers, hooks and optimizers keep each other alive. Shown, with a model whose 
 """
 
 import gc
-import os
 import subprocess
 import sys
 import weakref
@@ -29,6 +28,7 @@ import optax
 import pytest
 
 import fzero as fz
+from tests.support.memory import resident_bytes
 
 
 pytestmark = pytest.mark.quick
@@ -46,12 +46,6 @@ def bigram() -> fz.Model:
         return fz.Mean(jnp.sum(jnp.square(rows - 1)), jnp.float32(rows.size)), buffers, {}
 
     return fz.Model(lambda rng: ({"table": jnp.zeros((ROWS, WIDTH))}, {}), loss)
-
-
-def resident_bytes() -> int:
-    """Resident set of this process."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def live_bytes() -> int:

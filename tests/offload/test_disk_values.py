@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from fzero import PlacementError
 from fzero.offload import disk, files, owners
+from tests.support.memory import resident_bytes
 
 
 def there_and_back(arrays: list[jax.Array], path: Path) -> None:
@@ -315,8 +316,7 @@ def test_fifty_cycles_leave_nothing(tmp_path):
 
     def held() -> tuple[int, int, int]:
         gc.collect()
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-        return len(os.listdir("/proc/self/fd")), threading.active_count(), resident
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), resident_bytes()
 
     expected = [bits(array) for array in arrays]
     for _ in range(10):

@@ -71,5 +71,5 @@ def unrolled(converted: tb.Converted) -> tb.Converted:
         params=converted.by_name(converted.params),
         buffers=converted.by_name(converted.buffers),
         names=Names(),
-        _rolled={},
+        _graphs=converted._graphs.unrolled(),
     )

@@ -189,27 +189,6 @@ def test_state_that_does_not_fit_is_refused() -> None:
         plain.apply(plain.params, {}, X.numpy(), extra={"a": 1})
 
 
-class BySize(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if x.shape[0] * x.shape[1] > 10 else x
-
-
-def test_sizes_that_take_another_path_are_refused() -> None:
-    converted = tb.convert(BySize(), X)
-    np.testing.assert_array_equal(
-        converted.apply({}, {}, np.ones((4, 5), np.float32)).output, np.full((4, 5), 2.0)
-    )
-    with pytest.raises(ConversionError, match="another path through its Python code"):
-        converted.apply({}, {}, np.ones((2, 2), np.float32))
-
-
-def test_a_batch_of_one_in_the_example_is_fixed_and_said_so() -> None:
-    converted = tb.convert(nn.Linear(4, 2), X[:1])
-    assert converted.apply(converted.params, {}, X[:1].numpy()).output.shape == (1, 2)
-    with pytest.raises(ConversionError, match="an example of size 1 always fixes that dim"):
-        converted.apply(converted.params, {}, X.numpy())
-
-
 def test_randomness_without_a_key_is_refused() -> None:
     converted = tb.convert(nn.Dropout(0.5), X)
     with pytest.raises(ConversionError, match=r"train forward draws random numbers in 1 place"):

@@ -143,7 +143,11 @@ def test_parity_compares_the_loop(net: Net, rolled: tb.Converted) -> None:
     wrong = dataclasses.replace(loop, scanned={k: v + 0.1 for k, v in loop.scanned.items()})
     parts = (rolled._rolled[True].parts[0], wrong, rolled._rolled[True].parts[2])
     graphs = {**rolled._rolled, True: dataclasses.replace(rolled._rolled[True], parts=parts)}
-    report = tb.parity(net, dataclasses.replace(rolled, _rolled=graphs), X)
+    report = tb.parity(
+        net,
+        dataclasses.replace(rolled, _graphs=dataclasses.replace(rolled._graphs, rolled=graphs)),
+        X,
+    )
     assert not report.agrees
     assert report.output_train > 1e-3 > report.output_eval
 

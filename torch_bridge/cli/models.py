@@ -162,12 +162,9 @@ def load_weights(module: torch.nn.Module, path: Path) -> None:
         ) from error
 
 
-def example_ids(rows: int, seq: int) -> torch.Tensor:
-    """Token ids to convert a model with, for steps in which a device sees `rows` sequences.
-
-    torch.export takes a size of 1 as fixed and any other as free; so it must be 1 where it is 1.
-    """
-    return torch.zeros((min(rows, 2), seq), dtype=torch.int64)
+def example_ids(seq: int) -> torch.Tensor:
+    """Token ids to convert a model with, for any number of sequences."""
+    return torch.zeros((2, seq), dtype=torch.int64)
 
 
 def _load_hf(path: Path) -> LoadedModel:

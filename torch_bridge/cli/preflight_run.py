@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def run(settings: PreflightSettings) -> None:
         _sweep(settings, source, tx, batch, topology)
         return
     plan = settings.plan()
-    model = source.model(_rows(plan, settings.batch, topology))
+    model = source.model
     found = fz.preflight(model, tx, plan, batch, topology)
     measured = None
     if settings.measure:
@@ -97,7 +98,7 @@ def _sweep(
         print(f"{words}: {one.verdict}{peak}", file=sys.stderr, flush=True)
 
     found = sweep(
-        lambda plan: source.model(_rows(plan, settings.batch, topology)),
+        lambda plan: source.model,
         tx,
         settings.plan(),
         parse_choices(settings.sweep),
@@ -111,12 +112,6 @@ def _sweep(
 def _num_devices(plan: fz.Plan, topology: Topology) -> int:
     sizes = plan.sizes(topology.num_devices)
     return plan.pipe * sizes["data"] * sizes["replica"]
-
-
-def _rows(plan: fz.Plan, batch: int, topology: Topology) -> int:
-    """Sequences that a device sees at once."""
-    sizes = plan.sizes(topology.num_devices)
-    return batch // (sizes["data"] * sizes["replica"] * plan.microbatches)
 
 
 def _devices(topology: Topology) -> list[Any]:
@@ -152,7 +147,6 @@ class _Source:
 
     def __init__(self, spec: str, seq: int) -> None:
         self.seq = seq
-        self._converted: dict[int, fz.Model] = {}
         self._own: tuple[fz.Model, Shapes] | None = None
         self._loaded: models.LoadedModel | None = None
         made = models.load_shapes(spec)
@@ -169,14 +163,12 @@ class _Source:
         ids = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
         return {"input_ids": ids, "labels": ids}
 
-    def model(self, rows: int) -> fz.Model:
-        """The model, converted for steps in which a device sees `rows` sequences at once."""
+    @cached_property
+    def model(self) -> fz.Model:
+        """The model, converted if it is one of torch."""
         if self._own is not None:
             return self._own[0]
         assert self._loaded is not None
-        example = models.example_ids(rows, self.seq)
-        if example.shape[0] not in self._converted:
-            with torch.device("meta"):
-                converted = tb.convert(self._loaded.module, example.to("meta"))
-            self._converted[example.shape[0]] = converted.model(models.next_token_loss)
-        return self._converted[example.shape[0]]
+        with torch.device("meta"):
+            converted = tb.convert(self._loaded.module, models.example_ids(self.seq))
+        return converted.model(models.next_token_loss)

@@ -137,7 +137,7 @@ def optimizer(lr: float, num_steps: int) -> optax.GradientTransformation:
 def _prepare(loaded: LoadedModel, text: DataSettings, plan: fz.Plan, rows: int) -> _Job:
     models.check_fit(loaded, text.seq)
     corpus = data.load(text, loaded.tokenizer)
-    converted = tb.convert(loaded.module, models.example_ids(rows, text.seq))
+    converted = tb.convert(loaded.module, models.example_ids(text.seq))
     return _Job(loaded, corpus, rows, converted, converted.model(models.next_token_loss), plan)
 
 

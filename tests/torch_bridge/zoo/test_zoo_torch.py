@@ -50,3 +50,9 @@ def test_an_optimizer_step_agrees(name: str) -> None:
 @every_model
 def test_one_conversion_serves_every_batch_size(name: str) -> None:
     checks.check_batch(result_of(name), ENTRIES[name])
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_batch_of_one(name: str) -> None:
+    checks.check_row(ENTRIES[name])

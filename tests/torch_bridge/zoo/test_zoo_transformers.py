@@ -54,6 +54,12 @@ def test_one_conversion_serves_every_batch_size(name: str) -> None:
     checks.check_batch(result_of(name), ENTRIES[name])
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_batch_of_one(name: str) -> None:
+    checks.check_row(ENTRIES[name])
+
+
 @every_model
 def test_equal_blocks_are_rolled(name: str) -> None:
     """So the other tests compare loops with PyTorch, for the models that have enough layers."""

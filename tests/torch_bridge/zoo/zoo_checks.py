@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from parity import relative_error
-from zoo_entries import Entry, Result
+from zoo_entries import Entry, Result, evaluate
 
 import torch_bridge as tb
 
@@ -71,6 +71,13 @@ def check_batch(result: Result, entry: Entry) -> None:
     """All comparisons ran at another batch size; dims that are tied to the example are listed."""
     fixed = [dim for dim in result.converted.fixed_dims() if dim.endswith(" dim 0")]
     assert fixed == [f"`{name}` dim 0" for name in entry.fixed]
+
+
+def check_row(entry: Entry) -> None:
+    """The same conversion serves one row, in both modes."""
+    result = evaluate(entry, batch=1)
+    for check in (check_forward, check_gradients, check_buffers, check_step):
+        check(result, entry)
 
 
 def _narrow(dtype: Any) -> Any:

@@ -84,14 +84,14 @@ def livelier(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def evaluate(entry: Entry) -> Result:
+def evaluate(entry: Entry, batch: int = TEST_BATCH) -> Result:
     """Convert at one batch size, then run torch and JAX at another, in both modes."""
     torch.manual_seed(3)
     module = livelier(entry.make())
     example = entry.call(EXAMPLE_BATCH)
     converted = tb.convert(module, *example.args, **example.kwargs)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    call = entry.call(TEST_BATCH)
+    call = entry.call(batch)
 
     with torch.no_grad():
         evaluated = numpy_of(leaves_of(module.eval()(*call.args, **call.kwargs)))

@@ -1,0 +1,275 @@
+"""Sizes that the example's graph does not hold for: traced when they come, as PyTorch computes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from parity import check_parity
+from rolled_cases import WIDTH, Block, Net
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import fzero as fz
+import torch_bridge as tb
+from fzero.errors import ConversionError
+from tests.support import memory
+from torch_bridge.again import without_weights
+
+
+X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(5))
+IDS = np.random.default_rng(0).integers(0, 61, (8, 6)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(1)
+    config = GPT2Config(
+        n_layer=3, n_embd=16, n_head=2, vocab_size=61, n_positions=16, bos_token_id=0,
+        eos_token_id=0, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+@pytest.fixture(scope="module")
+def gpt2_rolled(gpt2: GPT2LMHeadModel) -> tb.Converted:
+    converted = tb.convert(gpt2, torch.zeros(2, 8, dtype=torch.long))
+    assert converted.blocks.stacks
+    return converted
+
+
+def times_traced(converted: tb.Converted) -> int:
+    return sum(len(graphs) for graphs in converted._graphs.again._found.values())
+
+
+def sgd_in_torch(module: nn.Module, ids: np.ndarray[Any, Any], rate: float) -> Any:
+    """The loss of a step of SGD on all rows, and the weights after it; the module stays."""
+    tensor = torch.from_numpy(ids).long()
+    module.zero_grad()
+    loss = module.train()(tensor, labels=tensor).loss
+    loss.backward()
+    after = {n: (p - rate * p.grad).detach().clone() for n, p in module.named_parameters()}
+    module.zero_grad()
+    return float(loss.detach()), after
+
+
+# --- a batch of one ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.quick
+def test_one_row_is_torchs_values_and_gradients(
+    gpt2: GPT2LMHeadModel, gpt2_rolled: tb.Converted, train: bool
+) -> None:
+    one = torch.from_numpy(IDS[:1]).long()
+    check_parity(gpt2, one, train=train, converted=gpt2_rolled)
+    traced = times_traced(gpt2_rolled)
+    check_parity(gpt2, one[:, :4], train=train, converted=gpt2_rolled)
+    assert times_traced(gpt2_rolled) == traced  # the length is free in this trace too
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        fz.Plan(zero=3, data=8, min_shard_bytes=0),
+        pytest.param(fz.Plan(zero=1, data=2, pipe=2, microbatches=4), marks=pytest.mark.slow),
+    ],
+    ids=["zero3", "pipeline"],
+)
+def test_a_row_per_device_trains_as_torch_does(
+    gpt2: GPT2LMHeadModel, gpt2_rolled: tb.Converted, plan: fz.Plan
+) -> None:
+    def loss(forward: Any, batch: Any) -> fz.Mean:
+        return tb.causal_lm_loss(forward(batch["ids"]).logits, batch["ids"])
+
+    model, tx = gpt2_rolled.model(loss), optax.sgd(0.5)
+    state, step = fz.init(model, tx, plan, rng=0), fz.train_step(model, tx, plan)
+    state, metrics = step(state, {"ids": IDS})
+    want, weights = sgd_in_torch(gpt2, IDS, 0.5)
+    # Sums over rows are taken in another order than torch takes them.
+    assert abs(float(metrics["loss"]) - want) <= 1e-6 * want
+    after = tb.state_dict(gpt2_rolled, state, plan)
+    for name, value in weights.items():
+        assert float((after[name] - value).abs().max()) <= 1e-6, name
+
+
+@pytest.mark.quick
+def test_parity_follows_the_sizes() -> None:
+    """Also without dropout, which PyTorch and JAX draw differently."""
+    module = nn.Sequential(nn.Linear(WIDTH, 4), nn.Dropout(0.5), nn.Tanh())
+    report = tb.parity(module, tb.convert(module, X), X[:1])
+    assert report.agrees
+    assert report.output_train < 1e-6
+
+
+@pytest.mark.quick
+def test_rolled_blocks_with_statistics_and_constants_of_their_own() -> None:
+    """Batch norm cannot train on one row, as PyTorch says; it can be evaluated."""
+    torch.manual_seed(2)
+    net = Net([Block(k) for k in range(4)], norms=True)
+    converted = tb.convert(net, torch.ones(3, WIDTH))
+    assert converted.blocks.stacks
+    check_parity(net, X[:1], converted=converted)
+    with pytest.raises(ConversionError, match=r"(?s)size 1, but.*from 2.*more than 1 value per ch"):
+        converted.apply(converted.params, converted.buffers, X[:1].numpy(), train=True)
+
+
+class Peeking(Net):
+    """For one row the head reads the first norm's weight, too."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = super().forward(x)
+        return out * self.first.weight if x.shape[0] == 1 else out
+
+
+def test_a_link_of_a_chain_does_not_miss_a_parameter() -> None:
+    converted = tb.convert(Peeking([Block(k) for k in range(3)], norms=True), torch.ones(3, WIDTH))
+
+    def loss(forward: Any, batch: Any) -> jax.Array:
+        return jnp.mean(forward(batch) ** 2)
+
+    def evaluate(**options: Any) -> Any:
+        model = converted.model(loss, **options)
+        return model.loss(*model.init, X[:1].numpy(), jax.random.key(0), False)
+
+    with pytest.raises(ConversionError, match=r"'end' of the chain reads `first\.weight`"):
+        evaluate()
+    assert evaluate(chain=False)[0] > 0
+
+
+def test_a_graph_found_under_a_trace_serves_outside_of_it() -> None:
+    """Nothing of the first caller's trace stays in what is kept; threads share one graph."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(WIDTH, 4), nn.LayerNorm(4), nn.GELU())
+    converted = tb.convert(module, X)
+
+    def run(x: Any) -> Any:
+        return converted.apply(converted.params, {}, x).output
+
+    one = X[:1].numpy()
+    with jax.checking_leaks():
+        jitted = jax.jit(jax.grad(lambda x: jnp.sum(run(x) ** 2)))(one)
+    assert np.isfinite(jitted).all()
+    outputs: list[Any] = []
+    threads = [threading.Thread(target=lambda: outputs.append(run(one))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    want = module.eval()(X[:1]).detach().numpy()
+    assert len(outputs) == 4
+    for out in outputs:
+        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
+    assert times_traced(converted) == 1
+
+
+# --- other sizes ---------------------------------------------------------------------------------
+
+
+class BySize(nn.Module):
+    """Another path through its Python code for few numbers, and for one row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 1:
+            return x * 5
+        return x * 2 if x.shape[0] * x.shape[1] > 10 else x
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (2, 2), (1, 7), (1, 1), (3, 1), (20, 9), (2, 3)])
+def test_every_size_takes_its_own_path(shape: tuple[int, int]) -> None:
+    x = np.random.default_rng(3).normal(size=shape).astype(np.float32)
+    converted = tb.convert(BySize(), X)
+    for train in (False, True):
+        out = converted.apply({}, {}, x, train=train).output
+        np.testing.assert_array_equal(out, BySize()(torch.from_numpy(x)).numpy())
+
+
+def test_an_example_of_one_row_serves_any() -> None:
+    module = nn.Linear(WIDTH, 2)
+    converted = tb.convert(module, X[:1])
+    for rows in (1, 6, 4):
+        check_parity(module, X[:rows], converted=converted)
+    assert times_traced(converted) == 1  # 6 rows; 4 are the same graph
+    assert "`input` dim 0" in converted.fixed_dims()
+
+
+def test_what_torch_refuses_is_refused_with_its_words() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 2))
+    converted = tb.convert(module, X)
+    with pytest.raises(ConversionError, match=r"(?s)dim 1: expected \d+, got 5.*failed.*in 0 at:"):
+        converted.apply(converted.params, {}, np.ones((3, 5), np.float32))
+    with pytest.raises(ConversionError, match="expected 2 dims as in the example"):
+        converted.apply(converted.params, {}, np.ones((3, 5, WIDTH), np.float32))
+
+
+# --- the copy ------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2, bias=False)
+        self.factor = 3.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.factor
+
+
+def test_a_module_that_changed_since_is_not_asked() -> None:
+    module = Scaled()
+    converted = tb.convert(module, X)
+    want = module(X[:1]).detach().numpy()
+    module.factor = 100.0
+    module.linear = nn.Linear(WIDTH, 7)
+    out = converted.apply(converted.params, {}, X[:1].numpy()).output
+    np.testing.assert_allclose(out, want, rtol=1e-6)
+
+
+def test_the_copy_takes_no_memory() -> None:
+    """256 MiB of weights, tied under two names."""
+    module = nn.ModuleList([nn.Linear(8192, 8192, bias=False) for _ in range(2)])
+    module[1].weight = module[0].weight
+    before = memory.resident_bytes()
+    copied = without_weights(module)
+    assert memory.resident_bytes() - before < 8 * 2**20
+    assert copied[0].weight is copied[1].weight
+    assert copied[0].weight.shape == (8192, 8192)
+    assert copied[0].weight is not module[0].weight
+
+
+class Locked(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_a_module_that_cannot_be_copied_is_converted_and_says_so_later() -> None:
+    converted = tb.convert(Locked(), X)
+    assert converted.apply(converted.params, {}, X.numpy()).output.shape == (6, 2)
+    with pytest.raises(ConversionError, match=r"(?s)size 1.*no copy of the Locked.*lock"):
+        converted.apply(converted.params, {}, X[:1].numpy())
+
+
+class Closure(nn.Module):
+    """Computes with a module that a plain function holds: a copy would read the old weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear = nn.Linear(WIDTH, 2)
+        self.compute = lambda x: linear(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.compute(x)
+        return out
+
+
+def test_weights_behind_a_function_are_not_taken_for_constants() -> None:
+    converted = tb.convert(Closure(), X)
+    with pytest.raises(ConversionError, match=r"(?s)size 1.*other parameters.*linear\.weight"):
+        converted.apply(converted.params, {}, X[:1].numpy())

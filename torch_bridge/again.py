@@ -1,0 +1,266 @@
+"""Sizes that a graph was not made for: the module is traced once more when they first come.
+
+torch.export takes a size of 1 as fixed and any other as at least 2, and a module may take another
+path through its Python code for some sizes. A batch of one row per device is ordinary, though: so
+a conversion keeps the module, without its weights, and traces it for what its graph refuses.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as torch_pytree
+
+from fzero.errors import ConversionError
+
+from .export import export_program
+from .interpret import Instruction, missing_operators, refuse_data_dependent, refuse_missing
+from .layout import Layout
+from .mode import Mode, build_mode
+from .rolled import Rolled
+from .rolling import roll_same
+from .shapes import SizeError
+from .stacked import Run
+
+
+class Call(NamedTuple):
+    """What runs for one call's sizes.
+
+    Attributes:
+        mode: the graph.
+        rolled: the same with its equal blocks rolled; None where none are.
+        inputs: the call's arrays, by placeholder.
+    """
+
+    mode: Mode
+    rolled: Rolled | None
+    inputs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """The graphs of a module: those of its example, and others for sizes that they refuse.
+
+    Attributes:
+        modes: the example's graphs.
+        rolled: the same, rolled; empty where nothing is.
+        again: traces the module for other sizes.
+    """
+
+    modes: Mapping[bool, Mode]
+    rolled: Mapping[bool, Rolled]
+    again: Again
+
+    def call(self, train: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """The graph for a call's sizes, with its inputs bound.
+
+        Raises:
+            ConversionError: other arguments than the example's, or sizes for which neither the
+                example's graph holds nor the module can be traced.
+        """
+        mode, rolled = self.modes[train], self.rolled.get(train)
+        leaves = mode.call.flatten(tuple(args), kwargs)
+        try:
+            return Call(mode, rolled, mode.bind_inputs(leaves))
+        except SizeError as refused:
+            runs = () if rolled is None else rolled.runs
+            mode, rolled = self.again.find(mode, train, leaves, runs, refused)
+            return Call(mode, rolled, mode.bind_inputs(leaves))
+
+    def map_steps(self, change: Callable[[Instruction], Instruction]) -> Graphs:
+        """The same graphs with every step changed; they then draw no random numbers."""
+        modes = {train: _changed(mode, change) for train, mode in self.modes.items()}
+        rolled = {train: graph.map_steps(change) for train, graph in self.rolled.items()}
+        return Graphs(modes, rolled, self.again.changed(change))
+
+    def unrolled(self) -> Graphs:
+        """The same graphs, block by block."""
+        return replace(self, rolled={})
+
+
+def _changed(mode: Mode, change: Callable[[Instruction], Instruction]) -> Mode:
+    steps = tuple(map(change, mode.graph.instructions))
+    return replace(mode, graph=replace(mode.graph, instructions=steps, num_draws=0))
+
+
+class Again:
+    """Traces a module for sizes that its first graphs do not accept, once for each kind of sizes.
+
+    Args:
+        module: a module, of which a copy without weights is kept.
+        args: the example's arguments, of which the form is kept.
+        kwargs: its keyword arguments.
+        batch_dim: see `export_program`.
+        layout: the module's leaves.
+        min_layers: see `find_runs`.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        batch_dim: int,
+        layout: Layout,
+        min_layers: int,
+    ) -> None:
+        self.example = torch_pytree.tree_map(_form, (args, dict(kwargs)))
+        self.batch_dim, self.layout, self.min_layers = batch_dim, layout, min_layers
+        self.change: Callable[[Instruction], Instruction] | None = None
+        # Where the module's forward makes tensors that it does not say a device of.
+        self.device = torch.get_default_device()
+        self.module: torch.nn.Module | None = None
+        self.problem = ""
+        try:
+            self.module = without_weights(module)
+        except Exception as error:  # whatever a module's own attributes raise when copied
+            self.problem = (
+                f"no copy of the {type(module).__name__} could be kept when it was converted"
+                f" ({error}). Convert it with an example of these sizes."
+            )
+        self._found: dict[tuple[bool, tuple[Run, ...]], list[tuple[Mode, Rolled | None]]] = {}
+        self._lock = threading.RLock()
+
+    def changed(self, change: Callable[[Instruction], Instruction]) -> Again:
+        """The same, with every step of what it traces changed."""
+        other = copy.copy(self)
+        other.change, other._found = change, {}
+        return other
+
+    def find(
+        self,
+        first: Mode,
+        train: bool,
+        leaves: Sequence[tuple[str, Any]],
+        runs: tuple[Run, ...],
+        refused: SizeError,
+    ) -> tuple[Mode, Rolled | None]:
+        """The graph for a call, traced now if there is none that accepts it.
+
+        Args:
+            first: the example's graph, which refuses the call.
+            train: which mode.
+            leaves: the call's, as `first.call.flatten` gives them.
+            runs: the blocks that have to be rolled.
+            refused: why `first` refuses.
+
+        Raises:
+            ConversionError: the module cannot be traced for these sizes either.
+        """
+        with self._lock:
+            known = self._found.setdefault((train, runs), [])
+            for mode, rolled in known:
+                try:
+                    mode.bind_inputs(list(leaves))
+                except SizeError:
+                    continue
+                return mode, rolled
+            try:
+                traced = self._trace(first, train, leaves, runs)
+            except ConversionError as error:
+                raise ConversionError(
+                    f"{refused}\nTracing the module for these sizes failed: {error}"
+                ) from error
+            known.append(traced)
+            return traced
+
+    def _trace(
+        self, first: Mode, train: bool, leaves: Sequence[tuple[str, Any]], runs: tuple[Run, ...]
+    ) -> tuple[Mode, Rolled | None]:
+        if self.module is None:
+            raise ConversionError(self.problem)
+        args, kwargs = self._like(first, leaves)
+        with self.device:
+            program = export_program(self.module, args, kwargs, train, self.batch_dim)
+        refuse_data_dependent(program)
+        refuse_missing([missing_operators(program)])
+        mode = build_mode(program, self.layout, first.call)
+        for own, other in ((first.params, mode.params), (first.buffers, mode.buffers)):
+            if set(own.values()) != set(other.values()):
+                differ = sorted(set(own.values()) ^ set(other.values()))
+                raise ConversionError(
+                    f"the module reads other parameters or buffers than before: {differ[:10]}"
+                )
+        rolled = roll_same(program, mode, self.layout, self.min_layers, runs) if runs else None
+        if self.change is not None:
+            mode = _changed(mode, self.change)
+            rolled = rolled and rolled.map_steps(self.change)
+        return mode, rolled
+
+    def _like(self, first: Mode, leaves: Sequence[tuple[str, Any]]) -> tuple[Any, dict[str, Any]]:
+        """The example with the sizes of a call."""
+        args, kwargs = self.example
+        example = (args, {name: kwargs[name] for name in first.call.keyword})
+        forms, spec = torch_pytree.tree_flatten(example)
+        made = [
+            form.zeros(value.shape) if isinstance(form, _Form) else form
+            for form, (_, value) in zip(forms, leaves, strict=True)
+        ]
+        found: tuple[Any, dict[str, Any]] = torch_pytree.tree_unflatten(made, spec)
+        return found
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A tensor of the example, but for its sizes and values."""
+
+    dtype: torch.dtype
+    device: torch.device
+    learns: bool
+
+    def zeros(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.zeros(
+            tuple(shape), dtype=self.dtype, device=self.device, requires_grad=self.learns
+        )
+
+
+def _form(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return _Form(leaf.dtype, leaf.device, leaf.requires_grad)
+
+
+def without_weights(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a module whose parameters and buffers have memory that nothing has touched.
+
+    Such memory costs nothing until somebody writes to it; export looks at shapes and strides only.
+
+    Args:
+        module: any module.
+
+    Raises:
+        Exception: what its attributes raise when they are copied.
+
+    Example:
+        >>> copied = without_weights(torch.nn.Linear(3, 2))
+        >>> copied.weight.shape
+        torch.Size([2, 3])
+    """
+    memo: dict[int, Any] = {}
+    for m in module.modules():
+        attributes = list(vars(m).values())
+        # An old weight_norm keeps what it computed as an attribute, which cannot be copied.
+        computed = [t for t in attributes if isinstance(t, torch.Tensor) and not t.is_leaf]
+        for tensor in (*m._parameters.values(), *m._buffers.values(), *computed):
+            if tensor is not None and id(tensor) not in memo:
+                memo[id(tensor)] = _untouched_like(tensor)
+        for value in attributes:
+            if isinstance(value, torch.utils.data.Dataset | torch.utils.data.DataLoader):
+                memo[id(value)] = value  # much memory, and no part of a forward
+    return copy.deepcopy(module, memo)
+
+
+def _untouched_like(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type not in ("cpu", "meta"):
+        raise ValueError(f"its weights are on {tensor.device}; convert it on the CPU")
+    like = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(like, requires_grad=tensor.requires_grad)
+    return like.requires_grad_(tensor.requires_grad)
