@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 import torch_bridge as tb  # noqa: E402
 
 
-SEQ, HEADS, WIDTH, LAYERS, VOCAB, ROWS = 1024, 8, 512, 4, 1280, 2
+SEQ, HEADS, WIDTH, LAYERS, VOCAB = 1024, 8, 512, 4, 1280
 SIZES = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0}
 
 
@@ -52,6 +52,7 @@ class Read:
     found: fz.Preflight
     text: str
     said: list[str]
+    rows: int = 0
 
 
 def compiled(model, plan, batch, topology):
@@ -69,23 +70,24 @@ def compiled(model, plan, batch, topology):
     return Read(found, texts[-1], [str(one.message) for one in said])
 
 
-@pytest.fixture(scope="module", params=[gpt2, llama], ids=["gpt2", "llama"])
+@pytest.fixture(scope="module", params=[(gpt2, 2), (llama, 1)], ids=["gpt2", "llama"])
 def read(request):
-    """A ZeRO-3 step."""
-    converted = tb.convert(request.param(), torch.zeros(2, 16, dtype=torch.long))
+    """A ZeRO-3 step, with one or two rows on each device."""
+    make, rows = request.param
+    converted = tb.convert(make(), torch.zeros(2, 16, dtype=torch.long))
     model = converted.model(
         lambda forward, batch: tb.causal_lm_loss(forward(batch["ids"]).logits, batch["ids"])
     )
     plan = fz.Plan(zero=3, data=8, precision="bf16")
-    batch = {"ids": jax.ShapeDtypeStruct((8 * ROWS, SEQ), np.int32)}
-    return compiled(model, plan, batch, "h200:8")
+    batch = {"ids": jax.ShapeDtypeStruct((8 * rows, SEQ), np.int32)}
+    return dataclasses.replace(compiled(model, plan, batch, "h200:8"), rows=rows)
 
 
 def test_attention_is_fused_or_preflight_says_why_not(read):
     """Without cuDNN's library (`make test-gpu-programs` installs it) nothing can compile it."""
     forward = read.text.count('custom_call_target="__cudnn$fmhaSoftmax"')
     backward = read.text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"')
-    scores = f"[{ROWS},{HEADS},{SEQ},{SEQ}]"
+    scores = f"[{read.rows},{HEADS},{SEQ},{SEQ}]"
     if any("Install cuDNN" in one for one in read.said):
         assert (forward, backward) == (0, 0)
         assert scores in read.text
