@@ -13,6 +13,7 @@ from torch.export.graph_signature import OutputKind
 from fzero.errors import ConversionError
 
 from .lower import find_lowering
+from .lower.features_last import call, in_order, takes_last
 from .lower.symbolic import python_function
 from .masks import MASK, SizeMask, size_masks
 from .refs import Ref, fill
@@ -80,14 +81,15 @@ def evaluate(
         if step.draw is not None:
             kwargs["key"] = jax.random.fold_in(rng, step.draw)
         try:
-            values[step.name] = step.fn(*args, **kwargs)
+            values[step.name] = call(step.fn, args, kwargs)
         except Exception as error:
             error.add_note(f"while evaluating {step.operator} in {step.where}")
             raise
         if observe is not None:
-            observe(step.name, values[step.name])
+            observe(step.name, in_order(values[step.name]))
         for name in step.drop:
             del values[name]
+    values.update({name: in_order(value) for name, value in values.items()})
 
 
 def missing_operators(program: torch.export.ExportedProgram) -> Mapping[str, frozenset[str]]:
@@ -238,6 +240,7 @@ def _keeps_dtype(node: torch.fx.Node) -> bool:
     return bool(source.meta["val"].dtype == node.meta["val"].dtype)
 
 
+@takes_last
 def _pass_through(x: Any, *_: Any, **__: Any) -> Any:
     return x
 

@@ -10,32 +10,38 @@ import jax
 import jax.numpy as jnp
 
 from ..dtypes import accumulation_dtype, cast, jax_dtype
+from .features_last import elementwise
 from .registry import register_operator
 
 
 @register_operator("aten.relu.default")
+@elementwise
 def relu(x: jax.Array) -> jax.Array:
     return jax.nn.relu(x)
 
 
 @register_operator("aten.gelu.default")
+@elementwise
 def gelu(x: jax.Array, approximate: str = "none") -> jax.Array:
     wide = cast(x, accumulation_dtype(x))  # torch computes half precision in float32
     return jax.nn.gelu(wide, approximate=approximate == "tanh").astype(x.dtype)
 
 
 @register_operator("aten.silu.default")
+@elementwise
 def silu(x: jax.Array) -> jax.Array:
     wide = cast(x, accumulation_dtype(x))
     return jax.nn.silu(wide).astype(x.dtype)
 
 
 @register_operator("aten.mish.default")
+@elementwise
 def mish(x: jax.Array) -> jax.Array:
     return jax.nn.mish(x)
 
 
 @register_operator("aten.softplus.default")
+@elementwise
 def softplus(x: jax.Array, beta: Any = 1, threshold: Any = 20) -> jax.Array:
     scaled = x * beta
     # The inner `where` keeps the unused branch finite, so that its gradient is 0 and not NaN.
@@ -44,26 +50,31 @@ def softplus(x: jax.Array, beta: Any = 1, threshold: Any = 20) -> jax.Array:
 
 
 @register_operator("aten.hardswish.default")
+@elementwise
 def hardswish(x: jax.Array) -> jax.Array:
     return x * (jnp.clip(x + 3.0, 0.0, 6.0) / 6.0)
 
 
 @register_operator("aten.hardsigmoid.default")
+@elementwise
 def hardsigmoid(x: jax.Array) -> jax.Array:
     return jnp.clip(x + 3.0, 0.0, 6.0) / 6.0
 
 
 @register_operator("aten.hardtanh.default")
+@elementwise
 def hardtanh(x: jax.Array, min_val: Any = -1, max_val: Any = 1) -> jax.Array:
     return jnp.clip(x, cast(min_val, x.dtype), cast(max_val, x.dtype))
 
 
 @register_operator("aten.leaky_relu.default")
+@elementwise
 def leaky_relu(x: jax.Array, negative_slope: Any = 0.01) -> jax.Array:
     return jnp.where(x > 0, x, x * negative_slope)
 
 
 @register_operator("aten.elu.default")
+@elementwise
 def elu(x: jax.Array, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> jax.Array:
     low = jnp.where(x > 0, jnp.zeros((), x.dtype), x)
     return jnp.where(x > 0, x * scale, jnp.expm1(low * input_scale) * (alpha * scale))

@@ -20,6 +20,7 @@ from ..dtypes import (
     promote_float,
     result_dtype,
 )
+from .features_last import elementwise
 from .registry import register_operator
 
 
@@ -28,12 +29,14 @@ def _scaled(y: Any, alpha: Any) -> Any:
 
 
 @register_operator("aten.add.Tensor", "aten.add.Scalar")
+@elementwise
 def add(x: jax.Array, y: Any, alpha: Any = 1) -> jax.Array:
     a, b = promote(x, y)
     return jnp.add(a, _scaled(b, alpha))
 
 
 @register_operator("aten.sub.Tensor", "aten.sub.Scalar")
+@elementwise
 def sub(x: jax.Array, y: Any, alpha: Any = 1) -> jax.Array:
     a, b = promote(x, y)
     return jnp.subtract(a, _scaled(b, alpha))
@@ -45,6 +48,7 @@ def rsub(x: jax.Array, y: Any, alpha: Any = 1) -> jax.Array:
 
 
 @register_operator("aten.mul.Tensor", "aten.mul.Scalar")
+@elementwise
 def mul(x: jax.Array, y: Any) -> jax.Array:
     a, b = promote(x, y)
     return jnp.multiply(a, b)
@@ -53,6 +57,7 @@ def mul(x: jax.Array, y: Any) -> jax.Array:
 @register_operator(
     "aten.div.Tensor", "aten.div.Scalar", "aten.div.Tensor_mode", "aten.div.Scalar_mode"
 )
+@elementwise
 def div(x: jax.Array, y: Any, rounding_mode: str | None = None) -> jax.Array:
     if rounding_mode is None:
         a, b = promote_float(x, y)
@@ -83,6 +88,7 @@ def fmod(x: jax.Array, y: Any) -> jax.Array:
 
 
 @register_operator("aten.pow.Tensor_Scalar")
+@elementwise
 def pow_scalar(x: jax.Array, exponent: Any) -> jax.Array:
     dtype = result_dtype(x, exponent)
     base = cast(x, dtype)
@@ -118,11 +124,13 @@ def lerp(x: jax.Array, end: Any, weight: Any) -> jax.Array:
 
 
 @register_operator("aten.maximum.default", "aten.max.other")
+@elementwise
 def maximum(x: jax.Array, y: Any) -> jax.Array:
     return jnp.maximum(*promote(x, y))
 
 
 @register_operator("aten.minimum.default", "aten.min.other")
+@elementwise
 def minimum(x: jax.Array, y: Any) -> jax.Array:
     return jnp.minimum(*promote(x, y))
 
@@ -138,6 +146,7 @@ def hypot(x: jax.Array, y: Any) -> jax.Array:
 
 
 @register_operator("aten.clamp.default", "aten.clamp.Tensor")
+@elementwise
 def clamp(x: jax.Array, min: Any = None, max: Any = None) -> jax.Array:
     dtype = result_dtype(*(v for v in (x, min, max) if v is not None))
     out = cast(x, dtype)
@@ -152,21 +161,23 @@ def clamp(x: jax.Array, min: Any = None, max: Any = None) -> jax.Array:
 
 
 @register_operator("aten.clamp_min.default", "aten.clamp_min.Tensor")
+@elementwise
 def clamp_min(x: jax.Array, min: Any) -> jax.Array:
     return clamp(x, min=min)
 
 
 @register_operator("aten.clamp_max.default", "aten.clamp_max.Tensor")
+@elementwise
 def clamp_max(x: jax.Array, max: Any) -> jax.Array:
     return clamp(x, max=max)
 
 
 def _unary(name: str, fn: Any) -> None:
-    register_operator(f"aten.{name}.default")(lambda x: fn(x))
+    register_operator(f"aten.{name}.default")(elementwise(lambda x: fn(x)))
 
 
 def _unary_float(name: str, fn: Any) -> None:
-    register_operator(f"aten.{name}.default")(lambda x: fn(promote_float(x)[0]))
+    register_operator(f"aten.{name}.default")(elementwise(lambda x: fn(promote_float(x)[0])))
 
 
 _name: str
@@ -223,7 +234,9 @@ for _name, _fn in {
 
 
 def _compare(name: str, fn: Any) -> None:
-    register_operator(f"aten.{name}.Tensor", f"aten.{name}.Scalar")(lambda x, y: fn(*promote(x, y)))
+    register_operator(f"aten.{name}.Tensor", f"aten.{name}.Scalar")(
+        elementwise(lambda x, y: fn(*promote(x, y)))
+    )
 
 
 for _name, _fn in {
@@ -290,6 +303,7 @@ def cumprod(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
 
 
 @register_operator("aten._to_copy.default", "prims.convert_element_type.default")
+@elementwise
 def to_copy(x: jax.Array, dtype: Any = None, **_: Any) -> jax.Array:
     return jnp.asarray(x) if dtype is None else cast_torch(x, jax_dtype(dtype))
 
@@ -308,11 +322,13 @@ def cast_torch(x: jax.Array, dtype: Any) -> jax.Array:
     "aten.contiguous.default",
     "aten.positive.default",
 )
+@elementwise
 def identity(x: jax.Array, **_: Any) -> Any:
     return x
 
 
 @register_operator("aten.detach.default")
+@elementwise
 def detach(x: jax.Array) -> jax.Array:
     return jax.lax.stop_gradient(x)
 

@@ -1,4 +1,4 @@
-"""Convolution, plain and transposed, in 1 to 3 dimensions, in torch's NCHW / OIHW layout."""
+"""Convolution, plain and transposed, in 1 to 3 dimensions; its output has the features last."""
 
 # mypy: allow-untyped-calls, no-warn-return-any
 # (parts of jax.numpy have no types, or are typed as Any)
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtypes import cast, promote
+from .features_last import Last, takes_last
 from .registry import register_operator
 
 
@@ -18,8 +19,9 @@ _SPATIAL = "DHW"
 
 
 @register_operator("aten.convolution.default")
+@takes_last
 def convolution(
-    x: jax.Array,
+    x: jax.Array | Last,
     weight: Any,
     bias: Any,
     stride: Sequence[int],
@@ -28,13 +30,11 @@ def convolution(
     transposed: bool,
     output_padding: Sequence[int],
     groups: int,
-) -> jax.Array:
+) -> jax.Array | Last:
     """Shapes: x `(N, C, *spatial)`; weight `(O, C / groups, *kernel)`, or `(C, O / g, ..)`."""
-    a, w = promote(x, weight)
-    dims = w.ndim - 2
-    unbatched = a.ndim == dims + 1
-    if unbatched:
-        a = jnp.expand_dims(a, 0)
+    dims = weight.ndim - 2
+    unbatched = not isinstance(x, Last) and x.ndim == dims + 1
+    a, w = promote(_held(x, unbatched), weight)
     stride, padding, dilation = (_each(v, dims) for v in (stride, padding, dilation))
     if transposed:
         out = _transposed(a, w, stride, padding, dilation, _each(output_padding, dims), groups)
@@ -49,23 +49,30 @@ def convolution(
             dimension_numbers=_layout(dims),
         )
     if bias is not None:
-        out = out + jnp.reshape(cast(bias, out.dtype), (1, -1, *(1,) * dims))
-    return jnp.squeeze(out, 0) if unbatched else out
+        out = out + cast(bias, out.dtype)
+    return jnp.moveaxis(jnp.squeeze(out, 0), -1, 0) if unbatched else Last(out)
+
+
+def _held(x: jax.Array | Last, unbatched: bool) -> jax.Array:
+    if isinstance(x, Last):
+        return x.held
+    return jnp.moveaxis(jnp.expand_dims(x, 0) if unbatched else x, 1, -1)
 
 
 def _register_whole(dims: int) -> None:
     """The operators of one number of dims, which decomposing would turn into `convolution`."""
 
     @register_operator(f"aten.conv{dims}d.default", f"aten.conv{dims}d.padding")
+    @takes_last
     def plain(
-        x: jax.Array,
+        x: jax.Array | Last,
         weight: Any,
         bias: Any = None,
         stride: Any = (1,),
         padding: Any = (0,),
         dilation: Any = (1,),
         groups: int = 1,
-    ) -> jax.Array:
+    ) -> jax.Array | Last:
         if isinstance(padding, str):
             return _named_padding(x, weight, bias, stride, padding, dilation, groups)
         return convolution(x, weight, bias, stride, padding, dilation, False, (0,), groups)
@@ -73,8 +80,9 @@ def _register_whole(dims: int) -> None:
     name = f"aten.conv_transpose{dims}d.{'default' if dims == 1 else 'input'}"
 
     @register_operator(name)
+    @takes_last
     def transposed(
-        x: jax.Array,
+        x: jax.Array | Last,
         weight: Any,
         bias: Any = None,
         stride: Any = (1,),
@@ -82,21 +90,26 @@ def _register_whole(dims: int) -> None:
         output_padding: Any = (0,),
         groups: int = 1,
         dilation: Any = (1,),
-    ) -> jax.Array:
+    ) -> jax.Array | Last:
         return convolution(x, weight, bias, stride, padding, dilation, True, output_padding, groups)
 
 
 def _named_padding(
-    x: jax.Array, weight: Any, bias: Any, stride: Any, name: str, dilation: Any, groups: int
-) -> jax.Array:
+    x: jax.Array | Last, weight: Any, bias: Any, stride: Any, name: str, dilation: Any, groups: int
+) -> jax.Array | Last:
     """Padding "valid", or "same": where it is odd, torch puts the larger half behind."""
     dims = weight.ndim - 2
     totals = [
         d * (k - 1) if name == "same" else 0
         for k, d in zip(weight.shape[2:], _each(dilation, dims), strict=True)
     ]
-    widths = [(0, 0, 0)] * (x.ndim - dims) + [(t // 2, t - t // 2, 0) for t in totals]
-    padded = jax.lax.pad(x, jnp.zeros((), x.dtype), widths)
+    spatial = [(t // 2, t - t // 2, 0) for t in totals]
+    if isinstance(x, Last):
+        widths = [(0, 0, 0), *spatial, (0, 0, 0)]
+        padded: Any = Last(jax.lax.pad(x.held, jnp.zeros((), x.held.dtype), widths))
+    else:
+        widths = [(0, 0, 0)] * (x.ndim - dims) + spatial
+        padded = jax.lax.pad(x, jnp.zeros((), x.dtype), widths)
     return convolution(padded, weight, bias, stride, (0,), dilation, False, (0,), groups)
 
 
@@ -106,7 +119,7 @@ def _each(values: Sequence[int], dims: int) -> tuple[int, ...]:
 
 def _layout(dims: int) -> tuple[str, str, str]:
     spatial = _SPATIAL[3 - dims :]
-    return "NC" + spatial, "OI" + spatial, "NC" + spatial
+    return f"N{spatial}C", f"OI{spatial}", f"N{spatial}C"
 
 
 def _transposed(

@@ -4,6 +4,7 @@
 # (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtypes import accumulation_dtype, cast
+from .features_last import Last, features, like, takes_last
 from .registry import register_operator
 
 
@@ -22,10 +24,20 @@ def _affine(x: jax.Array, weight: Any, bias: Any, shape: Sequence[int] | None = 
     return x
 
 
-def _moments(x: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _moments(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Mean and biased variance, in two passes: one pass loses digits where mean >> deviation."""
-    mean = jnp.mean(x, axis=tuple(axes), keepdims=True)
-    return mean, jnp.mean(jnp.square(x - mean), axis=tuple(axes), keepdims=True)
+    mean = jnp.mean(x, axis=axes, keepdims=True)
+    return mean, jnp.mean(jnp.square(x - mean), axis=axes, keepdims=True)
+
+
+@_moments.defjvp
+def _(axes: tuple[int, ...], primals: Any, tangents: Any) -> Any:
+    """A change of the mean leaves the variance alone: automatically its zero would be summed."""
+    (x,), (dx,) = primals, tangents
+    mean, var = _moments(x, axes)
+    change = jnp.mean((x - mean) * dx, axis=axes, keepdims=True)
+    return (mean, var), (jnp.mean(dx, axis=axes, keepdims=True), 2.0 * change)
 
 
 @register_operator("aten.layer_norm.default")
@@ -38,7 +50,7 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> jax.Array:
     wide = cast(x, accumulation_dtype(x))
-    mean, var = _moments(wide, range(x.ndim - len(normalized_shape), x.ndim))
+    mean, var = _moments(wide, tuple(range(x.ndim - len(normalized_shape), x.ndim)))
     out = (wide - mean) * jax.lax.rsqrt(var + eps)
     return _affine(out, weight, bias).astype(x.dtype)
 
@@ -48,7 +60,7 @@ def native_layer_norm(
     x: jax.Array, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     wide = cast(x, accumulation_dtype(x))
-    mean, var = _moments(wide, range(x.ndim - len(normalized_shape), x.ndim))
+    mean, var = _moments(wide, tuple(range(x.ndim - len(normalized_shape), x.ndim)))
     return (
         layer_norm(x, normalized_shape, weight, bias, eps),
         mean,
@@ -100,10 +112,12 @@ def native_group_norm(
 
 
 def _batch_norm_apply(
-    x: jax.Array, mean: jax.Array, var: jax.Array, weight: Any, bias: Any, eps: float
-) -> jax.Array:
-    shape = (1, -1, *(1,) * (x.ndim - 2))
-    wide = cast(x, accumulation_dtype(x))
+    x: jax.Array | Last, mean: jax.Array, var: jax.Array, weight: Any, bias: Any, eps: float
+) -> Any:
+    array, axis = features(x)
+    shape = [1] * array.ndim
+    shape[axis] = -1
+    wide = cast(array, accumulation_dtype(array))
     # One product and one sum per element, as torch has it: the rest is per channel.
     scale = jax.lax.rsqrt(cast(var, wide.dtype) + eps)
     if weight is not None:
@@ -111,20 +125,23 @@ def _batch_norm_apply(
     shift = -cast(mean, wide.dtype) * scale
     if bias is not None:
         shift = shift + cast(bias, wide.dtype)
-    return (wide * jnp.reshape(scale, shape) + jnp.reshape(shift, shape)).astype(x.dtype)
+    out = wide * jnp.reshape(scale, shape) + jnp.reshape(shift, shape)
+    return like(x, out.astype(array.dtype))
 
 
-def _batch_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    axes = (0, *range(2, x.ndim))
-    mean, var = _moments(cast(x, accumulation_dtype(x)), axes)
+def _batch_moments(x: jax.Array | Last) -> tuple[jax.Array, jax.Array]:
+    array, axis = features(x)
+    axes = tuple(own for own in range(array.ndim) if own != axis)
+    mean, var = _moments(cast(array, accumulation_dtype(array)), axes)
     return jnp.reshape(mean, (-1,)), jnp.reshape(var, (-1,))
 
 
 @register_operator(
     "aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit.default"
 )
+@takes_last
 def batch_norm_functional(
-    x: jax.Array,
+    x: jax.Array | Last,
     weight: Any,
     bias: Any,
     running_mean: Any,
@@ -139,7 +156,8 @@ def batch_norm_functional(
         return out, None, None, running_mean, running_var
     mean, var = _batch_moments(x)
     out = _batch_norm_apply(x, mean, var, weight, bias, eps)
-    count = x.size // x.shape[1]
+    array, axis = features(x)
+    count = array.size // array.shape[axis]
     # Normalised with the biased variance, but remembered unbiased.
     unbiased = var * (count / max(count - 1, 1))
     old_mean, old_var = cast(running_mean, mean.dtype), cast(running_var, var.dtype)
@@ -155,8 +173,9 @@ def batch_norm_functional(
 
 
 @register_operator("aten._native_batch_norm_legit_no_training.default")
+@takes_last
 def batch_norm_no_training(
-    x: jax.Array,
+    x: jax.Array | Last,
     weight: Any,
     bias: Any,
     running_mean: Any,
@@ -168,8 +187,9 @@ def batch_norm_no_training(
 
 
 @register_operator("aten.batch_norm.default")
+@takes_last
 def batch_norm(
-    x: jax.Array,
+    x: jax.Array | Last,
     weight: Any,
     bias: Any,
     running_mean: Any,
@@ -178,15 +198,16 @@ def batch_norm(
     momentum: float,
     eps: float,
     cudnn_enabled: bool = True,
-) -> jax.Array:
+) -> Any:
     """Of a graph in eval mode; in train mode the operator is decomposed to show what it writes."""
     assert not training
     return _batch_norm_apply(x, running_mean, running_var, weight, bias, eps)
 
 
 @register_operator("aten._native_batch_norm_legit.no_stats")
+@takes_last
 def batch_norm_no_stats(
-    x: jax.Array, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+    x: jax.Array | Last, weight: Any, bias: Any, training: bool, momentum: float, eps: float
 ) -> tuple[Any, ...]:
     mean, var = _batch_moments(x)
     out = _batch_norm_apply(x, mean, var, weight, bias, eps)

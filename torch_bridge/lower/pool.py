@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..dtypes import accumulation_dtype, cast
+from .features_last import Last, features, like, takes_last
 from .registry import register_operator
 
 
@@ -28,7 +29,10 @@ def _out_length(n: int, k: int, s: int, p: int, d: int, ceil_mode: bool) -> int:
 
 
 class _Windows:
-    """The windows of one pooling call, as `lax.reduce_window` wants them."""
+    """The windows of one pooling call, as `lax.reduce_window` wants them.
+
+    `x` is its input, or an input with its features last.
+    """
 
     def __init__(
         self,
@@ -44,7 +48,10 @@ class _Windows:
         self.stride = _each(stride, dims) if stride not in (None, [], ()) else self.kernel
         self.padding = _each(padding, dims)
         self.dilation = _each(dilation, dims)
-        spatial = x.shape[x.ndim - dims :]
+        self.lead = x.held.ndim - dims - 1 if isinstance(x, Last) else x.ndim - dims
+        self.tail = int(isinstance(x, Last))
+        shape = x.held.shape if isinstance(x, Last) else x.shape
+        spatial = shape[self.lead : self.lead + dims]
         self.edges: list[tuple[int, int]] = []
         for n, k, s, p, d in zip(
             spatial, self.kernel, self.stride, self.padding, self.dilation, strict=True
@@ -52,52 +59,57 @@ class _Windows:
             length = _out_length(n, k, s, p, d, ceil_mode)
             reach = (length - 1) * s + d * (k - 1) + 1
             self.edges.append((p, max(reach - n - p, 0)))
-        self.lead = x.ndim - dims
 
     def reduce(self, x: jax.Array, initial: Any, fn: Any) -> jax.Array:
-        ones = (1,) * self.lead
+        before, after = (1,) * self.lead, (1,) * self.tail
         return jax.lax.reduce_window(
             x,
             np.asarray(initial, x.dtype),
             fn,
-            (*ones, *self.kernel),
-            (*ones, *self.stride),
-            [(0, 0)] * self.lead + self.edges,
-            window_dilation=(*ones, *self.dilation),
+            (*before, *self.kernel, *after),
+            (*before, *self.stride, *after),
+            [(0, 0)] * self.lead + self.edges + [(0, 0)] * self.tail,
+            window_dilation=(*before, *self.dilation, *after),
         )
 
 
 def _max_pool(
-    x: jax.Array,
+    x: jax.Array | Last,
     dims: int,
     kernel: Any,
     stride: Any = None,
     padding: Any = 0,
     dilation: Any = 1,
     ceil_mode: bool = False,
-) -> jax.Array:
+) -> Any:
     windows = _Windows(x, dims, kernel, stride, padding, dilation, ceil_mode)
     if any(d > 1 for d in windows.dilation):
         # lax.reduce_window has no gradient with dilated windows.
+        if isinstance(x, Last):
+            return _max_pool(x.in_order(), dims, kernel, stride, padding, dilation, ceil_mode)
         sliced = _window_slices(x, windows, -np.inf)
         best = jnp.argmax(sliced, axis=-1, keepdims=True)
         return jnp.squeeze(jnp.take_along_axis(sliced, best, axis=-1), -1)
-    lowest = -np.inf if jnp.issubdtype(x.dtype, jnp.floating) else np.iinfo(x.dtype).min
-    return windows.reduce(x, lowest, jax.lax.max)
+    array, _ = features(x)
+    lowest = -np.inf if jnp.issubdtype(array.dtype, jnp.floating) else np.iinfo(array.dtype).min
+    return like(x, windows.reduce(array, lowest, jax.lax.max))
 
 
 @register_operator("aten.max_pool1d.default")
-def max_pool1d(x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+@takes_last
+def max_pool1d(x: jax.Array | Last, *args: Any, **kwargs: Any) -> Any:
     return _max_pool(x, 1, *args, **kwargs)
 
 
 @register_operator("aten.max_pool2d.default")
-def max_pool2d(x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+@takes_last
+def max_pool2d(x: jax.Array | Last, *args: Any, **kwargs: Any) -> Any:
     return _max_pool(x, 2, *args, **kwargs)
 
 
 @register_operator("aten.max_pool3d.default")
-def max_pool3d(x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+@takes_last
+def max_pool3d(x: jax.Array | Last, *args: Any, **kwargs: Any) -> Any:
     return _max_pool(x, 3, *args, **kwargs)
 
 
@@ -141,7 +153,7 @@ def _window_slices(x: jax.Array, windows: _Windows, fill: Any) -> jax.Array:
 
 
 def _avg_pool(
-    x: jax.Array,
+    x: jax.Array | Last,
     dims: int,
     kernel: Any,
     stride: Any = None,
@@ -149,36 +161,41 @@ def _avg_pool(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
-) -> jax.Array:
+) -> Any:
     windows = _Windows(x, dims, kernel, stride, padding, 1, ceil_mode)
-    wide = cast(x, accumulation_dtype(x))
+    array, _ = features(x)
+    wide = cast(array, accumulation_dtype(array))
     total = windows.reduce(wide, 0, jax.lax.add)
     if divisor_override is not None:
-        return (total / divisor_override).astype(x.dtype)
+        return like(x, (total / divisor_override).astype(array.dtype))
     # Counted on the host: padding counts as input or not, the overhang of ceil_mode never does.
     counts = np.ones((), np.float64)
-    for i, n in enumerate(x.shape[windows.lead :]):
+    for i, n in enumerate(array.shape[windows.lead : windows.lead + dims]):
         k, s, p = windows.kernel[i], windows.stride[i], windows.padding[i]
         begin = np.arange(total.shape[windows.lead + i]) * s - p
         end = np.minimum(begin + k, n + p)
         if not count_include_pad:
             begin, end = np.maximum(begin, 0), np.minimum(end, n)
         counts = np.multiply.outer(counts, end - begin)
-    return (total / np.asarray(counts, total.dtype)).astype(x.dtype)
+    counts = counts.reshape(*counts.shape, *(1,) * windows.tail)
+    return like(x, (total / np.asarray(counts, total.dtype)).astype(array.dtype))
 
 
 @register_operator("aten.avg_pool1d.default")
-def avg_pool1d(x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+@takes_last
+def avg_pool1d(x: jax.Array | Last, *args: Any, **kwargs: Any) -> Any:
     return _avg_pool(x, 1, *args, **kwargs)
 
 
 @register_operator("aten.avg_pool2d.default")
-def avg_pool2d(x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+@takes_last
+def avg_pool2d(x: jax.Array | Last, *args: Any, **kwargs: Any) -> Any:
     return _avg_pool(x, 2, *args, **kwargs)
 
 
 @register_operator("aten.avg_pool3d.default")
-def avg_pool3d(x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+@takes_last
+def avg_pool3d(x: jax.Array | Last, *args: Any, **kwargs: Any) -> Any:
     return _avg_pool(x, 3, *args, **kwargs)
 
 
@@ -186,9 +203,9 @@ def _adaptive_bounds(n: int, out: int) -> list[tuple[int, int]]:
     return [(i * n // out, -(-(i + 1) * n // out)) for i in range(out)]
 
 
-def _adaptive_avg(x: jax.Array, sizes: Sequence[int | None]) -> jax.Array:
+def _adaptive_avg(x: jax.Array, sizes: Sequence[int | None], lead: int) -> jax.Array:
+    """`lead` is the first of the axes that are averaged over."""
     wide = cast(x, accumulation_dtype(x))
-    lead = x.ndim - len(sizes)
     for i, size in enumerate(sizes):
         n = x.shape[lead + i]
         if size is None or size == n:
@@ -212,8 +229,11 @@ def _adaptive_avg(x: jax.Array, sizes: Sequence[int | None]) -> jax.Array:
     "aten._adaptive_avg_pool2d.default",
     "aten._adaptive_avg_pool3d.default",
 )
-def adaptive_avg_pool(x: jax.Array, output_size: Sequence[int | None]) -> jax.Array:
-    return _adaptive_avg(x, output_size)
+@takes_last
+def adaptive_avg_pool(x: jax.Array | Last, output_size: Sequence[int | None]) -> Any:
+    if isinstance(x, Last):
+        return Last(_adaptive_avg(x.held, output_size, 1))
+    return _adaptive_avg(x, output_size, x.ndim - len(output_size))
 
 
 def _adaptive_max(x: jax.Array, sizes: Sequence[int | None]) -> tuple[jax.Array, None]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..dtypes import canonical, is_float, jax_dtype
+from .features_last import Last, features, like, takes_last
 from .registry import register_operator
 
 
@@ -32,20 +33,24 @@ def _dropout_draws(x: jax.Array, p: float, train: bool | None = True) -> bool:
 
 
 @register_operator("aten.native_dropout.default", draws=_dropout_draws)
+@takes_last
 def native_dropout(
-    x: jax.Array, p: float, train: bool | None = True, key: Any = None
-) -> tuple[jax.Array, jax.Array]:
+    x: jax.Array | Last, p: float, train: bool | None = True, key: Any = None
+) -> tuple[Any, Any]:
+    array, _ = features(x)
     if train is False or p == 0.0:
-        return x, jnp.ones(x.shape, bool)
+        return x, like(x, jnp.ones(array.shape, bool))
     if p == 1.0:
-        return jnp.zeros_like(x), jnp.zeros(x.shape, bool)
-    keep = dropout_mask(key, p, x.shape)
-    scale = jnp.asarray(1.0 / (1.0 - p), x.dtype)
-    return jnp.where(keep, x * scale, jnp.zeros((), x.dtype)), keep
+        return like(x, jnp.zeros_like(array)), like(x, jnp.zeros(array.shape, bool))
+    keep = dropout_mask(key, p, array.shape)
+    scale = jnp.asarray(1.0 / (1.0 - p), array.dtype)
+    out = jnp.where(keep, array * scale, jnp.zeros((), array.dtype))
+    return like(x, out), like(x, keep)
 
 
 @register_operator("aten.dropout.default", draws=_dropout_draws)
-def dropout(x: jax.Array, p: float, train: bool | None = True, key: Any = None) -> jax.Array:
+@takes_last
+def dropout(x: jax.Array | Last, p: float, train: bool | None = True, key: Any = None) -> Any:
     return native_dropout(x, p, train, key)[0]
 
 

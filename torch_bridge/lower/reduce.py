@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtypes import accumulation_dtype, canonical, cast, is_complex, is_float, jax_dtype
+from .features_last import Last, takes_last
 from .registry import register_operator
 
 
@@ -38,7 +39,13 @@ def sum_(x: jax.Array, dim: Dims = None, keepdim: bool = False, dtype: Any = Non
 
 
 @register_operator("aten.mean.default", "aten.mean.dim")
-def mean(x: jax.Array, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
+@takes_last
+def mean(x: jax.Array | Last, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    if isinstance(x, Last):
+        if sorted(axes_of(x.held, dim)) == list(range(2, x.held.ndim)):
+            averaged = mean(x.held, list(range(1, x.held.ndim - 1)), keepdim, dtype)
+            return Last(averaged) if keepdim else averaged
+        x = x.in_order()
     out = x.dtype if dtype is None else jax_dtype(dtype)
     wide = cast(x, accumulation_dtype(cast(x, out)))
     return jnp.mean(wide, axis=axes_of(x, dim), keepdims=keepdim).astype(out)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..dtypes import cast, result_dtype
+from .features_last import Last, in_order, takes_last
 from .registry import register_operator
 
 
@@ -73,7 +74,12 @@ def expand(x: jax.Array, size: Sequence[int], implicit: bool = False) -> jax.Arr
 
 
 @register_operator("aten.cat.default")
-def cat(tensors: Sequence[Any], dim: int = 0) -> jax.Array:
+@takes_last
+def cat(tensors: Sequence[Any], dim: int = 0) -> jax.Array | Last:
+    held = [x.held for x in tensors if isinstance(x, Last)]
+    if len(held) == len(tensors) and dim % held[0].ndim == 1:
+        return Last(cat(held, -1))
+    tensors = in_order(tensors)
     dtype = result_dtype(*tensors)
     # torch skips legacy empty tensors of shape (0,) whatever the other shapes are.
     kept = [x for x in tensors if x.shape != (0,)] or list(tensors)
