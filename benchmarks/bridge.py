@@ -8,9 +8,9 @@
 Conversion is mostly torch.export's own time, and is given apart.
 
 `--speed` runs forward and train step (loss, gradients, AdamW, running statistics) of transformers'
-GPT-2, Llama and ResNet: converted, written by hand in JAX (`bridge_by_hand.py`), in eager torch,
-and with `torch.compile` where it works. All take turns in one process and start from the same
-weights; a ratio is the converted one's median by the other's.
+GPT-2, Llama and ResNet (on 8 and on 32 images): converted, written by hand in JAX
+(`bridge_by_hand.py`), in eager torch, and with `torch.compile` where it works. All take turns in
+one process and start from the same weights; a ratio is the converted one's median by the other's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import sys
@@ -68,10 +69,11 @@ def depths(args: argparse.Namespace) -> tuple[dict[str, Any], common.Grid]:
     for depth in args.depths:
         rows.append({"layers": depth, **tiny_gpt2(depth)})
         print(rows[-1], file=sys.stderr, flush=True)
+    names = [name for name in rows[0] if name != "layers"]
     grid = common.Grid(
         "GPT-2 of width 32, CPU seconds: conversion; tracing and compilation of loss and gradients",
-        ("layers", *(name.replace("_", " ") for name in rows[0] if name != "layers")),
-        [tuple(f"{v:.2f}" if k != "layers" else str(v) for k, v in row.items()) for row in rows],
+        ("layers", *(name.replace("_", " ") for name in names)),
+        [(str(row["layers"]), *(f"{row[name]:.2f}" for name in names)) for row in rows],
     )
     return {"before": before, "rows": rows, "after": common.provenance()}, grid
 
@@ -185,13 +187,13 @@ def llama() -> Case:
     return _language(transformers.LlamaForCausalLM(config), "llama", 4, 128)
 
 
-def resnet() -> Case:
+def resnet(num_images: int = 8) -> Case:
     config = transformers.ResNetConfig(
         embedding_size=32, hidden_sizes=[32, 64, 128], depths=[2, 2, 2], layer_type="basic",
         num_labels=10,
     )  # fmt: skip
     module = transformers.ResNetForImageClassification(config)
-    images, labels = torch.randn(8, 3, 64, 64), torch.randint(0, 10, (8,))
+    images, labels = torch.randn(num_images, 3, 64, 64), torch.randint(0, 10, (num_images,))
 
     def loss(module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(module(batch["images"]).logits, batch["labels"])
@@ -204,7 +206,12 @@ def resnet() -> Case:
     return Case(module, batch, loss, jax_loss, by_hand.resnet_params, by_hand.resnet_loss)
 
 
-MODELS = {"gpt2": gpt2, "llama": llama, "resnet": resnet}
+MODELS = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "resnet-8": resnet,
+    "resnet-32": functools.partial(resnet, 32),
+}
 
 
 def speeds(args: argparse.Namespace) -> tuple[dict[str, Any], common.Grid]:
