@@ -43,7 +43,7 @@ def round_to(leaf: jax.Array, dtype: Any) -> jax.Array:
     if jnp.finfo(dtype).bits >= 32:
         return leaf.astype(dtype)
     info = jnp.finfo(dtype)
-    wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+    wide = leaf if jnp.finfo(leaf.dtype).bits >= 32 else leaf.astype(jnp.float32)
     return jax.lax.reduce_precision(wide, info.nexp, info.nmant).astype(dtype)
 
 

@@ -372,3 +372,25 @@ def test_rounding_is_to_nearest_even(kind):
     values[:3] = [0.0, -0.0, 1 + 2.0**-9]
     run = jax.jit(lambda x: precision.round_to(x, DTYPES[kind]).astype(jnp.float32) * 1)
     np.testing.assert_array_equal(run(values), rounded(values, kind).astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_nothing_relies_on_implicit_promotion(kind):
+    """A step under jax's strict promotion is the one without it; optax.adam itself is not."""
+
+    def loss(p, buffers, batch, rng, train):
+        error = (batch["x"] @ p["w"]).astype(jnp.float32)
+        return fz.Mean(jnp.sum(error**2), jnp.float32(len(error))), buffers, {}
+
+    weights = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
+    model, tx = fz.Model(({"w": weights}, {}), loss), optax.sgd(0.1, momentum=0.9)
+    batch, found = {"x": np.linspace(0, 1, 128, dtype=np.float32).reshape(16, 8)}, []
+    for promotion in ("standard", "strict"):
+        with jax.numpy_dtype_promotion(promotion):
+            state, metrics = fz.train_step(model, tx, plan(kind, 3))(
+                fz.init(model, tx, plan(kind, 3)), batch
+            )
+            found.append((state.params["w"], metrics["loss"]))
+    for standard, strict in zip(*found, strict=True):
+        np.testing.assert_array_equal(standard, strict)
+    assert not np.array_equal(found[0][0], weights)
