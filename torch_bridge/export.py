@@ -26,6 +26,7 @@ from .functions import refuse_functions, watch_functions
 from .in_place import remove_hidden_aliases, replace_fresh_writes
 from .lower import find_lowering
 from .lower.symbolic import python_function
+from .nameless import refuse_nameless
 from .no_grad import inline_no_grad
 from .watch import (
     PythonState,
@@ -146,6 +147,7 @@ def export_program(
     mode = "train" if train else "eval"
     with untouched(module, train), _quiet():
         program = _export_pure(module, (args, dict(kwargs)), mode, batch_dim)
+        refuse_nameless(program, (*module.named_parameters(), *module.named_buffers()))
         inline_no_grad(program)
         remove_hidden_aliases(program.graph_module)
         replace_fresh_writes(program.graph_module)

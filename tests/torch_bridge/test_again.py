@@ -190,6 +190,28 @@ def test_every_size_takes_its_own_path(shape: tuple[int, int]) -> None:
         np.testing.assert_array_equal(out, BySize()(torch.from_numpy(x)).numpy())
 
 
+class Normed(nn.Module):
+    """No batch norm of one row; another bias instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, 4, bias=False), nn.BatchNorm1d(4)
+        self.alone = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y + self.alone if x.shape[0] == 1 else self.norm(y)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_path_may_read_other_weights(train: bool) -> None:
+    torch.manual_seed(0)
+    module = Normed()
+    converted = tb.convert(module, X)
+    for rows in (1, 6):
+        check_parity(module, X[:rows], train=train, converted=converted)
+
+
 def test_an_example_of_one_row_serves_any() -> None:
     module = nn.Linear(WIDTH, 2)
     converted = tb.convert(module, X[:1])
@@ -235,6 +257,8 @@ def test_the_copy_takes_no_memory() -> None:
     """256 MiB of weights, tied under two names."""
     module = nn.ModuleList([nn.Linear(8192, 8192, bias=False) for _ in range(2)])
     module[1].weight = module[0].weight
+    module.optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)  # as GANs keep theirs
+    module.optimizer.state[module[0].weight]["momentum_buffer"] = torch.ones(8192, 8192)
     before = memory.resident_bytes()
     copied = without_weights(module)
     assert memory.resident_bytes() - before < 8 * 2**20
@@ -259,17 +283,19 @@ def test_a_module_that_cannot_be_copied_is_converted_and_says_so_later() -> None
 class Closure(nn.Module):
     """Computes with a module that a plain function holds: a copy would read the old weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, twice: bool) -> None:
         super().__init__()
-        self.linear = linear = nn.Linear(WIDTH, 2)
+        self.twice = twice
+        self.linear = linear = nn.Linear(WIDTH, WIDTH)
         self.compute = lambda x: linear(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.compute(x)
-        return out
+        return self.linear(out) if self.twice else out
 
 
-def test_weights_behind_a_function_are_not_taken_for_constants() -> None:
-    converted = tb.convert(Closure(), X)
-    with pytest.raises(ConversionError, match=r"(?s)size 1.*other parameters.*linear\.weight"):
+@pytest.mark.parametrize("twice", [False, True])
+def test_weights_behind_a_function_are_not_taken_for_constants(twice: bool) -> None:
+    converted = tb.convert(Closure(twice), X)
+    with pytest.raises(ConversionError, match=r"(?s)size 1.*linear\.weight`, but not by this"):
         converted.apply(converted.params, {}, X[:1].numpy())

@@ -55,6 +55,8 @@ OPERATORS: dict[str, Op] = {
     "named_padding": lambda m, y: m.same(y),
     "resized": lambda m, y: F.interpolate(y, scale_factor=2.0),
     "detached": lambda m, y: y.detach() * y,
+    "pooled_features": lambda m, y: F.max_pool3d(y, 2, 1) + F.avg_pool3d(y, 2, 1),
+    "adaptive_features": lambda m, y: F.adaptive_avg_pool3d(y, (2, 3, 4)),
     "alone": lambda m, y: m.again(y[0]) + m.again(y)[0],
 }
 
@@ -108,6 +110,26 @@ class Dims(nn.Module):
 def test_one_and_three_dims() -> None:
     torch.manual_seed(0)
     check_parity(Dims(), torch.randn(3, 2, 9), torch.randn(3, 2, 5, 4, 6), train=True)
+
+
+class OneVolume(nn.Module):
+    """The images of a batch are the features of one volume without a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plane = nn.Conv2d(3, 6, 3)
+        self.volume = nn.Conv3d(4, 2, (2, 1, 1))
+        self.same = nn.Conv3d(4, 2, 2, padding="same")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.plane(x)
+        return self.volume(y) + self.same(y)[:, :5]
+
+
+@pytest.mark.quick
+def test_a_convolution_of_more_dims() -> None:
+    torch.manual_seed(0)
+    check_parity(OneVolume(), X)
 
 
 def resnet() -> nn.Module:

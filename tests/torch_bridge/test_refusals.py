@@ -119,6 +119,56 @@ def test_overlapping_tensors_are_refused() -> None:
         tb.convert(module, X)
 
 
+class Nameless(nn.Module):
+    """Reads its weight or its buffer past their names, or what was made of them before."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(torch.ones(4))
+        self.register_buffer("shift", torch.ones(4))
+        self.listed = [self.weight]
+        self.detached = self.weight.detach()
+        self.computed = self.weight * 2
+        self.kept = {"a": self.shift}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tensors = {
+            "listed": self.listed[0],
+            "detached": self.detached,
+            "computed": self.computed,
+            "buffer": self.kept["a"],
+        }
+        return x * tensors[self.how] + self.weight
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("listed", r"`weight`, but not by this name"),
+        ("detached", r"`weight`, but not by this name"),
+        ("computed", "`computed`"),
+        ("buffer", r"`shift`, but not by this name"),
+    ],
+)
+def test_weights_that_export_would_make_constants_are_refused(how: str, what: str) -> None:
+    with pytest.raises(
+        ConversionError, match=rf"(?s)\(root\) reads {what}.*test_refusals\.py.*list"
+    ):
+        tb.convert(Nameless(how), X)
+
+
+def test_tensors_of_ones_own_are_constants() -> None:
+    """Weights that are hidden from `parameters()`, as teachers are, and plain tensors."""
+    torch.manual_seed(0)
+    module = nn.Linear(4, 4)
+    module.teacher = [nn.Linear(4, 4)]
+    module.table = torch.randn(4)
+    module.forward = lambda x: module.teacher[0](x) * module.table  # type: ignore[method-assign]
+    converted = tb.convert(module, X)
+    out = converted.apply(converted.params, {}, X.numpy()).output
+    np.testing.assert_allclose(out, module(X).detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
 class Options(nn.Module):
     def __init__(self) -> None:
         super().__init__()

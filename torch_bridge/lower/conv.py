@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtypes import cast, promote
-from .features_last import Last, takes_last
+from .features_last import Last, over, takes_last
 from .registry import register_operator
 
 
@@ -33,6 +33,7 @@ def convolution(
 ) -> jax.Array | Last:
     """Shapes: x `(N, C, *spatial)`; weight `(O, C / groups, *kernel)`, or `(C, O / g, ..)`."""
     dims = weight.ndim - 2
+    x = over(x, dims)
     unbatched = not isinstance(x, Last) and x.ndim == dims + 1
     a, w = promote(_held(x, unbatched), weight)
     stride, padding, dilation = (_each(v, dims) for v in (stride, padding, dilation))
@@ -104,6 +105,7 @@ def _named_padding(
         for k, d in zip(weight.shape[2:], _each(dilation, dims), strict=True)
     ]
     spatial = [(t // 2, t - t // 2, 0) for t in totals]
+    x = over(x, dims)
     if isinstance(x, Last):
         widths = [(0, 0, 0), *spatial, (0, 0, 0)]
         padded: Any = Last(jax.lax.pad(x.held, jnp.zeros((), x.held.dtype), widths))

@@ -45,6 +45,15 @@ def like(x: jax.Array | Last, out: jax.Array) -> Any:
     return Last(out) if isinstance(x, Last) else out
 
 
+def over(x: jax.Array | Last, dims: int) -> jax.Array | Last:
+    """A value whose last `dims` dims an operator takes as the spatial ones.
+
+    torch reads `(N, C, L)` as an image without a batch where the operator has two dims: then the
+    value is as torch has it.
+    """
+    return x.in_order() if isinstance(x, Last) and x.held.ndim != dims + 2 else x
+
+
 def in_order(tree: Any) -> Any:
     """Arguments or results with every value as torch has it."""
     if isinstance(tree, Last):

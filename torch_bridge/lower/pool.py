@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..dtypes import accumulation_dtype, cast
-from .features_last import Last, features, like, takes_last
+from .features_last import Last, features, like, over, takes_last
 from .registry import register_operator
 
 
@@ -82,6 +82,7 @@ def _max_pool(
     dilation: Any = 1,
     ceil_mode: bool = False,
 ) -> Any:
+    x = over(x, dims)
     windows = _Windows(x, dims, kernel, stride, padding, dilation, ceil_mode)
     if any(d > 1 for d in windows.dilation):
         # lax.reduce_window has no gradient with dilated windows.
@@ -162,6 +163,7 @@ def _avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
+    x = over(x, dims)
     windows = _Windows(x, dims, kernel, stride, padding, 1, ceil_mode)
     array, _ = features(x)
     wide = cast(array, accumulation_dtype(array))
@@ -231,6 +233,7 @@ def _adaptive_avg(x: jax.Array, sizes: Sequence[int | None], lead: int) -> jax.A
 )
 @takes_last
 def adaptive_avg_pool(x: jax.Array | Last, output_size: Sequence[int | None]) -> Any:
+    x = over(x, len(output_size))
     if isinstance(x, Last):
         return Last(_adaptive_avg(x.held, output_size, 1))
     return _adaptive_avg(x, output_size, x.ndim - len(output_size))
