@@ -158,7 +158,7 @@ class Again:
             for mode, rolled in known:
                 try:
                     mode.bind_inputs(list(leaves))
-                except SizeError:
+                except ConversionError:
                     continue
                 return mode, rolled
             try:
