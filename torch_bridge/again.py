@@ -7,8 +7,10 @@ a conversion keeps the module, without its weights, and traces it for what its g
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -232,6 +234,8 @@ def without_weights(module: torch.nn.Module) -> torch.nn.Module:
         module: any module.
 
     Raises:
+        ValueError: an attribute is a function that holds the module, so that it would not be one
+            of the copy; or its weights are on another device than the CPU.
         Exception: what its attributes raise when they are copied.
 
     Example:
@@ -247,12 +251,25 @@ def without_weights(module: torch.nn.Module) -> torch.nn.Module:
         for tensor in (*m._parameters.values(), *m._buffers.values(), *computed):
             if tensor is not None and id(tensor) not in memo:
                 memo[id(tensor)] = _untouched_like(tensor)
-        for value in attributes:
+        for name, value in vars(m).items():
+            if _holds_module(value):
+                raise ValueError(f"its `{name}` is a function that holds the module it was made in")
             if isinstance(value, torch.utils.data.Dataset | torch.utils.data.DataLoader):
                 memo[id(value)] = value  # much memory, and no part of a forward
             if isinstance(value, torch.optim.Optimizer):
                 memo[id(value)] = None  # so are moments; and it would keep the weights alive
     return copy.deepcopy(module, memo)
+
+
+def _holds_module(value: Any) -> bool:
+    """Whether a function would go on to read what it was made with when it is copied."""
+    cells = value.__closure__ or () if isinstance(value, types.FunctionType) else ()
+    for cell in cells:
+        with contextlib.suppress(ValueError):  # a cell that is empty yet
+            held = cell.cell_contents
+            if isinstance(getattr(held, "__self__", held), torch.nn.Module):
+                return True
+    return False
 
 
 def _untouched_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -302,6 +302,7 @@ def convert(
         ['bias', 'weight']
     """
     min_layers = fewest_layers(roll)
+    _refuse_untraceable(module)
     layout = read_layout(module)
     params, buffers = read_values(module, layout)
     args, kwargs = torch_pytree.tree_map(_example_leaf, (example_args, example_kwargs))
@@ -344,6 +345,19 @@ def _converted(
         names,
         graphs,
     )
+
+
+def _refuse_untraceable(module: torch.nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ConversionError(
+            f"a scripted {module.original_name} has no Python that torch.export could trace;"
+            " convert the module that was scripted"
+        )
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        raise ConversionError(
+            "tb.convert within torch.autocast: torch.export would leave it out. Convert outside of"
+            " it, with fz.Plan(precision=...) for the precision; or enter it in the forward"
+        )
 
 
 def _refuse_fixed(converted: Converted, batch_dim: int) -> None:

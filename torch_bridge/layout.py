@@ -68,9 +68,15 @@ def read_layout(module: torch.nn.Module) -> Layout:
 
     Raises:
         ConversionError: two tensors overlap in memory without being the same, a float64 tensor
-            while x64 is off, or a state_dict entry that is not a tensor.
+            while x64 is off, a parameter without a shape yet, or a state_dict entry that is not a
+            tensor.
     """
     named = _named_tensors(module)
+    for name, tensor in named.items():
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ConversionError(
+                f"`{name}` has no shape yet: run one batch through the module, then convert it"
+            )
     state = module.state_dict(keep_vars=True)
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):

@@ -74,6 +74,7 @@ def test_one_row_is_torchs_values_and_gradients(
     assert times_traced(gpt2_rolled) == traced  # the length is free in this trace too
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "plan",
     [
@@ -287,10 +288,10 @@ class Closure(nn.Module):
         super().__init__()
         self.twice = twice
         self.linear = linear = nn.Linear(WIDTH, WIDTH)
-        self.compute = lambda x: linear(x)
+        self.functions = [lambda x: linear(x)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.compute(x)
+        out: torch.Tensor = self.functions[0](x)
         return self.linear(out) if self.twice else out
 
 
@@ -298,4 +299,20 @@ class Closure(nn.Module):
 def test_weights_behind_a_function_are_not_taken_for_constants(twice: bool) -> None:
     converted = tb.convert(Closure(twice), X)
     with pytest.raises(ConversionError, match=r"(?s)size 1.*linear\.weight`, but not by this"):
+        converted.apply(converted.params, {}, X[:1].numpy())
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_function_that_holds_the_module_is_found(patched: bool) -> None:
+    """Its later changes would be seen by one row only."""
+    module = Scaled()
+    if patched:
+        forward = module.forward
+        module.forward = lambda x: forward(x) * 2  # type: ignore[method-assign]
+    else:
+        module.compute = lambda x: x * module.factor
+    converted = tb.convert(module, X)
+    assert converted.apply(converted.params, {}, X.numpy()).output.shape == (6, 2)
+    name = "forward" if patched else "compute"
+    with pytest.raises(ConversionError, match=rf"(?s)no copy.*`{name}` is a function that holds"):
         converted.apply(converted.params, {}, X[:1].numpy())

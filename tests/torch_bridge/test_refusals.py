@@ -251,3 +251,31 @@ def test_randomness_without_a_key_is_refused() -> None:
 def test_batch_norm_without_momentum_is_refused() -> None:
     with pytest.raises(ConversionError, match="give it a momentum"):
         tb.convert(nn.BatchNorm1d(4, momentum=None), X)
+
+
+def test_modules_that_are_not_ready_are_refused() -> None:
+    with pytest.raises(ConversionError, match="`weight` has no shape yet: run one batch"):
+        tb.convert(nn.LazyLinear(2), X)
+    scripted = torch.jit.script(nn.Linear(4, 2))
+    with pytest.raises(ConversionError, match="a scripted Linear has no Python"):
+        tb.convert(scripted, X)
+
+
+class Autocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.linear(x)
+
+
+def test_autocast_counts_within_a_forward_only() -> None:
+    converted = tb.convert(Autocast(), X)
+    assert converted.apply(converted.params, {}, X.numpy()).output.dtype == jnp.bfloat16
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ConversionError, match=r"within torch\.autocast: .*Convert outside of it"),
+    ):
+        tb.convert(nn.Linear(4, 2), X)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -62,6 +63,46 @@ def test_bfloat16_is_as_exact_as_torchs(name: str) -> None:
         scale = np.abs(_wide(t)).max() + 1e-6
         ours, theirs = (np.abs(_wide(x) - _wide(t)).max() / scale for x in (g, w))
         assert ours <= 2.0 * theirs + 2**-8, (ours, theirs)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", LOW)
+def test_bfloat16_gradients_are_as_exact_as_torchs(name: str) -> None:
+    """In train mode. Roundings differ, and a gradient adds up many: compared as a whole."""
+    entry: Entry = ENTRIES[name]
+    torch.manual_seed(3)
+    exact = livelier(entry.make()).train()
+    low = copy.deepcopy(exact).bfloat16()
+    call = entry.call(3)
+    args = [_cast(a, torch.bfloat16) for a in call.args]
+    kwargs = {k: _cast(a, torch.bfloat16) for k, a in call.kwargs.items()}
+    converted = tb.convert(low, *args, **kwargs)
+
+    def loss(params: Any) -> Any:
+        out = converted.apply(params, converted.buffers, *args, train=True, **kwargs).output
+        return sum(jnp.sum(jnp.sin(x.astype(np.float32))) for x in leaves_of(out) if _floats(x))
+
+    ours = jax.jit(jax.grad(loss), compiler_options=quick.OPTIONS)(converted.params)
+    ours = converted.by_name(ours)
+    grads = []
+    for module, a, k in ((low, args, kwargs), (exact, call.args, call.kwargs)):
+        leaves = [x for x in leaves_of(module(*a, **k)) if x.is_floating_point()]
+        torch.stack([x.float().sin().sum() for x in leaves]).sum().backward()
+        grads.append({n: p.grad for n, p in module.named_parameters() if p.grad is not None})
+    theirs, truth = grads
+    assert truth
+    size = sum(float(np.sum(_wide(t) ** 2)) for t in truth.values())
+    gap = {
+        who: (sum(float(np.sum((_wide(g[n]) - _wide(t)) ** 2)) for n, t in truth.items()) / size)
+        ** 0.5
+        for who, g in (("ours", ours), ("torch's", theirs))
+    }
+    assert all(ours[n].dtype == jnp.bfloat16 for n in truth)
+    assert gap["ours"] <= 1.5 * gap["torch's"] + 2**-8, gap
+
+
+def _floats(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
 @pytest.mark.slow

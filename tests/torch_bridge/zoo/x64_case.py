@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,11 @@ import torch_bridge as tb
 
 ENTRIES = TORCH | TRANSFORMERS
 NAMES = ("mlp", "cnn_batch_norm", "recurrent", "spectra", "ordering", "gpt2")
+
+
+class State(NamedTuple):
+    params: Any
+    buffers: Any
 
 
 def main() -> None:
@@ -44,6 +51,9 @@ def main() -> None:
                 w.dtype,
             )
             np.testing.assert_allclose(g, w.detach().numpy(), rtol=1e-10, atol=1e-11, err_msg=name)
+        evaluated = jax.jit(lambda p, c=converted, a=args, k=call: leaves_of(
+            c.apply(p, c.buffers, *numpy_of(a), **numpy_of(k.kwargs)).output
+        ))(converted.params)  # fmt: skip
         floats = [w for w in want if w.is_floating_point()]
         torch.stack([w.sin().sum() for w in floats]).sum().backward()
         for key, parameter in module.named_parameters():
@@ -51,6 +61,10 @@ def main() -> None:
             np.testing.assert_allclose(
                 gradients[key], reference.detach().numpy(), rtol=1e-8, atol=1e-10, err_msg=name
             )
+        # Converted before the batch above moved the running statistics.
+        module.load_state_dict(tb.state_dict(converted, State(converted.params, converted.buffers)))
+        for g, w in zip(evaluated, leaves_of(module.eval()(*args, **call.kwargs)), strict=True):
+            np.testing.assert_allclose(g, w.detach().numpy(), rtol=1e-10, atol=1e-11, err_msg=name)
         print(name)
     print("done")
 
