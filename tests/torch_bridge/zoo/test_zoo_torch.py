@@ -13,7 +13,10 @@ from tests.support.sample import some
 
 
 # What others cover in part, or transformers do.
-EXTENDED = ("transformer_encoder", "products", "spectra", "weight_and_spectral_norm")
+EXTENDED = (
+    "transformer_encoder", "products", "spectra", "weight_and_spectral_norm",
+    "multihead_attention", "norms",
+)  # fmt: skip
 every_model = pytest.mark.parametrize("name", some(ENTRIES, *EXTENDED))
 
 
