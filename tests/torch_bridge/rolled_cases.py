@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import torch_bridge as tb
 from torch_bridge.stacked import Names
@@ -58,6 +59,15 @@ class Net(nn.Module):
             seen.append(block(seen[-1], shared))
         out = self.head(self.last(seen[-1]))
         return (out, seen) if self.hidden else out
+
+
+def tiny_gpt2(layers: int, dropout: float) -> GPT2LMHeadModel:
+    torch.manual_seed(1)
+    config = GPT2Config(
+        n_layer=layers, n_embd=16, n_head=2, vocab_size=61, n_positions=16, bos_token_id=0,
+        eos_token_id=0, embd_pdrop=dropout, resid_pdrop=dropout, attn_pdrop=dropout,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
 
 
 def convert(net: nn.Module, **options: Any) -> tb.Converted:

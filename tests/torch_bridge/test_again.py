@@ -12,9 +12,9 @@ import optax
 import pytest
 import torch
 from parity import check_parity
-from rolled_cases import WIDTH, Block, Net
+from rolled_cases import WIDTH, Block, Net, tiny_gpt2
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 import fzero as fz
 import torch_bridge as tb
@@ -29,12 +29,7 @@ IDS = np.random.default_rng(0).integers(0, 61, (8, 6)).astype(np.int32)
 
 @pytest.fixture(scope="module")
 def gpt2() -> GPT2LMHeadModel:
-    torch.manual_seed(1)
-    config = GPT2Config(
-        n_layer=3, n_embd=16, n_head=2, vocab_size=61, n_positions=16, bos_token_id=0,
-        eos_token_id=0, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    return tiny_gpt2(layers=3, dropout=0.0)
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-
 import jax
 import numpy as np
 import optax
@@ -341,16 +338,12 @@ def test_hooks_may_be_ignored_and_the_loss_chosen(line):
     )  # fmt: skip
 
 
-PACKAGES = [p for p in ("lightning", "pytorch_lightning") if importlib.util.find_spec(p)]
+def test_with_lightning_itself():
+    from pytorch_lightning import LightningModule  # two seconds: only here
 
-
-@pytest.mark.skipif(not PACKAGES, reason="Lightning is not installed")
-@pytest.mark.parametrize("package", PACKAGES)
-def test_with_lightning_itself(package):
-    base = importlib.import_module(package).LightningModule
     steps = {name: member for name, member in vars(Classifier).items() if "__" not in name}
     own = {"__init__": init_of_net, "logger": "one of its own"}
-    kind = type("Real", (base,), {**steps, **own})
+    kind = type("Real", (LightningModule,), {**steps, **own})
     found, _ = fit(tb.from_lightning(make_module(kind), EXAMPLE), tiny.plan(zero=3, data=1))
     module = make_module()
     expected = by_torch(module, make_adamw(module))

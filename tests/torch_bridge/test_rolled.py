@@ -14,9 +14,9 @@ import optax
 import pytest
 import torch
 from parity import check_parity, relative_error
-from rolled_cases import WIDTH, Block, Net, convert, unrolled
+from rolled_cases import WIDTH, Block, Net, convert, tiny_gpt2, unrolled
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 import fzero as fz
 import torch_bridge as tb
@@ -40,12 +40,7 @@ def rolled(net: Net) -> tb.Converted:
 
 @pytest.fixture(scope="module")
 def gpt2() -> GPT2LMHeadModel:
-    torch.manual_seed(1)
-    config = GPT2Config(
-        n_layer=4, n_embd=16, n_head=2, vocab_size=61, n_positions=16, bos_token_id=0,
-        eos_token_id=0, embd_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.1,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    return tiny_gpt2(layers=4, dropout=0.1)
 
 
 @pytest.fixture(scope="module")

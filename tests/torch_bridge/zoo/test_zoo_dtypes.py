@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from parity import leaves_of
-from zoo_entries import Entry, livelier
+from zoo_entries import Call, Entry, livelier
 from zoo_torch import ENTRIES as TORCH
 from zoo_transformers import ENTRIES as TRANSFORMERS
 
@@ -38,18 +38,33 @@ def _wide(leaf: Any) -> Any:
     return np.asarray(wide).astype(np.float64)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("name", LOW)
-def test_bfloat16_is_as_exact_as_torchs(name: str) -> None:
-    """Both round: neither may be further from float32 than about the other is."""
+class Low(NamedTuple):
+    """A model in float32 and in bfloat16, what each is called with, and the latter converted."""
+
+    exact: torch.nn.Module
+    call: Call
+    low: torch.nn.Module
+    args: list[Any]
+    kwargs: dict[str, Any]
+    converted: tb.Converted
+
+
+def _in_bfloat16(name: str, train: bool) -> Low:
     entry: Entry = ENTRIES[name]
     torch.manual_seed(3)
-    exact = livelier(entry.make()).eval()
+    exact = livelier(entry.make()).train(train)
     low = copy.deepcopy(exact).bfloat16()
     call = entry.call(3)
     args = [_cast(a, torch.bfloat16) for a in call.args]
     kwargs = {k: _cast(a, torch.bfloat16) for k, a in call.kwargs.items()}
-    converted = tb.convert(low, *args, **kwargs)
+    return Low(exact, call, low, args, kwargs, tb.convert(low, *args, **kwargs))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", LOW)
+def test_bfloat16_is_as_exact_as_torchs(name: str) -> None:
+    """Both round: neither may be further from float32 than about the other is."""
+    exact, call, low, args, kwargs, converted = _in_bfloat16(name, train=False)
     run = jax.jit(
         lambda p, b: leaves_of(converted.apply(p, b, *args, **kwargs).output),
         compiler_options=quick.OPTIONS,
@@ -69,14 +84,7 @@ def test_bfloat16_is_as_exact_as_torchs(name: str) -> None:
 @pytest.mark.parametrize("name", LOW)
 def test_bfloat16_gradients_are_as_exact_as_torchs(name: str) -> None:
     """In train mode. Roundings differ, and a gradient adds up many: compared as a whole."""
-    entry: Entry = ENTRIES[name]
-    torch.manual_seed(3)
-    exact = livelier(entry.make()).train()
-    low = copy.deepcopy(exact).bfloat16()
-    call = entry.call(3)
-    args = [_cast(a, torch.bfloat16) for a in call.args]
-    kwargs = {k: _cast(a, torch.bfloat16) for k, a in call.kwargs.items()}
-    converted = tb.convert(low, *args, **kwargs)
+    exact, call, low, args, kwargs, converted = _in_bfloat16(name, train=True)
 
     def loss(params: Any) -> Any:
         out = converted.apply(params, converted.buffers, *args, train=True, **kwargs).output
