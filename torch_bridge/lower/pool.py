@@ -48,10 +48,10 @@ class _Windows:
         self.stride = _each(stride, dims) if stride not in (None, [], ()) else self.kernel
         self.padding = _each(padding, dims)
         self.dilation = _each(dilation, dims)
-        self.lead = x.held.ndim - dims - 1 if isinstance(x, Last) else x.ndim - dims
+        array, _ = features(x)
         self.tail = int(isinstance(x, Last))
-        shape = x.held.shape if isinstance(x, Last) else x.shape
-        spatial = shape[self.lead : self.lead + dims]
+        self.lead = array.ndim - dims - self.tail
+        spatial = array.shape[self.lead : self.lead + dims]
         self.edges: list[tuple[int, int]] = []
         for n, k, s, p, d in zip(
             spatial, self.kernel, self.stride, self.padding, self.dilation, strict=True
