@@ -30,7 +30,7 @@ from jax.extend.backend import clear_backends
 from rich.console import Console
 
 import fzero as fz
-from fzero import hlo
+from fzero.preflight import hlo
 
 
 MIB = 2**20

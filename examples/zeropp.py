@@ -21,7 +21,7 @@ from transformers import AutoConfig, GPT2LMHeadModel
 
 import fzero as fz
 import torch_bridge as tb
-from fzero import hlo
+from fzero.preflight import hlo
 
 
 jax.config.update("jax_num_cpu_devices", 8)  # virtual devices, before anything uses jax

@@ -12,7 +12,7 @@ import pytest
 from support import tiny
 
 import fzero as fz
-from fzero import hlo
+from fzero.preflight import hlo
 
 
 pytestmark = pytest.mark.quick

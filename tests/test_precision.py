@@ -12,8 +12,9 @@ import pytest
 from support import tiny
 
 import fzero as fz
-from fzero import hlo, precision
+from fzero import precision
 from fzero.precision import LossScale, initial_loss_scale, next_loss_scale
+from fzero.preflight import hlo
 
 
 pytestmark = pytest.mark.quick

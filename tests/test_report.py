@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import fzero as fz
-from fzero import hlo
+from fzero.preflight import hlo
 
 
 pytestmark = pytest.mark.quick

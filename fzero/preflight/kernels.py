@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fzero.hlo import FREE, KINDS, Matmuls, Module
-from fzero.hlo_text import Computation, Instruction
+from fzero.preflight.hlo.module import FREE, KINDS, Matmuls, Module
+from fzero.preflight.hlo.text import Computation, Instruction
 from fzero.preflight.rates import Rates
 
 

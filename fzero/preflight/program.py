@@ -9,8 +9,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from fzero.hlo import Flops, Module, matmul_flops
 from fzero.preflight.gathered import Gathered, gathered
+from fzero.preflight.hlo.module import Flops, Module, matmul_flops
 from fzero.preflight.kernels import Kernels, Work
 from fzero.preflight.links import CollectiveUse, Links, uses
 from fzero.preflight.rates import Rates

@@ -12,8 +12,8 @@ from support import tiny
 from support.sample import some
 
 import fzero as fz
-from fzero import hlo
 from fzero.pipeline import slots
+from fzero.preflight import hlo
 
 
 pytestmark = pytest.mark.quick

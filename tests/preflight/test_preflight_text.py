@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from fzero.hlo import Module
 from fzero.preflight.gathered import gathered
+from fzero.preflight.hlo import Module
 from fzero.preflight.kernels import Kernels
 from fzero.preflight.links import Links, traffic, uses
 from fzero.preflight.rates import Rates

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import fzero as fz
-from fzero import hlo
+from fzero.preflight import hlo
 from tests.support.gpt import GPT2, Size, abstract_batch, gpt, num_params
 
 
@@ -120,7 +120,8 @@ def test_a_model_that_is_no_chain_gathers_at_use_one_ahead_and_reduces_one_behin
     """Read from the program that XLA is given.
 
     Its GPU backend keeps to it: 16 weights of 2048 x 2048 on 8 H200 need temporary memory for 4
-    (2 of them the gradients' shards), where gathering up front needs 16 (benchmarks/overlap.py).
+    (2 of them the gradients' shards), where gathering up front needs 16 (by its
+    temporaries).
     """
     text, forward = events(lowered_chain()), "G" + "GM" * 7 + "M"
     assert text.startswith(forward)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import fzero as fz
-from fzero import hlo
+from fzero.preflight import hlo
 from fzero.tree import named_leaves
 from tests.support import tiny
 from tests.support.zeropp import BLOCK, image

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import fzero as fz
-from fzero import hlo
 from fzero.blueprint import blueprint, secondary_size
+from fzero.preflight import hlo
 from fzero.preflight.html import page
 from fzero.zero.partition import layout_leaves
 from tests.support import tiny

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fzero.hlo_text import (
+from fzero.preflight.hlo.text import (
     Array,
     Computation,
     Groups,

@@ -1,8 +1,8 @@
 """The text of a compiled XLA module as computations, instructions and the calls between them.
 
 Only what counting needs: shapes, operands, attributes, who runs whom and how often, and the groups
-of devices. `fzero.hlo` is the public side. jax 0.10 and 0.11 print the same grammar on CPU and GPU;
-a scheduled module is printed in schedule order.
+of devices. `fzero.preflight.hlo` is the public side. jax 0.10 and 0.11 print the same grammar
+on CPU and GPU; a scheduled module is printed in schedule order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`fzero.hlo` against compiled programs, and texts, whose communication and FLOPs are known."""
+"""`fzero.preflight.hlo` against programs and texts whose communication and FLOPs are known."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from fzero import hlo
-from fzero.hlo_text import Array, replica_groups
+from fzero.preflight import hlo
+from fzero.preflight.hlo.text import Array, replica_groups
 
 
 P = PartitionSpec
 AXES = {"pipe": 2, "data": 4}
-DATA = Path(__file__).parent / "data" / "hlo"
+DATA = Path(__file__).parents[1] / "data" / "hlo"
 needs_8_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (virtual) devices")
 
 # One device holds x of 64 rows by 32 columns: the sizes below follow from it.
