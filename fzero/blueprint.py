@@ -24,7 +24,6 @@ from fzero.plan import DATA, PIPE, REPLICA, Plan
 from fzero.precision import compute_dtype, initial_loss_scale
 from fzero.tree import PyTree, is_floating, named_leaves
 from fzero.zero.collectives import Group
-from fzero.zero.owed import error_shapes
 from fzero.zero.partition import (
     Home,
     Split,
@@ -154,7 +153,6 @@ class Blueprint:
             "buffers": self._buffers(),
             "rng": self.replicated(jax.eval_shape(lambda: jax.random.key(0))),
             "loss_scale": jax.tree.map(self.replicated, scale),
-            "error": error_shapes(self.params, plan, self.mesh),
         }
 
     def _buffers(self) -> PyTree:

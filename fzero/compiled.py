@@ -158,7 +158,7 @@ class TrainStep(CompiledStep):
         self.donate = donate
         self.apply = apply
         # An accumulation leaves the rest alone, wherever it is.
-        self._reads += ("loss_scale", "grads", "error")
+        self._reads += ("loss_scale", "grads")
         self._reads += ("params", "compute", "opt_state") if apply else ()
         self.update = Update(blue, self.rules().fence)
         self._program = self._jit(self._step, donate_argnums=(0,) if donate else ())
@@ -210,27 +210,23 @@ class TrainStep(CompiledStep):
 
         stages = self.blueprint.stages
 
-        def local(
-            kept: PyTree, buffers: PyTree, batch: PyTree, key: Any, scale: Any, error: PyTree
-        ) -> Any:
+        def local(kept: PyTree, buffers: PyTree, batch: PyTree, key: Any, scale: Any) -> Any:
             args = (rules, kept, buffers, batch, key, scale)
             if stages is None:
-                *out, buffers, error = local_gradients(model, *args, error)
+                *out, buffers = local_gradients(model, *args)
             else:
                 *out, buffers = spmd_gradients(stages, *args)
             refuse_reserved(out[2])
-            return *out, {"buffers": buffers, "error": error}
+            return *out, {"buffers": buffers}
 
         whole, rows = PartitionSpec(), PartitionSpec(AXES)
         buffers = self._buffer_specs()
         run = self._shard_map(
             local,
-            in_specs=(self.kept_specs(), buffers, rows, whole, whole, rows),
-            out_specs=(
-                self._specs(lambda s: s.spec), whole, whole, {"buffers": buffers, "error": rows}
-            ),
-        )  # fmt: skip
-        return run(self.kept(fields), fields["buffers"], batch, key, scale, fields["error"])
+            in_specs=(self.kept_specs(), buffers, rows, whole, whole),
+            out_specs=(self._specs(lambda s: s.spec), whole, whole, {"buffers": buffers}),
+        )
+        return run(self.kept(fields), fields["buffers"], batch, key, scale)
 
 
 class EvalStep(CompiledStep):
@@ -255,8 +251,8 @@ class EvalStep(CompiledStep):
         )
 
     def _require_fits(self, state: TrainState) -> None:
-        # Any optimizer (or none), any accumulation, any error: evaluation reads none of them.
-        bare = state.replace(opt_state=(), grads=None, error=self.blueprint.shapes()["error"])
+        # Any optimizer (or none) and any accumulation: evaluation reads neither.
+        bare = state.replace(opt_state=(), grads=None)
         require_fits(bare, self.blueprint, self.name, self._reads)
 
     def _parts(self, state: TrainState) -> tuple[PyTree, PyTree, jax.Array]:

@@ -214,17 +214,16 @@ class StreamedTrainStep(DividedTrainStep):
         kept: PyTree,
         buffers: PyTree,
         loss_scale: Any,
-        error: PyTree,
         key: jax.Array,
         batch: PyTree,
     ) -> Any:
         self._traced()
         name = "compute" if self.plan.keeps_compute_copy else "params"
-        fields = {name: kept, "buffers": buffers, "loss_scale": loss_scale, "error": error}
+        fields = {name: kept, "buffers": buffers, "loss_scale": loss_scale}
         return self._gradients(fields, batch, key)
 
     def _summed(self, fields: Values, batch: PyTree, key: jax.Array) -> Any:
-        read = (fields[name] for name in ("buffers", "loss_scale", "error"))
+        read = (fields[name] for name in ("buffers", "loss_scale"))
         return self._program(self.kept(fields), *read, key, batch)
 
 
@@ -253,7 +252,7 @@ class PipelineTrainStep(DividedTrainStep):
     def _summed(self, fields: Values, batch: PyTree, key: jax.Array) -> Any:
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
         *out, buffers = self.executor.train(self.kept(fields), fields["buffers"], batch, key, scale)
-        return *out, {"buffers": buffers, "error": None}
+        return *out, {"buffers": buffers}
 
 
 class PipelineEvalStep(EvalStep):

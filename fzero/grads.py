@@ -32,8 +32,7 @@ def local_gradients(
     batch: PyTree,
     rng: jax.Array,
     scale: jax.Array | None,
-    error: PyTree = None,
-) -> tuple[PyTree, Mean, dict[str, Mean], PyTree, PyTree]:
+) -> tuple[PyTree, Mean, dict[str, Mean], PyTree]:
     """Gradients of the loss's total over this step's rows.
 
     Args:
@@ -44,12 +43,11 @@ def local_gradients(
         batch: this device's rows.
         rng: the step's key.
         scale: loss scale, or `None`.
-        error: where reductions send 8-bit blocks, what this device owes from earlier ones.
 
     Returns:
-        `(sums, loss, metrics, buffers, error)`: shards of summed gradients (in the compute
-        dtype after one microbatch, float32 after several), loss and metrics summed over all
-        devices, new buffers, what this device owes now.
+        `(sums, loss, metrics, buffers)`: shards of summed gradients (in the compute dtype after
+        one microbatch, float32 after several or with `reduce_dtype="fp32"`), loss and metrics
+        summed over all devices, new buffers.
     """
     plan, group = rules.plan, rules.group
     batch = cast_batch(plan, batch)
@@ -80,18 +78,10 @@ def local_gradients(
     else:
         (sums, mean, metrics), new = _accumulated(one, rules, kept, buffers, batch)
     if not rules.reduce:
-        sums, error = _reduced(dataclasses.replace(rules, reduce=True), sums, error)
+        rules = dataclasses.replace(rules, reduce=True)
+        sums = rules.finish(map_splits(rules.scatter, rules.layout, sums))
     mean, metrics = all_reduce_tree((mean, metrics), group)
-    return sums, mean, metrics, agreed_buffers(new, group), error
-
-
-def _reduced(rules: Rules, sums: PyTree, error: PyTree) -> tuple[PyTree, PyTree]:
-    """Shards of whole local sums, reduced at last, and what this device owes then."""
-    if error is None:
-        return rules.finish(map_splits(rules.scatter, rules.layout, sums)), None
-    both = map_splits(rules.scatter_int8, rules.layout, sums, error)
-    sums, error = (map_splits(lambda _, x, i=i: x[i], rules.layout, both) for i in (0, 1))
-    return rules.finish(sums), error
+    return sums, mean, metrics, agreed_buffers(new, group)
 
 
 # Summed gradients, loss and metrics.

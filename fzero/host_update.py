@@ -79,7 +79,7 @@ class HostUpdate:
         return self._up(new), self._on_device(metrics)
 
     def _run(self, opt_state: PyTree, rest: Values, kept: Values) -> tuple[Values, Metrics]:
-        fields = {**rest, "opt_state": opt_state, "compute": None, "error": None}
+        fields = {**rest, "opt_state": opt_state, "compute": None}
         new, metrics = self._update.run(
             fields, kept["step"], kept["sums"], kept["mean"], kept["own"], kept["changed"], True
         )

@@ -14,13 +14,13 @@ import optax
 from fzero.errors import PlacementError
 from fzero.model import Model
 from fzero.offload.tiers import DEVICE, DISK, HOST, TIERS, on_device, tier_of
-from fzero.plan import AXES, DATA, Plan
+from fzero.plan import DATA, Plan
 from fzero.report import LeafPlan, describe, table
 from fzero.state import TrainState, require_alive
 from fzero.tree import leaf_bytes, named_leaves
 
 
-CLASSES = ("params", "compute", "opt_state", "buffers", "grads", "error")
+CLASSES = ("params", "compute", "opt_state", "buffers", "grads")
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,6 @@ def _of_plan(leaf: LeafPlan, plan: Plan, per_rank: int) -> LeafPlacement:
     ranks = leaf.ranks or range(plan.pipe)
     devices = tuple(rank * per_rank + i for rank in ranks for i in range(per_rank))
     spec = "whole" if leaf.dim is None else ", ".join(["-"] * leaf.dim + [DATA])
-    spec = str(AXES) if leaf.state_class == "error" else spec  # a row for each device
     groups = per_rank // (plan.replica if leaf.dim is not None else per_rank)
     copies = groups * len(ranks) if leaf.tier == DISK else len(devices)
     size = leaf.bytes_per_device

@@ -34,7 +34,7 @@ BACKENDS = ("mpmd", "spmd")
 TIERS = ("device", "host", "disk")
 PARKED = ("opt_state", "master", "params")
 GATHER_DTYPES = ("int8",)
-REDUCE_DTYPES = ("int8",)
+REDUCE_DTYPES = ("fp32",)
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,9 @@ class Plan:
         reduce: when gradients are reduced. `microbatch`: after each one, so that only shards are
             accumulated, and all four stages add in the same order. `step`: once a step, from whole
             local sums; stages 0 and 1 only.
-        reduce_dtype: what reductions over the data axis send with reduce="step": `None`, sums as
-            they are; `int8`, blocks of 256 as 8-bit integers with one float32 scale each, which is
-            1.016 bytes an element. What that loses of a device's sums is kept in the state, as
-            bfloat16, and added before its next reduction (error feedback): 2 bytes per parameter
-            on every device. Leaves kept whole are reduced exactly. Over the replica axis shards
-            are added exactly.
+        reduce_dtype: in what gradients are sent and added over devices: `None`, as the backward
+            pass gives them (the compute dtype; float32 after several microbatches with
+            reduce="step"); `fp32`, always in float32.
         gather: when stages 1 and 2 gather updated parameters. `eager`: at the end of the step, all
             at once. `lazy`: layer by layer in the next step's first forward pass, as stage 3 does,
             which hides it; they stay whole until that step's last backward pass, so that no more
@@ -114,9 +111,7 @@ class Plan:
         True
 
     Source: ZeRO, arXiv:1910.02054, sections 5 and 7 (stages, communication volume); ZeRO++,
-        arXiv:2306.10209, section 3 (gather_dtype: qwZ; secondary: hpZ; reduce_dtype: qgZ's
-        quantised all-to-all). Error feedback: Seide et al., 1-bit SGD, Interspeech 2014, and
-        Karimireddy et al., arXiv:1901.09847.
+        arXiv:2306.10209, section 3 (gather_dtype: qwZ; secondary: hpZ).
     """
 
     zero: int = 3
@@ -239,20 +234,12 @@ class Plan:
     def _check_reduce_dtype(self) -> None:
         if self.reduce_dtype is None:
             return
+        if self.reduce_dtype == "int8":
+            raise PlanError(
+                "plan: reduce_dtype='int8' is no more (fzero 0.1 had it): use gather_dtype='int8'"
+                " with zero=3 to send fewer bytes, or reduce='step' to reduce once a step"
+            )
         _expect_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
-        if self.zero >= 2 or self.reduce != "step":
-            raise PlanError(
-                f"plan: reduce_dtype={self.reduce_dtype!r} with zero={self.zero} and"
-                f" reduce={self.reduce!r}: error feedback keeps on every device what was lost of"
-                " its whole local gradient, which stages 2 and 3 promise never to hold; use"
-                " reduce='step' with zero=0 or 1, or leave it out"
-            )
-        if self.update_on == "host":
-            raise PlanError(
-                f"plan: reduce_dtype={self.reduce_dtype!r} with update_on='host': the error of a"
-                " step that is skipped is put back by the update, which then has to be on the"
-                " device; use update_on='device', or leave reduce_dtype out"
-            )
 
     def _check_tiers(self) -> None:
         tiers = {name: tier for name, tier, _ in _tiers(self.tiers)}

@@ -24,7 +24,6 @@ from fzero.pipeline.homes import Stages, cut_into_stages, stage_tree
 from fzero.plan import DATA, REPLICA, Plan
 from fzero.precision import compute_dtype
 from fzero.tree import PyTree, leaf_bytes, named_leaves
-from fzero.zero.owed import DTYPE, error_bytes, error_shape
 from fzero.zero.partition import (
     Home,
     Split,
@@ -121,8 +120,7 @@ class Description:
         ranks = ("ranks",) if cut else ()
         rows = [("leaf", "shape", "dtype", *ranks, "kept", "bytes/device", "why")]
         for leaf in self.leaves:
-            parts = self.num_data * (self.num_replica if leaf.state_class == "error" else 1)
-            kept = "whole" if leaf.dim is None else f"dim {leaf.dim} / {parts}"
+            kept = "whole" if leaf.dim is None else f"dim {leaf.dim} / {self.num_data}"
             kept += "" if leaf.tier == "device" else f", {leaf.tier}"
             name, shape = f"{leaf.state_class}/{leaf.path}", str(list(leaf.shape))
             ranks = (_ranges(leaf.ranks),) if cut else ()
@@ -149,11 +147,11 @@ class Description:
     def _sent_as(self) -> str:
         """What the plan changes about what is sent, in words."""
         lines = ""
-        sent = {"gathers": self.plan.gather_dtype, "reductions": self.plan.reduce_dtype}
-        for what, dtype in sent.items():
-            if dtype is not None:
-                part = encoded_bytes(BLOCK) / BLOCK
-                lines += f"\n{what} over the data axis send {dtype}: {part:.3f} bytes an element"
+        if self.plan.gather_dtype is not None:
+            part = encoded_bytes(BLOCK) / BLOCK
+            lines += f"\ngathers over the data axis send int8: {part:.3f} bytes an element"
+        if self.plan.reduce_dtype is not None:
+            lines += "\nreductions send and add float32: 4 bytes an element"
         if self.secondary_bytes:
             lines += f"\nkept for the backward pass (secondary): {self.secondary_bytes:,} bytes"
         return lines
@@ -206,7 +204,6 @@ def describe(
     layout = split_params(model, shapes, plan, sizes[DATA], homes)
     leaves = _planned(plan, layout, buffers, tx, sizes, stages)
     counted = ["params", "compute", *(["opt_state"] if tx is not None else []), "buffers"]
-    counted += ["error"] if plan.reduce_dtype is not None else []
     known = plan.secondary != "host" or devices is not None
     secondary = secondary_size(plan, sizes[DATA], devices) if known else 0
     gathered, reduced = _communication(plan, layout, sizes, secondary, stages)
@@ -276,16 +273,7 @@ def _planned(
         why = "buffers stay whole" + where
         of_leaf = (shape, str(leaf.dtype), None, 0, why, size, ranks)
         rows.append(LeafPlan("buffers", path, *of_leaf))
-    if plan.reduce_dtype is not None:
-        rows += [_owed(split, parts * sizes[REPLICA]) for split in params if split.dim is not None]
     return tuple(_in_tiers(plan, rows))
-
-
-def _owed(split: Split, devices: int) -> LeafPlan:
-    """What the devices keep that an 8-bit reduction of a leaf has not sent."""
-    shape, why = error_shape(split, devices), "what each device has not sent of its gradient"
-    name = np.dtype(DTYPE).name
-    return LeafPlan("error", split.path, shape, name, 0, 0, why, error_bytes(split))
 
 
 def _in_tiers(plan: Plan, rows: Sequence[LeafPlan]) -> Iterator[LeafPlan]:

@@ -28,7 +28,6 @@ from fzero.places import placed_with_key
 from fzero.plan import PIPE, Plan
 from fzero.precision import LossScale, cast_param, initial_loss_scale
 from fzero.tree import PyTree, aliased_leaves, key_name, named_leaves, path_name
-from fzero.zero.owed import handed_over, nothing_owed
 from fzero.zero.partition import Home, Split, map_splits, update_dtype
 
 
@@ -65,9 +64,6 @@ class TrainState:
         rng: key from which every layer's key is folded; never changes.
         loss_scale: fp16's loss scale and the count of skipped steps, or `None`.
         grads: an accumulation in progress, or `None`.
-        error: what 8-bit reductions have not sent yet (`Plan.reduce_dtype`), in bfloat16: for each
-            split parameter one row per device, of the parameter's stored shape, `None` for others.
-            `None` where the plan reduces exactly.
 
     A leaf of `params` or `opt_state` that no dim divides is stored with zeros at its end;
     `fz.describe` names such leaves, `fz.logical` gives their own shapes back.
@@ -81,7 +77,6 @@ class TrainState:
     rng: jax.Array
     loss_scale: LossScale | None
     grads: Pending | None = None
-    error: PyTree = None
 
     def replace(self, **changes: Any) -> TrainState:
         """The same state with some fields changed."""
@@ -245,10 +240,6 @@ def replan(
     Values are bit-identical, and what already lies where the new plan wants it is not copied (the
     two states then share it). Replanning twice is replanning once.
 
-    What 8-bit reductions still owe (`state.error`) stays with its device where their number stays
-    the same, and is divided equally otherwise, in sum the same but for bfloat16's rounding. A plan
-    that reduces exactly drops it; one that does not, after one that did, starts with zeros.
-
     Args:
         state: a state of `old_plan`.
         model: its model.
@@ -280,10 +271,6 @@ def replan(
             lambda leaf, to: _place(leaf, to.sharding), getattr(state, name), shapes[name]
         )
     fields["compute"] = _replanned_compute(state, old, new, fields["params"], shapes)
-    devices_before = old.group.data * old.group.replica
-    fields["error"] = handed_over(
-        state.error, old.params, new.params, shapes["error"], devices_before
-    )
     scale = state.loss_scale
     if new_plan.skips and (scale is None or old_plan.precision != new_plan.precision):
         fresh = initial_loss_scale(new_plan)
@@ -394,7 +381,6 @@ def _derived(blue: Blueprint, params: PyTree, key: jax.Array) -> dict[str, Any]:
         "compute": _cast(blue, params) if blue.plan.keeps_compute_copy else None,
         "rng": key,
         "loss_scale": initial_loss_scale(blue.plan),
-        "error": nothing_owed(blue.shapes()["error"]),
     }
 
 
@@ -519,7 +505,7 @@ def _devices_of(state: TrainState) -> list[Any]:
 def consumed_by(state: TrainState) -> str | None:
     """What consumed a state, in words; `None` for a live one."""
     leaves = jax.tree.leaves((state.params, state.compute, state.opt_state, state.buffers))
-    for leaf in (*leaves, *jax.tree.leaves((state.grads, state.error))):
+    for leaf in (*leaves, *jax.tree.leaves(state.grads)):
         if given_to(leaf):
             return given_to(leaf)
         if hasattr(leaf, "is_deleted") and leaf.is_deleted():

@@ -67,7 +67,7 @@ class Update:
             sums: gradients of the summed loss total, as shards.
             mean: the loss over all devices and microbatches.
             own: the model's metrics, likewise.
-            changed: new values of the fields that computing gradients changes: `buffers`, `error`.
+            changed: new values of the fields that computing gradients changes: `buffers`.
             apply: whether to take an optimizer step, or only to add to `fields["grads"]`.
         """
         sums, mean, metrics = self.totals(fields["grads"], sums, mean, own)
@@ -127,7 +127,7 @@ class Update:
         metrics = {**metrics, "grad_norm": norm, "nonfinite": 1.0 - finite.astype(jnp.float32)}
         new["loss_scale"] = None
         if plan.skips:
-            kept = ("params", "compute", "opt_state", "buffers", "error")
+            kept = ("params", "compute", "opt_state", "buffers")
             old = {**{name: fields[name] for name in kept}, "step": step}
             for name, value in old.items():
                 new[name] = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new[name], value)
@@ -135,7 +135,7 @@ class Update:
             metrics["skipped"] = new["loss_scale"].skipped.astype(jnp.float32)
             metrics["loss_scale"] = fields["loss_scale"].scale
         shapes = blue.shapes()
-        names = ("step", "params", "compute", "opt_state", "buffers", "loss_scale", "error")
+        names = ("step", "params", "compute", "opt_state", "buffers", "loss_scale")
         for name in names:
             new[name] = jax.tree.map(
                 lambda leaf, to: jax.lax.with_sharding_constraint(leaf, to.sharding),

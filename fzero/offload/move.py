@@ -52,7 +52,6 @@ _FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "opt_state": (("opt_state",),),
     "buffers": (("buffers",),),
     "grads": (("grads",),),
-    "error": (("error",),),
 }
 _WORDS = {
     # DeepSpeed's OffloadStateTypeEnum
@@ -61,7 +60,7 @@ _WORDS = {
     "lp_params": "compute",
     "lp_grads": "grads",
 }
-CLASSES = ("params", "compute", "opt_state", "buffers", "grads", "error")
+CLASSES = ("params", "compute", "opt_state", "buffers", "grads")
 
 
 def offload(
@@ -177,12 +176,10 @@ class Phases:
 
     train: dict[str, str] = dataclasses.field(default_factory=dict)
     generate: dict[str, str] = dataclasses.field(
-        default_factory=lambda: dict.fromkeys(("opt_state", "grads", "error"), HOST)
+        default_factory=lambda: dict.fromkeys(("opt_state", "grads"), HOST)
     )
     idle: dict[str, str] = dataclasses.field(
-        default_factory=lambda: dict.fromkeys(
-            ("params", "opt_state", "buffers", "grads", "error"), HOST
-        )
+        default_factory=lambda: dict.fromkeys(("params", "opt_state", "buffers", "grads"), HOST)
     )
 
     def __post_init__(self) -> None:

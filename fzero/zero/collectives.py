@@ -138,42 +138,6 @@ def reduce_scatter(grad: jax.Array, split: Split, group: Group) -> jax.Array:
     return sum_over(grad, REPLICA, group.replica, group)
 
 
-def reduce_scatter_int8(
-    grad: jax.Array, error: jax.Array, split: Split, group: Group
-) -> tuple[jax.Array, jax.Array]:
-    """This device's shard of a sum whose terms are sent as 8-bit blocks, and what they lost.
-
-    Each device sends its gradient and what it still owes from earlier sums, rounded; all terms are
-    added in float32, in the order of devices. Shards then are added over replicas as they are.
-
-    Args:
-        grad: this device's gradient, of a split leaf, whole.
-        error: what it owes, of the stored shape.
-        split: how the leaf is split.
-        group: the devices.
-
-    Returns:
-        The shard in the gradient's dtype, and what is owed now, like `error`. Where a block has a
-        NaN or an infinity, its sum is NaN and nothing is owed.
-
-    Source: ZeRO++, arXiv:2306.10209, section 3.3 (qgZ); error feedback, arXiv:1901.09847,
-        algorithm 2.
-    """
-    dim = split.dim
-    assert dim is not None
-    wanted = _with_pad(grad, dim, split).astype(jnp.float32) + error.astype(jnp.float32)
-    pieces = _for_each_device(wanted, dim, group)
-    sent = encode(pieces.reshape(group.data, -1), summed=True)
-    size = wanted.size // group.data
-    lost = pieces - decode(sent, size).reshape(pieces.shape)
-    lost = jnp.where(jnp.isfinite(lost), lost, 0)
-    owed = jnp.moveaxis(lost, 0, dim).reshape(wanted.shape)
-    terms = decode(jax.lax.all_to_all(sent, DATA, 0, 0, tiled=True), size)
-    shard = _add_in_order(terms, group.data).reshape(pieces.shape[1:])
-    shard = sum_over(round_to(shard, grad.dtype), REPLICA, group.replica, group)
-    return shard, round_to(owed, error.dtype)
-
-
 def all_reduce(value: jax.Array, group: Group) -> jax.Array:
     """The sum over all devices."""
     inner = sum_over(value, DATA, group.data, group)

@@ -15,8 +15,6 @@ import numpy as np
 BLOCK = 256
 _LARGEST = np.float32(127)
 _SCALE_BYTES = 4
-# Exponent and mantissa of a float32 with 16 digits: 7 more, of an integer, fit in a float32.
-_SHORT = 8, 15
 
 
 def encoded_bytes(size: int) -> int:
@@ -29,7 +27,7 @@ def encoded_bytes(size: int) -> int:
     return size + _SCALE_BYTES * -(-size // BLOCK)
 
 
-def encode(rows: jax.Array, summed: bool = False) -> jax.Array:
+def encode(rows: jax.Array) -> jax.Array:
     """Rows of floats as rows of bytes.
 
     Nothing non-finite is lost: where a block has a NaN or an infinity, all of it comes back as NaN.
@@ -37,9 +35,6 @@ def encode(rows: jax.Array, summed: bool = False) -> jax.Array:
 
     Args:
         rows: shape `(rows, size)`, any float dtype.
-        summed: give scales the 16 digits that make their products with integers exact, so that a
-            sum of them is the same whether or not a compiler rounds products first. (With all 24
-            digits a block's largest number comes back to the last one or two.)
 
     Returns:
         int8 of shape `(rows, encoded_bytes(size))`.
@@ -55,8 +50,6 @@ def encode(rows: jax.Array, summed: bool = False) -> jax.Array:
     blocks = _blocks(rows.astype(jnp.float32))
     peak = jnp.max(jnp.abs(blocks), axis=-1)
     scale = peak * (1 / _LARGEST)
-    if summed:
-        scale = jax.lax.reduce_precision(scale, *_SHORT)
     scale = jnp.where(jnp.isfinite(peak), scale, jnp.float32(jnp.nan))
     values = jnp.round(blocks / jnp.where(scale == 0, jnp.float32(1), scale)[..., None])
     values = jnp.clip(values, -_LARGEST, _LARGEST).astype(jnp.int8).reshape(num, -1)[:, :size]

@@ -21,7 +21,6 @@ from fzero.zero.collectives import (
     join_parts,
     part_of,
     reduce_scatter,
-    reduce_scatter_int8,
 )
 from fzero.zero.partition import Split, map_splits
 
@@ -92,17 +91,12 @@ class Rules:
         grad = self.fence(grad)
         if not self.reduce or split.dim is None:
             return grad
+        grad = self._widened(grad)
         return round_to(reduce_scatter(grad, split, self.group), grad.dtype)
 
-    def scatter_int8(
-        self, split: Split, grad: jax.Array, error: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """The same from 8-bit blocks, and what this device owes then: `error` is one row."""
-        if error is None:
-            return self.scatter(split, grad), None
-        grad, error = self.fence((grad, error))
-        shard, owed = reduce_scatter_int8(grad, error[0], split, self.group)
-        return round_to(shard, grad.dtype), owed[None]
+    def _widened(self, grad: jax.Array) -> jax.Array:
+        """A gradient in the dtype in which devices' terms are added."""
+        return grad if self.plan.reduce_dtype is None else grad.astype(jnp.float32)
 
     def fence(self, value: PyTree) -> PyTree:
         """Stops the compiler from fusing across; the value is the same.
@@ -163,7 +157,7 @@ class Rules:
 
         def collect(split: Split, grad: jax.Array) -> None:
             if split.dim is None:
-                whole[split.path] = grad
+                whole[split.path] = self._widened(grad)
 
         map_splits(collect, self.layout, grads)
         summed = all_reduce_tree(self.fence(whole), self.group)

@@ -29,7 +29,7 @@ LAYERS = [
     ["pipeline.flops", "zero.partition"],
     ["pipeline.cut", "zero.halves", "zero.vjp"],
     ["pipeline.homes"],
-    ["zero.collectives", "zero.owed", "zero.at_use", "flags", "places", "copies"],
+    ["zero.collectives", "zero.at_use", "flags", "places", "copies"],
     ["zero.rules", "offload.chunks", "offload.park", "offload.piecewise", "offload.stream"],
     ["zero.stack"],
     ["zero.chain"],

@@ -12,7 +12,7 @@ from fzero.zero.partition import Split
 BLOCK = 256
 
 
-def image(values: np.ndarray[Any, Any], summed: bool = False) -> np.ndarray[Any, Any]:
+def image(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """A flat array as it comes back from 8-bit blocks, in float32."""
     wide = values.reshape(-1).astype(np.float32)
     found = np.empty_like(wide)
@@ -20,17 +20,10 @@ def image(values: np.ndarray[Any, Any], summed: bool = False) -> np.ndarray[Any,
         own = wide[start : start + BLOCK]
         peak = np.abs(own).max()
         scale = peak * (np.float32(1) / np.float32(127)) if np.isfinite(peak) else np.float32("nan")
-        scale = short(scale) if summed else scale
         steps = np.clip(np.round(own / (scale if scale != 0 else np.float32(1))), -127, 127)
         # Integers have one zero only.
         found[start : start + BLOCK] = (steps + np.float32(0)) * scale
     return found
-
-
-def short(scale: np.float32) -> np.float32:
-    """A float32 rounded to 16 digits, half to even."""
-    bits = int(np.float32(scale).view(np.uint32))
-    return np.uint32((bits + 0x7F + (bits >> 8 & 1)) & 0xFFFFFF00).view(np.float32)
 
 
 def sent(split: Split, stored: np.ndarray[Any, Any], parts: int) -> np.ndarray[Any, Any]:

@@ -45,7 +45,7 @@ ReduceOption = Annotated[
 ]
 ReduceDtypeOption = Annotated[
     str | None,
-    typer.Option(help="What reductions once a step send: int8.  [default: sums as they are]"),
+    typer.Option(help="What gradients are added in over devices: fp32.  [default: the precision]"),
 ]
 GatherDtypeOption = Annotated[
     str | None, typer.Option(help="What ZeRO-3 gathers send: int8.  [default: the precision]")
