@@ -1,4 +1,4 @@
-"""Checkpoints of earlier versions: what they had and this version has not is named, never guessed."""
+"""Checkpoints of earlier versions: what this version has no place for is named, never guessed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODEL, TX = tiny.regression(), optax.adam(1e-2)
 
 
 def test_8_bit_reductions_of_a_checkpoint_are_left_out_with_a_word(tmp_path):
-    """`reduce_dtype="int8"` and `state.error` of fzero 0.1: its plan is read, the rest restored."""
+    """`reduce_dtype="int8"` and `state.error` of fzero 0.1."""
     plan = tiny.plan(zero=1, data=2, reduce="step")
     state = fz.init(MODEL, TX, plan)
     number = fz.save(tmp_path, state, plan, asynchronous=False)
