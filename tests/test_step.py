@@ -17,6 +17,7 @@ import fzero as fz
 pytestmark = pytest.mark.quick
 
 # A step of `sgd(1)` moves every parameter by exactly its gradient.
+STILL = optax.sgd(0.0)
 SGD = optax.sgd(1.0)
 CHAIN = tiny.chain()
 ROWS = tiny.tokens(16)
@@ -261,6 +262,18 @@ class TestMetrics:
         assert {(v.dtype, v.shape) for v in metrics.values()} == {(jnp.dtype("float32"), ())}
         assert (float(metrics["seven"]), float(metrics["half"])) == (7.0, 0.5)
 
+    def test_those_of_an_evaluation_have_counts_of_their_own(self):
+        def loss(p, buffers, batch, rng, train):
+            x = batch["x"] * p["w"]
+            big = fz.Mean(jnp.sum(jnp.where(x > 3, x, 0)), jnp.sum(x > 3))
+            return fz.Mean(jnp.sum(x), jnp.float32(x.size)), buffers, {"big": big}
+
+        model, plan = fz.Model(lambda key: ({"w": jnp.ones(())}, {}), loss), tiny.plan(data=2)
+        metrics = fz.eval_step(model, plan)(
+            fz.init(model, SGD, plan), {"x": np.arange(8, dtype=np.float32)}
+        )
+        assert (float(metrics["loss"]), float(metrics["big"])) == (3.5, 5.5)
+
     @pytest.mark.parametrize("name", ["loss", "count", "grad_norm", "nonfinite", "skipped"])
     @pytest.mark.parametrize("build", ["train", "eval"])
     def test_names_of_the_steps_own_metrics_are_refused(self, name, build):
@@ -367,6 +380,28 @@ class TestBuffers:
         assert int(state.buffers["n"]) == microbatches
         held = [np.asarray(piece.data) for piece in state.buffers["mean"].addressable_shards]
         assert all(one.tobytes() == held[0].tobytes() for one in held)
+
+    @pytest.mark.parametrize(("zero", "replica"), [(0, 1), (3, 1), (1, 2)])
+    def test_those_of_layers_and_of_a_stack_are_written_back(self, zero, replica):
+        def init(key):
+            return {"w": jnp.ones(4)}, {"calls": jnp.zeros(()), "sum": jnp.zeros(4)}
+
+        def apply(p, x, ctx):
+            new = {"calls": ctx.buffers["calls"] + 1, "sum": ctx.buffers["sum"] + jnp.mean(x, 0)}
+            return x * p["w"] + 1, new if ctx.train else ctx.buffers
+
+        first = fz.Layer("in", init, lambda p, b, ctx: apply(p, b["x"], ctx), stateful=True)
+        chain = [first, fz.Stack("more", 4, init, apply, stateful=True)]
+        model = fz.Sequential(chain, lambda x, b: fz.Mean(jnp.sum(x), jnp.float32(x.size)))
+        plan = tiny.plan(zero=zero, data=2, replica=replica, microbatches=2)
+        state, step = fz.init(model, STILL, plan), fz.train_step(model, STILL, plan)
+        for _ in range(2):  # two microbatches each
+            state, _ = step(state, {"x": np.ones((8, 4), np.float32)})
+        found = tiny.host(state.buffers)
+        assert {path: value.tolist() for path, value in found.items()} == {
+            "in/calls": 4, "in/sum": [4.0] * 4, "more/calls": [4.0] * 4,
+            "more/sum": [[4.0 * n] * 4 for n in (2, 3, 4, 5)],
+        }  # fmt: skip
 
     def test_evaluation_leaves_them(self):
         model, plan = self.model(), fz.Plan()

@@ -1,7 +1,7 @@
 """A tiny training run with everything that evaluation could disturb, shared by the tests here.
 
 The model has a tied table, a stack, dropout (keys folded from the step), running statistics, a
-leaf that is padded (no dim divides by 8) and a scalar. Leaves of any size are split.
+leaf that is padded (9 x 11: no dim divides by 8) and a scalar. Leaves of any size are split.
 """
 
 import functools
@@ -41,7 +41,7 @@ def _center(p: dict, x: jax.Array, ctx: fz.Context) -> tuple[jax.Array, dict]:
 
 
 def _head(p: dict, x: jax.Array, ctx: fz.Context) -> fz.Mean:
-    odd = jnp.tanh(x @ p["odd"]) @ p["odd"].T
+    odd = jnp.tanh(x @ p["odd"][:WIDTH]) @ p["odd"][:WIDTH].T
     logits = odd @ p["table"].T
     hit = jnp.take_along_axis(logits, ctx.batch["ids"][..., None], -1)[..., 0]
     nats = jax.nn.logsumexp(logits, -1) - hit
@@ -61,7 +61,7 @@ def tiny_model() -> fz.Sequential:
         return {"w": 0.3 * jax.random.normal(rng, (WIDTH, WIDTH))}
 
     def odd(rng: jax.Array) -> dict:
-        return {"odd": 0.3 * jax.random.normal(rng, (9, 11))[:WIDTH]}
+        return {"odd": 0.3 * jax.random.normal(rng, (9, 11))}
 
     return fz.Sequential(
         [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ import torch_bridge as tb
 from fzero.model import Context
 from torch_bridge.interpret import Instruction
 from torch_bridge.lower.attention import attention
+from torch_bridge.lower.fused import fused_attention
 from torch_bridge.masks import ATTENTION, MASK, Pattern, SizeMask, pattern_of
 
 
@@ -150,6 +153,11 @@ def test_transformers_mask_travels_through_no_block(
     assert not [x.shape for x in between if x.shape[-2:] == (length, length)]
 
 
+CUDNN = importlib.util.find_spec("nvidia") is not None and (
+    importlib.util.find_spec("nvidia.cudnn") is not None
+)
+
+
 def on_a_gpu() -> Any:
     """Traces as for an H200."""
     device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
@@ -159,12 +167,13 @@ def on_a_gpu() -> Any:
 
 @pytest.mark.parametrize("half", [jnp.bfloat16, jnp.float16])
 def test_programs_for_gpus_get_the_fused_kernel_or_say_why_not(half: Any) -> None:
-    """Without cuDNN on this machine it says so; float32 is no question."""
+    """Where cuDNN is not installed it says so; float32 is no question."""
     x = jnp.ones((2, 4, 8, 16), half)
     with on_a_gpu(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         program = str(jax.make_jaxpr(lambda x: attention(x, x, x, None, 0.0, True))(x))
-    assert bool(said) != ("dot_product_attention_fwd" in program)
+    assert ("dot_product_attention_fwd" in program) == CUDNN
+    assert bool(said) != CUDNN
     assert all("Install cuDNN" in str(one.message) for one in said)
     with on_a_gpu(), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -179,3 +188,30 @@ def test_angles_in_float32_do_not_widen_attention() -> None:
     x = jnp.ones((1, 2, 4, 8))
     out = attention(x, x, x.astype(jnp.bfloat16), None, 0.0, True)
     assert out.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("pattern", [Pattern(True), Pattern(True, 1), Pattern(True, 4), Pattern()])
+def test_the_fused_kernel_is_asked_for_the_mask(pattern: Pattern) -> None:
+    """What cuDNN is asked for, answered by jax's own products: a window has its size."""
+    asked = jax.nn.dot_product_attention
+    x = jax.random.normal(jax.random.key(0), (3, 2, 4, 8, 16), jnp.bfloat16)
+
+    def here(*args: Any, implementation: str, **more: Any) -> Any:
+        assert implementation == "cudnn"
+        with jax.numpy_dtype_promotion("standard"):
+            return asked(*args, implementation="xla", **more)
+
+    with (
+        mock.patch.object(jax.nn, "dot_product_attention", here),
+        mock.patch("fzero.compat.traced_platform", return_value="gpu"),
+    ):
+        found = fused_attention(*x, pattern, 0.25)
+    row, column = np.mgrid[:8, :8]
+    keep = (column <= row) if pattern.causal else np.ones((8, 8), bool)
+    if pattern.window is not None:
+        keep &= column > row - pattern.window
+    scores = jnp.einsum("bhte,bhse->bhts", *x[:2].astype(jnp.float32)) * 0.25
+    weights = jax.nn.softmax(jnp.where(keep, scores, -jnp.inf))
+    expected = jnp.einsum("bhts,bhse->bhte", weights, x[2].astype(jnp.float32))
+    # Weights of 16 bits: 2^-8 of values up to four.
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.03)

@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import fzero as fz
-from tests.support import quick, tiny
+from tests.support import tiny
 from tests.support.gpt import gpt, same_bits, train
 from tests.support.sample import some
 
@@ -58,7 +58,7 @@ def start():
 
 def compiled(case):
     """The options that a case is compiled with."""
-    return nullcontext() if case == AS_USERS_COMPILE else quick.compiles(quick.BITS)
+    return nullcontext()
 
 
 @cache
@@ -121,7 +121,7 @@ def test_the_first_of_several_microbatches_gathers_for_all(name):
     model = model.with_init(jax.device_get(model.init(jax.random.key(0))))
     for gather in fz.plan.GATHERS:
         plan = tiny.plan(gather=gather, **SEVERAL[name])
-        with quick.compiles(quick.BITS):
+        with nullcontext():
             state, step, trace = fz.init(model, tx, plan), fz.train_step(model, tx, plan), []
             for seed in (0, 1, 0):
                 state, metrics = step(state, tiny.tokens(32, seed=seed))

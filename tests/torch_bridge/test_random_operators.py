@@ -1,0 +1,79 @@
+"""Random operators draw from PyTorch's distributions, by key."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import torch_bridge as tb
+
+
+pytestmark = pytest.mark.quick
+NUM = 4000
+
+
+class Draws(nn.Module):
+    """Draws `NUM` numbers by one of torch's operators."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.w = kind, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = {
+            "rand": lambda: torch.rand(NUM),
+            "rand_like": lambda: torch.rand_like(x),
+            "randn": lambda: torch.randn(NUM),
+            "randn_like": lambda: torch.randn_like(x),
+            "randint": lambda: torch.randint(5, 9, (NUM,)).float(),
+            "bernoulli": lambda: torch.bernoulli(torch.full_like(x, 0.2)),
+            "bernoulli_p": lambda: torch.zeros_like(x).bernoulli_(0.2),
+            "randperm": lambda: torch.randperm(NUM).float(),
+        }[self.kind]()
+        return drawn * self.w
+
+
+class Wanted(NamedTuple):
+    """What a distribution's draws look like."""
+
+    mean: float
+    deviation: float
+    least: float
+    largest: float
+
+
+UNIFORM, NORMAL, COIN = Wanted(0.5, 12**-0.5, 0, 1), Wanted(0, 1, -6, 6), Wanted(0.2, 0.4, 0, 1)
+KINDS = {
+    "rand": UNIFORM, "rand_like": UNIFORM, "randn": NORMAL, "randn_like": NORMAL,
+    "randint": Wanted(6.5, 1.25**0.5, 5, 8), "bernoulli": COIN, "bernoulli_p": COIN,
+    "randperm": Wanted((NUM - 1) / 2, NUM / 12**0.5, 0, NUM - 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_drawn_has_torchs_distribution(kind):
+    wanted = KINDS[kind]
+    converted = tb.convert(Draws(kind), torch.zeros(NUM))
+
+    def call(seed: int) -> np.ndarray:
+        key, x = jax.random.key(seed), np.zeros(NUM, np.float32)
+        return np.asarray(converted.apply(converted.params, {}, x, rng=key, train=True).output)
+
+    found = call(0)
+    assert found.shape == (NUM,)
+    assert found.min() >= wanted.least
+    assert found.max() <= wanted.largest
+    # Five standard errors; the draws are the same on every run.
+    assert abs(found.mean() - wanted.mean) < 5 * wanted.deviation / NUM**0.5 + 1e-6
+    assert abs(found.std() / wanted.deviation - 1) < 0.1
+    assert np.array_equal(found, call(0))
+    assert not np.array_equal(found, call(1))
+    if kind == "randint":
+        assert set(found.tolist()) == {5, 6, 7, 8}
+    if kind == "randperm":
+        assert sorted(found.tolist()) == list(range(NUM))
