@@ -1,5 +1,6 @@
 # make demo   environment, then the main job: a PyTorch GPT-2 trained with ZeRO-3, checked in PyTorch
 # make test   environment, then lint, types and the test suite
+# make test-bits   tests that compare the bits of different programs, for several kinds of CPU
 # make test-extended   every example, the other models of the zoo
 # make test-gpu-programs   the compiler for GPUs, then what it makes of large steps; needs no GPU
 #
@@ -17,7 +18,7 @@ comma := ,
 # Installed again when what is to be installed changes.
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help install demo test test-extended test-gpu-programs nightly lint types clean
+.PHONY: help install demo test test-bits test-extended test-gpu-programs nightly lint types clean
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 .DELETE_ON_ERROR:
@@ -56,6 +57,13 @@ test: lint types
 # What takes long and is as good as the others.
 test-extended: install
 	$(PYTEST) -m extended $(PYTEST_ARGS)
+
+# Bits of different programs, on the instruction sets of older CPUs and of this one.
+ISAS := SSE4_2 $(if $(shell grep -m1 -o avx2 /proc/cpuinfo 2>/dev/null),AVX2) \
+  $(if $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null),AVX512)
+test-bits: install
+	@set -e; for isa in $(ISAS); do echo "--xla_cpu_max_isa=$$isa"; \
+	  XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=$$isa" $(PYTEST) -m "bits and not extended" $(PYTEST_ARGS); done
 
 # Programs for GPUs, compiled on any Linux machine and read; `make test` leaves them out. In an
 # environment of its own, on top of the other: with jax's CUDA plugin but without a GPU's libraries,

@@ -49,6 +49,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
+# Why a test may be left out, in words of its reason. Any other skip fails the run: a suite that
+# leaves out what it should show must not be green.
+KNOWN_SKIPS = (
+    "O_DIRECT",  # the temporary folder's file system has none
+    "mount",  # not root
+    "Chromium",  # no browser
+    "CUDA plugin",  # jax's compiler for GPUs is not installed; make test-gpu-programs has it
+    "SSE4.2",  # XLA compiles no float16 there
+    "another file system",
+)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a run that skipped a test for a reason that nobody knows."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(session.config, "workerinput"):
+        return
+    unknown = [
+        f"{report.nodeid}: {report.longrepr[2]}"
+        for report in reporter.stats.get("skipped", ())
+        if not any(known in str(report.longrepr[2]) for known in KNOWN_SKIPS)
+    ]
+    if unknown:
+        reporter.write_line("skipped for a reason that KNOWN_SKIPS does not have:", red=True)
+        for line in unknown:
+            reporter.write_line(f"  {line}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 _seen: set[Path] = set()
 
 

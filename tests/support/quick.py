@@ -2,9 +2,8 @@
 
 Nearly all of this suite's time is LLVM's. With these options a step of a tiny model compiles in a
 sixth of the time and runs at about two thirds of the speed (a large one at half). Its sums round
-otherwise, and not alike in all stages. `BITS` takes half the time of users' options, and all stages
-round alike: for tests that compare the bits of different programs, which run some of them with
-users' options, too.
+otherwise, and not alike in all stages: tests that compare the bits of different programs compile as
+users do.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ OPTIONS = {
     **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-# Level 0 emulates sums of 16 bits otherwise in different programs.
-BITS = {**OPTIONS, "xla_backend_optimization_level": 1}
 # The same for a process of its own, as its XLA_FLAGS.
 FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
 
