@@ -52,7 +52,8 @@ def restore(
         rng: seed or `jax.random.key`, as for `fz.init`.
         devices: devices to use; all by default.
         optimizer: whether Adam's moments and the step count are taken over: by default if the
-            checkpoint has them and there is a `tx`. Otherwise the optimizer starts anew, at step 0.
+            checkpoint has them and there is a `tx`; what cannot be taken over in full (another
+            optimizer's state) is refused then. False starts the optimizer anew, at step 0.
         names: for formats that number parameters: their names in the order in which the optimizer
             was given them. Needed only where that was not `module.parameters()` in one group.
         prefix: what the names in the checkpoint begin with in addition ("model." for a module that
@@ -131,10 +132,15 @@ def _moments(
     names: Sequence[str] | None,
     prefix: str,
 ) -> Moments | None:
+    if tx is not None and wanted is not False and found.unread is not None:
+        raise CheckpointError(
+            f"restore: the optimizer's state cannot be taken over in full: {found.unread}. Pass"
+            " optimizer=False to take the weights alone, and start the optimizer anew"
+        )
     if wanted and (tx is None or found.optimizer is None):
         raise CheckpointError(
             "restore: optimizer=True, but "
-            + ("tx is None" if tx is None else f"{found.path} holds no Adam state that can be read")
+            + ("tx is None" if tx is None else f"{found.path} holds no state of an optimizer")
         )
     if wanted is False or tx is None or found.optimizer is None:
         return None

@@ -40,6 +40,8 @@ def convert(
         f"{target}: {to}, {len(found.tensors)} tensors, {_bytes(found.num_bytes)},"
         f" from {found.format}"
     )
+    if found.unread is not None:
+        return f"{done}; without the optimizer state: {found.unread}"
     if found.optimizer is None:
         return done
     if not holds_optimizer(to):
@@ -71,6 +73,7 @@ def _plain(found: Checkpoint) -> dict[str, Any]:
             "named": optimizer.named,
             "groups": [_readable(group) for group in optimizer.groups],
         },
+        "unread": found.unread,
         "extra": _readable(found.extra),
     }  # fmt: skip
 
@@ -116,6 +119,8 @@ def _table(found: Checkpoint) -> str:
             plain = {k: v for k, v in group.items() if k != "params" and v is not None}
             count = len(group.get("params", ()))
             console.print(_text(f"  {count} parameters: {json.dumps(_readable(plain))}"))
+    if found.unread is not None:
+        console.print(_text(f"optimizer state that cannot be read: {found.unread}"))
     if found.extra:
         console.print(_text(f"also: {json.dumps(_readable(found.extra))}"[:2000]))
     return printed.getvalue()

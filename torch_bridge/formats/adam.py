@@ -47,27 +47,50 @@ def one_step(steps: Sequence[int], file: str) -> int:
     return steps[0]
 
 
-def read_optimizer(state: Any, file: str) -> Optimizer | None:
+def unaccounted(entry: Any) -> str | None:
+    """What is wrong with the state that Adam keeps for a parameter, in words; None if nothing is.
+
+    A tensor that no reader knows (`max_exp_avg_sq` of AMSGrad, another optimizer's momentum) would
+    be lost without a word.
+    """
+    if not isinstance(entry, Mapping):
+        return f"is a {type(entry).__name__}"
+    missing = {"step", *MOMENTS} - set(entry)
+    if missing:
+        return f"has no {', '.join(sorted(missing))}, but {', '.join(map(str, entry)) or 'nothing'}"
+    known = {"step", *MOMENTS}
+    more = [str(k) for k, v in entry.items() if isinstance(v, torch.Tensor) and k not in known]
+    return f"has {', '.join(more)} as well" if more else None
+
+
+def read_optimizer(state: Any, file: str) -> Optimizer | str | None:
     """Adam's moments in an optimizer's `state_dict`.
 
     Returns:
-        None if it is of another optimizer, or has no state yet. Parameters are numbered, unless the
+        The moments; None if there is no state yet; or, in words, why they cannot be read in full:
+        it is another optimizer's, or holds more than Adam's. Parameters are numbered, unless the
         optimizer was made with names.
 
     Raises:
         CheckpointError: it has Adam's keys, and something else behind them.
     """
-    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+    if not state:
         return None
-    groups = state.get("param_groups")
-    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    entries = state.get("state") if isinstance(state, Mapping) else None
+    plain = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
+    if not plain or not isinstance(groups, list) or not isinstance(entries, Mapping):
+        keys = list(state)[:6] if isinstance(state, Mapping) else type(state).__name__
+        return f"{file}: expected state and param_groups of a torch optimizer, got {keys}"
+    if not entries:
         return None
-    entries = state["state"]
-    wanted = {"step", *MOMENTS}
-    if not entries or not all(
-        isinstance(e, Mapping) and wanted <= set(e) for e in entries.values()
-    ):
-        return None
+    for number, entry in entries.items():
+        wrong = unaccounted(entry)
+        if wrong is not None:
+            return f"{file}: expected Adam's state, but that of parameter {number!r:.60} {wrong}"
+    listed = [n for group in groups for n in group.get("params", ())]
+    if strays := [number for number in entries if number not in listed]:
+        return f"{file}: has state for parameters {strays[:5]}, which are in no group"
     names = _names(groups)
     found: dict[str, dict[str, LazyTensor]] = {key: {} for key in MOMENTS}
     for number, entry in entries.items():

@@ -37,25 +37,47 @@ class Optimizer:
         """The moments by parameter name.
 
         Args:
-            names: where parameters are numbered: the name of each number.
+            names: where parameters are numbered: the name of each number. A name may come twice
+                where two stages of a pipeline have a tied parameter each: its moments are equal.
 
         Raises:
-            CheckpointError: parameters are numbered, and `names` are missing or too few.
+            CheckpointError: parameters are numbered, and `names` are missing, or not one for each;
+                or the moments of one name differ.
         """
         if self.named:
             return Moments(self.step, self.exp_avg, self.exp_avg_sq)
-        wanted = max((int(key) for key in self.exp_avg), default=-1)
-        if names is None or wanted >= len(names):
+        count = self.num_params
+        if names is None or len(names) != count:
             raise CheckpointError(
-                f"this optimizer state numbers its parameters up to {wanted}:"
-                f" {'no names were' if names is None else f'only {len(names)} names were'} given;"
+                f"this optimizer state numbers its parameters, of which it has {count}:"
+                f" {'no names were' if names is None else f'{len(names)} names were'} given;"
                 " pass names=[...], in the order in which the optimizer was given its parameters"
             )
-        return Moments(
-            self.step,
-            {names[int(key)]: value for key, value in self.exp_avg.items()},
-            {names[int(key)]: value for key, value in self.exp_avg_sq.items()},
-        )
+        return Moments(self.step, _named(names, self.exp_avg), _named(names, self.exp_avg_sq))
+
+    @property
+    def num_params(self) -> int:
+        """Parameters that the optimizer was given, also those that have no moments."""
+        given = sum(len(group.get("params", ())) for group in self.groups)
+        return max(given, 1 + max((int(key) for key in self.exp_avg), default=-1))
+
+
+def _named(names: Sequence[str], values: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    found: dict[str, LazyTensor] = {}
+    for key, value in values.items():
+        name = names[int(key)]
+        if name in found and not torch.equal(found[name].tensor(), value.tensor()):
+            raise CheckpointError(
+                f"`{name}` was named twice, but the moments of parameter {key} are others:"
+                " expected the same for tied parameters; are the names in order?"
+            )
+        found.setdefault(name, value)
+    return found
+
+
+def optimizer_fields(found: Optimizer | str | None) -> dict[str, Any]:
+    """What a reader found of an optimizer, as fields of a `Checkpoint`."""
+    return {"unread": found} if isinstance(found, str) else {"optimizer": found}
 
 
 @dataclass(frozen=True)
@@ -69,6 +91,8 @@ class Checkpoint:
         version: of the format, or of the program that wrote it.
         ties: further names of tensors that are in `tensors`.
         optimizer: Adam's moments, if there are any that can be read.
+        unread: why the optimizer's state that is there could not be read in full, in words; then
+            none of it is in `optimizer`.
         extra: whatever else it says, as plain values.
     """
 
@@ -78,6 +102,7 @@ class Checkpoint:
     version: str | None = None
     ties: Mapping[str, str] = field(default_factory=dict)
     optimizer: Optimizer | None = None
+    unread: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property

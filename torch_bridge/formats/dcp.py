@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ from fzero.copies import Index
 from fzero.errors import CheckpointError
 
 from .adam import MOMENTS, groups_of, one_step, step_of
-from .content import Checkpoint, Optimizer
+from .content import Checkpoint, Optimizer, optimizer_fields
 from .lazy import LazyTensor
 
 
@@ -47,6 +48,8 @@ _CLASSES = {
     ("pathlib", "WindowsPath"),
     ("pathlib", "PurePosixPath"),
 }  # fmt: skip
+# What frameworks call the optimizer's part of the saved tree.
+_OPTIMIZER = re.compile(r"(optim|optimizers?|opt_state)\.")
 # Some hundred bytes for each chunk: a model of ten thousand tensors on a thousand ranks.
 _METADATA_BYTES = 4 * 2**30
 
@@ -123,8 +126,8 @@ def read_dcp(folder: Path) -> Checkpoint:
     return Checkpoint(
         str(folder), "torch.distributed.checkpoint", kept, ties=ties,
         version=str(version) if version else None,
-        optimizer=_optimizer(folder, moments, chunks, rest),
         extra={k: v for k, v in extra.items() if isinstance(v, bool | int | float | str)},
+        **optimizer_fields(_optimizer(folder, moments, chunks, rest)),
     )  # fmt: skip
 
 
@@ -278,12 +281,6 @@ class _Chunks:
             return None
 
 
-def _inside(start: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return len(start) == len(size) == len(shape) and all(
-        a + b <= n for a, b, n in zip(start, size, shape, strict=True)
-    )
-
-
 def _sizes(value: Any) -> tuple[int, ...] | None:
     fine = isinstance(value, list | tuple) and all(
         isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
@@ -325,13 +322,19 @@ def _prefix(paths: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 def _optimizer(
     folder: Path, moments: dict[str, dict[str, Any]], chunks: _Chunks, rest: Entries
-) -> Optimizer | None:
+) -> Optimizer | str | None:
     wanted = {"step", *MOMENTS}
-    if not moments or any(wanted - set(entry) for entry in moments.values()):
+    more = [name for name, lazy in rest.values() if lazy is not None and _OPTIMIZER.match(name)]
+    if more:
+        return f"{folder.name}: expected Adam's state alone, got {more[:3]} ({len(more)} in all)"
+    if not moments:
         return None
+    for name, entry in moments.items():
+        if wanted - set(entry):
+            return f"{folder.name}: the state of `{name}` has no {', '.join(wanted - set(entry))}"
     lazies = {key: {name: entry[key][1] for name, entry in moments.items()} for key in MOMENTS}
     if any(lazy is None for values in lazies.values() for lazy in values.values()):
-        return None
+        return f"{folder.name}: the moments are no tensors"
     steps = []
     for entry in moments.values():
         name, lazy = entry["step"]

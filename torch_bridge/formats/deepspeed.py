@@ -25,8 +25,8 @@ import torch
 
 from fzero.errors import CheckpointError
 
-from .adam import MOMENTS, one_step, read_optimizer, step_of
-from .content import Checkpoint, Optimizer
+from .adam import MOMENTS, one_step, read_optimizer, step_of, unaccounted
+from .content import Checkpoint, Optimizer, optimizer_fields
 from .lazy import LazyTensor, flat_piece, take
 from .torch_files import Inert, is_dense, lazy_tensors, load_plain
 
@@ -84,26 +84,36 @@ def read_deepspeed(folder: Path) -> Checkpoint:
     pieces: dict[str, dict[str, LazyTensor]] = {_FP32: {}, "exp_avg": {}, "exp_avg_sq": {}}
     steps: list[int] = []
     groups: tuple[Mapping[str, Any], ...] = ()
+    unread: list[str] = []
     for rank in sorted({rank for _, rank in files.optims}):
         zero = _Zero.read(files, rank, _first(models, rank))
         for key, found in zero.pieces().items():
             _merge(pieces[key], found, folder)
         steps += zero.steps
         groups += zero.groups()
+        unread += [zero.unread] if zero.unread else []
     stage3 = any(data is not None for data, _ in files.models)
     frozen = frozen_weights(models, folder) if stage3 else {}
     tied = _tied_layers(tensors, pieces[_FP32])
-    tensors = {name: t for name, t in tensors.items() if name not in tied and not is_absent(t)}
-    tensors = {**tensors, **frozen, **pieces[_FP32]}
     ties = {**ties, **tied, **shared_names(models)}
+    absent = absent_names(tensors, models) if stage3 else set()
+    lost = sorted(absent - {*frozen, *pieces[_FP32], *ties})
+    if lost:
+        raise CheckpointError(
+            f"{folder.name}: {lost[:5]} are kept in parts, but no file has parts of them"
+        )
+    tensors = {name: t for name, t in tensors.items() if name not in {*tied, *absent}}
+    tensors = {**tensors, **frozen, **pieces[_FP32]}
     state = _first(models, 0) if models else {}
-    optimizer = None
-    if steps and set(pieces["exp_avg"]) == set(pieces["exp_avg_sq"]):
+    optimizer: Optimizer | str | None = None
+    if not files.optims:
+        optimizer = _of_stages(models, folder.name)
+    elif unread:
+        optimizer = unread[0]
+    elif steps:
         optimizer = Optimizer(
             one_step(steps, folder.name), pieces["exp_avg"], pieces["exp_avg_sq"], groups
         )
-    elif not files.optims:
-        optimizer = read_optimizer(state.get("optimizer"), folder.name)
     kind = "DeepSpeed" if not files.optims else f"DeepSpeed ZeRO-{'3' if stage3 else '1/2'}"
     extra = {k: state[k] for k in ("global_steps", "global_samples", "dp_world_size",
              "mp_world_size") if isinstance(state.get(k), int)}  # fmt: skip
@@ -112,8 +122,51 @@ def read_deepspeed(folder: Path) -> Checkpoint:
         str(folder), kind + (", pipeline" if files.layers else ""), tensors,
         version=str(version) if version else None,
         ties={name: kept for name, kept in ties.items() if name not in tensors and kept in tensors},
-        optimizer=optimizer, extra=extra,
+        extra=extra, **optimizer_fields(optimizer),
     )  # fmt: skip
+
+
+def _of_stages(models: Mapping[tuple[int | None, int], dict[str, Any]], file: str) -> Any:
+    """Without ZeRO each model rank's file has its optimizer, which numbers its own parameters.
+
+    All of them are numbered on, stage after stage.
+    """
+    found: dict[str, dict[str, LazyTensor]] = {key: {} for key in MOMENTS}
+    groups: list[Mapping[str, Any]] = []
+    steps: list[int] = []
+    ranks = sorted({rank for _, rank in models})
+    without = []
+    start = 0
+    for rank in ranks:
+        own = read_optimizer(_first(models, rank).get("optimizer"), f"{file}, model rank {rank}")
+        if isinstance(own, str):
+            return own
+        if own is None:
+            without.append(rank)
+            continue
+        if own.named and len(ranks) > 1:
+            return f"{file}: expected numbered parameters of model rank {rank}, got names"
+        if own.named:
+            return own
+        for key in MOMENTS:
+            values = own.exp_avg if key == MOMENTS[0] else own.exp_avg_sq
+            found[key] |= {str(int(number) + start): value for number, value in values.items()}
+        groups += [{**g, "params": [n + start for n in g["params"]]} for g in own.groups]
+        steps.append(own.step)
+        start += own.num_params
+    if not steps:
+        return None
+    if without:
+        return f"{file}: model ranks {without} have no optimizer state, the other ones do"
+    return Optimizer(one_step(steps, file), *found.values(), _joined(groups), named=False)
+
+
+def _joined(groups: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """One group where all stages have the same hyperparameters: that is what the user made."""
+    rest = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    if any(one != rest[0] for one in rest):
+        return tuple(groups)
+    return ({**rest[0], "params": [n for group in groups for n in group["params"]]},)
 
 
 @dataclass(frozen=True)
@@ -207,9 +260,12 @@ def _dense(content: Any, file: str) -> dict[str, torch.Tensor]:
     return dict(content)
 
 
-def is_absent(tensor: LazyTensor) -> bool:
-    """Whether a weight is empty because stage 3 keeps it in parts."""
-    return tensor.shape == (0,)
+def absent_names(
+    tensors: Mapping[str, LazyTensor], models: Mapping[Any, Mapping[str, Any]]
+) -> set[str]:
+    """Weights that are empty in a module's own file because stage 3 keeps them in parts."""
+    buffers = {name for state in models.values() for name in state.get("buffer_names") or ()}
+    return {name for name, tensor in tensors.items() if tensor.shape == (0,)} - buffers
 
 
 def _merge(into: dict[str, LazyTensor], found: Mapping[str, LazyTensor], folder: Path) -> None:
@@ -307,6 +363,7 @@ class _Zero:
         stage3: whether parameters are cut one by one.
         paddings: elements behind each parameter, for each group.
         hyper: hyperparameters of each group.
+        unread: why the moments cannot be read in full, in words.
     """
 
     file: str
@@ -316,6 +373,7 @@ class _Zero:
     stage3: bool
     paddings: list[list[int]]
     hyper: list[dict[str, Any]]
+    unread: str | None
 
     @staticmethod
     def read(files: Files, rank: int, model: Mapping[str, Any]) -> _Zero:
@@ -339,21 +397,20 @@ class _Zero:
             raise CheckpointError(f"{name}: its model states have no param_shapes")
         shapes = [{n: shape_of(size, n, name) for n, size in group.items()} for group in groups]
         flats: dict[str, list[list[torch.Tensor]]] = {key: [] for key in (_FP32, *MOMENTS)}
+        bases = [_base(state, stage3, name) for state in states]
+        unread = _unread(bases, states, name)
         steps: list[int] = []
-        for state in states:
-            base = _base(state, stage3, name)
+        for state, base in zip(states, bases, strict=True):
             flats[_FP32].append(_flat(state.get(fp32), name))
-            for key in MOMENTS:
-                if all(key in entry for entry in base):
+            if unread is None and any(base):
+                for key in MOMENTS:
                     flats[key].append(_flat([entry[key] for entry in base], name))
-            steps += [step_of(entry["step"], name) for entry in base if "step" in entry]
+                steps += [step_of(s, name) for s in _base_steps(state, base)]
         if any(len(values) not in (0, len(states)) for values in flats.values()):
             raise CheckpointError(f"{name}: some ranks have moments and some have none")
-        paddings = first.get("param_alignment_paddings")
+        paddings = [] if stage3 else _paddings(first, shapes, name)
         return _Zero(
-            name, shapes, flats, steps, stage3,
-            paddings if isinstance(paddings, list) else [],
-            _hyper(first, stage3),
+            name, shapes, flats, steps, stage3, paddings, _hyper(first), unread
         )  # fmt: skip
 
     def pieces(self) -> dict[str, dict[str, LazyTensor]]:
@@ -371,14 +428,12 @@ class _Zero:
             raise CheckpointError(f"{self.file}: expected {len(self.shapes)} parameter groups")
         for number, group in enumerate(self.shapes):
             flats = [flat[number] for flat in ranks]
-            paddings = self.paddings[number] if len(self.paddings) == len(self.shapes) else []
-            paddings = paddings if len(paddings) == len(group) else [0] * len(group)
             start = 0
-            for (name, shape), padding in zip(group.items(), paddings, strict=True):
+            for (name, shape), padding in zip(group.items(), self.paddings[number], strict=True):
                 found[name] = flat_piece(
                     name, shape, take(flats, start, math.prod(shape)), self.file
                 )
-                start += math.prod(shape) + int(padding)
+                start += math.prod(shape) + padding
             rest = sum(flat.numel() for flat in flats) - start
             if not 0 <= rest < 2 * len(ranks):
                 raise CheckpointError(
@@ -422,12 +477,61 @@ def _base(state: Mapping[str, Any], stage3: bool, file: str) -> list[Mapping[str
     return base
 
 
-def _hyper(state: Mapping[str, Any], stage3: bool) -> list[dict[str, Any]]:
-    base = state.get("optimizer_state_dict" if stage3 else "base_optimizer_state")
+def _base_steps(state: Mapping[str, Any], base: list[Mapping[str, Any]]) -> list[Any]:
+    """The step of each group; elastic files have one for all, some optimizers one by group."""
+    return [entry["step"] for entry in base if "step" in entry] or _common_steps(state)
+
+
+def _common_steps(state: Mapping[str, Any]) -> list[Any]:
+    if "base_optimizer_state_step" in state:
+        return [state["base_optimizer_state_step"]]
+    return [group["step"] for group in _groups(state) if "step" in group]
+
+
+def _unread(bases: Sequence[list[Mapping[str, Any]]], states: Sequence[Any], file: str) -> Any:
+    """Why the optimizer inside is not Adam alone, in words; None if it is, or has no state."""
+    for state, base in zip(states, bases, strict=True):
+        common = {"step": 0} if _common_steps(state) else {}
+        for number, entry in enumerate(base if any(base) else ()):
+            wrong = unaccounted({**common, **entry})
+            if wrong is not None:
+                return f"{file}: expected Adam's state, but that of group {number} {wrong}"
+    return None
+
+
+def _paddings(
+    state: Mapping[str, Any], shapes: list[dict[str, tuple[int, ...]]], file: str
+) -> list[list[int]]:
+    """Elements that stages 1 and 2 leave behind each parameter, so that the next is aligned."""
+    found = state.get("param_alignment_paddings")
+    if found is None:
+        return [[0] * len(group) for group in shapes]
+    fine = isinstance(found, list) and len(found) == len(shapes) and all(
+        isinstance(own, list) and len(own) == len(group)
+        and all(isinstance(n, int) and n >= 0 for n in own)
+        for own, group in zip(found, shapes, strict=True)
+    )  # fmt: skip
+    if not fine:
+        raise CheckpointError(
+            f"{file}: param_alignment_paddings: expected a number for each of"
+            f" {[len(group) for group in shapes]} parameters of the groups, got {found!r:.200}"
+        )
+    return [list(own) for own in found]
+
+
+def _groups(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The groups of the optimizer inside, of stage 3 or another one."""
+    base = state.get("optimizer_state_dict", state.get("base_optimizer_state"))
     groups = base.get("param_groups") if isinstance(base, Mapping) else None
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return []
-    return [{k: v for k, v in group.items() if not isinstance(v, Inert)} for group in groups]
+    return groups
+
+
+def _hyper(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {k: v for k, v in group.items() if not isinstance(v, Inert)} for group in _groups(state)
+    ]
 
 
 def _flat(values: Any, file: str) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 from fzero.errors import CheckpointError
 
 from .adam import optimizer_state, read_optimizer, step_of
-from .content import Checkpoint
+from .content import Checkpoint, optimizer_fields
 from .torch_files import Inert, is_dense, lazy_tensors, load_plain, write_plain
 
 
@@ -52,6 +52,8 @@ def read_lightning(path: Path) -> Checkpoint:
     states = content.get("optimizer_states")
     states = states if isinstance(states, list) else []
     optimizer = read_optimizer(states[0], path.name) if len(states) == 1 else None
+    if len(states) > 1:
+        optimizer = f"{path.name}: expected the state of one optimizer, got {len(states)}"
     extra: dict[str, Any] = {
         key: step_of(content[key], path.name) for key in ("global_step", "epoch") if key in content
     }
@@ -63,7 +65,7 @@ def read_lightning(path: Path) -> Checkpoint:
     version = content.get(_VERSION)
     return Checkpoint(
         str(path), "PyTorch Lightning", tensors, version=str(version) if version else None,
-        ties=ties, optimizer=optimizer, extra=extra,
+        ties=ties, extra=extra, **optimizer_fields(optimizer),
     )  # fmt: skip
 
 

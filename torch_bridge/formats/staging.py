@@ -30,6 +30,7 @@ def staged_file(target: Path) -> Iterator[Path]:
         _sync(temporary)
         temporary.chmod(0o666 & ~_umask())  # mkstemp's 0600 would hide the file from others
         temporary.replace(target)
+        _sync(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -58,12 +59,12 @@ def staged_directory(target: Path, merge: bool) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield temporary
-        for path in temporary.rglob("*"):
-            if path.is_file():
-                _sync(path)
+        for path in (*temporary.rglob("*"), temporary):
+            _sync(path)
         if not filled:
             temporary.chmod(0o777 & ~_umask())
             temporary.replace(target)
+            _sync(target.parent)
             return
         written = sorted(temporary.iterdir())
         for path in written:
@@ -72,13 +73,18 @@ def staged_directory(target: Path, merge: bool) -> Iterator[Path]:
         for path in target.iterdir():
             if _WEIGHTS.fullmatch(path.name) and path.name not in names:
                 path.unlink()
+        _sync(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
-    with path.open("rb") as written:
-        os.fsync(written.fileno())
+    """Waits until a file's content, or a directory's names, are on the disk."""
+    written = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(written)
+    finally:
+        os.close(written)
 
 
 def _umask() -> int:

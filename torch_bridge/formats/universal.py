@@ -17,12 +17,12 @@ import torch
 from fzero.errors import CheckpointError
 
 from .adam import MOMENTS, groups_of, one_step, step_of
-from .content import Checkpoint, Optimizer
+from .content import Checkpoint, Optimizer, optimizer_fields
 from .deepspeed import (
     STAND_INS,
     Files,
+    absent_names,
     frozen_weights,
-    is_absent,
     load_model,
     own_weights,
     shape_of,
@@ -64,21 +64,14 @@ def read_universal(folder: Path) -> Checkpoint:
         shapes |= {name: shape_of(size, name, folder.name) for name, size in group.items()}
     own, ties = own_weights(files, models)
     ties |= shared_names(models)
-    own = {name: tensor for name, tensor in own.items() if not is_absent(tensor)}
     if any(data is not None for data, _ in models):
+        absent = absent_names(own, models)
+        own = {name: tensor for name, tensor in own.items() if name not in absent}
         own |= frozen_weights(models, folder)
-    pieces: dict[str, dict[str, LazyTensor]] = {_FP32: {}, "exp_avg": {}, "exp_avg_sq": {}}
-    steps: list[int] = []
-    for path in sorted((folder / "zero").iterdir()):
-        if not (path / f"{_FP32}.pt").is_file():
-            continue
-        has = {key for key in MOMENTS if (path / f"{key}.pt").is_file()}
-        if len(has) == 1:
-            raise CheckpointError(f"{folder.name}: `{path.name}` has only one of {MOMENTS}")
-        for key in (_FP32, *sorted(has)):
-            pieces[key][path.name] = _piece(path, key, shapes.get(path.name))
-        if (path / "step.pt").is_file():
-            steps.append(step_of(load_plain(path / "step.pt", STAND_INS), path.name))
+    pieces, steps, unread = _folders(folder, shapes)
+    lost = sorted(set(shapes) - set(pieces[_FP32]))
+    if lost:
+        raise CheckpointError(f"{folder.name}: {lost[:5]} learn, but have no folders in zero/")
     # What has no moments does not learn: the module has it in its own dtype.
     learned = {n: t for n, t in pieces[_FP32].items() if n in pieces["exp_avg"] or n not in own}
     tensors = {**own, **learned}
@@ -86,8 +79,11 @@ def read_universal(folder: Path) -> Checkpoint:
         if kept in tensors and name not in pieces["exp_avg"]:
             tensors.pop(name, None)
     common = _common(folder)
-    optimizer = None
-    if pieces["exp_avg"]:
+    optimizer: Optimizer | str | None = unread
+    partly = sorted(set(shapes) - set(pieces["exp_avg"]))
+    if pieces["exp_avg"] and partly:
+        optimizer = f"{folder.name}: {partly[:5]} learn, but have no moments; other ones have"
+    elif pieces["exp_avg"] and unread is None:
         steps = steps or _steps(common, folder)
         optimizer = Optimizer(
             one_step(steps, folder.name), pieces["exp_avg"], pieces["exp_avg_sq"],
@@ -98,9 +94,34 @@ def read_universal(folder: Path) -> Checkpoint:
     return Checkpoint(
         str(folder), "DeepSpeed universal", tensors, version=str(version) if version else None,
         ties={name: kept for name, kept in ties.items() if name not in tensors and kept in tensors},
-        optimizer=optimizer,
         extra={k: first[k] for k in ("global_steps",) if isinstance(first.get(k), int)},
+        **optimizer_fields(optimizer),
     )  # fmt: skip
+
+
+def _folders(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, dict[str, LazyTensor]], list[int], str | None]:
+    """Each parameter's tensors by kind and name, the steps, and what was not read, in words."""
+    pieces: dict[str, dict[str, LazyTensor]] = {_FP32: {}, "exp_avg": {}, "exp_avg_sq": {}}
+    steps: list[int] = []
+    unread = None
+    for path in sorted((folder / "zero").iterdir()):
+        found = {file.stem for file in path.glob("*.pt")} if path.is_dir() else set()
+        if not found:
+            continue
+        if _FP32 not in found:
+            raise CheckpointError(f"{folder.name}: `{path.name}` has no {_FP32}.pt")
+        if found - {_FP32, *MOMENTS, "step"}:
+            unread = f"{folder.name}: `{path.name}` has {sorted(found)}, expected Adam's alone"
+        has = {key for key in MOMENTS if key in found}
+        if len(has) == 1:
+            raise CheckpointError(f"{folder.name}: `{path.name}` has only one of {MOMENTS}")
+        for key in (_FP32, *sorted(has)):
+            pieces[key][path.name] = _piece(path, key, shapes.get(path.name))
+        if "step" in found:
+            steps.append(step_of(load_plain(path / "step.pt", STAND_INS), path.name))
+    return pieces, steps, unread
 
 
 def _dict(path: Path) -> dict[str, Any]:

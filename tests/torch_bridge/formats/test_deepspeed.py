@@ -9,6 +9,7 @@ from typing import Any
 
 import format_cases as cases
 import numpy as np
+import optax
 import pytest
 import torch
 import zero_files
@@ -187,11 +188,7 @@ def test_what_cannot_be_put_together_is_refused(tmp_path: Path) -> None:
     model["checkpoint_parallel_dimensions"]["tp_degree"] = 1
     model["param_shapes"][0]["more"] = torch.Size([400])
     torch.save(model, step / "mp_rank_00_model_states.pt")
-    with pytest.raises(CheckpointError, match="`more` has 400 elements"):
-        tb.checkpoint(step)
-    del model["param_shapes"][0]["more"], model["param_shapes"][0]["inner.weight"]
-    torch.save(model, step / "mp_rank_00_model_states.pt")
-    with pytest.raises(CheckpointError, match="expected less than 4 of padding"):
+    with pytest.raises(CheckpointError, match=r"paddings: expected a number for each of \[8\]"):
         tb.checkpoint(step)
     (step / "layer_00-model_01-model_states.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match="a slice of a layer"):
@@ -204,3 +201,177 @@ def test_objects_of_unknown_classes_are_refused_by_name(tmp_path: Path) -> None:
                    tmp_path / "mp_rank_00_model_states.pt")  # fmt: skip
     with pytest.raises(CheckpointError, match=r"objects of deepspeed\.moe\.Surprise"):
         tb.checkpoint(tmp_path)
+
+
+def change(path: Path, how: Any) -> None:
+    """Changes a file of `torch.save`."""
+    with zero_files.foreign_class("deepspeed.runtime.fp16.loss_scaler.LossScaler"):
+        content = torch.load(path, weights_only=False)
+        how(content)
+        torch.save(content, path)
+
+
+def test_flat_tensors_are_used_up(tmp_path: Path) -> None:
+    state = random_state()
+    step = zero_files.write_zero(tmp_path, state, [list(state["fp32"])], 2, 1, 5, {})
+    model = step / "mp_rank_00_model_states.pt"
+    change(model, lambda content: content["param_shapes"][0].update(more=torch.Size([400])))
+    with pytest.raises(CheckpointError, match="`more` has 400 elements"):
+        tb.checkpoint(step)
+    change(model, lambda content: [content["param_shapes"][0].pop(n) for n in ("more", "c")])
+    with pytest.raises(CheckpointError, match="expected less than 4 of padding"):
+        tb.checkpoint(step)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_paddings_inside_a_group(tmp_path: Path, ranks: int) -> None:
+    """`parameter_alignment` leaves room behind parameters, so that the next one is aligned."""
+    state = random_state()
+    groups = [["a.weight", "c"], ["a.bias", "scalar", "b"]]
+    zero_files.write_zero(tmp_path, state, groups, ranks, 1, 5, {}, align=8)
+    found = tb.checkpoint(tmp_path)
+    for kind in KINDS:
+        for name, want in state[kind].items():
+            assert torch.equal(pieces(found)[kind][name].tensor(), want), (kind, name)
+
+
+def stages(step: Path, modules: Any, make: Any = torch.optim.AdamW) -> list[torch.Tensor]:
+    """A pipeline's files without ZeRO: a file for each layer, an optimizer for each stage.
+
+    As `PipelineEngine` writes them: no `param_shapes`, and each stage numbers its own parameters.
+    """
+    step.mkdir()
+    number = 0
+    moments: list[torch.Tensor] = []
+    for rank, layers in enumerate(modules):
+        for layer in layers:
+            path = step / f"layer_{number:02}-model_states.pt"
+            torch.save(OrderedDict(layer.state_dict()), path)
+            number += 1
+        optimizer = make(layers.parameters(), lr=1e-3)
+        for _ in range(3):
+            for p in layers.parameters():
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        key = "exp_avg" if make is torch.optim.AdamW else "momentum_buffer"
+        moments += [optimizer.state[p][key].clone() for p in layers.parameters()]
+        torch.save(
+            {"module": None, "buffer_names": [], "optimizer": optimizer.state_dict(),
+             "param_shapes": None, "global_steps": 3, "ds_version": "0.19.8"},
+            step / f"mp_rank_{rank:02}_model_states.pt",
+        )  # fmt: skip
+    return moments
+
+
+def two_stages() -> Any:
+    torch.manual_seed(0)
+    return [
+        torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 8)),
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)),
+    ]
+
+
+def test_moments_of_all_stages_of_a_pipeline_without_zero(tmp_path: Path) -> None:
+    modules = two_stages()
+    want = stages(tmp_path / "step", modules)
+    found = tb.checkpoint(tmp_path / "step")
+    assert found.optimizer is not None
+    assert (found.optimizer.step, len(found.optimizer.exp_avg)) == (3, 10)
+    whole = torch.nn.Sequential(*(layer for stage in two_stages() for layer in stage))
+    chain = tb.sequential(whole, torch.zeros(4, 4))
+    state = tb.restore(tmp_path / "step", chain, optax.adamw(1e-3), fz.Plan(data=1), cast=True)
+    have = moments_of(chain, state.opt_state)
+    assert have.step == 3
+    for (name, _), value in zip(whole.named_parameters(), want, strict=True):
+        np.testing.assert_array_equal(have.exp_avg[name], value.numpy())
+
+
+def test_what_is_not_all_of_adam_is_not_taken_for_it(tmp_path: Path) -> None:
+    """A reader that cannot account for all of an optimizer's state says so, and takes none."""
+    stages(tmp_path / "sgd", two_stages(), lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9))
+    stages(tmp_path / "amsgrad", two_stages(), lambda p, lr: AMSGrad(p, lr, amsgrad=True))
+    stages(tmp_path / "missing", two_stages())
+    change(tmp_path / "missing/mp_rank_01_model_states.pt", lambda c: c.update(optimizer=None))
+    whole = torch.nn.Sequential(*(layer for stage in two_stages() for layer in stage))
+    chain = tb.sequential(whole, torch.zeros(4, 4))
+    for name, why in {
+        "sgd": "that of parameter 0 has no exp_avg, exp_avg_sq, step, but momentum_buffer",
+        "amsgrad": "that of parameter 0 has max_exp_avg_sq as well",
+        "missing": r"model ranks \[1\] have no optimizer state",
+    }.items():
+        found = tb.checkpoint(tmp_path / name)
+        assert found.optimizer is None
+        assert found.unread is not None
+        with pytest.raises(CheckpointError, match=f"in full: .*{why}.*optimizer=False"):
+            tb.restore(tmp_path / name, chain, optax.adam(1e-3), fz.Plan(data=1))
+        tb.restore(tmp_path / name, chain, optax.adam(1e-3), fz.Plan(data=1), optimizer=False)
+
+
+class AMSGrad(torch.optim.AdamW):
+    """Another class, so that `stages` looks at another key."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for entry in self.state.values():
+            entry["momentum_buffer"] = entry["exp_avg"]
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        return {**found, "state": {
+            n: {k: v for k, v in entry.items() if k != "momentum_buffer"}
+            for n, entry in found["state"].items()
+        }}  # fmt: skip
+
+
+# What DeepSpeed's loader looks for: names and values in deepspeed/checkpoint/constants.py and
+# universal_checkpoint.py, github.com/deepspeedai/DeepSpeed at 051a0f5 (0.19.8).
+PARAM, CAT_DIM, FP32_WEIGHT_KEY = "param", "cat_dim", "fp32"
+UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
+UNIVERSAL_CHECKPOINT_VERSION_KEY = "universal_checkpoint_version"
+# "Reserve version 0.1 for the hardcoded logic used in BLOOM-176B training"; 0.4 is the newest.
+OLDEST, NEWEST = 0.2, 0.4
+OPTIMIZER_STATE_DICT, PARAM_GROUPS = "optimizer_state_dict", "param_groups"
+DS_VERSION = "ds_version"
+BUFFER_NAMES, PARAM_SHAPES = "buffer_names", "param_shapes"
+MODEL_FILE, LATEST = "mp_rank_00_model_states.pt", "latest_universal"
+
+
+def test_universal_files_are_what_deepspeeds_loader_looks_for(tmp_path: Path) -> None:
+    state = random_state()
+    zero_files.write_zero(tmp_path, state, [list(state["fp32"])], 2, 1, 5, {"n": torch.arange(3)})
+    write(tb.checkpoint(tmp_path), tmp_path / "uni", "universal")
+    folder = tmp_path / "uni" / (tmp_path / "uni" / LATEST).read_text()
+    model = torch.load(folder / MODEL_FILE, weights_only=True)
+    version = model[UNIVERSAL_CHECKPOINT_INFO][UNIVERSAL_CHECKPOINT_VERSION_KEY]
+    assert OLDEST <= version <= NEWEST
+    assert {*model[BUFFER_NAMES], *model[PARAM_SHAPES][0]} == {*state["fp32"], "n"}
+    assert tuple(map(int, model[DS_VERSION].split("."))) >= (0, 14, 0)
+    common = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=True)
+    assert common[OPTIMIZER_STATE_DICT][PARAM_GROUPS]
+    for name, shape in model[PARAM_SHAPES][0].items():
+        # `load_hp_checkpoint_state` takes every file for a state, and loads it by its key.
+        files = {path.stem: torch.load(path, weights_only=True)
+                 for path in (folder / "zero" / name).iterdir()}  # fmt: skip
+        assert float(files.pop("step")) == 5
+        assert set(files) == {FP32_WEIGHT_KEY, "exp_avg", "exp_avg_sq"}
+        for key, content in files.items():
+            # Slices of tensor parallelism are cut along this dim: the one of a Linear's outputs.
+            assert content[CAT_DIM] == 0
+            assert content[PARAM].shape == shape
+            assert torch.equal(content[PARAM], state[key][name])
+
+
+def test_a_universal_folder_that_is_incomplete_is_refused(tmp_path: Path) -> None:
+    state = random_state()
+    zero_files.write_zero(tmp_path, state, [list(state["fp32"])], 1, 1, 5, {})
+    write(tb.checkpoint(tmp_path), tmp_path / "uni", "universal")
+    zero = next((tmp_path / "uni").glob("*/zero"))
+    for key in ("exp_avg", "exp_avg_sq"):
+        (zero / "c" / f"{key}.pt").unlink()
+    found = tb.checkpoint(tmp_path / "uni")
+    assert found.optimizer is None
+    assert found.unread is not None
+    assert "['c'] learn, but have no moments" in found.unread
+    shutil.rmtree(zero / "c")
+    with pytest.raises(CheckpointError, match=r"\['c'\] learn, but have no folders"):
+        tb.checkpoint(tmp_path / "uni")

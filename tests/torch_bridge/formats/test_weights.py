@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zipfile
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import fzero as fz
 import torch_bridge as tb
@@ -354,3 +356,42 @@ def test_a_fine_file_made_the_same_way_is_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot hold"):
         write(content({"a": torch.ones(1, dtype=torch.complex128)}), tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def test_the_index_says_the_size_of_all_shards(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    converted = tb.convert(module, torch.zeros(2, 8))
+    tb.save(tmp_path / "hf", converted, converted.params, max_shard_size=300)
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert index["metadata"]["total_size"] == 4 * (8 * 16 + 16 + 16 * 4 + 4)
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pt", "m.ckpt", "hf", "dcp", "universal"])
+def test_what_has_its_name_is_on_the_disk(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file is synced before it (or its directory) is renamed, and the new name after that."""
+    converted = tb.convert(nn.Linear(8, 4), torch.zeros(2, 8))
+    synced: set[tuple[int, int]] = set()
+    sync, rename = os.fsync, os.replace
+
+    def identity(path: Any) -> tuple[int, int]:
+        found = os.stat(path)
+        return found.st_dev, found.st_ino
+
+    def fsync(number: int) -> None:
+        synced.add(identity(number))
+        sync(number)
+
+    def replace(source: Any, target: Any, **more: Any) -> None:
+        parts = [source, *Path(source).rglob("*")]
+        assert all(identity(path) in synced for path in parts)
+        synced.discard(identity(Path(target).parent))
+        rename(source, target, **more)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    to = name if name in ("dcp", "universal") else None
+    tb.save(tmp_path / "run" / name if to else tmp_path / name, converted, converted.params, to=to)
+    assert identity(tmp_path / "run" if to else tmp_path) in synced

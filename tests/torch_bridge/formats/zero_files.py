@@ -54,15 +54,29 @@ def write_zero(
     stage: int,
     step: int,
     buffers: Mapping[str, torch.Tensor],
+    align: int = 1,
 ) -> Path:
-    """Writes a checkpoint; returns the folder of its step."""
+    """Writes a checkpoint; returns the folder of its step.
+
+    Args:
+        align: of stages 1 and 2, what parameters' places in a group are multiples of.
+    """
     folder = root / f"global_step{step}"
     folder.mkdir(parents=True)
     (root / "latest").write_text(folder.name)
     shapes = [OrderedDict((n, state["fp32"][n].shape) for n in group) for group in groups]
     cut = _cut_parameters if stage == 3 else _cut_groups
-    parts = {key: cut([[values[n] for n in group] for group in groups], ranks)
-             for key, values in state.items()}  # fmt: skip
+    paddings = [[-state["fp32"][n].numel() % align for n in group] for group in groups]
+
+    def placed(values: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+        """What is not read is 7."""
+        return [
+            [torch.cat([values[n].reshape(-1), torch.full((pad,), 7.0)]) if pad else values[n]
+             for n, pad in zip(group, own, strict=True)]
+            for group, own in zip(groups, paddings, strict=True)
+        ]  # fmt: skip
+
+    parts = {key: cut(placed(values), ranks) for key, values in state.items()}
     weights = {n: t.bfloat16() if stage < 3 else torch.empty(0) for n, t in state["fp32"].items()}
     model = {
         "module": {**weights, **buffers},
@@ -88,8 +102,12 @@ def write_zero(
             zero |= {"partition_count": ranks, "fp32_flat_groups": own["fp32"],
                      "optimizer_state_dict": inner}  # fmt: skip
         else:
-            lean = [flat[: max(0, sum(s.numel() for s in group.values()) - rank * len(flat))]
-                    for flat, group in zip(own["fp32"], shapes, strict=True)]  # fmt: skip
+            ends = [sum(s.numel() for s in group.values()) + sum(pads)
+                    for group, pads in zip(shapes, paddings, strict=True)]  # fmt: skip
+            lean = [flat[: max(0, end - rank * len(flat))]
+                    for flat, end in zip(own["fp32"], ends, strict=True)]  # fmt: skip
+            if align > 1:
+                zero["param_alignment_paddings"] = paddings
             zero |= {"partition_count": [ranks] * len(groups), "base_optimizer_state": inner,
                      "single_partition_of_fp32_groups": lean}  # fmt: skip
         prefix = "bf16_" if stage == 3 else ""
