@@ -140,7 +140,7 @@ def _moments(
     if wanted and (tx is None or found.optimizer is None):
         raise CheckpointError(
             "restore: optimizer=True, but "
-            + ("tx is None" if tx is None else f"{found.path} holds no state of an optimizer")
+            + ("tx is None" if tx is None else f"{found.path} holds no Adam state")
         )
     if wanted is False or tx is None or found.optimizer is None:
         return None
