@@ -208,7 +208,7 @@ def test_lightnings_own_file() -> None:
     assert found.optimizer.step == 8
     with pytest.raises(CheckpointError, match=r"pass names=\[\.\.\.\]"):
         found.optimizer.moments()
-    with pytest.raises(CheckpointError, match="of which it has .*: 2 names were"):
+    with pytest.raises(CheckpointError, match=r"it has \d+: 2 names were"):
         found.optimizer.moments(["a", "b"])
 
 
