@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,36 +13,16 @@ from fzero.plan import AXES
 from fzero.tree import PyTree, named_leaves, shape_of
 
 
-@dataclass(frozen=True)
-class BatchSpec:
-    """What batches look like: leaf paths and dtypes, from the first one seen.
-
-    Args:
-        leaves: `(path, dtype, number of dims)` of every leaf, in tree order.
-    """
-
-    leaves: tuple[tuple[str, np.dtype[Any], int], ...]
-
-    @staticmethod
-    def of(batch: PyTree) -> BatchSpec:
-        """The spec of a batch."""
-        return BatchSpec(
-            tuple((p, shape_of(x).dtype, len(x.shape)) for p, x in named_leaves(batch))
-        )
-
-
-def check_batch(batch: PyTree, parts: int, microbatches: int, spec: BatchSpec | None) -> None:
+def check_batch(batch: PyTree, parts: int, microbatches: int) -> None:
     """Checks a global batch; a pytree of arrays with one leading dim of examples in common.
 
     Args:
         batch: the batch.
         parts: devices it is spread over.
         microbatches: pieces that each device's rows are cut into.
-        spec: what earlier batches looked like.
 
     Raises:
-        BatchError: a leaf is no array or a scalar, leading dims differ or do not divide, or keys,
-            dtypes or dims differ from earlier batches.
+        BatchError: a leaf is no array or a scalar, or leading dims differ or do not divide.
     """
     leaves = named_leaves(batch)
     if not leaves:
@@ -58,8 +37,6 @@ def check_batch(batch: PyTree, parts: int, microbatches: int, spec: BatchSpec | 
             raise BatchError(
                 f"batch: {path or 'it'} is a scalar: every leaf needs a leading dim of examples"
             )
-    if spec is not None and spec != BatchSpec.of(batch):
-        _explain_difference(spec, BatchSpec.of(batch))
     rows = {path: leaf.shape[0] for path, leaf in leaves}
     if len(set(rows.values())) > 1:
         raise BatchError(f"batch: leaves have different numbers of examples (dim 0): {rows}")
@@ -70,23 +47,6 @@ def check_batch(batch: PyTree, parts: int, microbatches: int, spec: BatchSpec | 
             f" microbatches; expected a positive multiple of {parts * microbatches}. Pad the batch"
             " and leave the padding out of the loss's fz.Mean count"
         )
-
-
-def _explain_difference(expected: BatchSpec, found: BatchSpec) -> None:
-    want = {path: (dtype, dims) for path, dtype, dims in expected.leaves}
-    have = {path: (dtype, dims) for path, dtype, dims in found.leaves}
-    problems = [f"{path!r} is missing" for path in want if path not in have]
-    problems += [f"{path!r} is new" for path in have if path not in want]
-    problems += [
-        f"{path!r}: expected {want[path][0]} with {want[path][1]} dims, got {have[path][0]} with"
-        f" {have[path][1]}"
-        for path in want
-        if path in have and want[path] != have[path]
-    ]
-    raise BatchError(
-        f"batch: differs from the batches before it: {'; '.join(problems)}; expected keys"
-        f" {list(want)}, got {list(have)}. Build another step for batches of another kind"
-    )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -14,7 +14,7 @@ class PlanError(FzeroError, ValueError):
 
 
 class BatchError(FzeroError, ValueError):
-    """A batch does not fit the plan or differs in structure from the batches before it."""
+    """A batch does not fit the plan."""
 
 
 class StateError(FzeroError, ValueError):

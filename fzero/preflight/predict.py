@@ -14,8 +14,6 @@ import optax
 
 from fzero.batch import abstract_batch, check_batch
 from fzero.blueprint import Blueprint
-from fzero.compiled import TrainStep
-from fzero.divided import PipelineTrainStep, StreamedTrainStep
 from fzero.errors import PreflightError
 from fzero.initial import initial_shapes
 from fzero.model import Model
@@ -39,6 +37,8 @@ from fzero.preflight.stages import PipelineRun, StageCompiler, rank_collectives
 from fzero.preflight.topology import Topology, parse
 from fzero.state import TrainState
 from fzero.step import train_step
+from fzero.step.passes import OneProgram
+from fzero.step.steps import TrainStep
 from fzero.tree import PyTree
 from fzero.zero.partition import layout_leaves
 
@@ -101,10 +101,10 @@ def preflight(
     fields = step.blueprint.shapes()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     parts = sizes["data"] * sizes["replica"]
-    check_batch(shapes, parts, plan.microbatches, None)
+    check_batch(shapes, parts, plan.microbatches)
     where_kept = placement(plan, model, tx, num_devices=num_devices)
     predictor = _Predictor(target, step, fields, shapes, parts, where_kept)
-    found = predictor.pipeline() if isinstance(step, PipelineTrainStep) else predictor.one_program()
+    found = predictor.one_program() if step.blueprint.one_mesh else predictor.pipeline()
     spent = time.perf_counter() - started - found.compile_seconds
     return dataclasses.replace(found, trace_seconds=spent)
 
@@ -126,7 +126,7 @@ class _Predictor:
 
     def one_program(self) -> Preflight:
         """The prediction of a step that is one program."""
-        assert not isinstance(self.step, StreamedTrainStep)
+        assert isinstance(self.step.passes, OneProgram)
         mesh = self.blue.mesh
         lowered = self.step.lower(TrainState(**self.fields), self.batch)
         compiled = self.target.compile(lowered, mesh)
@@ -134,7 +134,9 @@ class _Predictor:
         saved = secondary = 0
         notes: list[str] = []
         if self.blue.stages is None:
-            saved, secondary = saved_bytes(self.step, self.fields, abstract_batch(self.batch, mesh))
+            saved, secondary = saved_bytes(
+                self.step.passes, self.fields, abstract_batch(self.batch, mesh)
+            )
             if self.plan.remat == "offload":
                 notes.append(
                     f"remat='offload' keeps {saved:,} bytes of layer inputs in host memory; a"
@@ -173,7 +175,6 @@ class _Predictor:
 
     def pipeline(self) -> Preflight:
         """The prediction of a step that is many programs."""
-        assert isinstance(self.step, PipelineTrainStep)
         compiler = StageCompiler(self.step.executor, self.target)
         run = compiler.run(self.fields, abstract_batch(self.batch, self.blue.rank_mesh(0)))
         per_rank = self.blue.mesh.size // self.plan.pipe

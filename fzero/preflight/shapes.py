@@ -10,11 +10,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from fzero.blueprint import Blueprint
-from fzero.compiled import TrainStep
 from fzero.model import Model, whole_chain
 from fzero.pipeline.flops import flops
 from fzero.plan import AXES, Plan
 from fzero.precision import cast_batch, compute_dtype
+from fzero.step.passes import OneProgram, kept_by
 from fzero.tree import PyTree, leaf_bytes
 from fzero.zero.chain import kept_parts, train_forward, without_inputs
 from fzero.zero.partition import layout_leaves
@@ -45,25 +45,25 @@ def model_flops(model: Model, shapes: tuple[PyTree, PyTree], batch: PyTree, part
     return PASSES * parts * flops(jax.make_jaxpr(loss)(*shapes, one, key))
 
 
-def saved_bytes(step: TrainStep, fields: dict[str, Any], batch: PyTree) -> tuple[int, int]:
+def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tuple[int, int]:
     """Bytes that one device's forward pass of one microbatch leaves for its backward pass.
 
     Returns:
         Of activations, and of parts of weights (`Plan.secondary`).
 
     Args:
-        step: a step that is one program, without a pipeline.
+        passes: those of a step that is one program, without a pipeline.
         fields: shapes of the state's fields.
         batch: shapes of the global batch.
     """
-    blue, plan = step.blueprint, step.plan
+    blue, plan = passes.blueprint, passes.plan
     found: list[tuple[int, int]] = []
 
     def local(kept: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array) -> tuple[()]:
         rows = jax.tree.map(lambda x: x[: x.shape[0] // plan.microbatches], batch)
         rows = cast_batch(plan, rows)
         pieces = whole_chain(blue.model.layers)
-        _, links, _ = train_forward(pieces, step.rules(), kept, rows, buffers, rows, key)
+        _, links, _ = train_forward(pieces, passes.rules(), kept, rows, buffers, rows, key)
         held = {id(leaf): leaf for leaf in jax.tree.leaves(without_inputs(links))}
         parts = sum(map(leaf_bytes, kept_parts(links)))
         found.append((sum(map(leaf_bytes, held.values())) - parts, parts))
@@ -73,12 +73,12 @@ def saved_bytes(step: TrainStep, fields: dict[str, Any], batch: PyTree) -> tuple
     run = jax.shard_map(
         local,
         mesh=blue.mesh,
-        in_specs=(step.kept_specs(), whole, PartitionSpec(AXES), whole),
+        in_specs=(passes.kept_specs(), whole, PartitionSpec(AXES), whole),
         out_specs=(),
         axis_names=set(blue.mesh.axis_names),
         check_vma=False,
     )
-    jax.eval_shape(run, step.kept(fields), fields["buffers"], batch, fields["rng"])
+    jax.eval_shape(run, kept_by(plan, fields), fields["buffers"], batch, fields["rng"])
     return found[-1]
 
 

@@ -72,13 +72,13 @@ def test_the_hosts_devices_compute(apart, monkeypatch):
     _, hosts = apart
     plan = tiny.plan(zero=3, data=4, **ON_HOST)
     state, step = fz.init(MODEL, TX, plan, rng=0), fz.train_step(MODEL, TX, plan)
-    update, seen = step._host._program, []
+    update, seen = step.runner.update._program, []
 
     def watched(*args):
         seen.append({d for leaf in jax.tree.leaves(args) for d in leaf.sharding.device_set})
         return update(*args)
 
-    monkeypatch.setattr(step._host, "_program", watched)
+    monkeypatch.setattr(step.runner.update, "_program", watched)
     before = state
     state, _ = step(state, BATCH)
     assert seen == [hosts]

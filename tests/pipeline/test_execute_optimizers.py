@@ -136,7 +136,7 @@ def test_optimizers_that_would_count_them_are_refused(name):
 
 
 def test_what_is_refused_would_be_wrong(monkeypatch):
-    monkeypatch.setattr("fzero.step.require_rows_apart", lambda blue: None)
+    monkeypatch.setattr("fzero.step.steps.require_rows_apart", lambda blue: None)
     run = train(tied(), plan(**UNEVEN), 4, tx=OPTIMIZERS["adafactor"]())
     apart = run.params["blocks/w"] - whole("adafactor").params["blocks/w"]
     assert np.abs(apart).max() > 1e-3

@@ -1,30 +1,22 @@
-"""Steps that are many programs: those of a pipeline, and those whose state is partly parked."""
+"""Updates of leaves that are on several meshes or in several tiers: many programs, by place."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.blueprint import Blueprint
-from fzero.compiled import EvalStep, TrainStep, forget, refuse_reserved
-from fzero.errors import PlanError
-from fzero.host_update import HostUpdate
-from fzero.model import Mean
 from fzero.offload.chunks import Parking
 from fzero.offload.piecewise import Cut
 from fzero.offload.stream import StreamedFunction
-from fzero.offload.tiers import on_device, settled
-from fzero.pipeline.execute import Executor
+from fzero.offload.tiers import on_device
 from fzero.places import PlacedFunction
-from fzero.state import TrainState
 from fzero.tree import PyTree, named_leaves
-from fzero.update import Metrics, Update, step_key
+from fzero.update import Metrics, Update
 from fzero.zero.partition import map_splits, owner_of
 
 
@@ -32,42 +24,39 @@ from fzero.zero.partition import map_splits, owner_of
 Values = dict[str, Any]
 
 
-class DividedTrainStep(TrainStep):
-    """A training step whose update runs as several programs, each where its leaves are.
+class DividedUpdate:
+    """An update that runs where its leaves are; where the plan parks leaves, they visit the device.
+
+    Numbers are those of a plan without tiers but for a rounding or two: a product and a sum that
+    one program fuses into one rounding may be two in the pieces.
+
+    Args:
+        blue: the blueprint.
+        donate: whether the old state's memory may be reused.
+        apply: whether to take an optimizer step, or only to accumulate.
+        name: of the step, for messages.
 
     Attributes:
         stream: what runs the update where the plan parks leaves, once a step was taken.
     """
 
-    def __init__(self, blue: Blueprint, donate: bool, apply: bool) -> None:
-        super().__init__(blue, donate, apply)
+    def __init__(self, blue: Blueprint, donate: bool, apply: bool, name: str) -> None:
+        self.blueprint, self.plan = blue, blue.plan
+        self.donate, self.apply, self.name = donate, apply, name
         # Leaves of several meshes or tiers: there is no common program to fence.
         self.update = Update(blue, lambda value: value)
         self.stream: StreamedFunction | None = None
-        self._key = jax.jit(step_key)
         self._divided: dict[Any, Any] = {}
-        on_host = apply and blue.plan.update_on == "host"
-        self._host = HostUpdate(blue, donate) if on_host else None
 
-    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Takes one step; see `train_step`."""
-        state = settled(state)
-        placed = self._check(state, batch, self.donate)
-        fields, (step, rng) = self._parts(state)
-        key = self._key(rng, step, fields["grads"])
-        sums, mean, own, changed = self._run(lambda batch: self._summed(fields, batch, key), placed)
-        refuse_reserved(own)
-        kept = {"step": step, "sums": sums, "mean": mean, "own": own, "changed": changed}
+    def __call__(self, fields: Values, kept: Values) -> tuple[Values, Metrics]:
+        """New fields of the state, and the step's metrics.
+
+        Args:
+            fields: the state's fields, without step and key.
+            kept: `step`, and what the first half computed: `sums`, `mean`, `own`, `changed`.
+        """
         streams = self.apply and self.blueprint.chunks.parked
-        finish = self._host or (self._streamed if streams else self._updated)
-        new, metrics = finish(fields, kept)
-        if self.donate:
-            forget(fields, (new, metrics))
-        return state.replace(**new), metrics
-
-    def _summed(self, fields: Values, batch: PyTree, key: jax.Array) -> Any:
-        """Summed gradients, mean loss, the model's metrics, and the fields that change here."""
-        raise NotImplementedError
+        return (self._streamed if streams else self._updated)(fields, kept)
 
     def _updated(self, fields: Values, kept: Values) -> tuple[Values, Metrics]:
         def run(fields: Values, kept: Values) -> tuple[Values, Metrics]:
@@ -189,114 +178,9 @@ class DividedTrainStep(TrainStep):
         found = {name: shardings(name, tree) for name, tree in new.items()}
         return found, jax.tree.map(lambda _: whole, metrics)
 
-    def lower(self, state: Any, batch: PyTree) -> Any:
-        """Refused: such a step is many programs."""
-        raise PlanError(
-            "train_step.lower: with pipe_backend='mpmd', or with tiers, a step is many programs,"
-            " none of which is the step; lower plan.replace(pipe=1, tiers={}), or use"
-            " pipe_backend='spmd'"
-        )
-
-
-class StreamedTrainStep(DividedTrainStep):
-    """A training step of a plan with tiers: gradients, then an update that streams, or on the host.
-
-    Numbers are those of the plan without tiers but for a rounding or two: a product and a sum that
-    one program fuses into one rounding may be two in the pieces.
-    """
-
-    def __init__(self, blue: Blueprint, donate: bool, apply: bool) -> None:
-        super().__init__(blue, donate, apply)
-        self._program = self._jit(self._sums)
-
-    def _sums(
-        self,
-        kept: PyTree,
-        buffers: PyTree,
-        loss_scale: Any,
-        key: jax.Array,
-        batch: PyTree,
-    ) -> Any:
-        self._traced()
-        name = "compute" if self.plan.keeps_compute_copy else "params"
-        fields = {name: kept, "buffers": buffers, "loss_scale": loss_scale}
-        return self._gradients(fields, batch, key)
-
-    def _summed(self, fields: Values, batch: PyTree, key: jax.Array) -> Any:
-        read = (fields[name] for name in ("buffers", "loss_scale"))
-        return self._program(self.kept(fields), *read, key, batch)
-
-
-class PipelineTrainStep(DividedTrainStep):
-    """A training step as a pipeline: one program per stage and kind of action.
-
-    All schedules of the same stages and microbatches give the same bits. (Buffers change in the
-    order in which a schedule runs forwards; every schedule with a name runs them in the order of
-    microbatches.) Losses and gradients do not depend on where the chain is cut either; updates do,
-    by a rounding, as leaves are updated in other programs. Without a pipeline a loss is the same to
-    the bit, and gradients are within a rounding or two of each leaf's largest element: tied
-    weights' gradients are added per stage first, and backward passes are compiled as two halves,
-    where bias gradients add up in another order.
-
-    Attributes:
-        executor: what runs the schedule; `executor.observer` is told of every action.
-    """
-
-    def __init__(self, blue: Blueprint, donate: bool, apply: bool) -> None:
-        super().__init__(blue, donate, apply)
-        self.executor = Executor(blue, self._traced)
-
-    def _place(self, batch: PyTree) -> PyTree:
-        return batch
-
-    def _summed(self, fields: Values, batch: PyTree, key: jax.Array) -> Any:
-        scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
-        *out, buffers = self.executor.train(self.kept(fields), fields["buffers"], batch, key, scale)
-        return *out, {"buffers": buffers}
-
-
-class PipelineEvalStep(EvalStep):
-    """An evaluation step as a pipeline."""
-
-    def __init__(self, blue: Blueprint) -> None:
-        super().__init__(blue)
-        self.executor = Executor(blue, self._traced)
-
-    def __call__(self, state: TrainState, batch: PyTree) -> Metrics:
-        """Evaluates; see `eval_step`."""
-        state = settled(state)
-        placed = self._check(state, batch, donate=False)
-        kept, buffers, rng = self._parts(state)
-        rows = jax.tree.leaves(placed)[0].shape[0]
-        group = self.blueprint.group
-        count = math.gcd(rows // (group.data * group.replica), self.plan.microbatches)
-        mean, own = self._run(
-            lambda batch: self.executor.evaluate(kept, buffers, batch, rng, count), placed
-        )
-        refuse_reserved(own)
-        divide = {"loss": mean, "count": Mean(mean.count, jnp.ones_like(mean.count))} | own
-        whole = NamedSharding(self.blueprint.mesh, PartitionSpec())
-        metrics: Metrics = jax.device_put(_divided(divide), whole)
-        return metrics
-
-    def _place(self, batch: PyTree) -> PyTree:
-        return batch
-
-    def lower(self, state: Any, batch: PyTree) -> Any:
-        """Refused: see `PipelineTrainStep.lower`."""
-        raise PlanError(
-            "eval_step.lower: with pipe_backend='mpmd' an evaluation is one program per stage;"
-            " lower the unpipelined plan (plan.replace(pipe=1))"
-        )
-
 
 def _with_sums(name: str, tree: PyTree, sums: PyTree) -> PyTree:
     """Values of one part's leaves; an accumulation in progress has those of its sums."""
     if name != "grads" or tree is None:
         return tree
     return dataclasses.replace(tree, sums=sums)
-
-
-@jax.jit
-def _divided(means: dict[str, Mean]) -> Metrics:
-    return {name: mean.total / mean.count for name, mean in means.items()}

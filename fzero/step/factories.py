@@ -7,12 +7,10 @@ from typing import Any
 
 import optax
 
-from fzero.blueprint import Blueprint, blueprint
-from fzero.compiled import EvalStep, TrainStep
-from fzero.divided import PipelineEvalStep, PipelineTrainStep, StreamedTrainStep
+from fzero.blueprint import blueprint
 from fzero.model import Model
-from fzero.pipeline.filling import require_rows_apart
 from fzero.plan import Plan
+from fzero.step.steps import EvalStep, TrainStep
 
 
 def train_step(
@@ -59,7 +57,7 @@ def train_step(
         >>> float(metrics["loss"]), int(state.step)
         (1.0, 1)
     """
-    return _train_step(blueprint(model, tx, plan, devices), donate, apply=True)
+    return TrainStep(blueprint(model, tx, plan, devices), donate, apply=True)
 
 
 def accumulate_step(
@@ -78,16 +76,7 @@ def accumulate_step(
 
     Args, Returns and Raises as for `train_step`.
     """
-    return _train_step(blueprint(model, tx, plan, devices), donate, apply=False)
-
-
-def _train_step(blue: Blueprint, donate: bool, apply: bool) -> TrainStep:
-    if apply and blue.stages is not None:
-        require_rows_apart(blue)
-    if not blue.one_mesh:
-        return PipelineTrainStep(blue, donate, apply)
-    kind = StreamedTrainStep if apply and blue.chunks.parked else TrainStep
-    return kind(blue, donate, apply)
+    return TrainStep(blueprint(model, tx, plan, devices), donate, apply=False)
 
 
 def eval_step(model: Model, plan: Plan, *, devices: Sequence[Any] | None = None) -> EvalStep:
@@ -105,5 +94,4 @@ def eval_step(model: Model, plan: Plan, *, devices: Sequence[Any] | None = None)
     Raises:
         As `train_step`.
     """
-    blue = blueprint(model, None, plan, devices)
-    return EvalStep(blue) if blue.one_mesh else PipelineEvalStep(blue)
+    return EvalStep(blueprint(model, None, plan, devices))

@@ -1,0 +1,13 @@
+"""Steps: a pure function of a state and a batch, and a shell that checks, places and donates.
+
+- `factories`: `train_step`, `accumulate_step`, `eval_step`.
+- `steps`: the shells that they return.
+- `checks`: what a shell refuses before anything runs.
+- `passes`: gradients and evaluation of a batch, as one program or as a pipeline.
+- `runners`: how a pass and an update make a step: one program, or one after the other.
+- `updates`, `host_update`: updates that are many programs, by place, streamed, or on the host.
+"""
+
+from fzero.step.factories import accumulate_step as accumulate_step
+from fzero.step.factories import eval_step as eval_step
+from fzero.step.factories import train_step as train_step

@@ -1,0 +1,215 @@
+"""Passes over a batch: summed gradients, or means in evaluation mode.
+
+`OneProgram` is traceable: collectives are explicit (`jax.shard_map`), so that what it compiles to
+holds the all-gathers and reduce-scatters of the ZeRO paper and nothing else. `Pipeline` dispatches
+the programs of its stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from fzero.batch import place_batch
+from fzero.blueprint import Blueprint
+from fzero.errors import StateError
+from fzero.grads import local_evaluation, local_gradients
+from fzero.model import Mean
+from fzero.pipeline.execute import Executor
+from fzero.pipeline.spmd import spmd_evaluation, spmd_gradients
+from fzero.plan import AXES
+from fzero.tree import PyTree
+from fzero.zero.partition import Split, map_splits
+from fzero.zero.rules import Rules
+
+
+# Metrics that steps report themselves.
+RESERVED = ("loss", "count", "grad_norm", "nonfinite", "skipped", "loss_scale")
+
+# Fields of a state, or parts of what a step computes for one, by name.
+Values = dict[str, Any]
+# Summed gradients, mean loss, the model's metrics, and the fields that change on the way.
+Summed = tuple[PyTree, Mean, dict[str, Mean], Values]
+
+
+class OneProgram:
+    """Passes over a model whose leaves are all on one mesh; pure functions to trace.
+
+    Args:
+        blue: the blueprint.
+    """
+
+    def __init__(self, blue: Blueprint) -> None:
+        self.blueprint, self.plan = blue, blue.plan
+
+    def rules(self) -> Rules:
+        """How parameters are fetched and gradients reduced."""
+        plan, group = self.plan, self.blueprint.group
+        return Rules(
+            plan=plan,
+            layout=self.blueprint.params,
+            group=group,
+            sharded=plan.gathers_at_use and group.data > 1,
+            reduce=plan.reduce == "microbatch",
+            prefetch=self.blueprint.prefetch,
+            halves=self.blueprint.stages is not None,
+        )
+
+    def kept_specs(self) -> PyTree:
+        """Specs of what the forward pass reads."""
+        sharded = not self.plan.keeps_compute_copy and self.plan.shards("params")
+        # Stages 1 and 2 keep a mixed-precision master sharded, but read the compute copy.
+        return self._specs(lambda s: s.spec if sharded else PartitionSpec())
+
+    def place(self, batch: PyTree) -> PyTree:
+        """A batch over the devices."""
+        return place_batch(batch, self.blueprint.mesh)
+
+    def gradients(self, fields: Values, batch: PyTree, key: jax.Array) -> Summed:
+        """Gradients of the loss's total, summed over the batch.
+
+        Args:
+            fields: the state's fields, without step and key.
+            batch: the batch.
+            key: the step's key.
+        """
+        rules, model, stages = self.rules(), self.blueprint.model, self.blueprint.stages
+        scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
+
+        def local(kept: PyTree, buffers: PyTree, batch: PyTree, key: Any, scale: Any) -> Any:
+            args = (rules, kept, buffers, batch, key, scale)
+            if stages is None:
+                *out, buffers = local_gradients(model, *args)
+            else:
+                *out, buffers = spmd_gradients(stages, *args)
+            refuse_reserved(out[2])
+            return *out, {"buffers": buffers}
+
+        whole, rows = PartitionSpec(), PartitionSpec(AXES)
+        buffers = self._buffer_specs()
+        run = self._shard_map(
+            local,
+            in_specs=(self.kept_specs(), buffers, rows, whole, whole),
+            out_specs=(self._specs(lambda s: s.spec), whole, whole, {"buffers": buffers}),
+        )
+        found: Summed = run(kept_by(self.plan, fields), fields["buffers"], batch, key, scale)
+        return found
+
+    def evaluation(
+        self, kept: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array
+    ) -> tuple[Mean, dict[str, Mean]]:
+        """Loss and metrics of a batch, in evaluation mode."""
+        rules, model, stages = self.rules(), self.blueprint.model, self.blueprint.stages
+
+        def local(kept: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array) -> Any:
+            args = (rules, kept, buffers, batch, rng)
+            if stages is None:
+                out = local_evaluation(model, *args)
+            else:
+                rows = jax.tree.leaves(batch)[0].shape[0]
+                out = spmd_evaluation(stages, *args, math.gcd(rows, self.plan.microbatches))
+            refuse_reserved(out[1])
+            return out
+
+        whole = PartitionSpec()
+        run = self._shard_map(
+            local,
+            in_specs=(self.kept_specs(), self._buffer_specs(), PartitionSpec(AXES), whole),
+            out_specs=whole,
+        )
+        found: tuple[Mean, dict[str, Mean]] = run(kept, buffers, batch, rng)
+        return found
+
+    def _specs(self, spec: Callable[[Split], PartitionSpec]) -> PyTree:
+        """Specs over all mesh axes from specs over the data axis."""
+        blue = self.blueprint
+        return map_splits(lambda s: blue.sharding(s.home, spec(s)).spec, blue.params)
+
+    def _buffer_specs(self) -> PyTree:
+        return jax.tree.map(lambda x: x.sharding.spec, self.blueprint.shapes()["buffers"])
+
+    def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        # check_vma=False: user code may start a loop from plain zeros, which the check would
+        # refuse as "not varying"; gradients are taken inside, so nothing depends on the check.
+        return jax.shard_map(
+            function,
+            mesh=self.blueprint.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self.blueprint.mesh.axis_names),
+            check_vma=False,
+        )
+
+
+class Pipeline:
+    """Passes over a model whose stages are programs of their own, each on its rank's devices.
+
+    All schedules of the same stages and microbatches give the same bits. (Buffers change in the
+    order in which a schedule runs forwards; every schedule with a name runs them in the order of
+    microbatches.) Losses and gradients do not depend on where the chain is cut either; updates do,
+    by a rounding, as leaves are updated in other programs. Without a pipeline a loss is the same to
+    the bit, and gradients are within a rounding or two of each leaf's largest element: tied
+    weights' gradients are added per stage first, and backward passes are compiled as two halves,
+    where bias gradients add up in another order.
+
+    Args:
+        blue: the blueprint.
+        on_trace: called whenever a program is traced.
+
+    Attributes:
+        executor: what runs the schedule; `executor.observer` is told of every action.
+    """
+
+    def __init__(self, blue: Blueprint, on_trace: Callable[[], None]) -> None:
+        self.blueprint, self.plan = blue, blue.plan
+        self.executor = Executor(blue, on_trace)
+
+    def place(self, batch: PyTree) -> PyTree:
+        """The batch as it is: each rank that reads it takes its rows."""
+        return batch
+
+    def gradients(self, fields: Values, batch: PyTree, key: jax.Array) -> Summed:
+        """As `OneProgram.gradients`."""
+        scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
+        sums, mean, own, buffers = self.executor.train(
+            kept_by(self.plan, fields), fields["buffers"], batch, key, scale
+        )
+        refuse_reserved(own)
+        return sums, mean, own, {"buffers": buffers}
+
+    def evaluation(
+        self, kept: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array
+    ) -> tuple[Mean, dict[str, Mean]]:
+        """As `OneProgram.evaluation`."""
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        group = self.blueprint.group
+        count = math.gcd(rows // (group.data * group.replica), self.plan.microbatches)
+        mean, own = self.executor.evaluate(kept, buffers, batch, rng, count)
+        refuse_reserved(own)
+        return mean, own
+
+
+Passes = OneProgram | Pipeline
+
+
+def passes_of(blue: Blueprint, on_trace: Callable[[], None]) -> Passes:
+    """The passes of a plan."""
+    return OneProgram(blue) if blue.one_mesh else Pipeline(blue, on_trace)
+
+
+def kept_by(plan: Any, fields: Values) -> PyTree:
+    """What the forward pass reads."""
+    return fields["compute"] if plan.keeps_compute_copy else fields["params"]
+
+
+def refuse_reserved(metrics: dict[str, Any]) -> None:
+    """Raises `StateError` if the model's metrics have names that steps report themselves."""
+    taken = sorted(set(metrics) & set(RESERVED))
+    if taken:
+        raise StateError(
+            f"loss: metrics {taken} are names that steps report themselves; rename them"
+        )

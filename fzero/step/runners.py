@@ -1,0 +1,115 @@
+"""How passes and an update make a training step: in one program, or one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from fzero.blueprint import Blueprint
+from fzero.flags import CompilerOptions, compiler_options
+from fzero.step.host_update import HostUpdate
+from fzero.step.passes import OneProgram, Passes, Values, kept_by
+from fzero.step.updates import DividedUpdate
+from fzero.tree import PyTree
+from fzero.update import Metrics, Update, step_key
+
+
+# Step count and key, which a step never gives away, so that a consumed state knows its step.
+Moment = tuple[jax.Array, jax.Array]
+
+
+class Fused:
+    """Gradients and update in one program.
+
+    Args:
+        passes: the gradients.
+        apply: whether to take an optimizer step, or only to accumulate.
+        donate: whether the fields' memory may be reused.
+        on_trace: called whenever the program is traced.
+    """
+
+    def __init__(
+        self, passes: OneProgram, apply: bool, donate: bool, on_trace: Callable[[], None]
+    ) -> None:
+        self.passes, self.apply, self.on_trace = passes, apply, on_trace
+        self.update = Update(passes.blueprint, passes.rules().fence)
+        self.program = jax.jit(
+            self.step,
+            donate_argnums=(0,) if donate else (),
+            compiler_options=options_of(passes.blueprint) or None,
+        )
+
+    def step(self, fields: Values, moment: Moment, batch: PyTree) -> tuple[Values, Metrics]:
+        """New fields of the state, and metrics: the pure function."""
+        self.on_trace()
+        step, rng = moment
+        key = step_key(rng, step, fields["grads"])
+        sums, mean, own, changed = self.passes.gradients(fields, batch, key)
+        return self.update.run(fields, step, sums, mean, own, changed, self.apply)
+
+    def __call__(self, fields: Values, moment: Moment, batch: PyTree) -> tuple[Values, Metrics]:
+        """Runs the program."""
+        new: tuple[Values, Metrics] = self.program(fields, moment, batch)
+        return new
+
+
+class Divided:
+    """Gradients first, then an update that is several programs.
+
+    Args:
+        passes: the gradients.
+        update: takes fields and what the gradients gave; new fields and metrics.
+        on_trace: called whenever the program of the gradients is traced.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        update: DividedUpdate | HostUpdate,
+        on_trace: Callable[[], None],
+    ) -> None:
+        self.passes, self.update, self.on_trace = passes, update, on_trace
+        self._key = jax.jit(step_key)
+        self._gradients: Callable[..., Any] = passes.gradients
+        if isinstance(passes, OneProgram):
+            options = options_of(passes.blueprint)
+            self._gradients = jax.jit(self._traced, compiler_options=options or None)
+
+    def _traced(self, fields: Values, batch: PyTree, key: jax.Array) -> Any:
+        self.on_trace()
+        return self.passes.gradients(fields, batch, key)
+
+    def __call__(self, fields: Values, moment: Moment, batch: PyTree) -> tuple[Values, Metrics]:
+        """Runs all programs."""
+        step, rng = moment
+        key = self._key(rng, step, fields["grads"])
+        plan = self.passes.plan
+        read = {name: fields[name] for name in ("buffers", "loss_scale")}
+        read["compute" if plan.keeps_compute_copy else "params"] = kept_by(plan, fields)
+        sums, mean, own, changed = self._gradients(read, batch, key)
+        kept = {"step": step, "sums": sums, "mean": mean, "own": own, "changed": changed}
+        return self.update(fields, kept)
+
+
+Runner = Fused | Divided
+
+
+def runner_of(
+    blue: Blueprint, passes: Passes, apply: bool, donate: bool, name: str,
+    on_trace: Callable[[], None],
+) -> Runner:  # fmt: skip
+    """What runs a training (or accumulating) step under a plan."""
+    parks = apply and bool(blue.chunks.parked)
+    if isinstance(passes, OneProgram) and not parks:
+        return Fused(passes, apply, donate, on_trace)
+    if apply and blue.plan.update_on == "host":
+        return Divided(passes, HostUpdate(blue, donate), on_trace)
+    return Divided(passes, DividedUpdate(blue, donate, apply, name), on_trace)
+
+
+def options_of(blue: Blueprint) -> CompilerOptions:
+    """The compiler options of a plan's programs on its devices."""
+    platform = blue.mesh.devices.flat[0].platform
+    return compiler_options(blue.plan, blue.params, blue.group.data, platform)

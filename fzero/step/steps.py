@@ -1,0 +1,188 @@
+"""The steps themselves: shells that check and place, around what runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fzero.batch import abstract_batch
+from fzero.blueprint import Blueprint
+from fzero.errors import PlanError
+from fzero.model import Mean
+from fzero.offload.stream import StreamedFunction
+from fzero.pipeline.execute import Executor
+from fzero.pipeline.filling import require_rows_apart
+from fzero.state import TrainState
+from fzero.step.checks import Checks
+from fzero.step.passes import OneProgram, Pipeline, Values, kept_by, passes_of
+from fzero.step.runners import Divided, Fused, Moment, options_of, runner_of
+from fzero.step.updates import DividedUpdate
+from fzero.tree import PyTree
+from fzero.update import Metrics
+
+
+class TrainStep:
+    """A training (or accumulating) step; see `fzero.train_step`.
+
+    Args:
+        blue: the blueprint.
+        donate: whether the input state's memory may be reused.
+        apply: whether to take an optimizer step, or only to accumulate.
+
+    Attributes:
+        num_traces: how often a program of it was traced.
+    """
+
+    def __init__(self, blue: Blueprint, donate: bool, apply: bool) -> None:
+        if apply and blue.stages is not None:
+            require_rows_apart(blue)
+        self.blueprint, self.plan = blue, blue.plan
+        self.name = "train_step" if apply else "accumulate_step"
+        self.donate, self.apply = donate, apply
+        self.num_traces = 0
+        self.passes = passes_of(blue, self._traced)
+        self.runner = runner_of(blue, self.passes, apply, donate, self.name, self._traced)
+        reads = ["compute" if blue.plan.keeps_compute_copy else "params", "buffers"]
+        # An accumulation leaves the rest alone, wherever it is.
+        reads += ["loss_scale", "grads"]
+        reads += ["params", "compute", "opt_state"] if apply else []
+        self._reads = tuple(dict.fromkeys(reads))
+        self._checks = Checks(blue, self.name, self._reads, donate, bare=False)
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Takes one step; see `fzero.train_step`."""
+        state = self._checks.state(state)
+        self._checks.batch(batch, self.plan.microbatches)
+        fields, moment = self._parts(state)
+        new, metrics = self.runner(fields, moment, self.passes.place(batch))
+        if self.donate:
+            forget(fields, (new, metrics))
+        state = state.replace(**new)
+        self._checks.trust(state)
+        return state, metrics
+
+    def lower(self, state: Any, batch: PyTree) -> Any:
+        """The step lowered for a state and a batch, or for their shapes; as `jax.jit(...).lower`.
+
+        Args:
+            state: a `TrainState` of arrays or of `jax.ShapeDtypeStruct`s (`fz.abstract_state`).
+            batch: arrays or shapes, global.
+
+        Raises:
+            PlanError: such a step is many programs.
+        """
+        if not isinstance(self.runner, Fused):
+            raise PlanError(
+                f"{self.name}.lower: with pipe_backend='mpmd', or with tiers, a step is many"
+                " programs, none of which is the step; lower plan.replace(pipe=1, tiers={}), or use"
+                " pipe_backend='spmd'"
+            )
+        self._checks.batch(batch, self.plan.microbatches)
+        placed = abstract_batch(batch, self.blueprint.mesh)
+        return self.runner.program.lower(*self._parts(state), placed)
+
+    @property
+    def executor(self) -> Executor:
+        """What runs a pipeline's schedule (`pipe_backend="mpmd"`)."""
+        assert isinstance(self.passes, Pipeline)
+        return self.passes.executor
+
+    @property
+    def stream(self) -> StreamedFunction | None:
+        """What runs the update where the plan parks leaves, once a step was taken."""
+        update = self.runner.update if isinstance(self.runner, Divided) else None
+        return update.stream if isinstance(update, DividedUpdate) else None
+
+    def _parts(self, state: TrainState) -> tuple[Values, Moment]:
+        """What may be given away, and what is kept."""
+        return {name: getattr(state, name) for name in self._reads}, (state.step, state.rng)
+
+    def _traced(self) -> None:
+        self.num_traces += 1
+
+
+class EvalStep:
+    """An evaluation step; see `fzero.eval_step`.
+
+    Args:
+        blue: the blueprint.
+
+    Attributes:
+        num_traces: how often a program of it was traced.
+    """
+
+    def __init__(self, blue: Blueprint) -> None:
+        self.blueprint, self.plan, self.name = blue, blue.plan, "eval_step"
+        self.num_traces = 0
+        self.passes = passes_of(blue, self._traced)
+        self._program: Any = self._dispatched
+        if isinstance(self.passes, OneProgram):
+            self._program = jax.jit(self._evaluated, compiler_options=options_of(blue) or None)
+        reads = "compute" if blue.plan.keeps_compute_copy else "params", "buffers"
+        self._checks = Checks(blue, self.name, reads, donate=False, bare=True)
+
+    def __call__(self, state: TrainState, batch: PyTree) -> Metrics:
+        """Evaluates; see `fzero.eval_step`."""
+        state = self._checks.state(state)
+        self._checks.batch(batch, 1)
+        metrics: Metrics = self._program(*self._parts(state), self.passes.place(batch))
+        return metrics
+
+    def lower(self, state: Any, batch: PyTree) -> Any:
+        """The step lowered for a state and a batch, or for their shapes.
+
+        Raises:
+            PlanError: such a step is many programs.
+        """
+        if not isinstance(self.passes, OneProgram):
+            raise PlanError(
+                "eval_step.lower: with pipe_backend='mpmd' an evaluation is one program per stage;"
+                " lower the unpipelined plan (plan.replace(pipe=1))"
+            )
+        self._checks.batch(batch, 1)
+        return self._program.lower(*self._parts(state), abstract_batch(batch, self.blueprint.mesh))
+
+    @property
+    def executor(self) -> Executor:
+        """What runs a pipeline's schedule (`pipe_backend="mpmd"`)."""
+        assert isinstance(self.passes, Pipeline)
+        return self.passes.executor
+
+    def _parts(self, state: TrainState) -> tuple[PyTree, PyTree, jax.Array]:
+        return kept_by(self.plan, vars(state)), state.buffers, state.rng
+
+    def _evaluated(self, kept: PyTree, buffers: PyTree, rng: jax.Array, batch: PyTree) -> Metrics:
+        self._traced()
+        return _quotients(*self.passes.evaluation(kept, buffers, batch, rng))
+
+    def _dispatched(self, kept: PyTree, buffers: PyTree, rng: jax.Array, batch: PyTree) -> Metrics:
+        found = _divided(*self.passes.evaluation(kept, buffers, batch, rng))
+        whole = NamedSharding(self.blueprint.mesh, PartitionSpec())
+        metrics: Metrics = jax.device_put(found, whole)
+        return metrics
+
+    def _traced(self) -> None:
+        self.num_traces += 1
+
+
+def _quotients(mean: Mean, own: dict[str, Mean]) -> Metrics:
+    """Metrics from their sums."""
+    metrics = {"loss": mean.total / mean.count, "count": mean.count}
+    return metrics | {name: value.total / value.count for name, value in own.items()}
+
+
+_divided = jax.jit(_quotients)
+
+
+def forget(fields: PyTree, new: PyTree) -> None:
+    """Makes given-away arrays say so.
+
+    jax cannot donate a shard that somebody else still looks at (a numpy view on CPU, say). It then
+    donates the others and leaves the array as if it were whole.
+    """
+    kept = {id(leaf) for leaf in jax.tree.leaves(new)}
+    for leaf in jax.tree.leaves(fields):
+        if id(leaf) not in kept and not leaf.is_deleted():
+            leaf.delete()
