@@ -29,7 +29,6 @@ from fzero.zero.partition import (
     Split,
     kept_shape,
     map_splits,
-    owner_of,
     split_opt_state,
     split_params,
     stored_shapes,
@@ -117,7 +116,7 @@ class Blueprint:
     @cached_property
     def chunks(self) -> Chunks:
         """What the plan parks between steps, and how it visits the device."""
-        return plan_chunks(self.plan, self.params, self.shapes())
+        return plan_chunks(self.plan, self.params, self.opt_state, self.shapes())
 
     def parks(self, field: str) -> bool:
         """Whether the plan parks leaves of a field of the state."""
@@ -177,8 +176,7 @@ class Blueprint:
             return self.label(split.path, split.home)
 
         def of_state(split: Split) -> str:
-            owner = owner_of(split.path, known)
-            return (split.home.group if split.home else "") + known.get(owner or "", "")
+            return (split.home.group if split.home else "") + known.get(split.owner or "", "")
 
         params = map_splits(of_param, self.params)
         buffers = jax.tree.map(lambda _: "", self.buffers)

@@ -27,7 +27,7 @@ from fzero.pipeline.homes import cut_into_stages
 from fzero.places import placed_with_key
 from fzero.plan import PIPE, Plan
 from fzero.precision import LossScale, cast_param, initial_loss_scale
-from fzero.tree import PyTree, aliased_leaves, key_name, named_leaves, path_name
+from fzero.tree import PyTree, aliased_leaves, key_name, map_named, named_leaves, path_name
 from fzero.zero.partition import Home, Split, map_splits, update_dtype
 
 
@@ -392,13 +392,13 @@ def parked_field(blue: Blueprint, name: str, tree: PyTree) -> PyTree:
     """A field of the state with leaves where the plan keeps them; those on the device are given."""
     folder = blue.plan.disk_path or tempfile.gettempdir()
 
-    def place(path: Any, leaf: Any) -> Any:
-        parking = blue.chunks.parked.get((name, path_name(path)))
+    def place(path: str, leaf: Any) -> Any:
+        parking = blue.chunks.parked.get((name, path))
         if parking is None or is_parked_so(leaf, parking):
             return leaf
-        return park(leaf, parking, folder, f"{name}/{path_name(path)}")
+        return park(leaf, parking, folder, f"{name}/{path}")
 
-    return jax.tree_util.tree_map_with_path(place, tree)
+    return map_named(place, tree)
 
 
 def _parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -28,14 +29,54 @@ def path_name(path: Iterable[Any]) -> str:
 
 
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    """All leaves with their path strings, in tree order.
+    """All leaves with their names, in tree order; no two leaves of a tree have one name.
+
+    A name is the leaf's path. Where two paths are written alike, because keys have slashes, such
+    keys are quoted; so whatever is looked up by name is looked up by position.
 
     Example:
         >>> named_leaves({"b": 1, "a": {"w": 2}})
         [('a/w', 2), ('b', 1)]
+        >>> named_leaves({"a": {"b/c": 1}, "a/b": {"c": 2}})
+        [("a/'b/c'", 1), ("'a/b'/c", 2)]
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(path_name(path), leaf) for path, leaf in leaves]
+    names = _names([path for path, _ in leaves])
+    return [(name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)]
+
+
+def leaf_keys(tree: PyTree) -> list[tuple[str, ...]]:
+    """The bare keys on the way to each leaf, in tree order."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [tuple(map(key_name, path)) for path, _ in leaves]
+
+
+def map_named(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+    """`jax.tree.map` of `function(name, leaf, *leaves of rest)`, names as in `named_leaves`."""
+    names = jax.tree.unflatten(jax.tree.structure(tree), [name for name, _ in named_leaves(tree)])
+    return jax.tree.map(function, names, tree, *rest)
+
+
+def _names(paths: Sequence[Sequence[Any]]) -> list[str]:
+    names = [path_name(path) for path in paths]
+    many = Counter(names)
+    if len(many) == len(names):
+        return names
+    names = [
+        name if many[name] == 1 else "/".join(map(_quoted, path))
+        for name, path in zip(names, paths, strict=True)
+    ]
+    # Nodes of users' own may give two children one key.
+    taken: Counter[str] = Counter()
+    for index, name in enumerate(names):
+        taken[name] += 1
+        names[index] = name if taken[name] == 1 else f"{name} ({taken[name]})"
+    return names
+
+
+def _quoted(entry: Any) -> str:
+    name = key_name(entry)
+    return repr(name) if "/" in name else name
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

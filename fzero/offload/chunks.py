@@ -9,7 +9,7 @@ from typing import Any
 from fzero.offload.tiers import DEVICE, cut_of, largest
 from fzero.plan import Plan
 from fzero.tree import PyTree, device_bytes, is_plain, named_leaves
-from fzero.zero.partition import Split, layout_leaves, owner_of
+from fzero.zero.partition import Split, layout_leaves
 
 
 # The parts of a state that may be parked by a plan.
@@ -46,16 +46,20 @@ class Chunks:
     cuts: Mapping[str, tuple[int, int]]
 
 
-def plan_chunks(plan: Plan, layout: PyTree, shapes: Mapping[str, PyTree]) -> Chunks:
+def plan_chunks(
+    plan: Plan, layout: PyTree, opt_state: PyTree, shapes: Mapping[str, PyTree]
+) -> Chunks:
     """Divides what a plan parks into chunks of at most `plan.stream_bytes` per device.
 
     Args:
         plan: the plan.
         layout: a `Split` for every parameter.
+        opt_state: the same for the optimizer's state.
         shapes: shapes and shardings of the state's fields, as if on the device.
     """
     params = dict(named_leaves(shapes["params"]))
     splits = {split.path: split for split in layout_leaves(layout)}
+    owners = {split.path: split.owner for split in layout_leaves(opt_state)}
     sizes = dict.fromkeys(splits, 0)
     found: list[tuple[str, str, str, Any]] = []  # field, path, owner, leaf
     for field in FIELDS:
@@ -66,7 +70,7 @@ def plan_chunks(plan: Plan, layout: PyTree, shapes: Mapping[str, PyTree]) -> Chu
         leaves = {p: x for p, x in named_leaves(shapes[field]) if is_plain(x) and x.ndim}
         bytes_of = {path: device_bytes(leaf) for path, leaf in leaves.items()}
         for path in largest(bytes_of, share):
-            owner = path if field == "params" else owner_of(path, params)
+            owner = path if field == "params" else owners[path]
             if owner is not None:
                 found.append((field, path, owner, leaves[path]))
                 sizes[owner] += bytes_of[path]

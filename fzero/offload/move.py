@@ -38,7 +38,7 @@ from fzero.offload.tiers import (
     tier_of,
 )
 from fzero.state import TrainState, require_alive
-from fzero.tree import device_bytes, is_plain, leaf_bytes, path_name
+from fzero.tree import device_bytes, is_plain, leaf_bytes, named_leaves
 
 
 BATCH_BYTES = 64 * 2**20
@@ -274,9 +274,8 @@ def _move_fields(
     if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
         raise PlacementError(f"{operation}: fraction={fraction!r}: expected a share from 0 to 1")
     trees = {name: getattr(state, name) for name in fields}
-    flat, treedef = jax.tree_util.tree_flatten_with_path(trees)
-    names = [path_name(key) for key, _ in flat]
-    leaves = [leaf for _, leaf in flat]
+    names = [name for name, _ in named_leaves(trees)]
+    leaves, treedef = jax.tree.flatten(trees)
     chosen = _chosen(names, leaves, where, fraction, operation)
     move = _Move(names, leaves, to, path, non_blocking, donate, operation)
     try:

@@ -17,7 +17,7 @@ from fzero.offload.tiers import on_device
 from fzero.places import PlacedFunction
 from fzero.tree import PyTree, named_leaves
 from fzero.update import Metrics, Update
-from fzero.zero.partition import map_splits, owner_of
+from fzero.zero.partition import layout_leaves, map_splits, owner_of
 
 
 # Parts of a state, or of what a step computes for one, by name.
@@ -141,9 +141,13 @@ class DividedUpdate:
         blue = self.blueprint
         shapes = dict(named_leaves(blue.shapes()["params"]))
 
+        owners = {split.path: split.owner for split in layout_leaves(blue.opt_state)}
+
         def cut(path: str, leaf: Any) -> Cut | None:
-            owner = owner_of(path, blue.chunks.cuts)
-            if owner is None:
+            _, name, *rest = path.split("/")
+            own = "/".join(rest)
+            owner = owners[own] if name == "opt_state" else owner_of(own, blue.chunks.cuts)
+            if owner is None or owner not in blue.chunks.cuts:
                 return None
             found = Cut(*blue.chunks.cuts[owner])
             rows = shapes[owner].shape[found.dim]

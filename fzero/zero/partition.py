@@ -21,7 +21,7 @@ from fzero.errors import PlanError
 from fzero.model import Model, Stack
 from fzero.plan import DATA, Plan
 from fzero.precision import compute_dtype
-from fzero.tree import PyTree, key_name, path_name
+from fzero.tree import PyTree, leaf_keys, named_leaves
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Split:
     """How one leaf is cut over the data axis.
 
     Args:
-        path: the leaf's path, such as `blocks/attn/w`.
+        path: the leaf's name, such as `blocks/attn/w`; no other leaf of its tree has it.
         shape: logical shape; what the optimizer sees, and the model but for `home.rows`.
         dtype: dtype of the kept (master) leaf.
         dim: the dim that is split, or `None` for a whole leaf.
@@ -82,6 +82,7 @@ class Split:
         stacked: whether dim 0 counts the layers of a `Stack`.
         reason: why, in words.
         home: the ranks that hold it, in a pipeline.
+        owner: the name of the parameter that a leaf of the optimizer's state belongs to, if any.
     """
 
     path: str
@@ -92,6 +93,7 @@ class Split:
     stacked: bool
     reason: str
     home: Home | None = None
+    owner: str | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -182,13 +184,22 @@ def split_params(
     """
     stacks = stacked_names(model)
 
-    def split(path: tuple[Any, ...], leaf: Any) -> Split:
-        name = key_name(path[0]) if path else ""
-        home = None if homes is None else homes[name]
-        split = split_leaf(path_name(path), kept_shape(leaf, home), parts, plan, name in stacks)
+    def split(keys: tuple[str, ...], name: str, leaf: Any) -> Split:
+        link = keys[0] if keys else ""
+        home = None if homes is None else homes[link]
+        split = split_leaf(name, kept_shape(leaf, home), parts, plan, link in stacks)
         return dataclasses.replace(split, home=home)
 
-    return jax.tree_util.tree_map_with_path(split, shapes)
+    return _mapped(split, shapes)
+
+
+def _mapped(function: Callable[[tuple[str, ...], str, Any], Split], shapes: PyTree) -> PyTree:
+    """A `Split` for each leaf, from its keys, its name and its shape."""
+    found = [
+        function(keys, name, leaf)
+        for keys, (name, leaf) in zip(leaf_keys(shapes), named_leaves(shapes), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
 
 def kept_shape(leaf: Any, home: Home | None) -> Any:
@@ -215,20 +226,21 @@ def split_opt_state(
     """
     shapes = jax.eval_shape(init, map_splits(_kept, params))
     by_rows = _by_rows(init, params, shapes)
-    by_path = {split.path: split for split in jax.tree.leaves(params, is_leaf=is_split)}
-    ranks = {rank for split in by_path.values() if split.home for rank in split.home.ranks}
+    by_keys = dict(zip(_layout_keys(params), layout_leaves(params), strict=True))
+    ranks = {rank for split in by_keys.values() if split.home for rank in split.home.ranks}
     everywhere = Home(tuple(sorted(ranks))) if ranks else None
 
-    def split(path: tuple[Any, ...], leaf: Any) -> Split:
-        name = path_name(path)
+    def split(keys: tuple[str, ...], name: str, leaf: Any) -> Split:
         shape = tuple(leaf.shape)
-        found = owner_of(name, by_path)
-        owner = None if found is None else by_path[found]
+        ends = (keys[start:] for start in range(len(keys)))
+        owner = next((by_keys[end] for end in ends if end in by_keys), None)
         if owner is not None and owner.shape == shape:
             return dataclasses.replace(
-                owner, path=name, dtype=np.dtype(leaf.dtype), reason=f"as {owner.path}"
-            )
+                owner, path=name, dtype=np.dtype(leaf.dtype), reason=f"as {owner.path}",
+                owner=owner.path,
+            )  # fmt: skip
         own = split_leaf(name, leaf, parts, plan)
+        own = dataclasses.replace(own, owner=None if owner is None else owner.path)
         if everywhere is None:
             return own
         if owner is None or (own.dim is None and not shape):
@@ -238,9 +250,13 @@ def split_opt_state(
             return dataclasses.replace(own, home=Home(owner.home.ranks, group=owner.home.group))
         if owner.home.rows and own.dim == 0:
             own = split_leaf(name, leaf, parts, plan, stacked=True)
-        return dataclasses.replace(own, home=owner.home)
+        return dataclasses.replace(own, home=owner.home, owner=owner.path)
 
-    return jax.tree_util.tree_map_with_path(split, shapes)
+    return _mapped(split, shapes)
+
+
+def _layout_keys(layout: PyTree) -> list[tuple[str, ...]]:
+    return leaf_keys(map_splits(lambda split: split.path, layout))
 
 
 def owner_of(path: str, params: Container[str]) -> str | None:
@@ -287,14 +303,16 @@ def _by_rows(init: Callable[[PyTree], PyTree], params: PyTree, shapes: PyTree) -
     if all(split.home is None or not split.home.rows for split in splits):
         return set()
     found: set[str] = set()
-    leaves = jax.tree_util.tree_leaves_with_path(shapes)
-    for (path, leaf), fewer, wider in zip(leaves, changed(-1, 0), changed(0, 1), strict=True):
-        name, was = path_name(path), leaf.shape
+    leaves, owned = named_leaves(shapes), [keys for keys in _layout_keys(params) if keys]
+    for (name, leaf), keys, fewer, wider in zip(
+        leaves, leaf_keys(shapes), changed(-1, 0), changed(0, 1), strict=True
+    ):
+        was = leaf.shape
         if fewer == was:
             continue
         if wider[:1] == was[:1]:
             found.add(name)
-        mirrors = any(f"/{name}".endswith(f"/{split.path}") for split in splits)
+        mirrors = any(keys[-len(own) :] == own for own in owned)
         if not mirrors or (len(fewer) == len(was) and fewer[1:] != was[1:]):
             raise PlanError(
                 f"plan: opt_state/{name} {list(was)} holds the layers of a stack that is cut, but"

@@ -378,7 +378,7 @@ def test_layers_come_from_the_host_inside_the_loops():
     plan = tiny.plan(zero=3, data=4, tiers={"params": "host"})
     tx = optax.sgd(0.1)
     state, step = fz.init(MODEL, tx, plan, rng=0), fz.train_step(MODEL, tx, plan)
-    args = (state.params, state.buffers, None, None, jax.random.key(0), BATCH)
+    args = (state.params, state.buffers, None, jax.random.key(0), BATCH)
     inside, _ = moves_in_loops(jax.make_jaxpr(step._sums)(*args).jaxpr)
     assert inside == 2 * len(jax.tree.leaves(state.params["blocks"]))
 
