@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -19,10 +20,11 @@ from .blocks import Blocks
 from .chain import Source, chain_values, links_merged, make_chain
 from .export import export_program
 from .interpret import missing_operators, refuse_data_dependent, refuse_missing
-from .layout import Layout, read_layout, read_values
+from .initial import COPIED_BYTES, num_bytes, on_host, read_initial, with_masters
+from .layout import Layout, read_layout
 from .mode import Mode, bind_state, build_mode
 from .rolled import Rolled
-from .rolling import Rolling, fewest_layers, roll_blocks
+from .rolling import fewest_layers, roll_blocks
 from .stacked import Names
 from .structure import CallForm, build_output
 from .weights import to_torch
@@ -43,24 +45,39 @@ class Converted:
     """A PyTorch module as a pure function.
 
     Attributes:
-        params: initial values of what is trained, keyed by `state_dict` name, as read-only host
-            arrays of the module's dtypes. Tied weights are one entry, under their first name.
-            Parameters of equal blocks are one entry, stacked: `h.*.ln.weight`, shape `(L, ...)`.
-        buffers: running statistics, integer and other untrained tensors, keyed the same way.
         frozen: names in `params` with `requires_grad=False`; no gradient reaches them, and no step
             of `model(...)` changes them.
         layout: names, ties and torch dtypes of every tensor of the module.
         blocks: which blocks were found equal and rolled, and why others were not.
         names: which entries are stacked, and of what.
+        masters: whether `model` gives parameters of 16 bits float32 masters.
     """
 
-    params: dict[str, np.ndarray[Any, Any]]
-    buffers: dict[str, np.ndarray[Any, Any]]
     frozen: frozenset[str]
     layout: Layout
     blocks: Blocks
     names: Names = field(repr=False)
+    masters: bool
+    _params: dict[str, Any] = field(repr=False)
+    _buffers: dict[str, Any] = field(repr=False)
     _graphs: Graphs = field(repr=False)
+
+    @cached_property
+    def params(self) -> dict[str, Any]:
+        """Initial values of what is trained, keyed by `state_dict` name.
+
+        Read-only host arrays of the module's dtypes; of a large module they are copied when they
+        are first asked for, which `model` and `fz.init` do not do. Tied weights are one entry,
+        under their first name. Parameters of equal blocks are one entry, stacked:
+        `h.*.ln.weight`, shape `(L, ...)`. What has no value (a module on the `meta` device) is a
+        `LazyArray` that says so when it is read.
+        """
+        return {name: on_host(value) for name, value in self._params.items()}
+
+    @cached_property
+    def buffers(self) -> dict[str, Any]:
+        """Running statistics, integer and other untrained tensors, keyed as `params`."""
+        return {name: on_host(value) for name, value in self._buffers.items()}
 
     @property
     def _modes(self) -> Mapping[bool, Mode]:
@@ -146,8 +163,8 @@ class Converted:
         apart = {p: name for p, name in mode.buffers.items() if name not in inside} | kept
         values: dict[str, Any] = {**inputs, **mode.constants}
         values |= rolled.known_sizes(mode.sizes(inputs))
-        values |= bind_state(alone, params, self.params, "params", self.frozen)
-        values |= bind_state(apart, buffers, self.buffers, "buffers", frozenset())
+        values |= bind_state(alone, params, self._params, "params", self.frozen)
+        values |= bind_state(apart, buffers, self._buffers, "buffers", frozenset())
         return rolled.run(values, values, rng)
 
     def _bind_leaves(self, mode: Mode, params: Arrays, buffers: Arrays) -> dict[str, Any]:
@@ -173,7 +190,11 @@ class Converted:
         So `model.with_init(converted.by_link(*tb.load_state_dict(converted, mapping)))` starts from
         other weights.
         """
-        return chain_values(self._source(), params, buffers)
+        return chain_values(self._source(), self.trained(params), buffers)
+
+    def trained(self, params: Arrays) -> dict[str, Any]:
+        """Parameters as `model` trains them: with `masters`, those of 16 bits are widened."""
+        return with_masters(params) if self.masters else dict(params)
 
     def fixed_dims(self) -> tuple[str, ...]:
         """The dims of tensor arguments that the graphs have as in the example.
@@ -252,11 +273,12 @@ class Converted:
             value, metrics = result if isinstance(result, tuple) else (result, {})
             return value, current[0], metrics
 
-        initial = dict(self.params), dict(self.buffers)
+        initial = self.trained(self._params), dict(self._buffers)
         return Model(init=initial, loss=step_loss, frozen=self.frozen)
 
     def _source(self) -> Source:
-        return Source(self._graphs, self.params, self.buffers, self.names, self.frozen)
+        params = self.trained(self._params)
+        return Source(self._graphs, params, self._buffers, self.names, self.frozen)
 
 
 def convert(
@@ -264,6 +286,9 @@ def convert(
     *example_args: Any,
     batch_dim: int | None = None,
     roll: bool | int = True,
+    buffers: Mapping[str, Any] | None = None,
+    masters: bool = True,
+    copy: bool | None = None,
     **example_kwargs: Any,
 ) -> Converted:
     """Convert a PyTorch module for training and evaluation in JAX.
@@ -284,6 +309,17 @@ def convert(
         roll: whether blocks that are equal but for their weights become one loop, over parameters
             stacked under names such as `h.*.ln.weight`: three or more in a row, or as many as
             this says. `print(converted.blocks)` shows what was rolled, and why not.
+        buffers: values of buffers by `state_dict` name, instead of the module's own. A module on
+            the `meta` device needs them for what is in no checkpoint, unless transformers computes
+            it (rotary frequencies, positions).
+        masters: whether parameters of 16 bits are trained as float32, of which every step makes
+            its 16 bits (`fz.Plan(precision="bf16")`): a step of 1e-5 does not change a bfloat16
+            of size 1. They are 4 bytes a parameter instead of 2, sharded as the plan says from
+            stage 1 on; exports have the module's own dtypes again. `False` keeps and updates 16
+            bits.
+        copy: whether the initial values are copied now. If not, they are read from the module's
+            memory when a state is made; a module that was changed in place meanwhile is refused.
+            By default modules of up to 256 MiB are copied.
         **example_kwargs: keyword arguments for its forward.
 
     Returns:
@@ -304,7 +340,7 @@ def convert(
     min_layers = fewest_layers(roll)
     _refuse_untraceable(module)
     layout = read_layout(module)
-    params, buffers = read_values(module, layout)
+    values = read_initial(module, layout, buffers)
     args, kwargs = torch_pytree.tree_map(_example_leaf, (example_args, example_kwargs))
     programs = {
         train: export_program(module, args, kwargs, train, batch_dim or 0)
@@ -322,29 +358,23 @@ def convert(
     rolling = roll_blocks(programs, modes, layout, min_layers)
     again = Again(module, args, kwargs, batch_dim or 0, layout, min_layers)
     graphs = Graphs(modes, rolling.graphs, again)
-    converted = _converted(params, buffers, layout, graphs, rolling)
-    if batch_dim is not None:
-        _refuse_fixed(converted, batch_dim)
-    return converted
-
-
-def _converted(
-    params: dict[str, np.ndarray[Any, Any]],
-    buffers: dict[str, np.ndarray[Any, Any]],
-    layout: Layout,
-    graphs: Graphs,
-    rolling: Rolling,
-) -> Converted:
+    if copy is None:
+        copy = num_bytes(values[0]) <= COPIED_BYTES
     names = rolling.names
-    return Converted(
-        names.stack(params),
-        names.stack(buffers),
+    params = names.stack(values[0])
+    converted = Converted(
         names.frozen(layout),
         layout,
         rolling.blocks,
         names,
+        masters,
+        {name: on_host(value) for name, value in params.items()} if copy else params,
+        {name: on_host(value) for name, value in names.stack(values[1]).items()},
         graphs,
     )
+    if batch_dim is not None:
+        _refuse_fixed(converted, batch_dim)
+    return converted
 
 
 def _refuse_untraceable(module: torch.nn.Module) -> None:

@@ -9,13 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from fzero.errors import ConversionError
 
 from .dtypes import x64_enabled
-from .weights import shape_of_meta, to_host
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def read_layout(module: torch.nn.Module) -> Layout:
             while x64 is off, a parameter without a shape yet, or a state_dict entry that is not a
             tensor.
     """
-    named = _named_tensors(module)
+    named = named_tensors(module)
     for name, tensor in named.items():
         if torch.nn.parameter.is_lazy(tensor):
             raise ConversionError(
@@ -95,26 +93,6 @@ def read_layout(module: torch.nn.Module) -> Layout:
     return Layout(leaves, order, {name: weakref.ref(named[name]) for name in names})
 
 
-def read_values(
-    module: torch.nn.Module, layout: Layout
-) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, np.ndarray[Any, Any]]]:
-    """Copies of a module's tensors as `(params, buffers)`, keyed by leaf name.
-
-    Of tensors on the `meta` device, which have no values, zeros that take no memory.
-    """
-    named = _named_tensors(module)
-    params: dict[str, np.ndarray[Any, Any]] = {}
-    buffers: dict[str, np.ndarray[Any, Any]] = {}
-    for leaf in layout.leaves:
-        try:
-            tensor = named[leaf.name]
-            value = shape_of_meta(tensor) if tensor.is_meta else to_host(tensor)
-        except (OverflowError, TypeError) as error:
-            raise ConversionError(f"`{leaf.name}`: {error}") from error
-        (params if leaf.is_param else buffers)[leaf.name] = value
-    return params, buffers
-
-
 def find_leaves(module: torch.nn.Module, layout: Layout, part: torch.nn.Module) -> dict[str, Leaf]:
     """Which leaf of a module each tensor of a part of it is.
 
@@ -130,9 +108,9 @@ def find_leaves(module: torch.nn.Module, layout: Layout, part: torch.nn.Module) 
         ConversionError: `part` has a tensor that `module` does not have.
     """
     leaf_of = layout.leaf_of()
-    by_memory = {_identity(t): leaf_of[name] for name, t in _named_tensors(module).items()}
+    by_memory = {_identity(t): leaf_of[name] for name, t in named_tensors(module).items()}
     found: dict[str, Leaf] = {}
-    for name, tensor in _named_tensors(part).items():
+    for name, tensor in named_tensors(part).items():
         leaf = by_memory.get(_identity(tensor))
         if leaf is None:
             raise ConversionError(
@@ -143,7 +121,8 @@ def find_leaves(module: torch.nn.Module, layout: Layout, part: torch.nn.Module) 
     return found
 
 
-def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers of a module, under all their names."""
     named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     named.update(module.named_buffers(remove_duplicate=False))
     return named

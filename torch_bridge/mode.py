@@ -124,6 +124,12 @@ def build_mode(program: torch.export.ExportedProgram, layout: Layout, call: Call
 def _constant(program: torch.export.ExportedProgram, name: str) -> torch.Tensor:
     value = program.constants[name]
     assert isinstance(value, torch.Tensor)
+    if value.is_meta:
+        raise ConversionError(
+            f"the forward reads the tensor `{name}`, which is neither parameter nor buffer and has"
+            " no value on the `meta` device. Make it a buffer (register_buffer), which a checkpoint"
+            " or tb.convert(..., buffers=...) gives, or convert on the CPU"
+        )
     return value
 
 

@@ -22,6 +22,7 @@ from fzero.offload.tiers import require_on_device
 from fzero.plan import PIPE
 from fzero.tree import named_leaves, path_name
 
+from .chain import chain_values
 from .convert import Converted
 from .layout import Leaf
 from .sequential import ConvertedSequential
@@ -246,7 +247,9 @@ def _param_paths(converted: Converted | ConvertedSequential) -> dict[str, _Kept]
         names[not leaf.is_param][leaf.name] = _Name(leaf)
     trees = [nested(converted, *names)]
     if isinstance(converted, Converted) and converted.blocks.stacks:
-        trees.append(converted.by_link(*trees[0]))  # in a chain they lie under their links
+        trees.append(
+            chain_values(converted._source(), *trees[0])
+        )  # in a chain they lie under their links
     found: dict[str, _Kept] = {}
     for path, name in (pair for params, _ in trees for pair in named_leaves(params)):
         rows = name.rows if isinstance(name, Stacked) else (name,)

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map
 
 from fzero.errors import ConversionError
 from torch_bridge.convert import Converted
-from torch_bridge.layout import read_layout, read_values
+from torch_bridge.initial import read_values
+from torch_bridge.layout import read_layout
 from torch_bridge.reference import NodeValue, Reference, run_torch, without_dropout
 from torch_bridge.weights import to_torch
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from fzero.copies import copy_leaf
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, ConversionError
 from fzero.model import Mean, Model, Sequential
 from fzero.plan import Plan
 from fzero.state import TrainState, init, replan
@@ -19,6 +19,7 @@ from fzero.state import TrainState, init, replan
 from .convert import Converted
 from .formats.content import Checkpoint, Optimizer
 from .formats.read import checkpoint
+from .initial import require_values
 from .moments import Moments, with_moments
 from .sequential import ConvertedSequential
 from .statedict import fit_leaves, initial_leaves, nested
@@ -66,8 +67,9 @@ def restore(
         The state, as `fz.init` gives it.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read or does not fit; says everything that does
-            not. Nothing is put on a device then.
+        CheckpointError: the checkpoint cannot be read or does not fit, or has no value for what
+            the module has none for either (it was converted on the `meta` device); says everything
+            that does not. Nothing is put on a device then.
         PlanError: the plan does not fit the devices.
 
     Example:
@@ -88,13 +90,18 @@ def restore(
     for leaf in converted.layout.leaves:
         if leaf.name in leaves:
             (params if leaf.is_param else buffers)[leaf.name] = leaves[leaf.name]
+    try:
+        require_values(params, buffers)
+    except ConversionError as error:
+        raise CheckpointError(f"{found.path}: not everything is in it; {error}") from None
     values = nested(converted, params, buffers)
+    trained = converted.trained(values[0]), values[1]
     if isinstance(converted, ConvertedSequential):
-        model: Model = converted.model.with_init(values)
+        model: Model = converted.model.with_init(trained)
     else:
         model = converted.model(_no_loss, chain=chain)
         linked = isinstance(model, Sequential)
-        model = model.with_init(converted.by_link(*values) if linked else values)
+        model = model.with_init(converted.by_link(*values) if linked else trained)
     if moments is None:
         return init(model, tx, plan, rng, devices=devices)
     # Moments arrive on the device; what the plan parks is parked afterwards.

@@ -17,7 +17,8 @@ from fzero.errors import ConversionError
 from fzero.model import Context, Layer, Sequential, layer_params
 
 from .convert import Applied, Converted, convert
-from .layout import Layout, Leaf, find_leaves, read_layout, read_values
+from .initial import read_values, with_masters
+from .layout import Layout, Leaf, find_leaves, read_layout
 from .weights import to_torch
 
 
@@ -44,6 +45,7 @@ class ConvertedSequential:
             that several modules share is one entry, in the first of them; the others read it.
         buffers: running statistics and other untrained tensors, likewise.
         layout: names, ties and dtypes of every leaf, as in the original module's `state_dict`.
+        masters: whether `model` gives parameters of 16 bits float32 masters.
         modules: what each layer's module was converted to.
         places: where each leaf is in `params` and `buffers`.
     """
@@ -52,6 +54,7 @@ class ConvertedSequential:
     params: Nested
     buffers: Nested
     layout: Layout
+    masters: bool
     modules: Mapping[str, Converted] = field(repr=False)
     places: tuple[Place, ...] = field(repr=False)
 
@@ -100,6 +103,10 @@ class ConvertedSequential:
                 found.setdefault(place.leaf.name, own[place.name])
         return found
 
+    def trained(self, params: Nested) -> Nested:
+        """Parameters as `model` trains them: those of 16 bits are widened."""
+        return {k: with_masters(v) for k, v in params.items()} if self.masters else params
+
     def by_layer(self, params: Arrays, buffers: Arrays) -> tuple[Nested, Nested]:
         """Leaves under their names in the original module as the chain's params and buffers."""
         return _by_layer(self.places, params, buffers)
@@ -112,6 +119,7 @@ def sequential(
     loss: Callable[[Any, Any], Any] | None = None,
     inputs: str | Sequence[str] | None = "x",
     root: torch.nn.Module | None = None,
+    masters: bool = True,
 ) -> ConvertedSequential:
     """Convert modules that are called one after the other into a chain of layers.
 
@@ -129,6 +137,7 @@ def sequential(
             arguments; `None` if it takes the batch itself.
         root: the module that a list was taken out of. Weights then go back under its names; it
             must hold every tensor of the list, and the list every one that its `state_dict` has.
+        masters: as for `convert`.
 
     Returns:
         The chain with its initial values; `state_dict`, `load_state_dict` and `save` take it.
@@ -159,8 +168,9 @@ def sequential(
     ]
     params, buffers = _by_layer(places, *read_values(source, layout))
     frozen = frozenset(f"{place.layer}/{place.name}" for place in places if place.leaf.frozen)
-    model = Sequential(layers, loss, init=(params, buffers), frozen=frozen)
-    return ConvertedSequential(model, params, buffers, layout, converted, places)
+    trained = {k: with_masters(v) for k, v in params.items()} if masters else params
+    model = Sequential(layers, loss, init=(trained, buffers), frozen=frozen)
+    return ConvertedSequential(model, params, buffers, layout, masters, converted, places)
 
 
 def _parts(modules: Any, names: Sequence[str] | None) -> tuple[list[torch.nn.Module], list[str]]:

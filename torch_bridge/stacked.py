@@ -7,7 +7,6 @@ are given as Python would slice them: `encoder.block.[1:12]`, `model.layers.[0:2
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,7 +149,7 @@ class Names:
         return out
 
     def unstack(
-        self, values: Mapping[str, Any], row: Callable[[Any, int], Any] = operator.getitem
+        self, values: Mapping[str, Any], row: Callable[[Any, int], Any] | None = None
     ) -> dict[str, Any]:
         """What lies in a conversion, by the module's own leaf names; rows too many are left out.
 
@@ -158,6 +157,7 @@ class Names:
             values: arrays by entry.
             row: how to take a layer out of a stacked one, such as `Row`, which does so later.
         """
+        row = row or _row
         stacked = {one.name: one for one in self.stacked}
         out: dict[str, Any] = {}
         for name, value in values.items():
@@ -175,14 +175,16 @@ class Names:
         return frozenset(alone | {one.name for one in self.stacked if one.frozen})
 
 
+def _row(value: Any, layer: int) -> Any:
+    """One layer of a stacked value; of one that is read later, what is read then."""
+    return value.rows[layer] if isinstance(value, Stacked) else value[layer]
+
+
 def _joined(rows: list[Any]) -> Any:
     if any(isinstance(row, LazyArray) for row in rows):
         return Stacked(rows)
     if not all(isinstance(row, np.ndarray) for row in rows):
         return jnp.stack(rows)
-    if all(row.size > 1 and not any(row.strides) for row in rows):
-        # Of a module on torch's `meta` device: zeros that take no memory.
-        return np.broadcast_to(rows[0], (len(rows), *rows[0].shape))
     joined = np.stack(rows)
     joined.flags.writeable = False
     return joined

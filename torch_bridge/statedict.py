@@ -42,7 +42,8 @@ def state_dict(
     Returns:
         Tensors that share no memory with the state, in the module's own order. Tied names hold
         one and the same tensor; non-persistent buffers are left out. Floating-point leaves keep
-        the dtype they have in the state, integers get the module's dtype back.
+        the dtype they have in the state, but for float32 masters, which get the module's 16 bits
+        back, as integers get the module's dtype.
 
     Raises:
         CheckpointError: a leaf is missing, does not have the shape it must have, or is spread over
@@ -148,9 +149,14 @@ def leaf_tensor(leaf: Leaf, value: Any) -> torch.Tensor:
 
 
 def saved_dtype(leaf: Leaf, value: Any) -> torch.dtype:
-    """The dtype in which a value is saved: floats keep their own, others get the module's."""
+    """The dtype in which a value is saved: floats keep their own, others get the module's.
+
+    So do float32 masters of 16 bits: what a step computes with are these rounded.
+    """
+    found = torch_dtype(value.dtype)
+    half = leaf.dtype in (torch.bfloat16, torch.float16)
     keeps = leaf.dtype.is_floating_point or leaf.dtype.is_complex
-    return torch_dtype(value.dtype) if keeps else leaf.dtype
+    return found if keeps and not (half and found == torch.float32) else leaf.dtype
 
 
 def load_state_dict(
@@ -270,7 +276,9 @@ def initial_leaves(
     converted: Converted | ConvertedSequential,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Initial values by leaf name, as `(params, buffers)`."""
-    return converted.by_name(converted.params), converted.by_name(converted.buffers)
+    if isinstance(converted, ConvertedSequential):
+        return converted.by_name(converted.params), converted.by_name(converted.buffers)
+    return converted.by_name(converted._params), converted.by_name(converted._buffers)
 
 
 def _tensor(value: Any) -> torch.Tensor:

@@ -69,17 +69,6 @@ def to_host(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return array
 
 
-def shape_of_meta(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Read-only zeros with a tensor's shape, in the dtype that JAX holds, all in one element.
-
-    Example:
-        >>> shape_of_meta(torch.empty(1 << 20, 1 << 20, device="meta")).strides
-        (0, 0)
-    """
-    dtype = canonical(numpy_dtype(tensor.dtype))
-    return np.broadcast_to(np.zeros((), dtype), tuple(tensor.shape))
-
-
 def to_torch(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A torch CPU copy of a numpy or JAX array (gathered if sharded), with the same bits.
 

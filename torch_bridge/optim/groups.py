@@ -152,7 +152,7 @@ def _entries(converted: Converted | ConvertedSequential) -> dict[str, tuple[str,
         places = [place for place in converted.places if place.leaf.is_param]
         return {f"{place.layer}/{place.name}": (place.leaf.name,) for place in places}
     stacked = {one.name: tuple(leaf.name for leaf in one.leaves) for one in converted.names.stacked}
-    return {name: stacked.get(name, (name,)) for name in converted.params}
+    return {name: stacked.get(name, (name,)) for name in converted._params}
 
 
 def _labels(optimizer: torch.optim.Optimizer, names: _Names) -> dict[str, str]:

@@ -1,0 +1,197 @@
+"""Initial values: of modules without any, of modules that are too large to copy, and of 16 bits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+import fzero as fz
+import torch_bridge as tb
+from tests.support import quick
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def tiny_llama() -> Any:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=37,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+class Shifted(torch.nn.Module):
+    """A linear layer and a buffer that is in no checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+        self.register_buffer("shift", torch.arange(2.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.shift
+
+
+def on_meta() -> Shifted:
+    with torch.device("meta"):
+        return Shifted()
+
+
+@pytest.mark.quick
+def test_a_llama_without_values_has_torchs_logits_once_it_is_restored(tmp_path: Path) -> None:
+    """Rotary frequencies are in no file: transformers computes them, and so does the bridge."""
+    torch.manual_seed(0)
+    real = tiny_llama()
+    real.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        meta = tiny_llama()
+    converted = tb.convert(meta, torch.zeros((2, 9), dtype=torch.int64, device="meta"))
+    state = tb.restore(tmp_path, converted, None, fz.Plan(data=1))
+    ids = torch.randint(0, 37, (3, 7))
+    run = jax.jit(
+        lambda p, b: converted.apply(p, b, ids.numpy()).output.logits,
+        compiler_options=quick.OPTIONS,
+    )
+    want = real(ids).logits.detach().numpy()
+    np.testing.assert_allclose(run(state.params, state.buffers), want, atol=1e-5)
+
+
+def test_what_has_no_value_is_refused_by_name(tmp_path: Path) -> None:
+    converted = tb.convert(on_meta(), torch.zeros((2, 3), device="meta"))
+    model = converted.model(lambda forward, batch: jnp.mean(forward(batch)))
+    with pytest.raises(fz.ConversionError, match=r"`linear\.\w+`: no value.*tb\.restore"):
+        fz.init(model, None, fz.Plan(data=1))
+    torch.save(Shifted().state_dict(), tmp_path / "model.pt")
+    with pytest.raises(fz.CheckpointError, match=r"`shift`: no value.*buffers="):
+        tb.restore(tmp_path / "model.pt", converted, None, fz.Plan(data=1))
+
+
+def test_buffers_that_are_in_no_checkpoint_are_given(tmp_path: Path) -> None:
+    module = Shifted()
+    torch.save(module.state_dict(), tmp_path / "model.pt")
+    example = torch.zeros((2, 3), device="meta")
+    given = {"shift": np.arange(2, dtype=np.float32)}
+    converted = tb.convert(on_meta(), example, buffers=given)
+    state = tb.restore(tmp_path / "model.pt", converted, None, fz.Plan(data=1))
+    x = torch.randn(4, 3)
+    got = converted.apply(state.params, state.buffers, x).output
+    np.testing.assert_allclose(got, module(x).detach().numpy(), rtol=1e-5)
+    for wrong, message in (({"lost": given["shift"]}, "no buffer"), ({"shift": x}, "shape")):
+        with pytest.raises(fz.ConversionError, match=message):
+            tb.convert(on_meta(), example, buffers=wrong)
+
+
+def test_a_tensor_attribute_without_values_is_refused() -> None:
+    module = on_meta()
+    shift = module.shift
+    del module.shift
+    module.shift = shift
+    with pytest.raises(fz.ConversionError, match=r"`shift`.*`meta` device.*register_buffer"):
+        tb.convert(module, torch.zeros((2, 3), device="meta"))
+
+
+MEMORY = """
+import tests.conftest
+import torch, torch_bridge as tb
+
+
+def resident(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(name)) * 1024
+
+
+class Block(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.a = torch.nn.Linear(size, size, bias=False)
+
+    def forward(self, x):
+        return x + torch.relu(self.a(x))
+
+
+def made(size):
+    return torch.nn.Sequential(*(Block(size) for _ in range(5)))
+
+
+tb.convert(made(8), torch.zeros(2, 8))  # what torch.export loads once
+module = made(4096)
+size = sum(p.numel() * 4 for p in module.parameters())
+before = resident("VmRSS")
+tb.convert(module, torch.zeros(2, 4096))
+print((resident("VmHWM") - before) / size)
+"""
+
+
+@pytest.mark.slow
+def test_converting_a_large_module_takes_a_fraction_of_its_memory() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=240, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert float(done.stdout.split()[-1]) <= 0.15
+
+
+def test_a_module_that_is_read_where_it_lies_may_not_change() -> None:
+    module = torch.nn.Linear(3, 2)
+    converted = tb.convert(module, torch.zeros(2, 3), copy=False)
+    model = converted.model(lambda forward, batch: jnp.mean(forward(batch)))
+    state = fz.init(model, None, fz.Plan(data=1))
+    np.testing.assert_array_equal(state.params["weight"], module.weight.detach().numpy())
+    with torch.no_grad():
+        module.weight.add_(1)
+    with pytest.raises(fz.ConversionError, match=r"`weight` was changed in place.*copy=True"):
+        fz.init(model, None, fz.Plan(data=1))
+    # Another dtype is other memory: what was converted is still there.
+    module = torch.nn.Linear(3, 2)
+    want = module.weight.detach().numpy().copy()
+    converted = tb.convert(module, torch.zeros(2, 3), copy=False)
+    module.bfloat16()
+    np.testing.assert_array_equal(converted.params["weight"], want)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_16_bit_module_learns_in_small_steps(layers: int, tmp_path: Path) -> None:
+    """A step of AdamW(1e-5) is lost in bfloat16: there is a float32 master, and exports round it."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers))).bfloat16()
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    converted = tb.convert(module, x)
+    model = converted.model(lambda forward, batch: jnp.mean(forward(batch).astype("float32") ** 2))
+    tx, plan = optax.adamw(1e-5), fz.Plan(data=1, precision="bf16")
+    state = fz.init(model, tx, plan)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
+    before = jax.device_get(state.params)
+    with jax.numpy_dtype_promotion("standard"):  # optax's own
+        state, _ = fz.train_step(model, tx, plan)(state, np.ones((2, 4), np.float32))
+    changed = jax.tree.map(lambda a, b: bool(np.all(a != b)), before, jax.device_get(state.params))
+    assert all(jax.tree.leaves(changed))
+    back = tb.state_dict(converted, state)
+    assert {tensor.dtype for tensor in back.values()} == {torch.bfloat16}
+    tb.save(tmp_path / "model.safetensors", converted, state)
+    restored = tb.restore(tmp_path / "model.safetensors", converted, tx, plan)
+    assert {leaf.dtype for leaf in jax.tree.leaves(restored.params)} == {np.dtype("float32")}
+
+
+def test_masters_can_be_declined() -> None:
+    module = torch.nn.Linear(4, 4).bfloat16()
+    converted = tb.convert(module, torch.ones(2, 4, dtype=torch.bfloat16), masters=False)
+    state = fz.init(converted.model(lambda f, b: jnp.mean(f(b))), None, fz.Plan(data=1))
+    assert state.params["weight"].dtype == jnp.bfloat16
