@@ -19,8 +19,8 @@ from .again import Again, Graphs
 from .blocks import Blocks
 from .chain import Source, chain_values, links_merged, make_chain
 from .export import export_program
-from .interpret import missing_operators, refuse_data_dependent, refuse_missing
 from .initial import COPIED_BYTES, num_bytes, on_host, read_initial, with_masters
+from .interpret import missing_operators, refuse_data_dependent, refuse_missing
 from .layout import Layout, read_layout
 from .mode import Mode, bind_state, build_mode
 from .rolled import Rolled

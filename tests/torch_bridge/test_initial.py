@@ -169,7 +169,7 @@ def test_a_module_that_is_read_where_it_lies_may_not_change() -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_16_bit_module_learns_in_small_steps(layers: int, tmp_path: Path) -> None:
-    """A step of AdamW(1e-5) is lost in bfloat16: there is a float32 master, and exports round it."""
+    """A step of AdamW(1e-5) is lost in bfloat16: there are masters, and exports round them."""
     torch.manual_seed(0)
     module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers))).bfloat16()
     x = torch.ones(2, 4, dtype=torch.bfloat16)
