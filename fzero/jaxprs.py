@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,16 @@ from jax.extend import core
 from fzero import compat
 
 
+# What `jax.checkpoint` is called in a jaxpr, by version.
+_CHECKPOINTS = frozenset(("checkpoint", "remat", "remat2"))
+
 # Calls whose body may be replayed in place, once differentiation is over.
-_CALLS = frozenset(
-    ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2",
-     "custom_jvp_call", "custom_vjp_call")
-)  # fmt: skip
+_CALLS = _CHECKPOINTS | frozenset(
+    ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+)
+
+
+_NO_NAMES = compat.NameStack()
 
 
 class Var:
@@ -40,17 +45,19 @@ class Step:
         equation: the jaxpr's equation, or `None` for an optimization barrier.
         operands: what it reads: `Var`s and constants.
         results: what it computes.
+        scope: names (`jax.named_scope`, modules) around the calls that it was inlined from.
     """
 
     equation: Any
     operands: list[Any]
     results: list[Var]
+    scope: compat.NameStack = _NO_NAMES
 
     def run(self, values: list[Any]) -> list[Any]:
         """Applies the operation to values."""
         if self.equation is None:
             return list(jax.lax.optimization_barrier(values))
-        return compat.run_equation(self.equation, values)
+        return compat.run_equation(self.equation, values, self.scope)
 
     def reads(self) -> Iterable[Var]:
         """The variables among the operands."""
@@ -72,10 +79,10 @@ class Program:
             env[var]: value for var, value in zip(jaxpr.constvars, consts, strict=True)
         }
         self.inputs: list[Var] = [env[var] for var in jaxpr.invars]
-        self._inline(jaxpr, env)
+        self._inline(jaxpr, env, _NO_NAMES)
         self.outputs = [_operand(env, atom) for atom in jaxpr.outvars]
 
-    def _inline(self, jaxpr: Any, env: dict[Any, Any]) -> None:
+    def _inline(self, jaxpr: Any, env: dict[Any, Any], names: compat.NameStack) -> None:
         for equation in jaxpr.eqns:
             operands = [_operand(env, atom) for atom in equation.invars]
             body = next(
@@ -88,21 +95,68 @@ class Program:
             )
             if equation.primitive.name not in _CALLS or body is None:
                 results = [Var(var.aval) for var in equation.outvars]
-                self.steps.append(Step(equation, operands, results))
+                self.steps.append(Step(equation, operands, results, names))
                 env.update(zip(equation.outvars, results, strict=True))
                 continue
-            if equation.params.get("prevent_cse"):
-                fenced = [Var(var.aval) for var in equation.invars]
-                self.steps.append(Step(None, operands, fenced))
-                operands = list(fenced)
+            operands = self._fenced(equation, operands)
             consts = list(getattr(body, "consts", ()))
             inner = getattr(body, "jaxpr", body)
             scope: dict[Any, Any] = dict(zip(inner.constvars, consts, strict=True))
             scope.update(zip(inner.invars, operands, strict=True))
-            self._inline(inner, scope)
+            self._inline(inner, scope, names + equation.source_info.name_stack)
             outputs = [_operand(scope, atom) for atom in inner.outvars]
             env.update(zip(equation.outvars, outputs, strict=True))
+
+    def _fenced(self, equation: Any, operands: list[Any]) -> list[Any]:
+        """Operands of a call, behind a barrier where a checkpoint computes again what it reads."""
+        wanted = equation.params.get("prevent_cse", False)
+        if not wanted or not equation.params.get("differentiated", True):
+            return operands
+        behind = wanted if isinstance(wanted, tuple) else (wanted,) * len(operands)
+        found = [Var(var.aval) if b else x
+                 for var, x, b in zip(equation.invars, operands, behind, strict=True)]  # fmt: skip
+        fences = [i for i, b in enumerate(behind) if b]
+        if fences:
+            self.steps.append(Step(None, [operands[i] for i in fences], [found[i] for i in fences]))
+        return found
 
 
 def _operand(env: dict[Any, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+
+def needed(steps: Sequence[Step], outputs: Iterable[Any]) -> set[int]:
+    """Which steps it takes to compute some outputs."""
+    wanted = {x for x in outputs if isinstance(x, Var)}
+    found: set[int] = set()
+    for index in range(len(steps) - 1, -1, -1):
+        if wanted.isdisjoint(steps[index].results):
+            continue
+        found.add(index)
+        wanted.update(steps[index].reads())
+    return found
+
+
+def run_steps(steps: Iterable[Step], env: dict[Var, Any]) -> None:
+    """Runs steps in order; `env` has the values that they read, and gets those that they give."""
+    for step in steps:
+        values = step.run([read(env, x) for x in step.operands])
+        env.update(zip(step.results, values, strict=True))
+
+
+def read(env: dict[Var, Any], operand: Any) -> Any:
+    """The value of an operand."""
+    return env[operand] if isinstance(operand, Var) else operand
+
+
+def has_checkpoint(jaxpr: Any) -> bool:
+    """Whether a program says itself what to keep of some of it: `jax.checkpoint`, anywhere."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _CHECKPOINTS:
+            return True
+        for value in equation.params.values():
+            for one in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(one, "jaxpr", one)
+                if hasattr(inner, "eqns") and has_checkpoint(inner):
+                    return True
+    return False

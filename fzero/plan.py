@@ -6,7 +6,7 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +52,13 @@ class Plan:
         microbatches: pieces a batch is cut into, one after the other on each device.
         precision: `fp32`; `bf16` or `fp16` compute from one fp32 master.
         clip_norm: largest global gradient norm, or `None`.
-        remat: what a `Stack` keeps for its backward pass: `layer`, only each layer's input; `dots`,
-            also the outputs of its matmuls; `none`, everything but casts and reshapes; `offload`,
-            each layer's input, in host memory. Gathered weights are never kept.
+        remat: what is kept for the backward pass. `layer`: of a `Stack`, only each layer's input;
+            `offload`: the same, in host memory; both keep everything but casts and reshapes of
+            other layers and of a plain model, as `none` does of all. `dots`, or a policy such as
+            `jax.checkpoint_policies.dots_saveable`: what it names, of stacks (beside each layer's
+            input), layers and plain models alike. A function that calls `jax.checkpoint` (flax:
+            `nn.remat`) itself keeps what that says. Gathered weights are never kept. In JSON, a
+            policy is its name.
         min_shard_bytes: leaves smaller than this (one layer's part, in the compute dtype) stay
             whole. A collective over fewer bytes costs its latency and saves nothing.
         reduce: when gradients are reduced. `microbatch`: after each one, so that only shards are
@@ -121,7 +125,7 @@ class Plan:
     microbatches: int = 1
     precision: str = "fp32"
     clip_norm: float | None = None
-    remat: str = "layer"
+    remat: str | Callable[..., Any] = "layer"
     min_shard_bytes: int = 16 * 1024
     reduce: str = "microbatch"
     reduce_dtype: str | None = None
@@ -141,7 +145,7 @@ class Plan:
     def __post_init__(self) -> None:
         _expect_choice("zero", self.zero, (0, 1, 2, 3))
         _expect_choice("precision", self.precision, PRECISIONS)
-        _expect_choice("remat", self.remat, REMATS)
+        object.__setattr__(self, "remat", _remat(self.remat))
         _expect_choice("reduce", self.reduce, REDUCES)
         _expect_choice("gather", self.gather, GATHERS)
         for name in ("pipe", "replica", "microbatches"):
@@ -427,6 +431,8 @@ class Plan:
             values["schedule"] = json.loads(self.schedule.to_json())
         if isinstance(self.partition, tuple):
             values["partition"] = list(self.partition)
+        if callable(self.remat):
+            values["remat"] = _policy_name(self.remat)
         values["tiers"] = {name: [tier, share] for name, tier, share in _tiers(self.tiers)}
         return values
 
@@ -456,6 +462,43 @@ class Plan:
     def replace(self, **changes: Any) -> Plan:
         """The same plan with some values changed (and validated again)."""
         return dataclasses.replace(self, **changes)
+
+
+_POLICIES = "jax.checkpoint_policies."
+
+
+def _remat(given: Any) -> Any:
+    """What `Plan.remat` may be given as: a word, a policy, or the name of one that JSON kept."""
+    if callable(given):
+        name = _public_policy(given)
+        if name.startswith(("save_", "offload_")):
+            raise PlanError(f"plan: remat={_POLICIES}{name}: this makes a policy: call it first")
+        return given
+    if isinstance(given, str) and given.startswith(_POLICIES):
+        return getattr(jax.checkpoint_policies, given.removeprefix(_POLICIES), given)
+    if isinstance(given, str) and "." in given:
+        return given  # a step will ask for the function
+    if not isinstance(given, str) or given not in REMATS:
+        raise PlanError(
+            f"plan: remat={given!r}: expected one of {list(REMATS)} or a policy such as"
+            " jax.checkpoint_policies.dots_saveable"
+        )
+    return given
+
+
+def _public_policy(policy: Callable[..., Any]) -> str:
+    """The name of a policy in `jax.checkpoint_policies`; empty if it has none."""
+    names = [name for name in dir(jax.checkpoint_policies) if not name.startswith("_")]
+    return next((n for n in names if getattr(jax.checkpoint_policies, n) is policy), "")
+
+
+def _policy_name(policy: Callable[..., Any]) -> str:
+    """The qualified name of a policy; jax's own by the names under which they are public."""
+    name = _public_policy(policy)
+    if name:
+        return _POLICIES + name
+    kind = policy if hasattr(policy, "__qualname__") else type(policy)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _tiers(given: Any) -> tuple[tuple[str, str, float], ...]:

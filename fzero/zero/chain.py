@@ -49,7 +49,7 @@ from fzero.zero.stack import (
     stack_input_backward,
     stack_weight_backward,
 )
-from fzero.zero.vjp import Floats, Pullback, forward, keep_all_but_movement
+from fzero.zero.vjp import Floats, Pullback, forward, remat_policy
 
 
 Parts = dict[str, jax.Array]
@@ -291,9 +291,8 @@ def _layer_forward(
         return y_floats, (y_rest, buffers)
 
     def of_weights(weights: list[Any]) -> PyTree:
-        # prevent_cse=False: nothing is recomputed but movement, which may be shared freely.
-        once = jax.checkpoint(run, policy=keep_all_but_movement, prevent_cse=False)
-        y, aux, cell["pullback"], kept = forward(once, (weights, floats), weights)
+        policy = remat_policy(fetched.rules.plan.remat)
+        y, aux, cell["pullback"], kept = forward(run, (weights, floats), weights, policy)
         return y, aux, kept
 
     y, aux, kept = fetched.run(layer, of_weights)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from fzero.jaxprs import Program, Step, Var
+from fzero.jaxprs import Program, Step, Var, needed, read, run_steps
 from fzero.tree import PyTree
 
 
@@ -38,8 +38,8 @@ class Rest:
         """The gradients of the weights."""
         env: dict[Var, Any] = dict(zip(self.weights, weights, strict=True))
         env.update(zip(self.reads, values, strict=True))
-        _run(self.steps, env)
-        return [_read(env, x) for x in self.grads]
+        run_steps(self.steps, env)
+        return [read(env, x) for x in self.grads]
 
 
 def first_half(
@@ -64,8 +64,8 @@ def first_half(
     given: dict[Var, Any] = dict(program.consts)
     given.update(zip(program.inputs, weights, strict=True))
 
-    first = _needed(program.steps, now)
-    second = _needed(program.steps, late) - first
+    first = needed(program.steps, now)
+    second = needed(program.steps, late) - first
     steps = tuple(step for i, step in enumerate(program.steps) if i in second)
     made = {var for step in steps for var in step.results}
     wanted = [x for step in steps for x in step.reads()]
@@ -77,8 +77,8 @@ def first_half(
 
     def run() -> tuple[list[Any], list[Any]]:
         env = dict(given)
-        _run([step for i, step in enumerate(program.steps) if i in first], env)
-        return [_read(env, x) for x in now], [env[x] for x in computed]
+        run_steps([step for i, step in enumerate(program.steps) if i in first], env)
+        return [read(env, x) for x in now], [env[x] for x in computed]
 
     out, values = apart(run) if first else run()
     given.update(zip(computed, values, strict=True))
@@ -91,25 +91,3 @@ def unfenced(values: Sequence[Any], fenced: PyTree, before: PyTree) -> list[Any]
     pairs = zip(jax.tree.leaves(fenced), jax.tree.leaves(before), strict=True)
     own = {id(after): leaf for after, leaf in pairs}
     return [own.get(id(value), value) for value in values]
-
-
-def _needed(steps: Sequence[Step], outputs: Sequence[Any]) -> set[int]:
-    """Which steps it takes to compute some outputs."""
-    wanted = {x for x in outputs if isinstance(x, Var)}
-    found: set[int] = set()
-    for index in range(len(steps) - 1, -1, -1):
-        if wanted.isdisjoint(steps[index].results):
-            continue
-        found.add(index)
-        wanted.update(steps[index].reads())
-    return found
-
-
-def _run(steps: Sequence[Step], env: dict[Var, Any]) -> None:
-    for step in steps:
-        values = step.run([_read(env, x) for x in step.operands])
-        env.update(zip(step.results, values, strict=True))
-
-
-def _read(env: dict[Var, Any], operand: Any) -> Any:
-    return env[operand] if isinstance(operand, Var) else operand

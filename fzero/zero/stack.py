@@ -113,13 +113,11 @@ class _LayerProgram:
         if plan.keeps_inputs:
             y, (y_rest, buffers) = self.apply(weights, floats, self.shared, rest, k)
             return (y, y_rest), (floats, rest, k), buffers
-        run = jax.checkpoint(
-            lambda w, f, s: self.apply(w, f, s, rest, k),
-            policy=remat_policy(plan.remat),
-            prevent_cse=False,
-        )
         y, (y_rest, buffers), pullback, residuals = forward(
-            run, (weights, floats, self.shared), self._known(weights)
+            lambda w, f, s: self.apply(w, f, s, rest, k),
+            (weights, floats, self.shared),
+            self._known(weights),
+            remat_policy(plan.remat),
         )
         return (y, y_rest), (pullback, residuals), buffers
 

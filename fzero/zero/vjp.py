@@ -1,23 +1,32 @@
 """Reverse mode with the weights factored out of what is kept for the backward pass.
 
 `jax.vjp` keeps whatever its backward pass reads, gathered weights included. Here the residuals are
-taken apart: leaves that *are* a weight (or another known array) are replaced by a mark, and the
-backward pass is given them anew. That is what lets ZeRO-3 drop a gathered layer after its forward
-pass, and a pipeline stage keep activations only.
+taken apart: those that *are* a weight (or another known array), or a cast, transpose or slice of
+one, are replaced by how they follow from it, and the backward pass is given the weights anew. That
+is what lets ZeRO-3 drop a gathered layer after its forward pass, and a pipeline stage keep
+activations only.
+
+What else is kept is decided by whoever says so first: `jax.checkpoint` in the function itself, then
+the plan's policy, then everything but movement of data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
+from fzero.errors import PlanError
+from fzero.jaxprs import Program, Step, Var, has_checkpoint, needed, run_steps
 from fzero.tree import PyTree
 
+
+Policy = Callable[..., Any]
 
 # Recomputed rather than kept, because they only move or convert data. Keeping them would keep
 # transposed or cast copies of the weights.
@@ -32,10 +41,21 @@ def keep_all_but_movement(prim: Any, *_: Any, **__: Any) -> bool:
     return prim.name not in _MOVEMENT
 
 
-def remat_policy(remat: str) -> Callable[..., Any]:
-    """The checkpoint policy of `Plan.remat` (`layer` keeps nothing and needs none)."""
+def remat_policy(remat: str | Policy) -> Policy:
+    """The checkpoint policy of `Plan.remat` (`layer` keeps nothing of a stack and needs none).
+
+    Raises:
+        PlanError: the plan was read from JSON and names a policy that only its program has.
+    """
+    if callable(remat):
+        return remat
+    if "." in remat:
+        raise PlanError(
+            f"plan: remat={remat!r} is the name of a function, as JSON keeps it; a step needs the"
+            " function itself: plan.replace(remat=policy)"
+        )
     if remat == "dots":
-        policy: Callable[..., Any] = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        policy: Policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         return policy
     return keep_all_but_movement
 
@@ -77,26 +97,37 @@ class Pullback:
 
     Args:
         treedef: structure of the pulled-back function with all its leaves.
-        known: per leaf, its index among the known arrays, or `None` for a kept one.
+        leaves: what each of them is.
+        known: those that are known arrays, with their index among these.
+        kept: those that are kept, in order.
+        steps: how the others follow: movement of known arrays.
     """
 
     treedef: Any
-    known: tuple[int | None, ...]
+    leaves: tuple[Any, ...]
+    known: dict[Var, int]
+    kept: tuple[Var, ...]
+    steps: tuple[Step, ...]
 
     @property
     def reads(self) -> list[int]:
         """Which of the known arrays it reads."""
-        return sorted({index for index in self.known if index is not None})
+        return sorted(set(self.known.values()))
 
     def run(self, kept: Sequence[Any], known: Sequence[Any], cotangent: Any) -> Any:
         """Gradients of all primal inputs."""
-        own = iter(kept)
-        leaves = [next(own) if index is None else known[index] for index in self.known]
+        env: dict[Var, Any] = dict(zip(self.kept, kept, strict=True))
+        env.update({var: known[index] for var, index in self.known.items()})
+        run_steps(self.steps, env)
+        leaves = [env[x] if isinstance(x, Var) else x for x in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)(cotangent)
 
 
 def forward(
-    function: Callable[..., tuple[Any, Any]], primals: Sequence[Any], known: Sequence[Any]
+    function: Callable[..., tuple[Any, Any]],
+    primals: Sequence[Any],
+    known: Sequence[Any],
+    policy: Policy = keep_all_but_movement,
 ) -> tuple[Any, Any, Pullback, list[Any]]:
     """Runs `function(*primals) -> (out, aux)` and takes its backward pass apart.
 
@@ -104,13 +135,78 @@ def forward(
         function: what to differentiate; `aux` gets no gradient.
         primals: its arguments; gradients exist for all of them.
         known: arrays that need not be kept, because the caller will have them again.
+        policy: what to keep of a function that does not say so itself. (An outer `jax.checkpoint`
+            overrides those inside, so one that has any is left as it is.)
 
     Returns:
         `(out, aux, pullback, kept)`; `kept` holds no known array.
     """
-    out, pull, aux = jax.vjp(function, *primals, has_aux=True)
-    leaves, treedef = jax.tree.flatten(pull)
+    traced, shapes = jax.make_jaxpr(function, return_shape=True)(*primals)
+    treedef = jax.tree.structure(shapes)
+    pulled: list[Any] = []
+
+    def run(*primals: Any) -> Any:
+        return jax.tree.unflatten(treedef, jaxpr_as_fun(traced)(*jax.tree.leaves(primals)))
+
+    if not has_checkpoint(traced.jaxpr):
+        # prevent_cse=False: what is recomputed and whether twice is up to the compiler.
+        run = jax.checkpoint(run, policy=policy, prevent_cse=False)
+
+    def with_residuals(*primals: Any) -> tuple[Any, Any, list[Any]]:
+        out, pull, aux = jax.vjp(run, *primals, has_aux=True)
+        residuals, treedef = jax.tree.flatten(pull)
+        pulled.append(treedef)
+        return out, aux, residuals
+
+    closed, shapes = jax.make_jaxpr(with_residuals, return_shape=True)(*primals)
+    flat = jaxpr_as_fun(closed)(*jax.tree.leaves(primals))
+    out, aux, residuals = jax.tree.unflatten(jax.tree.structure(shapes), flat)
+    program = Program(closed.jaxpr, closed.consts)
+    values = program.consts | dict(zip(program.inputs, jax.tree.leaves(primals), strict=True))
     index = {id(array): i for i, array in reversed(list(enumerate(known)))}
-    marks = tuple(index.get(id(leaf)) for leaf in leaves)
-    kept = [leaf for leaf, mark in zip(leaves, marks, strict=True) if mark is None]
-    return out, aux, Pullback(treedef, marks), kept
+    marks = {var: index[id(value)] for var, value in values.items() if id(value) in index}
+    leaves = program.outputs[len(flat) - len(residuals) :]
+    steps, reads = _movement(program, marks, leaves)
+    values.update(zip(leaves, residuals, strict=True))
+    kept = tuple(var for var in reads if var not in marks)
+    marks = {var: i for var, i in marks.items() if var in reads}
+    pullback = Pullback(pulled[-1], tuple(leaves), marks, kept, steps)
+    return out, aux, pullback, [values[var] for var in kept]
+
+
+def _movement(
+    program: Program, known: Collection[Var], wanted: Sequence[Any]
+) -> tuple[tuple[Step, ...], list[Var]]:
+    """How values follow from known ones by movement: the operations, and what else is read."""
+    makers = {var: step for step in program.steps for var in step.results}
+    follows: dict[Var, bool] = {}
+
+    def may_follow(x: Any) -> bool:
+        """Whether a value is known, or a scalar that is there, or moved from such."""
+        if not isinstance(x, Var):
+            return True
+        if x not in follows:
+            step = makers.get(x)
+            if step is None:
+                follows[x] = x in known or x.aval.size == 1
+            else:
+                follows[x] = _is_movement(step) and all(map(may_follow, step.operands))
+        return follows[x]
+
+    outputs = list(dict.fromkeys(x for x in wanted if isinstance(x, Var)))
+    moved = [x for x in outputs if x in makers and may_follow(x)]
+    steps = tuple(program.steps[i] for i in sorted(needed(program.steps, moved)))
+    made = {var for step in steps for var in step.results}
+    reads = [x for step in steps for x in step.reads()] + outputs
+    return steps, list(dict.fromkeys(x for x in reads if x not in made))
+
+
+def _is_movement(step: Step) -> bool:
+    """Whether an operation is cheaper to do again than to keep, if all that it reads is there."""
+    equation = step.equation
+    if equation is None or equation.effects:
+        return False
+    # jax rounds what a checkpoint keeps once more, to its own dtype. Of indices, all is computed.
+    values = [*step.reads(), *step.results]
+    cheap = equation.primitive.name in (*_MOVEMENT, "reduce_precision")
+    return cheap or all(x.aval.size == 1 for x in values)

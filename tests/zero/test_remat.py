@@ -1,0 +1,179 @@
+"""What is kept for the backward pass is what the user's checkpoints and the plan say.
+
+Each block has one `tanh`, whose result its backward pass reads: a program with twice as many
+computes them again.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import fzero as fz
+from tests.support import tiny
+
+
+pytestmark = pytest.mark.quick
+
+WIDTH, BLOCKS = 8, 4
+NAMES = [f"block{i}" for i in range(BLOCKS)]
+BATCH = {"x": np.random.default_rng(0).standard_normal((8, WIDTH)).astype(np.float32)}
+SGD = optax.sgd(0.1)
+POLICIES = jax.checkpoint_policies
+
+
+def block(w, x):
+    return jnp.tanh(x @ w)
+
+
+def weight(key):
+    return jax.random.normal(key, (WIDTH, WIDTH)) * 0.3
+
+
+def plain_model(run):
+    def init(key):
+        return {name: weight(jax.random.fold_in(key, i)) for i, name in enumerate(NAMES)}, {}
+
+    def loss(params, buffers, batch, rng, train):
+        x = batch["x"]
+        for name in NAMES:
+            x = run(params[name], x)
+        return jnp.mean(x**2), buffers, {}
+
+    return fz.Model(init, loss)
+
+
+def chain(run):
+    first = fz.Layer("in", None, lambda p, batch, ctx: batch["x"])
+    layers = [fz.Layer(name, weight, lambda w, x, ctx: run(w, x)) for name in NAMES]
+    return fz.Sequential([first, *layers], loss=lambda x, batch: jnp.mean(x**2))
+
+
+def stack(run):
+    first = fz.Layer("in", None, lambda p, batch, ctx: batch["x"])
+    blocks = fz.Stack("blocks", BLOCKS, weight, lambda w, x, ctx: run(w, x))
+    return fz.Sequential([first, blocks], loss=lambda x, batch: jnp.mean(x**2))
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return jnp.tanh(linen.Dense(WIDTH)(x))
+
+
+class LinenNet(linen.Module):
+    kind: type[linen.Module]
+
+    @linen.compact
+    def __call__(self, x):
+        for name in NAMES:
+            x = self.kind(name=name)(x)
+        return x
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, remat):
+        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i)) for i in range(BLOCKS)])
+        self.remat = remat
+
+    def __call__(self, x):
+        def run(layer, x):
+            return jnp.tanh(layer(x))
+
+        for layer in self.blocks:
+            x = (nnx.remat(run) if self.remat else run)(layer, x)
+        return x
+
+
+def squared(forward, batch):
+    return jnp.mean(forward(batch["x"]) ** 2)
+
+
+def linen_model(remat):
+    kind = linen.remat(LinenBlock) if remat else LinenBlock
+    return fz.from_flax(LinenNet(kind), squared, BATCH["x"][:1])
+
+
+MODELS = {
+    "model": lambda remat: plain_model(jax.checkpoint(block) if remat else block),
+    "layers": lambda remat: chain(jax.checkpoint(block) if remat else block),
+    "stack": lambda remat: stack(jax.checkpoint(block) if remat else block),
+    "linen": linen_model,
+    "nnx": lambda remat: fz.from_flax(NnxNet(remat), squared),
+}
+
+
+def tanhs(model, plan):
+    """How many `tanh` a step has; a stack's body counts once for each pass."""
+    state = fz.abstract_state(model, SGD, plan)
+    return fz.train_step(model, SGD, plan).lower(state, BATCH).as_text().count("stablehlo.tanh")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("data", [1, 4])
+def test_a_checkpoint_of_the_users_is_honoured(name, data):
+    plan = tiny.plan(zero=3, data=data, remat="none")
+    once = 1 if name == "stack" else BLOCKS
+    assert tanhs(MODELS[name](False), plan) == once
+    assert tanhs(MODELS[name](True), plan) == 2 * once
+
+
+@pytest.mark.parametrize("remat", ["dots", POLICIES.nothing_saveable], ids=["dots", "policy"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plan_reaches_every_model(name, remat):
+    plan = tiny.plan(zero=3, data=1)
+    once = 1 if name == "stack" else BLOCKS
+    assert tanhs(MODELS[name](False), plan.replace(remat=remat)) == 2 * once
+
+
+def test_the_plan_does_not_overrule_the_user():
+    """A policy that would keep everything, around blocks that keep nothing."""
+    plan = tiny.plan(zero=3, data=1, remat=POLICIES.everything_saveable)
+    assert tanhs(MODELS["model"](False), plan) == BLOCKS
+    assert tanhs(MODELS["model"](True), plan) == 2 * BLOCKS
+
+
+def test_nothing_is_another_number():
+    """Remat of either kind, in a plain model over four devices: as plain jax has it."""
+    losses = {}
+    for remat in (False, True):
+        for said in ("layer", "dots", POLICIES.dots_saveable):
+            model, plan = MODELS["model"](remat), tiny.plan(zero=3, data=4, remat=said)
+            state = fz.init(model, SGD, plan)
+            for _ in range(2):
+                state, metrics = fz.train_step(model, SGD, plan)(state, BATCH)
+            losses[remat, str(said)] = float(metrics["loss"])
+    np.testing.assert_allclose(list(losses.values()), losses[False, "layer"], rtol=1e-6)
+
+
+def named(prim, *_, **__):
+    return prim.name == "tanh"
+
+
+class TestPolicies:
+    """A JAX policy in a plan, and its name in JSON."""
+
+    @pytest.mark.parametrize(
+        "policy", [POLICIES.everything_saveable, POLICIES.dots_with_no_batch_dims_saveable]
+    )
+    def test_policies_of_jax_come_back_from_json(self, policy):
+        plan = fz.Plan(remat=policy)
+        assert plan.to_json()["remat"].startswith("jax.checkpoint_policies.")
+        assert fz.Plan.from_json(plan.to_json()) == plan
+
+    def test_other_policies_are_names_that_a_step_asks_the_function_of(self):
+        plan = fz.Plan.from_json(tiny.plan(zero=3, data=1, remat=named).to_json())
+        assert plan.remat == f"{__name__}.named"
+        model = MODELS["model"](False)
+        state = fz.init(model, SGD, plan)
+        with pytest.raises(fz.PlanError, match=r"plan\.replace\(remat=policy\)"):
+            fz.train_step(model, SGD, plan)(state, BATCH)
+        fz.train_step(model, SGD, plan.replace(remat=named))(state, BATCH)
+
+    def test_a_maker_of_policies_is_refused(self):
+        with pytest.raises(fz.PlanError, match="save_only_these_names: this makes a policy"):
+            fz.Plan(remat=POLICIES.save_only_these_names)
