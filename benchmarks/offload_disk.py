@@ -6,14 +6,12 @@
 
 Arrays of one size in device memory are written and read by all contestants in turns:
 
-- `fzero`: `fzero.offload.disk.write` and `read`, with checksums, and without (`no checksum`);
-- `tensorstore`: its file driver, one key an array; `direct` without `fsync`, which is what fzero
-  does, and `buffered` with `fsync`, read after its pages were dropped;
-- `raw, as many files`: threads that write preallocated, aligned memory to as many files with
-  O_DIRECT, and read it back; no arrays, no checksums, no names;
-- `raw, one file`: the same requests on one preallocated file, what `fio` would measure.
+- `fzero`: `fzero.offload.disk.write` and `read`, with names and checksums;
+- `tensorstore`: its file driver, one key an array, direct and without `fsync`, as fzero;
+- `raw`: threads that write preallocated, aligned memory to one new file with O_DIRECT, and read it
+  back; no arrays, no checksums, no names: what `fio` would measure.
 
-Same request size and requests in flight everywhere. The goal is 0.9 of the faster raw one.
+Same request size and requests in flight everywhere. The goal is 0.9 of the raw one.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import common
 import jax
@@ -39,7 +36,7 @@ import numpy as np
 import xxhash
 from rich.console import Console
 
-from fzero.offload import disk, files
+from fzero.offload import disk, requests, scratch
 
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -94,30 +91,16 @@ class Fzero(Contestant):
         gc.collect()
 
 
-class FzeroWithoutChecksum(Fzero):
-    """The disk tier, trusting the disk."""
-
-    def write(self) -> None:
-        with mock.patch.object(files, "checksum", return_value=0):
-            super().write()
-
-    def read(self) -> None:
-        with mock.patch.object(files, "checksum", return_value=0):
-            super().read()
-
-
 class TensorStore(Contestant):
     """tensorstore's file driver, one key an array."""
-
-    mode, sync = "direct", False
 
     def prepare(self) -> None:
         import tensorstore
 
         context = {
-            "file_io_mode": {"mode": self.mode},
-            "file_io_sync": self.sync,
-            "file_io_concurrency": {"limit": files.DEPTH},
+            "file_io_mode": {"mode": "direct"},
+            "file_io_sync": False,
+            "file_io_concurrency": {"limit": requests.DEPTH},
         }
         spec = {"driver": "file", "path": f"{self.path / 'store'}/", "context": context}
         self.store = tensorstore.KvStore.open(spec).result()
@@ -126,7 +109,7 @@ class TensorStore(Contestant):
         # Values are `bytes`. No more of them at once than fzero has in flight.
         waiting: list[Any] = []
         for number, array in enumerate(self.arrays):
-            if len(waiting) >= files.DEPTH:
+            if len(waiting) >= requests.DEPTH:
                 waiting.pop(0).result()
             waiting.append(self.store.write(f"{number:05d}", np.asarray(array).tobytes()))
         for future in waiting:
@@ -144,58 +127,34 @@ class TensorStore(Contestant):
         shutil.rmtree(self.path / "store", ignore_errors=True)
 
 
-class TensorStoreBuffered(TensorStore):
-    """As it is used by default, but read from the disk."""
-
-    mode, sync = "default", True
-
-    def forget(self) -> None:
-        """Takes the files out of the page cache."""
-        for file in (self.path / "store").iterdir():
-            fd = os.open(file, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
-
-
 class Raw(Contestant):
-    """As many files, from and to preallocated memory."""
+    """One new file, from and to preallocated memory, by as many threads as fzero has."""
+
+    fd = -1
 
     def prepare(self) -> None:
-        (self.path / "raw").mkdir()
-        self.nbytes = self.arrays[0].nbytes
-        self.request = min(self.nbytes, files.CHUNK)
-        self.memory = [files.aligned(self.request) for _ in range(files.DEPTH)]
-        source = np.asarray(self.arrays[0]).reshape(-1).view(np.uint8)
+        total = sum(array.nbytes for array in self.arrays)
+        self.starts = range(0, total, requests.CHUNK)
+        self.total = total
+        self.memory = [scratch.aligned(requests.CHUNK) for _ in range(requests.DEPTH)]
+        source = np.concatenate([
+            np.asarray(array).reshape(-1).view(np.uint8)
+            for array in self.arrays[: -(-requests.CHUNK // self.arrays[0].nbytes)]
+        ])  # fmt: skip
         for memory in self.memory:
-            memory[:] = source[: self.request]
+            memory[: len(source)] = source[: requests.CHUNK]
 
-    def requests(self) -> list[tuple[int, int]]:
-        """File and offset of all requests, in order."""
-        offsets = range(0, self.nbytes, self.request)
-        return [(file, offset) for file in range(len(self.arrays)) for offset in offsets]
-
-    def run(self, flags: int, request: Callable[[int, int, Any], Any]) -> None:
-        """All requests by as many threads as fzero has."""
-        todo = iter(self.requests())
-        lock, opened = threading.Lock(), dict[int, int]()
-        left = dict.fromkeys(range(len(self.arrays)), -(-self.nbytes // self.request))
+    def run(self, request: Callable[[int, Any], Any]) -> None:
+        """All requests."""
+        todo, lock = iter(self.starts), threading.Lock()
 
         def work(memory: Any) -> None:
             while True:
                 with lock:
-                    file, offset = next(todo, (-1, 0))
-                    if file < 0:
-                        return
-                    if file not in opened:
-                        name = self.path / "raw" / f"{file:05d}"
-                        opened[file] = os.open(name, flags | os.O_DIRECT, 0o600)
-                        if flags & os.O_CREAT and self.nbytes > self.request:
-                            os.posix_fallocate(opened[file], 0, self.nbytes)
-                request(opened[file], offset, memory)
-                with lock:
-                    left[file] -= 1
-                    if not left[file]:
-                        os.close(opened[file])
+                    start = next(todo, None)
+                if start is None:
+                    return
+                request(start, memory[: min(requests.CHUNK, self.total - start)])
 
         threads = [threading.Thread(target=work, args=(memory,)) for memory in self.memory]
         for thread in threads:
@@ -204,60 +163,27 @@ class Raw(Contestant):
             thread.join()
 
     def write(self) -> None:
-        self.run(os.O_WRONLY | os.O_CREAT, lambda fd, offset, data: os.pwrite(fd, data, offset))
+        self.fd = os.open(self.path, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self.fd, 0, self.total)
+        self.run(lambda start, data: os.pwrite(self.fd, data, start))
 
     def read(self) -> None:
-        self.run(os.O_RDONLY, lambda fd, offset, data: os.preadv(fd, [data], offset))
+        self.run(lambda start, data: os.preadv(self.fd, [data], start))
 
     def check(self) -> None:
         assert (self.memory[0] == self.memory[-1]).all()
 
     def drop(self) -> None:
         super().drop()
-        shutil.rmtree(self.path / "raw", ignore_errors=True)
-
-
-class RawOneFile(Raw):
-    """One file, written once before."""
-
-    def prepare(self) -> None:
-        super().prepare()
-        self.fd = os.open(self.path / "raw" / "all", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self.fd, 0, self.nbytes * len(self.arrays))
-        self.write()
-
-    def run(self, flags: int, request: Callable[[int, int, Any], Any]) -> None:
-        todo = iter(self.requests())
-        lock = threading.Lock()
-
-        def work(memory: Any) -> None:
-            while True:
-                with lock:
-                    file, offset = next(todo, (-1, 0))
-                if file < 0:
-                    return
-                request(self.fd, file * self.nbytes + offset, memory)
-
-        threads = [threading.Thread(target=work, args=(memory,)) for memory in self.memory]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def drop(self) -> None:
-        if hasattr(self, "fd"):
+        if self.fd >= 0:
             os.close(self.fd)
-            del self.fd
-        super().drop()
+            self.fd = -1
 
 
 CONTESTANTS: dict[str, type[Contestant]] = {
     "fzero": Fzero,
-    "no checksum": FzeroWithoutChecksum,
-    "tensorstore direct": TensorStore,
-    "tensorstore buffered": TensorStoreBuffered,
-    "raw, as many files": Raw,
-    "raw, one file": RawOneFile,
+    "tensorstore": TensorStore,
+    "raw": Raw,
 }
 
 
@@ -279,9 +205,8 @@ def main() -> int:
 def compare(path: Path, args: argparse.Namespace) -> tuple[dict[str, Any], common.Grid]:
     """All cases; the table has a line for writing and one for reading."""
     report: dict[str, Any] = {"before": common.provenance(), "cases": []}
-    mode = files.probe(path)
-    report["mode"] = mode.describe()
-    report["request_bytes"], report["in_flight"] = files.CHUNK, files.DEPTH
+    report["mode"] = scratch.scratch(path).mode
+    report["request_bytes"], report["in_flight"] = requests.CHUNK, requests.DEPTH
     rows = []
     for size, number in CASES:
         number = max(1, min(number, int(args.gib * GIB) // size, args.files))
@@ -291,10 +216,10 @@ def compare(path: Path, args: argparse.Namespace) -> tuple[dict[str, Any], commo
             rows.append(_row(size, number, what, seconds[what], case))
         report["cases"].append(case)
     report["after"] = common.provenance()
-    columns = ("arrays", "", *CONTESTANTS, "of raw files", "of best raw", "95 %")
+    columns = ("arrays", "", *CONTESTANTS, "of raw", "95 %")
     title = (
-        f"GB/s, {files.DEPTH} requests of {files.CHUNK // MIB} MiB in flight, {mode.describe()}"
-        f" (goal: {GOAL} of the best raw)"
+        f"GB/s, {requests.DEPTH} requests of {requests.CHUNK // MIB} MiB in flight,"
+        f" {report['mode']} (goal: {GOAL} of raw)"
     )
     return report, common.Grid(title, columns, rows)
 
@@ -318,10 +243,7 @@ def run_case(
             contestant = CONTESTANTS[name](path, arrays)
             contestant.prepare()
             try:
-                took = {"write": _time(contestant.write)}
-                if isinstance(contestant, TensorStoreBuffered):
-                    contestant.forget()
-                took["read"] = _time(contestant.read)
+                took = {"write": _time(contestant.write), "read": _time(contestant.read)}
                 if not index:  # the first round warms up
                     contestant.check()
             finally:
@@ -344,21 +266,17 @@ def _row(
     """A line of the table; adds its numbers to the report."""
     gigabytes = size * number / 1e9
     rate = {name: gigabytes / statistics.median(times) for name, times in seconds.items()}
-    raw_names = ("raw, as many files", "raw, one file")
-    best = max(raw_names, key=lambda name: rate[name])
-    low, high = common.ratio_interval(seconds[best], seconds["fzero"])
+    low, high = common.ratio_interval(seconds["raw"], seconds["fzero"])
     case[what] = {
         "gb_per_s": rate,
         "seconds": seconds,
-        "of_raw_files": rate["fzero"] / rate[raw_names[0]],
-        "of_best_raw": rate["fzero"] / rate[best],
+        "of_raw": rate["fzero"] / rate["raw"],
         "interval": (low, high),
     }
     unit = f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
     return (
         f"{number} x {unit}", what, *(f"{rate[name]:.2f}" for name in CONTESTANTS),
-        f"{case[what]['of_raw_files']:.2f}", f"{case[what]['of_best_raw']:.2f}",
-        f"{low:.2f}-{high:.2f}",
+        f"{case[what]['of_raw']:.2f}", f"{low:.2f}-{high:.2f}",
     )  # fmt: skip
 
 
@@ -379,13 +297,13 @@ def compare_checksums() -> common.Grid:
     rows = []
     for name, function in candidates.items():
         cells = []
-        for size in (64 * KIB, files.CHUNK):
+        for size in (64 * KIB, requests.CHUNK):
             # More than the caches hold: that is where shards are.
             data = [np.full(size, number % 256, np.uint8) for number in range(256 * MIB // size)]
             for threads in (1, 2):
                 cells.append(f"{_hash_rate(function, data, threads):.1f}")
         rows.append((name, *cells))
-    columns = ("checksum", "64 KiB", "two threads", f"{files.CHUNK // MIB} MiB", "two threads")
+    columns = ("checksum", "64 KiB", "two threads", f"{requests.CHUNK // MIB} MiB", "two threads")
     return common.Grid("GB/s of checksums", columns, rows)
 
 

@@ -1,23 +1,22 @@
-"""The disk tier: arrays as files, one per shard, and back to the same devices.
+"""The disk tier: arrays in a file without a name, and back to the same devices.
 
     handles = disk.write([w, b], "/nvme/offload", ["params/w", "params/b"])
     w, b = disk.read(handles)
 
-Each process writes the shards that it can address, each distinct one once, into a directory of its
-own (`fzero.offload.owners`). The files belong to the handles: they go when the handles do. Bytes
-are written as they are in memory, so every dtype comes back exactly, NaN payloads included.
-
-Plain system calls instead of tensorstore, which was slower: `fzero.offload.files` says more.
+Each process writes the shards that it can address, each distinct one once, into its own file
+(`fzero.offload.scratch`). The space belongs to the handles: it goes when they do. Bytes are written
+as they are in memory, so every dtype comes back exactly, NaN payloads included.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import math
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,49 +28,57 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from fzero.errors import PlacementError
-from fzero.offload import files, owners
-from fzero.offload.owners import sweep
+from fzero.offload import requests
+from fzero.offload.requests import Shard
+from fzero.offload.scratch import (
+    UNCHANGED,
+    Bytes,
+    Extent,
+    Scratch,
+    advice,
+    aligned,
+    padded,
+    scratch,
+)
 from fzero.tree import is_plain
 
 
-__all__ = ["DiskArray", "read", "read_async", "sweep", "write", "write_async"]
+__all__ = ["DiskArray", "read", "read_async", "write", "write_async"]
 
 # Which part of an array: first and last element (exclusive) in each dim.
 Index = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """What is in one file.
+class _Stored:
+    """One shard in the file.
 
     Args:
-        file: its name.
         index: the part of the array.
         nbytes: of that part.
-        seed: of its checksums.
+        extent: where it is.
         checksums: of its chunks.
     """
 
-    file: str
     index: Index
     nbytes: int
-    seed: int
+    extent: Extent
     checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class DiskArray:
-    """The shards of one array as files: what `write` gives for a `jax.Array`, and `read` takes.
+    """An array on disk: what `write` gives for a `jax.Array`, and `read` takes.
 
-    An immutable handle. The files are removed when it is garbage collected, by `delete`, or when
-    the process ends. `jax.tree` sees it as a leaf; jax itself cannot compute with it.
+    An immutable handle. The space is let go when it is garbage collected, by `delete`, or when the
+    process ends. `jax.tree` sees it as a leaf; jax itself cannot compute with it.
 
     Args:
         shape: of the whole array.
         dtype: of the array.
         sharding: that the array had, in device memory, and will have again.
         name: the leaf's path, for messages.
-        directory: where the files are.
+        weak_type: whether it is made of Python numbers, which jit looks at.
 
     Raises:
         PlacementError: where it is used as if it were an array.
@@ -81,14 +88,20 @@ class DiskArray:
     dtype: np.dtype[Any]
     sharding: Sharding
     name: str
-    directory: Path
-    _shards: tuple[_Shard, ...] = field(repr=False)
-    _mode: files.Mode = field(repr=False)
-    # Arrays can be weakly typed (made of Python numbers) and not committed to their device: jit
-    # would compile anew, or refuse to mix devices, if these came back otherwise.
-    _weak: bool = field(repr=False)
-    _committed: bool = field(repr=False)
-    _finalizer: weakref.finalize[..., Any] | None = field(default=None, init=False, repr=False)
+    weak_type: bool
+    _file: Scratch = field(repr=False)
+    _shards: tuple[_Stored, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        extents = [shard.extent for shard in self._shards]
+        release = weakref.finalize(self, self._file.release, extents)
+        release.atexit = False  # the kernel does it
+        object.__setattr__(self, "_finalizer", release)
+
+    @property
+    def directory(self) -> Path:
+        """Where the bytes are; the file has no name there."""
+        return self._file.directory
 
     @property
     def size(self) -> int:
@@ -106,22 +119,16 @@ class DiskArray:
         return self.size * self.dtype.itemsize
 
     def is_deleted(self) -> bool:
-        """Whether the files are gone for good."""
-        return self._finalizer is not None and not self._finalizer.alive
+        """Whether the bytes are gone for good."""
+        return not self._finalizer.alive  # type: ignore[attr-defined]
 
     def delete(self) -> None:
-        """Removes the files; once is enough."""
-        if self._finalizer is not None:
-            self._finalizer()
+        """Lets the space go; once is enough."""
+        self._finalizer()  # type: ignore[attr-defined]
 
     def describe(self) -> str:
-        """How the files are read and written: `direct`, or `buffered` and why."""
-        return self._mode.describe()
-
-    def _own(self, call: owners.Call) -> DiskArray:
-        release = weakref.finalize(self, call.release, [shard.file for shard in self._shards])
-        object.__setattr__(self, "_finalizer", release)
-        return self
+        """How it is read and written: `direct`, or `buffered` and why."""
+        return self._file.mode
 
     def _used(self, *_: Any, **__: Any) -> Any:
         raise PlacementError(
@@ -141,7 +148,7 @@ class DiskArray:
     def __reduce__(self) -> Any:
         raise PlacementError(
             f"`{self.name}` is on disk in {self.directory}: a handle cannot be pickled, because its"
-            " files go when this process does. Reload the state first, or save a checkpoint."
+            " bytes go when this process does. Reload the state first, or save a checkpoint."
         )
 
 
@@ -154,7 +161,7 @@ def write(
         arrays: in device or pinned host memory, whole or sharded.
         path: a directory for offloaded state, on a fast disk of this machine; made if its parent
             exists. Processes may share it.
-        names: the leaves' paths, for messages and for the manifest.
+        names: the leaves' paths, for messages.
 
     Returns:
         A handle for each array.
@@ -178,31 +185,32 @@ def write(
         _check(array, name)
     if not arrays:
         return []
-    call = owners.begin(path, len(arrays))
+    file = scratch(path)
+    distinct = [_distinct(array) for array in arrays]
+    sizes = [data.size * data.dtype.itemsize for parts in distinct for data in parts.values()]
+    extents = _take(file, sizes, arrays, names)
+    places = iter(zip(extents, sizes, strict=True))
+    leaves: list[list[tuple[Index, Shard]]] = []
+    for array, name, parts in zip(arrays, names, distinct, strict=True):
+        leaves.append([])
+        for number, (index, data) in enumerate(parts.items()):
+            what = functools.partial(_what, name, number, len(parts), array.shape, array.dtype)
+            memory = functools.partial(_bytes_of, data)
+            leaves[-1].append((index, Shard(file, *next(places), what, memory)))
     try:
-        parts = [
-            _outgoing(call, number, *leaf)
-            for number, leaf in enumerate(zip(arrays, names, strict=True))
-        ]
-        outgoing = [file for leaf in parts for _, file in leaf]
-        _check_space(call, outgoing)
-        files.transfer(outgoing)
-        leaves = [
-            _handle(call, array, name, leaf)
-            for array, name, leaf in zip(arrays, names, parts, strict=True)
-        ]
-        call.write_manifest(_FORMAT, [_described(leaf) for leaf in leaves])
-    except BaseException as error:
-        call.abandon()
-        if isinstance(error, PlacementError):
-            # Without frames: those below hold views of the arrays, which could then not be donated.
-            raise error.with_traceback(None) from _bare(error.__cause__)
+        with _bare_errors():
+            requests.write([shard for leaf in leaves for _, shard in leaf])
+    except BaseException:
+        file.release(extents)
         raise
-    return [leaf._own(call) for leaf in leaves]
+    return [
+        _handle(file, array, name, leaf)
+        for array, name, leaf in zip(arrays, names, leaves, strict=True)
+    ]
 
 
 def read(leaves: Sequence[DiskArray], memory_kind: str = "device") -> list[jax.Array]:
-    """Reads arrays back, with the shardings that they had. The files stay.
+    """Reads arrays back, with the shardings that they had. They stay on disk, too.
 
     Args:
         leaves: what `write` gave.
@@ -212,7 +220,7 @@ def read(leaves: Sequence[DiskArray], memory_kind: str = "device") -> list[jax.A
         A new array for each.
 
     Raises:
-        PlacementError: a file is missing, damaged or not the one that was written.
+        PlacementError: something is damaged, or cannot be read.
     """
     for leaf in leaves:
         if not isinstance(leaf, DiskArray):
@@ -221,16 +229,14 @@ def read(leaves: Sequence[DiskArray], memory_kind: str = "device") -> list[jax.A
             )
         if leaf.is_deleted():
             raise PlacementError(
-                f"reload from disk: the files of `{leaf.name}` were deleted ({leaf.directory})."
-                " Reload before the handle is deleted, or restore a checkpoint."
+                f"reload from disk: `{leaf.name}` was deleted ({leaf.directory}). Reload before the"
+                " handle is deleted, or restore a checkpoint."
             )
-    arriving = [_Arriving(leaf, memory_kind) for leaf in leaves]
-    try:
-        files.transfer([file for leaf in arriving for file in leaf.incoming()])
-    except PlacementError as error:
-        raise error.with_traceback(None) from _bare(error.__cause__)
-    _place_small(arriving)
-    return [leaf.array() for leaf in arriving]
+    returning = [_Returning(leaf, memory_kind) for leaf in leaves]
+    with _bare_errors():
+        requests.read([shard for leaf in returning for shard in leaf.shards()])
+    _place([(leaf, *copy) for leaf in returning for copy in leaf.waiting])
+    return [leaf.array() for leaf in returning]
 
 
 def write_async(
@@ -246,7 +252,7 @@ def write_async(
     Returns:
         The future of what `write` returns, or raises.
     """
-    return files.executor().submit(write, list(arrays), path, list(names))
+    return requests.executor().submit(write, list(arrays), path, list(names))
 
 
 def read_async(leaves: Sequence[DiskArray], memory_kind: str = "device") -> Future[list[jax.Array]]:
@@ -259,7 +265,7 @@ def read_async(leaves: Sequence[DiskArray], memory_kind: str = "device") -> Futu
     Returns:
         The future of what `read` returns, or raises.
     """
-    return files.executor().submit(read, list(leaves), memory_kind)
+    return requests.executor().submit(read, list(leaves), memory_kind)
 
 
 def _check(array: Any, name: str) -> None:
@@ -279,40 +285,32 @@ def _check(array: Any, name: str) -> None:
         )
 
 
-def _check_space(call: owners.Call, outgoing: Sequence[files.Outgoing]) -> None:
-    """Better than to notice after minutes of writing."""
-    needed = sum(files.padded(file.nbytes) for file in outgoing)
-    free = files.free_bytes(call.directory)
-    if needed > free:
-        most = max(outgoing, key=lambda file: file.nbytes)
+def _take(
+    file: Scratch, sizes: Sequence[int], arrays: Sequence[jax.Array], names: Sequence[str]
+) -> list[Extent]:
+    try:
+        return file.take(sizes)
+    except OSError as error:
+        largest = max(range(len(arrays)), key=lambda i: arrays[i].nbytes)
+        needed, free = sum(map(padded, sizes)), file.free_bytes()
+        what = _what(names[largest], 0, 1, arrays[largest].shape, arrays[largest].dtype)
+        full = error.errno == errno.ENOSPC
         raise PlacementError(
-            f"offload to disk: {needed:,} bytes to write, {free:,} bytes free in"
-            f" {call.owner.base}; the largest is {most.what()}. The disk is full: free space there,"
-            " pass another `path`, or offload less (`fraction`). Nothing was moved: all arrays are"
-            " in memory, unchanged."
-        )
+            f"offload to disk: {needed:,} bytes to write, {free:,} bytes free in {file.directory};"
+            f" the largest is {what}. {'' if full else f'{error.strerror}. '}"
+            f"{advice(error)} To write less, pass `fraction`. {UNCHANGED}"
+        ) from error
 
 
-def _outgoing(
-    call: owners.Call, number: int, array: jax.Array, name: str
-) -> list[tuple[Index, files.Outgoing]]:
-    """The files of one array: a distinct shard each."""
-    distinct: dict[Index, jax.Array] = {}
+def _distinct(array: jax.Array) -> dict[Index, jax.Array]:
+    """The shards that this process holds, each once."""
+    found: dict[Index, jax.Array] = {}
     for shard in array.addressable_shards:
-        distinct.setdefault(_index(shard.index, array.shape), shard.data)
-    found = []
-    for part, (index, data) in enumerate(distinct.items()):
-        file = f"{number:05d}-{part:03d}.shard"
-        what = functools.partial(_what, name, part, len(distinct), array.shape, array.dtype)
-        source = functools.partial(_bytes_of, data)
-        nbytes = data.size * data.dtype.itemsize
-        seed = files.seed_of(call.identity(file))
-        path = call.directory / file
-        found.append((index, files.Outgoing(source, path, what, nbytes, call.mode, seed)))
+        found.setdefault(_index(shard.index, array.shape), shard.data)
     return found
 
 
-def _bytes_of(data: jax.Array) -> files.Bytes:
+def _bytes_of(data: jax.Array) -> Bytes:
     """The bytes of an array on one device; a view of them if the host can read them there."""
     (device,) = data.devices()
     if device.platform != "cpu":
@@ -322,110 +320,91 @@ def _bytes_of(data: jax.Array) -> files.Bytes:
 
 
 def _handle(
-    call: owners.Call, array: jax.Array, name: str, parts: list[tuple[Index, files.Outgoing]]
+    file: Scratch, array: jax.Array, name: str, parts: Sequence[tuple[Index, Shard]]
 ) -> DiskArray:
-    shards = tuple(
-        _Shard(file.path.name, index, file.nbytes, file.seed, tuple(file.checksums))
-        for index, file in parts
+    stored = tuple(
+        _Stored(index, shard.nbytes, shard.extent, tuple(shard.checksums)) for index, shard in parts
     )
     sharding = array.sharding
     if sharding.memory_kind not in (None, "device"):
         sharding = sharding.with_memory_kind("device")
-    dtype, flags = np.dtype(array.dtype), (bool(array.weak_type), bool(array.committed))
-    return DiskArray(array.shape, dtype, sharding, name, call.directory, shards, call.mode, *flags)
+    weak = bool(array.weak_type)
+    return DiskArray(array.shape, np.dtype(array.dtype), sharding, name, weak, file, stored)
 
 
-class _Arriving:
-    """An array being read: each file's bytes go to all devices that hold that shard."""
+# Copies of fewer bytes wait for each other: in one call of jax each costs less, and the threads
+# that read do not wait for the interpreter.
+_SMALL = 1 << 20
+
+
+class _Returning:
+    """An array being read: each shard's bytes go to all devices that hold it."""
 
     def __init__(self, leaf: DiskArray, memory_kind: str) -> None:
         self._leaf = leaf
-        self.pieces: dict[jax.Device, jax.Array] = {}
-        self.small: list[tuple[jax.Device, Any]] = []
-        self.dtype = leaf.dtype
-        # `leaf.sharding` itself where possible: an equal one would be another object.
         self._sharding = leaf.sharding
+        # `leaf.sharding` itself where possible: an equal one would be another object.
         if memory_kind != (leaf.sharding.memory_kind or "device"):
             self._sharding = leaf.sharding.with_memory_kind(memory_kind)
-        self._loose = not leaf._committed and self._sharding is leaf.sharding
-        self._alone = len(leaf.sharding.device_set) == 1
+        self.pieces: dict[jax.Device, jax.Array] = {}
+        self.waiting: list[tuple[jax.Device, Any]] = []
 
-    def incoming(self) -> list[files.Incoming]:
-        """Its files."""
+    def shards(self) -> list[Shard]:
+        """What is to be read."""
         leaf, devices = self._leaf, dict[Index, list[jax.Device]]()
         for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
             devices.setdefault(_index(index, leaf.shape), []).append(device)
         found = []
-        for part, shard in enumerate(leaf._shards):
-            done = functools.partial(self._place, shard, devices[shard.index])
-            about = leaf.name, part, len(leaf._shards), leaf.shape, leaf.dtype
-            what = functools.partial(_what, *about)
-            path = leaf.directory / shard.file
-            others = path, what, shard.nbytes, leaf._mode, shard.seed
-            found.append(files.Incoming(shard.checksums, done, *others))
+        for number, stored in enumerate(leaf._shards):
+            about = leaf.name, number, len(leaf._shards), leaf.shape, leaf.dtype
+            found.append(Shard(
+                leaf._file, stored.extent, stored.nbytes, functools.partial(_what, *about),
+                functools.partial(aligned, stored.extent.nbytes), stored.checksums,
+                functools.partial(self._arrived, stored, devices[stored.index]),
+            ))  # fmt: skip
         return found
 
-    def _place(self, shard: _Shard, devices: Sequence[jax.Device], data: files.Bytes) -> None:
-        shape = [stop - start for start, stop in shard.index]
-        value = data.view(self._leaf.dtype).reshape(shape)
-        if self._loose:
-            with _exact(self._leaf.dtype), jax.default_device(devices[0]):
-                self.pieces[devices[0]] = jax.device_put(value)
-        elif shard.nbytes < _SMALL:
-            self.small += [(device, value) for device in devices]
+    def _arrived(self, stored: _Stored, devices: Sequence[jax.Device], data: Bytes) -> None:
+        shape = [stop - start for start, stop in stored.index]
+        value = data[: stored.nbytes].view(self._leaf.dtype).reshape(shape)
+        if stored.nbytes < _SMALL:
+            self.waiting += [(device, value) for device in devices]
         else:
-            places = [self.place(device) for device in devices]
-            with _exact(self._leaf.dtype):
-                pieces = jax.device_put([value] * len(places), places)
-            self.pieces.update(zip(devices, pieces, strict=True))
+            _place([(self, device, value) for device in devices])
 
     def place(self, device: jax.Device) -> Sharding:
         """Where a piece goes."""
-        if self._alone:
-            return self._sharding
         return SingleDeviceSharding(device, memory_kind=self._sharding.memory_kind)
 
     def array(self) -> jax.Array:
-        """The whole, once all files are there."""
+        """The whole, once everything is there. Maybe no piece of it is in this process."""
         leaf, sharding = self._leaf, self._sharding
-        if self._alone and not leaf._weak:
-            return self.pieces.popitem()[1]
-        with _exact(leaf.dtype):
-            if self._loose:
-                return _weakly(None)(self.pieces.popitem()[1])
-            order = sharding.addressable_devices_indices_map(leaf.shape)
+        order = sharding.addressable_devices_indices_map(leaf.shape)
+        with jax.enable_x64(True):
             array = jax.make_array_from_single_device_arrays(
                 leaf.shape, sharding, [self.pieces[device] for device in order], dtype=leaf.dtype
             )
-            if leaf._weak:  # in device memory, where programs run
-                array = jax.device_put(array, leaf.sharding)
+        if leaf.weak_type:  # in device memory, where programs run
+            array = jax.device_put(array, leaf.sharding)
+            # Python numbers have 64 bits just where those are switched on.
+            with jax.enable_x64(leaf.dtype.itemsize == 8 * (1 + (leaf.dtype.kind == "c"))):
                 array = jax.device_put(_weakly(leaf.sharding)(array), sharding)
         return array
 
 
-# Shards below this many bytes wait for each other: in one call of jax each costs less, and the
-# threads that read do not wait for the interpreter.
-_SMALL = 1 << 20
-
-
-def _place_small(arriving: Sequence[_Arriving]) -> None:
-    for wide in (False, True):
-        late = [
-            (leaf, device, value)
-            for leaf in arriving
-            for device, value in leaf.small
-            if _is_wide(leaf.dtype) == wide
-        ]
-        if late:
-            places = [leaf.place(device) for leaf, device, _ in late]
-            with _exact(late[0][0].dtype):
-                pieces = jax.device_put([value for _, _, value in late], places)
-            for (leaf, device, _), piece in zip(late, pieces, strict=True):
-                leaf.pieces[device] = piece
+def _place(copies: Sequence[tuple[_Returning, jax.Device, Any]]) -> None:
+    if not copies:
+        return
+    places = [leaf.place(device) for leaf, device, _ in copies]
+    # 64-bit values keep their dtype: a thread that reads may not have them switched on.
+    with jax.enable_x64(True):
+        pieces = jax.device_put([value for _, _, value in copies], places)
+    for (leaf, device, _), piece in zip(copies, pieces, strict=True):
+        leaf.pieces[device] = piece
 
 
 @functools.lru_cache(maxsize=64)
-def _weakly(sharding: Sharding | None) -> Callable[[jax.Array], jax.Array]:
+def _weakly(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
     """A copy that is weakly typed. Nothing else in jax makes a typed array so."""
 
     def copy(array: jax.Array) -> jax.Array:
@@ -434,52 +413,8 @@ def _weakly(sharding: Sharding | None) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(copy, out_shardings=sharding)
 
 
-def _is_wide(dtype: np.dtype[Any]) -> bool:
-    return dtype.itemsize == 8 * (1 + (dtype.kind == "c"))
-
-
-def _exact(dtype: np.dtype[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Where 64-bit values keep their dtype: the thread that reads may not have it switched on."""
-    return jax.enable_x64(True) if _is_wide(dtype) else contextlib.nullcontext()
-
-
 def _index(index: Sequence[slice] | None, shape: Sequence[int]) -> Index:
     return tuple(part.indices(dim)[:2] for part, dim in zip(index or (), shape, strict=True))
-
-
-# With the lines of `_described`, all that a reader of the manifest has to know.
-_FORMAT = {
-    "block_bytes": files.BLOCK,
-    "checksum": "XXH3 (64 bits) of each chunk, padded with zeros to whole blocks; a chunk's seed is"
-    " that of its shard plus the chunk's number",
-}
-
-
-# Of few different ones, thousands of times.
-_text = functools.lru_cache(maxsize=256)(str)
-
-
-def _described(leaf: DiskArray) -> dict[str, Any]:
-    """A leaf's line in the manifest."""
-    return {
-        "name": leaf.name,
-        "shape": leaf.shape,
-        "dtype": _text(leaf.dtype),
-        "sharding": _text(leaf.sharding),
-        "memory_kind": leaf.sharding.memory_kind,
-        "chunk_bytes": files.CHUNK,
-        "shards": [
-            {
-                "file": shard.file,
-                "index": shard.index,
-                "bytes": shard.nbytes,
-                "file_bytes": files.padded(shard.nbytes),
-                "seed": f"{shard.seed:016x}",
-                "checksums": [f"{value:016x}" for value in shard.checksums],
-            }
-            for shard in leaf._shards
-        ],
-    }
 
 
 def _what(name: str, part: int, parts: int, shape: Sequence[int], dtype: Any) -> str:
@@ -491,5 +426,11 @@ def _typed(shape: Sequence[int], dtype: Any) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def _bare(cause: BaseException | None) -> BaseException | None:
-    return cause.with_traceback(None) if cause else None
+@contextlib.contextmanager
+def _bare_errors() -> Iterator[None]:
+    """Errors without frames: those hold views of the arrays, which could then not be donated."""
+    try:
+        yield
+    except PlacementError as error:
+        cause = error.__cause__ and error.__cause__.with_traceback(None)
+        raise error.with_traceback(None) from cause

@@ -1,17 +1,16 @@
 """Processes for the tests of the disk tier, which are limited, given disks of their own, or killed.
 
-python disk_child.py mounts DIRECTORY | limit DIRECTORY | victims DIRECTORY
+python disk_child.py mounts DIRECTORY | limit DIRECTORY | victim DIRECTORY
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fzero import PlacementError
-from fzero.offload import disk, files
+from fzero.offload import disk
 
 
 def error_of(arrays: list[jax.Array], path: Path) -> str:
@@ -55,10 +54,25 @@ def mounts(directory: Path) -> dict[str, Any]:
     mount("-t", "tmpfs", "-o", "size=4m,ro", "tmpfs", str(fixed))
     w = jnp.arange(2_000_000.0)
     out: dict[str, Any] = {"announced": error_of([w], small)}
-    # Others may take the space while we write.
-    with mock.patch.object(files, "free_bytes", return_value=1 << 40):
+
+    # Others may take the space while we write, and not every file system can reserve it.
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    real = os.fstatvfs
+
+    def hopeful(fd: int) -> object:
+        found = real(fd)
+        return mock.Mock(f_bavail=1 << 30, f_frsize=found.f_frsize)
+
+    with (
+        mock.patch.object(os, "fstatvfs", hopeful),
+        mock.patch.object(os, "posix_fallocate", unsupported),
+    ):
         out["full"] = error_of([w], small)
-        out["full_small_files"] = error_of([jnp.arange(900_000.0), w], small)
+        out["full_small_shards"] = error_of([jnp.arange(900_000.0), w], small)
+    with mock.patch.object(os, "fstatvfs", hopeful):
+        out["reserved"] = error_of([w], small)
     out["left"] = os.listdir(small)
     out["equal_after"] = bool((np.asarray(w) == np.arange(2_000_000, dtype=np.float32)).all())
     handles = disk.write([w[:1000]], small, ["w"])  # there is room for that
@@ -76,54 +90,27 @@ def limit(directory: Path) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     out["equal_after"] = bool((np.asarray(w) == np.arange(2_000_000, dtype=np.float32)).all())
 
-    short = disk.write([jnp.arange(4.0)], directory, ["short"])
-    kept = disk.write([w], directory, ["kept"])  # until the process ends
+    kept = disk.write([w], directory, ["kept"])
     warnings.simplefilter("ignore")  # forking a process with threads; the child runs no jax
     if (pid := os.fork()) == 0:
         kept[0].delete()
         os._exit(0)
     os.waitpid(pid, 0)
-    short[0].delete()
-    assert (disk.read(kept)[0] == w).all()
-    out["after_fork"] = sorted(os.listdir(kept[0].directory.parent))
-    globals()["kept"] = kept
+    out["kept_after_fork"] = bool((disk.read(kept)[0] == w).all())
     return out
 
 
-def contents(number: int) -> np.ndarray[Any, Any]:
-    """Of the victims' leaves: every byte says where it belongs."""
-    size = (900_000, 5000, 40, 300_000)[number % 4]
-    return np.arange(size, dtype=np.int32) * (number + 1)
-
-
-def victims(directory: Path) -> None:
-    """For each line on standard input: a process that writes until it is killed.
-
-    They are forks of this one, which has imported everything and started nothing.
-    """
-    for _ in sys.stdin:
-        if (pid := os.fork()) == 0:
-            write_forever(directory)
-        print(pid, flush=True)
-        os.waitpid(pid, 0)
-
-
-def write_forever(directory: Path) -> None:
-    """Writes and deletes, so that a moment taken at random is within all parts of it."""
+def victim(directory: Path) -> None:
+    """Holds values on disk, says so, and writes more until it is killed."""
     jax.config.update("jax_num_cpu_devices", 1)
-    files.CHUNK = 64 * files.BLOCK
-    arrays = [jax.device_put(contents(number)) for number in range(8)]
-    jax.block_until_ready(arrays)
-    names = [f"leaf/{number}" for number in range(8)]
-    threading.Timer(60, os.kill, (os.getpid(), signal.SIGKILL)).start()  # if nobody else does
-    (directory.parent / "writing").write_text("")
+    arrays = [jax.device_put(np.arange(size, dtype=np.int32)) for size in (900_000, 5000, 40)]
+    held = disk.write(arrays, directory, ["a", "b", "c"])
+    print(sum(handle.nbytes for handle in held), flush=True)
     while True:
-        handles = [disk.write(arrays, directory, names) for _ in range(2)]
-        disk.read(handles[0])
-        del handles
+        disk.write(arrays, directory, ["d", "e", "f"])
 
 
 if __name__ == "__main__":
     task, where = sys.argv[1], Path(sys.argv[2])
-    result = {"mounts": mounts, "limit": limit, "victims": victims}[task](where)
+    result = {"mounts": mounts, "limit": limit, "victim": victim}[task](where)
     print(json.dumps(result))

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
-import json
 import os
 import pickle
 import threading
 from pathlib import Path
+from unittest import mock
 
 import disk_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from disk_cases import LAYOUTS, assert_same, bits, layout
+from disk_cases import LAYOUTS, assert_same, bits, bytes_held, files_in, layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fzero import PlacementError
-from fzero.offload import disk, files, owners
+from fzero.offload import disk, requests, scratch
 from tests.support.memory import resident_bytes
 
 
@@ -34,7 +35,7 @@ def there_and_back(arrays: list[jax.Array], path: Path) -> None:
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Three chunks where there would be one: the same code, less to write."""
-    monkeypatch.setattr(files, "CHUNK", 2 * files.BLOCK)
+    monkeypatch.setattr(requests, "CHUNK", 2 * scratch.BLOCK)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (0, 4), (5, 3, 7)], ids=str)
@@ -65,12 +66,13 @@ def test_every_sharding(tmp_path, name):
         for name in ("float32", "bfloat16", "int4")
     ]
     handles = disk.write(arrays, tmp_path, ["w", "v", "u"])
-    for number, (handle, array) in enumerate(zip(handles, arrays, strict=True)):
+    distinct = 0
+    for handle, array in zip(handles, arrays, strict=True):
         assert (handle.shape, handle.dtype) == (array.shape, array.dtype)
         assert (handle.size, handle.ndim, handle.nbytes) == (array.size, array.ndim, array.nbytes)
-        distinct = {str(shard.index) for shard in array.addressable_shards}
-        written = list(handle.directory.glob(f"{number:05d}-*.shard"))
-        assert len(written) == len(distinct)  # replicas are written once
+        distinct += len({str(shard.index) for shard in array.addressable_shards})
+    (file,) = files_in(tmp_path)
+    assert os.fstat(file).st_size == 4096 * distinct  # replicas are written once
     for new, old in zip(disk.read(handles), arrays, strict=True):
         assert_same(new, old)
     for new, old in zip(disk.read(handles, "pinned_host"), arrays, strict=True):
@@ -102,11 +104,12 @@ def test_random_shapes(tmp_path_factory, dims, dtype, name, seed):
 def test_large_arrays_in_many_chunks(tmp_path):
     array = jax.device_put(disk_cases.any_bits("float32", (8, 700_001), 5),
                            layout("some devices"))  # fmt: skip
-    assert array.nbytes // 4 > files.CHUNK  # each shard takes two
+    assert array.nbytes // 4 > requests.CHUNK  # each shard takes two
     there_and_back([array, jnp.arange(2_000_003)], tmp_path)
 
 
-def test_python_numbers_and_free_arrays_stay_what_they_are(tmp_path):
+def test_python_numbers_stay_what_they_are(tmp_path):
+    """And arrays that jax may put anywhere come back to where they were."""
     weak = [jnp.asarray(0.1), jnp.full((4, 8), -0.0), jnp.asarray(7), jnp.asarray(1j)]
     weak.append(jax.device_put(jnp.full((8, 4), 1.5), layout("both dims")))
     assert all(array.weak_type for array in weak)
@@ -126,53 +129,6 @@ def test_values_stay_when_what_was_read_is_donated(tmp_path):
         assert_same(disk.read([handle])[0], old)
     assert_same(again, old)
     assert all(bits(shard.data) == bits(2 * old) for shard in doubled.addressable_shards)
-
-
-def test_memory_is_used_again_only_when_nobody_looks_at_it(tmp_path):
-    """Whether as an array, a view of one, a buffer, or by jax."""
-    size = 3 << 20
-
-    def take(number: int) -> np.ndarray:
-        memory = files.reused(size)
-        memory[:] = number
-        return memory
-
-    first = take(1)
-    where = first.ctypes.data
-    for look in (
-        lambda memory: memory[5:10],
-        lambda memory: memory.view(np.float32).reshape(-1, 2)[::2],
-        lambda memory: memoryview(memory)[7:],
-        lambda memory: jax.device_put(memory.view(np.uint32)),
-        lambda memory: jax.device_put(memory, layout("replicated")),
-        lambda memory: torch_like(memory),
-    ):
-        looking = look(first)
-        before = bits(looking)
-        del first
-        second = take(2)
-        assert second.ctypes.data != where
-        assert bits(looking) == before
-        del looking, second
-        gc.collect()
-        jnp.zeros(3).block_until_ready()  # jax lets go of foreign memory when it is next called
-        blocks = [take(1) for _ in range(4)]
-        first = next(block for block in blocks if block.ctypes.data == where)
-        del blocks
-    del first
-    # No more than so much is kept; another size takes its place.
-    kept = [files.reused(48 << 20) for _ in range(8)]
-    assert sum(map(len, files._BLOCKS)) <= files.REUSED
-    assert len({block.ctypes.data for block in kept}) == 8
-    del kept
-    files.reused(200 << 20)
-    assert len(files._BLOCKS[-1]) == 200 << 20
-    assert sum(map(len, files._BLOCKS)) <= files.REUSED
-
-
-def torch_like(memory):
-    """What other libraries share memory by."""
-    return np.from_dlpack(memory)
 
 
 def test_arrays_read_again_and_again(tmp_path):
@@ -214,75 +170,95 @@ def test_calls_in_the_background(tmp_path, small_chunks):
     assert threading.active_count() < 40
 
 
-def test_files_live_as_long_as_their_handles(tmp_path):
+def test_space_lives_as_long_as_its_handles(tmp_path):
     path = tmp_path / "new"  # made by `write`
-    w, v = disk.write([jnp.arange(3.0), jnp.arange(4.0)], path, ["w", "v"])
-    (u,) = disk.write([jnp.arange(5.0)], path, ["u"])
-    assert w.directory == v.directory != u.directory
-    assert w.directory.parent == u.directory.parent
-    both = ["00000-000.shard", "00001-000.shard", "manifest.json"]
-    assert sorted(os.listdir(w.directory)) == both
+    arrays = [jnp.arange(30_000.0), jnp.arange(40_000.0)]
+    w, v = disk.write(arrays, path, ["w", "v"])
+    (u,) = disk.write([jnp.arange(50_000.0)], path, ["u"])
+    assert os.listdir(path) == []  # the file has no name
+    assert bytes_held(path) == 4096 * (30 + 40 + 49)
     w.delete()
     w.delete()
     assert (w.is_deleted(), v.is_deleted()) == (True, False)
-    assert sorted(os.listdir(v.directory)) == both[1:]
-    with pytest.raises(PlacementError, match=r"files of `w` were deleted"):
+    with pytest.raises(PlacementError, match=r"`w` was deleted"):
         disk.read([v, w])
+    # Its space is used again, and the rest of it, too.
+    (t, s) = disk.write([jnp.arange(20_000.0), jnp.arange(10_000.0)], path, ["t", "s"])
+    assert bytes_held(path) == 4096 * (30 + 40 + 49)
+    for handle, size in ((v, 40), (u, 50), (t, 20), (s, 10)):
+        assert bits(disk.read([handle])[0]) == bits(jnp.arange(size * 1000.0))
     tree = {"v": v, "w": 1}
     assert jax.tree.leaves(tree) == [v, 1]
     assert copy.deepcopy(tree)["v"] is v
     assert copy.copy(v) is v
-    directory = v.directory
-    del v, tree
+    # What is free at the end goes back to the disk; with the last handle the file goes.
+    u.delete()
+    assert bytes_held(path) == 4096 * (30 + 40)
+    del u, v, w, t, s, handle, tree
     gc.collect()
-    assert (directory.exists(), u.directory.exists()) == (False, True)
-    del u
-    gc.collect()
-    assert os.listdir(path) == []  # the process's own directory, too
+    assert files_in(path) == []
 
 
-def test_files_go_with_a_cycle_of_garbage(tmp_path):
-    """Handles may die at any moment, in any thread, also while another call has the directory."""
+def test_freed_space_of_neighbours_is_one_space(tmp_path):
+    """In whatever order it is freed."""
+    rows = [jnp.arange(10_000.0) + i for i in range(8)]
+    (last,) = disk.write([jnp.zeros(3)], tmp_path, ["last"])
+    for order in ([0, 1, 2], [2, 1, 0], [0, 2, 1], [1, 0, 2]):
+        handles = disk.write(rows, tmp_path, [f"w{i}" for i in range(8)])
+        size = bytes_held(tmp_path)
+        for i in order:
+            handles[i].delete()
+        (large,) = disk.write([jnp.arange(30_000.0)], tmp_path, ["large"])
+        assert bytes_held(tmp_path) == size
+        assert bits(disk.read([large])[0]) == bits(jnp.arange(30_000.0))
+        for handle, row in zip(handles[3:], rows[3:], strict=True):
+            assert bits(disk.read([handle])[0]) == bits(row)
+        del handles, handle, large
+    assert bits(disk.read([last])[0]) == bits(jnp.zeros(3))
+
+
+def test_space_goes_with_a_cycle_of_garbage(tmp_path):
+    """Handles may die at any moment, in any thread, also while another call takes space."""
     for number in range(20):
         (handle,) = disk.write([jnp.arange(3.0)], tmp_path, [f"w{number}"])
         circle = [handle]
         circle.append(circle)
         del handle, circle
     gc.collect()
-    assert os.listdir(tmp_path) == []
+    assert files_in(tmp_path) == []
 
 
-def test_handles_that_die_while_directories_are_counted(tmp_path):
+def test_handles_that_die_while_space_is_taken(tmp_path):
     """The garbage collector may find one in the middle of that, in the same thread."""
-    (handle,) = disk.write([jnp.arange(3.0)], tmp_path, ["w"])
-    with owners._GUARD:
-        dying = threading.Thread(target=handle.delete, daemon=True)
-        dying.start()
-        dying.join(timeout=10)
-        assert not dying.is_alive()
-        assert os.listdir(handle.directory) == ["manifest.json"]
-    disk.write([jnp.arange(3.0)], tmp_path, ["v"])  # whoever comes next counts it
+    (handle,) = disk.write([jnp.arange(9000.0)], tmp_path, ["w"])
+    allocate = os.posix_fallocate
+
+    def dying(*args):
+        handle.delete()
+        return allocate(*args)
+
+    with mock.patch.object(os, "posix_fallocate", dying):
+        (other,) = disk.write([jnp.arange(3.0)], tmp_path, ["v"])
+    assert handle.is_deleted()
+    (again,) = disk.write([jnp.arange(9000.0) + 1], tmp_path, ["w"])  # whoever comes next has it
+    assert bytes_held(tmp_path) == 4096 * (9 + 1)
+    assert bits(disk.read([other])[0]) == bits(jnp.arange(3.0))
+    assert bits(disk.read([again])[0]) == bits(jnp.arange(9000.0) + 1)
+
+
+def test_a_file_system_without_unnamed_files(tmp_path):
+    """There the file has a name for a moment."""
+    opened = os.open
+
+    def refusing(path, flags, *mode, **more):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return opened(path, flags, *mode, **more)
+
+    with mock.patch.object(os, "open", refusing):
+        (handle,) = disk.write([jnp.arange(3.0)], tmp_path, ["w"])
     assert os.listdir(tmp_path) == []
-
-
-def test_a_manifest_says_what_is_there(tmp_path):
-    array = jax.device_put(disk_cases.any_bits("bfloat16", (16, 3), 7),
-                           layout("sharded"))  # fmt: skip
-    handles = disk.write([array, jnp.float32(2)], tmp_path, ["params/w", "step"])
-    manifest = json.loads((handles[0].directory / "manifest.json").read_text())
-    assert (manifest["format"], manifest["version"]) == ("fzero-offload", 1)
-    assert [leaf["name"] for leaf in manifest["leaves"]] == ["params/w", "step"]
-    first = manifest["leaves"][0]
-    assert (first["dtype"], first["shape"], len(first["shards"])) == ("bfloat16", [16, 3], 8)
-    value = np.asarray(array)
-    for shard in first["shards"]:
-        part = value[tuple(slice(*limits) for limits in shard["index"])]
-        data = (handles[0].directory / shard["file"]).read_bytes()
-        assert len(data) == shard["file_bytes"] == 4096
-        assert data == part.tobytes().ljust(4096, b"\0")
-        (found,) = shard["checksums"]
-        assert int(found, 16) == files.checksum(data, int(shard["seed"], 16))
-    assert not list(handles[0].directory.glob("*.tmp"))
+    assert bits(disk.read([handle])[0]) == bits(jnp.arange(3.0))
 
 
 def test_a_handle_is_no_array(tmp_path):
@@ -316,17 +292,18 @@ def test_fifty_cycles_leave_nothing(tmp_path):
 
     def held() -> tuple[int, int, int]:
         gc.collect()
-        return len(os.listdir("/proc/self/fd")), threading.active_count(), resident_bytes()
+        ours = [t for t in threading.enumerate() if t.name.startswith("fzero-disk")]
+        return len(os.listdir("/proc/self/fd")), len(ours), resident_bytes()
 
     expected = [bits(array) for array in arrays]
     for _ in range(10):
         cycle()
-    files_before, threads_before, memory_before = held()
+    files_before, _, memory_before = held()
     for _ in range(50):
         cycle()
     files_after, threads_after, memory_after = held()
     assert [bits(array) for array in arrays] == expected
-    assert os.listdir(tmp_path) == []
+    assert files_in(tmp_path) == []
     assert files_after <= files_before
-    assert threads_after <= threads_before
+    assert threads_after <= requests.DEPTH + 2
     assert memory_after - memory_before < 4 << 20  # a cycle moves 4 MiB each way
