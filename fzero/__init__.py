@@ -27,6 +27,8 @@ from fzero.offload.move import Phases as Phases
 from fzero.offload.move import enter as enter
 from fzero.offload.move import offload as offload
 from fzero.offload.move import reload as reload
+from fzero.optimizer.per_layer import as_stacked as as_stacked
+from fzero.optimizer.per_layer import per_layer as per_layer
 from fzero.placement import Placement as Placement
 from fzero.placement import placement as placement
 from fzero.plan import Plan as Plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,8 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fzero.compat import auto_mesh
 from fzero.errors import PlanError, StateError
 from fzero.initial import initial_shapes as initial_shapes
-from fzero.model import Model
+from fzero.model import Model, Stack
 from fzero.offload.chunks import Chunks, plan_chunks
+from fzero.optimizer.bound import Optimizer
+from fzero.optimizer.law import require_layers_apart
+from fzero.optimizer.layers import Rows, Scope
 from fzero.pipeline.homes import Stages, cut_into_stages
 from fzero.plan import DATA, PIPE, REPLICA, Plan
 from fzero.precision import compute_dtype, initial_loss_scale
@@ -32,6 +35,7 @@ from fzero.zero.partition import (
     split_opt_state,
     split_params,
     stored_shapes,
+    update_dtype,
 )
 
 
@@ -111,7 +115,32 @@ class Blueprint:
         """A `Split` for every leaf of the optimizer state; the empty tuple without an optimizer."""
         if self.tx is None:
             return ()
-        return split_opt_state(self.tx.init, self.params, self.plan, self.group.data)
+        return split_opt_state(self.optimizer.init, self.params, self.plan, self.group.data)
+
+    @cached_property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, told which leaves are stacks."""
+        assert self.tx is not None
+        homes = None if self.stages is None else self.stages.homes
+        return bound_optimizer(self.tx, self.model, homes, self._spread)
+
+    def require_optimizer(self, operation: str) -> None:
+        """Raises `PlanError` if a step cannot use the optimizer, or it would mix layers."""
+        if self.tx is None:
+            return
+        shapes = map_splits(
+            lambda s: jax.ShapeDtypeStruct(s.shape, update_dtype(s.dtype)), self.params
+        )
+        self.optimizer.require_usable(shapes)
+        require_layers_apart(self.tx, shapes, self.optimizer.scope.stacks, operation)
+
+    def _spread(self, stack: str, value: jax.Array) -> jax.Array:
+        """Divides a stack's layers over the devices of the data axis, unevenly if need be."""
+        home = None if self.stages is None else self.stages.homes[stack]
+        if self.group.data == 1:
+            return value
+        spec = PartitionSpec((PIPE, DATA) if home is not None and home.rows else DATA)
+        return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh_of(home), spec))
 
     @cached_property
     def chunks(self) -> Chunks:
@@ -197,6 +226,31 @@ class Blueprint:
         """Asks the compiler to keep a logical leaf split (unevenly where it would be padded)."""
         spec = split.spec if sharded else PartitionSpec()
         return jax.lax.with_sharding_constraint(leaf, self.sharding(split.home, spec))
+
+
+def bound_optimizer(
+    tx: optax.GradientTransformation,
+    model: Model,
+    homes: Mapping[str, Home] | None,
+    spread: Callable[[str, jax.Array], jax.Array] = lambda stack, value: value,
+) -> Optimizer:
+    """An optimizer, told which leaves of a model are stacks and where their layers lie.
+
+    Args:
+        tx: the optimizer.
+        model: the model.
+        homes: in a pipeline, the home of each link's leaves.
+        spread: see `fzero.optimizer.layers.Scope`.
+    """
+
+    def rows(stack: Stack) -> Rows:
+        home = None if homes is None else homes[stack.name]
+        if home is None or not home.rows:
+            return Rows(stack.num, tuple(range(stack.num)))
+        return Rows(len(home.rows), tuple(home.order.tolist()))
+
+    stacks = {layer.name: rows(layer) for layer in model.layers if isinstance(layer, Stack)}
+    return Optimizer(tx, Scope(stacks, spread))
 
 
 def secondary_size(plan: Plan, data: int, devices: Sequence[Any] | None) -> int:

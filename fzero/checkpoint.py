@@ -26,7 +26,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from fzero.blueprint import Blueprint, blueprint, initial_shapes
+from fzero.blueprint import Blueprint, blueprint, bound_optimizer, initial_shapes
 from fzero.copies import copy_shards
 from fzero.errors import CheckpointError
 from fzero.model import Model
@@ -314,7 +314,9 @@ class _Reader:
         self.old_params = split_params(model, shapes, self.old, parts, self.homes)
         self.old_opt_state: PyTree = ()
         if blue.tx is not None:
-            self.old_opt_state = split_opt_state(blue.tx.init, self.old_params, self.old, parts)
+            self.old_opt_state = split_opt_state(
+                bound_optimizer(blue.tx, model, self.homes).init, self.old_params, self.old, parts
+            )
         self.numbers = {path: i for i, path in enumerate(about.leaves)}
         self._require_same_leaves()
 
@@ -498,7 +500,7 @@ def _readable(leaf: Any) -> Any:
     if isinstance(leaf, DiskArray):
         return disk.read([leaf], "pinned_host")[0]
     if isinstance(leaf, Pieces):
-        return np.concatenate([np.asarray(_readable(piece)) for piece in leaf.pieces], leaf.dim)
+        return np.concatenate([np.asarray(_readable(part)) for part in leaf.parts], leaf.dim)
     return leaf
 
 

@@ -23,6 +23,17 @@ _CALLS = _CHECKPOINTS | frozenset(
 
 _NO_NAMES = compat.NameStack()
 
+# Each element of the result depends on the same element of the operands alone.
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy
+    copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite
+    le lgamma log log1p logistic lt max min mul ne neg nextafter not optimization_barrier or pow
+    reduce_precision rem round rsqrt select_n sharding_constraint sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor
+    """.split()  # noqa: SIM905
+)
+
 
 class Var:
     """A value of a flattened program (jaxpr variables repeat when a call is inlined twice).

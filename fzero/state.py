@@ -116,6 +116,7 @@ def init(
         (0, (8, 2))
     """
     blue = blueprint(model, tx, plan, devices)
+    blue.require_optimizer("init")
     state = _init(blue, rng)
     if not blue.chunks.parked:
         return state
@@ -308,7 +309,7 @@ def _replanned(tree: PyTree, name: str, old: Blueprint, new: Blueprint, shapes: 
         if parking is None:
             return leaf
         leaf = jnp.array(leaf, copy=True) if leaf is given else leaf
-        return park(leaf, parking, folder)
+        return park(leaf, parking, folder, f"{name}/{b.path}")
 
     return map_splits(move, getattr(old, name), getattr(new, name), tree, shapes)
 
@@ -396,7 +397,7 @@ def parked_field(blue: Blueprint, name: str, tree: PyTree) -> PyTree:
         parking = blue.chunks.parked.get((name, path))
         if parking is None or is_parked_so(leaf, parking):
             return leaf
-        return park(leaf, parking, folder)
+        return park(leaf, parking, folder, f"{name}/{path}")
 
     return map_named(place, tree)
 
@@ -426,8 +427,7 @@ def _parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
 
 def _opt_state(blue: Blueprint, params: PyTree) -> PyTree:
     """The optimizer's state for logical parameters; gradients come in `update_dtype`."""
-    assert blue.tx is not None
-    return blue.tx.init(jax.tree.map(lambda p: p.astype(update_dtype(p.dtype)), params))
+    return blue.optimizer.init(jax.tree.map(lambda p: p.astype(update_dtype(p.dtype)), params))
 
 
 def _store(blue: Blueprint, name: str, logical: PyTree) -> PyTree:
@@ -520,8 +520,7 @@ def require_alive(state: TrainState, operation: str) -> None:
     if by is not None:
         raise StateConsumedError(
             f"{operation}: this state was consumed by {by}: its memory now belongs to the state"
-            " which that returned, or to its error's .state. Use that one, or pass donate=False"
-            " there to keep both"
+            " which that returned. Use that one, or pass donate=False there to keep both"
         )
 
 

@@ -192,14 +192,12 @@ class Update:
     def _updated(self, fields: dict[str, Any], grads: PyTree, loss: jax.Array) -> dict[str, Any]:
         """New parameters, compute copy and optimizer state."""
         plan, blue = self.plan, self.blueprint
-        assert blue.tx is not None
         params = logical_view(blue, "params", fields["params"])
         sharded = plan.shards("opt_state")
         if sharded:
             params = map_splits(blue.constrain, blue.params, params)
         opt_state = logical_view(blue, "opt_state", fields["opt_state"])
-        tx = optax.with_extra_args_support(blue.tx)
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        updates, opt_state = blue.optimizer.update(grads, opt_state, params, loss)
         updates = map_splits(
             lambda s, u: jnp.zeros_like(u) if s.path in blue.model.frozen else u,
             blue.params,

@@ -14,20 +14,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fzero.jaxprs import Program, Step, Var
+from fzero.jaxprs import ELEMENTWISE, Program, Step, Var
 from fzero.places import Part
-
-
-# Each element of the result depends on the same element of the operands alone.
-_ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy
-    copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite
-    le lgamma log log1p logistic lt max min mul ne neg nextafter not optimization_barrier or pow
-    reduce_precision rem round rsqrt select_n sharding_constraint sign sin sinh sqrt square
-    stop_gradient sub tan tanh xor
-    """.split()  # noqa: SIM905
-)
 
 
 @dataclass(frozen=True)
@@ -76,7 +64,7 @@ def is_rowwise(step: Step, dim: int, size: int) -> bool:
     if not any(map(large, values)):
         return True
     name = "optimization_barrier" if step.equation is None else step.equation.primitive.name
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         return all(large(x) or _shape(x) == () for x in values)
     if not all(map(large, step.results)):
         return False

@@ -13,7 +13,6 @@ from fzero.errors import PlanError
 from fzero.model import Mean
 from fzero.offload.stream import StreamedFunction
 from fzero.pipeline.execute import Executor
-from fzero.pipeline.filling import require_rows_apart
 from fzero.state import TrainState
 from fzero.step.checks import Checks
 from fzero.step.passes import OneProgram, Pipeline, Values, kept_by, passes_of
@@ -36,8 +35,8 @@ class TrainStep:
     """
 
     def __init__(self, blue: Blueprint, donate: bool, apply: bool) -> None:
-        if apply and blue.stages is not None:
-            require_rows_apart(blue)
+        if apply:
+            blue.require_optimizer("train_step")
         self.blueprint, self.plan = blue, blue.plan
         self.name = "train_step" if apply else "accumulate_step"
         self.donate, self.apply = donate, apply
@@ -61,8 +60,6 @@ class TrainStep:
             forget(fields, (new, metrics))
         state = state.replace(**new)
         self._checks.trust(state)
-        if self.stream is not None:
-            self.stream.require_written(state)
         return state, metrics
 
     def lower(self, state: Any, batch: PyTree) -> Any:

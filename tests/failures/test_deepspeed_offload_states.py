@@ -58,7 +58,7 @@ def test_after_the_first_iteration_and_again_and_again(zero, to, tmp_path):
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
     "adam": optax.adam(1e-2),
-    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "adafactor": fz.per_layer(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
     "lion": optax.lion(1e-3),
     "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
 }

@@ -11,6 +11,7 @@ import optax
 import torch
 
 from fzero.errors import ConversionError
+from fzero.optimizer.layers import is_layers
 from fzero.tree import key_name, path_name
 from torch_bridge.convert import Converted
 from torch_bridge.sequential import ConvertedSequential
@@ -204,7 +205,8 @@ def _labelled(tree: Any, labels: Mapping[str, str]) -> Any:
         whole = path_name(path)
         return whole if whole in labels or not path else key_name(path[-1])
 
-    have = {entry(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_layers)
+    have = {entry(path) for path, _ in leaves}
     if have != set(labels):
         missing, more = sorted(set(labels) - have), sorted(have - set(labels))
         raise ConversionError(
@@ -212,7 +214,9 @@ def _labelled(tree: Any, labels: Mapping[str, str]) -> Any:
             f"{more[:5]} are not known. Make it with tb.optimizer(torch_optimizer, converted) from"
             " what these params belong to"
         )
-    return jax.tree_util.tree_map_with_path(lambda path, _: labels[entry(path)], tree)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: labels[entry(path)], tree, is_leaf=is_layers
+    )
 
 
 def _checked(

@@ -1,0 +1,270 @@
+"""Following the layers of stacks through a program: what each of its values is.
+
+In one program a stack's layers are written out, in the other they are on a dim of arrays. Each
+operation on such an array is undone for one layer: what it does to that is the term.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from fzero.jaxprs import ELEMENTWISE, Program, Step, Var
+from fzero.optimizer.operations import frozen
+from fzero.optimizer.terms import OWN, Ref, Shape, Terms, is_reduction
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a value of a program is.
+
+    Args:
+        term: its term; for an array with layers, that of one of them.
+        layer: the layer that it is of, where it is of one.
+        stack: the stack whose layers it has on a dim.
+        dim: that dim.
+        inner: elements of each layer on that dim, where it has others in it (0: none).
+        rows: what that dim counts.
+    """
+
+    term: int
+    layer: tuple[str, int] | None = None
+    stack: str | None = None
+    dim: int = 0
+    inner: int = 0
+    rows: int = 0
+
+    def at(self, dim: int, inner: int = 0) -> Value:
+        """The same with its layers elsewhere."""
+        return replace(self, dim=dim, inner=inner)
+
+
+class _Mixes(Exception):
+    """An operation that looks at several layers at once."""
+
+
+class Follow:
+    """Works out what the values of programs are.
+
+    Args:
+        terms: all terms.
+
+    Attributes:
+        mixing: for terms of operations that mix layers, their names.
+        sums: terms that were added up over rows, with the stack and the kind of sum.
+    """
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms = terms
+        self.mixing: dict[int, str] = {}
+        self.sums: list[tuple[int, str, str]] = []
+
+    def run(self, program: Program, inputs: Sequence[Value]) -> list[Value]:
+        """What the outputs of a program are, given its inputs."""
+        env: dict[Var, Value] = dict(zip(program.inputs, inputs, strict=True))
+        for var, const in program.consts.items():
+            env[var] = self.constant(const)
+        for step in program.steps:
+            operands = [self._read(env, x) for x in step.operands]
+            env.update(zip(step.results, self._step(step, operands), strict=True))
+        return [self._read(env, x) for x in program.outputs]
+
+    def constant(self, value: Any) -> Value:
+        """A constant."""
+        shape = tuple(getattr(value, "shape", ()))
+        key = "constant", frozen(value)
+        if shape == () and _is_number(value) and not np.isnan(value):
+            key = "literal", float(value)
+        return Value(self.terms.of(key, shape))
+
+    def _read(self, env: dict[Var, Value], x: Any) -> Value:
+        return env[x] if isinstance(x, Var) else self.constant(x)
+
+    def _step(self, step: Step, operands: list[Value]) -> list[Value]:
+        if step.equation is None or step.equation.primitive.name == "optimization_barrier":
+            return operands
+        if step.equation.primitive.name == "cond":
+            return self._cond(step, operands)
+        try:
+            return self._many(step, operands) if any(v.stack for v in operands) else (
+                self._plain(step, operands)
+            )  # fmt: skip
+        except _Mixes:
+            return self._mixed(step, operands)
+
+    def _mixed(self, step: Step, operands: Sequence[Value]) -> list[Value]:
+        name, out = step.equation.primitive.name, []
+        for number, var in enumerate(step.results):
+            key = ("mixed", name, number, tuple(operands))
+            term = self.terms.of(key, tuple(var.aval.shape))
+            self.mixing[term] = name
+            out.append(Value(term))
+        return out
+
+    def _cond(self, step: Step, operands: list[Value]) -> list[Value]:
+        """Each result is one of its branches' results, by the number that chooses."""
+        index, *rest = operands
+        branches = [
+            self.run(Program(branch.jaxpr, branch.consts), rest)
+            for branch in step.equation.params["branches"]
+        ]
+        out = []
+        for var, choices in zip(step.results, zip(*branches, strict=True), strict=True):
+            if len(set(choices)) == 1:
+                out.append(choices[0])
+                continue
+            try:
+                out.append(self._elementwise(("cond",), [index, *choices], tuple(var.aval.shape)))
+            except _Mixes:
+                out += self._mixed(step, operands)[:1]
+        return out
+
+    # One layer, or none
+
+    def _refs(self, values: Sequence[Value]) -> tuple[list[Ref], tuple[str, int] | None]:
+        """Values as parts of a term, and the one layer that they are of."""
+        found = {v.layer for v in values} - {None}
+        if len(found) > 1:
+            return [(v.term, v.layer) for v in values], None
+        return [(v.term, OWN if v.layer else None) for v in values], next(iter(found), None)
+
+    def _plain(self, step: Step, operands: Sequence[Value]) -> list[Value]:
+        refs, layer = self._refs(operands)
+        shapes = [tuple(var.aval.shape) for var in step.results]
+        params = step.equation.params
+        return [
+            self._value(self._apply(step.equation.primitive.name, params, n, refs, shape), layer)
+            for n, shape in enumerate(shapes)
+        ]
+
+    def _value(self, ref: Ref, layer: tuple[str, int] | None) -> Value:
+        if ref[1] is None:
+            return Value(ref[0])
+        return Value(ref[0], layer if ref[1] == OWN else ref[1])  # type: ignore[arg-type]
+
+    def _apply(self, name: str, params: Any, number: int, refs: list[Ref], shape: Shape) -> Ref:
+        terms = self.terms
+        if is_reduction(name):
+            return terms.reduce(name, params["axes"], refs[0])
+        if name in ("reshape", "squeeze"):
+            return terms.reshape(refs[0], shape)
+        if name == "broadcast_in_dim":
+            return terms.broadcast(refs[0], shape, tuple(params["broadcast_dimensions"]))
+        if name == "dot_general":
+            return terms.dot(params, refs, shape)
+        return terms.operation(name, frozen(params), number, refs, shape)
+
+    # All layers of a stack at once
+
+    def _many(self, step: Step, operands: Sequence[Value]) -> list[Value]:
+        name, params = step.equation.primitive.name, step.equation.params
+        shape = tuple(step.results[0].aval.shape)
+        if name in ELEMENTWISE or name in ("add_any",):
+            return [self._elementwise((name, frozen(params), 0), operands, shape)]
+        if name == "dot_general":
+            return [self._inner_product(params, operands, shape)]
+        if len(operands) > 1:
+            raise _Mixes
+        (value,) = operands
+        if is_reduction(name):
+            return [self._reduce(name, params["axes"], value)]
+        if name in ("reshape", "squeeze"):
+            return [self._reshape(value, tuple(step.equation.invars[0].aval.shape), shape)]
+        if name == "broadcast_in_dim":
+            return [self._broadcast(value, shape, tuple(params["broadcast_dimensions"]))]
+        if name == "transpose":
+            return [self._transpose(value, tuple(params["permutation"]))]
+        raise _Mixes
+
+    def _elementwise(self, key: Any, operands: Sequence[Value], shape: Shape) -> Value:
+        many = {(v.stack, v.dim, v.inner, v.rows) for v in operands if v.stack}
+        if not many:
+            refs, layer = self._refs(operands)
+            return self._value(self.terms.elementwise(key, refs, shape), layer)
+        if len(many) > 1 or any(v.layer for v in operands):
+            raise _Mixes
+        like = next(v for v in operands if v.stack)
+        parts: list[Ref] = []
+        for value in operands:
+            ref: Ref = value.term, OWN if value.stack else None
+            if not value.stack and self.terms.shapes[value.term] != ():
+                scalar = self.terms.source(ref, "spread")
+                if scalar is None:
+                    raise _Mixes
+                ref = scalar
+            parts.append(ref)
+        return replace(like, term=self.terms.elementwise(key, parts, self._own(like, shape))[0])
+
+    def _own(self, value: Value, shape: Shape) -> Shape:
+        """One layer's part of a shape with layers where a value has them."""
+        middle = (value.inner,) if value.inner else ()
+        return (*shape[: value.dim], *middle, *shape[value.dim + 1 :])
+
+    def _reduce(self, name: str, axes: Sequence[int], value: Value) -> Value:
+        dim, inner = value.dim, value.inner
+        own = [a - (a > dim and not inner) for a in axes if a != dim or inner]
+        term, _ = self.terms.reduce(name, own, (value.term, OWN))
+        if dim not in axes:
+            return replace(value, term=term).at(dim - sum(a < dim for a in axes), inner)
+        self.sums.append((term, str(value.stack), name))
+        shape = self.terms.shapes[term]
+        return Value(self.terms.bag(name, [(term, (str(value.stack), "all"))], shape)[0])
+
+    def _reshape(self, value: Value, was: Shape, shape: Shape) -> Value:
+        before, rows = math.prod(was[: value.dim]), value.rows
+        for dim, size in enumerate(shape):
+            if math.prod(shape[:dim]) != before or size % rows or (size == 1 != rows):
+                continue
+            moved = value.at(dim, 0 if size == rows else size // rows)
+            own = self._own(moved, shape)
+            return replace(moved, term=self.terms.reshape((value.term, OWN), own)[0])
+        raise _Mixes
+
+    def _broadcast(self, value: Value, shape: Shape, dims: tuple[int, ...]) -> Value:
+        if value.inner or shape[dims[value.dim]] != value.rows:
+            raise _Mixes
+        moved = value.at(dims[value.dim])
+        own = tuple(d - (d > moved.dim) for d in dims if d != moved.dim)
+        ref = self.terms.broadcast((value.term, OWN), self._own(moved, shape), own)
+        return replace(moved, term=ref[0])
+
+    def _transpose(self, value: Value, permutation: tuple[int, ...]) -> Value:
+        if value.inner:
+            raise _Mixes
+        own = tuple(p - (p > value.dim) for p in permutation if p != value.dim)
+        was = self.terms.shapes[value.term]
+        shape = tuple(was[p] for p in own)
+        key = "transpose", frozen({"permutation": own}), 0
+        ref = self.terms.made(key, [(value.term, OWN)], shape)
+        return replace(value, term=ref[0]).at(permutation.index(value.dim))
+
+    def _inner_product(self, params: Any, operands: Sequence[Value], shape: Shape) -> Value:
+        """Of two arrays as vectors: the sum of those of their layers."""
+        one, other = operands
+        (left, right), (batch, _) = params["dimension_numbers"]
+        alike = (one.stack, one.dim, one.inner) == (other.stack, other.dim, other.inner)
+        every = tuple(left) == tuple(right) == tuple(range(len(left)))
+        if not alike or batch or shape != () or not every:
+            raise _Mixes
+        product = self.terms.elementwise(
+            ("mul", (), 0), [(one.term, OWN), (other.term, OWN)], self.terms.shapes[one.term]
+        )
+        dims = range(len(left) - (not one.inner))
+        term, _ = self.terms.reduce("reduce_sum", dims, product)
+        self.sums.append((term, str(one.stack), "reduce_sum"))
+        return Value(self.terms.bag("reduce_sum", [(term, (str(one.stack), "all"))], ())[0])
+
+
+def _is_number(value: Any) -> bool:
+    return not hasattr(value, "dtype") or getattr(value.dtype, "kind", "V") in "biuf"
+
+
+def program_of(closed: Any) -> Program:
+    """A traced function's program."""
+    assert isinstance(closed, core.ClosedJaxpr)
+    return Program(closed.jaxpr, closed.consts)

@@ -1,0 +1,162 @@
+"""A stack's leaf as its layers, and the stacks that an optimizer is told of.
+
+Optimizers tell leaves apart by their shapes and places in a tree. To one that shall see each layer
+of a `Stack`, a leaf `(L, ...)` is a node with L children: masks and labels that are trees of the
+parameters' structure are prefixes of that, and functions of leaves see the layers' own shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from fzero.tree import PyTree, key_name
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Layers:
+    """The layers of one leaf of a stack, in order, each a leaf of its own.
+
+    Args:
+        stack: the stack's name.
+        layers: their values.
+    """
+
+    def __init__(self, stack: str, layers: Sequence[Any]) -> None:
+        self.stack, self.layers = stack, tuple(layers)
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], str]:
+        """Children with their numbers, and the stack's name."""
+        keys = map(jax.tree_util.SequenceKey, range(len(self.layers)))
+        return list(zip(keys, self.layers, strict=True)), self.stack
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], str]:
+        """Children, and the stack's name."""
+        return self.layers, self.stack
+
+    @classmethod
+    def tree_unflatten(cls, stack: str, layers: Sequence[Any]) -> Layers:
+        """The inverse of `tree_flatten`."""
+        return cls(stack, layers)
+
+
+def is_layers(node: Any) -> bool:
+    """`is_leaf` for trees with leaves taken apart."""
+    return isinstance(node, Layers)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the layers of a stack lie on dim 0 of its leaves.
+
+    Args:
+        num: rows; more than layers where a pipeline fills up shorter ranks.
+        order: the row of each layer.
+    """
+
+    num: int
+    order: tuple[int, ...]
+
+    @property
+    def filled(self) -> bool:
+        """Whether some rows are no layers."""
+        return len(self.order) < self.num
+
+    def own(self) -> np.ndarray[Any, Any]:
+        """For each row whether it is a layer."""
+        return np.isin(np.arange(self.num), self.order)
+
+    def of_leaf(self, leaf: Any) -> Rows:
+        """These, or rows in order for a leaf with another number of them."""
+        num = leaf.shape[0]
+        return self if num == self.num else Rows(num, tuple(range(num)))
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What an optimizer is told about the parameters that it is given.
+
+    Args:
+        stacks: the rows of each stack, by the first key of its leaves' paths.
+        spread: asks the compiler to divide a stack's array, layers on dim 0, over devices.
+        checking: whether it is only compared with the same on layers written out.
+    """
+
+    stacks: Mapping[str, Rows] = field(default_factory=dict)
+    spread: Callable[[str, jax.Array], jax.Array] = lambda stack, value: value
+    checking: bool = False
+
+
+_SCOPE: ContextVar[Scope | None] = ContextVar("fzero_optimizer_scope", default=None)
+
+
+def current_scope() -> Scope | None:
+    """The scope that a transformation is called in; `None` outside of fzero."""
+    return _SCOPE.get()
+
+
+@contextlib.contextmanager
+def scope_of(scope: Scope) -> Iterator[None]:
+    """Tells transformations called inside about the parameters."""
+    token = _SCOPE.set(scope)
+    try:
+        yield
+    finally:
+        _SCOPE.reset(token)
+
+
+def stack_of(path: Sequence[Any], stacks: Mapping[str, Rows]) -> str | None:
+    """The stack that a leaf of a params tree belongs to."""
+    name = key_name(path[0]) if path else ""
+    return name if name in stacks else None
+
+
+def apart(tree: PyTree, stacks: Mapping[str, Rows], take: Callable[..., Any]) -> PyTree:
+    """A tree of the parameters' structure with stacked leaves as `Layers`.
+
+    Args:
+        tree: the tree.
+        stacks: the stacks' rows.
+        take: `take(leaf, row)` gives one layer of a leaf.
+    """
+
+    def of(path: Any, leaf: Any) -> Any:
+        stack = stack_of(path, stacks)
+        if stack is None or is_layers(leaf):
+            return leaf
+        return Layers(stack, [take(leaf, row) for row in stacks[stack].of_leaf(leaf).order])
+
+    return jax.tree_util.tree_map_with_path(of, tree, is_leaf=is_layers)
+
+
+def one_layer(leaf: Any, row: int) -> jax.ShapeDtypeStruct:
+    """The shape of a layer of a leaf; `take` for `apart`."""
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+
+
+def regrouped(tree: PyTree) -> PyTree:
+    """A tree with `Layers` at its leaves alone, and only of values of one shape.
+
+    Where an optimizer keeps a tree per leaf, a node of L trees becomes a tree of nodes of L leaves.
+    Layers that it treats differently are kept as a tuple.
+    """
+
+    def of(node: Any) -> Any:
+        if not is_layers(node):
+            return node
+        if len({jax.tree.structure(child) for child in node.layers}) > 1:
+            return node.layers
+        return jax.tree.map(lambda *leaves: _alike(node.stack, leaves), *node.layers)
+
+    return jax.tree.map(of, tree, is_leaf=is_layers)
+
+
+def _alike(stack: str, leaves: tuple[Any, ...]) -> Any:
+    kinds = {(tuple(leaf.shape), leaf.dtype) for leaf in leaves}
+    return Layers(stack, leaves) if len(kinds) == 1 else leaves

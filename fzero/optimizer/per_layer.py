@@ -1,0 +1,139 @@
+"""`per_layer`: an optimizer that sees each layer of a stack as a leaf of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+from fzero.errors import PlanError
+from fzero.optimizer.bound import state_shapes
+from fzero.optimizer.layers import Rows, Scope, apart, current_scope, one_layer, stack_of
+from fzero.optimizer.roll import Rolled, layers_of, state_layers
+from fzero.tree import PyTree
+
+
+def per_layer(
+    tx: optax.GradientTransformation, stacks: Sequence[str] | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation applied to each layer of every `Stack` as to a leaf of its own.
+
+    A stack then trains as the same layers written out, whatever the transformation does: Muon sees
+    matrices, LAMB has a trust ratio for each layer, Adafactor factors each layer, masks and labels
+    see the layers' own shapes (`leaf.ndim > 1` is true of a matrix, and of no stacked bias).
+    Masks and labels that are trees name stacked leaves as ever. What is the same for all layers is
+    still computed for all of them at once, and products of matrices are divided over the data
+    axis: each device computes those of its layers.
+
+    Args:
+        tx: any optax transformation; the whole optimizer, or a part of a chain.
+        stacks: first keys of the paths of stacked leaves, for use outside of fzero. By default
+            the model's stacks, which `init` and steps tell.
+
+    Returns:
+        The transformation. Its state has leaves `(L, ...)` for stacked parameters, where that of
+        `tx` has `(...)` for a layer. Layers that are kept differently (labels by number) are a
+        tuple there.
+
+    Raises:
+        PlanError: (when called) outside of fzero, without `stacks`.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> params = {"blocks": {"w": jnp.stack([jnp.eye(2), 3 * jnp.eye(2)])}}
+        >>> tx = per_layer(optax.clip_by_block_rms(1.0), stacks=["blocks"])
+        >>> updates, _ = tx.update(params, tx.init(params))
+        >>> [round(float(layer[0, 0]), 3) for layer in updates["blocks"]["w"]]
+        [1.0, 1.414]
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: PyTree) -> PyTree:
+        scope = _known(params, stacks)
+        if scope.checking:
+            return optax.EmptyState()
+        return Rolled(inner.init, layers_of(params, scope.stacks))(scope)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        scope = _known(updates, stacks)
+        if scope.checking:
+            return updates, state
+        like = updates if params is None else params
+        shapes = state_shapes(inner, apart(like, scope.stacks, one_layer))
+        tree: Any = jax.tree.structure(updates)
+        arrays = {
+            name: layers_of(value, scope.stacks if jax.tree.structure(value) == tree else {})
+            for name, value in extra.items()
+            if all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value))
+        }
+        others = {name: value for name, value in extra.items() if name not in arrays}
+
+        def apply(updates: PyTree, state: PyTree, params: PyTree, arrays: PyTree) -> Any:
+            return inner.update(updates, state, params, **arrays, **others)
+
+        rolled = Rolled(
+            apply,
+            layers_of(updates, scope.stacks),
+            state_layers(state, shapes, scope.stacks),
+            None if params is None else layers_of(params, scope.stacks),
+            arrays,
+        )
+        new, state = rolled(scope)
+        return new, state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def as_stacked(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The transformation as it is: it knows of leaves that stack layers, and means what it does.
+
+    `init` and steps refuse an optimizer that would train a `Stack` otherwise than the same layers
+    written out, as it does not say that it means to. This says so: for a mask such as
+    `leaf.ndim > 2`, or `optax.contrib.muon` with dimension numbers for stacked leaves.
+
+    Args:
+        tx: any optax transformation; the whole optimizer, or a part of a chain.
+
+    Example:
+        >>> import jax, optax
+        >>> matrices = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 2, params)
+        >>> tx = as_stacked(optax.adamw(1e-3, weight_decay=0.1, mask=matrices))
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def checking() -> bool:
+        scope = current_scope()
+        return scope is not None and scope.checking
+
+    def init(params: PyTree) -> PyTree:
+        return optax.EmptyState() if checking() else inner.init(params)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        return (updates, state) if checking() else inner.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _known(params: PyTree, stacks: Sequence[str] | None) -> Scope:
+    """The scope that a transformation is called in, with stacks that it is told of itself."""
+    scope = current_scope()
+    if stacks is None:
+        if scope is None:
+            raise PlanError(
+                "per_layer: which leaves are stacked is not known outside of fz.init and steps; say"
+                " per_layer(tx, stacks=[...]) with the first keys of their paths"
+            )
+        return scope
+    found: dict[str, Rows] = {}
+    named = dict.fromkeys(stacks, Rows(0, ()))
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        stack = stack_of(path, named)
+        if stack is not None:
+            found[stack] = Rows(leaf.shape[0], tuple(range(leaf.shape[0])))
+    return Scope(found) if scope is None else Scope(found, scope.spread, scope.checking)

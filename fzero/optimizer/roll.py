@@ -1,0 +1,281 @@
+"""Running a function of layers written out with all layers at once, wherever they are alike.
+
+The function is traced with each layer as a value of its own. Operations are then numbered by what
+they do to what, one layer's own values being told from those of none: those that have one number in
+all layers of a stack are one operation on the stacked values (`jax.vmap` of it), which is run once.
+The others (adding up norms of layers, say, or random numbers drawn for each) run as they are. So
+the result is that of the layers written out by construction, and costs what a stack costs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fzero.jaxprs import Program, Step, Var
+from fzero.optimizer.layers import Layers, Rows, Scope, is_layers, regrouped, stack_of
+from fzero.optimizer.operations import frozen, is_heavy
+from fzero.tree import PyTree
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """An argument: an array, with the layers of a stack on dim 0 or not."""
+
+    value: Any
+    stack: str | None = None
+    rows: Rows | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """What the function sees of an argument: one layer, or all of it."""
+
+    source: _Source
+    layer: int | None = None
+
+    def aval(self) -> jax.ShapeDtypeStruct:
+        value = self.source.value
+        return jax.ShapeDtypeStruct(
+            value.shape if self.layer is None else value.shape[1:], value.dtype
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Result:
+    """A result of the function, before its value is known."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    at: int
+
+
+def layers_of(tree: PyTree, stacks: Mapping[str, Rows]) -> PyTree:
+    """A tree of the parameters' structure, its stacked leaves taken apart: for `Rolled`."""
+
+    def of(path: Any, leaf: Any) -> Any:
+        stack = stack_of(path, stacks)
+        return _pieces(leaf, stack, stacks)
+
+    return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def _pieces(leaf: Any, stack: str | None, stacks: Mapping[str, Rows]) -> Any:
+    if stack is None:
+        return _Piece(_Source(leaf))
+    rows = stacks[stack].of_leaf(leaf)
+    source = _Source(leaf, stack, rows)
+    return Layers(stack, [_Piece(source, number) for number in range(len(rows.order))])
+
+
+def state_layers(state: PyTree, shapes: PyTree, stacks: Mapping[str, Rows]) -> PyTree:
+    """An optimizer's state as for layers written out, from one with stacked leaves: for `Rolled`.
+
+    Args:
+        state: the state, as `Rolled` gives it.
+        shapes: the shapes of that for layers written out.
+        stacks: the stacks' rows.
+    """
+    leaves, tree = jax.tree.flatten(shapes)
+    numbered = [_Result(leaf.shape, leaf.dtype, i) for i, leaf in enumerate(leaves)]
+    flat: list[Any] = [None] * len(leaves)
+
+    def fill(node: Any, leaf: Any) -> None:
+        if not is_layers(node):
+            flat[node.at] = _Piece(_Source(leaf))
+            return
+        for one, piece in zip(node.layers, _pieces(leaf, node.stack, stacks).layers, strict=True):
+            flat[one.at] = piece
+
+    grouped = regrouped(jax.tree.unflatten(tree, numbered))
+    jax.tree.map(fill, grouped, state, is_leaf=is_layers)
+    return jax.tree.unflatten(tree, flat)
+
+
+Layer = tuple[str, int]
+
+
+class Rolled:
+    """A function traced for layers written out, to be run with them stacked.
+
+    Args:
+        function: the function.
+        args: its arguments, from `layers_of` and `state_layers`.
+    """
+
+    def __init__(self, function: Callable[..., PyTree], *args: PyTree) -> None:
+        self.pieces, tree = jax.tree.flatten(args)
+        closed, self.out = jax.make_jaxpr(
+            lambda *flat: function(*jax.tree.unflatten(tree, flat)), return_shape=True
+        )(*[piece.aval() for piece in self.pieces])
+        self.program = Program(closed.jaxpr, closed.consts)
+        # For each value a number that says what it is, and the layer that it belongs to.
+        self.known: dict[Var, tuple[int, Layer | None]] = {}
+        self._numbers: dict[Any, int] = {}
+        self._members: dict[int, set[int]] = defaultdict(set)
+        self.rows = {
+            p.source.stack: p.source.rows for p in self.pieces if p.source.stack is not None
+        }
+        self._number()
+
+    def _number(self) -> None:
+        for var, piece in zip(self.program.inputs, self.pieces, strict=True):
+            source = piece.source
+            layer = None if piece.layer is None else (str(source.stack), piece.layer)
+            self._know(var, ("source", id(source)), layer)
+        for var in self.program.consts:
+            self._know(var, ("constant", id(var)), None)
+        for step in self.program.steps:
+            found = {self.known[x][1] for x in step.reads()} - {None}
+            layer = found.pop() if len(found) == 1 else None
+            if found:  # of several layers
+                key: Any = id(step)
+            else:
+                key = (*_kind(step), tuple(map(self._operand, step.operands)))
+            for number, var in enumerate(step.results):
+                self._know(var, (key, number), layer)
+
+    def _operand(self, x: Any) -> Any:
+        if not isinstance(x, Var):
+            return "literal", frozen(x), str(getattr(x, "dtype", type(x)))
+        number, layer = self.known[x]
+        return number, layer is not None
+
+    def _know(self, var: Var, key: Any, layer: Layer | None) -> None:
+        number = self._numbers.setdefault((key, layer and layer[0]), len(self._numbers))
+        self.known[var] = number, layer
+        if layer is not None:
+            self._members[number].add(layer[1])
+
+    def _stacked(self, var: Any) -> bool:
+        """Whether a value is one layer's of those that are computed together."""
+        if not isinstance(var, Var):
+            return False
+        number, layer = self.known[var]
+        if layer is None:
+            return False
+        rows = self.rows[layer[0]]
+        return rows is not None and len(self._members[number]) == len(rows.order)
+
+    def __call__(self, scope: Scope) -> PyTree:
+        """Runs the function.
+
+        Args:
+            scope: says how values of stacks are divided over devices.
+
+        Returns:
+            Its results, `Layers` stacked along dim 0.
+        """
+        run = _Run(self, scope)
+        for step in self.program.steps:
+            run.step(step)
+        leaves, tree = jax.tree.flatten(self.out)
+        results = [_Result(leaf.shape, leaf.dtype, i) for i, leaf in enumerate(leaves)]
+        grouped = regrouped(jax.tree.unflatten(tree, results))
+        return jax.tree.map(run.result, grouped, is_leaf=is_layers)
+
+
+def _kind(step: Step) -> tuple[Any, ...]:
+    if step.equation is None:
+        return ("optimization_barrier",)
+    return step.equation.primitive.name, frozen(step.equation.params)
+
+
+class _Run:
+    """One run of a rolled program: values so far."""
+
+    def __init__(self, rolled: Rolled, scope: Scope) -> None:
+        self.rolled, self.scope = rolled, scope
+        self.single: dict[Var, Any] = dict(rolled.program.consts)
+        self.stacks: dict[int, Any] = {}
+        for var, piece in zip(rolled.program.inputs, rolled.pieces, strict=True):
+            if piece.layer is None:
+                self.single[var] = piece.source.value
+            else:
+                self.stacks[rolled.known[var][0]] = piece.source.value
+
+    def step(self, step: Step) -> None:
+        rolled = self.rolled
+        if not step.results or not rolled._stacked(step.results[0]):
+            values = [self.value(x) for x in step.operands]
+            self.single.update(zip(step.results, step.run(values), strict=True))
+            return
+        numbers = [rolled.known[var][0] for var in step.results]
+        if numbers[0] in self.stacks:
+            return
+        layer = rolled.known[step.results[0]][1]
+        assert layer is not None
+        own = [isinstance(x, Var) and rolled.known[x][1] is not None for x in step.operands]
+        values = [
+            self.stacks[rolled.known[x][0]] if mine else self.value(x)
+            for x, mine in zip(step.operands, own, strict=True)
+        ]
+        heavy = is_heavy(step)
+        if heavy:
+            values = [
+                self.scope.spread(layer[0], x) if mine else x
+                for x, mine in zip(values, own, strict=True)
+            ]
+        out = jax.vmap(
+            lambda *values: step.run(list(values)), in_axes=[0 if mine else None for mine in own]
+        )(*values)
+        if heavy:
+            out = [self.scope.spread(layer[0], x) for x in out]
+        self.stacks.update(zip(numbers, out, strict=True))
+
+    def value(self, x: Any) -> Any:
+        """A value by itself; a row of those that are computed together."""
+        if not isinstance(x, Var):
+            return x
+        if x not in self.single:
+            number, layer = self.rolled.known[x]
+            assert layer is not None
+            row = self.rows(layer[0]).order[layer[1]]
+            self.single[x] = jax.lax.index_in_dim(self.stacks[number], row, 0, keepdims=False)
+        return self.single[x]
+
+    def rows(self, stack: str) -> Rows:
+        rows = self.rolled.rows[stack]
+        assert rows is not None
+        return rows
+
+    def result(self, node: Any) -> Any:
+        """A result of the function; those of a leaf's layers as one array."""
+        outputs = self.rolled.program.outputs
+        if not is_layers(node):
+            return jnp.asarray(self.value(outputs[node.at]), node.dtype)
+        rows = self.rows(node.stack)
+        found = [outputs[one.at] for one in node.layers]
+        shape = (rows.num, *node.layers[0].shape)
+        if self.rolled._stacked(found[0]) and self._in_order(found):
+            value = self.stacks[self.rolled.known[found[0]][0]]
+        elif len({self._identity(x) for x in found}) == 1:
+            value = jnp.broadcast_to(jnp.asarray(self.value(found[0]), node.layers[0].dtype), shape)
+        else:
+            value = jnp.stack([self.value(x) for x in found])
+            place = np.zeros(rows.num, np.int32)
+            place[list(rows.order)] = range(len(rows.order))
+            value = value if rows.order == tuple(range(rows.num)) else value[place]
+        if not rows.filled:
+            return value
+        own = rows.own().reshape(-1, *(1,) * (len(shape) - 1))
+        return jnp.where(own, value, jnp.zeros((), value.dtype))
+
+    def _in_order(self, found: list[Any]) -> bool:
+        known = [self.rolled.known.get(x) if isinstance(x, Var) else None for x in found]
+        first = known[0]
+        assert first is not None
+        assert first[1] is not None
+        return known == [(first[0], (first[1][0], number)) for number in range(len(found))]
+
+    def _identity(self, x: Any) -> Any:
+        if not isinstance(x, Var):
+            return frozen(x)
+        number, layer = self.rolled.known[x]
+        return number if layer is None else (number, layer)
