@@ -500,7 +500,7 @@ def _readable(leaf: Any) -> Any:
     if isinstance(leaf, DiskArray):
         return disk.read([leaf], "pinned_host")[0]
     if isinstance(leaf, Pieces):
-        return np.concatenate([np.asarray(_readable(part)) for part in leaf.parts], leaf.dim)
+        return np.concatenate([np.asarray(_readable(piece)) for piece in leaf.pieces], leaf.dim)
     return leaf
 
 

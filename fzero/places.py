@@ -284,7 +284,9 @@ class PlacedFunction:
             for i, var in enumerate(part.reads):
                 if var not in self.donated or last[var] != index or var in kept:
                     continue
-                if devices_of(self.shardings[var]) != whole:
+                # A number is not worth it, and whoever fails before anything else is given away has
+                # taken nothing.
+                if not var.aval.shape or devices_of(self.shardings[var]) != whole:
                     continue
                 shape = _local(var, self.shardings[var])
                 if room[shape]:

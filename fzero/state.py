@@ -309,7 +309,7 @@ def _replanned(tree: PyTree, name: str, old: Blueprint, new: Blueprint, shapes: 
         if parking is None:
             return leaf
         leaf = jnp.array(leaf, copy=True) if leaf is given else leaf
-        return park(leaf, parking, folder, f"{name}/{b.path}")
+        return park(leaf, parking, folder)
 
     return map_splits(move, getattr(old, name), getattr(new, name), tree, shapes)
 
@@ -397,7 +397,7 @@ def parked_field(blue: Blueprint, name: str, tree: PyTree) -> PyTree:
         parking = blue.chunks.parked.get((name, path))
         if parking is None or is_parked_so(leaf, parking):
             return leaf
-        return park(leaf, parking, folder, f"{name}/{path}")
+        return park(leaf, parking, folder)
 
     return map_named(place, tree)
 
@@ -520,7 +520,8 @@ def require_alive(state: TrainState, operation: str) -> None:
     if by is not None:
         raise StateConsumedError(
             f"{operation}: this state was consumed by {by}: its memory now belongs to the state"
-            " which that returned. Use that one, or pass donate=False there to keep both"
+            " which that returned, or to its error's .state. Use that one, or pass donate=False"
+            " there to keep both"
         )
 
 

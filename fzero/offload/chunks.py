@@ -24,10 +24,12 @@ class Parking:
         tier: its tier.
         cut: the dim and the number of equal pieces, for a leaf that is larger than a chunk. (But
             parameters that a forward pass reads are whole, and visit an update whole.)
+        name: the leaf's field and path, for messages.
     """
 
     tier: str
     cut: tuple[int, int] | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def plan_chunks(
         (field, path): Parking(
             plan.tier(field)[0],
             None if field in whole else _same_cut(cuts.get(owner), params[owner], leaf),
+            f"{field}/{path}",
         )
         for field, path, owner, leaf in found
     }

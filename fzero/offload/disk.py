@@ -360,11 +360,11 @@ class _Returning:
             found.append(Shard(
                 leaf._file, stored.extent, stored.nbytes, functools.partial(_what, *about),
                 functools.partial(aligned, stored.extent.nbytes), stored.checksums,
-                functools.partial(self._arrived, stored, devices[stored.index]),
+                functools.partial(self._keep, stored, devices[stored.index]),
             ))  # fmt: skip
         return found
 
-    def _arrived(self, stored: _Stored, devices: Sequence[jax.Device], data: Bytes) -> None:
+    def _keep(self, stored: _Stored, devices: Sequence[jax.Device], data: Bytes) -> None:
         shape = [stop - start for start, stop in stored.index]
         value = data[: stored.nbytes].view(self._leaf.dtype).reshape(shape)
         if stored.nbytes < _SMALL:

@@ -21,6 +21,7 @@ import jax
 from fzero.consumed import give_away, take_back
 from fzero.errors import PlacementError
 from fzero.offload import disk
+from fzero.offload.disk import DiskArray
 from fzero.offload.tiers import (
     DEVICE,
     DISK,
@@ -33,7 +34,7 @@ from fzero.offload.tiers import (
     host_sharding,
     largest,
     on_device,
-    parts_of,
+    pieces_of,
     regrouped,
     tier_of,
 )
@@ -323,9 +324,9 @@ class _Move:
         leaves, to = self.leaves, self.to
         for i in chosen:
             if isinstance(leaves[i], Arriving) and not (self.non_blocking and leaves[i].to == to):
-                leaves[i] = _landed(leaves[i])
+                leaves[i] = _settled_or_back(leaves[i])
         moved = [i for i in chosen if tier_of(leaves[i]) != to]
-        slow = [i for i in moved if DISK in (to, tier_of(leaves[i]))]
+        slow = [i for i in moved if to == DISK or any(map(_is_on_disk, pieces_of(leaves[i])))]
         for batch in _batches([i for i in moved if i not in set(slow)], leaves):
             self._copy(batch)
         if slow:
@@ -334,10 +335,10 @@ class _Move:
     def _copy(self, batch: Sequence[int]) -> None:
         """Between device and host memory."""
         old = [self.leaves[i] for i in batch]
-        flat = [part for leaf in old for part in parts_of(leaf)]
+        flat = [piece for leaf in old for piece in pieces_of(leaf)]
         place = host_sharding if self.to == HOST else on_device
         try:
-            copies = jax.device_put(flat, [place(part.sharding) for part in flat])
+            copies = jax.device_put(flat, [place(piece.sharding) for piece in flat])
             if not self.non_blocking:
                 jax.block_until_ready(copies)
         except jax.errors.JaxRuntimeError as error:
@@ -353,27 +354,42 @@ class _Move:
             self._release(old)
 
     def _through_disk(self, moved: Sequence[int]) -> None:
-        """To or from files. Sources are released when all has arrived: a disk may be full."""
+        """To or from the disk. Sources are released when all has arrived: a disk may be full."""
         old = [self.leaves[i] for i in moved]
-        flat = [part for leaf in old for part in parts_of(leaf)]
+        flat = [(self.names[i], piece) for i, leaf in zip(moved, old, strict=True)
+                for piece in pieces_of(leaf)]  # fmt: skip
+        # Of a leaf that a failing disk has not taken as a whole, some pieces are there already.
+        goes = [k for k, (_, piece) in enumerate(flat) if _is_on_disk(piece) != (self.to == DISK)]
+        out, names = [flat[k][1] for k in goes], [flat[k][0] for k in goes]
         future: Future[list[Any]]
         if self.to == DISK:
-            names = [name for i, leaf in zip(moved, old, strict=True)
-                     for name in [self.names[i]] * len(parts_of(leaf))]  # fmt: skip
-            future = disk.write_async(flat, self.path or tempfile.gettempdir(), names)
+            future = disk.write_async(out, self.path or tempfile.gettempdir(), names)
         else:
-            future = disk.read_async(flat, HOST_KIND if self.to == HOST else DEVICE)
-        transfer = Transfer(future, lambda new: regrouped(old, new, self.to))
+            future = disk.read_async(out, HOST_KIND if self.to == HOST else DEVICE)
+
+        def arranged(new: list[Any]) -> list[Leaf]:
+            place = host_sharding if self.to == HOST else on_device
+            pieces = [piece for _, piece in flat]
+            for k, piece in enumerate(pieces):
+                if not _is_on_disk(piece) and self.to != DISK:
+                    pieces[k] = jax.device_put(piece, place(piece.sharding))
+            for k, piece in zip(goes, new, strict=True):
+                pieces[k] = piece
+            return regrouped(old, pieces, self.to)
+
+        transfer = Transfer(future, arranged)
         if not self.non_blocking:
-            self._replace(moved, transfer.result())
+            self._replace(moved, transfer.settled())
             if self.donate:
-                self._release(old)
+                for leaf in old:
+                    give_away(leaf, self.operation)
+                _delete(out)
             return
         self._replace(moved, [Arriving(leaf, self.to, transfer, k) for k, leaf in enumerate(old)])
         if self.donate:
             for leaf in old:
                 give_away(leaf, self.operation)
-            future.add_done_callback(lambda done: _delete(() if done.exception() else old))
+            future.add_done_callback(lambda done: _delete(() if done.exception() else out))
 
     def _replace(self, where: Sequence[int], new: Sequence[Leaf]) -> None:
         for i, leaf in zip(where, new, strict=True):
@@ -385,10 +401,14 @@ class _Move:
         _delete(old)
 
 
-def _landed(leaf: Arriving) -> Leaf:
+def _is_on_disk(piece: Any) -> bool:
+    return isinstance(piece, DiskArray)
+
+
+def _settled_or_back(leaf: Arriving) -> Leaf:
     """A leaf that was on its way, or where it came from if it could not get there."""
     try:
-        return leaf.wait()
+        return leaf.settled()
     except PlacementError:
         take_back(leaf.source)
         return leaf.source

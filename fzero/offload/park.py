@@ -1,4 +1,4 @@
-"""One leaf to its tier and back, without waiting: what streaming and `replan` are made of."""
+"""Leaves to their tiers and back, without waiting: what streaming and `replan` are made of."""
 
 from __future__ import annotations
 
@@ -9,59 +9,115 @@ from typing import Any
 
 import jax
 
+from fzero.errors import PlacementError
 from fzero.offload import disk
 from fzero.offload.chunks import Parking
 from fzero.offload.disk import DiskArray
 from fzero.offload.tiers import (
     DEVICE,
-    HOST,
+    DISK,
     Leaf,
     Pieces,
-    arrived,
     host_sharding,
     joined,
     on_device,
-    parts_of,
+    pieces_of,
+    settled,
     tier_of,
 )
 
 
-Moving = Any  # jax.Array | Future[list[jax.Array]] | Future[list[DiskArray]]
+class Inbound:
+    """Pieces on their way to their devices.
+
+    Args:
+        pieces: arrays, wherever they are, and arrays on disk, which are read together.
+    """
+
+    def __init__(self, pieces: Sequence[Any]) -> None:
+        self._on_disk = [i for i, one in enumerate(pieces) if isinstance(one, DiskArray)]
+        rest = [i for i in range(len(pieces)) if i not in self._on_disk]
+        places = [on_device(pieces[i].sharding) for i in rest]
+        arrays = jax.device_put([pieces[i] for i in rest], places)
+        self._arrays = dict(zip(rest, arrays, strict=True))
+        self._read: Future[list[jax.Array]] | None = None
+        if self._on_disk:
+            self._read = disk.read_async([pieces[i] for i in self._on_disk])
+
+    def settled(self) -> list[jax.Array]:
+        """The arrays on their devices; those that were in host memory may still be on their way.
+
+        Raises:
+            PlacementError: something cannot be read.
+        """
+        if self._read is not None:
+            self._arrays.update(zip(self._on_disk, self._read.result(), strict=True))
+        return [self._arrays[i] for i in range(len(self._arrays))]
 
 
-def start_fetch(part: Any) -> Moving:
-    """Starts bringing an array or file to its devices."""
-    if isinstance(part, DiskArray):
-        return disk.read_async([part])
-    return jax.device_put(part, on_device(part.sharding))
+class Outbound:
+    """Arrays on their way to where a plan keeps them. They are given away.
+
+    Nothing is let go before all of them are there: neither the arrays, nor what they replace.
+
+    Args:
+        arrays: on the device.
+        parking: of each.
+        path: directory for those that go to disk, which are written together.
+        replaced: what is released afterwards.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[jax.Array],
+        parking: Sequence[Parking],
+        path: str,
+        replaced: Sequence[Any] = (),
+    ) -> None:
+        self._arrays, self._names = arrays, [one.name for one in parking]
+        self._replaced = replaced
+        self._on_disk = [i for i, one in enumerate(parking) if one.tier == DISK]
+        on_host = [i for i in range(len(arrays)) if i not in self._on_disk]
+        copies = _to_host([arrays[i] for i in on_host])
+        self._kept: dict[int, Any] = dict(zip(on_host, copies, strict=True))
+        self._written: Future[list[DiskArray]] | None = None
+        if self._on_disk:
+            out = [arrays[i] for i in self._on_disk]
+            names = [self._names[i] for i in self._on_disk]
+            self._written = disk.write_async(out, path, names)
+
+    def settled(self, otherwise: Callable[[str, PlacementError], Any] | None = None) -> list[Any]:
+        """What was made of the arrays, each where it is kept.
+
+        Args:
+            otherwise: if given, what cannot be written stays in host memory, and this is called
+                with its name and the reason.
+
+        Raises:
+            PlacementError: something cannot be written; nothing was let go.
+        """
+        jax.block_until_ready(list(self._kept.values()))
+        if self._written is not None:
+            out = [self._arrays[i] for i in self._on_disk]
+            try:
+                written: Sequence[Any] = self._written.result()
+            except PlacementError as error:
+                if otherwise is None:
+                    raise
+                for i in self._on_disk:
+                    otherwise(self._names[i], error)
+                written = jax.block_until_ready(_to_host(out))
+            self._kept.update(zip(self._on_disk, written, strict=True))
+        for one in (*self._arrays, *self._replaced):
+            one.delete()
+        return [self._kept[i] for i in range(len(self._arrays))]
 
 
-def start_leave(array: jax.Array, tier: str, path: str, name: str) -> Moving:
-    """Starts sending an array to a tier, and gives it away: it is released when it is gone."""
-    if tier == HOST:
-        moving = jax.device_put(array, host_sharding(array.sharding))
-        array.delete()  # the runtime keeps the memory for as long as the copy reads it
-        return moving
-    future = disk.write_async([array], path, [name])
-
-    def gone(done: Future[Any]) -> None:
-        if not done.exception():
-            array.delete()
-
-    future.add_done_callback(gone)
-    return future
-
-
-def finish(moving: Moving) -> Any:
-    """The array or file, where it is going; arrays may still be on their way."""
-    return moving.result()[0] if isinstance(moving, Future) else moving
-
-
-def wait(moving: Sequence[Moving]) -> None:
-    """Until all have left where they came from."""
-    jax.block_until_ready([finish(one) for one in moving if not isinstance(one, Future)])
-    for one in moving:
-        finish(one)
+def _to_host(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    copies: list[jax.Array] = jax.device_put(
+        list(arrays), [host_sharding(array.sharding) for array in arrays]
+    )
+    return copies
 
 
 def cut_up(array: jax.Array, cut: tuple[int, int]) -> list[jax.Array]:
@@ -82,32 +138,33 @@ def _cutter(cut: tuple[int, int], sharding: Any) -> Callable[[jax.Array], list[j
     return jax.jit(pieces, out_shardings=sharding)
 
 
-def park(array: jax.Array, parking: Parking, path: str, name: str) -> Leaf:
-    """An array on the device as a plan keeps it; the array is given away."""
-    parts = [array] if parking.cut is None else cut_up(array, parking.cut)
-    shape, dtype, sharding = tuple(array.shape), array.dtype, array.sharding
-    if parking.cut is not None:
-        array.delete()
-    moving = [start_leave(part, parking.tier, path, name) for part in parts]
-    wait(moving)
-    gone = tuple(finish(one) for one in moving)
+def park(array: jax.Array, parking: Parking, path: str) -> Leaf:
+    """An array on the device as a plan keeps it; the array is given away.
+
+    Raises:
+        PlacementError: it cannot be written.
+    """
     if parking.cut is None:
-        return gone[0]
-    return Pieces(shape, dtype, sharding, parking.cut[0], gone)
+        return Outbound([array], [parking], path).settled()[0]
+    pieces = cut_up(array, parking.cut)
+    shape, dtype, sharding = tuple(array.shape), array.dtype, array.sharding
+    array.delete()  # there is no room for both
+    kept = Outbound(pieces, [parking] * len(pieces), path).settled()
+    return Pieces(shape, dtype, sharding, parking.cut[0], tuple(kept))
 
 
 def is_parked_so(leaf: Leaf, parking: Parking) -> bool:
     """Whether a leaf is where a plan keeps it, in the same pieces."""
     if tier_of(leaf) != parking.tier:
         return False
-    cut = (leaf.dim, len(leaf.parts)) if isinstance(leaf, Pieces) else None
+    cut = (leaf.dim, len(leaf.pieces)) if isinstance(leaf, Pieces) else None
     return cut == parking.cut
 
 
 def unpark(leaf: Leaf) -> jax.Array:
     """A leaf on its devices, wherever it is; itself if it is there."""
-    leaf = arrived(leaf)
+    leaf = settled(leaf)
     if tier_of(leaf) == DEVICE:
         return leaf
-    parts = [finish(one) for one in [start_fetch(part) for part in parts_of(leaf)]]
-    return joined(leaf, parts) if isinstance(leaf, Pieces) else parts[0]
+    arrays = Inbound(pieces_of(leaf)).settled()
+    return joined(leaf, arrays) if isinstance(leaf, Pieces) else arrays[0]

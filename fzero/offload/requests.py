@@ -61,7 +61,7 @@ class Shard:
         what: says in words which leaf and shard, for errors.
         memory: gives the memory that they are in or go to, when the first chunk's turn comes.
         checksums: of the chunks; zeros before they are written.
-        arrived: gets the bytes that were read, once all are there and right; may keep them.
+        keep: gets the bytes that were read, once all are there and right; may keep them.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Shard:
         what: Callable[[], str],
         memory: Callable[[], Bytes],
         checksums: Sequence[int] = (),
-        arrived: Callable[[Bytes], None] = lambda data: None,
+        keep: Callable[[Bytes], None] = lambda data: None,
     ) -> None:
         self.file, self.extent, self.nbytes, self.what = file, extent, nbytes, what
         self.num_chunks = -(-extent.nbytes // CHUNK)
         self.checksums = list(checksums) or [0] * self.num_chunks
-        self._memory, self._arrived = memory, arrived
+        self._memory, self._keep = memory, keep
         self._left, self._lock = self.num_chunks, threading.Lock()
         self._data: Bytes | None = None
 
@@ -100,7 +100,7 @@ class Shard:
                 return
         data = self._data
         self.drop()
-        self._arrived(data)
+        self._keep(data)
 
     def drop(self) -> None:
         """Lets go of the memory: jax does not give a buffer away while numpy looks at it."""
@@ -172,7 +172,7 @@ def _read(request: Request) -> None:
             )
 
 
-_LOST = "The arrays of all other leaves are untouched; this leaf needs a checkpoint."
+_LOST = "Unless the disk recovers, this leaf needs a checkpoint."
 
 
 def _in_blocks(pieces: Sequence[Bytes]) -> Bytes:

@@ -219,7 +219,7 @@ def scratch(path: str | os.PathLike[str]) -> Scratch:
         ) from error
 
 
-UNCHANGED = "Nothing was moved: all arrays are in memory, unchanged."
+UNCHANGED = "What was to be written is still in memory, unchanged."
 
 
 def _unnamed(directory: Path) -> int:

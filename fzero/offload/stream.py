@@ -6,6 +6,9 @@ one reads arrives: no more than two parts' leaves are on the device at any time.
 
 A leaf larger than a chunk is kept as pieces (`fzero.offload.tiers.Pieces`). A part that works row
 by row on it, as most optimizers do, is run once per piece; any other sees it whole.
+
+What a visit read is let go when what it made is where it is kept. So a disk that cannot be written
+loses nothing: what it does not take stays in host memory, and all parts are run to the end.
 """
 
 from __future__ import annotations
@@ -21,21 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fzero.errors import StateError
+from fzero.errors import PlacementError, StateError
 from fzero.jaxprs import Program, Var
 from fzero.offload.chunks import Parking
-from fzero.offload.park import (
-    Moving,
-    cut_up,
-    finish,
-    park,
-    start_fetch,
-    start_leave,
-    unpark,
-    wait,
-)
+from fzero.offload.park import Inbound, Outbound, cut_up, park, unpark
 from fzero.offload.piecewise import Cut, PieceProgram, piecewise
-from fzero.offload.tiers import Leaf, Pieces, arrived, is_handle, joined, parts_of, piece_shape
+from fzero.offload.tiers import Leaf, Pieces, is_handle, joined, piece_shape, pieces_of, settled
 from fzero.places import PlacedFunction
 from fzero.tree import PyTree
 
@@ -51,6 +45,14 @@ class Visit:
 
     part: int
     piece: int | None = None
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """What a visit made and is parked: of which results, and on its way."""
+
+    results: tuple[Var, ...]
+    outbound: Outbound
 
 
 class StreamedFunction(PlacedFunction):
@@ -72,6 +74,7 @@ class StreamedFunction(PlacedFunction):
     Attributes:
         visits: the runs of its parts, in order.
         observer: if set, is called with each event (`fetch`, `run`, `leave`, `gone`) and its visit.
+        stuck: by name, the leaves that the last call could not write and left in host memory.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class StreamedFunction(PlacedFunction):
         )
         self.path = path or tempfile.gettempdir()
         self.observer: Callable[[str, Visit], None] | None = None
+        self.stuck: dict[str, PlacementError] = {}
         self._parked = {v: p for v, p in zip(self.program.inputs, parked, strict=True) if p}
         self._parking = {
             var: parking
@@ -162,31 +166,73 @@ class StreamedFunction(PlacedFunction):
                 yield Visit(i)
 
     def __call__(self, *args: PyTree) -> PyTree:
-        """Runs the function."""
+        """Runs the function.
+
+        Raises:
+            PlacementError: something parked cannot be read.
+        """
         leaves, tree = jax.tree.flatten(args)
         if str(tree) != str(self.in_tree):
             raise StateError(f"{self.what}: expected {self.in_tree}, got {tree}")
         env: dict[Var, Any] = dict(self.program.consts)
         for var, leaf in zip(self.program.inputs, leaves, strict=True):
             env[var] = self._in_form(var, leaf)
-        made: dict[Var, list[Moving]] = {}
-        before: list[Moving] = []
+        self.stuck = {}
+        made: dict[Var, list[Any]] = {}
+        before: _Leaving | None = None
         arriving = self._fetch(self.visits[0], env) if self.visits else {}
         for number, visit in enumerate(self.visits):
-            leaving = self._run(visit, env, arriving, made)
-            wait(before)  # now there is room for what comes next
+            try:
+                here = self._here(visit, env, arriving)
+            except PlacementError as error:
+                self._collect(before, made)
+                raise self._unreadable(error, args[0]) from error
+            leaving = self._run(visit, env, here)
+            self._collect(before, made)  # now there is room for what comes next
             self._tell("gone", visit)
             before = leaving
             if number + 1 < len(self.visits):
                 arriving = self._fetch(self.visits[number + 1], env)
-        wait(before)
-        for var, parts in made.items():
-            env[var] = self._parked_leaf(var, [finish(part) for part in parts])
+        self._collect(before, made)
+        for var, pieces in made.items():
+            env[var] = self._parked_leaf(var, pieces)
         return self._results(env)
+
+    def require_written(self, state: Any) -> None:
+        """Raises `PlacementError`, with the new state, if the disk did not take all of it."""
+        if not self.stuck:
+            return
+        names, error = ", ".join(list(self.stuck)[:6]), next(iter(self.stuck.values()))
+        more = f" and {len(self.stuck) - 6} more" if len(self.stuck) > 6 else ""
+        raised = PlacementError(
+            f"{self.what}: the step was taken, but not all of its result is on disk: {names}{more}"
+            f" stay in host memory: {error} The new state is whole: go on with this error's .state"
+            " once the disk can be written (the next step writes them again), or save it."
+        )
+        raised.state = state
+        raise raised from error
+
+    def _unreadable(self, error: PlacementError, state: PyTree) -> PlacementError:
+        """What cannot be read, and what that means for the state, our first argument."""
+        given = any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+        said = (
+            "The update had begun, and the state's memory was given to it: restore a checkpoint."
+            " (A step with donate=False keeps its input.)"
+            if given
+            else "The step was not taken, and the state is as it was."
+        )
+        return PlacementError(f"{self.what}: {error} {said}")
+
+    def _collect(self, leaving: _Leaving | None, made: dict[Var, list[Any]]) -> None:
+        """Waits until what a visit made is where it is kept."""
+        if leaving is not None:
+            kept = leaving.outbound.settled(self.stuck.setdefault)
+            for var, piece in zip(leaving.results, kept, strict=True):
+                made.setdefault(var, []).append(piece)
 
     def _in_form(self, var: Var, leaf: Leaf) -> Leaf:
         """A parked leaf in the pieces that it visits in, wherever it is."""
-        leaf, parking = arrived(leaf), self._parked.get(var)
+        leaf, parking = settled(leaf), self._parked.get(var)
         if parking is None:
             return unpark(leaf) if isinstance(leaf, jax.Array) or is_handle(leaf) else leaf
         if parking.cut is None or isinstance(leaf, Pieces):
@@ -194,42 +240,43 @@ class StreamedFunction(PlacedFunction):
         whole = unpark(leaf)
         # A copy: the leaf may be somebody else's, too.
         copy = jnp.array(whole, copy=True) if whole is leaf else whole
-        return park(copy, parking, self.path, self.what)
+        return park(copy, parking, self.path)
 
     def _tell(self, event: str, visit: Visit) -> None:
         if self.observer is not None:
             self.observer(event, visit)
 
-    def _fetch(self, visit: Visit, env: dict[Var, Any]) -> dict[int, list[Moving]]:
+    def _fetch(self, visit: Visit, env: dict[Var, Any]) -> dict[int, Inbound]:
         """Starts bringing what a visit reads; by index of the part's reads."""
         arriving = {}
         for i, var in enumerate(self.parts[visit.part].reads):
             # What does not come in pieces comes with the first, and stays until the last.
             if var in self._parked and (self._in_pieces(var) or not visit.piece):
-                arriving[i] = [start_fetch(part) for part in self._visitors(visit, env[var])]
+                arriving[i] = Inbound(self._visitors(visit, env[var]))
         self._tell("fetch", visit)
         return arriving
 
     def _visitors(self, visit: Visit, leaf: Leaf) -> Sequence[Any]:
-        parts = parts_of(leaf)
-        return parts if visit.piece is None or len(parts) == 1 else (parts[visit.piece],)
+        pieces = pieces_of(leaf)
+        return pieces if visit.piece is None or len(pieces) == 1 else (pieces[visit.piece],)
 
-    def _run(
-        self,
-        visit: Visit,
-        env: dict[Var, Any],
-        arriving: dict[int, list[Moving]],
-        made: dict[Var, list[Moving]],
-    ) -> list[Moving]:
-        """Runs one visit; what it made and is parked is on its way then, and given back."""
-        part = self.parts[visit.part]
+    def _here(
+        self, visit: Visit, env: dict[Var, Any], arriving: dict[int, Inbound]
+    ) -> dict[int, Any]:
+        """What a visit reads and was parked, on the device; by index of the part's reads."""
         here = {}
-        sources = {i: env[part.reads[i]] for i in arriving}
-        for i, moving in arriving.items():
-            arrays, var = [finish(one) for one in moving], part.reads[i]
-            whole = visit.piece is None and isinstance(env[var], Pieces)
-            here[i] = joined(env[var], arrays) if whole else arrays[0]
-            if visit.piece is not None and not self._in_pieces(var):
+        for i, inbound in arriving.items():
+            arrays, leaf = inbound.settled(), env[self.parts[visit.part].reads[i]]
+            whole = visit.piece is None and isinstance(leaf, Pieces)
+            here[i] = joined(leaf, arrays) if whole else arrays[0]
+        return here
+
+    def _run(self, visit: Visit, env: dict[Var, Any], here: dict[int, Any]) -> _Leaving:
+        """Runs one visit; what it made and is parked is on its way then."""
+        part = self.parts[visit.part]
+        sources = {i: env[part.reads[i]] for i in here}
+        for i, var in enumerate(part.reads):
+            if i in here and visit.piece is not None and not self._in_pieces(var):
                 env[var] = here.pop(i)
         if visit.piece is None:
             values = [
@@ -240,20 +287,21 @@ class StreamedFunction(PlacedFunction):
         else:
             results = self._run_piece(visit, env, here)
         self._tell("run", visit)
-        self._release(visit, env, sources)
-        leaving: list[Moving] = []
+        replaced = self._spent(visit, env, sources)
+        vars_, arrays, parkings = list[Var](), list[jax.Array](), list[Parking]()
         for var, value in zip(part.gives, results, strict=True):
             parking = self._parking.get(var)
             if parking is None or (parking.cut is None and not self._last_piece(visit)):
                 env[var] = value
                 continue
-            arrays = [value]
+            own = [value]
             if visit.piece is None and parking.cut is not None:
-                arrays = cut_up(value, parking.cut)
+                own = cut_up(value, parking.cut)
                 value.delete()
-            gone = [start_leave(array, parking.tier, self.path, self.what) for array in arrays]
-            made.setdefault(var, []).extend(gone)
-            leaving += gone
+            vars_ += [var] * len(own)
+            arrays += own
+            parkings += [parking] * len(own)
+        leaving = _Leaving(tuple(vars_), Outbound(arrays, parkings, self.path, replaced))
         self._tell("leave", visit)
         return leaving
 
@@ -276,25 +324,26 @@ class StreamedFunction(PlacedFunction):
         }  # fmt: skip
         return pieces.run(np.int32(visit.piece or 0), here, kept, into)
 
-    def _release(self, visit: Visit, env: dict[Var, Any], sources: dict[int, Leaf]) -> None:
-        """Frees what was given away and has been read for the last time."""
+    def _spent(self, visit: Visit, env: dict[Var, Any], sources: dict[int, Leaf]) -> list[Any]:
+        """What was given away and has been read for the last time: parked pieces, to be let go."""
         part, pieces = self.parts[visit.part], self._pieces.get(visit.part)
         done = pieces is not None and self._last_piece(visit)
+        spent: list[Any] = []
         for i, var in enumerate(part.reads):
             if var not in self.donated or self._last[var] != visit.part:
                 continue
             if i in sources:
-                for one in self._visitors(visit, sources[i]):
-                    one.delete()
+                spent += self._visitors(visit, sources[i])
             elif pieces is not None and done and i in pieces.sliced - set(pieces.source.values()):
                 env[var].delete()  # gradients, mostly
+        return spent
 
-    def _parked_leaf(self, var: Var, parts: list[Any]) -> Leaf:
+    def _parked_leaf(self, var: Var, pieces: list[Any]) -> Leaf:
         parking = self._parking[var]
         if parking.cut is None:
-            return parts[0]
+            return pieces[0]
         dtype, sharding = np.dtype(var.aval.dtype), self.shardings[var]
-        return Pieces(tuple(var.aval.shape), dtype, sharding, parking.cut[0], tuple(parts))
+        return Pieces(tuple(var.aval.shape), dtype, sharding, parking.cut[0], tuple(pieces))
 
     def _bring(self, value: Any, mesh: Any) -> Any:
         return value if is_handle(value) else super()._bring(value, mesh)

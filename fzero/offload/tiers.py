@@ -46,14 +46,14 @@ class Pieces:
         dtype: its dtype.
         sharding: its sharding on the device.
         dim: the dim that is cut.
-        parts: the pieces in order: arrays in host memory, or files.
+        pieces: in order: arrays in host memory, or on disk.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     sharding: Any
     dim: int
-    parts: tuple[jax.Array | DiskArray, ...] = field(repr=False)
+    pieces: tuple[jax.Array | DiskArray, ...] = field(repr=False)
 
     @property
     def ndim(self) -> int:
@@ -72,19 +72,19 @@ class Pieces:
 
     def is_deleted(self) -> bool:
         """Whether a piece's memory was given away."""
-        return any(part.is_deleted() for part in self.parts)
+        return any(piece.is_deleted() for piece in self.pieces)
 
     def delete(self) -> None:
         """Releases all pieces."""
-        for part in self.parts:
-            part.delete()
+        for piece in self.pieces:
+            piece.delete()
 
 
 class Transfer:
     """Leaves that travel together, in the background.
 
     Args:
-        future: gives their arrays or files.
+        future: gives their pieces.
         arrange: makes leaves of them; called once.
     """
 
@@ -94,12 +94,12 @@ class Transfer:
         self._lock = threading.Lock()
         self._leaves: list[Leaf] | None = None
 
-    def result(self) -> list[Leaf]:
+    def settled(self) -> list[Leaf]:
         """The leaves, after waiting for them."""
-        parts = self.future.result()
+        pieces = self.future.result()
         with self._lock:
             if self._leaves is None:
-                self._leaves = self._arrange(parts)
+                self._leaves = self._arrange(pieces)
             return self._leaves
 
 
@@ -142,19 +142,19 @@ class Arriving:
     def is_deleted(self) -> bool:
         """Whether it was given away after it had arrived."""
         future = self.transfer.future
-        return future.done() and not future.exception() and self.wait().is_deleted()
+        return future.done() and not future.exception() and self.settled().is_deleted()
 
     def delete(self) -> None:
         """Waits for it, and releases it."""
-        self.wait().delete()
+        self.settled().delete()
 
-    def wait(self) -> Any:
-        """The leaf, once it has arrived.
+    def settled(self) -> Any:
+        """The leaf, once it is where it goes.
 
         Raises:
             PlacementError: it could not be moved; `fz.reload` brings back where it came from.
         """
-        return self.transfer.result()[self.index]
+        return self.transfer.settled()[self.index]
 
 
 Leaf = Any  # jax.Array | DiskArray | Pieces | Arriving
@@ -182,22 +182,18 @@ def tier_of(leaf: Leaf) -> str:
     if isinstance(leaf, DiskArray):
         return DISK
     if isinstance(leaf, Pieces):
-        return tier_of(leaf.parts[0])
+        # After a disk failed some may be in memory: then all count as there.
+        return DISK if all(isinstance(piece, DiskArray) for piece in leaf.pieces) else HOST
     if isinstance(leaf, Arriving):
         return leaf.to
     return HOST if _in_host_memory(getattr(leaf, "sharding", None)) else DEVICE
 
 
-def arrived(leaf: Leaf) -> Leaf:
-    """The leaf itself, after waiting for it if it is on its way."""
-    return leaf.wait() if isinstance(leaf, Arriving) else leaf
-
-
 def settled(tree: PyTree) -> PyTree:
-    """The tree, after waiting for leaves that are on their way."""
+    """A leaf or a tree, after waiting for leaves that are on their way."""
     if not any(isinstance(leaf, Arriving) for leaf in jax.tree.leaves(tree)):
         return tree
-    return jax.tree.map(arrived, tree)
+    return jax.tree.map(lambda x: x.settled() if isinstance(x, Arriving) else x, tree)
 
 
 def is_handle(leaf: Any) -> bool:
@@ -222,29 +218,29 @@ def require_on_device(leaves: Iterable[tuple[str, Leaf]], operation: str) -> Non
     )
 
 
-def parts_of(leaf: Leaf) -> tuple[Any, ...]:
-    """The arrays or files that a leaf consists of."""
-    return leaf.parts if isinstance(leaf, Pieces) else (leaf,)
+def pieces_of(leaf: Leaf) -> tuple[Any, ...]:
+    """The arrays, in memory or on disk, that a leaf consists of."""
+    return leaf.pieces if isinstance(leaf, Pieces) else (leaf,)
 
 
-def regrouped(leaves: Sequence[Leaf], parts: Sequence[Any], tier: str) -> list[Leaf]:
-    """Leaves like `leaves`, made of the parts (of all of them, in order) in another tier."""
-    rest = iter(parts)
+def regrouped(leaves: Sequence[Leaf], pieces: Sequence[Any], tier: str) -> list[Leaf]:
+    """Leaves like `leaves`, made of pieces (of all of them, in order) in another tier."""
+    rest = iter(pieces)
     out: list[Leaf] = []
     for leaf in leaves:
-        own = tuple(itertools.islice(rest, len(parts_of(leaf))))
+        own = tuple(itertools.islice(rest, len(pieces_of(leaf))))
         if not isinstance(leaf, Pieces):
             out.append(own[0])
         elif tier == DEVICE:
             out.append(joined(leaf, own))
         else:
-            out.append(dataclasses.replace(leaf, parts=own))
+            out.append(dataclasses.replace(leaf, pieces=own))
     return out
 
 
-def joined(leaf: Pieces, parts: Sequence[jax.Array]) -> jax.Array:
+def joined(leaf: Pieces, pieces: Sequence[jax.Array]) -> jax.Array:
     """The whole leaf from pieces on the device."""
-    return _concatenate(leaf.dim, leaf.sharding)(parts)
+    return _concatenate(leaf.dim, leaf.sharding)(pieces)
 
 
 @functools.cache

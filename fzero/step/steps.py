@@ -60,6 +60,8 @@ class TrainStep:
             forget(fields, (new, metrics))
         state = state.replace(**new)
         self._checks.trust(state)
+        if self.stream is not None:
+            self.stream.require_written(state)
         return state, metrics
 
     def lower(self, state: Any, batch: PyTree) -> Any:

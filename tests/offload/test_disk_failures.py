@@ -29,7 +29,7 @@ from fzero.offload import disk, requests, scratch
 
 
 CHILD = Path(__file__).with_name("disk_child.py")
-UNCHANGED = "Nothing was moved: all arrays are in memory, unchanged"
+UNCHANGED = "What was to be written is still in memory, unchanged"
 
 
 def sample() -> list[jax.Array]:

@@ -12,9 +12,8 @@ from support import tiny
 from support.sample import some
 
 import fzero as fz
-from fzero.offload import stream
 from fzero.offload.piecewise import is_rowwise
-from fzero.offload.tiers import Pieces, parts_of
+from fzero.offload.tiers import Pieces, pieces_of
 from fzero.tree import named_leaves
 
 
@@ -138,34 +137,27 @@ def test_never_more_than_two_chunks_on_the_device(monkeypatch):
     plan = tiny.plan(zero=3, data=4, tiers={"opt_state": "host"}, stream_bytes=512)
     state, step = fz.init(model, tx, plan, rng=0), fz.train_step(model, tx, plan)
     state, _ = step(state, BATCH)
-    arrived, leaving, held = [], [], []
-    fetch, leave, wait = stream.start_fetch, stream.start_leave, stream.wait
+    # By the shards' memory, once: arrays that came, and those that go.
+    here, held, put = {}, [], jax.device_put
 
-    def fetched(part):
-        arrived.append(fetch(part))
-        return arrived[-1]
-
-    def left(array, *rest):
-        size = size_of(array)
-        moving = leave(array, *rest)
-        leaving.append((moving, size))
-        return moving
-
-    def waited(moving):
-        wait(moving)
-        gone = {id(one) for one in moving}
-        leaving[:] = [(one, size) for one, size in leaving if id(one) not in gone]
+    def device_put(values, to, **options):
+        moved = put(values, to, **options)
+        for old, new in zip(jax.tree.leaves(values), jax.tree.leaves(moved), strict=True):
+            kinds = [getattr(getattr(x, "sharding", None), "memory_kind", "") for x in (old, new)]
+            if kinds == ["pinned_host", "device"]:
+                here[id(new)] = new
+            if kinds == ["device", "pinned_host"]:
+                here[id(old)] = old
+        return moved
 
     def size_of(array):
         return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
     def observe(event, visit):
-        here = sum(size_of(x) for x in arrived if not x.is_deleted())  # others became results
-        held.append(here + sum(size for _, size in leaving))
+        # Arrays that came are given to the program, which makes those that go of them.
+        held.append(sum(size_of(x) for x in here.values() if not x.is_deleted()))
 
-    monkeypatch.setattr(stream, "start_fetch", fetched)
-    monkeypatch.setattr(stream, "start_leave", left)
-    monkeypatch.setattr(stream, "wait", waited)
+    monkeypatch.setattr(jax, "device_put", device_put)
     step.stream.observer = observe
     state, _ = step(state, BATCH)
     assert len(step.stream.visits) >= 16
@@ -292,9 +284,9 @@ def test_leaves_are_cut_into_pieces_of_a_chunk():
     plan = tiny.plan(zero=3, data=4, tiers={"opt_state": "host"}, stream_bytes=300)
     state = fz.init(MODEL, tx, plan, rng=0)
     for path, leaf in named_leaves(state.opt_state):
-        for part in parts_of(leaf):
-            assert part.sharding.memory_kind == "pinned_host" or leaf.ndim == 0
-            own = math.prod(part.sharding.shard_shape(part.shape)) * 4
+        for piece in pieces_of(leaf):
+            assert piece.sharding.memory_kind == "pinned_host" or leaf.ndim == 0
+            own = math.prod(piece.sharding.shard_shape(piece.shape)) * 4
             assert own * 2 <= plan.stream_bytes, path  # both moments visit together
 
 
@@ -379,8 +371,9 @@ def test_layers_come_from_the_host_inside_the_loops():
     plan = tiny.plan(zero=3, data=4, tiers={"params": "host"})
     tx = optax.sgd(0.1)
     state, step = fz.init(MODEL, tx, plan, rng=0), fz.train_step(MODEL, tx, plan)
-    args = (state.params, state.buffers, None, jax.random.key(0), BATCH)
-    inside, _ = moves_in_loops(jax.make_jaxpr(step._sums)(*args).jaxpr)
+    fields = {"params": state.params, "buffers": state.buffers, "loss_scale": None}
+    gradients = jax.make_jaxpr(step.passes.gradients)(fields, BATCH, jax.random.key(0))
+    inside, _ = moves_in_loops(gradients.jaxpr)
     assert inside == 2 * len(jax.tree.leaves(state.params["blocks"]))
 
 
@@ -394,9 +387,10 @@ def test_saved_activations_on_the_host(zero, prefetch):
     state, found, step = run(plan.replace(remat="offload"), tx)
     assert found == trace
     tiny.same_bits(state, expected)
-    fields, kept = step._parts(state)
-    jaxpr = jax.make_jaxpr(step._step)(fields, kept, BATCH).jaxpr
-    inside, outside = moves_in_loops(jaxpr)
+    names = ("params", "buffers", "loss_scale", "grads", "opt_state", "compute")
+    fields = {name: getattr(state, name) for name in names}
+    traced = jax.make_jaxpr(step.runner.step)(fields, (state.step, state.rng), BATCH)
+    inside, outside = moves_in_loops(traced.jaxpr)
     # Each layer's input away, and back; looking ahead, the first one after the loop.
     assert (inside, outside) == (2, int(prefetch))
 
