@@ -11,7 +11,7 @@ import dataclasses
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,7 @@ from fzero.offload.tiers import (
     on_device,
     pieces_of,
     regrouped,
+    settled,
     tier_of,
 )
 from fzero.state import TrainState, require_alive
@@ -74,6 +75,7 @@ def offload(
     path: str | os.PathLike[str] | None = None,
     non_blocking: bool = False,
     donate: bool = True,
+    observer: Observer | None = None,
 ) -> TrainState:
     """Moves leaves of a state to host memory or to disk.
 
@@ -97,6 +99,9 @@ def offload(
             is released when it has arrived.
         donate: whether the moved leaves of `state` are given away: touching it afterwards raises
             `StateConsumedError`. With `False` both copies stay.
+        observer: is called with each event, the tier and the paths that it is about: `copy` (it
+            begins), `done` (the copies are there; not where nobody waits), `release` (of what was
+            copied). For progress, and for tests.
 
     Returns:
         The state with these leaves in their new tier. Leaves that were not moved are shared.
@@ -119,7 +124,8 @@ def offload(
     """
     if to not in (HOST, DISK):
         raise PlacementError(f"offload: to={to!r}: expected 'host' or 'disk'")
-    return _move(state, include, to, where, fraction, path, non_blocking, donate, "offload")
+    how = _How("offload", path, non_blocking, donate, observer)
+    return _move(state, include, to, where, fraction, how)
 
 
 def reload(
@@ -129,6 +135,7 @@ def reload(
     where: str | None = None,
     non_blocking: bool = False,
     donate: bool = True,
+    observer: Observer | None = None,
 ) -> TrainState:
     """Moves leaves of a state back to their devices.
 
@@ -137,7 +144,8 @@ def reload(
         include: what to move; everything that is parked by default. See `offload`.
         where: as for `offload`.
         non_blocking: as for `offload`.
-        donate: as for `offload`; files are removed with the handle of the leaf.
+        donate: as for `offload`; space on disk goes with the handle of the leaf.
+        observer: as for `offload`.
 
     Returns:
         The state with these leaves on the device, in the sharding they had.
@@ -156,7 +164,8 @@ def reload(
         >>> fz.placement(state).bytes_per_device["opt_state"]
         64
     """
-    return _move(state, include, DEVICE, where, 1.0, None, non_blocking, donate, "reload")
+    how = _How("reload", None, non_blocking, donate, observer)
+    return _move(state, include, DEVICE, where, 1.0, how)
 
 
 @dataclass(frozen=True)
@@ -200,6 +209,7 @@ def enter(
     path: str | os.PathLike[str] | None = None,
     non_blocking: bool = False,
     donate: bool = True,
+    observer: Observer | None = None,
 ) -> TrainState:
     """The state with every part where a phase wants it.
 
@@ -209,8 +219,10 @@ def enter(
         state: the state.
         phase: the tier of each part, such as `Phases().generate`.
         path: for parts on disk, the directory.
-        non_blocking: as for `offload`.
+        non_blocking: as for `offload`; but what comes to a tier waits until what goes elsewhere is
+            gone, so that there is room.
         donate: as for `offload`.
+        observer: as for `offload`.
 
     Returns:
         The state. Entering the phase it is in is free.
@@ -231,10 +243,26 @@ def enter(
     tiers = dict.fromkeys(CLASSES, DEVICE)
     for part, tier in phase.items():
         tiers.update(dict.fromkeys(_fields(part, state), tier))
+    how = _How("enter", path, non_blocking, donate, observer)
+    moving = False
     for tier in (DISK, HOST, DEVICE):
         fields = [name for name, wanted in tiers.items() if wanted == tier]
-        state = _move_fields(state, fields, tier, None, 1.0, path, non_blocking, donate, "enter")
+        leaves = jax.tree.leaves([getattr(state, name) for name in fields])
+        coming = any(is_plain(leaf) and tier_of(leaf) != tier for leaf in leaves)
+        if moving and coming:
+            state = _gone(state)  # now there is room
+        state = _move_fields(state, fields, tier, None, 1.0, how)
+        moving |= coming
     return state
+
+
+def _gone(state: TrainState) -> TrainState:
+    """The state once everything that moves is where it goes, and its old memory is free."""
+    try:
+        return jax.block_until_ready(settled(state))
+    except PlacementError as error:
+        error.state = jax.tree.map(_settled_or_back, state)
+        raise
 
 
 def _fields(part: str, state: TrainState | None = None) -> tuple[str, ...]:
@@ -248,16 +276,32 @@ def _fields(part: str, state: TrainState | None = None) -> tuple[str, ...]:
     return next((x for x in known if any(getattr(state, name) is not None for name in x)), known[0])
 
 
+# Event, tier, paths.
+Observer = Callable[[str, str, tuple[str, ...]], None]
+
+
+@dataclass(frozen=True)
+class _How:
+    """What all moves of a call have in common; arguments as for `offload`."""
+
+    operation: str
+    path: str | os.PathLike[str] | None
+    non_blocking: bool
+    donate: bool
+    observer: Observer | None
+
+
 def _move(
     state: TrainState,
     include: str | Iterable[str] | None,
     to: str,
     where: str | None,
-    *rest: Any,
+    fraction: float,
+    how: _How,
 ) -> TrainState:
     parts = CLASSES if include is None else (include,) if isinstance(include, str) else include
     fields = {name for part in parts for name in _fields(part, state)}
-    return _move_fields(state, [x for x in CLASSES if x in fields], to, where, *rest)
+    return _move_fields(state, [x for x in CLASSES if x in fields], to, where, fraction, how)
 
 
 def _move_fields(
@@ -266,11 +310,9 @@ def _move_fields(
     to: str,
     where: str | None,
     fraction: float,
-    path: str | os.PathLike[str] | None,
-    non_blocking: bool,
-    donate: bool,
-    operation: str,
+    how: _How,
 ) -> TrainState:
+    operation = how.operation
     require_alive(state, operation)
     if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
         raise PlacementError(f"{operation}: fraction={fraction!r}: expected a share from 0 to 1")
@@ -278,7 +320,7 @@ def _move_fields(
     names = [name for name, _ in named_leaves(trees)]
     leaves, treedef = jax.tree.flatten(trees)
     chosen = _chosen(names, leaves, where, fraction, operation)
-    move = _Move(names, leaves, to, path, non_blocking, donate, operation)
+    move = _Move(names, leaves, to, how)
     try:
         move.run(chosen)
     except PlacementError as error:
@@ -315,15 +357,18 @@ class _Move:
     names: Sequence[str]
     leaves: list[Leaf]
     to: str
-    path: str | os.PathLike[str] | None
-    non_blocking: bool
-    donate: bool
-    operation: str
+    how: _How
+
+    def _tell(self, event: str, which: Iterable[int]) -> None:
+        if self.how.observer is not None:
+            self.how.observer(event, self.to, tuple(self.names[i] for i in which))
 
     def run(self, chosen: Sequence[int]) -> None:
         leaves, to = self.leaves, self.to
         for i in chosen:
-            if isinstance(leaves[i], Arriving) and not (self.non_blocking and leaves[i].to == to):
+            if isinstance(leaves[i], Arriving) and not (
+                self.how.non_blocking and leaves[i].to == to
+            ):
                 leaves[i] = _settled_or_back(leaves[i])
         moved = [i for i in chosen if tier_of(leaves[i]) != to]
         slow = [i for i in moved if to == DISK or any(map(_is_on_disk, pieces_of(leaves[i])))]
@@ -337,21 +382,23 @@ class _Move:
         old = [self.leaves[i] for i in batch]
         flat = [piece for leaf in old for piece in pieces_of(leaf)]
         place = host_sharding if self.to == HOST else on_device
+        self._tell("copy", batch)
         try:
             copies = jax.device_put(flat, [place(piece.sharding) for piece in flat])
-            if not self.non_blocking:
+            if not self.how.non_blocking:
                 jax.block_until_ready(copies)
+                self._tell("done", batch)
         except jax.errors.JaxRuntimeError as error:
             size = sum(map(leaf_bytes, flat))
             raise PlacementError(
-                f"{self.operation}: could not copy {self.names[batch[0]]} and others, {size:,}"
+                f"{self.how.operation}: could not copy {self.names[batch[0]]} and others, {size:,}"
                 f" bytes in all, to {self.to} memory: {error}. This error's .state is complete:"
                 " what was moved before is there, everything else is where it was"
             ) from error
         self._replace(batch, regrouped(old, copies, self.to))
-        if self.donate:
+        if self.how.donate:
             # The runtime keeps memory for as long as a copy reads it.
-            self._release(old)
+            self._release(batch, old, old)
 
     def _through_disk(self, moved: Sequence[int]) -> None:
         """To or from the disk. Sources are released when all has arrived: a disk may be full."""
@@ -362,8 +409,9 @@ class _Move:
         goes = [k for k, (_, piece) in enumerate(flat) if _is_on_disk(piece) != (self.to == DISK)]
         out, names = [flat[k][1] for k in goes], [flat[k][0] for k in goes]
         future: Future[list[Any]]
+        self._tell("copy", moved)
         if self.to == DISK:
-            future = disk.write_async(out, self.path or tempfile.gettempdir(), names)
+            future = disk.write_async(out, self.how.path or tempfile.gettempdir(), names)
         else:
             future = disk.read_async(out, HOST_KIND if self.to == HOST else DEVICE)
 
@@ -378,37 +426,37 @@ class _Move:
             return regrouped(old, pieces, self.to)
 
         transfer = Transfer(future, arranged)
-        if not self.non_blocking:
-            self._replace(moved, transfer.settled())
-            if self.donate:
-                for leaf in old:
-                    give_away(leaf, self.operation)
-                _delete(out)
+        if not self.how.non_blocking:
+            self._replace(moved, jax.block_until_ready(transfer.settled()))
+            self._tell("done", moved)
+            if self.how.donate:
+                self._release(moved, old, out)
             return
         self._replace(moved, [Arriving(leaf, self.to, transfer, k) for k, leaf in enumerate(old)])
-        if self.donate:
+        if self.how.donate:
             for leaf in old:
-                give_away(leaf, self.operation)
+                give_away(leaf, self.how.operation)
             future.add_done_callback(lambda done: _delete(() if done.exception() else out))
 
     def _replace(self, where: Sequence[int], new: Sequence[Leaf]) -> None:
         for i, leaf in zip(where, new, strict=True):
             self.leaves[i] = leaf
 
-    def _release(self, old: Sequence[Leaf]) -> None:
+    def _release(self, which: Iterable[int], old: Sequence[Leaf], memory: Sequence[Any]) -> None:
+        self._tell("release", which)
         for leaf in old:
-            give_away(leaf, self.operation)
-        _delete(old)
+            give_away(leaf, self.how.operation)
+        _delete(memory)
 
 
 def _is_on_disk(piece: Any) -> bool:
     return isinstance(piece, DiskArray)
 
 
-def _settled_or_back(leaf: Arriving) -> Leaf:
-    """A leaf that was on its way, or where it came from if it could not get there."""
+def _settled_or_back(leaf: Leaf) -> Leaf:
+    """A leaf; one that was on its way is where it came from if it could not get there."""
     try:
-        return leaf.settled()
+        return settled(leaf)
     except PlacementError:
         take_back(leaf.source)
         return leaf.source

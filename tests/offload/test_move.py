@@ -381,6 +381,84 @@ def test_phases(tmp_path):
         fz.enter(again, {"weights": "host"})
 
 
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_a_phase_makes_room_first(to, non_blocking, tmp_path):
+    """What leaves is gone before anything comes, whether the caller waits or not."""
+    _, state = made(zero=3)
+    before, events = tiny.host(state), []
+    state = fz.enter(state, {"params": to}, path=tmp_path)
+
+    def observe(event, tier, paths):
+        assert all(path.startswith("params" if tier == "device" else "opt_state") for path in paths)
+        if tier == "device":  # nothing of what left is on the device any more
+            assert sum(x.nbytes for x in on_device if not x.is_deleted()) == 0
+        events.append((tier, event))
+
+    on_device = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    state = fz.enter(state, {"opt_state": to}, path=tmp_path, non_blocking=non_blocking,
+                     observer=observe)  # fmt: skip
+    tiers = [tier for tier, _ in events]
+    assert tiers == sorted(tiers, reverse=True)  # host and disk, then device
+    assert set(tiers) == {to, "device"}
+    after = tiny.host(fz.reload(state))
+    assert all(before[path].tobytes() == value.tobytes() for path, value in after.items())
+
+
+def test_a_phase_with_nothing_to_bring_in_returns_at_once(tmp_path):
+    _, state = made()
+    returned, pwritev = threading.Event(), os.pwritev
+
+    def late(*args):
+        assert returned.wait(timeout=120)
+        return pwritev(*args)
+
+    with mock.patch.object(os, "pwritev", late):
+        state = fz.enter(state, dict.fromkeys(CLASSES, "disk"), path=tmp_path, non_blocking=True)
+        returned.set()
+        fz.placement(fz.reload(state)).require(params="device")
+
+
+def test_a_phase_whose_disk_fails_has_the_whole_state(tmp_path):
+    """Non-blocking, too: it is known before anything comes."""
+    _, state = made()
+    before = tiny.host(state)
+    state = fz.offload(state, "opt_state", to="host")
+    file = tmp_path / "file"
+    file.write_text("")
+    for non_blocking in (False, True):
+        with pytest.raises(fz.PlacementError, match=str(file)) as caught:
+            fz.enter(state, {"params": "disk"}, path=file / "new", non_blocking=non_blocking)
+        state = caught.value.state
+        fz.placement(state).require(params="device", opt_state="host")
+    after = tiny.host(fz.reload(state))
+    assert all(before[path].tobytes() == value.tobytes() for path, value in after.items())
+
+
+def test_a_blocking_move_waits_for_copies_before_it_releases(to, tmp_path, monkeypatch):
+    """On accelerators copies are under way when `device_put` returns."""
+    events, ready = [], jax.block_until_ready
+
+    def waits(x):
+        events.append("ready")
+        return ready(x)
+
+    monkeypatch.setattr(jax, "block_until_ready", waits)
+    _, state = made()
+
+    def observe(event, *_):
+        events.append(event)
+
+    for there in (True, False):
+        events.clear()
+        if there:
+            state = fz.offload(state, to=to, path=tmp_path, observer=observe)
+        else:
+            state = fz.reload(state, observer=observe)
+        told = [event for event in events if event != "ready"]
+        assert told == ["copy", "done", "release"]
+        assert "ready" in events[: events.index("done")]
+
+
 def test_fifty_cycles_leave_memory_flat(tmp_path):
     def big(key):
         return {f"w{i}": jax.random.normal(key, (512, 1024)) for i in range(4)}, {}
