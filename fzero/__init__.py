@@ -32,6 +32,7 @@ from fzero.optimizer.per_layer import per_layer as per_layer
 from fzero.placement import Placement as Placement
 from fzero.placement import placement as placement
 from fzero.plan import Plan as Plan
+from fzero.precision import cast as cast
 from fzero.preflight.predict import preflight as preflight
 from fzero.preflight.rates import Rates as Rates
 from fzero.preflight.result import Preflight as Preflight

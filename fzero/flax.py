@@ -16,6 +16,7 @@ import numpy as np
 
 from fzero.errors import StateError
 from fzero.model import Context, Mean, Model, split_loss
+from fzero.precision import called_with
 from fzero.tree import PyTree, is_floating, named_leaves, shape_of
 
 
@@ -52,7 +53,8 @@ def from_flax(
             buffers, key and mode. `method="encode"` calls another method; for linen,
             `mutable=["intermediates"]` gives `(output, {"intermediates": ...})` as
             `Module.apply` does. Called several times, each call has its own randomness and sees
-            the buffers that the one before left.
+            the buffers that the one before left. Where the parameters have 16 bits, floats that it
+            is called with are rounded to as many; what the loss reads of the batch is as it came.
         *example_args: arguments for linen's `init`, arrays or `jax.ShapeDtypeStruct`s.
         rng: seed for linen's initial values, in place of the key given to `fz.init`.
         **example_kwargs: keyword arguments for linen's `init`.
@@ -117,6 +119,7 @@ def _loss(call: _Call, loss: Callable[..., Any]) -> Callable[..., Any]:
             nonlocal current, num_calls
             ctx = Context(batch, jax.random.fold_in(rng, num_calls), train, current)
             num_calls += 1
+            args, kwargs = called_with((args, kwargs), params)
             out, new = call(params, ctx, args, kwargs)
             current = _as_before(current, new)
             return out

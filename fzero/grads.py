@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fzero.keys import block_key
 from fzero.model import Mean, Model, split_loss, whole_chain
 from fzero.plan import DATA, REPLICA
-from fzero.precision import cast_batch, power_of_two_below
+from fzero.precision import power_of_two_below
 from fzero.tree import PyTree, is_floating
 from fzero.zero.chain import eval_forward, holding_forward, train_backward, train_forward
 from fzero.zero.collectives import Group, all_reduce, all_reduce_tree, shard_index
@@ -50,7 +51,6 @@ def local_gradients(
         summed over all devices, new buffers.
     """
     plan, group = rules.plan, rules.group
-    batch = cast_batch(plan, batch)
     count = plan.microbatches
     # Keys follow the block of rows, so that dropout is the same however a batch is divided between
     # devices and microbatches.
@@ -60,7 +60,7 @@ def local_gradients(
     def one(
         rules: Rules, kept: PyTree, buffers: PyTree, rows: PyTree, index: Any
     ) -> tuple[_Sums, PyTree, PyTree]:
-        key = jax.random.fold_in(rng, block + index)
+        key = block_key(rng, block + index)
         if rules.hold:
             end, links, new, kept = holding_forward(pieces, rules, kept, rows, buffers, rows, key)
             rules = rules.held()
@@ -161,8 +161,7 @@ def local_evaluation(
     model: Model, rules: Rules, kept: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array
 ) -> tuple[Mean, dict[str, Mean]]:
     """Loss and metrics over all devices, in evaluation mode."""
-    key = jax.random.fold_in(rng, shard_index(rules.group))
-    batch = cast_batch(rules.plan, batch)
+    key = block_key(rng, shard_index(rules.group))
     pieces = whole_chain(model.layers)
     mean, metrics = split_loss(eval_forward(pieces, rules, kept, batch, buffers, batch, key))
     summed: tuple[Mean, dict[str, Mean]] = all_reduce_tree(

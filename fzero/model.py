@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from fzero.errors import PlanError
+from fzero.keys import layer_key
 
 
 PyTree = Any
@@ -46,10 +47,19 @@ class Mean:
 
     @staticmethod
     def of(value: Any) -> Mean:
-        """A `Mean` from a `Mean` or a scalar (which counts once per device and microbatch)."""
+        """A `Mean` from a `Mean` or a scalar (which counts once per device and microbatch).
+
+        Sums have at least 32 bits, so that what is added to them later is not lost.
+        """
         if isinstance(value, Mean):
-            return Mean(jnp.asarray(value.total), jnp.asarray(value.count))
-        return Mean(jnp.asarray(value), jnp.ones((), jnp.float32))
+            return Mean(_wide(value.total), _wide(value.count))
+        return Mean(_wide(value), jnp.ones((), jnp.float32))
+
+
+def _wide(value: Any) -> jax.Array:
+    value = jnp.asarray(value)
+    half = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4
+    return value.astype(jnp.float32) if half else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +72,9 @@ class Model:
             `params` are floating-point arrays that gradients exist for; everything else that
             changes while training (running statistics, counters) belongs into `buffers`.
         loss: `loss(params, buffers, batch, rng, train) -> (Mean or scalar, buffers, metrics)`.
-            It sees one device's rows of one microbatch; `metrics` is a dict of `Mean`s or scalars.
+            It sees one device's rows of one microbatch, as they came: parameters have the plan's
+            precision, and `fz.cast(batch["x"], like=params)` gives inputs the same. `metrics` is a
+            dict of `Mean`s or scalars.
         frozen: paths of parameters that no step changes, whatever the optimizer says. (A zero
             gradient is not enough: weight decay moves a parameter without one.)
 
@@ -100,7 +112,7 @@ class Context:
     """What a layer may read besides its parameters and its input.
 
     Args:
-        batch: this device's rows of the microbatch.
+        batch: this device's rows of the microbatch, as they came.
         rng: this layer's own key, folded from (step, microbatch, layer).
         train: whether this is a training pass.
         buffers: this layer's buffers (`None` unless the layer is stateful).
@@ -114,7 +126,7 @@ class Context:
     def at(self, number: Any, buffers: PyTree = None) -> Context:
         """The context of layer `number` of the chain, from that of the microbatch."""
         buffers = self.buffers if buffers is None else buffers
-        return Context(self.batch, jax.random.fold_in(self.rng, number), self.train, buffers)
+        return Context(self.batch, layer_key(self.rng, number), self.train, buffers)
 
 
 ApplyFn = Callable[[PyTree, Any, Context], Any]
@@ -124,7 +136,8 @@ ApplyFn = Callable[[PyTree, Any, Context], Any]
 class Layer:
     """One link of a chain: `apply(params, x, ctx) -> x`.
 
-    The first layer of a chain gets the batch as `x`.
+    The first layer of a chain gets the batch as `x`, its floats in the plan's precision; in
+    `ctx.batch` they are as they came, for whatever needs all bits (targets, times, weights).
 
     Args:
         name: key of its parameters in the params tree; unique in the chain.
@@ -274,7 +287,7 @@ def _chain_init(chain: tuple[Layer | Stack, ...]) -> InitFn:
         for index, layer in enumerate(chain):
             if layer.init is None:
                 continue
-            key = jax.random.fold_in(rng, index)
+            key = layer_key(rng, index)
             if isinstance(layer, Stack):
                 values = jax.vmap(layer.init)(jax.random.split(key, layer.num))
             else:

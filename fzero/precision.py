@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fzero.errors import PlanError
 from fzero.plan import Plan
 from fzero.tree import is_floating
 
@@ -52,11 +53,57 @@ def cast_param(plan: Plan, leaf: jax.Array) -> jax.Array:
     return round_to(leaf, compute_dtype(plan, leaf.dtype))
 
 
-def cast_batch(plan: Plan, batch: PyTree) -> PyTree:
-    """Floating-point inputs follow the parameters into the compute dtype; ints stay."""
+def cast_input(plan: Plan, x: PyTree) -> PyTree:
+    """What a model is called with: floats follow the parameters into the compute dtype."""
     return jax.tree.map(
-        lambda x: x.astype(compute_dtype(plan, x.dtype)) if is_floating(x) else x, batch
+        lambda leaf: round_to(leaf, compute_dtype(plan, leaf.dtype)) if is_floating(leaf) else leaf,
+        x,
     )
+
+
+def cast(tree: PyTree, like: PyTree) -> PyTree:
+    """Floats in the dtype of others: inputs in that of a model's parameters.
+
+    A step hands a loss function its parameters in the precision of the plan and its batch as it
+    came; where a product of both shall run in that precision, this says so.
+
+    Args:
+        tree: arrays of any shapes; those that are no floats stay as they are.
+        like: arrays, of whose floats all have one dtype.
+
+    Returns:
+        `tree` with its floats rounded to that dtype.
+
+    Raises:
+        PlanError: `like` has no floats, or floats of several dtypes.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> cast({"x": jnp.ones(2), "ids": jnp.arange(2)}, like=jnp.zeros(3, jnp.bfloat16))
+        {'ids': Array([0, 1], dtype=int32), 'x': Array([1, 1], dtype=bfloat16)}
+    """
+    dtypes = float_dtypes(like)
+    if len(dtypes) != 1:
+        raise PlanError(
+            f"cast: expected `like` to have floats of one dtype, got {dtypes or 'none'}; pass the"
+            " array that the product is with"
+        )
+    return jax.tree.map(
+        lambda leaf: round_to(jnp.asarray(leaf), dtypes[0]) if is_floating(leaf) else leaf, tree
+    )
+
+
+def called_with(args: PyTree, params: PyTree) -> PyTree:
+    """A module's arguments beside its parameters: where those have 16 bits, floats have as many."""
+    dtypes = float_dtypes(params)
+    half = len(dtypes) == 1 and jnp.finfo(dtypes[0]).bits == 16
+    return jax.tree.map(lambda x: cast(x, like=params) if half and hasattr(x, "dtype") else x, args)
+
+
+def float_dtypes(tree: PyTree) -> list[np.dtype[Any]]:
+    """The dtypes of a tree's floats, each once."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
+    return list(dict.fromkeys(np.dtype(leaf.dtype) for leaf in leaves if is_floating(leaf)))
 
 
 @jax.tree_util.register_dataclass

@@ -28,13 +28,6 @@ from fzero.zero.partition import Split, layout_leaves, map_splits, update_dtype
 Metrics = dict[str, jax.Array]
 
 
-def step_key(rng: jax.Array, step: jax.Array, pending: Pending | None) -> jax.Array:
-    """The key that a step's randomness is folded from."""
-    key = jax.random.fold_in(rng, step)
-    # Distinct from the first batch's keys, which are folded once less.
-    return key if pending is None else jax.random.fold_in(key, pending.calls)
-
-
 class Update:
     """Applies (or accumulates) one step's gradients.
 

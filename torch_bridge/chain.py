@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from fzero.errors import ConversionError
 from fzero.model import Context, Layer, Sequential, Stack
+from fzero.precision import called_with
 
 from .again import Graphs
 from .interpret import evaluate
@@ -251,6 +252,7 @@ def _layer(plan: _Plan, index: int, name: str, loss: Loss) -> Layer:
 
     def apply(params: Any, x: Any, ctx: Context) -> Any:
         mode, rolled, env = plan.call(loss, ctx.batch, ctx.train)
+        env = called_with(env, params)
         part = rolled.parts[index]
         assert isinstance(part, Part)
         state = ctx.buffers if buffers else {}

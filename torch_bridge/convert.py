@@ -14,6 +14,7 @@ from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
 from fzero.model import Model
+from fzero.precision import called_with
 
 from .again import Again, Graphs
 from .blocks import Blocks
@@ -225,7 +226,9 @@ class Converted:
             loss: `loss(forward, batch)`, which returns an `fzero.Mean` or a scalar, or a pair of
                 that and a dict of metrics. `forward(*args, **kwargs)` is the module with the
                 step's parameters, buffers, key and mode bound; called several times, each call
-                has its own randomness and sees the buffers that the one before left. A chain
+                has its own randomness and sees the buffers that the one before left. Where the
+                parameters have 16 bits, floats that it is called with are rounded to as many;
+                what the loss reads of the batch is as it came. A chain
                 runs the module once: there, `forward` is called once.
             chain: whether to make a chain; the default is to do so where blocks were rolled.
                 `False` gives one function, for losses that call `forward` several times; its
@@ -264,6 +267,7 @@ class Converted:
                 nonlocal calls
                 key = None if rng is None else jax.random.fold_in(rng, calls)
                 calls += 1
+                args, kwargs = called_with((args, kwargs), params)
                 out, current[0] = self.apply(
                     params, current[0], *args, rng=key, train=train, **kwargs
                 )

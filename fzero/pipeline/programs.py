@@ -19,10 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fzero.blueprint import Blueprint
 from fzero.flags import compiler_options
 from fzero.grads import float_mean, float_means, loss_seed, unscaled
+from fzero.keys import block_key
 from fzero.model import Mean, split_loss
 from fzero.pipeline.homes import stage_tree
 from fzero.plan import AXES
-from fzero.precision import cast_batch
 from fzero.tree import PyTree
 from fzero.zero.chain import (
     End,
@@ -280,7 +280,7 @@ class StagePrograms:
             return jax.lax.dynamic_index_in_dim(parts, number, keepdims=False)
 
         block = shard_index(self.blue.group) * count + number
-        return cast_batch(self.plan, jax.tree.map(rows, batch)), jax.random.fold_in(key, block)
+        return jax.tree.map(rows, batch), block_key(key, block)
 
     def _added(self, sums: PyTree, grads: PyTree) -> PyTree:
         if sums is None:

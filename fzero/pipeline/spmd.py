@@ -18,10 +18,10 @@ import jax.numpy as jnp
 
 from fzero.errors import PlanError
 from fzero.grads import agreed_buffers, float_mean, float_means, loss_seed, unscaled
+from fzero.keys import block_key
 from fzero.model import Mean, split_loss
 from fzero.pipeline.homes import Stages, stage_tree
 from fzero.plan import PIPE
-from fzero.precision import cast_batch
 from fzero.tree import PyTree, is_floating, shapes_of
 from fzero.zero.chain import End, eval_forward, train_backward, train_forward
 from fzero.zero.collectives import all_reduce_tree, shard_index, sum_over
@@ -44,7 +44,7 @@ def spmd_gradients(
 ) -> tuple[PyTree, Mean, dict[str, Mean], PyTree]:
     """`fzero.grads.local_gradients` for a pipeline; all mesh axes are manual."""
     count = rules.plan.microbatches
-    loop = _Loop(stages, rules, kept, _rows(rules, batch, count), rng, count, scale)
+    loop = _Loop(stages, rules, kept, _rows(batch, count), rng, count, scale)
     received, ends, new = loop.forward(buffers)
     sums = loop.backward(received)
     mean, metrics = loop.everywhere(ends)
@@ -61,13 +61,12 @@ def spmd_evaluation(
     count: int,
 ) -> Ends:
     """`fzero.grads.local_evaluation` for a pipeline, over `count` microbatches."""
-    loop = _Loop(stages, rules, kept, _rows(rules, batch, count), rng, count, None)
+    loop = _Loop(stages, rules, kept, _rows(batch, count), rng, count, None)
     return loop.everywhere(loop.evaluate(buffers))
 
 
-def _rows(rules: Rules, batch: PyTree, count: int) -> PyTree:
-    parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
-    return cast_batch(rules.plan, parts)
+def _rows(batch: PyTree, count: int) -> PyTree:
+    return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +88,7 @@ class _Loop:
         """One microbatch's rows, and its key."""
         block = shard_index(self.rules.group) * self.count + number
         rows = jax.tree.map(lambda x: _at(x, number), self.rows)
-        return rows, jax.random.fold_in(self.rng, block)
+        return rows, block_key(self.rng, block)
 
     def stage_rules(self, stage: int) -> Rules:
         """The rules, for the leaves of one stage."""

@@ -13,7 +13,7 @@ from fzero.blueprint import Blueprint
 from fzero.model import Model, whole_chain
 from fzero.pipeline.flops import flops
 from fzero.plan import AXES, Plan
-from fzero.precision import cast_batch, compute_dtype
+from fzero.precision import compute_dtype
 from fzero.step.passes import OneProgram, kept_by
 from fzero.tree import PyTree, leaf_bytes
 from fzero.zero.chain import kept_parts, train_forward, without_inputs
@@ -61,7 +61,6 @@ def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tu
 
     def local(kept: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array) -> tuple[()]:
         rows = jax.tree.map(lambda x: x[: x.shape[0] // plan.microbatches], batch)
-        rows = cast_batch(plan, rows)
         pieces = whole_chain(blue.model.layers)
         _, links, _ = train_forward(pieces, passes.rules(), kept, rows, buffers, rows, key)
         held = {id(leaf): leaf for leaf in jax.tree.leaves(without_inputs(links))}

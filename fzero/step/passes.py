@@ -18,6 +18,7 @@ from fzero.batch import place_batch
 from fzero.blueprint import Blueprint
 from fzero.errors import StateError
 from fzero.grads import local_evaluation, local_gradients
+from fzero.keys import eval_key
 from fzero.model import Mean
 from fzero.pipeline.execute import Executor
 from fzero.pipeline.spmd import spmd_evaluation, spmd_gradients
@@ -121,7 +122,7 @@ class OneProgram:
             in_specs=(self.kept_specs(), self._buffer_specs(), PartitionSpec(AXES), whole),
             out_specs=whole,
         )
-        found: tuple[Mean, dict[str, Mean]] = run(kept, buffers, batch, rng)
+        found: tuple[Mean, dict[str, Mean]] = run(kept, buffers, batch, eval_key(rng))
         return found
 
     def _specs(self, spec: Callable[[Split], PartitionSpec]) -> PyTree:
@@ -188,10 +189,12 @@ class Pipeline:
         rows = jax.tree.leaves(batch)[0].shape[0]
         group = self.blueprint.group
         count = math.gcd(rows // (group.data * group.replica), self.plan.microbatches)
-        mean, own = self.executor.evaluate(kept, buffers, batch, rng, count)
+        mean, own = self.executor.evaluate(kept, buffers, batch, _eval_key(rng), count)
         refuse_reserved(own)
         return mean, own
 
+
+_eval_key = jax.jit(eval_key)
 
 Passes = OneProgram | Pipeline
 

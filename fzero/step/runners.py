@@ -9,11 +9,13 @@ import jax
 
 from fzero.blueprint import Blueprint
 from fzero.flags import CompilerOptions, compiler_options
+from fzero.keys import step_key
+from fzero.state import Pending
 from fzero.step.host_update import HostUpdate
 from fzero.step.passes import OneProgram, Passes, Values, kept_by
 from fzero.step.updates import DividedUpdate
 from fzero.tree import PyTree
-from fzero.update import Metrics, Update, step_key
+from fzero.update import Metrics, Update
 
 
 # Step count and key, which a step never gives away, so that a consumed state knows its step.
@@ -45,7 +47,7 @@ class Fused:
         """New fields of the state, and metrics: the pure function."""
         self.on_trace()
         step, rng = moment
-        key = step_key(rng, step, fields["grads"])
+        key = step_key(rng, step, _calls(fields["grads"]))
         sums, mean, own, changed = self.passes.gradients(fields, batch, key)
         return self.update.run(fields, step, sums, mean, own, changed, self.apply)
 
@@ -84,13 +86,18 @@ class Divided:
     def __call__(self, fields: Values, moment: Moment, batch: PyTree) -> tuple[Values, Metrics]:
         """Runs all programs."""
         step, rng = moment
-        key = self._key(rng, step, fields["grads"])
+        key = self._key(rng, step, _calls(fields["grads"]))
         plan = self.passes.plan
         read = {name: fields[name] for name in ("buffers", "loss_scale")}
         read["compute" if plan.keeps_compute_copy else "params"] = kept_by(plan, fields)
         sums, mean, own, changed = self._gradients(read, batch, key)
         kept = {"step": step, "sums": sums, "mean": mean, "own": own, "changed": changed}
         return self.update(fields, kept)
+
+
+def _calls(pending: Pending | None) -> jax.Array | int:
+    """Batches accumulated so far."""
+    return 0 if pending is None else pending.calls
 
 
 Runner = Fused | Divided

@@ -34,7 +34,7 @@ from fzero.model import (
     run_chain,
     split_loss,
 )
-from fzero.precision import compute_dtype
+from fzero.precision import cast_input, compute_dtype
 from fzero.tree import PyTree
 from fzero.zero.at_use import gather_at_use
 from fzero.zero.halves import Rest, first_half, unfenced
@@ -246,6 +246,7 @@ def _train_forward(
     last: bool,
 ) -> tuple[Any, Links, PyTree]:
     rules, kept = fetched.rules, fetched.kept
+    x = _entered(rules, pieces[0], x)
     links: Links = []
     end: list[End] = []
 
@@ -267,6 +268,12 @@ def _train_forward(
 
     out, new = run_chain(pieces, x, buffers, run_piece)
     return end[0] if last else out, links, new
+
+
+def _entered(rules: Rules, first: Piece, x: Any) -> Any:
+    """A chain's input in the compute dtype. A plain model reads its batch as it is."""
+    starts = first.number == 0 and bool(first.layer.name)
+    return cast_input(rules.plan, x) if starts else x
 
 
 def _layer_forward(
@@ -535,6 +542,7 @@ def eval_forward(
     # An evaluation is of the weights that are saved and exported, not of their 8-bit image.
     rules = dataclasses.replace(rules, exact=True)
     fetched = Fetched(rules, kept)
+    x = _entered(rules, pieces[0], x)
 
     def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
         ctx, layer = Context(batch, rng, False, state), piece.layer

@@ -19,7 +19,7 @@ SOURCES = FZERO + sorted((ROOT / "torch_bridge").rglob("*.py"))
 
 # Each module may import from lines above its own, or from its own line.
 LAYERS = [
-    ["errors", "tree", "compat", "consumed"],
+    ["errors", "tree", "compat", "consumed", "keys"],
     ["offload.scratch", "offload.requests", "offload.disk"],
     ["offload.tiers"],
     ["pipeline", "jaxprs"],  # schedules are data, which plans are made of

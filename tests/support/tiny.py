@@ -111,7 +111,7 @@ def regression(dtype: Any = jnp.float32) -> fz.Model:
 
 def regression_loss(p: Any, buffers: Any, batch: Any, rng: Any, train: bool) -> Any:
     """Squared error of a two-layer network."""
-    out = jnp.tanh(batch["x"] @ p["w"]) @ p["odd"] * p["gain"]
+    out = jnp.tanh(fz.cast(batch["x"], like=p) @ p["w"]) @ p["odd"] * p["gain"]
     error = (out - batch["y"]).astype(jnp.float32)
     return fz.Mean(jnp.sum(jnp.square(error)), jnp.float32(error.size)), buffers, {}
 

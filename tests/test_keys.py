@@ -1,0 +1,99 @@
+"""Random keys: whatever is drawn at two places is drawn from two keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import tiny
+
+import fzero as fz
+
+
+LAYERS, BLOCKS, SPLITS = 3, 4, 1
+TX = optax.sgd(0.0)
+# Row by row the number of the block (of one microbatch on one device) that it is in.
+BATCH = {"block": np.repeat(np.arange(BLOCKS, dtype=np.int32), 2)}
+
+
+def _words(key: jax.Array) -> jax.Array:
+    """A key and what a user splits from it: of each 32 bits, as two numbers exact in float32."""
+    keys = jnp.concatenate([key[None], jax.random.split(key, SPLITS)])
+    data = jax.random.key_data(keys)[:, 1:]
+    return jnp.concatenate([data >> 16, data & 0xFFFF], -1).astype(jnp.float32)
+
+
+def _init(key: jax.Array) -> Any:
+    return {"key": _words(key)}
+
+
+def _note(p: Any, x: jax.Array, ctx: Any) -> jax.Array:
+    return jnp.concatenate([x[1:], _words(ctx.rng)[None]])
+
+
+def _first(p: Any, batch: Any, ctx: Any) -> jax.Array:
+    return _note(p, jnp.zeros((LAYERS, 1 + SPLITS, 2)), ctx)
+
+
+def _loss(x: jax.Array, batch: Any) -> Any:
+    own = [(batch["block"][0] == block).astype(jnp.float32) for block in range(BLOCKS)]
+    metrics = {
+        f"{layer} {block} {split} {i}": fz.Mean(x[layer, split, i] * own[block], own[block])
+        for layer, split, i in np.ndindex(x.shape)
+        for block in range(BLOCKS)
+    }
+    return jnp.zeros(()), metrics
+
+
+MODEL = fz.Sequential(
+    [fz.Layer("in", _init, _first), fz.Stack("blocks", LAYERS - 1, _init, _note)], loss=_loss
+)
+
+
+def _of(metrics: Any, blocks: int) -> list[tuple[float, ...]]:
+    return [
+        tuple(float(metrics[f"{layer} {block} {split} {i}"]) for i in range(2))
+        for layer in range(LAYERS)
+        for block in range(blocks)
+        for split in range(1 + SPLITS)
+    ]
+
+
+def _drawn(plan: fz.Plan) -> dict[str, list[tuple[float, ...]]]:
+    """All keys of an initialisation, two steps, an accumulation and an evaluation."""
+    state = fz.init(MODEL, TX, plan, rng=7)
+    found = {
+        "init": [tuple(row) for leaf in jax.tree.leaves(fz.logical(MODEL, state, plan))
+                 for row in np.asarray(leaf).reshape(-1, 2).tolist()]
+    }  # fmt: skip
+    train, add = fz.train_step(MODEL, TX, plan), fz.accumulate_step(MODEL, TX, plan)
+    for step in range(2):
+        state, metrics = train(state, BATCH)
+        found[f"step {step}"] = _of(metrics, BLOCKS)
+    for call in range(2):
+        state, metrics = add(state, BATCH)
+        found[f"call {call}"] = _of(metrics, BLOCKS)
+    state, metrics = train(state, BATCH)
+    found["last call"] = _of(metrics, BLOCKS)
+    # One block of rows for each device, or for each microbatch of it in a pipeline.
+    blocks = 2 if plan.pipe == 1 else BLOCKS
+    rows = {"block": np.repeat(np.arange(blocks, dtype=np.int32), 2)}
+    found["eval"] = _of(fz.eval_step(MODEL, plan)(state, rows), blocks)
+    return found
+
+
+@pytest.mark.quick
+def test_no_two_places_draw_from_one_key():
+    plan = tiny.plan(zero=3, data=2, microbatches=2)
+    drawn = _drawn(plan)
+    everything = [key for keys in drawn.values() for key in keys]
+    assert len(everything) == (1 + SPLITS) * LAYERS * (1 + 5 * BLOCKS + 2)
+    assert len(set(everything)) == len(everything)
+    pipeline = _drawn(plan.replace(pipe=2))
+    assert {**pipeline, "eval": []} == {**drawn, "eval": []}
+    assert len(set(pipeline["eval"])) == len(pipeline["eval"])
+    assert not set(pipeline["eval"]) & set(everything[: -len(drawn["eval"])])
