@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fzero.buffers import check_buffers
 from fzero.compat import auto_mesh
 from fzero.errors import PlanError, StateError
 from fzero.initial import initial_shapes as initial_shapes
@@ -312,6 +313,7 @@ def blueprint(
             f"init: frozen names {unknown}, which are no parameters; there are"
             f" {[path for path, _ in named_leaves(params)][:20]}"
         )
+    check_buffers(model, buffers)
     if plan.pipe == 1:
         layout = split_params(model, params, plan, dict(mesh.shape)[DATA])
         return Blueprint(model, tx, plan, mesh, layout, buffers)

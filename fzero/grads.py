@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fzero.buffers import agreed_buffers
 from fzero.keys import block_key
 from fzero.model import Mean, Model, split_loss, whole_chain
-from fzero.plan import DATA, REPLICA
 from fzero.precision import power_of_two_below
-from fzero.tree import PyTree, is_floating
+from fzero.tree import PyTree
 from fzero.zero.chain import eval_forward, holding_forward, train_backward, train_forward
-from fzero.zero.collectives import Group, all_reduce, all_reduce_tree, shard_index
+from fzero.zero.collectives import all_reduce, all_reduce_tree, shard_index
 from fzero.zero.partition import map_splits
 from fzero.zero.rules import Rules
 
@@ -81,7 +81,7 @@ def local_gradients(
         rules = dataclasses.replace(rules, reduce=True)
         sums = rules.finish(map_splits(rules.scatter, rules.layout, sums))
     mean, metrics = all_reduce_tree((mean, metrics), group)
-    return sums, mean, metrics, agreed_buffers(new, group)
+    return sums, mean, metrics, agreed_buffers(model.layers, buffers, new, group)
 
 
 # Summed gradients, loss and metrics.
@@ -178,22 +178,3 @@ def float_mean(mean: Mean) -> Mean:
 def float_means(metrics: dict[str, Any]) -> dict[str, Mean]:
     """A model's metrics as means whose sums are float32."""
     return {name: float_mean(Mean.of(value)) for name, value in metrics.items()}
-
-
-def agreed_buffers(new: PyTree, group: Group) -> PyTree:
-    """One value of the buffers for all devices.
-
-    Floating-point buffers are averaged: a running mean then is that of the whole batch. Counters
-    are equal everywhere already, so the largest is each of them.
-    """
-    size = group.data * group.replica
-    if size == 1:
-        return new
-    leaves = jax.tree.leaves(new)
-    summed = iter(all_reduce_tree([leaf for leaf in leaves if is_floating(leaf)], group))
-    axes = (REPLICA, DATA)
-
-    def agree(leaf: jax.Array) -> jax.Array:
-        return next(summed) / size if is_floating(leaf) else jax.lax.pmax(leaf, axes)
-
-    return jax.tree.map(agree, new)

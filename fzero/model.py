@@ -19,6 +19,8 @@ from fzero.keys import layer_key
 
 
 PyTree = Any
+# How devices' values of buffers become one: one word, or words by path.
+BufferReduce = str | Mapping[str, str]
 InitFn = Callable[[jax.Array], tuple[PyTree, PyTree]]
 LossFn = Callable[..., tuple[Any, PyTree, dict[str, Any]]]
 
@@ -77,6 +79,11 @@ class Model:
             dict of `Mean`s or scalars.
         frozen: paths of parameters that no step changes, whatever the optimizer says. (A zero
             gradient is not enough: weight decay moves a parameter without one.)
+        buffer_reduce: how the devices' values of a buffer become one, by its path (or that of some
+            of them together), or one word for all: `mean`; `sum`, of what each device adds; `max`;
+            `same`, where all have one value as it is. Floats are averaged by default. Integers that
+            depend on nothing but buffers (step counters) are the same anyway; others have no
+            default, and a step that meets one says so.
 
     Example:
         >>> import jax.numpy as jnp
@@ -89,6 +96,7 @@ class Model:
     init: InitFn | tuple[PyTree, PyTree]
     loss: LossFn
     frozen: frozenset[str] = frozenset()
+    buffer_reduce: BufferReduce = field(default_factory=dict)
 
     def with_init(self, init: InitFn | tuple[PyTree, PyTree]) -> Self:
         """The same model with other initial values; leaves of a pair may be `LazyArray`s."""
@@ -104,7 +112,7 @@ class Model:
             out, buffers, metrics = self.loss(params, ctx.buffers, batch, ctx.rng, ctx.train)
             return (out, metrics), buffers
 
-        return (Layer("", None, apply, stateful=True),)
+        return (Layer("", None, apply, stateful=True, buffer_reduce=self.buffer_reduce),)
 
 
 @dataclass(frozen=True)
@@ -148,6 +156,7 @@ class Layer:
             they appear in `params` under `name`. This is how weights are tied: one leaf, several
             readers, gradients summed.
         stateful: whether the layer has buffers, such as running statistics.
+        buffer_reduce: how devices' values of its buffers become one; see `Model`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -162,6 +171,7 @@ class Layer:
     apply: ApplyFn
     reads: Mapping[str, str] = field(default_factory=dict)
     stateful: bool = False
+    buffer_reduce: BufferReduce = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -185,6 +195,7 @@ class Stack:
         shared: keys of a dict `x` that every layer reads and none changes (masks, position
             tables). They stay outside the loop: kept once, gradients summed over the layers.
         stateful: whether each layer has buffers.
+        buffer_reduce: how devices' values of its buffers become one; see `Model`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -197,6 +208,7 @@ class Stack:
     apply: ApplyFn
     shared: tuple[str, ...] = ()
     stateful: bool = False
+    buffer_reduce: BufferReduce = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -248,6 +260,7 @@ class Sequential(Model):
         object.__setattr__(self, "init", init or _chain_init(chain))
         object.__setattr__(self, "loss", _chain_loss(chain))
         object.__setattr__(self, "frozen", frozen)
+        object.__setattr__(self, "buffer_reduce", {})  # each layer says its own
 
     @property
     def layers(self) -> tuple[Layer | Stack, ...]:

@@ -48,6 +48,7 @@ class Source:
         buffers: likewise.
         names: the stacked leaves among them.
         frozen: parameters that no step changes.
+        same: `fz.Model`'s `buffer_reduce` for its buffers.
     """
 
     graphs: Graphs
@@ -55,6 +56,7 @@ class Source:
     buffers: Arrays
     names: Names
     frozen: frozenset[str]
+    same: Mapping[str, str]
 
 
 class _Called(BaseException):
@@ -282,13 +284,17 @@ def _layer(plan: _Plan, index: int, name: str, loss: Loss) -> Layer:
                 out["number"] = jnp.zeros((), jnp.int32)
         return (out, new) if buffers else out
 
-    return Layer(name, None, apply, reads=plan.reads[index], stateful=bool(buffers))
+    same = {leaf: source.same[leaf] for leaf in buffers if leaf in source.same}
+    return Layer(
+        name, None, apply, reads=plan.reads[index], stateful=bool(buffers), buffer_reduce=same
+    )
 
 
 def _stack(plan: _Plan, index: int, name: str, loss: Loss) -> Stack:
     """A link of equal layers."""
     source = plan.source
-    stateful = any(plan.owner[leaf] == name for leaf in source.buffers)
+    buffers = [leaf for leaf in source.buffers if plan.owner[leaf] == name]
+    stateful = bool(buffers)
 
     def apply(params: Any, x: Any, ctx: Context) -> Any:
         mode, rolled, shapes = plan.shapes(loss, ctx.batch, ctx.train)
@@ -308,7 +314,10 @@ def _stack(plan: _Plan, index: int, name: str, loss: Loss) -> Stack:
 
     loop = source.graphs.rolled[True].parts[index]
     assert isinstance(loop, Loop)
-    return Stack(name, loop.run.num, _given, apply, shared=("shared",), stateful=stateful)
+    same = {leaf: source.same[leaf] for leaf in buffers if leaf in source.same}
+    return Stack(
+        name, loop.run.num, _given, apply, shared=("shared",), stateful=stateful, buffer_reduce=same
+    )
 
 
 def _given(_: Any) -> Any:

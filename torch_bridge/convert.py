@@ -19,6 +19,7 @@ from fzero.precision import called_with
 from .again import Again, Graphs
 from .blocks import Blocks
 from .chain import Source, chain_values, links_merged, make_chain
+from .dtypes import is_float
 from .export import export_program
 from .initial import COPIED_BYTES, num_bytes, on_host, read_initial, with_masters
 from .interpret import missing_operators, refuse_data_dependent, refuse_missing
@@ -278,11 +279,25 @@ class Converted:
             return value, current[0], metrics
 
         initial = self.trained(self._params), dict(self._buffers)
-        return Model(init=initial, loss=step_loss, frozen=self.frozen)
+        same = self._same_anywhere()
+        return Model(init=initial, loss=step_loss, frozen=self.frozen, buffer_reduce=same)
+
+    def _same_anywhere(self) -> dict[str, str]:
+        """`fz.Model`'s `buffer_reduce` for integers that no forward writes, or that count steps."""
+        names = self.layout.leaf_of()
+        plain = (names[n].name for mode in self._modes.values() for n in mode.graph.mutations)
+        written = frozenset(plain).union(*(rolled.written for rolled in self._rolled.values()))
+        return {
+            name: "same"
+            for name, value in self._buffers.items()
+            if not is_float(value)
+            and (name not in written or name.split(".")[-1] == "num_batches_tracked")
+        }
 
     def _source(self) -> Source:
         params = self.trained(self._params)
-        return Source(self._graphs, params, self._buffers, self.names, self.frozen)
+        same = self._same_anywhere()
+        return Source(self._graphs, params, self._buffers, self.names, self.frozen, same)
 
 
 def convert(

@@ -169,6 +169,12 @@ class Rolled:
         updates |= fill(dict(self.updates), env)
         return fill(list(self.outputs), env), updates
 
+    @property
+    def written(self) -> frozenset[str]:
+        """Names of the buffers that get new values."""
+        loops = [part for part in self.parts if isinstance(part, Loop)]
+        return frozenset(self.updates).union(*(loop.updates for loop in loops))
+
     def map_steps(self, change: Callable[[Instruction], Instruction]) -> Rolled:
         """The same graph with every step changed."""
         parts = tuple(

@@ -336,7 +336,8 @@ def _layer(
         return (out, new) if stateful else out
 
     # The initial values of all layers are given to the Sequential at once.
-    return Layer(name, None, apply, reads=reads, stateful=stateful)
+    same = converted._same_anywhere()
+    return Layer(name, None, apply, reads=reads, stateful=stateful, buffer_reduce=same)
 
 
 def _one(x: Any) -> tuple[Any]:

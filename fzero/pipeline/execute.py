@@ -129,7 +129,8 @@ class _Run:
     def train(self) -> tuple[PyTree, Mean, dict[str, Mean], PyTree]:
         if self.plan.microbatches > 1:
             self.sums = {p.stage: p.zeros() for p in self.programs}
-        self.buffers = self.gatherer.pack_buffers(self.buffers)
+        before = self.buffers
+        self.buffers = self.gatherer.pack_buffers(before)
         run = {
             "F": self._forward, "B": self._backward, "I": self._input_backward,
             "W": self._weight_backward,
@@ -139,7 +140,7 @@ class _Run:
         self._settle()
         mean, metrics = self._totals()
         sums = self.gatherer.home_sums(self.sums)
-        return sums, mean, metrics, self.gatherer.home_buffers(self.buffers)
+        return sums, mean, metrics, self.gatherer.home_buffers(before, self.buffers)
 
     def evaluate(self, count: int) -> tuple[Mean, dict[str, Mean]]:
         stages = len(self.programs)

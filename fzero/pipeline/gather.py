@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.blueprint import Blueprint
+from fzero.buffers import agreed_buffers
 from fzero.compat import is_key
 from fzero.errors import PlanError
-from fzero.grads import agreed_buffers
 from fzero.model import Stack
 from fzero.pipeline.homes import stage_tree
 from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, pack, unpack
@@ -122,15 +122,16 @@ class Gatherer:
             for rank, tree in enumerate(ranks)
         ]
 
-    def home_buffers(self, ranks: list[dict[str, PyTree]]) -> PyTree:
-        """One value of each buffer for all devices, at home."""
+    def home_buffers(self, old: list[dict[str, PyTree]], new: list[dict[str, PyTree]]) -> PyTree:
+        """One value of each buffer for all devices, at home, from each rank's before and after."""
 
-        def agreed(tree: PyTree) -> PyTree:
-            return agreed_buffers(unpack(tree), self.blue.group)
+        def agreed(both: tuple[PyTree, PyTree]) -> PyTree:
+            layers, (old, new) = self.blue.model.layers, both
+            return agreed_buffers(layers, old, unpack(new), self.blue.group)
 
         done = [
-            self._program("agreed", rank, agreed, LOCAL, WHOLE)(tree) if tree else {}
-            for rank, tree in enumerate(ranks)
+            self._program("agreed", rank, agreed, (WHOLE, LOCAL), WHOLE)(both) if both[1] else {}
+            for rank, both in enumerate(zip(old, new, strict=True))
         ]
         homes = self.stages.homes
         return {

@@ -16,13 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fzero.buffers import agreed_buffers
 from fzero.errors import PlanError
-from fzero.grads import agreed_buffers, float_mean, float_means, loss_seed, unscaled
+from fzero.grads import float_mean, float_means, loss_seed, unscaled
 from fzero.keys import block_key
 from fzero.model import Mean, split_loss
 from fzero.pipeline.homes import Stages, stage_tree
 from fzero.plan import PIPE
-from fzero.tree import PyTree, is_floating, shapes_of
+from fzero.tree import PyTree, shapes_of
 from fzero.zero.chain import End, eval_forward, train_backward, train_forward
 from fzero.zero.collectives import all_reduce_tree, shard_index, sum_over
 from fzero.zero.partition import Split, map_splits
@@ -48,7 +49,7 @@ def spmd_gradients(
     received, ends, new = loop.forward(buffers)
     sums = loop.backward(received)
     mean, metrics = loop.everywhere(ends)
-    return loop.joined(sums), mean, metrics, loop.agreed(new)
+    return loop.joined(sums), mean, metrics, loop.agreed(buffers, new)
 
 
 def spmd_evaluation(
@@ -327,9 +328,10 @@ class _Loop:
         total: Ends = all_reduce_tree(known, group)
         return total
 
-    def agreed(self, buffers: PyTree) -> PyTree:
+    def agreed(self, old: PyTree, new: PyTree) -> PyTree:
         """One value of each buffer for all devices that hold it."""
-        agreed = agreed_buffers(buffers, self.rules.group)
+        layers = [piece.layer for pieces in self.stages.pieces for piece in pieces]
+        agreed = agreed_buffers(layers, old, new, self.rules.group)
         stages_of = {
             piece.layer.name: stage
             for stage, pieces in enumerate(self.stages.pieces)
@@ -340,7 +342,8 @@ class _Loop:
             if self.stages.homes[name].rows:
                 return leaf
             mine = jnp.where(self.rank == stages_of[name], leaf, jnp.zeros_like(leaf))
-            return jax.lax.psum(mine, PIPE) if is_floating(leaf) else jax.lax.pmax(mine, PIPE)
+            flag = leaf.dtype == jnp.bool_
+            return jax.lax.psum(mine.astype(jnp.int32) if flag else mine, PIPE).astype(leaf.dtype)
 
         return {
             name: jax.tree.map(lambda leaf, name=name: owned(name, leaf), tree)

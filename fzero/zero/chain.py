@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from fzero.buffers import require_reductions
 from fzero.model import (
     Context,
     Layer,
@@ -290,7 +291,10 @@ def _layer_forward(
 
     def run(weights: list[Any], floats: list[Any]) -> tuple[Any, Any]:
         params = jax.tree.unflatten(treedef, weights)
-        y, buffers = apply_layer(layer, params, structure.join(floats, rest), {}, ctx)
+        own = structure.join(floats, rest)
+        if not fetched.rules.alone:
+            require_reductions(layer, params, own, ctx)
+        y, buffers = apply_layer(layer, params, own, {}, ctx)
         if end is not None:
             mean, metrics = split_loss(y)
             return mean.total, (mean.count, metrics, buffers)

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from fzero import compat
+from fzero.buffers import require_reductions
 from fzero.model import Context, Piece, Stack, apply_layer, split_shared
 from fzero.tree import PyTree, shapes_of
 from fzero.zero.halves import Rest, first_half
@@ -91,13 +92,12 @@ class _LayerProgram:
         piece = static.piece
         state = jax.tree.map(lambda leaf: _at(leaf, piece.row + k), self.buffers)
         assert self.rng is not None
-        y, buffers = apply_layer(
-            static.stack,
-            weights,
-            static.carry.join(floats, rest),
-            static.shared.join(shared, self.shared_rest),
-            Context(self.batch, self.rng, static.train).at(piece.number + k, state),
-        )
+        carry = static.carry.join(floats, rest)
+        fixed = static.shared.join(shared, self.shared_rest)
+        ctx = Context(self.batch, self.rng, static.train).at(piece.number + k, state)
+        if not static.rules.alone:
+            require_reductions(static.stack, weights, {**carry, **fixed} if fixed else carry, ctx)
+        y, buffers = apply_layer(static.stack, weights, carry, fixed, ctx)
         out, y_floats, y_rest = Floats.of(y)
         if out != static.carry:
             raise TypeError(

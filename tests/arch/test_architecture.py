@@ -31,6 +31,7 @@ LAYERS = [
     ["pipeline.homes"],
     ["zero.collectives", "zero.at_use", "flags", "places", "copies"],
     ["zero.rules", "offload.chunks", "offload.park", "offload.piecewise", "offload.stream"],
+    ["buffers"],
     ["zero.stack"],
     ["zero.chain"],
     ["optimizer"],

@@ -1,0 +1,142 @@
+"""Buffers: how devices' values become one is said, shown by the program, or asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import tiny
+
+import fzero as fz
+
+
+D = 4
+TX = optax.sgd(0.0)
+# Eight rows; four of them above 3.
+BATCH = {"x": np.tile(np.arange(8, dtype=np.float32)[:, None], (1, D))}
+FIRST = {
+    "above": jnp.zeros((), jnp.int32),
+    "least": jnp.zeros((), jnp.int32),
+    "seen": jnp.zeros((), bool),
+    "total": jnp.zeros(()),
+    "mean": jnp.zeros(()),
+    "steps": jnp.zeros((), jnp.int32),
+}
+HOW = {"above": "sum", "least": "max", "seen": "max", "total": "sum"}
+
+
+def _noted(buffers: Any, x: jax.Array) -> Any:
+    above = jnp.sum(x[:, 0] > 3).astype(jnp.int32)
+    return {
+        "above": buffers["above"] + above,
+        "least": jnp.maximum(buffers["least"], jnp.max(x).astype(jnp.int32) - 20),
+        "seen": buffers["seen"] | jnp.any(x[:, 0] == 6),
+        "total": buffers["total"] + above.astype(jnp.float32),
+        "mean": jnp.mean(x).astype(jnp.float32),
+        "steps": buffers["steps"] + 1,
+    }
+
+
+def _weights(key: jax.Array) -> Any:
+    return {"w": jnp.eye(D)}
+
+
+def _plain(how: Any) -> fz.Model:
+    def loss(p: Any, buffers: Any, batch: Any, rng: Any, train: bool) -> Any:
+        return jnp.mean(batch["x"] @ p["w"]), _noted(buffers, batch["x"]), {}
+
+    return fz.Model(lambda key: (_weights(key), FIRST), loss, buffer_reduce=how)
+
+
+def _chain(how: Any) -> fz.Sequential:
+    def note(p: Any, x: Any, ctx: Any) -> Any:
+        return x @ p["w"], _noted(ctx.buffers, ctx.batch["x"])
+
+    def both(key: jax.Array) -> Any:
+        return _weights(key), FIRST
+
+    return fz.Sequential(
+        [
+            fz.Layer("in", _weights, lambda p, x, ctx: x["x"] @ p["w"]),
+            fz.Stack("stack", 2, both, note, stateful=True, buffer_reduce=how),
+            fz.Layer("own", both, note, stateful=True, buffer_reduce=how),
+        ],
+        loss=lambda x, batch: jnp.mean(x),
+    )
+
+
+PLANS = {
+    "one device": ("plain", {"zero": 0, "data": 1}, 1),
+    "devices": ("plain", {"zero": 3, "data": 4}, 1),
+    "hybrid, microbatches": ("chain", {"data": 2, "replica": 2, "microbatches": 2}, 2),
+    "mpmd": ("chain", {"pipe": 2, "data": 2, "microbatches": 2}, 2),
+    "spmd": ("chain", {"pipe": 2, "data": 2, "microbatches": 2, "pipe_backend": "spmd"}, 2),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("kind", "options", "passes"), PLANS.values(), ids=PLANS)
+def test_a_count_is_the_whole_batch_s(kind, options, passes):
+    model, plan = {"plain": _plain, "chain": _chain}[kind](HOW), tiny.plan(**options)
+    state, step = fz.init(model, TX, plan), fz.train_step(model, TX, plan)
+    for _ in range(2):
+        state, _ = step(state, BATCH)
+    state = fz.replan(state, model, TX, plan, tiny.plan(zero=0, data=1))
+    owners = [state.buffers] if kind == "plain" else [state.buffers["own"], state.buffers["stack"]]
+    for buffers in owners:
+        wanted = {"above": 8, "least": 0, "seen": True, "total": 8.0, "steps": 2 * passes}
+        for name, value in wanted.items():
+            assert np.all(np.asarray(buffers[name]) == value), (name, buffers[name])
+        # Of the last microbatch of each device.
+        assert kind == "chain" or np.all(np.asarray(buffers["mean"]) == 3.5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "chain"])
+def test_integers_that_follow_the_batch_must_be_told(kind):
+    """Alone on one device there is nothing to tell."""
+    how = {name: word for name, word in HOW.items() if name != "above"}
+    model = {"plain": _plain, "chain": _chain}[kind](how)
+    one = tiny.plan(zero=0, data=1)
+    fz.train_step(model, TX, one)(fz.init(model, TX, one), BATCH)
+    plan = tiny.plan(zero=0, data=2)
+    where = {"plain": "above", "chain": "(stack|own)/above"}[kind]
+    with pytest.raises(fz.StateError, match=rf"buffers/{where} \(int32\) .*buffer_reduce=.*'sum'"):
+        fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
+
+
+def test_what_a_model_agreed_about_itself_is_the_same():
+    """A count that the loss adds up over all devices with a collective."""
+
+    def loss(p: Any, buffers: Any, batch: Any, rng: Any, train: bool) -> Any:
+        above = jnp.sum(batch["x"][:, 0] > 3).astype(jnp.int32)
+        if train:
+            above = jax.lax.psum(above, ("replica", "data"))
+        return jnp.mean(batch["x"] @ p["w"]), {"above": buffers["above"] + above}, {}
+
+    model = fz.Model(lambda key: (_weights(key), {"above": FIRST["above"]}), loss)
+    plan = tiny.plan(zero=0, data=4)
+    state, _ = fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
+    assert int(state.buffers["above"]) == 4
+
+
+REFUSED = {
+    "a word": ({"above": "median"}, "buffer_reduce='median': expected one of"),
+    "a path": ({"below": "sum"}, "names 'below', which is no buffer"),
+    "a mean of integers": ({"above": "mean"}, r"buffer_reduce\['above'\]='mean' of integers"),
+}
+
+
+@pytest.mark.parametrize(("how", "said"), REFUSED.values(), ids=REFUSED)
+def test_reductions_that_cannot_be_are_refused(how, said):
+    with pytest.raises(fz.StateError, match=said):
+        fz.init(_plain(how), TX, tiny.plan(data=1))
+
+
+def test_random_keys_are_no_buffers():
+    model = fz.Model(lambda key: (_weights(key), {"key": key}), _plain(HOW).loss)
+    with pytest.raises(fz.StateError, match=r"buffers/key is a random key .*key_data"):
+        fz.init(model, TX, tiny.plan(data=1))
