@@ -18,7 +18,7 @@ comma := ,
 # Installed again when what is to be installed changes.
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help install demo test test-bits test-extended test-gpu-programs nightly lint types clean
+.PHONY: help install demo test test-bits test-extended test-gpu-programs nightly mutants lint types clean
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 .DELETE_ON_ERROR:
@@ -80,8 +80,12 @@ test-gpu-programs: install
 	$(GPU_BIN)/python -m pytest --durations=5 $(PYTEST_ARGS) tests/gpu_programs
 
 # Ten times as many random sequences of what can happen to a state, and kills of a process that saves.
-nightly: install
+nightly: install mutants
 	FZERO_NIGHTLY=1 $(BIN)/python -m pytest tests/offload/test_state_machine.py tests/test_checkpoint.py
+
+# Bugs planted one at a time, each of which a test must see (tests/mutants).
+mutants: install
+	$(BIN)/python tests/mutants/run.py
 
 lint: install
 	$(BIN)/ruff check .

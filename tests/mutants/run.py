@@ -1,0 +1,80 @@
+"""Plants known bugs, one at a time, and sees the tests fail.
+
+    python tests/mutants/run.py [NAME ...]        (all of them: `make mutants`)
+
+A mutant is a patch in this folder whose text before the diff says what the bug would do to a user
+and which tests must see it:
+
+    What: hybrid sharding clips too hard, by the root of the number of replicas
+    Test: tests/zero/test_replicas.py
+
+Each is applied to a copy of the last commit. One that no longer applies is as much a failure as
+one that no test sees: make it again from the code as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+# pytest's exit code when tests ran and some failed; a crash of the process counts as seen, too.
+FAILED = 1
+
+
+def header(patch: Path, name: str) -> str:
+    """A line of what stands before a patch's diff."""
+    found = re.search(rf"^{name}: (.+)$", patch.read_text(), re.MULTILINE)
+    if found is None:
+        raise SystemExit(f"{patch}: expected a line '{name}: ...' before the diff")
+    return found[1]
+
+
+def outcome(patch: Path) -> str:
+    """`killed`, or what is wrong with a mutant."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(
+            ["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True
+        )
+        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+        applied = subprocess.run(
+            ["git", "apply", "--recount", "-C1", str(patch)],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+        )
+        if applied.returncode:
+            return f"does not apply: {applied.stderr.strip().splitlines()[0]}"
+        tests = shlex.split(header(patch, "Test"))
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+            cwd=folder, env={**os.environ, "PYTHONPATH": folder}, capture_output=True, text=True,
+        )  # fmt: skip
+    if done.returncode == FAILED or done.returncode < 0:
+        return "killed"
+    if done.returncode == 0:
+        return "SURVIVED"
+    return f"pytest ended with {done.returncode}: {done.stdout.strip()[-200:]}"
+
+
+def main(names: list[str]) -> int:
+    """Runs mutants; 0 if all were killed."""
+    patches = [HERE / f"{name}.patch" for name in names] or sorted(HERE.glob("*.patch"))
+    found = {}
+    for patch in patches:
+        found[patch.stem] = outcome(patch)
+        print(f"{patch.stem:32} {found[patch.stem]:10} {header(patch, 'What')}", flush=True)
+    killed = sum(value == "killed" for value in found.values())
+    print(f"{killed} of {len(found)} killed")
+    return int(killed < len(found))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
