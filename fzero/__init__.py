@@ -2,7 +2,6 @@
 
 from fzero.checkpoint import Checkpoint as Checkpoint
 from fzero.checkpoint import checkpoint as checkpoint
-from fzero.checkpoint import restore as restore
 from fzero.checkpoint import save as save
 from fzero.checkpoint import wait as wait
 from fzero.errors import BatchError as BatchError
@@ -38,6 +37,7 @@ from fzero.preflight.rates import Rates as Rates
 from fzero.preflight.result import Preflight as Preflight
 from fzero.report import Description as Description
 from fzero.report import describe as describe
+from fzero.restore import restore as restore
 from fzero.state import Pending as Pending
 from fzero.state import TrainState as TrainState
 from fzero.state import abstract_state as abstract_state

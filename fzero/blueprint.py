@@ -83,6 +83,10 @@ class Blueprint:
     def _meshes(self) -> dict[tuple[int, ...], Mesh]:
         return {}
 
+    def home_of(self, link: str) -> Home | None:
+        """The ranks of a pipeline that hold a link's leaves."""
+        return None if self.stages is None else self.stages.homes[link]
+
     def rank_mesh(self, rank: int) -> Mesh:
         """The devices of one rank of a pipeline, axes `(replica, data)`."""
         return self.mesh_of(Home((rank,)))

@@ -11,24 +11,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.blueprint import Blueprint, blueprint, initial_shapes
 from fzero.compat import is_key
 from fzero.consumed import given_to
-from fzero.copies import copy_leaf
 from fzero.errors import PlanError, StateConsumedError, StateError
 from fzero.model import Model
+from fzero.offload.chunks import Parking
 from fzero.offload.park import is_parked_so, park, unpark
 from fzero.offload.stream import StreamedFunction
-from fzero.offload.tiers import on_device, require_on_device, settled
+from fzero.offload.tiers import DEVICE, on_device, require_on_device, settled, tier_of
 from fzero.pipeline.homes import cut_into_stages
 from fzero.places import placed_with_key
 from fzero.plan import PIPE, Plan
 from fzero.precision import LossScale, cast_param, initial_loss_scale
+from fzero.relayout import Kept, copy_leaf, place, relayout
 from fzero.tree import PyTree, aliased_leaves, key_name, map_named, named_leaves, path_name
-from fzero.zero.partition import Home, Split, map_splits, update_dtype
+from fzero.zero.partition import Split, map_splits, update_dtype
 
 
 @jax.tree_util.register_dataclass
@@ -117,25 +119,44 @@ def init(
     """
     blue = blueprint(model, tx, plan, devices)
     blue.require_optimizer("init")
-    state = _init(blue, rng)
+    key = key_of(rng)
+    if not callable(model.init):
+        return state_of(blue, *_copied(blue, *model.init), key)
+    return _parked(blue, TrainState(**{"opt_state": (), **_compiled(blue, _born(blue), key)(key)}))
+
+
+def key_of(rng: int | jax.Array) -> jax.Array:
+    """The random key that a user gave, or of the seed.
+
+    Raises:
+        StateError: it is neither.
+    """
+    if not isinstance(rng, jax.Array | np.ndarray):
+        return jax.random.key(rng)
+    if is_key(rng) and not rng.shape:
+        return jnp.asarray(rng)
+    if not rng.shape and jnp.issubdtype(rng.dtype, jnp.integer):
+        return jax.random.key(rng)
+    raise StateError(
+        f"init: rng: expected a seed or one key of jax.random.key, got {rng.dtype}"
+        f"{list(rng.shape)}; make a key of jax.random.PRNGKey with jax.random.wrap_key_data"
+    )
+
+
+def state_of(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -> TrainState:
+    """A new state of parameters and buffers that lie on the device as the plan keeps them."""
+    fields = _compiled(blue, partial(_derived_from_kept, blue), params, key)(params, key)
+    fields |= {"params": params, "buffers": buffers}
+    return _parked(blue, TrainState(**{"opt_state": (), **fields}))
+
+
+def _parked(blue: Blueprint, state: TrainState) -> TrainState:
+    """A new state with leaves where the plan keeps them; a parked `opt_state` was never made."""
     if not blue.chunks.parked:
         return state
     if blue.parks("opt_state"):
         state = state.replace(opt_state=_parked_opt_state(blue, state.params))
     return state.replace(params=parked_field(blue, "params", state.params))
-
-
-def _init(blue: Blueprint, rng: int | jax.Array) -> TrainState:
-    """A state on the device; but for an optimizer state that is parked, which was never there."""
-    model = blue.model
-    key = rng if isinstance(rng, jax.Array) and is_key(rng) else jax.random.key(rng)
-    if callable(model.init):
-        fields = _compiled(blue, _born(blue), key)(key)
-    else:
-        params, buffers = _copied(blue, *model.init)
-        fields = _compiled(blue, partial(_derived_from_kept, blue), params, key)(params, key)
-        fields |= {"params": params, "buffers": buffers}
-    return TrainState(**{"opt_state": (), **fields})
 
 
 def _compiled(blue: Blueprint, function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
@@ -238,8 +259,9 @@ def replan(
 ) -> TrainState:
     """The same state under another plan: other ZeRO stage, devices or precision.
 
-    Values are bit-identical, and what already lies where the new plan wants it is not copied (the
-    two states then share it). Replanning twice is replanning once.
+    Values are bit-identical. What already lies where the new plan wants it is not copied: the two
+    states share it, and a step that is given one of them consumes it for both (`donate=False`
+    keeps it). Replanning twice is replanning once. What was parked by hand stays in its tier.
 
     Args:
         state: a state of `old_plan`.
@@ -261,7 +283,7 @@ def replan(
     require_alive(state, "replan")
     old = blueprint(model, tx, old_plan, _devices_of(state))
     new = blueprint(model, tx, new_plan, devices)
-    require_fits(state, old, "replan")
+    require_fits(state, old, "replan", reads=())
     shapes = new.shapes()
     fields: dict[str, Any] = {"grads": None}
     for name in ("params", "opt_state"):
@@ -269,7 +291,7 @@ def replan(
     fields["buffers"] = _replanned_buffers(state, old, new, shapes["buffers"])
     for name in ("step", "rng"):
         fields[name] = jax.tree.map(
-            lambda leaf, to: _place(leaf, to.sharding), getattr(state, name), shapes[name]
+            lambda leaf, to: place(leaf, to.sharding), getattr(state, name), shapes[name]
         )
     fields["compute"] = _replanned_compute(state, old, new, fields["params"], shapes)
     scale = state.loss_scale
@@ -278,7 +300,7 @@ def replan(
         assert fresh is not None
         scale = fresh if scale is None else dataclasses.replace(fresh, skipped=scale.skipped)
     fields["loss_scale"] = jax.tree.map(
-        lambda leaf, to: _place(leaf, to.sharding), scale if new_plan.skips else None,
+        lambda leaf, to: place(leaf, to.sharding), scale if new_plan.skips else None,
         shapes["loss_scale"],
     )  # fmt: skip
     if state.grads is not None:
@@ -292,50 +314,46 @@ def replan(
 def _replanned(tree: PyTree, name: str, old: Blueprint, new: Blueprint, shapes: PyTree) -> PyTree:
     """Parameters or the optimizer's state as the new plan keeps them."""
     was, now = old.plan.shards(name), new.plan.shards(name)
-    folder = new.plan.disk_path or tempfile.gettempdir()
 
-    def move(a: Split, b: Split, leaf: jax.Array, to: Any) -> Any:
-        parking = new.chunks.parked.get((name, b.path))
-        if parking is not None and is_parked_so(leaf, parking) and _stays(leaf, a, b, to):
-            return leaf
-        given, leaf = leaf, unpark(leaf)
-        same_padding = (a.pad if was else 0) == (b.pad if now else 0) and a.dim == b.dim
-        if not same_padding:
-            leaf = a.logical(leaf) if was else leaf
-        leaf = _rearranged(a.home, b.home, leaf)
-        if not same_padding:
-            leaf = b.store(leaf) if now else leaf
-        leaf = _place(leaf, to.sharding)
-        if parking is None:
-            return leaf
-        leaf = jnp.array(leaf, copy=True) if leaf is given else leaf
-        return park(leaf, parking, folder)
+    def move(a: Split, b: Split, leaf: Any, to: Any) -> Any:
+        by_plan = (name, a.path) in old.chunks.parked
+        parking = new.chunks.parked.get((name, b.path), _by_hand(leaf, by_plan))
+        return _moved(leaf, Kept.of(a, was), Kept.of(b, now), to, parking, new)
 
     return map_splits(move, getattr(old, name), getattr(new, name), tree, shapes)
 
 
-def _stays(leaf: Any, old: Split, new: Split, to: Any) -> bool:
-    """Whether a parked leaf is cut over devices and ranks as another plan wants it."""
-    rows = [() if split.home is None else split.home.rows for split in (old, new)]
-    same = on_device(leaf.sharding) == to.sharding and tuple(leaf.shape) == to.shape
-    return same and rows[0] == rows[1]
+def _by_hand(leaf: Any, by_plan: bool) -> Parking | None:
+    """Where a leaf was parked by hand, and so stays."""
+    tier = tier_of(leaf)
+    return None if by_plan or tier == DEVICE else Parking(tier)
 
 
-def _rearranged(old: Home | None, new: Home | None, leaf: jax.Array) -> jax.Array:
-    """A kept leaf with the layers of its stack in another plan's rows."""
-    before, after = (() if home is None else home.rows for home in (old, new))
-    if before == after:
+def _moved(
+    leaf: Any, old: Kept, new: Kept, to: Any, parking: Parking | None, blue: Blueprint
+) -> Any:
+    """A leaf of a state as another plan keeps it; the state's own stays as it is."""
+    stays = old.alike(new) and on_device(leaf.sharding) == to.sharding
+    if stays and parking is not None and is_parked_so(leaf, parking):
         return leaf
-    layers = leaf if old is None else old.restore(leaf)
-    return layers if new is None else new.arrange(layers)
+    moved = relayout(unpark(leaf), old, new, to)
+    if parking is None:
+        return moved
+    if old.alike(new) and tier_of(leaf) == DEVICE:  # what is parked is given away
+        moved = jnp.array(moved, copy=True)
+    return park(moved, parking, _folder(blue))
+
+
+def _folder(blue: Blueprint) -> str:
+    return blue.plan.disk_path or tempfile.gettempdir()
 
 
 def _replanned_buffers(state: TrainState, old: Blueprint, new: Blueprint, shapes: PyTree) -> PyTree:
-    def home(blue: Blueprint, path: Any) -> Home | None:
-        return None if blue.stages is None else blue.stages.homes[key_name(path[0])]
-
-    def move(path: Any, leaf: jax.Array, to: Any) -> jax.Array:
-        return _place(_rearranged(home(old, path), home(new, path), leaf), to.sharding)
+    def move(path: Any, leaf: Any, to: Any) -> Any:
+        name = key_name(path[0])
+        was = Kept.at(old.home_of(name), leaf.shape)
+        now = Kept.at(new.home_of(name), to.shape)
+        return _moved(leaf, was, now, to, _by_hand(leaf, False), new)
 
     return jax.tree_util.tree_map_with_path(move, state.buffers, shapes)
 
@@ -348,12 +366,13 @@ def _replanned_compute(
     if state.compute is not None:
         dtypes = {leaf.dtype for leaf in jax.tree.leaves(state.compute)}
         if dtypes == {leaf.dtype for leaf in jax.tree.leaves(shapes["compute"])}:
+            was, now = old.plan.shards("compute"), new.plan.shards("compute")
             return map_splits(
-                lambda a, b, leaf, to: _place(_rearranged(a.home, b.home, leaf), to.sharding),
+                lambda a, b, leaf, to: relayout(unpark(leaf), Kept.of(a, was), Kept.of(b, now), to),
                 old.params, new.params, state.compute, shapes["compute"],
             )  # fmt: skip
 
-    return compute_copy(new, params)
+    return compute_copy(new, jax.tree.map(unpark, params))
 
 
 def compute_copy(blue: Blueprint, params: PyTree) -> PyTree:
@@ -391,15 +410,15 @@ def _derived_from_kept(blue: Blueprint, kept: PyTree, key: jax.Array) -> dict[st
 
 def parked_field(blue: Blueprint, name: str, tree: PyTree) -> PyTree:
     """A field of the state with leaves where the plan keeps them; those on the device are given."""
-    folder = blue.plan.disk_path or tempfile.gettempdir()
+    return map_named(lambda path, leaf: parked_leaf(blue, name, path, leaf), tree)
 
-    def place(path: str, leaf: Any) -> Any:
-        parking = blue.chunks.parked.get((name, path))
-        if parking is None or is_parked_so(leaf, parking):
-            return leaf
-        return park(leaf, parking, folder)
 
-    return map_named(place, tree)
+def parked_leaf(blue: Blueprint, name: str, path: str, leaf: Any) -> Any:
+    """A leaf of a field where the plan keeps it; one on the device is given."""
+    parking = blue.chunks.parked.get((name, path))
+    if parking is None or is_parked_so(leaf, parking):
+        return leaf
+    return park(leaf, parking, _folder(blue))
 
 
 def _parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
@@ -457,7 +476,8 @@ def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree
         plan: its plan; needed in a pipeline, to put the layers of cut stacks in order.
 
     Returns:
-        A params tree; leaves without padding are the state's own arrays.
+        A params tree; leaves without padding are the state's own arrays. No dim of a padded leaf
+        divides by the devices: without its padding every device has all of it.
 
     Raises:
         StateConsumedError: the state was given to a step.
@@ -471,7 +491,7 @@ def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree
     if plan is not None and plan.pipe > 1:
         homes = cut_into_stages(model, plan).homes
 
-    def own(path: Any, leaf: jax.Array, to: Any) -> jax.Array:
+    def own(path: Any, leaf: Any, to: Any) -> jax.Array:
         home = homes[key_name(path[0])] if homes else None
         if home is None and PIPE in getattr(leaf.sharding, "spec", ()):
             raise StateError(
@@ -479,20 +499,18 @@ def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree
                 " pass the state's plan as well, or bring the state to one rank with"
                 " fz.replan(state, model, tx, plan, plan.replace(pipe=1))"
             )
-        leaf = leaf if home is None else home.restore(leaf)
-        return leaf if leaf.shape == to.shape else leaf[tuple(map(slice, to.shape))]
+        spec = PartitionSpec(None, *leaf.sharding.spec[1:]) if home and home.rows else None
+        shape = (len(home.rows), *to.shape[1:]) if home and home.rows else to.shape
+        if leaf.shape == to.shape and spec is None:
+            return leaf
+        if leaf.shape != shape:
+            spec = PartitionSpec()
+        whole = NamedSharding(leaf.sharding.mesh, spec or PartitionSpec())
+        old = Kept(shape, leaf.shape, home.rows if home else ())
+        there = jax.ShapeDtypeStruct(to.shape, leaf.dtype, sharding=whole)
+        return relayout(leaf, old, Kept.whole(to.shape), there)
 
     return jax.tree_util.tree_map_with_path(own, state.params, shapes)
-
-
-def _place(leaf: jax.Array, sharding: Any) -> jax.Array:
-    if leaf.sharding == sharding:
-        return leaf
-    if is_key(leaf):
-        data = jax.device_put(jax.random.key_data(leaf), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    placed: jax.Array = jax.device_put(leaf, sharding)
-    return placed
 
 
 def _devices_of(state: TrainState) -> list[Any]:
@@ -510,7 +528,10 @@ def consumed_by(state: TrainState) -> str | None:
             return given_to(leaf)
         if hasattr(leaf, "is_deleted") and leaf.is_deleted():
             # Steps keep the step count and the key, so a consumed state still knows.
-            return f"step {int(state.step) + 1} (train_step or accumulate_step)"
+            return (
+                f"step {int(state.step) + 1} (train_step or accumulate_step), taken with it or with"
+                " a state that shares its arrays (by fz.replan or replace)"
+            )
     return None
 
 
@@ -542,7 +563,8 @@ def require_fits(
         leaf = have.get(path)
         if leaf is None:
             continue
-        if tuple(leaf.shape) != tuple(to.shape) or leaf.dtype != to.dtype:
+        same = leaf.dtype == to.dtype or (is_key(leaf) and is_key(to))  # keys of any kind
+        if tuple(leaf.shape) != tuple(to.shape) or not same:
             problems.append(
                 f"{path}: expected {to.dtype}{list(to.shape)}, got {leaf.dtype}{list(leaf.shape)}"
             )

@@ -5,12 +5,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from support import tiny
 
@@ -92,6 +95,7 @@ def test_the_newest_are_kept_and_numbered(states, tmp_path):
     state = states("zero 3")
     numbers = [fz.save(tmp_path, state, PLANS["zero 3"], keep=2, data_position=i) for i in range(4)]
     assert numbers == [0, 1, 2, 3]
+    fz.wait(tmp_path)
     assert fz.checkpoint(tmp_path).data_position == 3
     assert fz.checkpoint(tmp_path, 2).data_position == 2
     with pytest.raises(fz.CheckpointError, match=r"expected a checkpoint 0 .* found \[2, 3\]"):
@@ -105,6 +109,150 @@ def test_parameters_alone(states, tmp_path):
     assert np.isfinite(float(fz.eval_step(MODEL, PLANS["zero 0"])(state, BATCH)["loss"]))
 
 
+FP16 = tiny.plan(zero=3, data=4, precision="fp16")
+
+
+def scaled(state, **values):
+    """A state with another loss scale."""
+    old = state.loss_scale
+    new = {
+        name: jax.device_put(np.asarray(value, was.dtype), was.sharding)
+        for name, value in values.items()
+        for was in [getattr(old, name)]
+    }
+    return state.replace(loss_scale=dataclasses.replace(old, **new))
+
+
+@pytest.mark.parametrize("new", [
+    FP16, FP16.replace(data=2, replica=2), FP16.replace(pipe=2, data=2, microbatches=2),
+], ids=["same", "replica", "pipe"])  # fmt: skip
+def test_the_loss_scale_and_any_kind_of_key_go_along(new, tmp_path):
+    state = fz.init(MODEL, TX, FP16, rng=jax.random.key(7, impl="rbg"))
+    state = scaled(state, scale=2.0**5, good_steps=11, hysteresis=1, skipped=3)
+    fz.save(tmp_path, state, FP16)
+    restored = fz.restore(tmp_path, MODEL, TX, new)
+    replanned = fz.replan(state, MODEL, TX, FP16, new)
+    for after in (restored, replanned):
+        tiny.same_bits(state.loss_scale, after.loss_scale)
+        assert jax.random.key_impl(after.rng) == "rbg"
+        tiny.same_bits(state.rng, after.rng)
+    found = [fz.train_step(MODEL, TX, new)(s, BATCH)[1]["loss"] for s in (restored, replanned)]
+    assert float(found[0]) == float(found[1])
+
+
+def test_a_replica_plan_goes_on_from_a_checkpoint(tmp_path):
+    old, new = tiny.plan(zero=1, data=2, replica=2), tiny.plan(zero=3, data=2, replica=4)
+    state, _ = fz.train_step(MODEL, TX, old)(fz.init(MODEL, TX, old, rng=3), BATCH)
+    fz.save(tmp_path, state, old)
+    tiny.same_bits(
+        fz.logical(MODEL, state), fz.logical(MODEL, fz.restore(tmp_path, MODEL, TX, new))
+    )
+
+
+def twisted(**changes):
+    """A small model, with changes."""
+    values = {"w": (4, 3), "count": (3,), "dtype": jnp.float32, "counts": jnp.int32} | changes
+
+    def init(rng):
+        params = {"body": jnp.ones(values["w"], values["dtype"]), "head": jnp.full((3, 2), 5.0)}
+        return params, {"seen": jnp.zeros(values["count"], values["counts"])}
+
+    return fz.Model(init, lambda p, b, batch, rng, train: (jnp.sum(p["body"]), b, {}))
+
+
+@pytest.mark.parametrize(("changes", "path", "expected", "found"), [
+    ({"w": (4, 5)}, "params/body", "float32[4, 5]", "float32[4, 3]"),
+    ({"dtype": jnp.bfloat16}, "params/body", "bfloat16[4, 3]", "float32[4, 3]"),
+    ({"count": (7,)}, "buffers/seen", "int32[7]", "int32[3]"),
+    ({"counts": jnp.float32}, "buffers/seen", "float32[3]", "int32[3]"),
+], ids=["shape", "dtype", "buffer shape", "buffer dtype"])  # fmt: skip
+def test_leaves_that_do_not_fit_are_refused_by_path(changes, path, expected, found, tmp_path):
+    plan = tiny.plan(data=1)
+    fz.save(tmp_path, fz.init(twisted(), None, plan), plan)
+    with pytest.raises(fz.CheckpointError) as caught:
+        fz.restore(tmp_path, twisted(**changes), None, plan)
+    assert f"{path}: expected {expected}, the checkpoint has {found}" in str(caught.value)
+
+
+def test_weights_alone_start_another_training(tmp_path):
+    """From a checkpoint with an optimizer into a run with another one, at step 0."""
+    old, new = PLANS["zero 3"], tiny.plan(zero=1, data=4, precision="bf16")
+    state, _ = fz.train_step(MODEL, TX, old)(fz.init(MODEL, TX, old, rng=3), BATCH)
+    fz.save(tmp_path, state, old)
+    tx = optax.sgd(0.1, momentum=0.9)
+    found = fz.restore(tmp_path, MODEL, tx, new, fields=("params", "buffers"), rng=5)
+    tiny.same_bits(fz.logical(MODEL, state), fz.logical(MODEL, found))
+    wanted = fz.init(MODEL, tx, new, rng=5)
+    for name in ("step", "opt_state", "rng", "loss_scale"):
+        tiny.same_bits(getattr(wanted, name), getattr(found, name))
+    step = fz.train_step(MODEL, tx, new)
+    params = fz.logical(MODEL, state)
+    by_hand = fz.init(MODEL.with_init((jax.device_get(params), {})), tx, new, rng=5)
+    losses = [float(step(s, BATCH)[1]["loss"]) for s in (found, by_hand)]
+    assert losses[0] == losses[1]
+
+
+def test_a_new_head_stays_new_and_so_do_its_moments(tmp_path):
+    old, plan = tiny.plan(zero=3, data=4), tiny.plan(zero=3, data=2)
+
+    def model(head, width):
+        def init(rng):
+            return {"body": jnp.ones((8, 4)), head: jax.random.normal(rng, (4, width))}, {}
+
+        return fz.Model(init, lambda p, b, batch, rng, train: (
+            jnp.sum((batch["x"] @ p["body"] @ p[head]) ** 2), b, {}))  # fmt: skip
+
+    batch = {"x": np.ones((8, 8), np.float32)}
+    state, _ = fz.train_step(model("out", 3), TX, old)(fz.init(model("out", 3), TX, old), batch)
+    fz.save(tmp_path, state, old)
+    new = model("labels", 5)
+    with pytest.raises(fz.CheckpointError) as caught:
+        fz.restore(tmp_path, new, TX, plan)
+    assert "params/out: in the checkpoint only" in str(caught.value)
+    assert "params/labels: not in the checkpoint" in str(caught.value)
+    found = fz.restore(tmp_path, new, TX, plan, fresh=("out", "labels"), rng=5)
+    fresh = tiny.host(fz.init(new, TX, plan, rng=5))
+    was, now = tiny.host(state), tiny.host(found)
+    for path, value in now.items():
+        from_init = "labels" in path
+        np.testing.assert_array_equal(value, (fresh if from_init else was)[path], err_msg=path)
+    assert int(found.step) == 1
+    fz.train_step(new, TX, plan)(found, batch)
+
+
+def test_what_was_parked_by_hand_is_saved_and_replanned(states, tmp_path):
+    plan, new = PLANS["zero 3"], tiny.plan(zero=1, data=2)
+    state = states("zero 3")
+    for tier in ("host", "disk"):
+        parked = fz.offload(state, "opt_state", to=tier, donate=False)
+        fz.save(tmp_path / tier, parked, plan)
+        tiny.same_bits(state, fz.restore(tmp_path / tier, MODEL, TX, plan))
+        moved = fz.replan(parked, MODEL, TX, plan, new)
+        fz.placement(moved).require(opt_state=tier, params="device")
+        tiny.same_bits(fz.reload(moved), fz.replan(state, MODEL, TX, plan, new))
+        fz.placement(parked).require(opt_state=tier)  # the one given stays as it is
+
+
+def test_reading_what_there_is_waits_for_nobody(states, tmp_path, monkeypatch):
+    """`fz.checkpoint` neither waits for a writer nor ends it."""
+    plan = PLANS["zero 3"]
+    fz.save(tmp_path, states("zero 3"), plan, data_position="first", asynchronous=False)
+    go = threading.Event()
+
+    finalize = ocp.PyTreeCheckpointHandler.finalize
+
+    def slowly(self, *args, **more):
+        assert go.wait(60)
+        return finalize(self, *args, **more)
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", slowly)
+    fz.save(tmp_path, states("zero 3"), plan, data_position="second")
+    assert fz.checkpoint(tmp_path).data_position == "first"
+    go.set()
+    fz.wait(tmp_path)
+    assert fz.checkpoint(tmp_path).data_position == "second"
+
+
 def test_refusals(states, tmp_path):
     plan = PLANS["zero 3"]
     with pytest.raises(fz.CheckpointError, match="found none"):
@@ -115,12 +263,10 @@ def test_refusals(states, tmp_path):
     ):
         fz.restore(tmp_path, MODEL, optax.sgd(0.1), plan)
     with pytest.raises(
-        fz.CheckpointError, match=r"blocks/w: expected \[4, 16, 16\], .* \[3, 16, 16\]"
+        fz.CheckpointError,
+        match=r"blocks/w: expected float32\[4, 16, 16\], .* float32\[3, 16, 16\]",
     ):
         fz.restore(tmp_path, tiny.chain(4), TX, plan)
-    parked = fz.offload(states("zero 3"), "opt_state", donate=False)
-    with pytest.raises(fz.PlacementError, match="save: "):
-        fz.save(tmp_path, parked, plan)
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(fz.CheckpointError, match="file"):
@@ -209,7 +355,11 @@ def said(child, word):
 
 @pytest.mark.slow
 def test_kills_at_random_moments_lose_nothing(tmp_path):
-    """A killed process leaves complete checkpoints only, and the next one goes on after them."""
+    """A killed process leaves complete checkpoints only, and the next one goes on after them.
+
+    Every other writer is killed after it has begun a second checkpoint: the first is there then,
+    however fast or slow the machine is. The others may be killed within their first one.
+    """
     random = np.random.default_rng(0)
     model, plan = tiny.chain(3), tiny.plan(zero=3, data=4)
     first = fz.init(model, TX, plan, rng=3)
@@ -217,17 +367,19 @@ def test_kills_at_random_moments_lose_nothing(tmp_path):
     fz.wait(tmp_path)
     nursery = python(NURSERY, tmp_path, stdin=subprocess.PIPE)
     reached = 0
-    for _ in range(KILLS):
+    for kill in range(KILLS):
         nursery.stdin.write("another\n")
         nursery.stdin.flush()
         writer = int(said(nursery, "writer")[-1][1])
         begun = int(nursery.stdout.readline())  # the first is being written
-        time.sleep(float(random.uniform(0, 0.3)))
+        if kill % 2:
+            begun = int(nursery.stdout.readline())
+        time.sleep(float(random.uniform(0, 0.1)))
         os.kill(writer, signal.SIGKILL)
         steps = [begun, *(int(line[0]) for line in said(nursery, "gone")[:-1])]
         about = fz.checkpoint(tmp_path)
         # `save` waits for the one before, so all but the last one begun are there.
-        assert about.number >= newest
+        assert about.number >= newest + kill % 2
         assert max(steps) - 1 <= about.step <= max(steps) + 1
         assert about.step == about.data_position >= reached
         newest, reached = about.number, about.step
@@ -237,4 +389,3 @@ def test_kills_at_random_moments_lose_nothing(tmp_path):
         assert all(expected[path].tobytes() == found[path].tobytes() for path in expected)
     nursery.stdin.close()
     assert nursery.wait(timeout=60) == 0
-    assert newest >= KILLS / 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 
 import jax
@@ -181,6 +182,13 @@ class TestRefusals:
         with pytest.raises(fz.StateError, match=f"params/ids has dtype {dtype}.*into buffers"):
             fz.init(model, TX, fz.Plan())
 
+    @pytest.mark.parametrize("rng", [jax.random.PRNGKey(3), jax.random.split(jax.random.key(3), 2)])
+    def test_what_is_no_seed_and_no_key(self, rng):
+        with pytest.raises(
+            fz.StateError, match=r"rng: expected a seed or one key .*, got \S+\[2\]"
+        ):
+            fz.init(MODEL, TX, plan_of("z3"), rng=rng)
+
     def test_too_few_devices(self):
         with pytest.raises(fz.PlanError, match="needs 16 devices"):
             fz.init(MODEL, TX, fz.Plan(data=16))
@@ -322,6 +330,46 @@ class TestReplan:
         again = fz.replan(state, MODEL, TX, plan_of(name), plan_of(name))
         for have, want in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
             assert have is want
+
+    def test_stepping_one_of_two_that_share_arrays_says_so_of_the_other(self):
+        plan = plan_of("z0-d1")
+        state = fz.init(MODEL, TX, plan)
+        again = fz.replan(state, MODEL, TX, plan, plan)
+        fz.train_step(MODEL, TX, plan)(state, BATCH)
+        with pytest.raises(fz.StateConsumedError, match=r"a state that shares its arrays .*replan"):
+            fz.logical(MODEL, again)
+
+    @pytest.mark.parametrize("tiers", [{"opt_state": "host"}, {"params": "host"}], ids=str)
+    def test_parking_leaves_the_state_that_was_given(self, tiers):
+        """What is parked is given away: a copy, not the old state's own."""
+        state = made("z3")
+        before = tiny.host(state)
+        new = plan_of("z3").replace(tiers=tiers, stream_bytes=300)
+        fz.replan(state, MODEL, TX, plan_of("z3"), new)
+        after = tiny.host(state)
+        assert all(before[path].tobytes() == after[path].tobytes() for path in before)
+
+    def test_skipped_steps_are_counted_on_in_another_precision(self):
+        old, new = plan_of("z1-fp16"), plan_of("z1-bf16").replace(skip_nonfinite=True)
+        state = fz.init(MODEL, TX, old)
+        scale = dataclasses.replace(state.loss_scale, skipped=state.loss_scale.skipped + 3)
+        after = fz.replan(state.replace(loss_scale=scale), MODEL, TX, old, new)
+        assert (int(after.loss_scale.skipped), float(after.loss_scale.scale)) == (3, 1.0)
+
+    def test_padded_leaves_move_shard_by_shard(self, monkeypatch):
+        """No device, and no copy on the host, is given more of a leaf than it shall keep."""
+        put, real = [], jax.device_put
+
+        def device_put(value, *args, **more):
+            put.append(np.shape(value))
+            return real(value, *args, **more)
+
+        state = made("z3")
+        monkeypatch.setattr(jax, "device_put", device_put)
+        moved = fz.replan(state, MODEL, TX, plan_of("z3"), plan_of("z3-d4"))
+        odd = [shape for shape in put if len(shape) == 2 and shape[0] == 13]
+        assert odd
+        assert max(columns for _, columns in odd) == moved.params["odd"].shape[1] // 4 == 7
 
     def test_twice_is_once(self):
         once = fz.replan(made("z3"), MODEL, TX, plan_of("z3"), plan_of("z0"))

@@ -16,10 +16,11 @@ import numpy as np
 import optax
 
 from fzero.consumed import given_to
-from fzero.copies import Index, LazyArray, Stacked, copy_leaf
+from fzero.copies import Index, LazyArray, Stacked
 from fzero.errors import CheckpointError, StateConsumedError
 from fzero.offload.tiers import require_on_device
 from fzero.plan import PIPE
+from fzero.relayout import copy_leaf
 from fzero.tree import named_leaves, path_name
 
 from .chain import chain_values

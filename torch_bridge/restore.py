@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import optax
 
-from fzero.copies import copy_leaf
 from fzero.errors import CheckpointError, ConversionError
 from fzero.model import Mean, Model, Sequential
 from fzero.plan import Plan
+from fzero.relayout import copy_leaf
 from fzero.state import TrainState, init, replan
 
 from .convert import Converted

@@ -78,8 +78,8 @@ def read_optimizer(state: Any, file: str) -> Optimizer | str | None:
         return None
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     entries = state.get("state") if isinstance(state, Mapping) else None
-    plain = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
-    if not plain or not isinstance(groups, list) or not isinstance(entries, Mapping):
+    fine = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
+    if not fine or not isinstance(groups, list) or not isinstance(entries, Mapping):
         keys = list(state)[:6] if isinstance(state, Mapping) else type(state).__name__
         return f"{file}: expected state and param_groups of a torch optimizer, got {keys}"
     if not entries:

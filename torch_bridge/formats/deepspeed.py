@@ -158,7 +158,9 @@ def _of_stages(models: Mapping[tuple[int | None, int], dict[str, Any]], file: st
         return None
     if without:
         return f"{file}: model ranks {without} have no optimizer state, the other ones do"
-    return Optimizer(one_step(steps, file), *found.values(), _joined(groups), named=False)
+    return Optimizer(
+        one_step(steps, file), found["exp_avg"], found["exp_avg_sq"], _joined(groups), named=False
+    )
 
 
 def _joined(groups: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
