@@ -35,6 +35,7 @@ from fzero.precision import cast as cast
 from fzero.preflight.predict import preflight as preflight
 from fzero.preflight.rates import Rates as Rates
 from fzero.preflight.result import Preflight as Preflight
+from fzero.replan import replan as replan
 from fzero.report import Description as Description
 from fzero.report import describe as describe
 from fzero.restore import restore as restore
@@ -43,7 +44,6 @@ from fzero.state import TrainState as TrainState
 from fzero.state import abstract_state as abstract_state
 from fzero.state import init as init
 from fzero.state import logical as logical
-from fzero.state import replan as replan
 from fzero.step import accumulate_step as accumulate_step
 from fzero.step import eval_step as eval_step
 from fzero.step import train_step as train_step

@@ -14,7 +14,8 @@ from fzero.errors import CheckpointError, ConversionError
 from fzero.model import Mean, Model, Sequential
 from fzero.plan import Plan
 from fzero.relayout import copy_leaf
-from fzero.state import TrainState, init, replan
+from fzero.replan import replan
+from fzero.state import TrainState, init
 
 from .convert import Converted
 from .formats.content import Checkpoint, Optimizer

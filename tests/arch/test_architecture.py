@@ -39,7 +39,7 @@ LAYERS = [
     ["blueprint", "batch", "grads"],
     ["state", "pipeline.programs", "pipeline.spmd"],
     ["update", "pipeline.gather", "offload.move", "checkpoint"],
-    ["restore"],
+    ["restore", "replan"],
     ["pipeline.execute"],
     ["step.passes", "step.checks", "step.updates", "step.host_update"],
     ["step.runners"],
