@@ -97,7 +97,7 @@ def tiny_gpt2(depth: int) -> dict[str, float]:
     # The same graphs evaluated block by block, as roll=False has them.
     plain = dataclasses.replace(
         converted,
-        params=converted.by_name(converted.params),
+        _params=converted.by_name(converted._params),
         names=type(converted.names)(),
         _graphs=converted._graphs.unrolled(),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
@@ -124,17 +124,19 @@ class Context:
         rng: this layer's own key, folded from (step, microbatch, layer).
         train: whether this is a training pass.
         buffers: this layer's buffers (`None` unless the layer is stateful).
+        dtype: what the plan's precision casts parameters to; `None`: they keep their own.
     """
 
     batch: PyTree
     rng: jax.Array
     train: bool
     buffers: PyTree = None
+    dtype: Any = None
 
     def at(self, number: Any, buffers: PyTree = None) -> Context:
         """The context of layer `number` of the chain, from that of the microbatch."""
         buffers = self.buffers if buffers is None else buffers
-        return Context(self.batch, layer_key(self.rng, number), self.train, buffers)
+        return replace(self, rng=layer_key(self.rng, number), buffers=buffers)
 
 
 ApplyFn = Callable[[PyTree, Any, Context], Any]

@@ -1,8 +1,12 @@
-"""Sizes that a graph was not made for: the module is traced once more when they first come.
+"""Sizes and dtypes that a graph was not made for: the module is traced again when they first come.
 
 torch.export takes a size of 1 as fixed and any other as at least 2, and a module may take another
 path through its Python code for some sizes. A batch of one row per device is ordinary, though: so
 a conversion keeps the module, without its weights, and traces it for what its graph refuses.
+
+A module computes otherwise in another dtype: casts that did nothing do something, and what it asks
+of a dtype (its lowest number) has another answer. A step in bfloat16 therefore runs the graph of
+`module.to(torch.bfloat16)`, traced as such.
 """
 
 from __future__ import annotations
@@ -20,8 +24,15 @@ from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
 
+from .dtypes import canonical, is_float, numpy_dtype, torch_dtype
 from .export import export_program
-from .interpret import Instruction, missing_operators, refuse_data_dependent, refuse_missing
+from .interpret import (
+    Instruction,
+    missing_operators,
+    refuse_data_dependent,
+    refuse_missing,
+    refuse_mixed,
+)
 from .layout import Layout
 from .mode import Mode, build_mode
 from .nameless import refuse_nameless
@@ -52,15 +63,25 @@ class Graphs:
     Attributes:
         modes: the example's graphs.
         rolled: the same, rolled; empty where nothing is.
-        again: traces the module for other sizes.
+        again: traces the module for other sizes and dtypes.
+        dtypes: the dtype of every floating-point parameter of the conversion.
     """
 
     modes: Mapping[bool, Mode]
     rolled: Mapping[bool, Rolled]
     again: Again
+    dtypes: Mapping[str, Any]
 
-    def call(self, train: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """The graph for a call's sizes, with its inputs bound.
+    def call(
+        self, train: bool, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: Any = None
+    ) -> Call:
+        """The graph for a call's sizes and dtypes, with its inputs bound.
+
+        Args:
+            train: which mode.
+            args: what the module is called with.
+            kwargs: likewise.
+            dtype: what its parameters are in, where that is not their own dtype.
 
         Raises:
             ConversionError: other arguments than the example's, or sizes for which neither the
@@ -68,18 +89,36 @@ class Graphs:
         """
         mode, rolled = self.modes[train], self.rolled.get(train)
         leaves = mode.call.flatten(tuple(args), kwargs)
-        try:
-            return Call(mode, rolled, mode.bind_inputs(leaves))
-        except SizeError as refused:
-            runs = () if rolled is None else rolled.runs
-            mode, rolled = self.again.find(mode, train, leaves, runs, refused)
-            return Call(mode, rolled, mode.bind_inputs(leaves))
+        refused = f"computing in {dtype} instead of the module's own dtype" if dtype else ""
+        if not dtype and mode.takes_dtypes(leaves):
+            try:
+                return Call(mode, rolled, mode.bind_inputs(leaves))
+            except SizeError as error:
+                refused = str(error)
+        mode, rolled = self.again.find(mode, rolled, train, dtype, leaves, refused)
+        return Call(mode, rolled, mode.bind_inputs(leaves))
+
+    def dtype_of(self, params: Mapping[str, Any]) -> Any:
+        """The dtype that parameters are in, if it is not their own.
+
+        Raises:
+            ConversionError: they are in several dtypes.
+        """
+        given = {n: canonical(v.dtype) for n, v in params.items() if n in self.dtypes}
+        if all(dtype == self.dtypes[name] for name, dtype in given.items()):
+            return None
+        if len(set(given.values())) > 1:
+            raise ConversionError(
+                f"params are in {sorted({d.name for d in given.values()})}: expected the module's"
+                " own dtypes, or one for all, in which the module is then traced"
+            )
+        return next(iter(given.values()))
 
     def map_steps(self, change: Callable[[Instruction], Instruction]) -> Graphs:
         """The same graphs with every step changed; they then draw no random numbers."""
         modes = {train: _changed(mode, change) for train, mode in self.modes.items()}
         rolled = {train: graph.map_steps(change) for train, graph in self.rolled.items()}
-        return Graphs(modes, rolled, self.again.changed(change))
+        return Graphs(modes, rolled, self.again.changed(change), self.dtypes)
 
     def unrolled(self) -> Graphs:
         """The same graphs, block by block."""
@@ -115,6 +154,7 @@ class Again:
         self.example = torch_pytree.tree_map(_form, (args, dict(kwargs)))
         self.batch_dim, self.layout, self.min_layers = batch_dim, layout, min_layers
         self.change: Callable[[Instruction], Instruction] | None = None
+        self._copies: dict[Any, torch.nn.Module] = {}
         # Where the module's forward makes tensors that it does not say a device of.
         self.device = torch.get_default_device()
         self.module: torch.nn.Module | None = None
@@ -126,7 +166,7 @@ class Again:
                 f"no copy of the {type(module).__name__} could be kept when it was converted"
                 f" ({error}). Convert it with an example of these sizes."
             )
-        self._found: dict[tuple[bool, tuple[Run, ...]], list[tuple[Mode, Rolled | None]]] = {}
+        self._found: dict[Any, list[tuple[Mode, Rolled | None]]] = {}
         self._lock = threading.RLock()
 
     def changed(self, change: Callable[[Instruction], Instruction]) -> Again:
@@ -138,48 +178,82 @@ class Again:
     def find(
         self,
         first: Mode,
+        rolled: Rolled | None,
         train: bool,
+        dtype: Any,
         leaves: Sequence[tuple[str, Any]],
-        runs: tuple[Run, ...],
-        refused: SizeError,
+        refused: str,
     ) -> tuple[Mode, Rolled | None]:
         """The graph for a call, traced now if there is none that accepts it.
 
+        Floating-point arguments keep the dtype that they are given in where the module takes them
+        so, and have the parameters' dtype otherwise.
+
         Args:
             first: the example's graph, which refuses the call.
+            rolled: the same with the blocks that have to be rolled.
             train: which mode.
+            dtype: the parameters', where that is not their own.
             leaves: the call's, as `first.call.flatten` gives them.
-            runs: the blocks that have to be rolled.
             refused: why `first` refuses.
 
         Raises:
             ConversionError: the module cannot be traced for these sizes either.
         """
+        given = tuple(map(_float_dtype, (value for _, value in leaves)))
         with self._lock:
-            known = self._found.setdefault((train, runs), [])
-            for mode, rolled in known:
-                try:
-                    mode.bind_inputs(list(leaves))
-                except ConversionError:
-                    continue
-                return mode, rolled
+            runs = () if rolled is None else rolled.runs
+            known = self._found.setdefault((train, dtype, given, runs), [])
+            for traced in known:
+                with contextlib.suppress(SizeError):
+                    traced[0].bind_inputs(list(leaves))
+                    return traced
             try:
-                traced = self._trace(first, train, leaves, runs)
+                traced = self._trace_any((first, rolled), train, dtype, leaves, runs)
             except ConversionError as error:
                 raise ConversionError(
-                    f"{refused}\nTracing the module for these sizes failed: {error}"
+                    f"{refused}\nTracing the module for this failed: {error}"
                 ) from error
             known.append(traced)
             return traced
 
+    def _trace_any(
+        self,
+        own: tuple[Mode, Rolled | None],
+        train: bool,
+        dtype: Any,
+        leaves: Sequence[tuple[str, Any]],
+        runs: tuple[Run, ...],
+    ) -> tuple[Mode, Rolled | None]:
+        """Trace with arguments of the dtypes given, or else of the parameters'."""
+        first = own[0]
+        as_given = self._like(first, leaves, dtype, keep=True)
+        as_params = self._like(first, leaves, dtype, keep=False)
+        if _dtypes(as_given) != _dtypes(as_params):
+            with contextlib.suppress(ConversionError):
+                return self._trace(first, train, dtype, as_given, runs, strict=True)
+            if dtype is None:  # the example's own graph may take them, cast
+                with contextlib.suppress(SizeError):
+                    first.bind_inputs(list(leaves))
+                    return own
+        return self._trace(first, train, dtype, as_params, runs)
+
     def _trace(
-        self, first: Mode, train: bool, leaves: Sequence[tuple[str, Any]], runs: tuple[Run, ...]
+        self,
+        first: Mode,
+        train: bool,
+        dtype: Any,
+        example: Any,
+        runs: tuple[Run, ...],
+        strict: bool = False,
     ) -> tuple[Mode, Rolled | None]:
         if self.module is None:
             raise ConversionError(self.problem)
-        args, kwargs = self._like(first, leaves)
+        args, kwargs = example
         with self.device:
-            program = export_program(self.module, args, kwargs, train, self.batch_dim)
+            program = export_program(self._copy(dtype), args, kwargs, train, self.batch_dim)
+        if strict:
+            refuse_mixed(program)
         refuse_data_dependent(program)
         refuse_missing([missing_operators(program)])
         converted = ((name, reference()) for name, reference in self.layout.tensors.items())
@@ -192,15 +266,29 @@ class Again:
             rolled = rolled and rolled.map_steps(self.change)
         return mode, rolled
 
-    def _like(self, first: Mode, leaves: Sequence[tuple[str, Any]]) -> tuple[Any, dict[str, Any]]:
-        """The example with the sizes of a call."""
+    def _copy(self, dtype: Any) -> torch.nn.Module:
+        """The module without its weights, in a dtype."""
+        assert self.module is not None
+        if dtype is None:
+            return self.module
+        if dtype not in self._copies:
+            self._copies[dtype] = without_weights(self.module, torch_dtype(dtype))
+        return self._copies[dtype]
+
+    def _like(
+        self, first: Mode, leaves: Sequence[tuple[str, Any]], dtype: Any, keep: bool
+    ) -> tuple[Any, dict[str, Any]]:
+        """The example with the sizes of a call, and with its dtypes or those of the parameters."""
         args, kwargs = self.example
         example = (args, {name: kwargs[name] for name in first.call.keyword})
         forms, spec = torch_pytree.tree_flatten(example)
-        made = [
-            form.zeros(value.shape) if isinstance(form, _Form) else form
-            for form, (_, value) in zip(forms, leaves, strict=True)
-        ]
+        made = []
+        for form, (_, value) in zip(forms, leaves, strict=True):
+            if isinstance(form, _Form):
+                floats = form.dtype.is_floating_point
+                wanted = (_float_dtype(value) if keep else None) or dtype if floats else None
+                form = form.zeros(value.shape, wanted and torch_dtype(wanted))
+            made.append(form)
         found: tuple[Any, dict[str, Any]] = torch_pytree.tree_unflatten(made, spec)
         return found
 
@@ -213,9 +301,9 @@ class _Form:
     device: torch.device
     learns: bool
 
-    def zeros(self, shape: Sequence[int]) -> torch.Tensor:
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
         return torch.zeros(
-            tuple(shape), dtype=self.dtype, device=self.device, requires_grad=self.learns
+            tuple(shape), dtype=dtype or self.dtype, device=self.device, requires_grad=self.learns
         )
 
 
@@ -225,13 +313,28 @@ def _form(leaf: Any) -> Any:
     return _Form(leaf.dtype, leaf.device, leaf.requires_grad)
 
 
-def without_weights(module: torch.nn.Module) -> torch.nn.Module:
+def _float_dtype(value: Any) -> Any:
+    """The dtype of a floating-point array or tensor, as JAX has it; None of anything else."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or (isinstance(value, torch.Tensor) and not value.is_floating_point()):
+        return None
+    found = numpy_dtype(dtype) if isinstance(dtype, torch.dtype) else dtype
+    return canonical(found) if is_float(found) else None
+
+
+def _dtypes(example: Any) -> list[Any]:
+    return [getattr(leaf, "dtype", None) for leaf in torch_pytree.tree_leaves(example)]
+
+
+def without_weights(module: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.nn.Module:
     """A copy of a module whose parameters and buffers have memory that nothing has touched.
 
     Such memory costs nothing until somebody writes to it; export looks at shapes and strides only.
 
     Args:
         module: any module.
+        dtype: what its floating-point parameters and buffers have in the copy, as after
+            `module.to(dtype)`; None: their own.
 
     Raises:
         ValueError: an attribute is a function that holds the module, so that it would not be one
@@ -250,7 +353,7 @@ def without_weights(module: torch.nn.Module) -> torch.nn.Module:
         computed = [t for t in attributes if isinstance(t, torch.Tensor) and not t.is_leaf]
         for tensor in (*m._parameters.values(), *m._buffers.values(), *computed):
             if tensor is not None and id(tensor) not in memo:
-                memo[id(tensor)] = _untouched_like(tensor)
+                memo[id(tensor)] = _untouched_like(tensor, dtype)
         for name, value in vars(m).items():
             if _holds_module(value):
                 raise ValueError(f"its `{name}` is a function that holds the module it was made in")
@@ -272,12 +375,11 @@ def _holds_module(value: Any) -> bool:
     return False
 
 
-def _untouched_like(tensor: torch.Tensor) -> torch.Tensor:
+def _untouched_like(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     if tensor.device.type not in ("cpu", "meta"):
         raise ValueError(f"its weights are on {tensor.device}; convert it on the CPU")
-    like = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
+    dtype = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(like, requires_grad=tensor.requires_grad)
     return like.requires_grad_(tensor.requires_grad)

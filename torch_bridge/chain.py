@@ -1,10 +1,9 @@
 """A rolled module with a loss as a `fz.Sequential`: parts and stacks in turns.
 
-The loss is a closure that calls `forward` once, in the middle of its own work. Its two halves are
-found by calling it twice. Each part calls it with a `forward` that stops there, for the arguments:
-from them come the module's inputs and all sizes, in every part anew, since the batch is at hand
-everywhere and costs nothing to hand on. The last part calls it with a `forward` that returns the
-output. What a compiler finds unused, it drops.
+The loss is a closure that calls `forward` once, in the middle of its own work. Each part traces it
+and takes its two halves apart (`halves.py`). From the first come the module's inputs and all
+sizes, in every part anew, since the batch is at hand everywhere and costs nothing to hand on. The
+last part runs the second. What a compiler finds unused, it drops.
 
 Between two links travels `{"carry": what layers hand on, "shared": what is read later}`. A stack
 leaves the latter alone, so that masks, rotary tables and an encoder's output are kept once. Where
@@ -19,18 +18,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fzero.errors import ConversionError
 from fzero.model import Context, Layer, Sequential, Stack
-from fzero.precision import called_with
 
 from .again import Graphs
+from .halves import Halves, halve
 from .interpret import evaluate
-from .mode import Mode, TensorInput, as_leaf
+from .mode import Mode, TensorInput, as_kept, as_leaf
 from .refs import fill, refs
 from .rolled import Loop, Part, Rolled
 from .stacked import Names
-from .structure import build_output
 
 
 Arrays = Mapping[str, Any]
@@ -59,11 +58,9 @@ class Source:
     same: Mapping[str, str]
 
 
-class _Called(BaseException):
-    """Carries the arguments of `forward` out of a loss; no loss may catch it by accident."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.args_, self.kwargs_ = args, kwargs
+# Under this name a zero of the dtype that the module computes in is handed on, where that is not
+# its own; no value of a graph is called so.
+_DTYPE = "computes in"
 
 
 def make_chain(source: Source, loss: Loss) -> Sequential:
@@ -160,21 +157,38 @@ class _Plan:
             nested.setdefault(self.owner[name], {})[name] = value
         return nested
 
-    def call(self, loss: Loss, batch: Any, train: bool) -> tuple[Mode, Rolled, dict[str, Any]]:
-        """The graph for a batch, and the module's inputs: what the loss calls `forward` with."""
-        args, kwargs = _arguments(loss, batch)
-        mode, rolled, inputs = self.source.graphs.call(train, args, kwargs)
+    def first_dtype(self, params: Arrays, ctx: Context) -> Any:
+        """The dtype that the module computes in, if it is not its own, as the start knows it.
+
+        The plan says it, or the parameters at hand; a start without any goes by the initial ones,
+        which may be masters.
+        """
+        graphs = self.source.graphs
+        own = set(graphs.dtypes.values())
+        if ctx.dtype is not None:
+            return None if own <= {np.dtype(ctx.dtype)} else np.dtype(ctx.dtype)
+        found = graphs.dtype_of(params)
+        told = len(own) == 1 and not graphs.dtypes.keys().isdisjoint(params)
+        return found if found is not None or told else graphs.dtype_of(self.source.params)
+
+    def call(self, loss: Loss, batch: Any, train: bool, dtype: Any) -> Halves:
+        """The graph for a batch, the module's inputs, and the loss of its output."""
+        halves = halve(loss, batch, self.source.graphs, train, dtype)
+        mode, rolled, _ = halves.call
         assert rolled is not None
         if mode is not self.source.graphs.modes[train]:
             self._check_places(mode, rolled)
-        return mode, rolled, inputs
+        return halves
 
-    def shapes(self, loss: Loss, batch: Any, train: bool) -> tuple[Mode, Rolled, dict[str, Any]]:
+    def shapes(
+        self, loss: Loss, batch: Any, train: bool, dtype: Any
+    ) -> tuple[Mode, Rolled, dict[str, Any]]:
         """As `call`, with the shapes of the inputs: nothing of the loss is computed."""
         graphs: list[tuple[Mode, Rolled]] = []
 
         def inputs(batch: Any) -> dict[str, Any]:
-            mode, rolled, found = self.call(loss, batch, train)
+            mode, rolled, found = self.call(loss, batch, train, dtype).call
+            assert rolled is not None
             graphs.append((mode, rolled))
             return found
 
@@ -253,8 +267,10 @@ def _layer(plan: _Plan, index: int, name: str, loss: Loss) -> Layer:
     last = index + 1 == len(plan.links)
 
     def apply(params: Any, x: Any, ctx: Context) -> Any:
-        mode, rolled, env = plan.call(loss, ctx.batch, ctx.train)
-        env = called_with(env, params)
+        dtype = _told(x) if index else plan.first_dtype(params, ctx)
+        halves = plan.call(loss, ctx.batch, ctx.train, dtype)
+        mode, rolled, env = halves.call
+        assert rolled is not None
         part = rolled.parts[index]
         assert isinstance(part, Part)
         state = ctx.buffers if buffers else {}
@@ -263,7 +279,9 @@ def _layer(plan: _Plan, index: int, name: str, loss: Loss) -> Layer:
         for placeholder, leaf in mode.params.items():
             if leaf in params:
                 env[placeholder] = as_leaf(params[leaf], leaf in source.frozen)
-        env.update({p: state[leaf] for p, leaf in mode.buffers.items() if leaf in state})
+        for placeholder, leaf in mode.buffers.items():
+            if leaf in state:
+                env[placeholder] = as_leaf(state[leaf], False, mode.buffer_dtypes.get(leaf))
         if index:
             before = rolled.parts[index - 1]
             assert isinstance(before, Loop)
@@ -271,14 +289,15 @@ def _layer(plan: _Plan, index: int, name: str, loss: Loss) -> Layer:
             env.update({given: x["carry"][place] for given, place in before.ends.items()})
         evaluate(part.steps, env, ctx.rng)
         written = {leaf: rolled.updates[leaf] for leaf in buffers if leaf in rolled.updates}
-        new = {**state, **fill(written, env)}
+        new = {**state, **as_kept(fill(written, env), state)}
         if last:
-            output = build_output(mode.out_spec, fill(list(rolled.outputs), env))
-            out = _finish(loss, output, ctx.batch)
+            out = halves.finish(fill(list(rolled.outputs), env))
         else:
             loop = rolled.parts[index + 1]
             assert isinstance(loop, Loop)
             shared = {given: env[given] for given in plan.handed_on(mode, rolled, index)}
+            if dtype is not None:
+                shared[_DTYPE] = jnp.zeros((), dtype)
             out = {"carry": tuple(env[given] for given, _ in loop.carry), "shared": shared}
             if loop.scanned:
                 out["number"] = jnp.zeros((), jnp.int32)
@@ -297,20 +316,21 @@ def _stack(plan: _Plan, index: int, name: str, loss: Loss) -> Stack:
     stateful = bool(buffers)
 
     def apply(params: Any, x: Any, ctx: Context) -> Any:
-        mode, rolled, shapes = plan.shapes(loss, ctx.batch, ctx.train)
+        dtype = _told(x)
+        mode, rolled, shapes = plan.shapes(loss, ctx.batch, ctx.train, dtype)
         loop = rolled.parts[index]
         assert isinstance(loop, Loop)
         state = ctx.buffers if stateful else {}
         leaves = {leaf: as_leaf(value, leaf in source.frozen) for leaf, value in params.items()}
+        casts = source.names.of_entries(mode.buffer_dtypes)
+        read = {leaf: as_leaf(value, False, casts.get(leaf)) for leaf, value in state.items()}
         fixed = {**mode.constants, **rolled.known_sizes(mode.sizes(shapes))}
         number = x.get("number")
-        carry, new = loop.layer(
-            number, x["carry"], x["shared"], {**leaves, **state}, fixed, ctx.rng
-        )
+        carry, new = loop.layer(number, x["carry"], x["shared"], {**leaves, **read}, fixed, ctx.rng)
         out = {"carry": carry, "shared": x["shared"]}
         if number is not None:
             out["number"] = number + 1
-        return (out, {**state, **new}) if stateful else out
+        return (out, {**state, **as_kept(new, state)}) if stateful else out
 
     loop = source.graphs.rolled[True].parts[index]
     assert isinstance(loop, Loop)
@@ -320,41 +340,14 @@ def _stack(plan: _Plan, index: int, name: str, loss: Loss) -> Stack:
     )
 
 
+def _told(x: Any) -> Any:
+    """The dtype that the start of a chain has found; None: the module's own."""
+    given = x["shared"].get(_DTYPE)
+    return None if given is None else np.dtype(given.dtype)
+
+
 def _given(_: Any) -> Any:
     raise NotImplementedError("initial values are given to the Sequential")
-
-
-def _arguments(loss: Loss, batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """What the loss calls `forward` with."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        raise _Called(args, kwargs)
-
-    try:
-        loss(forward, batch)
-    except _Called as called:
-        return called.args_, called.kwargs_
-    raise ConversionError(
-        "the loss did not call forward, so that there is nothing to run; expected"
-        " loss(forward, batch) to call it once"
-    )
-
-
-def _finish(loss: Loss, output: Any, batch: Any) -> Any:
-    """The loss, given what `forward` returns."""
-    outputs: list[Any] = [output]
-
-    def forward(*_: Any, **__: Any) -> Any:
-        if not outputs:
-            raise ConversionError(
-                "the loss calls forward a second time, but a chain of layers runs the module once."
-                " Join the inputs into one call (concatenate them, split the output), or use"
-                " model(loss, chain=False), which runs the module as one function, without"
-                " pipelines and without gathering layer by layer"
-            )
-        return outputs.pop()
-
-    return loss(forward, batch)
 
 
 def links_merged(tree: Any) -> dict[str, Any]:

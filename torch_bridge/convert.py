@@ -14,7 +14,6 @@ from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
 from fzero.model import Model
-from fzero.precision import called_with
 
 from .again import Again, Graphs
 from .blocks import Blocks
@@ -24,7 +23,7 @@ from .export import export_program
 from .initial import COPIED_BYTES, num_bytes, on_host, read_initial, with_masters
 from .interpret import missing_operators, refuse_data_dependent, refuse_missing
 from .layout import Layout, read_layout
-from .mode import Mode, bind_state, build_mode
+from .mode import Mode, as_kept, bind_state, build_mode
 from .rolled import Rolled
 from .rolling import fewest_layers, roll_blocks
 from .stacked import Names
@@ -103,14 +102,15 @@ class Converted:
         """Run the module's forward.
 
         Sizes that the example's graph does not hold for (a batch of 1, most often) are traced when
-        they first come.
+        they first come; so is another dtype of the parameters, as `module.to(dtype)`.
 
         Args:
-            params: values for `self.params`, same names and shapes, any float dtype; or those of
-                a chain that `model` gave, which has them by link.
+            params: values for `self.params`, same names and shapes, in their dtypes or all in
+                another one; or those of a chain that `model` gave, which has them by link.
             buffers: values for `self.buffers`, likewise.
             *args: the module's own arguments: arrays (or tensors, which are copied) where the
-                example had tensors, the example's value where it had anything else.
+                example had tensors, the example's value where it had anything else. Floats of
+                another dtype are cast to the parameters' where the module does not take them.
             rng: a JAX key; needed when the mode draws random numbers (dropout in train mode).
             train: which of the two graphs runs.
             **kwargs: the module's own keyword arguments.
@@ -130,7 +130,8 @@ class Converted:
             >>> out.shape
             (5, 2)
         """
-        call = self._graphs.call(bool(train), args, kwargs)
+        params, buffers = links_merged(params), links_merged(buffers)
+        call = self._graphs.call(bool(train), args, kwargs, self._graphs.dtype_of(params))
         mode = call.mode
         if mode.graph.num_draws and rng is None:
             raise ConversionError(
@@ -138,7 +139,6 @@ class Converted:
                 f"{mode.graph.num_draws} place(s) (dropout and the like): pass "
                 "rng=jax.random.key(...)"
             )
-        params, buffers = links_merged(params), links_merged(buffers)
         if call.rolled is not None:
             leaves, updated = self._run_rolled(mode, call.rolled, call.inputs, params, buffers, rng)
         else:
@@ -146,7 +146,8 @@ class Converted:
             leaves, changed = mode.graph.run(values, rng)
             names = self.layout.leaf_of()
             updated = {names[name].name: value for name, value in changed.items()}
-        return Applied(build_output(mode.out_spec, leaves), {**buffers, **updated})
+        output = build_output(mode.out_spec, leaves)
+        return Applied(output, {**buffers, **as_kept(updated, buffers)})
 
     def _run_rolled(
         self,
@@ -166,7 +167,8 @@ class Converted:
         values: dict[str, Any] = {**inputs, **mode.constants}
         values |= rolled.known_sizes(mode.sizes(inputs))
         values |= bind_state(alone, params, self._params, "params", self.frozen)
-        values |= bind_state(apart, buffers, self._buffers, "buffers", frozenset())
+        casts = self.names.of_entries(mode.buffer_dtypes)
+        values |= bind_state(apart, buffers, self._buffers, "buffers", frozenset(), casts)
         return rolled.run(values, values, rng)
 
     def _bind_leaves(self, mode: Mode, params: Arrays, buffers: Arrays) -> dict[str, Any]:
@@ -174,7 +176,8 @@ class Converted:
         shapes = {leaf.name: leaf for leaf in self.layout.leaves}
         frozen = frozenset(leaf.name for leaf in self.layout.leaves if leaf.frozen)
         values = bind_state(mode.params, params, shapes, "params", frozen)
-        values.update(bind_state(mode.buffers, buffers, shapes, "buffers", frozenset()))
+        casts = mode.buffer_dtypes
+        values.update(bind_state(mode.buffers, buffers, shapes, "buffers", frozenset(), casts))
         values.update(mode.constants)
         return values
 
@@ -216,7 +219,13 @@ class Converted:
             found.update(dict.fromkeys(mode.shapes.fixed()))
         return tuple(found)
 
-    def model(self, loss: Callable[..., Any], *, chain: bool | None = None) -> Model:
+    def model(
+        self,
+        loss: Callable[..., Any],
+        *,
+        inputs: Callable[[Any], Any] | None = None,
+        chain: bool | None = None,
+    ) -> Model:
         """The module with a loss, as fzero trains and evaluates it.
 
         Where blocks were rolled it is a `fz.Sequential`: the part before the blocks, a `fz.Stack`
@@ -227,10 +236,13 @@ class Converted:
             loss: `loss(forward, batch)`, which returns an `fzero.Mean` or a scalar, or a pair of
                 that and a dict of metrics. `forward(*args, **kwargs)` is the module with the
                 step's parameters, buffers, key and mode bound; called several times, each call
-                has its own randomness and sees the buffers that the one before left. Where the
-                parameters have 16 bits, floats that it is called with are rounded to as many;
-                what the loss reads of the batch is as it came. A chain
-                runs the module once: there, `forward` is called once.
+                has its own randomness and sees the buffers that the one before left. What the loss
+                reads of the batch is as it came. A chain runs the module once: there, `forward` is
+                called once, as it is (within `jax.checkpoint` or `jax.jit`, but not mapped nor
+                differentiated).
+            inputs: `inputs(batch)`, what the module is called with: a dict of keyword arguments, a
+                tuple of positional ones, a pair of both, or the one argument. The loss is then
+                `loss(output, batch)`.
             chain: whether to make a chain; the default is to do so where blocks were rolled.
                 `False` gives one function, for losses that call `forward` several times; its
                 params are those of `self.params`, and the rolled blocks a loop in it.
@@ -250,6 +262,8 @@ class Converted:
             ((), {}, {})
         """
 
+        if inputs is not None:
+            loss = _of_output(loss, inputs)
         if chain or (chain is None and self._rolled):
             if not self._rolled:
                 raise ConversionError(
@@ -268,7 +282,6 @@ class Converted:
                 nonlocal calls
                 key = None if rng is None else jax.random.fold_in(rng, calls)
                 calls += 1
-                args, kwargs = called_with((args, kwargs), params)
                 out, current[0] = self.apply(
                     params, current[0], *args, rng=key, train=train, **kwargs
                 )
@@ -376,11 +389,12 @@ def convert(
     }
     rolling = roll_blocks(programs, modes, layout, min_layers)
     again = Again(module, args, kwargs, batch_dim or 0, layout, min_layers)
-    graphs = Graphs(modes, rolling.graphs, again)
     if copy is None:
         copy = num_bytes(values[0]) <= COPIED_BYTES
     names = rolling.names
     params = names.stack(values[0])
+    dtypes = {name: value.dtype for name, value in params.items() if is_float(value.dtype)}
+    graphs = Graphs(modes, rolling.graphs, again, dtypes)
     converted = Converted(
         names.frozen(layout),
         layout,
@@ -394,6 +408,22 @@ def convert(
     if batch_dim is not None:
         _refuse_fixed(converted, batch_dim)
     return converted
+
+
+def _of_output(loss: Callable[..., Any], inputs: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A loss of the output as one that calls `forward`."""
+
+    def called(forward: Callable[..., Any], batch: Any) -> Any:
+        given = inputs(batch)
+        if isinstance(given, Mapping):
+            return loss(forward(**given), batch)
+        if not isinstance(given, tuple):
+            return loss(forward(given), batch)
+        if len(given) == 2 and isinstance(given[0], tuple) and isinstance(given[1], Mapping):
+            return loss(forward(*given[0], **given[1]), batch)
+        return loss(forward(*given), batch)
+
+    return called
 
 
 def _refuse_untraceable(module: torch.nn.Module) -> None:

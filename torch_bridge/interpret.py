@@ -136,6 +136,28 @@ def refuse_data_dependent(program: torch.export.ExportedProgram) -> None:
             )
 
 
+# Operators that take one dtype only, though an export of them does not mind.
+_ONE_DTYPE = ("linear", "matmul", "mm", "conv", "einsum", "dot", "lstm", "gru", "rnn", "norm")
+
+
+def refuse_mixed(program: torch.export.ExportedProgram) -> None:
+    """Refuse what PyTorch itself would, were it called with these dtypes.
+
+    Raises:
+        ConversionError: an operator of one dtype got several.
+    """
+    for node in program.graph.nodes:
+        name = str(node.target)
+        if node.op != "call_function" or not any(part in name for part in _ONE_DTYPE):
+            continue
+        values = [source.meta.get("val") for source in node.all_input_nodes]
+        tensors = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            raise ConversionError(
+                f"{name} in {module_path(node)} got {[str(t.dtype) for t in tensors]}"
+            )
+
+
 def module_path(node: torch.fx.Node) -> str:
     """The path of the submodule that a node belongs to, `(root)` for the outermost."""
     stack = node.meta.get("nn_module_stack") or {}
@@ -230,10 +252,7 @@ _CASTS = ("aten.to.", "aten._to_copy.", "aten.type_as.")
 
 
 def _keeps_dtype(node: torch.fx.Node) -> bool:
-    """Whether a cast changed nothing in the trace (`.to(device)`, `.to(x.dtype)`).
-
-    Such a cast must not pin its dtype: a step in bfloat16 would be widened to float32 by it.
-    """
+    """Whether a cast changes nothing (`.to(device)`, `.to(x.dtype)`)."""
     if not str(node.target).startswith(_CASTS):
         return False
     source: Any = node.args[0]

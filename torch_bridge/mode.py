@@ -10,16 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
+from torch.export.graph_signature import (
+    ConstantArgument,
+    InputKind,
+    OutputKind,
+    TensorArgument,
+)
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
 
-from .dtypes import is_complex, is_float, jax_dtype
+from .dtypes import canonical, is_complex, is_float, jax_dtype, numpy_dtype
 from .interpret import Graph, build_graph
 from .layout import Layout
 from .lower.spectral import torch_gradient
-from .shapes import ShapeRules, shape_rules
+from .shapes import ShapeRules, as_dim, shape_rules
 from .structure import CallForm, check_constant, check_output_spec
 from .weights import to_host
 
@@ -56,6 +61,23 @@ class Mode:
     shapes: ShapeRules
     call: CallForm
     out_spec: Any
+    buffer_dtypes: Mapping[str, Any]  # leaf name -> what it is cast to before it is read
+    outputs: tuple[Any, ...]  # (shape, dtype) of each output that is a tensor
+
+    def output_shapes(self, inputs: Mapping[str, Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of the tensors that the module returns for some inputs, by placeholder."""
+        sizes = self.sizes(inputs)
+        return tuple(
+            jax.ShapeDtypeStruct(
+                [n if isinstance(n, int) else int(n.subs(sizes)) for n in shape], dtype
+            )
+            for shape, dtype in self.outputs
+        )
+
+    def takes_dtypes(self, leaves: list[tuple[str, Any]]) -> bool:
+        """Whether the floating-point arguments of a call have the dtypes of the graph's."""
+        pairs = zip(self.inputs, leaves, strict=True)
+        return all(_same_float(e, v) for e, (_, v) in pairs if isinstance(e, TensorInput))
 
     def bind_inputs(self, leaves: list[tuple[str, Any]]) -> dict[str, Any]:
         """Values of the placeholders of a call's leaves (as `call.flatten` gives them).
@@ -118,7 +140,71 @@ def build_mode(program: torch.export.ExportedProgram, layout: Layout, call: Call
         rules,
         call,
         program.call_spec.out_spec,
+        _buffer_dtypes(program, buffers),
+        _output_forms(program),
     )
+
+
+def _output_forms(program: torch.export.ExportedProgram) -> tuple[Any, ...]:
+    (node,) = (n for n in program.graph.nodes if n.op == "output")
+    returned: Any = node.args[0]
+    pairs = zip(program.graph_signature.output_specs, returned, strict=True)
+    own = [value for spec, value in pairs if spec.kind is OutputKind.USER_OUTPUT]
+    fakes = [value.meta["val"] for value in own if isinstance(value, torch.fx.Node)]
+    return tuple(
+        (tuple(map(as_dim, fake.shape)), jax_dtype(fake.dtype))
+        if isinstance(fake, torch.Tensor)
+        else ((), canonical(np.asarray(0).dtype))
+        for fake in fakes
+    )
+
+
+# What hands a tensor on as it is, but for its shape.
+_VIEWS = ("unsqueeze", "squeeze", "expand", "view", "reshape", "slice", "select", "permute",
+          "transpose", "alias", "detach", "clone", "contiguous")  # fmt: skip
+_CASTS = ("to", "_to_copy")
+_NORMS = ("batch_norm", "instance_norm")
+
+
+def _buffer_dtypes(
+    program: torch.export.ExportedProgram, buffers: Mapping[str, str]
+) -> dict[str, Any]:
+    """The dtype of each floating-point buffer that some operator computes with as it is.
+
+    Buffers stay in their own dtype in a state whose parameters compute in 16 bits. Running
+    statistics, which norms take in any dtype and would lose their small steps in 16 bits, and what
+    is widened before it is used (rotary frequencies), are read as they are.
+    """
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    found: dict[str, Any] = {}
+    for placeholder, name in buffers.items():
+        value: Any = nodes[placeholder].meta["val"]
+        if value.is_floating_point() and not _read_wide(nodes[placeholder]):
+            found[name] = jax_dtype(value.dtype)
+    return found
+
+
+def _read_wide(node: torch.fx.Node) -> bool:
+    dtype: Any = node.meta["val"].dtype
+    for user in node.users:
+        name = str(user.target).removeprefix("aten.").partition(".")[0]
+        if name in _VIEWS:
+            if not _read_wide(user):
+                return False
+        elif name in _CASTS:
+            if user.meta["val"].dtype.itemsize <= dtype.itemsize:
+                return False
+        elif user.op != "output" and not any(norm in name for norm in _NORMS):
+            return False
+    return True
+
+
+def _same_float(expected: TensorInput, value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not is_float(expected.dtype):
+        return True
+    given = canonical(numpy_dtype(dtype) if isinstance(dtype, torch.dtype) else dtype)
+    return given == expected.dtype or not is_float(given)
 
 
 def _constant(program: torch.export.ExportedProgram, name: str) -> torch.Tensor:
@@ -170,12 +256,16 @@ def _as_input(path: str, value: Any, dtype: np.dtype[Any]) -> jax.Array:
         raise ConversionError(
             f"argument `{path}`: expected {dtype.name} as in the example, got {array.dtype.name}"
         )
-    # Floats keep their precision (a bfloat16 step feeds bfloat16); integers take the example's.
-    return array if is_float(array) else array.astype(dtype)
+    return array.astype(dtype)
 
 
 def bind_state(
-    wanted: Mapping[str, str], given: Arrays, example: Arrays, kind: str, frozen: frozenset[str]
+    wanted: Mapping[str, str],
+    given: Arrays,
+    example: Arrays,
+    kind: str,
+    frozen: frozenset[str],
+    dtypes: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
     """Values of a mode's parameters or buffers, by placeholder.
 
@@ -185,6 +275,7 @@ def bind_state(
         example: arrays of the right shapes by leaf name.
         kind: "params" or "buffers", for messages.
         frozen: leaves through which no gradient goes.
+        dtypes: what some leaves are cast to.
 
     Raises:
         ConversionError: a leaf is missing, or has another shape.
@@ -198,12 +289,19 @@ def bind_state(
             raise ConversionError(
                 f"{kind}: `{name}` has shape {tuple(value.shape)}, expected {example[name].shape}"
             )
-        values[placeholder] = as_leaf(value, name in frozen)
+        values[placeholder] = as_leaf(value, name in frozen, dtypes.get(name))
     return values
 
 
-def as_leaf(value: Any, frozen: bool) -> Any:
+def as_leaf(value: Any, frozen: bool, dtype: Any = None) -> Any:
     """A parameter or buffer as a graph reads it: frozen ones get no gradient."""
+    if dtype is not None and value.dtype != dtype:
+        value = jnp.asarray(value).astype(dtype)
     if is_complex(value):
         value = torch_gradient(value)
     return jax.lax.stop_gradient(value) if frozen else value
+
+
+def as_kept(new: Mapping[str, Any], kept: Arrays) -> dict[str, Any]:
+    """New values of buffers, in the dtypes in which they are kept."""
+    return {name: jnp.asarray(value).astype(kept[name].dtype) for name, value in new.items()}

@@ -126,7 +126,7 @@ def shape_rules(
     guards: tuple[sympy.Expr, ...] = ()
     for name in names:
         fake: Any = values[name]
-        shapes.append(tuple(_dim(size) for size in fake.shape))
+        shapes.append(tuple(as_dim(size) for size in fake.shape))
         environment = getattr(getattr(fake, "fake_mode", None), "shape_env", None)
         if environment is not None:
             guards = tuple(guard.expr for guard in environment.guards)
@@ -137,7 +137,8 @@ def shape_rules(
     return ShapeRules(tuple(paths), tuple(shapes), ranges, guards)
 
 
-def _dim(size: Any) -> Dim:
+def as_dim(size: Any) -> Dim:
+    """A size of a traced tensor: a number, or an expression of the free sizes."""
     if isinstance(size, torch.SymInt):
         expr = size.node.expr
         return int(expr) if expr.is_number else expr

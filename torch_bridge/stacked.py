@@ -136,6 +136,12 @@ class Names:
             for layer, leaf in enumerate(one.leaves)
         }
 
+    def of_entries(self, of_leaf: Mapping[str, Any]) -> dict[str, Any]:
+        """What is known of leaves, such as a dtype, by their own names and those of stacks."""
+        first = {one.name: one.leaves[0].name for one in self.stacked}
+        found = {name: of_leaf[leaf] for name, leaf in first.items() if leaf in of_leaf}
+        return {**of_leaf, **found}
+
     def stack(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Arrays by the module's own leaf names, as they lie in the conversion."""
         place, starts = self.place_of(), {one.leaves[0].name: one for one in self.stacked}

@@ -35,7 +35,7 @@ from fzero.model import (
     run_chain,
     split_loss,
 )
-from fzero.precision import cast_input, compute_dtype
+from fzero.precision import COMPUTE_DTYPES, cast_input, compute_dtype
 from fzero.tree import PyTree
 from fzero.zero.at_use import gather_at_use
 from fzero.zero.halves import Rest, first_half, unfenced
@@ -252,7 +252,8 @@ def _train_forward(
     end: list[End] = []
 
     def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
-        ctx, layer = Context(batch, rng, True, state), piece.layer
+        dtype = COMPUTE_DTYPES[rules.plan.precision]
+        ctx, layer = Context(batch, rng, True, state, dtype), piece.layer
         link: Link | StackLink
         if isinstance(layer, Stack):
             link, x, state, held = stack_forward(rules, piece, kept[layer.name], x, ctx)
@@ -549,7 +550,8 @@ def eval_forward(
     x = _entered(rules, pieces[0], x)
 
     def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
-        ctx, layer = Context(batch, rng, False, state), piece.layer
+        dtype = COMPUTE_DTYPES[rules.plan.precision]
+        ctx, layer = Context(batch, rng, False, state, dtype), piece.layer
         if isinstance(layer, Stack):
             return stack_eval(rules, piece, kept[layer.name], x, ctx)
         treedef = jax.tree.structure(layer_params(layer, kept))

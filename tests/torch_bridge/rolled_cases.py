@@ -78,8 +78,8 @@ def unrolled(converted: tb.Converted) -> tb.Converted:
     """The same conversion, evaluated block by block under the names of the blocks."""
     return dataclasses.replace(
         converted,
-        params=converted.by_name(converted.params),
-        buffers=converted.by_name(converted.buffers),
+        _params=converted.by_name(converted._params),
+        _buffers=converted.by_name(converted._buffers),
         names=Names(),
         _graphs=converted._graphs.unrolled(),
     )

@@ -311,3 +311,144 @@ def test_a_function_that_holds_the_module_is_found(patched: bool) -> None:
     name = "forward" if patched else "compute"
     with pytest.raises(ConversionError, match=rf"(?s)no copy.*`{name}` is a function that holds"):
         converted.apply(converted.params, {}, X[:1].numpy())
+
+
+class Masked(torch.nn.Module):
+    """Attention's usual mask: the lowest number of the dtype, whatever it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = self.linear(x)
+        return scores.masked_fill(mask, torch.finfo(scores.dtype).min).softmax(-1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_lowest_number_is_that_of_the_dtype_computed_in(dtype: Any) -> None:
+    mask = torch.tensor([[True] * 4, [False] * 4])
+    converted = tb.convert(Masked(), torch.randn(2, 4), mask)
+    low = {name: value.astype(dtype) for name, value in converted.params.items()}
+    got = converted.apply(low, {}, torch.randn(2, 4), mask).output
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(got[0], np.float32), [0.25] * 4)
+
+
+def test_arguments_keep_their_dtype_where_the_module_takes_it() -> None:
+    """A time that is widened inside is not rounded before; what meets weights is cast."""
+
+    class Timed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+            phase = (time.float() * 1000).sin()[:, None]
+            return self.linear(x) + phase.to(x.dtype)
+
+    module = Timed()
+    x, time = torch.randn(4, 3), torch.rand(4)
+    converted = tb.convert(module, x[:2], time[:2])
+    low = {name: value.astype(jnp.bfloat16) for name, value in converted.params.items()}
+    got = converted.apply(low, {}, x.bfloat16(), time).output
+    want = module.bfloat16()(x.bfloat16(), time)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), want.detach().float().numpy(), rtol=1e-2, atol=1e-2
+    )
+    # In float32 the linear layer of 16 bits does not take x.
+    assert converted.apply(low, {}, x, time).output.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+def test_a_chain_computes_in_the_precision_of_its_plan(embedded: bool) -> None:
+    """All links agree on the dtype, also where the first one has no parameters to tell it by."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.linear(torch.nn.functional.rms_norm(x, (4,)))
+
+    first = [torch.nn.Linear(4, 4)] if embedded else []
+    module = torch.nn.Sequential(*first, *(Block() for _ in range(3)))
+    x = torch.randn(8, 4)
+    converted = tb.convert(module, x[:2])
+    seen: list[Any] = []
+
+    def loss(forward: Any, batch: Any) -> Any:
+        out = forward(batch)
+        seen.append(out.dtype)
+        return jnp.mean(jnp.square(out.astype(jnp.float32)))
+
+    model, plan = converted.model(loss, chain=True), fz.Plan(data=1, precision="bf16")
+    state = fz.init(model, None, plan)
+    metrics = fz.eval_step(model, plan)(state, x.numpy())
+    low = module.bfloat16()(x.bfloat16()).float()
+    np.testing.assert_allclose(float(metrics["loss"]), float((low**2).mean().detach()), rtol=1e-2)
+    assert set(seen) == {np.dtype(jnp.bfloat16)}
+
+
+class Residual(nn.Module):
+    """A block with a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).tanh()
+
+
+@pytest.fixture(scope="module")
+def residual() -> tb.Converted:
+    return tb.convert(nn.Sequential(*(Residual() for _ in range(3))), torch.zeros(2, 4))
+
+
+def value_of(model: Any, batch: Any) -> float:
+    state = fz.init(model, None, fz.Plan(data=1))
+    return float(fz.eval_step(model, fz.Plan(data=1))(state, batch)["loss"])
+
+
+def mean_square(out: Any, batch: Any) -> Any:
+    return jnp.mean(jnp.square(out - batch["y"]))
+
+
+def test_losses_of_a_chain(residual: tb.Converted) -> None:
+    """A chain's loss may wrap `forward` in what only says how to compile, or not see it at all."""
+    x, y = np.random.default_rng(0).normal(size=(2, 8, 4)).astype(np.float32)
+    batch = {"x": x, "y": y}
+    runs: list[int] = []
+
+    def plain(forward: Any, batch: Any) -> Any:
+        runs.append(1)
+        return mean_square(forward(batch["x"] * 1.0), batch)
+
+    want = value_of(residual.model(plain, chain=False), batch)
+    before = len(runs)
+    assert value_of(residual.model(plain, chain=True), batch) == pytest.approx(want, rel=1e-6)
+    assert len(runs) - before <= 2 * 3  # each of three links, for shapes and for the program
+    for wrap in (jax.checkpoint, jax.jit):
+        model = residual.model(lambda f, b, w=wrap: mean_square(w(f)(b["x"]), b), chain=True)
+        assert value_of(model, batch) == pytest.approx(want, rel=1e-6)
+    for inputs in (lambda b: b["x"], lambda b: (b["x"],), lambda b: ((b["x"],), {})):
+        model = residual.model(mean_square, inputs=inputs, chain=True)
+        assert value_of(model, batch) == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"),
+    [
+        (lambda f, b: jnp.mean(jax.vmap(f)(b["x"][:, None])), "maps"),
+        (lambda f, b: jnp.mean(jax.grad(lambda x: jnp.sum(f(x)))(b["x"]) ** 2), "differentiates"),
+        (lambda f, b: jnp.mean(jax.lax.map(f, b["x"][:, None])), "within a loop"),
+        (lambda f, b: jnp.mean(f(b["x"]) + f(b["y"])), "a second time"),
+        (lambda f, b: jnp.mean(b["x"]), "did not call forward"),
+    ],
+)
+def test_what_a_chain_cannot_do_is_said(residual: tb.Converted, loss: Any, what: str) -> None:
+    x = np.ones((8, 4), np.float32)
+    with pytest.raises(ConversionError, match=what):
+        value_of(residual.model(loss, chain=True), {"x": x, "y": x})
