@@ -1,7 +1,7 @@
 """From a module to one decomposed `ExportedProgram` per mode, or one error that says why not.
 
 The level is "selected": `no_grad` regions become `detach`, then everything is decomposed to core
-ATen except the operators in `_KEPT`, for which JAX has a better whole form (attention, linear,
+ATen except the operators that have a lowering, a better whole form (attention, linear,
 normalisation, softmax). At core level torch would expand a linear layer's weight over the batch,
 unroll attention, and let gradients through `detach`.
 """
@@ -37,85 +37,6 @@ from .watch import (
     watch_state,
 )
 
-
-# Operators that stay whole: those that lose their gradient rule (detach), their speed (linear,
-# matmul, attention) or their exact half-precision behaviour (norms, softmax) when decomposed.
-_KEPT = (
-    "detach",
-    "linear",
-    "matmul",
-    "einsum",
-    "scaled_dot_product_attention",
-    "lstm",
-    "gru",
-    "rnn_tanh",
-    "rnn_relu",
-    "lstm_cell",
-    "gru_cell",
-    "upsample_nearest1d",
-    "upsample_nearest2d",
-    "upsample_nearest3d",
-    "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d",
-    "_upsample_nearest_exact3d",
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "upsample_trilinear3d",
-    "upsample_bicubic2d",
-    "_upsample_bilinear2d_aa",
-    "_upsample_bicubic2d_aa",
-    "_weight_norm",
-    "bilinear",
-    "layer_norm",
-    "rms_norm",
-    "group_norm",
-    "gelu",
-    "silu",
-    "softmax",
-    "log_softmax",
-    "_safe_softmax",
-    "pad",
-    "triu",
-    "tril",
-    "roll",
-    "repeat_interleave",
-    "split",
-    "transpose",
-    "adaptive_avg_pool1d",
-    "adaptive_avg_pool2d",
-    "adaptive_avg_pool3d",
-    "max_pool1d",
-    "max_pool2d",
-    "max_pool3d",
-    "std",
-    "softplus",
-    "logsumexp",
-    "hardswish",
-    "mish",
-    "pixel_shuffle",
-    "take_along_dim",
-    "one_hot",
-    "cumsum",
-    "baddbmm",
-    "floor_divide",
-    "clamp_min",
-    "clamp_max",
-    "nan_to_num",
-    "glu",
-    "log_sigmoid",
-    "binary_cross_entropy",
-    "mse_loss",
-    "huber_loss",
-    "smooth_l1_loss",
-    "masked_fill",
-    "elu",
-    "leaky_relu",
-    "hardtanh",
-    "hardsigmoid",
-    "addcmul",
-    "addcdiv",
-    "lerp",
-)
 
 # Inputs up to this rank have every dim tried as dynamic (tokens, features, sequences); images
 # only the batch: symbolic heights and widths make export slow and specialise anyway.
@@ -283,11 +204,16 @@ def _only_reads(node: torch.fx.Node) -> bool:
 
 
 def _decompositions() -> Any:
+    """Torch's table without what has a lowering: such operators stay whole.
+
+    Decomposed, they would lose their gradient rule (detach), their speed (linear, attention) or
+    their exact half-precision behaviour (norms, softmax).
+    """
     table: Any = default_decompositions()
-    for name in _KEPT:
-        packet = getattr(torch.ops.aten, name, None)
-        for overload in packet.overloads() if packet is not None else ():
-            table.pop(getattr(packet, overload), None)
+    for operator in list(table):
+        name = str(operator)
+        if find_lowering(name) is not None and not any(one in name for one in _HIDDEN_WRITES):
+            table.pop(operator)
     return table
 
 

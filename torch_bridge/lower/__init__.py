@@ -8,6 +8,7 @@ from . import conv as conv
 from . import experts as experts
 from . import factory as factory
 from . import index as index
+from . import linalg as linalg
 from . import linear as linear
 from . import loss as loss
 from . import norm as norm

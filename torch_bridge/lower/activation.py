@@ -52,19 +52,26 @@ def softplus(x: jax.Array, beta: Any = 1, threshold: Any = 20) -> jax.Array:
 @register_operator("aten.hardswish.default")
 @elementwise
 def hardswish(x: jax.Array) -> jax.Array:
-    return x * (jnp.clip(x + 3.0, 0.0, 6.0) / 6.0)
+    inside = jnp.clip(x, -3, 3)  # finite, so that the unused slope is not NaN
+    return _between(x, -3, 3, x * 0, inside * ((inside + 3.0) / 6.0), x)
 
 
 @register_operator("aten.hardsigmoid.default")
 @elementwise
 def hardsigmoid(x: jax.Array) -> jax.Array:
-    return jnp.clip(x + 3.0, 0.0, 6.0) / 6.0
+    return _between(x, -3, 3, jnp.zeros_like(x), (x + 3.0) / 6.0, jnp.ones_like(x))
 
 
 @register_operator("aten.hardtanh.default")
 @elementwise
 def hardtanh(x: jax.Array, min_val: Any = -1, max_val: Any = 1) -> jax.Array:
-    return jnp.clip(x, cast(min_val, x.dtype), cast(max_val, x.dtype))
+    low, high = cast(min_val, x.dtype), cast(max_val, x.dtype)
+    return _between(x, low, high, jnp.full_like(x, low), x, jnp.full_like(x, high))
+
+
+def _between(x: Any, low: Any, high: Any, below: Any, inside: Any, above: Any) -> jax.Array:
+    """Three pieces; at the bounds, torch has the outer ones' gradients."""
+    return jnp.where(x <= low, below, jnp.where(x >= high, above, inside))
 
 
 @register_operator("aten.leaky_relu.default")
@@ -78,6 +85,12 @@ def leaky_relu(x: jax.Array, negative_slope: Any = 0.01) -> jax.Array:
 def elu(x: jax.Array, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> jax.Array:
     low = jnp.where(x > 0, jnp.zeros((), x.dtype), x)
     return jnp.where(x > 0, x * scale, jnp.expm1(low * input_scale) * (alpha * scale))
+
+
+@register_operator("aten.celu.default")
+@elementwise
+def celu(x: jax.Array, alpha: Any = 1) -> jax.Array:
+    return elu(x, alpha, 1, 1 / alpha)
 
 
 @register_operator("aten.prelu.default", "aten._prelu_kernel.default")

@@ -14,6 +14,7 @@ from ..dtypes import (
     canonical,
     cast,
     is_bool,
+    is_complex,
     is_float,
     jax_dtype,
     promote,
@@ -137,7 +138,14 @@ def minimum(x: jax.Array, y: Any) -> jax.Array:
 
 @register_operator("aten.atan2.default")
 def atan2(x: jax.Array, y: Any) -> jax.Array:
-    return jnp.arctan2(*promote_float(x, y))
+    a, b = promote_float(x, y)
+    # torch's gradient at (0, 0) is 0; that of the quotient would be NaN.
+    origin = (a == 0) & (b == 0)
+    there = jax.lax.stop_gradient(jnp.arctan2(a, b))
+    one = jnp.ones((), a.dtype)
+    return jnp.where(
+        origin, there, jnp.arctan2(jnp.where(origin, one, a), jnp.where(origin, one, b))
+    )
 
 
 @register_operator("aten.hypot.default")
@@ -172,6 +180,20 @@ def clamp_max(x: jax.Array, max: Any) -> jax.Array:
     return clamp(x, max=max)
 
 
+def absolute(x: jax.Array) -> jax.Array:
+    """|x|, whose gradient at 0 is torch's 0, not 1."""
+    if not is_float(x):
+        return jnp.abs(x)
+    return x * jax.lax.stop_gradient(jnp.sign(x))
+
+
+def sign(x: jax.Array) -> jax.Array:
+    """-1, 0 or 1; torch's is 0 for NaN and -0, too."""
+    if is_bool(x) or is_complex(x):
+        return jnp.sign(x)
+    return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
+
+
 def _unary(name: str, fn: Any) -> None:
     register_operator(f"aten.{name}.default")(elementwise(lambda x: fn(x)))
 
@@ -183,10 +205,10 @@ def _unary_float(name: str, fn: Any) -> None:
 _name: str
 _fn: Any
 for _name, _fn in {
-    "abs": jnp.abs,
+    "abs": absolute,
     "neg": jnp.negative,
-    "sign": jnp.sign,
-    "sgn": jnp.sign,
+    "sign": sign,
+    "sgn": sign,
     "square": jnp.square,
     "floor": lambda x: jnp.floor(x) if is_float(x) else x,
     "ceil": lambda x: jnp.ceil(x) if is_float(x) else x,
@@ -229,6 +251,7 @@ for _name, _fn in {
     "lgamma": jax.lax.lgamma,
     "digamma": jax.lax.digamma,
     "sigmoid": jax.nn.sigmoid,
+    "sinc": jnp.sinc,
 }.items():
     _unary_float(_name, _fn)
 

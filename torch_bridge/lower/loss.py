@@ -58,10 +58,23 @@ def mse_loss(x: jax.Array, target: Any, reduction: int = _MEAN) -> jax.Array:
 def binary_cross_entropy(
     x: jax.Array, target: Any, weight: Any = None, reduction: int = _MEAN
 ) -> jax.Array:
-    a, b = promote(x, target)
-    low = jnp.asarray(-100.0, a.dtype)  # torch clamps both logarithms there
-    losses = -(b * jnp.maximum(jnp.log(a), low) + (1 - b) * jnp.maximum(jnp.log1p(-a), low))
+    losses = _cross_entropy(*promote(x, target))
     return _reduce(losses if weight is None else losses * weight, reduction)
+
+
+@jax.custom_jvp
+def _cross_entropy(x: jax.Array, target: jax.Array) -> jax.Array:
+    """Of one probability each; torch clamps both logarithms at -100."""
+    low = jnp.asarray(-100.0, x.dtype)
+    return -(target * jnp.maximum(jnp.log(x), low) + (1 - target) * jnp.maximum(jnp.log1p(-x), low))
+
+
+@_cross_entropy.defjvp
+def _cross_entropy_jvp(values: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (x, target), (dx, dtarget) = values, tangents
+    # torch's own: the quotient is bounded, not the logarithms.
+    slope = (x - target) / jnp.maximum((1 - x) * x, jnp.asarray(1e-12, x.dtype))
+    return _cross_entropy(x, target), slope * dx + (jnp.log1p(-x) - jnp.log(x)) * dtarget
 
 
 @register_operator("aten.huber_loss.default")

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtypes import accumulation_dtype, canonical, cast, is_complex, is_float, jax_dtype
+from .arithmetic import absolute
 from .features_last import Last, takes_last
 from .registry import register_operator
 
@@ -130,7 +131,13 @@ def var(x: jax.Array, dim: Dims = None, correction: Any = 1, keepdim: bool = Fal
 
 @register_operator("aten.std.correction", "aten.std.dim")
 def std(x: jax.Array, dim: Dims = None, correction: Any = 1, keepdim: bool = False) -> jax.Array:
-    return jnp.sqrt(var(x, dim, correction, keepdim))
+    return safe_sqrt(var(x, dim, correction, keepdim))
+
+
+def safe_sqrt(x: jax.Array) -> jax.Array:
+    """The square root with torch's gradient at 0 for norms and deviations: 0, not infinite."""
+    zero = x == 0
+    return jnp.where(zero, x, jnp.sqrt(jnp.where(zero, jnp.ones((), x.dtype), x)))
 
 
 @register_operator("aten.var_mean.correction")
@@ -152,18 +159,27 @@ def vector_norm(
     if dtype is not None:
         x = cast(x, jax_dtype(dtype))
     axes = axes_of(x, dim)
+    size = jnp.abs(x) if is_complex(x) else absolute(x)
     if ord == 2:
-        total = jnp.sum(jnp.square(x), axis=axes, keepdims=keepdim)
-        # torch's gradient of the norm at 0 is 0; that of a bare sqrt would be NaN.
-        safe = jnp.where(total == 0, jnp.ones((), x.dtype), total)
-        return jnp.where(total == 0, jnp.zeros((), x.dtype), jnp.sqrt(safe))
+        return safe_sqrt(jnp.sum(jnp.square(size), axis=axes, keepdims=keepdim))
     if ord == float("inf"):
-        return jnp.max(jnp.abs(x), axis=axes, keepdims=keepdim)
+        return jnp.max(size, axis=axes, keepdims=keepdim)
     if ord == float("-inf"):
-        return jnp.min(jnp.abs(x), axis=axes, keepdims=keepdim)
+        return jnp.min(size, axis=axes, keepdims=keepdim)
     if ord == 0:
-        return jnp.sum((x != 0).astype(x.dtype), axis=axes, keepdims=keepdim)
-    return jnp.sum(jnp.abs(x) ** ord, axis=axes, keepdims=keepdim) ** (1.0 / ord)
+        return jnp.sum((x != 0).astype(size.dtype), axis=axes, keepdims=keepdim)
+    if ord == 1:
+        return jnp.sum(size, axis=axes, keepdims=keepdim)
+    total = jnp.sum(_power(size, ord), axis=axes, keepdims=keepdim)
+    return _power(total, 1.0 / ord)
+
+
+def _power(x: jax.Array, exponent: float) -> jax.Array:
+    """`x ** exponent` for x >= 0, whose gradient at 0 is torch's 0."""
+    zero = x == 0
+    one = jnp.ones((), x.dtype)
+    at_zero = jnp.asarray(jnp.inf if exponent < 0 else 0.0, x.dtype)
+    return jnp.where(zero, at_zero, jnp.where(zero, one, x) ** exponent)
 
 
 @register_operator("aten._cdist_forward.default")
