@@ -20,6 +20,7 @@ from . import reduce as reduce
 from . import resize as resize
 from . import scatter as scatter
 from . import shape as shape
+from . import special as special
 from . import spectral as spectral
 from . import symbolic as symbolic
 from .registry import find_lowering as find_lowering

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dtypes import cast, promote, result_dtype
+from ..dtypes import cast, is_complex, is_float, promote, result_dtype
 from .registry import register_operator
 
 
@@ -37,12 +37,29 @@ def matmul(x: jax.Array, y: Any) -> jax.Array:
 @register_operator("aten.addmm.default", "aten.addmv.default", "aten.baddbmm.default")
 def addmm(bias: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1) -> jax.Array:
     dtype = result_dtype(x, y)
-    out = jnp.matmul(cast(x, dtype), cast(y, dtype))
-    if alpha != 1:
-        out = out * alpha
+    return _added(bias, jnp.matmul(cast(x, dtype), cast(y, dtype)), beta, alpha)
+
+
+def _added(bias: Any, product: jax.Array, beta: Any, alpha: Any) -> jax.Array:
+    """`beta * bias + alpha * product`; factors of whole numbers are whole, as in torch."""
+    whole = not (is_float(product) or is_complex(product))
+    beta, alpha = (int(f) if whole and not isinstance(f, complex) else f for f in (beta, alpha))
+    out = product if alpha == 1 else product * alpha
     if beta == 0:  # torch ignores the bias altogether then, NaN included
         return out
-    return out + cast(bias, dtype) * (1 if beta == 1 else beta)
+    return out + cast(bias, product.dtype) * (1 if beta == 1 else beta)
+
+
+@register_operator("aten.addbmm.default")
+def addbmm(bias: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+    dtype = result_dtype(x, y)
+    return _added(bias, jnp.einsum("bij,bjk->ik", cast(x, dtype), cast(y, dtype)), beta, alpha)
+
+
+@register_operator("aten.addr.default")
+def addr(bias: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+    dtype = result_dtype(bias, x, y)
+    return _added(cast(bias, dtype), cast(x, dtype)[:, None] * cast(y, dtype), beta, alpha)
 
 
 @register_operator("aten.outer.default")

@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from torch_bridge.dtypes import canonical
+from torch_bridge.dtypes import canonical, is_float
 from torch_bridge.lower.registry import register_operator
 
 
 def _picked(x: jax.Array, dim: int, rank: Any, keepdim: bool) -> tuple[jax.Array, jax.Array]:
     """The value of a rank (0 is the smallest) along a dim, and where it stands."""
+    if not x.ndim:
+        return x, jnp.zeros((), canonical("int64"))
     order = jnp.argsort(x, axis=dim, stable=True)  # NaN last, as in torch
     index = jnp.take_along_axis(order, jnp.broadcast_to(rank, _one(x, dim)), axis=dim)
     value = jnp.take_along_axis(x, index, axis=dim)
@@ -30,8 +32,10 @@ def _one(x: jax.Array, dim: int) -> tuple[int, ...]:
 
 def _median_rank(x: jax.Array, dim: int) -> Any:
     """The lower of the two middle ranks, or the last one (a NaN) where there is a NaN."""
+    if not x.ndim:
+        return 0
     length = x.shape[dim]
-    ill = jnp.any(jnp.isnan(x), axis=dim, keepdims=True)
+    ill = jnp.any(_is_nan(x), axis=dim, keepdims=True)
     return jnp.where(ill, length - 1, (length - 1) // 2)
 
 
@@ -53,7 +57,28 @@ def median(x: jax.Array) -> jax.Array:
     return _picked(flat, 0, _median_rank(flat, 0), False)[0]
 
 
+@register_operator("aten.nanmedian.dim")
+def nanmedian_dim(
+    x: jax.Array, dim: int = -1, keepdim: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    if not x.ndim:
+        return x, jnp.zeros((), canonical("int64"))
+    number = jnp.sum(~_is_nan(x), axis=dim, keepdims=True)
+    return _picked(x, dim, jnp.maximum(number - 1, 0) // 2, keepdim)
+
+
+@register_operator("aten.nanmedian.default")
+def nanmedian(x: jax.Array) -> jax.Array:
+    return nanmedian_dim(jnp.ravel(x), 0)[0]
+
+
+def _is_nan(x: jax.Array) -> jax.Array:
+    return jnp.isnan(x) if is_float(x) else jnp.zeros(x.shape, bool)
+
+
 def _running(x: jax.Array, dim: int, better: Any) -> tuple[jax.Array, jax.Array]:
+    if not x.ndim:
+        return x, jnp.zeros((), canonical("int64"))
     axis = dim % x.ndim
     places = jax.lax.broadcasted_iota(canonical("int64"), x.shape, axis)
 

@@ -103,3 +103,91 @@ def randint_high(high: int, size: Sequence[int], **kwargs: Any) -> jax.Array:
 def randperm(n: int, dtype: Any = None, key: Any = None, **_: Any) -> jax.Array:
     kind = canonical(np.int64) if dtype is None else jax_dtype(dtype)
     return jax.random.permutation(key, n).astype(kind)
+
+
+@register_operator(
+    "aten.normal.Tensor_Tensor", "aten.normal.Tensor_float", "aten.normal.float_Tensor",
+    draws=_always,
+)  # fmt: skip
+def normal(mean: Any, std: Any = 1.0, generator: Any = None, key: Any = None) -> jax.Array:
+    like = mean if hasattr(mean, "dtype") else std
+    shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
+    return jax.random.normal(key, shape, like.dtype) * std + mean
+
+
+@register_operator("aten.normal.float_float", draws=_always)
+def normal_of_size(
+    mean: float, std: float, size: Sequence[int], dtype: Any = None, key: Any = None, **_: Any
+) -> jax.Array:
+    return jax.random.normal(key, tuple(size), jax_dtype(dtype)) * std + mean
+
+
+@register_operator("aten.normal_functional.default", draws=_always)
+def normal_like(
+    x: jax.Array, mean: float = 0.0, std: float = 1.0, generator: Any = None, key: Any = None
+) -> jax.Array:
+    return jax.random.normal(key, x.shape, x.dtype) * std + mean
+
+
+@register_operator("aten.uniform.default", draws=_always)
+def uniform(
+    x: jax.Array, low: float = 0.0, high: float = 1.0, generator: Any = None, key: Any = None
+) -> jax.Array:
+    return jax.random.uniform(key, x.shape, x.dtype, low, high)
+
+
+@register_operator("aten.exponential.default", draws=_always)
+def exponential(
+    x: jax.Array, lambd: float = 1.0, generator: Any = None, key: Any = None
+) -> jax.Array:
+    return jax.random.exponential(key, x.shape, x.dtype) / lambd
+
+
+@register_operator("aten.cauchy.default", draws=_always)
+def cauchy(
+    x: jax.Array, median: float = 0.0, sigma: float = 1.0, generator: Any = None, key: Any = None
+) -> jax.Array:
+    return jax.random.cauchy(key, x.shape, x.dtype) * sigma + median
+
+
+@register_operator("aten.log_normal.default", draws=_always)
+def log_normal(
+    x: jax.Array, mean: float = 1.0, std: float = 2.0, generator: Any = None, key: Any = None
+) -> jax.Array:
+    return jnp.exp(jax.random.normal(key, x.shape, x.dtype) * std + mean)
+
+
+@register_operator("aten.geometric.default", draws=_always)
+def geometric(x: jax.Array, p: float, generator: Any = None, key: Any = None) -> jax.Array:
+    return jax.random.geometric(key, p, x.shape).astype(x.dtype)
+
+
+@register_operator("aten.multinomial.default", draws=_always)
+def multinomial(
+    weights: jax.Array, num_samples: int, replacement: bool = False, generator: Any = None,
+    key: Any = None,
+) -> jax.Array:  # fmt: skip
+    """Indices of rows drawn by weight. Shapes: weights `(..., n)`, result `(..., num_samples)`."""
+    logits = jnp.log(jax.lax.stop_gradient(weights))
+    rows = weights.shape[:-1]
+    if replacement:
+        drawn = jax.random.categorical(key, logits, shape=(num_samples, *rows))
+        return jnp.moveaxis(drawn, 0, -1).astype(canonical(np.int64))
+    # The largest of logits with Gumbel noise are a sample without replacement.
+    noisy = logits + jax.random.gumbel(key, logits.shape, logits.dtype)
+    return jax.lax.top_k(noisy, num_samples)[1].astype(canonical(np.int64))
+
+
+@register_operator(
+    "aten.rrelu.default",
+    draws=lambda x, lower=0.125, upper=1 / 3, training=False, *_, **__: bool(training),
+)
+def rrelu(
+    x: jax.Array, lower: float = 0.125, upper: float = 1 / 3, training: bool = False,
+    generator: Any = None, key: Any = None,
+) -> jax.Array:  # fmt: skip
+    if training:
+        slope = jax.random.uniform(key, x.shape, x.dtype, lower, upper)
+    else:
+        slope = jnp.asarray((lower + upper) / 2, x.dtype)
+    return jnp.where(x > 0, x, x * slope)

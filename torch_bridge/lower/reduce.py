@@ -140,6 +140,23 @@ def safe_sqrt(x: jax.Array) -> jax.Array:
     return jnp.where(zero, x, jnp.sqrt(jnp.where(zero, jnp.ones((), x.dtype), x)))
 
 
+@register_operator("aten.var.default")
+def var_all(x: jax.Array, unbiased: bool = True) -> jax.Array:
+    return var(x, None, int(unbiased))
+
+
+@register_operator("aten.std.default")
+def std_all(x: jax.Array, unbiased: bool = True) -> jax.Array:
+    return std(x, None, int(unbiased))
+
+
+@register_operator("aten.std_mean.correction")
+def std_mean(
+    x: jax.Array, dim: Dims = None, correction: Any = 1, keepdim: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    return std(x, dim, correction, keepdim), mean(x, dim, keepdim)
+
+
 @register_operator("aten.var_mean.correction")
 def var_mean(
     x: jax.Array, dim: Dims = None, correction: Any = 1, keepdim: bool = False
