@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -76,6 +77,12 @@ def place_batch(batch: PyTree, mesh: Mesh) -> PyTree:
         )
 
     return jax.tree.map(place, batch)
+
+
+def constrain_batch(batch: PyTree, mesh: Mesh) -> PyTree:
+    """A traced batch, its rows over all devices."""
+    sharding = batch_sharding(mesh)
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(jnp.asarray(x), sharding), batch)
 
 
 def abstract_batch(batch: PyTree, mesh: Mesh) -> PyTree:

@@ -18,6 +18,7 @@ from fzero.buffers import check_buffers
 from fzero.compat import auto_mesh
 from fzero.errors import PlanError, StateError
 from fzero.initial import initial_shapes as initial_shapes
+from fzero.initial import memo, tracing_context
 from fzero.model import Model, Stack
 from fzero.offload.chunks import Chunks, plan_chunks
 from fzero.optimizer.bound import Optimizer
@@ -78,6 +79,11 @@ class Blueprint:
             one = len(home.ranks) == 1
             self._meshes[home.ranks] = auto_mesh(grid[0] if one else grid, axes[one:])
         return self._meshes[home.ranks]
+
+    @cached_property
+    def programs(self) -> dict[Any, Any]:
+        """Compiled functions of states of this layout, by what they do."""
+        return {}
 
     @cached_property
     def _meshes(self) -> dict[tuple[int, ...], Mesh]:
@@ -168,6 +174,10 @@ class Blueprint:
 
     def shapes(self) -> dict[str, Any]:
         """Shapes, dtypes and shardings of every field of the state, as if all on the device."""
+        return dict(self._shapes)
+
+    @cached_property
+    def _shapes(self) -> dict[str, Any]:
         plan, sharding = self.plan, self.sharding
         compute = None
         if plan.keeps_compute_copy:
@@ -296,15 +306,39 @@ def blueprint(
     plan: Plan,
     devices: Sequence[Any] | None = None,
 ) -> Blueprint:
-    """Works out the layout of a model's state under a plan.
+    """The layout of a model's state under a plan, worked out once for all that ask.
+
+    It holds shapes instead of the model's initial arrays.
 
     Raises:
         PlanError: the plan does not fit the devices.
         StateError: initial values share memory, or a parameter is not floating point.
     """
     mesh = plan.mesh(devices)
+    known = memo(model)
+    key: tuple[Any, ...] = "blueprint", tx, plan, tuple(mesh.devices.flat), tracing_context()
+    try:
+        if key in known:
+            found: Blueprint = known[key]
+            return found
+    except TypeError:  # an optimizer that is no tuple of functions need not be hashable
+        known, key = {}, ()
+    shapes = initial_shapes(model)
+    held = model if callable(model.init) else model.with_init(shapes)
+    blue = _blueprint(held, tx, plan, mesh, *shapes)
+    known[key] = blue
+    return blue
+
+
+def _blueprint(
+    model: Model,
+    tx: optax.GradientTransformation | None,
+    plan: Plan,
+    mesh: Mesh,
+    params: PyTree,
+    buffers: PyTree,
+) -> Blueprint:
     secondary_size(plan, dict(mesh.shape)[DATA], list(mesh.devices.flat))
-    params, buffers = initial_shapes(model)
     for path, leaf in named_leaves(params):
         if not is_floating(leaf):
             raise StateError(

@@ -1,12 +1,46 @@
-"""Shapes of a model's initial values, and the check that no two of them are one array."""
+"""A model's initial values: traced once, and the check that no two of them are one array."""
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import jax
+from jax.extend import core
 
 from fzero.errors import StateError
-from fzero.model import Model
+from fzero.model import InitFn, Model
 from fzero.tree import PyTree, aliased_leaves, shapes_of
+
+
+class _Memo:
+    """What was worked out for one model; copies of the model do not inherit it."""
+
+    def __init__(self, owner: Model) -> None:
+        self.owner = weakref.ref(owner)
+        self.known: dict[Any, Any] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ()  # a pickled or deeply copied model starts anew
+
+
+def memo(model: Model) -> dict[Any, Any]:
+    """What is known of a model, for as long as the model lives.
+
+    Keys name what was worked out and all that it depends on besides the model. Values must not hold
+    the model's initial arrays: they would outlive it until the next garbage collection.
+    """
+    found = vars(model).get("_memo")
+    if not isinstance(found, _Memo) or found.owner() is not model:
+        found = _Memo(model)
+        object.__setattr__(model, "_memo", found)
+    return found.known
+
+
+def tracing_context() -> tuple[Any, ...]:
+    """Settings of jax that shapes and dtypes depend on."""
+    config: Any = jax.config
+    return config.jax_enable_x64, config.jax_default_prng_impl
 
 
 def initial_shapes(model: Model) -> tuple[PyTree, PyTree]:
@@ -15,20 +49,58 @@ def initial_shapes(model: Model) -> tuple[PyTree, PyTree]:
     Raises:
         StateError: two leaves are the same array.
     """
-    found: list[list[str]] = []
-    if callable(model.init):
-        init = model.init
+    known, key = memo(model), ("shapes", tracing_context())
+    if key not in known:
+        if callable(model.init):
+            shapes = _traced(model)[1]
+        else:
+            params, buffers = model.init
+            _require_apart(params, buffers)
+            shapes = shapes_of((params, buffers))
+        known[key] = shapes
+    found: tuple[PyTree, PyTree] = known[key]
+    return found
 
-        def probe(rng: jax.Array) -> PyTree:
+
+def initializer(model: Model) -> InitFn:
+    """A model's `init`, which must be a function; however often it is used, it is traced once.
+
+    Raises:
+        StateError: (when traced) two leaves are the same array.
+    """
+    closed, shapes, init = _traced(model)
+
+    def born(rng: jax.Array) -> tuple[PyTree, PyTree]:
+        if rng.dtype != closed.in_avals[0].dtype:
+            return init(rng)  # a key of another kind draws other numbers, in another program
+        leaves = core.jaxpr_as_fun(closed)(rng)
+        values: tuple[PyTree, PyTree] = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+        return values
+
+    return born
+
+
+def _traced(model: Model) -> tuple[Any, Any, InitFn]:
+    """A model's `init` as a jaxpr, the shapes of what it gives, and itself."""
+    known, key = memo(model), ("traced", tracing_context())
+    if key not in known:
+        init = model.init
+        assert callable(init)
+
+        def checked(rng: jax.Array) -> tuple[PyTree, PyTree]:
             params, buffers = init(rng)
-            found.extend(aliased_leaves({"params": params, "buffers": buffers}))
+            _require_apart(params, buffers)
             return params, buffers
 
-        shapes = jax.eval_shape(probe, jax.eval_shape(lambda: jax.random.key(0)))
-    else:
-        params, buffers = model.init
-        found.extend(aliased_leaves({"params": params, "buffers": buffers}))
-        shapes = shapes_of((params, buffers))
+        make = jax.make_jaxpr(checked, return_shape=True)
+        closed, shapes = make(jax.eval_shape(lambda: jax.random.key(0)))
+        known[key] = closed, shapes_of(shapes), init
+    found: tuple[Any, Any, InitFn] = known[key]
+    return found
+
+
+def _require_apart(params: PyTree, buffers: PyTree) -> None:
+    found = aliased_leaves({"params": params, "buffers": buffers})
     if found:
         raise StateError(
             "init: these leaves are one array: "
@@ -37,5 +109,3 @@ def initial_shapes(model: Model) -> tuple[PyTree, PyTree]:
             " Keep tied weights as one leaf that several layers read"
             ' (fz.Layer(..., reads={"table": "embed/table"})), or copy the array'
         )
-    result: tuple[PyTree, PyTree] = shapes
-    return result

@@ -367,7 +367,10 @@ def placed_with_key(
         )
 
     def with_bits(*plain: Any) -> PyTree:
-        return jax.tree.map(bits, function(*keys(plain, tuple(args))))
+        return jax.tree.map(bits, function(*keys(plain, like)))
+
+    made: list[PlacedFunction] = []
+    like, out = jax.eval_shape(lambda *args: (args, function(*args)), *args)
 
     def run(*args: Any) -> PyTree:
         whole = NamedSharding(everywhere, PartitionSpec())
@@ -375,8 +378,9 @@ def placed_with_key(
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), plain
         )
-        placed = PlacedFunction(with_bits, shapes, out_shardings, everywhere, what="init")
-        return keys(placed(*plain), jax.eval_shape(function, *args))
+        if not made:
+            made.append(PlacedFunction(with_bits, shapes, out_shardings, everywhere, what="init"))
+        return keys(made[0](*plain), out)
 
     return run
 

@@ -11,16 +11,17 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
+from fzero import compute_copy
 from fzero.blueprint import Blueprint, blueprint
 from fzero.errors import StateError
 from fzero.model import Model
 from fzero.offload.chunks import Parking
 from fzero.offload.park import is_parked_so, park, unpark
-from fzero.offload.tiers import DEVICE, on_device, settled, tier_of
+from fzero.offload.tiers import DEVICE, on_device, tier_of
 from fzero.plan import Plan
 from fzero.precision import initial_loss_scale
 from fzero.relayout import Kept, place, relayout
-from fzero.state import TrainState, compute_copy, folder_of, require_alive, require_fits
+from fzero.state import TrainState, compute_of, folder_of, require_alive, require_fits
 from fzero.tree import PyTree, key_name
 from fzero.zero.partition import Split, map_splits
 
@@ -56,7 +57,7 @@ def replan(
         StateError: the state is not one of `old_plan`, or holds an accumulation in progress that
             the new plan's layout cannot take over.
     """
-    state = settled(state)
+    state = compute_copy.settled_state(state)
     require_alive(state, "replan")
     old = blueprint(model, tx, old_plan, _devices_of(state))
     new = blueprint(model, tx, new_plan, devices)
@@ -136,16 +137,17 @@ def _replanned_compute(
 ) -> PyTree:
     if not new.plan.keeps_compute_copy:
         return None
-    if state.compute is not None:
+    if state.compute is not None and compute_copy.is_current(state.params, state.compute):
         dtypes = {leaf.dtype for leaf in jax.tree.leaves(state.compute)}
         if dtypes == {leaf.dtype for leaf in jax.tree.leaves(shapes["compute"])}:
             was, now = old.plan.shards("compute"), new.plan.shards("compute")
-            return map_splits(
+            moved = map_splits(
                 lambda a, b, leaf, to: relayout(unpark(leaf), Kept.of(a, was), Kept.of(b, now), to),
                 old.params, new.params, state.compute, shapes["compute"],
             )  # fmt: skip
-
-    return compute_copy(new, jax.tree.map(unpark, params))
+            compute_copy.pair(params, moved)
+            return moved
+    return compute_of(new, params)
 
 
 def _devices_of(state: TrainState) -> list[Any]:

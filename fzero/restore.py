@@ -18,6 +18,7 @@ import numpy as np
 import optax
 import tensorstore
 
+from fzero import compute_copy
 from fzero.blueprint import Blueprint, blueprint, bound_optimizer, initial_shapes
 from fzero.checkpoint import Checkpoint, array_path, checkpoint, read_meta, wait
 from fzero.copies import Index, LazyArray
@@ -30,7 +31,7 @@ from fzero.relayout import Kept, copy_leaf, relayout
 from fzero.state import (
     Pending,
     TrainState,
-    compute_copy,
+    compute_of,
     init,
     key_of,
     parked_field,
@@ -131,10 +132,12 @@ def _derived(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -
     def put(value: Any, to: Any) -> jax.Array:
         return jax.device_put(value, to.sharding)
 
-    compute = compute_copy(blue, params)
+    compute = compute_of(blue, params)
+    params = parked_field(blue, "params", params)
+    compute_copy.pair(params, compute)
     return TrainState(
         step=put(jnp.zeros((), jnp.int32), shapes["step"]),
-        params=parked_field(blue, "params", params),
+        params=params,
         compute=compute,
         opt_state=(),
         buffers=buffers,

@@ -15,10 +15,12 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fzero import compute_copy
 from fzero.blueprint import Blueprint, blueprint, initial_shapes
 from fzero.compat import is_key
 from fzero.consumed import given_to
 from fzero.errors import PlanError, StateConsumedError, StateError
+from fzero.initial import initializer
 from fzero.model import Model
 from fzero.offload.park import is_parked_so, park
 from fzero.offload.stream import StreamedFunction
@@ -80,8 +82,14 @@ class TrainState:
     grads: Pending | None = None
 
     def replace(self, **changes: Any) -> TrainState:
-        """The same state with some fields changed."""
-        return dataclasses.replace(self, **changes)
+        """The same state with some fields changed.
+
+        New `params` are cast into a new `compute` where the state has one, unless it is given too.
+        """
+        new = dataclasses.replace(self, **changes)
+        if "params" not in changes or "compute" in changes or self.compute is None:
+            return new
+        return dataclasses.replace(new, compute=compute_copy.refreshed(new.params, new.compute))
 
 
 def init(
@@ -121,7 +129,8 @@ def init(
     key = key_of(rng)
     if not callable(model.init):
         return state_of(blue, *_copied(blue, *model.init), key)
-    return _parked(blue, TrainState(**{"opt_state": (), **_compiled(blue, _born(blue), key)(key)}))
+    fields = _compiled(blue, "born", _born(blue), key)(key)
+    return _parked(blue, TrainState(**{"opt_state": (), **fields}))
 
 
 def key_of(rng: int | jax.Array) -> jax.Array:
@@ -144,31 +153,41 @@ def key_of(rng: int | jax.Array) -> jax.Array:
 
 def state_of(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -> TrainState:
     """A new state of parameters and buffers that lie on the device as the plan keeps them."""
-    fields = _compiled(blue, partial(_derived_from_kept, blue), params, key)(params, key)
+    derived = partial(_derived_from_kept, blue)
+    fields = _compiled(blue, "derived", derived, params, key)(params, key)
     fields |= {"params": params, "buffers": buffers}
     return _parked(blue, TrainState(**{"opt_state": (), **fields}))
 
 
 def _parked(blue: Blueprint, state: TrainState) -> TrainState:
     """A new state with leaves where the plan keeps them; a parked `opt_state` was never made."""
-    if not blue.chunks.parked:
-        return state
     if blue.parks("opt_state"):
         state = state.replace(opt_state=_parked_opt_state(blue, state.params))
-    return state.replace(params=parked_field(blue, "params", state.params))
+    if blue.chunks.parked:
+        params = parked_field(blue, "params", state.params)
+        state = dataclasses.replace(state, params=params)
+    compute_copy.pair(state.params, state.compute)
+    return state
 
 
-def _compiled(blue: Blueprint, function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """A function of the key and placed leaves that gives fields of the state, compiled."""
+def _compiled(
+    blue: Blueprint, name: str, function: Callable[..., Any], *args: Any
+) -> Callable[..., Any]:
+    """A function of the key and placed leaves that gives fields of the state, compiled once."""
     shapes = blue.shapes()
+    key = name, *(jax.random.key_impl(x) for x in jax.tree.leaves(args) if is_key(x))
 
     def shardings(out: dict[str, Any]) -> dict[str, Any]:
         return {n: jax.tree.map(lambda to: to.sharding, shapes[n]) for n in out}
 
-    if blue.one_mesh:
-        out = shardings(jax.eval_shape(function, *args))
-        return jax.jit(function, out_shardings=out)
-    return placed_with_key(function, args, shardings, blue.mesh)
+    if key not in blue.programs:
+        if blue.one_mesh:
+            out = shardings(jax.eval_shape(function, *args))
+            blue.programs[key] = jax.jit(function, out_shardings=out)
+        else:
+            blue.programs[key] = placed_with_key(function, args, shardings, blue.mesh)
+    found: Callable[..., Any] = blue.programs[key]
+    return found
 
 
 def _copied(blue: Blueprint, params: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree]:
@@ -203,12 +222,11 @@ def lower_init(
     if not blue.one_mesh:
         raise PlanError("lower_init: a pipeline's state is made by several programs; use pipe=1")
     key = jax.random.key(0)
-    return _compiled(blue, _born(blue), key).lower(key)  # type: ignore[attr-defined]
+    return _compiled(blue, "born", _born(blue), key).lower(key)  # type: ignore[attr-defined]
 
 
 def _born(blue: Blueprint) -> Callable[[jax.Array], dict[str, Any]]:
-    make = blue.model.init
-    assert callable(make)
+    make = initializer(blue.model)
 
     def born(key: jax.Array) -> dict[str, Any]:
         params, buffers = make(key)
@@ -247,15 +265,11 @@ def abstract_state(
     return TrainState(**blueprint(model, tx, plan, devices).shapes())
 
 
-def compute_copy(blue: Blueprint, params: PyTree) -> PyTree:
-    """The compute copy of kept parameters, where the plan has one."""
+def compute_of(blue: Blueprint, params: PyTree) -> PyTree:
+    """The compute copy of kept parameters, in any tier, where the plan has one."""
     if not blue.plan.keeps_compute_copy:
         return None
-
-    def cast(params: PyTree) -> dict[str, PyTree]:
-        return {"compute": _cast(blue, logical_view(blue, "params", params))}
-
-    return _compiled(blue, cast, params)(params)["compute"]
+    return compute_copy.recast(params, blue.shapes()["compute"])
 
 
 def _cast(blue: Blueprint, params: PyTree) -> PyTree:
@@ -417,12 +431,16 @@ def require_alive(state: TrainState, operation: str) -> None:
 
 
 def require_fits(
-    state: TrainState, blue: Blueprint, operation: str, reads: Sequence[str] | None = None
+    state: TrainState,
+    blue: Blueprint,
+    operation: str,
+    reads: Sequence[str] | None = None,
+    abstract: bool = False,
 ) -> None:
     """Raises `StateError` if the state is not one of this model, optimizer and plan.
 
     And `PlacementError` if leaves of the fields in `reads` (all by default) are parked, other than
-    those which the plan parks.
+    those which the plan parks. Of an `abstract` state only shapes and dtypes are known.
     """
     expected = TrainState(**blue.shapes(), grads=None)
     want = dict(named_leaves(expected))
@@ -438,6 +456,8 @@ def require_fits(
             problems.append(
                 f"{path}: expected {to.dtype}{list(to.shape)}, got {leaf.dtype}{list(leaf.shape)}"
             )
+        elif abstract:
+            continue
         elif not on_device(leaf.sharding).is_equivalent_to(to.sharding, len(to.shape)):
             mesh = dict(to.sharding.mesh.shape)
             problems.append(f"{path}: expected {to.sharding.spec} on {mesh}, got {leaf.sharding}")
@@ -449,6 +469,8 @@ def require_fits(
             "\nMake it with fz.init(model, tx, plan), or bring it over with"
             " fz.replan(state, model, tx, old_plan, new_plan)"
         )
+    if abstract:
+        return
     # What the plan parks may be anywhere: it visits the device in any case.
     fields = [
         name for name in vars(state)

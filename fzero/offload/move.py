@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from fzero.compute_copy import inherit
 from fzero.consumed import give_away, take_back
 from fzero.errors import PlacementError
 from fzero.offload import disk
@@ -325,9 +326,16 @@ def _move_fields(
         move.run(chosen)
     except PlacementError as error:
         # Complete: what was moved is where it was going, everything else where it was.
-        error.state = state.replace(**jax.tree.unflatten(treedef, leaves))
+        error.state = _with_leaves(state, treedef, leaves)
         raise
-    return state.replace(**jax.tree.unflatten(treedef, leaves))
+    return _with_leaves(state, treedef, leaves)
+
+
+def _with_leaves(state: TrainState, treedef: Any, leaves: Sequence[Leaf]) -> TrainState:
+    """A state with some fields' leaves where they are by now."""
+    new = dataclasses.replace(state, **jax.tree.unflatten(treedef, leaves))
+    inherit(state, new)
+    return new
 
 
 def _chosen(

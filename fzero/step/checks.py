@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from fzero import compute_copy
 from fzero.batch import check_batch
 from fzero.blueprint import Blueprint
-from fzero.offload.tiers import settled, tier_of
-from fzero.state import TrainState, require_alive, require_fits, require_unaliased
+from fzero.offload.tiers import tier_of
+from fzero.state import (
+    TrainState,
+    compute_of,
+    require_alive,
+    require_fits,
+    require_unaliased,
+)
 from fzero.tree import PyTree, same_object
 
 
@@ -38,7 +46,7 @@ class Checks:
         self._fits: set[Any] = set()
 
     def state(self, state: TrainState) -> TrainState:
-        """The state with all leaves arrived.
+        """The state with all leaves arrived, and a compute copy that is one of its parameters.
 
         Raises:
             StateConsumedError: it was given away.
@@ -48,7 +56,7 @@ class Checks:
         if self._known is not None and self._known() is state:
             require_alive(state, self.name)
             return state
-        state = settled(state)
+        state = compute_copy.settled_state(state)
         require_alive(state, self.name)
         leaves, structure = jax.tree.flatten(state)
         key = structure, tuple((x.shape, x.dtype, x.sharding, tier_of(x)) for x in leaves)
@@ -58,8 +66,14 @@ class Checks:
         if self.donate and (new or same_object(leaves)):
             require_unaliased(state, self.name)
         self._fits.add(key)
-        self.trust(state)
-        return state
+        if state.compute is None or compute_copy.is_current(state.params, state.compute):
+            self.trust(state)
+            return state
+        return dataclasses.replace(state, compute=compute_of(self.blueprint, state.params))
+
+    def traced(self, state: TrainState) -> None:
+        """Raises `StateError` if a traced state has other leaves, shapes or dtypes."""
+        self._require_fits(state, abstract=True)
 
     def trust(self, state: TrainState) -> None:
         """Says that a state fits."""
@@ -70,7 +84,12 @@ class Checks:
         group = self.blueprint.group
         check_batch(batch, group.data * group.replica, microbatches)
 
-    def _require_fits(self, state: TrainState) -> None:
+    def _require_fits(self, state: TrainState, abstract: bool = False) -> None:
         if self.bare:
             state = state.replace(opt_state=(), grads=None)
-        require_fits(state, self.blueprint, self.name, self.reads)
+        require_fits(state, self.blueprint, self.name, self.reads, abstract)
+
+
+def is_traced(*trees: PyTree) -> bool:
+    """Whether a leaf is being traced: by a transformation of jax, or to become a program."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))

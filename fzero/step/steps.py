@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fzero.batch import abstract_batch
+from fzero import compute_copy
+from fzero.batch import abstract_batch, constrain_batch
 from fzero.blueprint import Blueprint
 from fzero.errors import PlanError
+from fzero.flags import CompilerOptions
 from fzero.model import Mean
 from fzero.offload.stream import StreamedFunction
 from fzero.pipeline.execute import Executor
 from fzero.state import TrainState
-from fzero.step.checks import Checks
+from fzero.step.checks import Checks, is_traced
 from fzero.step.passes import OneProgram, Pipeline, Values, kept_by, passes_of
 from fzero.step.runners import Divided, Fused, Moment, options_of, runner_of
 from fzero.step.updates import DividedUpdate
 from fzero.tree import PyTree
 from fzero.update import Metrics
+
+
+_MANY = (
+    "with pipe_backend='mpmd', with tiers or with update_on='host' a step is many programs, none of"
+    " which is the step, so it cannot be part of another; use plan.replace(pipe=1, tiers={},"
+    " update_on='device'), or pipe_backend='spmd'"
+)
 
 
 class TrainStep:
@@ -52,6 +62,8 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Takes one step; see `fzero.train_step`."""
+        if is_traced(state, batch):
+            return self.pure(state, batch)
         state = self._checks.state(state)
         self._checks.batch(batch, self.plan.microbatches)
         fields, moment = self._parts(state)
@@ -59,10 +71,50 @@ class TrainStep:
         if self.donate:
             forget(fields, (new, metrics))
         state = state.replace(**new)
+        compute_copy.pair(state.params, state.compute)
         self._checks.trust(state)
         if self.stream is not None:
             self.stream.require_written(state)
         return state, metrics
+
+    def pure(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """The step as a pure function, to be part of a program of your own.
+
+        For `jax.jit`, `jax.lax.scan`, `jax.vmap` (of a plan for one device), `jax.eval_shape` and
+        the like, which calling the step does by itself where its arguments are traced. Shapes are
+        checked; nothing is placed or given away (`donate_argnums` of your own `jit` does that), and
+        compiler options are those of your program (`step.compiler_options` are the step's own).
+
+        Raises:
+            PlanError: such a step is many programs.
+            StateError: the state's leaves are not those of this model, optimizer and plan.
+            BatchError: the batch does not fit.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, optax, fzero as fz
+            >>> def loss(p, b, batch, rng, train):
+            ...     return jnp.mean((batch["x"] @ p["w"] - 1) ** 2), b, {}
+            >>> model = fz.Model(lambda rng: ({"w": jnp.zeros((2, 1))}, {}), loss)
+            >>> plan, tx = fz.Plan(data=1), optax.sgd(0.1)
+            >>> step = fz.train_step(model, tx, plan)
+            >>> batches = {"x": jnp.ones((3, 4, 2))}
+            >>> state, metrics = jax.lax.scan(step, fz.init(model, tx, plan), batches)
+            >>> int(state.step), metrics["loss"].shape
+            (3, (3,))
+        """
+        runner = self.runner
+        if not isinstance(runner, Fused):
+            raise PlanError(f"{self.name}.pure: {_MANY}")
+        self._checks.traced(state)
+        self._checks.batch(batch, self.plan.microbatches)
+        fields, moment = self._parts(_recast(state, self.blueprint))
+        new, metrics = runner.step(fields, moment, constrain_batch(batch, self.blueprint.mesh))
+        return dataclasses.replace(state, **new), metrics
+
+    @property
+    def compiler_options(self) -> CompilerOptions:
+        """What the step's own programs are compiled with, for `jax.jit(compiler_options=)`."""
+        return options_of(self.blueprint)
 
     def lower(self, state: Any, batch: PyTree) -> Any:
         """The step lowered for a state and a batch, or for their shapes; as `jax.jit(...).lower`.
@@ -75,11 +127,7 @@ class TrainStep:
             PlanError: such a step is many programs.
         """
         if not isinstance(self.runner, Fused):
-            raise PlanError(
-                f"{self.name}.lower: with pipe_backend='mpmd', or with tiers, a step is many"
-                " programs, none of which is the step; lower plan.replace(pipe=1, tiers={}), or use"
-                " pipe_backend='spmd'"
-            )
+            raise PlanError(f"{self.name}.lower: {_MANY}")
         self._checks.batch(batch, self.plan.microbatches)
         placed = abstract_batch(batch, self.blueprint.mesh)
         return self.runner.program.lower(*self._parts(state), placed)
@@ -126,10 +174,33 @@ class EvalStep:
 
     def __call__(self, state: TrainState, batch: PyTree) -> Metrics:
         """Evaluates; see `fzero.eval_step`."""
+        if is_traced(state, batch):
+            return self.pure(state, batch)
         state = self._checks.state(state)
         self._checks.batch(batch, 1)
         metrics: Metrics = self._program(*self._parts(state), self.passes.place(batch))
         return metrics
+
+    def pure(self, state: TrainState, batch: PyTree) -> Metrics:
+        """The step as a pure function; see `TrainStep.pure`. Derivatives pass through it:
+        `jax.grad(lambda p: step(state.replace(params=p), batch)["loss"])(state.params)`.
+
+        Raises:
+            PlanError: such a step is many programs.
+            StateError: the state's leaves are not those of this model and plan.
+            BatchError: the batch does not fit.
+        """
+        if not isinstance(self.passes, OneProgram) or self.blueprint.parks("params"):
+            raise PlanError(f"eval_step.pure: {_MANY}")
+        self._checks.traced(state)
+        self._checks.batch(batch, 1)
+        parts = self._parts(_recast(state, self.blueprint))
+        return self._evaluated(*parts, constrain_batch(batch, self.blueprint.mesh))
+
+    @property
+    def compiler_options(self) -> CompilerOptions:
+        """What the step's own program is compiled with, for `jax.jit(compiler_options=)`."""
+        return options_of(self.blueprint)
 
     def lower(self, state: Any, batch: PyTree) -> Any:
         """The step lowered for a state and a batch, or for their shapes.
@@ -138,10 +209,7 @@ class EvalStep:
             PlanError: such a step is many programs.
         """
         if not isinstance(self.passes, OneProgram):
-            raise PlanError(
-                "eval_step.lower: with pipe_backend='mpmd' an evaluation is one program per stage;"
-                " lower the unpipelined plan (plan.replace(pipe=1))"
-            )
+            raise PlanError(f"eval_step.lower: {_MANY}")
         self._checks.batch(batch, 1)
         return self._program.lower(*self._parts(state), abstract_batch(batch, self.blueprint.mesh))
 
@@ -166,6 +234,20 @@ class EvalStep:
 
     def _traced(self) -> None:
         self.num_traces += 1
+
+
+def _recast(state: TrainState, blue: Blueprint) -> TrainState:
+    """A traced state whose compute copy, if there is one, is made from its parameters."""
+    if not blue.plan.keeps_compute_copy:
+        return state
+    like = blue.shapes()["compute"]
+    compute = jax.tree.map(
+        lambda x, to: jax.lax.with_sharding_constraint(
+            compute_copy.cast_like(x, to), to.sharding
+        ),
+        state.params, like,
+    )  # fmt: skip
+    return dataclasses.replace(state, compute=compute)
 
 
 def _quotients(mean: Mean, own: dict[str, Mean]) -> Metrics:

@@ -7,6 +7,7 @@ within a group first, so that only a shard crosses groups.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -53,8 +54,20 @@ def gather(shard: jax.Array, split: Split, group: Group, again: bool = False) ->
     dim = _split_dim(shard, split)
     if dim is None or group.data == 1:
         return shard
-    whole = _from_bits(_all_gather(_as_bits(shard, group), dim, again), shard.dtype)
-    return _without_pad(whole, dim, split)
+    return _without_pad(_gather_bits(shard, group, dim, again), dim, split)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _gather_bits(shard: jax.Array, group: Group, dim: int, again: bool) -> jax.Array:
+    return _from_bits(_all_gather(_as_bits(shard, group), dim, again), shard.dtype)
+
+
+@_gather_bits.defjvp
+def _gather_tangents(
+    group: Group, dim: int, again: bool, shard: tuple[jax.Array], tangent: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    # Integers have no derivative: one taken through the bits would be zero without a word.
+    return _gather_bits(*shard, group, dim, again), _all_gather(*tangent, dim, again)
 
 
 def gather_int8(

@@ -32,7 +32,7 @@ LAYERS = [
     ["zero.collectives", "zero.at_use", "flags", "places", "copies"],
     ["relayout"],
     ["zero.rules", "offload.chunks", "offload.park", "offload.piecewise", "offload.stream"],
-    ["buffers"],
+    ["compute_copy", "buffers"],
     ["zero.stack"],
     ["zero.chain"],
     ["optimizer"],

@@ -1,0 +1,191 @@
+"""Edits of a state's parameters reach evaluation and training, whatever else the state keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import tiny
+
+import fzero as fz
+
+
+pytestmark = pytest.mark.quick
+
+TX = optax.sgd(0.0)  # steps keep the parameters: a loss is that of the parameters given
+BATCH = tiny.points(4)
+
+
+def square(key):
+    """A matrix that two devices split, and a row that is padded."""
+    return {"w": jax.random.normal(key, (tiny.D, tiny.D)) * 0.3, "b": jnp.ones((tiny.WIDTH,))}
+
+
+def layer(p, x, ctx):
+    """One link of the chain."""
+    return jnp.tanh((x["x"] if isinstance(x, dict) else x) @ p["w"]) * p["b"].sum()
+
+
+MODEL = fz.Sequential(
+    [fz.Layer("one", square, layer), fz.Layer("two", square, layer)],
+    loss=lambda y, batch: fz.Mean(jnp.sum(jnp.square(y.astype(jnp.float32))), jnp.float32(y.size)),
+)
+
+PLANS = {
+    f"zero {zero}, {precision}": {"zero": zero, "data": 2, "precision": precision}
+    for zero in range(4)
+    for precision in ("fp32", "bf16", "fp16")
+}
+PLANS |= {
+    "lazy": {"zero": 1, "data": 2, "precision": "bf16", "gather": "lazy"},
+    "master on the host": {
+        "zero": 1, "data": 2, "precision": "bf16", "tiers": {"master": "host"},
+        "stream_bytes": 1024,
+    },
+    "master on disk": {
+        "zero": 2, "data": 2, "precision": "bf16", "tiers": {"master": "disk"},
+        "stream_bytes": 1024,
+    },
+    "mpmd": {"zero": 1, "data": 2, "precision": "bf16", "pipe": 2, "microbatches": 2},
+    "spmd": {
+        "zero": 1, "data": 2, "precision": "bf16", "pipe": 2, "microbatches": 2,
+        "pipe_backend": "spmd",
+    },
+}  # fmt: skip
+
+
+def edited(params):
+    """Other parameters in the same places: what is parked comes back for it."""
+    return jax.tree.map(lambda x: x * 0.5, params)
+
+
+def by_replace(state):
+    """As users write it."""
+    return state.replace(params=edited(state.params))
+
+
+def by_dataclass(state):
+    """Behind `replace`'s back."""
+    return dataclasses.replace(state, params=edited(state.params))
+
+
+def by_tree(state):
+    """As tree surgery does it: leaves out, leaves in."""
+    leaves, treedef = jax.tree.flatten(state)
+    own = {id(leaf) for leaf in jax.tree.leaves(state.params)}
+    return jax.tree.unflatten(treedef, [x * 0.5 if id(x) in own else x for x in leaves])
+
+
+@functools.cache
+def steps(plan):
+    """A plan's evaluation and training."""
+    return fz.eval_step(MODEL, plan), fz.train_step(MODEL, TX, plan, donate=False)
+
+
+def losses(plan, state):
+    """The loss in evaluation, and of two training steps."""
+    evaluate, step = steps(plan)
+    one, first = step(state, BATCH)
+    _, second = step(one, BATCH)
+    return [float(found["loss"]) for found in (evaluate(state, BATCH), first, second)]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Losses before and after the edit, by precision, without ZeRO."""
+    found = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        plan = tiny.plan(zero=3, data=1, precision=precision)
+        state, evaluate = fz.init(MODEL, TX, plan), fz.eval_step(MODEL, plan)
+        other = state.replace(params=edited(state.params))
+        found[precision] = [float(evaluate(s, BATCH)["loss"]) for s in (state, other)]
+    return found
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_an_edit_reaches_evaluation_and_training(name, expected):
+    plan = tiny.plan(**PLANS[name])
+    state = fz.init(MODEL, TX, plan)
+    before, after = expected[plan.precision]
+    assert abs(before - after) > 0.05
+    np.testing.assert_allclose(losses(plan, state), before, rtol=2e-2 if plan.mixed else 1e-5)
+    if plan.tiers:
+        # What is parked is edited on the device and parked again, or left there.
+        state = fz.reload(state, donate=False)
+    edits = [by_replace, by_dataclass, by_tree]
+    for edit in edits if plan.keeps_compute_copy else edits[:1]:
+        other = edit(state)
+        found = losses(plan, other)
+        np.testing.assert_allclose(found, after, rtol=2e-2 if plan.mixed else 1e-5)
+        if plan.tiers:
+            parked = fz.offload(other, "master", to="host", donate=False)
+            assert losses(plan, parked) == found
+
+
+def test_a_stale_copy_is_not_believed_twice():
+    """The same state again, and after steps that know it."""
+    plan = tiny.plan(zero=1, data=2, precision="bf16")
+    state = fz.init(MODEL, TX, plan)
+    stale = by_dataclass(state)
+    evaluate, _ = steps(plan)
+    assert float(evaluate(stale, BATCH)["loss"]) == float(evaluate(stale, BATCH)["loss"])
+    assert float(evaluate(stale, BATCH)["loss"]) != float(evaluate(state, BATCH)["loss"])
+
+
+def test_an_edit_is_replanned_saved_and_accumulated(tmp_path):
+    plan = tiny.plan(zero=1, data=2, precision="bf16")
+    state = fz.init(MODEL, TX, plan)
+    stale, right = by_dataclass(state), by_replace(state)
+    want = losses(plan, right)
+    assert losses(plan, fz.replan(stale, MODEL, TX, plan, plan)) == want
+    fz.save(tmp_path, stale, plan, asynchronous=False)
+    assert losses(plan, fz.restore(tmp_path, MODEL, TX, plan)) == want
+    add = fz.accumulate_step(MODEL, TX, plan, donate=False)
+    one, two = add(stale, BATCH)[0], add(right, BATCH)[0]
+    tiny.same_bits(one.grads, two.grads)
+    tiny.same_bits(one.compute, two.compute)
+
+
+def test_replace_keeps_what_it_is_given_and_what_is_not_there():
+    plan = tiny.plan(zero=1, data=2, precision="bf16")
+    state = fz.init(MODEL, TX, plan)
+    other = edited(state.params)
+    assert state.replace(params=other, compute=state.compute).compute is state.compute
+    assert state.replace(params=state.params).compute is state.compute
+    shapes = fz.abstract_state(MODEL, TX, plan)
+    assert shapes.replace(params=shapes.params).compute is shapes.compute
+    whole = fz.init(MODEL, TX, plan.replace(precision="fp32"))
+    assert whole.replace(params=edited(whole.params)).compute is None
+
+
+def test_a_known_copy_is_not_made_again():
+    """Moves and steps hand the copy on; only strangers' edits cost a cast."""
+    plan = tiny.plan(zero=1, data=2, precision="bf16")
+    state = fz.init(MODEL, TX, plan)
+    step = fz.train_step(MODEL, TX, plan)
+    evaluate = fz.eval_step(MODEL, plan)
+    state, _ = step(state, BATCH)
+    evaluate(state, BATCH)
+    with tiny.counted_compiles() as compiles:
+        state = fz.reload(fz.offload(state, "master"))
+        state, _ = step(jax.tree.map(lambda x: x, state), BATCH)
+        evaluate(state, BATCH)
+    assert not compiles
+
+
+def test_under_jit_the_copy_is_always_that_of_the_parameters():
+    plan = tiny.plan(zero=1, data=2, precision="bf16")
+    state = fz.init(MODEL, TX, plan)
+    evaluate, _ = steps(plan)
+
+    def scaled(state, by):
+        params = jax.tree.map(lambda x: x * by, state.params)
+        return evaluate(state.replace(params=params), BATCH)["loss"]
+
+    found = jax.jit(scaled)(state, jnp.float32(0.5))
+    assert float(found) == float(evaluate(by_replace(state), BATCH)["loss"])
