@@ -73,7 +73,7 @@ def place_batch(batch: PyTree, mesh: Mesh) -> PyTree:
         host = np.asarray(leaf)
         shape = shape_of(host)
         return jax.make_array_from_callback(
-            host.shape, sharding, lambda index: host[index].astype(shape.dtype)
+            host.shape, sharding, lambda index: host[index].astype(shape.dtype), dtype=shape.dtype
         )
 
     return jax.tree.map(place, batch)

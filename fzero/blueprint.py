@@ -27,6 +27,7 @@ from fzero.optimizer.layers import Rows, Scope
 from fzero.pipeline.homes import Stages, cut_into_stages
 from fzero.plan import DATA, PIPE, REPLICA, Plan
 from fzero.precision import compute_dtype, initial_loss_scale
+from fzero.processes import require_transfers
 from fzero.tree import PyTree, is_floating, named_leaves
 from fzero.zero.collectives import Group
 from fzero.zero.partition import (
@@ -108,7 +109,9 @@ class Blueprint:
         """The devices that collectives run over."""
         sizes = dict(self.mesh.shape)
         devices = list(self.mesh.devices.flat)
-        several = len({device.process_index for device in devices}) > 1
+        # The stages' programs see one rank; what goes between ranks is copied, not summed.
+        parts = [devices] if self.one_mesh else self.mesh.devices.reshape(self.plan.pipe, -1)
+        several = any(len({device.process_index for device in part}) > 1 for part in parts)
         cpu = devices[0].platform == "cpu"
         secondary = secondary_size(self.plan, sizes[DATA], devices)
         return Group(sizes[DATA], sizes[REPLICA], several and cpu, cpu, secondary)
@@ -355,12 +358,8 @@ def _blueprint(
     if plan.pipe == 1:
         layout = split_params(model, params, plan, dict(mesh.shape)[DATA])
         return Blueprint(model, tx, plan, mesh, layout, buffers)
-    processes = {device.process_index for device in mesh.devices.flat}
-    if plan.pipe_backend == "mpmd" and len(processes) > 1:
-        raise PlanError(
-            f"plan: pipe_backend='mpmd' dispatches the programs of all stages from one process, but"
-            f" these devices belong to {len(processes)}; use pipe_backend='spmd'"
-        )
+    if plan.pipe_backend == "mpmd":
+        require_transfers(list(mesh.devices.flat))
     stages = cut_into_stages(model, plan)
     layout = split_params(model, params, plan, dict(mesh.shape)[DATA], stages.homes)
     kept = {

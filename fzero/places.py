@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fzero.compat import is_key
 from fzero.errors import StateError
 from fzero.jaxprs import Program, Step, Var
+from fzero.processes import from_host, jit_on, spread
 from fzero.tree import PyTree
 
 
@@ -48,18 +49,6 @@ class Place(NamedTuple):
 def devices_of(sharding: NamedSharding) -> Devices:
     """The devices of a sharding, in mesh order."""
     return tuple(sharding.mesh.devices.flat)
-
-
-def view(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """A replicated array as seen by some of its devices, or a piece that they hold; no copy."""
-    have = {shard.device: shard.data for shard in leaf.addressable_shards}
-    local = [have[device] for device in sharding.addressable_devices]
-    shape = list(local[0].shape)
-    # `local` has the shape of one shard: undo the division by what splits it within the place.
-    for dim, axes in enumerate(sharding.spec):
-        for axis in (axes,) if isinstance(axes, str) else (axes or ()):
-            shape[dim] *= sharding.mesh.shape[axis]
-    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, local)
 
 
 @dataclass
@@ -292,7 +281,7 @@ class PlacedFunction:
                 if room[shape]:
                     room[shape] -= 1
                     donate.append(i)
-            part.program = jax.jit(self._runner(part), out_shardings=out, donate_argnums=donate)
+            part.program = jit_on(part.mesh, self._runner(part), out, donate_argnums=donate)
 
     def _runner(self, part: Part) -> Callable[..., list[Any]]:
         def run(*values: Any) -> list[Any]:
@@ -333,15 +322,8 @@ class PlacedFunction:
     def _bring(self, value: Any, mesh: Any) -> jax.Array:
         to = NamedSharding(mesh, PartitionSpec())
         if not isinstance(value, jax.Array):
-            return jax.device_put(np.array(value), to)
-        have = value.sharding.device_set
-        want = to.device_set
-        if have == want:
-            return value
-        if have > want and value.sharding.is_fully_replicated:
-            return view(value, to)
-        moved: jax.Array = jax.device_put(value, to)
-        return moved
+            return from_host(value, to)
+        return value if value.sharding.device_set == to.device_set else spread(value, mesh)
 
 
 def placed_with_key(
@@ -374,7 +356,7 @@ def placed_with_key(
 
     def run(*args: Any) -> PyTree:
         whole = NamedSharding(everywhere, PartitionSpec())
-        plain = jax.tree.map(lambda x: jax.device_put(bits(x), whole) if is_key(x) else x, args)
+        plain = jax.tree.map(lambda x: from_host(bits(x), whole) if is_key(x) else x, args)
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), plain
         )

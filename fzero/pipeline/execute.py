@@ -23,6 +23,7 @@ from fzero.pipeline.builders import inference
 from fzero.pipeline.gather import Gatherer
 from fzero.pipeline.programs import StagePrograms, unmarked
 from fzero.pipeline.simulate import simulate
+from fzero.processes import from_host
 from fzero.tree import PyTree
 
 
@@ -94,7 +95,7 @@ class Executor:
         """A microbatch's number on a rank's devices."""
         if (rank, microbatch) not in self._numbers:
             whole = NamedSharding(self.blue.rank_mesh(rank), PartitionSpec())
-            self._numbers[rank, microbatch] = jax.device_put(np.int32(microbatch), whole)
+            self._numbers[rank, microbatch] = from_host(np.int32(microbatch), whole)
         return self._numbers[rank, microbatch]
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fzero.batch import place_batch
 from fzero.blueprint import Blueprint
 from fzero.buffers import agreed_buffers
 from fzero.compat import is_key
@@ -16,8 +16,8 @@ from fzero.errors import PlanError
 from fzero.model import Stack
 from fzero.pipeline.homes import stage_tree
 from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, pack, unpack
-from fzero.places import view
 from fzero.plan import AXES
+from fzero.processes import at_home, jit_on, joined, send, view
 from fzero.tree import PyTree
 from fzero.zero.partition import Home, Split, layout_leaves, map_splits
 
@@ -82,23 +82,23 @@ class Gatherer:
             return leaf
         if rank in home.ranks:
             return view(leaf, to)
-        moved: jax.Array = jax.device_put(leaf, to)
+        moved: jax.Array = send(leaf, to)
         return moved
 
     def batch(self, tree: PyTree) -> list[PyTree]:
-        """The batch's rows on every rank that runs a stage.
-
-        Host arrays are copied first: a loader may refill its buffer while the step runs.
-        """
-        own = jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree)
-        return [jax.device_put(own, sharding) for sharding in self.local]
+        """The batch's rows on every rank that runs a stage."""
+        return [place_batch(tree, self.blue.rank_mesh(rank)) for rank in self.ranks]
 
     def everywhere(self, value: jax.Array) -> list[jax.Array]:
         """A small replicated value on every rank."""
         if is_key(value):
             impl = jax.random.key_impl(value)
             bits = self.everywhere(jax.random.key_data(value))
-            return [jax.random.wrap_key_data(x, impl=impl) for x in bits]
+            like = jax.ShapeDtypeStruct(value.shape, value.dtype)
+            return [
+                jax.random.wrap_key_data(x, impl=impl) if at_home(x.sharding.mesh) else like
+                for x in bits
+            ]
         return [view(value, sharding) for sharding in self.whole]
 
     def buffers(self, tree: PyTree) -> list[dict[str, PyTree]]:
@@ -145,11 +145,13 @@ class Gatherer:
     def _program(self, name: str, rank: int, run: Any, into: Any, out: Any) -> Any:
         if (name, rank) not in self._joins:
             mesh = self.blue.rank_mesh(rank)
-            self._joins[name, rank] = jax.jit(
+            self._joins[name, rank] = jit_on(
+                mesh,
                 jax.shard_map(
                     run, mesh=mesh, in_specs=(into,), out_specs=out, axis_names=set(AXES),
                     check_vma=False,
-                )
+                ),
+                NamedSharding(mesh, out),
             )  # fmt: skip
         return self._joins[name, rank]
 
@@ -185,8 +187,8 @@ class Gatherer:
         to = NamedSharding(self.blue.rank_mesh(rank), split.spec)
         key = "add", len(grads), to
         if key not in self._joins:
-            self._joins[key] = jax.jit(lambda *parts: sum(parts[1:], parts[0]), out_shardings=to)
-        total: jax.Array = self._joins[key](*(jax.device_put(grad, to) for grad in grads))
+            self._joins[key] = jit_on(to.mesh, lambda *parts: sum(parts[1:], parts[0]), to)
+        total: jax.Array = self._joins[key](*(send(grad, to) for grad in grads))
         return total
 
     def _rows(self, parts: list[tuple[StagePrograms, jax.Array]], split: Split, rank: int) -> Any:
@@ -205,15 +207,13 @@ class Gatherer:
                 widths = [(0, fill), *[(0, 0)] * (grads[0].ndim - 1)]
                 return jnp.pad(jnp.concatenate(grads), widths)
 
-            self._joins[key] = jax.jit(join, out_shardings=to)
+            self._joins[key] = jit_on(to.mesh, join, to)
         return self._joins[key](*own)
 
     def _joined(self, parts: Any, home: Home, spec: PartitionSpec) -> jax.Array:
-        """A leaf at home from its pieces on the ranks; no copy."""
+        """A leaf at home from its pieces on the ranks."""
         if len(parts) == 1:
             one: jax.Array = parts[0]
             return one
-        sharding = self.blue.sharding(home, spec)
-        shards = [shard.data for part in parts for shard in part.addressable_shards]
         shape = (len(home.rows), *parts[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+        return joined(shape, self.blue.sharding(home, spec), parts, parts[0].dtype)

@@ -23,6 +23,7 @@ from fzero.keys import block_key
 from fzero.model import Mean, split_loss
 from fzero.pipeline.homes import stage_tree
 from fzero.plan import AXES
+from fzero.processes import jit_on, send
 from fzero.tree import PyTree
 from fzero.zero.chain import (
     End,
@@ -82,7 +83,7 @@ class StagePrograms:
 
     def place(self, tree: PyTree) -> PyTree:
         """Lays local arrays of another stage out over this one's devices."""
-        return jax.device_put(tree, NamedSharding(self.mesh, LOCAL))
+        return send(tree, NamedSharding(self.mesh, LOCAL))
 
     @property
     def grad_specs(self) -> PyTree:
@@ -113,7 +114,10 @@ class StagePrograms:
         )
         platform = self.mesh.devices.flat[0].platform
         options = compiler_options(self.plan, self.layout, self.blue.group.data, platform)
-        return jax.jit(run, donate_argnums=donate, compiler_options=options or None)
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), (out, LOCAL))
+        return jit_on(
+            self.mesh, run, shardings, donate_argnums=donate, compiler_options=options or None
+        )
 
     @cached_property
     def forward(self) -> Any:
@@ -245,7 +249,7 @@ class StagePrograms:
             return None if self.count == 1 else map_splits(zero, self.layout)
 
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.grad_specs)
-        return jax.jit(run, out_shardings=None if self.count == 1 else shardings)
+        return jit_on(self.mesh, run, None if self.count == 1 else shardings)
 
     @cached_property
     def totals(self) -> Any:

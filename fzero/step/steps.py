@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero import compute_copy
 from fzero.batch import abstract_batch, constrain_batch
@@ -16,6 +15,7 @@ from fzero.flags import CompilerOptions
 from fzero.model import Mean
 from fzero.offload.stream import StreamedFunction
 from fzero.pipeline.execute import Executor
+from fzero.processes import spread
 from fzero.state import TrainState
 from fzero.step.checks import Checks, is_traced
 from fzero.step.passes import OneProgram, Pipeline, Values, kept_by, passes_of
@@ -227,9 +227,9 @@ class EvalStep:
         return _quotients(*self.passes.evaluation(kept, buffers, batch, rng))
 
     def _dispatched(self, kept: PyTree, buffers: PyTree, rng: jax.Array, batch: PyTree) -> Metrics:
-        found = _divided(*self.passes.evaluation(kept, buffers, batch, rng))
-        whole = NamedSharding(self.blueprint.mesh, PartitionSpec())
-        metrics: Metrics = jax.device_put(found, whole)
+        found = self.passes.evaluation(kept, buffers, batch, rng)
+        everywhere = jax.tree.map(lambda x: spread(x, self.blueprint.mesh), found)
+        metrics: Metrics = _divided(*everywhere)
         return metrics
 
     def _traced(self) -> None:

@@ -24,7 +24,7 @@ LAYERS = [
     ["offload.tiers"],
     ["pipeline", "jaxprs"],  # schedules are data, which plans are made of
     ["plan"],
-    ["model"],
+    ["model", "processes"],
     ["precision", "initial", "zero.quantize"],
     ["pipeline.flops", "zero.partition"],
     ["pipeline.cut", "zero.halves", "zero.vjp"],

@@ -1,11 +1,16 @@
 """One process of several: trains a small model and writes what it has to a file.
 
-`python one_process.py OUT PROCESS NUM_PROCESSES PORT`; all processes together have eight devices.
+`python one_process.py OUT PROCESS NUM_PROCESSES PORT [CASE...]`; all processes together have eight
+devices.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -27,9 +32,25 @@ CASES = {
     "sparing": {"zero": 3, "gather_dtype": "int8", "secondary": "host", "clip_norm": 0.5},
 }
 # A pipeline as one program. The two processes are its two ranks.
-PIPELINES = {
+ONE_PROGRAM = {
     "spmd": {"pipe": 2, "data": 4, "pipe_backend": "spmd", **CASES["zero3"]},
 }
+# Pipelines of one program per action. The model's head reads the embedding's table.
+PIPELINES = {
+    # A rank for each process.
+    "1f1b": {"pipe": 2, "data": 4, "zero": 1, "microbatches": 2, "clip_norm": 0.5,
+             "precision": "bf16"},
+    "zb_v": {"pipe": 2, "data": 4, "zero": 3, "microbatches": 4, "schedule": "zb_v",
+             "clip_norm": 0.5},
+    # Two ranks in each process.
+    "zb_h1": {"pipe": 4, "data": 2, "zero": 2, "microbatches": 4, "schedule": "zb_h1",
+              "clip_norm": 0.5},
+    # Every rank in both processes.
+    "spanning": {"pipe": 2, "data": 2, "replica": 2, "zero": 3, "microbatches": 2,
+                 "clip_norm": 0.5},
+}  # fmt: skip
+# Devices in another order than jax's.
+ORDERS = {"spanning": [0, 4, 1, 5, 2, 6, 3, 7]}
 NUM_DEVICES = 8
 
 
@@ -41,24 +62,28 @@ def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
     from fzero.blueprint import secondary_size
     from fzero.tree import named_leaves
 
-    choice = {**CASES, **PIPELINES}[case]
+    print(case, flush=True)  # shown where something hangs
+    choice = {**CASES, **ONE_PROGRAM, **PIPELINES}[case]
     model, tx, plan = tiny.chain(), optax.adamw(1e-2), tiny.plan(**choice)
+    devices = [jax.devices()[i] for i in ORDERS.get(case, range(NUM_DEVICES))]
     if plan.secondary == "host":
         alone = jax.process_count() == 1
         assert secondary_size(plan, NUM_DEVICES, jax.devices()) == (0 if alone else 4)
-    state = fz.init(model, tx, plan, rng=0)
-    step, trace = fz.train_step(model, tx, plan), []
+    state = fz.init(model, tx, plan, rng=0, devices=devices)
+    step, trace = fz.train_step(model, tx, plan, devices=devices), []
     for seed in (0, 1, 2, 0):
         state, metrics = step(state, tiny.tokens(16, seed=seed))
         trace.append([np.asarray(metrics[name]) for name in ("loss", "grad_norm", "accuracy")])
     out = {"trace": np.array(trace)}
+    if case == "zero3" or case in PIPELINES:
+        evaluate = fz.eval_step(model, plan, devices=devices)
+        out["eval"] = np.asarray(evaluate(state, tiny.tokens(16))["loss"])
     if case == "zero3":
-        out["eval"] = np.asarray(fz.eval_step(model, plan)(state, tiny.tokens(16))["loss"])
         fz.save(checkpoints, state, plan, data_position=4)
         fz.wait(checkpoints)
         restored = fz.restore(checkpoints, model, tx, plan)
         tiny.same_shards(restored, state)
-    order = {device: number for number, device in enumerate(plan.mesh().devices.flat)}
+    order = {device: number for number, device in enumerate(devices)}
     for name in ("params", "opt_state"):
         for path, leaf in named_leaves(getattr(state, name)):
             for shard in leaf.addressable_shards:
@@ -66,18 +91,30 @@ def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
     return out
 
 
-def train_all(checkpoints: Path) -> dict[str, np.ndarray]:
-    """`train` of every case, under `case:name`."""
-    cases = [*CASES, *PIPELINES]
+def train_all(checkpoints: Path, cases: Sequence[str] = ()) -> dict[str, np.ndarray]:
+    """`train` of every case, or of those named, under `case:name`."""
+    cases = cases or [*CASES, *ONE_PROGRAM, *PIPELINES]
     return {
         f"{case}:{name}": leaf for case in cases for name, leaf in train(case, checkpoints).items()
     }
 
 
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def main() -> None:
     """Joins the other processes, trains, writes."""
-    out, process, num_processes, port = sys.argv[1:]
+    out, process, num_processes, port, *cases = sys.argv[1:]
+    faulthandler.dump_traceback_later(float(os.environ.get("TRACEBACK_AFTER_S", "230")))
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES // int(num_processes))
+    # What jax sends between CPU devices of different processes goes through here, and takes threads
+    # beside those that wait for other processes.
+    os.environ["NPROC"] = "16"
+    jax.config.update("jax_cross_host_transfer_socket_address", f"127.0.0.1:{free_port()}")
     jax.distributed.initialize(
         f"127.0.0.1:{port}", int(num_processes), int(process), initialization_timeout=60
     )
@@ -85,7 +122,7 @@ def main() -> None:
     from support import quick
 
     with quick.compiles():
-        np.savez(out, **train_all(Path(out).with_name("checkpoints")))
+        np.savez(out, **train_all(Path(out).with_name("checkpoints"), cases))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,196 @@
+"""Arrays and programs on devices that may belong to other processes.
+
+Over several processes every process dispatches everything, in one order. So all of them make the
+same transfers in the same order, which `jax.device_put` between processes needs, and two that wait
+for each other cannot be written down. What a process has no device of costs it nothing: its
+programs are not compiled there, and their results are arrays without local shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fzero.compat import auto_mesh
+from fzero.errors import PlanError
+from fzero.plan import AXES
+from fzero.tree import PyTree
+
+
+WHOLE = PartitionSpec()
+
+
+def at_home(mesh: Mesh) -> bool:
+    """Whether this process runs programs of a mesh (or may compile them: for described devices)."""
+    if jax.process_count() == 1:
+        return True
+    devices = set(mesh.devices.flat)
+    return not devices <= set(jax.devices()) or not devices.isdisjoint(jax.local_devices())
+
+
+def require_transfers(devices: Sequence[Any]) -> None:
+    """Refuses devices of several processes between which nothing could be sent.
+
+    Raises:
+        PlanError: CPU devices of several processes, and no address for transfers between them.
+    """
+    processes = {device.process_index for device in devices}
+    if len(processes) == 1 or devices[0].platform != "cpu":
+        return
+    address = jax.config.read("jax_cross_host_transfer_socket_address")
+    if not address or address.endswith(":0"):
+        raise PlanError(
+            f"plan: the ranks of this pipeline are on CPU devices of {len(processes)} processes,"
+            " between which jax sends arrays through sockets; expected"
+            " jax_cross_host_transfer_socket_address to be this process's address with a free port"
+            f" of its own, got {address!r}. Say in every process, before the first use of a device:"
+            " jax.config.update('jax_cross_host_transfer_socket_address', '<this host>:<port>')"
+        )
+
+
+def jit_on(
+    mesh: Mesh, function: Callable[..., PyTree], out_shardings: PyTree = None, **options: Any
+) -> Any:
+    """`jax.jit` of a function on the devices of a mesh, or what stands for it in other processes.
+
+    Args:
+        mesh: the devices that it runs on.
+        function: what to compile.
+        out_shardings: a `NamedSharding` of each result, or of all results in a subtree. `None`
+            stands for any, and for replicated results in processes that do not compute them.
+        **options: of `jax.jit`.
+    """
+    if at_home(mesh):
+        return jax.jit(function, out_shardings=out_shardings, **options)
+    return _Elsewhere(function, mesh, out_shardings)
+
+
+class _Elsewhere:
+    """A program of other processes: it gives arrays of the right shapes without local shards."""
+
+    def __init__(self, function: Callable[..., PyTree], mesh: Mesh, out_shardings: PyTree) -> None:
+        anywhere = NamedSharding(mesh, WHOLE)
+        self.function = function
+        self.out_shardings = jax.tree.map(
+            lambda to: to or anywhere, out_shardings, is_leaf=lambda to: to is None
+        )
+        self._known: dict[Any, tuple[Any, list[Any]]] = {}
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        leaves, tree = jax.tree.flatten(args)
+        key = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        if key not in self._known:
+            shapes = jax.eval_shape(self.function, *args)
+            to = jax.tree.leaves(jax.tree.broadcast(self.out_shardings, shapes))
+            flat, out = jax.tree.flatten(shapes)
+            self._known[key] = out, list(zip(flat, to, strict=True))
+        out, found = self._known[key]
+        return jax.tree.unflatten(out, [joined(x.shape, to, (), x.dtype) for x, to in found])
+
+
+def joined(
+    shape: Sequence[int], sharding: NamedSharding, parts: Sequence[jax.Array], dtype: Any
+) -> jax.Array:
+    """An array of arrays that already lie where its shards belong; no copy.
+
+    Args:
+        shape: of the whole.
+        sharding: of the whole.
+        parts: arrays on some of its devices each.
+        dtype: of the whole: a process without any of its devices has nobody to ask.
+    """
+    shards = [shard.data for part in parts for shard in part.addressable_shards]
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards, dtype=dtype)
+
+
+def view(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """A replicated array as seen by some of its devices, or a piece that they hold; no copy."""
+    have = {shard.device: shard.data for shard in leaf.addressable_shards}
+    local = [have[device] for device in sharding.mesh.devices.flat if device in have]
+    # What a device holds; undo the division by what splits it within the place.
+    shape = list(leaf.sharding.shard_shape(leaf.shape))
+    for dim, axes in enumerate(sharding.spec):
+        for axis in (axes,) if isinstance(axes, str) else (axes or ()):
+            shape[dim] *= sharding.mesh.shape[axis]
+    return joined(shape, sharding, local, leaf.dtype)
+
+
+def from_host(value: Any, sharding: NamedSharding) -> jax.Array:
+    """A value that every process has, on devices of any of them."""
+    host = np.asarray(value)
+    return jax.make_array_from_callback(
+        host.shape, sharding, lambda index: host[index].copy(), dtype=host.dtype
+    )
+
+
+def send(tree: PyTree, to: NamedSharding) -> PyTree:
+    """Arrays of one rank, laid out alike on the devices of another.
+
+    Args:
+        tree: arrays of one mesh.
+        to: cuts them as they are cut: every shard goes from one device to one.
+    """
+    leaves = jax.tree.leaves(tree)
+    if jax.process_count() == 1 or not leaves:
+        return jax.device_put(tree, to)
+    here = {device.process_index for device in leaves[0].sharding.device_set}
+    there = {device.process_index for device in to.device_set}
+    if here.isdisjoint(there) or here | there == {jax.process_index()}:
+        return jax.device_put(tree, to)
+    # jax sends between different processes, or within this one.
+    return jax.tree.map(lambda leaf: _send_shards(leaf, to), tree)
+
+
+def _send_shards(leaf: jax.Array, to: NamedSharding) -> jax.Array:
+    """`send` where some shards change the process and others do not."""
+    assert isinstance(leaf.sharding, NamedSharding)
+    have = {shard.device: shard.data for shard in leaf.addressable_shards}
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    parts: list[jax.Array] = []
+    pairs = zip(leaf.sharding.mesh.devices.flat, to.mesh.devices.flat, strict=True)
+    for giver, taker in pairs:
+        if giver.process_index != taker.process_index:
+            own = [have[giver]] if giver in have else []
+            shard = joined(shape, _alone(giver), own, leaf.dtype)
+            parts.append(jax.device_put(shard, _alone(taker)))
+        elif giver in have:
+            parts.append(jax.device_put(have[giver], _alone(taker)))
+    return joined(leaf.shape, to, parts, leaf.dtype)
+
+
+def _alone(device: Any) -> NamedSharding:
+    return NamedSharding(auto_mesh(np.array([device]), ("one",)), WHOLE)
+
+
+def spread(value: jax.Array, mesh: Mesh) -> jax.Array:
+    """A small value of one rank, or of several, whole on every device of others.
+
+    One hop for each rank that does not hold it yet: between processes jax wants equally many
+    devices on both sides.
+
+    Args:
+        value: on the devices of one or several ranks of a pipeline.
+        mesh: of one or several ranks.
+    """
+    assert isinstance(value.sharding, NamedSharding)
+    home = value.sharding.mesh
+    if not value.sharding.is_fully_replicated:
+        value = jit_on(home, lambda x: x, NamedSharding(home, WHOLE))(value)
+    have, ranks = value.sharding.device_set, _rank_meshes(home)
+    first = view(value, NamedSharding(ranks[0], WHOLE))
+    parts: list[jax.Array] = []
+    for rank in _rank_meshes(mesh):
+        to = NamedSharding(rank, WHOLE)
+        parts.append(view(value, to) if to.device_set <= have else send(first, to))
+    return joined(value.shape, NamedSharding(mesh, WHOLE), parts, value.dtype)
+
+
+def _rank_meshes(mesh: Mesh) -> list[Mesh]:
+    """The meshes of the ranks in a mesh of one or of several, which has an axis more."""
+    if mesh.devices.ndim == len(AXES):
+        return [mesh]
+    return [auto_mesh(devices, mesh.axis_names[1:]) for devices in mesh.devices]
