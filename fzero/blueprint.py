@@ -109,9 +109,7 @@ class Blueprint:
         """The devices that collectives run over."""
         sizes = dict(self.mesh.shape)
         devices = list(self.mesh.devices.flat)
-        # The stages' programs see one rank; what goes between ranks is copied, not summed.
-        parts = [devices] if self.one_mesh else self.mesh.devices.reshape(self.plan.pipe, -1)
-        several = any(len({device.process_index for device in part}) > 1 for part in parts)
+        several = len({device.process_index for device in devices}) > 1
         cpu = devices[0].platform == "cpu"
         secondary = secondary_size(self.plan, sizes[DATA], devices)
         return Group(sizes[DATA], sizes[REPLICA], several and cpu, cpu, secondary)

@@ -111,6 +111,7 @@ def save(
     fields = {name: getattr(state, name) for name in FIELDS}
     _require_json(data_position)
     leaves = dict(named_leaves(fields))
+    _require_everywhere(leaves)
     mesh = getattr(state.step.sharding, "mesh")  # noqa: B009 (states live on meshes)
     meta = {
         "format": FORMAT,
@@ -229,6 +230,21 @@ def array_path(folder: Path, number: int, array: int) -> dict[str, Any]:
     base = f"file://{folder / str(number) / 'state'}/"
     kvstore = {"driver": "ocdbt", "base": base, "path": f"{_key(array)}/"}
     return {"driver": "zarr", "kvstore": kvstore}
+
+
+def _require_everywhere(leaves: dict[str, Any]) -> None:
+    """Orbax writes what all processes have a part in, and refuses the rest in its own words."""
+    if jax.process_count() == 1:
+        return
+    for path, leaf in leaves.items():
+        devices: Any = leaf.sharding.device_set if isinstance(leaf, jax.Array) else ()
+        owners = {device.process_index for device in devices}
+        if len(owners) == 1:
+            raise CheckpointError(
+                f"save: {path} lives on devices of process {owners.pop()} alone, as leaves of a"
+                " pipeline's stage do; orbax writes arrays that all processes have a part in."
+                " Expected pipe=1, pipe_backend='spmd', or ranks that are each in several processes"
+            )
 
 
 def _readable(leaf: Any, name: str) -> Any:

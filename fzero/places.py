@@ -321,8 +321,8 @@ class PlacedFunction:
 
     def _bring(self, value: Any, mesh: Any) -> jax.Array:
         to = NamedSharding(mesh, PartitionSpec())
-        if not isinstance(value, jax.Array):
-            return from_host(value, to)
+        if not isinstance(value, jax.Array) or not isinstance(value.sharding, NamedSharding):
+            return from_host(value, to)  # a constant of the function
         return value if value.sharding.device_set == to.device_set else spread(value, mesh)
 
 

@@ -76,8 +76,8 @@ class Plan:
             `1f1b`, or `gpipe` with the `spmd` backend, which has no other.
         partition: where the chain is cut into stages, see `fzero.pipeline.partition`: `uniform`,
             `parameters`, `type:REGEX`, or the number of layers of each stage.
-        pipe_backend: `mpmd` runs one program per stage and kind of action, asynchronously, on the
-            devices of one process; `spmd` runs the step as one program on any number of processes.
+        pipe_backend: `mpmd` runs one program per stage and kind of action, asynchronously; `spmd`
+            runs the step as one program. Both run on any number of processes.
         prefetch: whether a `Stack`'s layers are gathered one ahead of their use and reduced one
             behind, with two gathered layers alive; otherwise each is gathered when it is used. The
             numbers are the same. `None`: where communication can run beside computation, which is

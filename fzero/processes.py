@@ -8,6 +8,7 @@ programs are not compiled there, and their results are arrays without local shar
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,20 +37,42 @@ def require_transfers(devices: Sequence[Any]) -> None:
     """Refuses devices of several processes between which nothing could be sent.
 
     Raises:
-        PlanError: CPU devices of several processes, and no address for transfers between them.
+        PlanError: CPU devices of several processes, and no address for transfers between them, or
+            no thread.
     """
-    processes = {device.process_index for device in devices}
-    if len(processes) == 1 or devices[0].platform != "cpu":
+    owners = [device.process_index for device in devices]
+    if len(set(owners)) == 1 or devices[0].platform != "cpu":
         return
     address = jax.config.read("jax_cross_host_transfer_socket_address")
     if not address or address.endswith(":0"):
         raise PlanError(
-            f"plan: the ranks of this pipeline are on CPU devices of {len(processes)} processes,"
+            f"plan: the ranks of this pipeline are on CPU devices of {len(set(owners))} processes,"
             " between which jax sends arrays through sockets; expected"
             " jax_cross_host_transfer_socket_address to be this process's address with a free port"
             f" of its own, got {address!r}. Say in every process, before the first use of a device:"
             " jax.config.update('jax_cross_host_transfer_socket_address', '<this host>:<port>')"
         )
+    own, threads = owners.count(jax.process_index()), _threads()
+    if threads <= own:
+        raise PlanError(
+            f"plan: the ranks of this pipeline are on CPU devices of {len(set(owners))} processes."
+            f" This one has {own} devices, which may all wait for other processes, and jax runs"
+            f" {threads} threads here, so none would be left to send what those wait for; expected"
+            f" more than {own}. Start processes with NPROC={2 * own + 2} in the environment"
+        )
+
+
+def _threads() -> int:
+    """Threads of XLA's CPU client."""
+    given = os.environ.get("NPROC", "")
+    return int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
+
+
+def mesh_of(leaf: jax.Array) -> Mesh:
+    """The devices of an array."""
+    assert isinstance(leaf.sharding, NamedSharding)
+    assert isinstance(leaf.sharding.mesh, Mesh)
+    return leaf.sharding.mesh
 
 
 def jit_on(
@@ -137,8 +160,8 @@ def send(tree: PyTree, to: NamedSharding) -> PyTree:
     leaves = jax.tree.leaves(tree)
     if jax.process_count() == 1 or not leaves:
         return jax.device_put(tree, to)
-    here = {device.process_index for device in leaves[0].sharding.device_set}
-    there = {device.process_index for device in to.device_set}
+    here = {device.process_index for device in mesh_of(leaves[0]).devices.flat}
+    there = {device.process_index for device in to.mesh.devices.flat}
     if here.isdisjoint(there) or here | there == {jax.process_index()}:
         return jax.device_put(tree, to)
     # jax sends between different processes, or within this one.
@@ -147,11 +170,10 @@ def send(tree: PyTree, to: NamedSharding) -> PyTree:
 
 def _send_shards(leaf: jax.Array, to: NamedSharding) -> jax.Array:
     """`send` where some shards change the process and others do not."""
-    assert isinstance(leaf.sharding, NamedSharding)
     have = {shard.device: shard.data for shard in leaf.addressable_shards}
     shape = leaf.sharding.shard_shape(leaf.shape)
     parts: list[jax.Array] = []
-    pairs = zip(leaf.sharding.mesh.devices.flat, to.mesh.devices.flat, strict=True)
+    pairs = zip(mesh_of(leaf).devices.flat, to.mesh.devices.flat, strict=True)
     for giver, taker in pairs:
         if giver.process_index != taker.process_index:
             own = [have[giver]] if giver in have else []
@@ -176,8 +198,7 @@ def spread(value: jax.Array, mesh: Mesh) -> jax.Array:
         value: on the devices of one or several ranks of a pipeline.
         mesh: of one or several ranks.
     """
-    assert isinstance(value.sharding, NamedSharding)
-    home = value.sharding.mesh
+    home = mesh_of(value)
     if not value.sharding.is_fully_replicated:
         value = jit_on(home, lambda x: x, NamedSharding(home, WHOLE))(value)
     have, ranks = value.sharding.device_set, _rank_meshes(home)

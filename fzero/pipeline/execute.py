@@ -7,7 +7,7 @@ each stage has its own devices.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +26,9 @@ from fzero.pipeline.simulate import simulate
 from fzero.processes import from_host
 from fzero.tree import PyTree
 
+
+# Actions of a rank that may be under way.
+_AHEAD = 4
 
 Observer = Callable[["Action", "Slots"], None]
 
@@ -57,6 +60,15 @@ class Executor:
     Args:
         blue: the blueprint; `blue.stages` says how the model is cut.
         on_trace: called whenever a program is traced.
+
+    Attributes:
+        observer: told of every action when it was dispatched.
+        ahead: how many actions may be under way. With more, the host waits for the oldest: what
+            later ones receive would be allocated long before it is read, and a failure would be
+            told far from where it happened.
+        settles: whether a step ends when its actions have: where a failure has to be told before
+            the update takes the state. Else the last ones are waited for in the next step, which
+            then tells of theirs.
     """
 
     def __init__(self, blue: Blueprint, on_trace: Callable[[], None]) -> None:
@@ -69,6 +81,11 @@ class Executor:
         self.gatherer = Gatherer(blue, self.programs)
         self.order = dispatch_order(self.schedule)
         self.observer: Observer | None = None
+        # A few for each rank: enough that no device waits for the host.
+        self.ahead = _AHEAD * self.schedule.num_ranks
+        # On CPUs nothing is gained by running on: the host is the device.
+        self.settles = blue.mesh.devices.flat[0].platform == "cpu"
+        self._under_way: deque[tuple[Action, StagePrograms, Any]] = deque()
         self._numbers: dict[tuple[int, int], jax.Array] = {}
 
     def train(
@@ -90,6 +107,29 @@ class Executor:
     ) -> tuple[Mean, dict[str, Mean]]:
         """Loss and metrics over `count` microbatches, forwards only."""
         return _Run(self, kept, buffers, batch, key, None).evaluate(count)
+
+    def dispatched(self, action: Action, program: StagePrograms, result: Any) -> None:
+        """Takes note of an action under way, and waits for the oldest where there are too many.
+
+        Raises:
+            PipelineError: that one failed.
+        """
+        self._under_way.append((action, program, result))
+        self.wait(self.ahead)
+
+    def wait(self, left: int = 0) -> None:
+        """Waits until at most so many actions are under way.
+
+        Raises:
+            PipelineError: one of them failed; those after it are forgotten, as they read of it.
+        """
+        while len(self._under_way) > left:
+            action, program, result = self._under_way.popleft()
+            try:
+                jax.block_until_ready(result)
+            except Exception as error:
+                self._under_way.clear()
+                raise failed(action, program, error) from error
 
     def number(self, rank: int, microbatch: int) -> jax.Array:
         """A microbatch's number on a rank's devices."""
@@ -125,7 +165,6 @@ class _Run:
         self.early: dict[int, dict[int, Any]] = defaultdict(dict)
         self.next_sum: dict[int, int] = defaultdict(int)
         self.parts: dict[int, Any] = {}
-        self.trail: list[tuple[Action, Any]] = []
 
     def train(self) -> tuple[PyTree, Mean, dict[str, Mean], PyTree]:
         if self.plan.microbatches > 1:
@@ -159,26 +198,16 @@ class _Run:
         program = self.programs[action.stage]
         try:
             self.slots.last = run(program, action)
-            self.trail.append((action, self.slots.last))
         except Exception as error:
-            self._settle()  # an earlier action may be what failed
-            raise _failed(action, program, error) from error
+            self.executor.wait()  # an earlier action may be what failed
+            raise failed(action, program, error) from error
+        self.executor.dispatched(action, program, self.slots.last)
         if self.executor.observer is not None:
             self.executor.observer(action, self.slots)
 
     def _settle(self) -> None:
-        """On CPUs, waits for all actions, so that a failure is told where it happened.
-
-        (It also bounds what is under way: with virtual devices, thousands of dispatched
-        collectives compete for the threads that they wait for.)
-        """
-        if self.programs[0].mesh.devices.flat[0].platform != "cpu":
-            return
-        for action, result in self.trail:
-            try:
-                jax.block_until_ready(result)
-            except Exception as error:
-                raise _failed(action, self.programs[action.stage], error) from error
+        if self.executor.settles:
+            self.executor.wait()
 
     def _inputs(self, program: StagePrograms, action: Action) -> tuple[Any, Any, Any]:
         rank = program.rank
@@ -284,7 +313,8 @@ class _Run:
         return done
 
 
-def _failed(action: Action, program: StagePrograms, error: Exception) -> PipelineError:
+def failed(action: Action, program: StagePrograms, error: Exception) -> PipelineError:
+    """The error of an action that failed."""
     kinds = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
     names = ", ".join(dict.fromkeys(piece.layer.name for piece in program.pieces))
     return PipelineError(

@@ -17,7 +17,7 @@ from fzero.model import Stack
 from fzero.pipeline.homes import stage_tree
 from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, pack, unpack
 from fzero.plan import AXES
-from fzero.processes import at_home, jit_on, joined, send, view
+from fzero.processes import at_home, jit_on, joined, mesh_of, send, view
 from fzero.tree import PyTree
 from fzero.zero.partition import Home, Split, layout_leaves, map_splits
 
@@ -89,14 +89,14 @@ class Gatherer:
         """The batch's rows on every rank that runs a stage."""
         return [place_batch(tree, self.blue.rank_mesh(rank)) for rank in self.ranks]
 
-    def everywhere(self, value: jax.Array) -> list[jax.Array]:
+    def everywhere(self, value: jax.Array) -> list[Any]:
         """A small replicated value on every rank."""
         if is_key(value):
             impl = jax.random.key_impl(value)
             bits = self.everywhere(jax.random.key_data(value))
             like = jax.ShapeDtypeStruct(value.shape, value.dtype)
             return [
-                jax.random.wrap_key_data(x, impl=impl) if at_home(x.sharding.mesh) else like
+                jax.random.wrap_key_data(x, impl=impl) if at_home(mesh_of(x)) else like
                 for x in bits
             ]
         return [view(value, sharding) for sharding in self.whole]
@@ -187,7 +187,9 @@ class Gatherer:
         to = NamedSharding(self.blue.rank_mesh(rank), split.spec)
         key = "add", len(grads), to
         if key not in self._joins:
-            self._joins[key] = jit_on(to.mesh, lambda *parts: sum(parts[1:], parts[0]), to)
+            self._joins[key] = jit_on(
+                self.blue.rank_mesh(rank), lambda *parts: sum(parts[1:], parts[0]), to
+            )
         total: jax.Array = self._joins[key](*(send(grad, to) for grad in grads))
         return total
 
@@ -207,7 +209,7 @@ class Gatherer:
                 widths = [(0, fill), *[(0, 0)] * (grads[0].ndim - 1)]
                 return jnp.pad(jnp.concatenate(grads), widths)
 
-            self._joins[key] = jit_on(to.mesh, join, to)
+            self._joins[key] = jit_on(self.blue.rank_mesh(rank), join, to)
         return self._joins[key](*own)
 
     def _joined(self, parts: Any, home: Home, spec: PartitionSpec) -> jax.Array:

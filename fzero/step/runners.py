@@ -12,7 +12,7 @@ from fzero.flags import CompilerOptions, compiler_options
 from fzero.keys import step_key
 from fzero.state import Pending
 from fzero.step.host_update import HostUpdate
-from fzero.step.passes import OneProgram, Passes, Values, kept_by
+from fzero.step.passes import OneProgram, Passes, Pipeline, Values, kept_by
 from fzero.step.updates import DividedUpdate
 from fzero.tree import PyTree
 from fzero.update import Metrics, Update
@@ -92,7 +92,12 @@ class Divided:
         read["compute" if plan.keeps_compute_copy else "params"] = kept_by(plan, fields)
         sums, mean, own, changed = self._gradients(read, batch, key)
         kept = {"step": step, "sums": sums, "mean": mean, "own": own, "changed": changed}
-        return self.update(fields, kept)
+        try:
+            return self.update(fields, kept)
+        except Exception:
+            if isinstance(self.passes, Pipeline):
+                self.passes.executor.wait()  # what it reads may be what failed
+            raise
 
 
 def _calls(pending: Pending | None) -> jax.Array | int:

@@ -28,8 +28,9 @@ class Group:
         data: size of the data axis.
         replica: size of the replica axis.
         ordered: add contributions in device order with our own sums. Within a process the CPU
-            backend already adds in that order; between processes gloo's rings do not, and results
-            would depend on how devices are spread over processes.
+            backend already adds in that order; gloo's rings do not, and where there are several
+            processes jax takes gloo among the devices of one, too: results would depend on how
+            devices are spread over processes.
         bits: gather 16-bit floats as integers. The CPU backend widens 16-bit float collectives to
             float32 and then drops the casts around them, which moves twice the bytes and lets
             unrounded values through.

@@ -1,6 +1,6 @@
 """One process of several: trains a small model and writes what it has to a file.
 
-`python one_process.py OUT PROCESS NUM_PROCESSES PORT [CASE...]`; all processes together have eight
+`python one_process.py OUT PROCESS NUM_PROCESSES PORT CASE...`; all processes together have eight
 devices.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
+import pytest
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,18 +37,21 @@ ONE_PROGRAM = {
     "spmd": {"pipe": 2, "data": 4, "pipe_backend": "spmd", **CASES["zero3"]},
 }
 # Pipelines of one program per action. The model's head reads the embedding's table.
-PIPELINES = {
+BY_TWO = {
     # A rank for each process.
-    "1f1b": {"pipe": 2, "data": 4, "zero": 1, "microbatches": 2, "clip_norm": 0.5,
-             "precision": "bf16"},
     "zb_v": {"pipe": 2, "data": 4, "zero": 3, "microbatches": 4, "schedule": "zb_v",
              "clip_norm": 0.5},
-    # Two ranks in each process.
+    # Every rank in both processes.
+    "spanning": {"pipe": 2, "data": 2, "replica": 2, "zero": 0, "microbatches": 2,
+                 "schedule": "interleaved", "clip_norm": 0.5},
+}  # fmt: skip
+BY_FOUR = {
+    # Ranks of two processes each.
+    "1f1b": {"pipe": 2, "data": 4, "zero": 1, "microbatches": 2, "clip_norm": 0.5,
+             "precision": "bf16"},
+    # A rank for each process.
     "zb_h1": {"pipe": 4, "data": 2, "zero": 2, "microbatches": 4, "schedule": "zb_h1",
               "clip_norm": 0.5},
-    # Every rank in both processes.
-    "spanning": {"pipe": 2, "data": 2, "replica": 2, "zero": 3, "microbatches": 2,
-                 "clip_norm": 0.5},
 }  # fmt: skip
 # Devices in another order than jax's.
 ORDERS = {"spanning": [0, 4, 1, 5, 2, 6, 3, 7]}
@@ -63,7 +67,7 @@ def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
     from fzero.tree import named_leaves
 
     print(case, flush=True)  # shown where something hangs
-    choice = {**CASES, **ONE_PROGRAM, **PIPELINES}[case]
+    choice = {**CASES, **ONE_PROGRAM, **BY_TWO, **BY_FOUR}[case]
     model, tx, plan = tiny.chain(), optax.adamw(1e-2), tiny.plan(**choice)
     devices = [jax.devices()[i] for i in ORDERS.get(case, range(NUM_DEVICES))]
     if plan.secondary == "host":
@@ -75,9 +79,13 @@ def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
         state, metrics = step(state, tiny.tokens(16, seed=seed))
         trace.append([np.asarray(metrics[name]) for name in ("loss", "grad_norm", "accuracy")])
     out = {"trace": np.array(trace)}
-    if case == "zero3" or case in PIPELINES:
+    if case == "zero3" or case in (*BY_TWO, *BY_FOUR):
         evaluate = fz.eval_step(model, plan, devices=devices)
         out["eval"] = np.asarray(evaluate(state, tiny.tokens(16))["loss"])
+    if case == "zb_v" and jax.process_count() > 1:
+        refused(model, tx, plan)
+        with pytest.raises(fz.CheckpointError, match="lives on devices of process 0 alone"):
+            fz.save(checkpoints.with_name("refused"), state, plan)
     if case == "zero3":
         fz.save(checkpoints, state, plan, data_position=4)
         fz.wait(checkpoints)
@@ -91,12 +99,28 @@ def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
     return out
 
 
-def train_all(checkpoints: Path, cases: Sequence[str] = ()) -> dict[str, np.ndarray]:
-    """`train` of every case, or of those named, under `case:name`."""
-    cases = cases or [*CASES, *ONE_PROGRAM, *PIPELINES]
+def train_all(checkpoints: Path, cases: Sequence[str]) -> dict[str, np.ndarray]:
+    """`train` of some cases, under `case:name`."""
     return {
         f"{case}:{name}": leaf for case in cases for name, leaf in train(case, checkpoints).items()
     }
+
+
+def refused(model, tx, plan) -> None:
+    """Where jax could not send, or the process would wait for ever, it is said at once."""
+    import fzero as fz
+
+    name = "jax_cross_host_transfer_socket_address"
+    address = jax.config.read(name)
+    for wrong in ("", "127.0.0.1:0"):
+        jax.config.update(name, wrong)
+        with pytest.raises(fz.PlanError, match=f"expected {name} to be this process's address"):
+            fz.init(model, tx, plan)
+    jax.config.update(name, address)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NPROC", "4")
+        with pytest.raises(fz.PlanError, match="Start processes with NPROC=10"):
+            fz.init(model, tx, plan)
 
 
 def free_port() -> int:
@@ -109,7 +133,7 @@ def free_port() -> int:
 def main() -> None:
     """Joins the other processes, trains, writes."""
     out, process, num_processes, port, *cases = sys.argv[1:]
-    faulthandler.dump_traceback_later(float(os.environ.get("TRACEBACK_AFTER_S", "230")))
+    faulthandler.dump_traceback_later(float(os.environ.get("TRACEBACK_AFTER_S", "380")))
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES // int(num_processes))
     # What jax sends between CPU devices of different processes goes through here, and takes threads
     # beside those that wait for other processes.

@@ -1,4 +1,4 @@
-"""Two processes of four devices compute the same bits as one process of eight.
+"""Two processes of four devices, or four of two, compute the same bits as one process of eight.
 
 Real processes on loopback with gloo between them, exactly as `jax.distributed` is used on hosts.
 """
@@ -6,16 +6,16 @@ Real processes on loopback with gloo between them, exactly as `jax.distributed` 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import optax
 import pytest
-from one_process import CASES, PIPELINES, train_all
+from one_process import BY_FOUR, BY_TWO, CASES, ONE_PROGRAM, free_port, train_all
 from support import tiny
 
 import fzero as fz
@@ -25,18 +25,14 @@ from fzero.tree import named_leaves
 pytestmark = pytest.mark.quick
 
 WORKER = Path(__file__).with_name("one_process.py")
+IN_TWO = [*CASES, *ONE_PROGRAM, *BY_TWO]
 # Each process compiles a dozen programs, on a machine that runs other things too.
-TIMEOUT_S = 240
+TIMEOUT_S = 400
 
 
-def free_port() -> int:
-    """A port of loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def run(folder: Path, num_processes: int, first_process: int = 0) -> list[dict[str, np.ndarray]]:
+def run(
+    folder: Path, num_processes: int, first_process: int = 0, cases: Sequence[str] = ()
+) -> list[dict[str, np.ndarray]]:
     """What every process wrote. All of them are ended when one fails or time is up."""
     port = free_port()
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONFAULTHANDLER": "1"}
@@ -47,7 +43,7 @@ def run(folder: Path, num_processes: int, first_process: int = 0) -> list[dict[s
         for process in range(first_process, first_process + num_processes):
             out = folder / f"{process}.npz"
             log = open(out.with_suffix(".log"), "w")  # noqa: SIM115 (open while the child runs)
-            args = [WORKER, out, process, num_processes, port]
+            args = [WORKER, out, process, num_processes, port, *cases]
             command = [sys.executable, *map(str, args)]
             children.append((subprocess.Popen(command, env=env, stdout=log, stderr=log), log))
             outputs.append(out)
@@ -93,36 +89,64 @@ def joined(results: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    """What two processes have, and what this one has."""
+def one(tmp_path_factory):
+    """What this one process has."""
+    return train_all(tmp_path_factory.mktemp("one"), [*IN_TWO, *BY_FOUR])
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What two processes have, and their checkpoints."""
     folder = tmp_path_factory.mktemp("two")
-    two = joined(run(folder, 2))
-    return two, train_all(tmp_path_factory.mktemp("one")), folder / "checkpoints"
+    return joined(run(folder, 2, cases=IN_TWO)), folder / "checkpoints"
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_two_processes_give_the_bits_of_one(both, case):
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """What four processes have."""
+    return joined(run(tmp_path_factory.mktemp("four"), 4, cases=BY_FOUR))
+
+
+def of_case(case: str, found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {k: v for k, v in found.items() if k.startswith(f"{case}:")}
+
+
+def same_bits(case: str, one: dict[str, np.ndarray], several: dict[str, np.ndarray]) -> None:
     """Losses, norms, and every shard of parameters and optimizer state, on the same device."""
-    two, one = ({k: v for k, v in each.items() if k.startswith(f"{case}:")} for each in both[:2])
-    assert one.keys() == two.keys()
+    one, several = of_case(case, one), of_case(case, several)
+    assert one.keys() == several.keys()
     assert {int(name.split("@")[1]) for name in one if "@" in name} == set(range(8))
     trace = one[f"{case}:trace"]
     assert trace[3, 0] < trace[0, 0]  # the same batch again, three steps later
     # Clipping was at work, so that the norm went into every parameter.
     assert np.all(trace[:, 1] > 0.5)
     for name, value in one.items():
-        assert value.dtype == two[name].dtype
-        np.testing.assert_array_equal(value, two[name], err_msg=name)
-        assert value.tobytes() == two[name].tobytes(), name
+        assert value.dtype == several[name].dtype
+        np.testing.assert_array_equal(value, several[name], err_msg=name)
+        assert value.tobytes() == several[name].tobytes(), name
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_two_processes_write_one_checkpoint(both):
+@pytest.mark.parametrize("case", [*CASES, *BY_TWO])
+def test_two_processes_give_the_bits_of_one(one, two, case):
+    """Also where stages hand on to another process, and where a stage is in both."""
+    same_bits(case, one, two[0])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BY_FOUR)
+def test_four_processes_give_the_bits_of_one(one, four, case):
+    """Most processes have no device of most stages: they run none of their programs."""
+    same_bits(case, one, four)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_two_processes_write_one_checkpoint(one, two):
     """Each wrote its own shards (and found them again); one process restores the whole."""
-    _, one, checkpoints = both
+    _, checkpoints = two
     model, tx, plan = tiny.chain(), optax.adamw(1e-2), tiny.plan(**CASES["zero3"])
     about = fz.checkpoint(checkpoints)
     assert (about.step, about.data_position, about.plan) == (4, 4, plan)
@@ -137,18 +161,18 @@ def test_two_processes_write_one_checkpoint(both):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_a_pipeline_over_two_processes(both):
+def test_a_pipeline_in_one_program_over_two_processes(one, two):
     """One program for all ranks, each rank a process: as in one process, and as the first backend.
 
     The bits differ: between processes sums are added in device order by operations of fzero's own
     (`Group.ordered`), which are compiled into the stages' programs, and those round otherwise. One
     step of that is 1 ulp of the loss; four steps of AdamW make it 1e-6.
     """
-    two, one = ({k: v for k, v in each.items() if k.startswith("spmd:")} for each in both[:2])
+    one, two = of_case("spmd", one), of_case("spmd", two[0])
     assert one.keys() == two.keys()
     assert {int(name.split("@")[1]) for name in one if "@" in name} == set(range(8))
     model, tx = tiny.chain(), optax.adamw(1e-2)
-    plan = tiny.plan(**{**PIPELINES["spmd"], "pipe_backend": "mpmd", "schedule": "gpipe"})
+    plan = tiny.plan(**{**ONE_PROGRAM["spmd"], "pipe_backend": "mpmd", "schedule": "gpipe"})
     state, step, trace = fz.init(model, tx, plan, rng=0), fz.train_step(model, tx, plan), []
     for seed in (0, 1, 2, 0):
         state, metrics = step(state, tiny.tokens(16, seed=seed))

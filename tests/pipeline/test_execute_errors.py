@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,3 +152,47 @@ def test_a_failure_in_evaluation_names_its_action():
     with pytest.raises(fz.PipelineError, match=r"forward of microbatch 0 on stage 1"):
         fz.eval_step(model, PLAN)(state, batch(bad_row=0))
     assert np.isfinite(float(fz.eval_step(model, PLAN)(state, batch())["loss"]))
+
+
+def test_a_failure_that_nobody_waited_for_is_told_by_the_next_step_at_last():
+    """As on accelerators, where a step does not wait for its last actions."""
+    model, tx = chain(), optax.sgd(0.1)
+    step = fz.train_step(model, tx, PLAN, donate=False)
+    state = fz.init(model, tx, PLAN)
+    step.executor.settles, step.executor.ahead = False, len(PLAN.build_schedule().actions)
+
+    def two_steps():
+        for row in (9, None):  # jax may see it in the first one's update already
+            step(state, batch(bad_row=row))
+
+    with pytest.raises(fz.PipelineError, match=r"forward of microbatch 2 on stage 1 .*action 1F2"):
+        two_steps()
+    state, metrics = step(state, batch())
+    assert np.isfinite(float(metrics["loss"]))
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_few_actions_are_under_way(settles):
+    """When an action is dispatched, all but the last few have ended."""
+
+    def slow(p, x, ctx):
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        zero = jax.pure_callback(lambda x: time.sleep(0.02) or np.float32(0), shape, x[0, 0, 0],
+                                 vmap_method="sequential")  # fmt: skip
+        return tiny.head(p, x, ctx) + jax.lax.stop_gradient(zero)
+
+    model, tx = chain(slow), optax.sgd(0.1)
+    step = fz.train_step(model, tx, PLAN)
+    state, seen, late = fz.init(model, tx, PLAN), [], []
+
+    def observe(action, held):
+        seen.append((action, held.last))
+        late.append([str(a) for a, result in seen[:-3] if not result.is_ready()])
+
+    step.executor.observer, step.executor.ahead = observe, 3
+    step.executor.settles = settles
+    for _ in range(2):
+        state, metrics = step(state, {k: v for k, v in batch().items() if k != "bad"})
+    assert len(seen) == 2 * len(PLAN.build_schedule().actions)
+    assert not any(late), late
+    assert np.isfinite(float(metrics["loss"]))
