@@ -43,7 +43,7 @@ from fzero.offload.scratch import (
 from fzero.tree import is_plain
 
 
-__all__ = ["DiskArray", "read", "read_async", "write", "write_async"]
+__all__ = ["DiskArray", "Handle", "read", "read_async", "write", "write_async"]
 
 # Which part of an array: first and last element (exclusive) in each dim.
 Index = tuple[tuple[int, int], ...]
@@ -66,8 +66,30 @@ class _Stored:
     checksums: tuple[int, ...]
 
 
+class Handle:
+    """What stands for an array that is not, or not whole, in one memory: it has its shape."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole array."""
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Dims."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return self.size * self.dtype.itemsize
+
+
 @dataclass(frozen=True, eq=False)
-class DiskArray:
+class DiskArray(Handle):
     """An array on disk: what `write` gives for a `jax.Array`, and `read` takes.
 
     An immutable handle. The space is let go when it is garbage collected, by `delete`, or when the
@@ -102,21 +124,6 @@ class DiskArray:
     def directory(self) -> Path:
         """Where the bytes are; the file has no name there."""
         return self._file.directory
-
-    @property
-    def size(self) -> int:
-        """Elements of the whole array."""
-        return math.prod(self.shape)
-
-    @property
-    def ndim(self) -> int:
-        """Dims."""
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole array."""
-        return self.size * self.dtype.itemsize
 
     def is_deleted(self) -> bool:
         """Whether the bytes are gone for good."""
@@ -346,6 +353,7 @@ class _Returning:
         # `leaf.sharding` itself where possible: an equal one would be another object.
         if memory_kind != (leaf.sharding.memory_kind or "device"):
             self._sharding = leaf.sharding.with_memory_kind(memory_kind)
+        self._alone = len(leaf.sharding.device_set) == 1
         self.pieces: dict[jax.Device, jax.Array] = {}
         self.waiting: list[tuple[jax.Device, Any]] = []
 
@@ -374,16 +382,21 @@ class _Returning:
 
     def place(self, device: jax.Device) -> Sharding:
         """Where a piece goes."""
+        if self._alone:
+            return self._sharding
         return SingleDeviceSharding(device, memory_kind=self._sharding.memory_kind)
 
     def array(self) -> jax.Array:
         """The whole, once everything is there. Maybe no piece of it is in this process."""
         leaf, sharding = self._leaf, self._sharding
-        order = sharding.addressable_devices_indices_map(leaf.shape)
-        with jax.enable_x64(True):
-            array = jax.make_array_from_single_device_arrays(
-                leaf.shape, sharding, [self.pieces[device] for device in order], dtype=leaf.dtype
-            )
+        if self._alone and self.pieces:
+            (array,) = self.pieces.values()
+        else:
+            pieces = [self.pieces[x] for x in sharding.addressable_devices_indices_map(leaf.shape)]
+            with jax.enable_x64(True):
+                array = jax.make_array_from_single_device_arrays(
+                    leaf.shape, sharding, pieces, dtype=leaf.dtype
+                )
         if leaf.weak_type:  # in device memory, where programs run
             array = jax.device_put(array, leaf.sharding)
             # Python numbers have 64 bits just where those are switched on.

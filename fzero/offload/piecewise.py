@@ -34,7 +34,7 @@ class PieceProgram:
         cut: how they are cut.
         sliced: which of the part's reads are seen in pieces.
         made: which of its results are made in pieces.
-        run: `run(index, arrived, kept, into)`: `arrived` are pieces by index of the part's reads,
+        run: `run(index, here, kept, into)`: `here` are pieces by index of the part's reads,
             `kept` whole values; `into` whole arrays, by index of the part's results, which their
             pieces are written into (and, where `source` says so, read from).
         source: for results, the read that is the same memory.
@@ -163,11 +163,11 @@ def _runner(
     memory = {j: i for i, j in source.items()}
 
     def run(
-        index: jax.Array, arrived: dict[int, Any], kept: dict[int, Any], into: dict[int, Any]
+        index: jax.Array, here: dict[int, Any], kept: dict[int, Any], into: dict[int, Any]
     ) -> list[Any]:
         env: dict[Any, Any] = dict(small.consts)
         for i, var in enumerate(part.reads):
-            value = arrived.get(i)
+            value = here.get(i)
             if value is None:
                 value = into[memory[i]] if i in memory else kept[i]
                 if i in sliced:

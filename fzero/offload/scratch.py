@@ -3,7 +3,7 @@
 A process keeps one such file per directory, for as long as anything in it is wanted. It was made
 with `O_TMPFILE`, or is unlinked at once: the kernel frees it when the process ends, killed or not,
 and nobody else can find it. Whoever writes takes space in it, in whole blocks; space that is let go
-is used again, and given back to the disk where it is the end of the file.
+is used again; what is more than `SPARE` at the end of the file is given back to the disk.
 
 One file, because a file per shard costs more than the shard where that is small; not one per call,
 because a step that streams makes as many calls as it has chunks, each would keep a file open, and
@@ -40,6 +40,8 @@ BLOCK = 4096
 # where the drive can read from there (NVMe can), nothing is copied before it is written.
 _ALIGNMENTS = (64, 512, BLOCK)
 _DIRECT = getattr(os, "O_DIRECT", 0)
+# Most bytes at the end of the file that are kept for later: giving back takes half a millisecond.
+SPARE = 64 << 20
 
 
 class Extent(NamedTuple):
@@ -93,7 +95,7 @@ class Scratch:
         self.fd = _unnamed(directory)
         weakref.finalize(self, os.close, self.fd)
         self.alignment, self.mode = _make_direct(self.fd)
-        self._end = 0
+        self._end = self._size = 0  # of what is taken, and of the file
         self._free: list[Extent] = []  # in order, never side by side, never at the end
         self._lock = threading.Lock()
         self._released: deque[Extent] = deque()
@@ -106,14 +108,13 @@ class Scratch:
         """
         with self._lock:
             self._merge()
-            before, free = self._end, list(self._free)
+            before = self._end, list(self._free)
             taken = [self._fit(padded(size)) or self._behind(padded(size)) for size in sizes]
             try:
-                self._grow(before)
+                self._grow()
             except BaseException:
-                self._end, self._free = before, free
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self.fd, before)
+                self._end, self._free = before
+                self._shrink()
                 raise
             return taken
 
@@ -150,18 +151,25 @@ class Scratch:
         self._end = extent.end
         return extent
 
-    def _grow(self, before: int) -> None:
+    def _grow(self) -> None:
         """Takes blocks from the disk now: better than to notice a full one after minutes."""
-        if self._end == before:
+        needed = self._end - self._size
+        if needed <= 0:
             return
-        needed = self._end - before
         try:
             if needed > self.free_bytes():
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.posix_fallocate(self.fd, before, needed)
+            os.posix_fallocate(self.fd, self._size, needed)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
+        self._size = self._end
+
+    def _shrink(self) -> None:
+        """Gives the end of the file back to the disk."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self.fd, self._end)
+            self._size = self._end
 
     def _merge(self) -> None:
         while self._released:
@@ -174,10 +182,10 @@ class Scratch:
                 extent = Extent(self._free[i].offset, self._free.pop(i).nbytes + extent.nbytes)
             if extent.end == self._end:
                 self._end = extent.offset
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self.fd, self._end)
             else:
                 self._free.insert(i, extent)
+        if self._size - self._end > (SPARE if self._end else 0):
+            self._shrink()
 
 
 # By process, path and the directory that is there now. Gone with the last handle.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fzero.errors import PlacementError
-from fzero.offload.disk import DiskArray
+from fzero.offload.disk import DiskArray, Handle
 from fzero.tree import PyTree, leaf_bytes
 
 
@@ -38,7 +37,7 @@ HOST_KIND = "pinned_host"
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class Pieces(Handle):
     """A leaf kept as several arrays, cut along a dim that no mesh axis splits.
 
     Args:
@@ -54,21 +53,6 @@ class Pieces:
     sharding: Any
     dim: int
     pieces: tuple[jax.Array | DiskArray, ...] = field(repr=False)
-
-    @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self.size * self.dtype.itemsize
 
     def is_deleted(self) -> bool:
         """Whether a piece's memory was given away."""
@@ -104,7 +88,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, eq=False)
-class Arriving:
+class Arriving(Handle):
     """A leaf on its way to or from the disk; the first use waits for it.
 
     Args:
@@ -120,19 +104,14 @@ class Arriving:
     index: int
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         """Shape of the leaf."""
         return tuple(self.source.shape)
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[Any]:  # type: ignore[override]
         """Its dtype."""
         return np.dtype(self.source.dtype)
-
-    @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self.shape)
 
     @property
     def sharding(self) -> Any:
@@ -198,7 +177,7 @@ def settled(tree: PyTree) -> PyTree:
 
 def is_handle(leaf: Any) -> bool:
     """Whether a leaf is a handle, which jax cannot compute with."""
-    return isinstance(leaf, DiskArray | Pieces | Arriving)
+    return isinstance(leaf, Handle)
 
 
 def require_on_device(leaves: Iterable[tuple[str, Leaf]], operation: str) -> None:

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -91,12 +92,32 @@ def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
         fz.wait(checkpoints)
         restored = fz.restore(checkpoints, model, tx, plan)
         tiny.same_shards(restored, state)
+        leaves_of_one_device(state, checkpoints.with_name("disk"))
     order = {device: number for number, device in enumerate(devices)}
     for name in ("params", "opt_state"):
         for path, leaf in named_leaves(getattr(state, name)):
             for shard in leaf.addressable_shards:
                 out[f"{name}/{path}@{order[shard.device]}"] = np.asarray(shard.data)
     return out
+
+
+def leaves_of_one_device(state: Any, folder: Path) -> None:
+    """To disk and back, also where this process holds nothing of a leaf."""
+    from support import tiny
+
+    import fzero as fz
+
+    def on(device: jax.Device) -> jax.Array:
+        value = np.arange(1000.0, dtype=np.float32)
+        here = device.process_index == jax.process_index()
+        return jax.make_array_from_single_device_arrays(
+            value.shape, jax.sharding.SingleDeviceSharding(device),
+            [jax.device_put(value, device)] if here else [], dtype=value.dtype,
+        )  # fmt: skip
+
+    state = state.replace(buffers={"first": on(jax.devices()[0]), "last": on(jax.devices()[-1])})
+    parked = fz.offload(state, "buffers", to="disk", path=folder, donate=False)
+    tiny.same_shards(fz.reload(parked).buffers, state.buffers)
 
 
 def train_all(checkpoints: Path, cases: Sequence[str]) -> dict[str, np.ndarray]:
