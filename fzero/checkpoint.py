@@ -30,6 +30,7 @@ from fzero.offload.disk import DiskArray
 from fzero.offload.tiers import Pieces, settled
 from fzero.plan import DATA, Plan
 from fzero.state import TrainState, require_alive
+from fzero.summary import Printed, summary
 from fzero.tree import leaf_bytes, named_leaves
 
 
@@ -41,8 +42,8 @@ _OPEN: dict[str, ocp.CheckpointManager] = {}
 _EXIT_IS_ABRUPT = (3, 12) <= sys.version_info < (3, 12, 2)
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+@dataclass(frozen=True, repr=False)
+class Checkpoint(Printed):
     """What is known of a checkpoint without reading its arrays.
 
     Args:
@@ -60,6 +61,11 @@ class Checkpoint:
     plan: Plan
     data_position: Any
     leaves: dict[str, tuple[tuple[int, ...], str]]
+
+    def _summary(self) -> str:
+        shapes = {p: jax.ShapeDtypeStruct(s, _dtype(d)) for p, (s, d) in self.leaves.items()}
+        title = f"Checkpoint {self.number} in {self.path}, step {self.step}, {self.plan!r}"
+        return summary(title, {"leaves": shapes}).replace(" on each device", "", 1)
 
 
 def save(
@@ -270,6 +276,11 @@ def _next_number(manager: ocp.CheckpointManager) -> int:
     if jax.process_count() > 1:
         number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
     return number
+
+
+def _dtype(name: str) -> Any:
+    """A dtype by its name; a random key's as that of the data that stands for it."""
+    return np.dtype("uint32" if name.startswith("key<") else name)
 
 
 def _key(number: int) -> str:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from fzero.errors import PlanError
 from fzero.keys import layer_key
+from fzero.summary import Printed, summary
 
 
 PyTree = Any
@@ -64,8 +65,12 @@ def _wide(value: Any) -> jax.Array:
     return value.astype(jnp.float32) if half else value
 
 
-@dataclass(frozen=True, eq=False)
-class Model:
+# Links of a chain that are shown where it is printed.
+MOST = 16
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Model(Printed):
     """A loss function and initial values.
 
     Args:
@@ -97,6 +102,25 @@ class Model:
     loss: LossFn
     frozen: frozenset[str] = frozenset()
     buffer_reduce: BufferReduce = field(default_factory=dict)
+
+    def _summary(self) -> str:
+        def name(of: Any) -> str:
+            return str(getattr(of, "__qualname__", type(of).__name__))
+
+        given = "values" if isinstance(self.init, tuple) else name(self.init)
+        frozen = f", {len(self.frozen)} frozen" if self.frozen else ""
+        lines = [f"{type(self).__name__}(init={given}, loss={name(self.loss)}{frozen})"]
+        chain = [link for link in self.layers if link.name]
+        shown = chain if len(chain) <= MOST else [*chain[: MOST // 2], None, *chain[-MOST // 2 :]]
+        for link in shown:
+            if link is None:
+                lines.append(f"  ... {len(chain) - MOST} more")
+                continue
+            layers = f" of {link.num} layers" if isinstance(link, Stack) else ""
+            lines.append(f"  {link.name}: {type(link).__name__}{layers}, {name(link.apply)}")
+        if isinstance(self.init, tuple):
+            lines.append(summary("values", {"params": self.init[0], "buffers": self.init[1]}))
+        return "\n".join(lines)
 
     def with_init(self, init: InitFn | tuple[PyTree, PyTree]) -> Self:
         """The same model with other initial values; leaves of a pair may be `LazyArray`s."""

@@ -50,7 +50,7 @@ class LeafPlacement:
     devices: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Placement:
     """Where a state is, in bytes; prints as a table.
 
@@ -112,6 +112,9 @@ class Placement:
                 f" elsewhere: {shown}{more}. Move them with fz.offload or fz.reload"
             )
         return self
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         number = f"bytes in {self.num_devices} device{'s' * (self.num_devices != 1)}"

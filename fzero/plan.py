@@ -37,7 +37,7 @@ GATHER_DTYPES = ("int8",)
 REDUCE_DTYPES = ("fp32",)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """How a state is sharded and stepped.
 
@@ -458,6 +458,14 @@ class Plan:
             except ScheduleError as error:
                 raise PlanError(f"plan: schedule: {error}") from error
         return cls(**values)
+
+    def __repr__(self) -> str:
+        changed = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name == "zero" or getattr(self, field.name) != field.default
+        }
+        return f"Plan({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
     def replace(self, **changes: Any) -> Plan:
         """The same plan with some values changed (and validated again)."""

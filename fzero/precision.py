@@ -11,6 +11,7 @@ import numpy as np
 
 from fzero.errors import PlanError
 from fzero.plan import Plan
+from fzero.summary import Printed, summary
 from fzero.tree import is_floating
 
 
@@ -107,8 +108,8 @@ def float_dtypes(tree: PyTree) -> list[np.dtype[Any]]:
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LossScale:
+@dataclass(frozen=True, repr=False)
+class LossScale(Printed):
     """Loss scale and its counters (scalars).
 
     Args:
@@ -123,6 +124,9 @@ class LossScale:
     good_steps: jax.Array
     hysteresis: jax.Array
     skipped: jax.Array
+
+    def _summary(self) -> str:
+        return summary("LossScale", vars(self))
 
 
 def initial_loss_scale(plan: Plan) -> LossScale | None:

@@ -35,6 +35,10 @@ from fzero.zero.partition import (
 from fzero.zero.quantize import BLOCK, encoded_bytes
 
 
+# Leaves that a printed description shows; `Description.leaves` has all.
+ROWS = 30
+
+
 @dataclass(frozen=True)
 class LeafPlan:
     """How one leaf will be kept between steps.
@@ -66,7 +70,7 @@ class LeafPlan:
     tier: str = "device"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Description:
     """What a plan does with a model; prints as a table.
 
@@ -115,11 +119,21 @@ class Description:
         """The description as a JSON-able dict."""
         return dataclasses.asdict(self) | {"elements_communicated": self.elements_communicated}
 
+    def __repr__(self) -> str:
+        kept = ", ".join(f"{name} {size:,}" for name, size in self.bytes_per_device.items())
+        return (
+            f"Description({self.plan!r}, {self.num_devices} devices, {len(self.leaves)} leaves,"
+            f" {self.num_elements:,} parameters; bytes per device: {kept})"
+        )
+
     def __str__(self) -> str:
         cut = self.plan.pipe > 1
         ranks = ("ranks",) if cut else ()
         rows = [("leaf", "shape", "dtype", *ranks, "kept", "bytes/device", "why")]
-        for leaf in self.leaves:
+        for leaf in _shown(self.leaves):
+            if leaf is None:
+                rows.append((f"... {len(self.leaves) - ROWS:,} more", *[""] * (len(rows[0]) - 1)))
+                continue
             kept = "whole" if leaf.dim is None else f"dim {leaf.dim} / {self.num_data}"
             kept += "" if leaf.tier == "device" else f", {leaf.tier}"
             name, shape = f"{leaf.state_class}/{leaf.path}", str(list(leaf.shape))
@@ -298,6 +312,11 @@ def _at_home(
     if len(set(count)) > 1:
         words += f", filled up to {max(count)}"
     return (sum(count), *shape[1:]), size // len(home.ranks), home.ranks, words
+
+
+def _shown(leaves: Sequence[LeafPlan]) -> Sequence[LeafPlan | None]:
+    """The leaves of a table; of a long one the first and the last."""
+    return leaves if len(leaves) <= ROWS else [*leaves[: ROWS // 2], None, *leaves[-ROWS // 2 :]]
 
 
 def _ranges(ranks: tuple[int, ...]) -> str:

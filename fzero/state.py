@@ -30,13 +30,14 @@ from fzero.places import placed_with_key
 from fzero.plan import PIPE, Plan
 from fzero.precision import LossScale, cast_param, initial_loss_scale
 from fzero.relayout import Kept, copy_leaf, relayout
+from fzero.summary import Printed, summary
 from fzero.tree import PyTree, aliased_leaves, key_name, map_named, named_leaves, path_name
 from fzero.zero.partition import Split, map_splits, update_dtype
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Pending:
+@dataclass(frozen=True, repr=False)
+class Pending(Printed):
     """Gradients accumulated by `accumulate_step` and not yet applied.
 
     Args:
@@ -51,10 +52,13 @@ class Pending:
     count: jax.Array
     calls: jax.Array
 
+    def _summary(self) -> str:
+        return summary("Pending", vars(self))
+
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
+@dataclass(frozen=True, repr=False)
+class TrainState(Printed):
     """Everything that training changes, as one value.
 
     Args:
@@ -80,6 +84,9 @@ class TrainState:
     rng: jax.Array
     loss_scale: LossScale | None
     grads: Pending | None = None
+
+    def _summary(self) -> str:
+        return summary("TrainState", vars(self))
 
     def replace(self, **changes: Any) -> TrainState:
         """The same state with some fields changed.

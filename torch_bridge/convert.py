@@ -14,6 +14,8 @@ from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
 from fzero.model import Model
+from fzero.summary import Printed, summary
+from fzero.tree import shapes_of
 
 from .again import Again, Graphs
 from .blocks import Blocks
@@ -41,8 +43,8 @@ class Applied(NamedTuple):
     buffers: dict[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
-class Converted:
+@dataclass(frozen=True, eq=False, repr=False)
+class Converted(Printed):
     """A PyTorch module as a pure function.
 
     Attributes:
@@ -62,6 +64,10 @@ class Converted:
     _params: dict[str, Any] = field(repr=False)
     _buffers: dict[str, Any] = field(repr=False)
     _graphs: Graphs = field(repr=False)
+
+    def _summary(self) -> str:
+        shapes = {"params": shapes_of(self._params), "buffers": shapes_of(self._buffers)}
+        return summary("Converted", shapes).replace(" on each device", "", 1)
 
     @cached_property
     def params(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
 from fzero.model import Context, Layer, Sequential, layer_params
+from fzero.summary import Printed
 
 from .convert import Applied, Converted, convert
 from .initial import read_values, with_masters
@@ -35,8 +36,8 @@ class Place:
     name: str
 
 
-@dataclass(frozen=True, eq=False)
-class ConvertedSequential:
+@dataclass(frozen=True, eq=False, repr=False)
+class ConvertedSequential(Printed):
     """PyTorch modules in a row as a chain that can be cut into pipeline stages.
 
     Attributes:
@@ -57,6 +58,9 @@ class ConvertedSequential:
     masters: bool
     modules: Mapping[str, Converted] = field(repr=False)
     places: tuple[Place, ...] = field(repr=False)
+
+    def _summary(self) -> str:
+        return f"ConvertedSequential of {self.model!r}"
 
     def apply(
         self, params: Any, buffers: Any, *args: Any, rng: Any = None, train: bool = False

@@ -44,6 +44,12 @@ class TrainStep:
         num_traces: how often a program of it was traced.
     """
 
+    def __repr__(self) -> str:
+        traces = f"{self.num_traces} programs traced"
+        return (
+            f"{self.name}({self.plan!r}, donate={self.donate}; {traces})\n{self.blueprint.model!r}"
+        )
+
     def __init__(self, blue: Blueprint, donate: bool, apply: bool) -> None:
         if apply:
             blue.require_optimizer("train_step")
@@ -161,6 +167,10 @@ class EvalStep:
     Attributes:
         num_traces: how often a program of it was traced.
     """
+
+    def __repr__(self) -> str:
+        traces = f"{self.num_traces} programs traced"
+        return f"{self.name}({self.plan!r}; {traces})\n{self.blueprint.model!r}"
 
     def __init__(self, blue: Blueprint) -> None:
         self.blueprint, self.plan, self.name = blue, blue.plan, "eval_step"

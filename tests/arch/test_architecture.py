@@ -22,6 +22,7 @@ LAYERS = [
     ["errors", "tree", "compat", "consumed", "keys"],
     ["offload.scratch", "offload.requests", "offload.disk"],
     ["offload.tiers"],
+    ["summary"],
     ["pipeline", "jaxprs"],  # schedules are data, which plans are made of
     ["plan"],
     ["model", "processes"],

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import torch
 
 from fzero.errors import CheckpointError
+from fzero.summary import Printed, summary
 
 from ..moments import Moments
 from .lazy import LazyTensor
@@ -80,8 +82,8 @@ def optimizer_fields(found: Optimizer | str | None) -> dict[str, Any]:
     return {"unread": found} if isinstance(found, str) else {"optimizer": found}
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+@dataclass(frozen=True, repr=False)
+class Checkpoint(Printed):
     """A checkpoint on disk. Nothing of it has been read but names, dtypes and shapes.
 
     Args:
@@ -104,6 +106,14 @@ class Checkpoint:
     optimizer: Optimizer | None = None
     unread: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def _summary(self) -> str:
+        optimizer = "no optimizer state" if self.unread is None else self.unread
+        if self.optimizer is not None:
+            optimizer = f"Adam at step {self.optimizer.step}"
+        title = f"{self.format} checkpoint {self.path}, {optimizer}"
+        shapes = {n: jax.ShapeDtypeStruct(t.shape, t.dtype) for n, t in self.tensors.items()}
+        return summary(title, {"tensors": shapes}).replace(" on each device", "", 1)
 
     @property
     def num_bytes(self) -> int:

@@ -1,0 +1,115 @@
+"""What an object holds, in lines that fit a screen: paths, shapes, dtypes, shardings, tiers, bytes.
+
+Never values: to print a state must not wait for its devices, nor fill a notebook.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from fzero.offload.tiers import on_device, tier_of
+from fzero.tree import PyTree, leaf_bytes, named_leaves
+
+
+# Leaves that are shown of each field; of longer ones the first and the last.
+ROWS = 6
+
+
+def summary(title: str, fields: Mapping[str, PyTree]) -> str:
+    """A table of the leaves of some trees.
+
+    Args:
+        title: what they are.
+        fields: trees of arrays, shapes, handles of parked leaves or anything else, by name.
+
+    Returns:
+        Lines: `title`, and for each field the number of its leaves, their bytes on one device, and
+        some of the leaves.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> print(summary("Pair", {"a": {"w": jnp.zeros((2, 3))}, "b": None}))
+        Pair: 1 leaf, 24 bytes on each device
+          a: 1 leaf, 24 bytes
+            w  float32[2, 3]  whole  device  24 bytes
+    """
+    total, count = 0, 0
+    blocks: list[tuple[str, list[tuple[str, ...]]]] = []
+    for name, tree in fields.items():
+        leaves = named_leaves(tree)
+        size = sum(_bytes(leaf) for _, leaf in leaves)
+        total, count = total + size, count + len(leaves)
+        if leaves:
+            head = f"  {name}: {_count(len(leaves))}, {size:,} bytes"
+            blocks.append((head, _rows([(path or name, leaf) for path, leaf in leaves])))
+    rows = [row for _, block in blocks for row in block if len(row) > 1]
+    widths = [max(len(row[col]) for row in rows) for col in range(5)] if rows else []
+    lines = [f"{title}: {_count(count)}, {total:,} bytes on each device"]
+    for head, block in blocks:
+        lines.append(head)
+        for row in block:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+            lines.append(f"    {'  '.join(cells).rstrip()}")
+    return "\n".join(lines)
+
+
+def _rows(leaves: Sequence[tuple[str, Any]]) -> list[tuple[str, ...]]:
+    if len(leaves) <= ROWS:
+        return [_row(path, leaf) for path, leaf in leaves]
+    first, last = ROWS // 2, ROWS - ROWS // 2 - 1
+    more = f"... {len(leaves) - first - last} more"
+    return [*(_row(*leaf) for leaf in leaves[:first]), (more,),
+            *(_row(*leaf) for leaf in leaves[-last:])]  # fmt: skip
+
+
+def _row(path: str, leaf: Any) -> tuple[str, ...]:
+    """Path, shape, split, tier and bytes of a leaf."""
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is None or dtype is None:
+        return path, type(leaf).__name__, "", "", ""
+    axes = getattr(_sharding(leaf), "spec", None) or ()
+    split = ", ".join("-" if axis is None else str(axis) for axis in axes)
+    here = "" if _sharding(leaf) is None else tier_of(leaf)
+    return path, f"{dtype}{list(shape)}", split or "whole", here, f"{_bytes(leaf):,} bytes"
+
+
+def _sharding(leaf: Any) -> Any:
+    """Where a leaf is; None for values under a transformation, and arrays on the host."""
+    if isinstance(leaf, jax.core.Tracer):
+        return None
+    sharding = getattr(leaf, "sharding", None)
+    return None if sharding is None else on_device(sharding)
+
+
+def _bytes(leaf: Any) -> int:
+    """Bytes of a leaf on one of its devices."""
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        return 0
+    sharding, shape = _sharding(leaf), tuple(leaf.shape)
+    return leaf_bytes(leaf, shape if sharding is None else sharding.shard_shape(shape))
+
+
+def _count(number: int) -> str:
+    return f"{number:,} leaf" if number == 1 else f"{number:,} leaves"
+
+
+def as_html(text: str) -> str:
+    """Lines as they are, for a notebook."""
+    return f"<pre>{html.escape(text)}</pre>"
+
+
+class Printed:
+    """A class whose objects print as the lines of `_summary`."""
+
+    def _summary(self) -> str:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return self._summary()
+
+    def _repr_html_(self) -> str:
+        return as_html(self._summary())
