@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +11,15 @@ import optax
 
 from fzero.errors import PlanError
 from fzero.optimizer.bound import state_shapes
-from fzero.optimizer.layers import Rows, Scope, apart, current_scope, one_layer, stack_of
+from fzero.optimizer.layers import (
+    Rows,
+    Scope,
+    apart,
+    current_scope,
+    is_layers,
+    one_layer,
+    stack_of,
+)
 from fzero.optimizer.roll import Rolled, layers_of, state_layers
 from fzero.tree import PyTree
 
@@ -29,8 +38,8 @@ def per_layer(
 
     Args:
         tx: any optax transformation; the whole optimizer, or a part of a chain.
-        stacks: first keys of the paths of stacked leaves, for use outside of fzero. By default
-            the model's stacks, which `init` and steps tell.
+        stacks: first keys of the paths of leaves that are stacked, though by no `Stack` of the
+            model: `fz.init` and steps tell of those. Needed outside of them.
 
     Returns:
         The transformation. Its state has leaves `(L, ...)` for stacked parameters, where that of
@@ -121,19 +130,18 @@ def as_stacked(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
 
 def _known(params: PyTree, stacks: Sequence[str] | None) -> Scope:
-    """The scope that a transformation is called in, with stacks that it is told of itself."""
+    """The scope that a transformation is called in, with the stacks that it was given besides."""
     scope = current_scope()
-    if stacks is None:
-        if scope is None:
-            raise PlanError(
-                "per_layer: which leaves are stacked is not known outside of fz.init and steps; say"
-                " per_layer(tx, stacks=[...]) with the first keys of their paths"
-            )
-        return scope
+    if scope is None and stacks is None:
+        raise PlanError(
+            "per_layer: which leaves are stacked is not known outside of fz.init and steps; say"
+            " per_layer(tx, stacks=[...]) with the first keys of their paths"
+        )
+    scope = scope or Scope()
     found: dict[str, Rows] = {}
-    named = dict.fromkeys(stacks, Rows(0, ()))
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+    named = dict.fromkeys(stacks or (), Rows(0, ()))
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_layers)[0]:
         stack = stack_of(path, named)
-        if stack is not None:
+        if stack is not None and not is_layers(leaf):
             found[stack] = Rows(leaf.shape[0], tuple(range(leaf.shape[0])))
-    return Scope(found) if scope is None else Scope(found, scope.spread, scope.checking)
+    return replace(scope, stacks={**found, **scope.stacks})

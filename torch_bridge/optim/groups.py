@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 
 from fzero.errors import ConversionError
 from fzero.optimizer.layers import is_layers
+from fzero.optimizer.per_layer import per_layer
 from fzero.tree import key_name, path_name
 from torch_bridge.convert import Converted
 from torch_bridge.sequential import ConvertedSequential
 
 from .reach import reached
-from .rules import find_rule
+from .rules import find_rule, sees_matrices
 from .schedules import follow
 
 
@@ -26,7 +27,7 @@ _UNTRAINED = "untrained"
 
 
 def optimizer(
-    torch_optimizer: torch.optim.Optimizer,
+    torch_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     parameters: Converted | ConvertedSequential | Iterable[tuple[str, torch.Tensor]],
     scheduler: Any = None,
     *,
@@ -36,29 +37,33 @@ def optimizer(
     """A torch optimizer as the optax transformation that does the same.
 
     The same formulas in the same order, with the groups' own hyperparameters: AdamW, Adam, NAdam,
-    RAdam, Adamax, SGD, Adagrad, RMSprop, Adadelta, and Lion. Parameters in no group, with
+    RAdam, Adamax, SGD, Adagrad, RMSprop, Adadelta, Muon, and Lion. Parameters in no group, with
     `requires_grad=False`, or out of reach of any gradient are left alone, as torch does. The
     optimizer's state (`torch_optimizer.state`) is not read: the transformation starts afresh.
 
     Args:
-        torch_optimizer: made from the parameters of the module that was converted.
+        torch_optimizer: made from the parameters of the module that was converted. Or several,
+            each for other parameters (Muon for matrices, AdamW for the rest), which are stepped
+            together.
         parameters: what it was converted to; or the module's `named_parameters()`, if the
             transformation is for a flat dict of arrays by these names.
         scheduler: a scheduler of `torch.optim.lr_scheduler`, of any class that needs no metrics,
             in any position. Its own arithmetic is run ahead, and its values kept (float64 on the
-            host, float32 on devices).
+            host, float32 on devices). For several optimizers a list, with one (or `None`) for each.
         every: optimizer steps between two steps of the scheduler: 1, or those of an epoch.
         num_steps: optimizer steps to train for. Needed for schedules that only run to tell
             (`LambdaLR`, `MultiplicativeLR`, `CyclicLR`, restarts of growing length, classes of
             your own); after that many the last value stays. The others are followed for ever.
 
     Returns:
-        A transformation for params of the names and structure of `parameters`, row by row, with
-        one optax state per group (`optax.ScaleByAdamState` for Adam and AdamW).
+        A transformation for params of the names and structure of `parameters`, row by row (Muon
+        takes a row of a stack as its matrix), with one optax state per group
+        (`optax.ScaleByAdamState` for Adam and AdamW).
 
     Raises:
         ConversionError: an optimizer or scheduler that is not mapped (with what to use instead),
-            a tensor that is no parameter of the module, or other parameters when it is used.
+            a tensor that is no parameter of the module or is in two optimizers, or other parameters
+            when it is used.
 
     Example:
         >>> from torch_bridge import convert
@@ -76,25 +81,49 @@ def optimizer(
 
     Source: torch/optim, version 2.13.
     """
-    rule = find_rule(torch_optimizer)
-    groups = follow(torch_optimizer, scheduler, every, num_steps)
+    several = _several(torch_optimizer, scheduler)
     names = _Names.of(parameters)
-    labels = _labels(torch_optimizer, names)
+    rules = [
+        (find_rule(one), group)
+        for one, schedule in several
+        for group in follow(one, schedule, every, num_steps)
+    ]
+    labels = _labels([group for one, _ in several for group in one.param_groups], names)
     used = {
         label: rule(group)
-        for label, group in zip(map(str, range(len(groups))), groups, strict=True)
+        for label, (rule, group) in zip(map(str, range(len(rules))), rules, strict=True)
         if label in labels.values()
     }
     if not used:
+        kinds = " and ".join(type(one).__name__ for one, _ in several)
         raise ConversionError(
-            f"optimizer {type(torch_optimizer).__name__}: none of its parameters can be trained;"
-            " each is frozen, or gets no gradient"
+            f"optimizer {kinds}: none of its parameters can be trained; each is frozen, or gets no"
+            " gradient"
         )
     if _UNTRAINED in labels.values():
         used[_UNTRAINED] = optax.set_to_zero()
     if len(used) > 1:
-        return optax.multi_transform(used, lambda tree: _labelled(tree, labels))
-    return _checked(next(iter(used.values())), labels)
+        tx: Any = optax.multi_transform(used, lambda tree: _labelled(tree, labels))
+    else:
+        tx = _checked(next(iter(used.values())), labels)
+    if not any(sees_matrices(one) for one, _ in several):
+        return tx  # type: ignore[no-any-return]
+    return per_layer(tx, stacks=[entry for entry, held in names.entries.items() if len(held) > 1])
+
+
+def _several(optimizers: Any, schedulers: Any) -> list[tuple[Any, Any]]:
+    """Optimizers with their schedulers."""
+    if isinstance(optimizers, torch.optim.Optimizer):
+        return [(optimizers, schedulers)]
+    optimizers = list(optimizers)
+    if schedulers is None:
+        schedulers = [None] * len(optimizers)
+    if not isinstance(schedulers, Sequence) or len(schedulers) != len(optimizers):
+        raise ConversionError(
+            f"optimizer: expected a list of {len(optimizers)} schedulers, one (or None) for each"
+            f" optimizer, got {schedulers!r}"
+        )
+    return list(zip(optimizers, schedulers, strict=True))
 
 
 @dataclass(frozen=True)
@@ -156,14 +185,18 @@ def _entries(converted: Converted | ConvertedSequential) -> dict[str, tuple[str,
     return {name: stacked.get(name, (name,)) for name in converted._params}
 
 
-def _labels(optimizer: torch.optim.Optimizer, names: _Names) -> dict[str, str]:
+def _labels(groups: Sequence[Mapping[str, Any]], names: _Names) -> dict[str, str]:
     """The group of each entry."""
-    group_of = {
-        name: str(number)
-        for number, group in enumerate(optimizer.param_groups)
-        for name in _names_in(group, number, names)
-        if name not in names.untrained
-    }
+    group_of: dict[str, str] = {}
+    for number, group in enumerate(groups):
+        for name in _names_in(group, number, names):
+            if name in group_of:
+                raise ConversionError(
+                    f"optimizer: `{name}` is in groups {group_of[name]} and {number}, of two"
+                    " optimizers; give each its own parameters"
+                )
+            if name not in names.untrained:
+                group_of[name] = str(number)
     labels: dict[str, str] = {}
     for entry, held in names.entries.items():
         found = {group_of.get(name, _UNTRAINED) for name in held}

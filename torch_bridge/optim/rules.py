@@ -16,6 +16,7 @@ from .scaling import (
     scale_by_adagrad,
     scale_by_adam,
     scale_by_adamax,
+    scale_by_muon,
     scale_by_nadam,
     scale_by_radam,
 )
@@ -69,7 +70,6 @@ def find_rule(optimizer: Any) -> Rule:
 
 _ADVICE = {
     "Adafactor": " (optax.adafactor is another variant: it has no equal here)",
-    "Muon": " (optax.contrib.muon computes nearly the same)",
     "SparseAdam": " (gradients are dense here: torch.optim.Adam)",
     "FusedAdam": " (torch.optim.AdamW; Adam if adam_w_mode=False)",
     "DeepSpeedCPUAdam": " (torch.optim.AdamW, and Plan(tiers={'opt_state': 'host'}))",
@@ -159,6 +159,18 @@ def _refuse_other_lions(optimizer: Any) -> None:
             )
 
 
+def _muon(group: Group) -> optax.GradientTransformation:
+    scale = scale_by_muon(
+        _constant(group["momentum"], "momentum"),
+        bool(group["nesterov"]),
+        tuple(map(_number, group["ns_coefficients"])),  # type: ignore[arg-type]
+        _number(group["eps"]),
+        int(group["ns_steps"]),
+        group["adjust_lr_fn"],
+    )
+    return _decayed({**group, "decoupled_weight_decay": True}, scale)
+
+
 def _decayed(group: Group, *parts: optax.GradientTransformation) -> optax.GradientTransformation:
     """A rule with what all have in common: the sign, weight decay and the learning rate."""
     decay = _number(group["weight_decay"])
@@ -230,4 +242,13 @@ _RULES: dict[type, Rule] = {
     torch.optim.Adagrad: _adagrad,
     torch.optim.RMSprop: _rmsprop,
     torch.optim.Adadelta: _adadelta,
+    torch.optim.Muon: _muon,
 }
+
+# Those that see a matrix, not its elements: each layer of a stack is one of its own.
+_OF_MATRICES = (torch.optim.Muon,)
+
+
+def sees_matrices(optimizer: Any) -> bool:
+    """Whether an optimizer looks at whole matrices."""
+    return isinstance(optimizer, _OF_MATRICES)

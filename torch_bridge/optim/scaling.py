@@ -17,6 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fzero.errors import ConversionError
+from fzero.tree import path_name
+
 from .rates import Rates
 
 
@@ -165,6 +168,76 @@ def scale_by_adagrad(initial: float, eps: float) -> optax.GradientTransformation
         return scaled, optax.ScaleByRssState(sums)
 
     return optax.GradientTransformation(init, update)
+
+
+def scale_by_muon(
+    momentum: float,
+    nesterov: bool,
+    coefficients: tuple[float, float, float],
+    eps: float,
+    steps: int,
+    adjust: str | None,
+) -> optax.GradientTransformation:
+    """Muon: momentum of matrices, orthogonalised in bfloat16, as torch does it.
+
+    Raises:
+        ConversionError: (when called) a parameter is no matrix.
+    """
+
+    def init(params: Any) -> optax.TraceState:
+        return optax.TraceState(_zeros(params))
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, optax.TraceState]:
+        means = jax.tree.map(lambda m, g: _lerp(m, g, momentum), state.trace, grads)
+        ahead = means
+        if nesterov:
+            ahead = jax.tree.map(lambda m, g: m - (m - g) * (1 - momentum), means, grads)
+
+        def scaled(path: Any, x: jax.Array) -> jax.Array:
+            if x.ndim != 2:
+                raise ConversionError(
+                    f"optimizer Muon: {path_name(path)} has shape {x.shape}; expected a matrix."
+                    " Give it other parameters in a group of AdamW"
+                )
+            flat = orthogonal(x, coefficients, eps, steps).astype(x.dtype)
+            return flat * _muon_rate(adjust, x.shape)
+
+        return jax.tree_util.tree_map_with_path(scaled, ahead), optax.TraceState(means)
+
+    return optax.GradientTransformation(init, update)
+
+
+def orthogonal(
+    x: jax.Array, coefficients: tuple[float, float, float], eps: float, steps: int
+) -> jax.Array:
+    """A matrix with its singular values near one, by Newton-Schulz iterations in bfloat16.
+
+    Each product is added up in float32 and rounded once, with what is added to it, as by
+    `torch.addmm`.
+    """
+    a, b, c = coefficients
+    tall = x.shape[0] > x.shape[1]
+    x = (x.T if tall else x).astype(jnp.bfloat16)
+    wide = x.astype(jnp.float32)
+    norm = jnp.sqrt(jnp.sum(wide * wide)).astype(jnp.bfloat16)
+    x = x / jnp.maximum(norm, jnp.asarray(eps, jnp.bfloat16))
+
+    def product(left: jax.Array, right: jax.Array) -> jax.Array:
+        return jnp.matmul(left, right, preferred_element_type=jnp.float32)
+
+    for _ in range(steps):
+        gram = product(x, x.T).astype(jnp.bfloat16)
+        factor = b * gram.astype(jnp.float32) + c * product(gram, gram)
+        moved = product(factor.astype(jnp.bfloat16), x)
+        x = (a * x.astype(jnp.float32) + moved).astype(jnp.bfloat16)
+    return x.T if tall else x
+
+
+def _muon_rate(adjust: str | None, shape: tuple[int, ...]) -> float:
+    """What a matrix's rate is multiplied by, so that the size of its update fits its shape."""
+    if adjust == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(shape))
+    return math.sqrt(max(1.0, shape[0] / shape[1]))
 
 
 def _zero() -> jax.Array:

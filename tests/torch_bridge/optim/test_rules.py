@@ -177,7 +177,6 @@ class Mine(OPTIM.AdamW):
 REFUSED = {
     "subclass": (Mine, {}, "Mine is not mapped.*subclasses may compute anything"),
     "lbfgs": (OPTIM.LBFGS, {}, "LBFGS is not mapped.*several times a step"),
-    "muon": (OPTIM.Muon, {}, r"Muon is not mapped.*optax\.contrib\.muon"),
     "cautious": (Lion, {"cautious_factor": 0.0}, "Lion, group 0: .*cautious_factor"),
 }
 
