@@ -26,6 +26,7 @@ from fzero.offload.move import Phases as Phases
 from fzero.offload.move import enter as enter
 from fzero.offload.move import offload as offload
 from fzero.offload.move import reload as reload
+from fzero.optimizer.lookahead import lookahead as lookahead
 from fzero.optimizer.per_layer import as_stacked as as_stacked
 from fzero.optimizer.per_layer import per_layer as per_layer
 from fzero.placement import Placement as Placement
@@ -47,3 +48,5 @@ from fzero.state import logical as logical
 from fzero.step import accumulate_step as accumulate_step
 from fzero.step import eval_step as eval_step
 from fzero.step import train_step as train_step
+from fzero.surgery import eval_params as eval_params
+from fzero.surgery import with_optimizer as with_optimizer

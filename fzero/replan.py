@@ -59,7 +59,7 @@ def replan(
     """
     state = compute_copy.settled_state(state)
     require_alive(state, "replan")
-    old = blueprint(model, tx, old_plan, _devices_of(state))
+    old = blueprint(model, tx, old_plan, devices_of_state(state))
     new = blueprint(model, tx, new_plan, devices)
     require_fits(state, old, "replan", reads=())
     shapes = new.shapes()
@@ -150,7 +150,7 @@ def _replanned_compute(
     return compute_of(new, params)
 
 
-def _devices_of(state: TrainState) -> list[Any]:
+def devices_of_state(state: TrainState) -> list[Any]:
     sharding = state.step.sharding
     if isinstance(sharding, NamedSharding):
         return list(sharding.mesh.devices.flat)

@@ -136,7 +136,7 @@ def init(
     key = key_of(rng)
     if not callable(model.init):
         return state_of(blue, *_copied(blue, *model.init), key)
-    fields = _compiled(blue, "born", _born(blue), key)(key)
+    fields = compiled_fields(blue, "born", _born(blue), key)(key)
     return _parked(blue, TrainState(**{"opt_state": (), **fields}))
 
 
@@ -161,7 +161,7 @@ def key_of(rng: int | jax.Array) -> jax.Array:
 def state_of(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -> TrainState:
     """A new state of parameters and buffers that lie on the device as the plan keeps them."""
     derived = partial(_derived_from_kept, blue)
-    fields = _compiled(blue, "derived", derived, params, key)(params, key)
+    fields = compiled_fields(blue, "derived", derived, params, key)(params, key)
     fields |= {"params": params, "buffers": buffers}
     return _parked(blue, TrainState(**{"opt_state": (), **fields}))
 
@@ -169,7 +169,7 @@ def state_of(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -
 def _parked(blue: Blueprint, state: TrainState) -> TrainState:
     """A new state with leaves where the plan keeps them; a parked `opt_state` was never made."""
     if blue.parks("opt_state"):
-        state = state.replace(opt_state=_parked_opt_state(blue, state.params))
+        state = state.replace(opt_state=parked_opt_state(blue, state.params))
     if blue.chunks.parked:
         params = parked_field(blue, "params", state.params)
         state = dataclasses.replace(state, params=params)
@@ -177,7 +177,7 @@ def _parked(blue: Blueprint, state: TrainState) -> TrainState:
     return state
 
 
-def _compiled(
+def compiled_fields(
     blue: Blueprint, name: str, function: Callable[..., Any], *args: Any
 ) -> Callable[..., Any]:
     """A function of the key and placed leaves that gives fields of the state, compiled once."""
@@ -229,7 +229,7 @@ def lower_init(
     if not blue.one_mesh:
         raise PlanError("lower_init: a pipeline's state is made by several programs; use pipe=1")
     key = jax.random.key(0)
-    return _compiled(blue, "born", _born(blue), key).lower(key)  # type: ignore[attr-defined]
+    return compiled_fields(blue, "born", _born(blue), key).lower(key)  # type: ignore[attr-defined]
 
 
 def _born(blue: Blueprint) -> Callable[[jax.Array], dict[str, Any]]:
@@ -238,7 +238,7 @@ def _born(blue: Blueprint) -> Callable[[jax.Array], dict[str, Any]]:
     def born(key: jax.Array) -> dict[str, Any]:
         params, buffers = make(key)
         params, buffers = _arranged(blue, params, buffers)
-        kept = {"params": _store(blue, "params", params), "buffers": buffers}
+        kept = {"params": store(blue, "params", params), "buffers": buffers}
         return kept | _derived(blue, params, key)
 
     return born
@@ -287,8 +287,8 @@ def _derived(blue: Blueprint, params: PyTree, key: jax.Array) -> dict[str, Any]:
     """All fields that follow from logical parameters and the key."""
     fields: dict[str, Any] = {}
     if not blue.parks("opt_state"):
-        opt_state = () if blue.tx is None else _opt_state(blue, params)
-        fields["opt_state"] = _store(blue, "opt_state", opt_state)
+        opt_state = () if blue.tx is None else new_opt_state(blue, params)
+        fields["opt_state"] = store(blue, "opt_state", opt_state)
     return fields | {
         "step": jnp.zeros((), jnp.int32),
         "compute": _cast(blue, params) if blue.plan.keeps_compute_copy else None,
@@ -319,14 +319,14 @@ def parked_leaf(blue: Blueprint, name: str, path: str, leaf: Any) -> Any:
     return park(leaf, parking, folder_of(blue))
 
 
-def _parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
+def parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
     """A new optimizer state, made chunk by chunk."""
     assert blue.tx is not None
     groups = blue.groups()
     shapes = blue.shapes()
 
     def make(params: PyTree) -> PyTree:
-        return _store(blue, "opt_state", _opt_state(blue, logical_view(blue, "params", params)))
+        return store(blue, "opt_state", new_opt_state(blue, logical_view(blue, "params", params)))
 
     def parked(out: PyTree) -> list[Any]:
         return [blue.chunks.parked.get(("opt_state", path)) for path, _ in named_leaves(out)]
@@ -342,12 +342,12 @@ def _parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
     return stream(params)
 
 
-def _opt_state(blue: Blueprint, params: PyTree) -> PyTree:
+def new_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
     """The optimizer's state for logical parameters; gradients come in `update_dtype`."""
     return blue.optimizer.init(jax.tree.map(lambda p: p.astype(update_dtype(p.dtype)), params))
 
 
-def _store(blue: Blueprint, name: str, logical: PyTree) -> PyTree:
+def store(blue: Blueprint, name: str, logical: PyTree) -> PyTree:
     """Logical leaves of a state class as they are kept."""
     if not blue.plan.shards(name):
         return logical

@@ -20,6 +20,7 @@ from fzero.state import (
     require_fits,
     require_unaliased,
 )
+from fzero.surgery import with_scalars_placed
 from fzero.tree import PyTree, same_object
 
 
@@ -53,6 +54,7 @@ class Checks:
             StateError: it is not one of this model, optimizer and plan, or two leaves are one.
             PlacementError: a leaf that the step needs is parked.
         """
+        state = with_scalars_placed(state, self.blueprint)
         if self._known is not None and self._known() is state:
             require_alive(state, self.name)
             return state

@@ -41,6 +41,7 @@ LAYERS = [
     ["state", "pipeline.programs", "pipeline.spmd"],
     ["update", "pipeline.gather", "offload.move", "checkpoint"],
     ["restore", "replan"],
+    ["surgery"],
     ["pipeline.execute"],
     ["step.passes", "step.checks", "step.updates", "step.host_update"],
     ["step.runners"],

@@ -107,7 +107,7 @@ def optimizer(
     else:
         tx = _checked(next(iter(used.values())), labels)
     if not any(sees_matrices(one) for one, _ in several):
-        return tx  # type: ignore[no-any-return]
+        return tx
     return per_layer(tx, stacks=[entry for entry, held in names.entries.items() if len(held) > 1])
 
 

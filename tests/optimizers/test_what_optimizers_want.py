@@ -1,0 +1,120 @@
+"""What a step gives an optimizer, keeps for it, and refuses when it is built."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizer_cases import (
+    ALL,
+    batch,
+    by_hand,
+    loss_of,
+    plan,
+    stacked,
+    trained,
+    values,
+    written_out,
+)
+from support import tiny
+from support.sample import some
+
+import fzero as fz
+
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize(
+    ("tx", "match"),
+    [
+        (optax.lbfgs(), "TypeError: .*'value'.*'value_fn'|TypeError.*(grad|value_fn)"),
+        (optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(3)), "value_fn"),
+        (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True), "grad_fn"),
+        (optax.contrib.sophia(1e-2), "obj_fn"),
+        (optax.lookahead(optax.sgd(0.1), 2, 0.5), r"fast.*fz\.lookahead"),
+    ],
+    ids=["lbfgs", "linesearch", "opaque-sam", "sophia", "lookahead"],
+)
+def test_what_no_step_can_give_is_refused_when_it_is_built(tx, match):
+    match = "the optimizer cannot be used in a step; its update raised.*(" + match + ")"
+    with pytest.raises(fz.PlanError, match=match):
+        fz.train_step(stacked(), tx, plan(data=1))
+    with pytest.raises(fz.PlanError, match=match):
+        fz.init(stacked(), tx, plan(data=1))
+
+
+def test_sam_steps_out_and_back():
+    """Its documented meaning: every second step undoes the step out, with the gradient from there.
+
+    It takes no `value`, though transformations with extra arguments usually do.
+    """
+    start = written_out(values())
+    ours, _ = trained(ALL["sam"](), plan(zero=3), steps=2)
+    data = batch(0)
+    grads = jax.grad(loss_of)(jax.tree.map(jnp.asarray, start), data)
+    norm = optax.tree.norm(grads)
+    out = jax.tree.map(lambda p, g: p + 0.05 * g / norm, start, grads)
+    want = jax.tree.map(lambda p, g: p - 0.1 * g, start, jax.grad(loss_of)(out, batch(1)))
+    tiny.close(ours, want, rtol=0, atol=5e-6)
+
+
+def lookahead_by_hand(steps):
+    tx = optax.lookahead(optax.adam(1e-2), 2, 0.5)
+    params = optax.LookaheadParams.init_synced(jax.tree.map(jnp.asarray, written_out(values())))
+    state = tx.init(params)
+    for seed in range(steps):
+        grads = jax.grad(loss_of)(params.fast, batch(seed))
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def test_lookahead_is_that_of_optax():
+    tx, cut = fz.lookahead(optax.adam(1e-2), 2, 0.5), plan(zero=3, data=4)
+    ours, state = trained(tx, cut, steps=3)
+    want = lookahead_by_hand(3)
+    tiny.close(ours, want.fast, rtol=0, atol=5e-6)
+    slow = fz.eval_params(state, stacked(), tx, cut, lambda opt_state, params: opt_state.slow)
+    slow = written_out(jax.device_get(fz.logical(stacked(), slow)))
+    tiny.close(slow, want.slow, rtol=0, atol=5e-6)
+
+
+# Random keys in the optimizer's state
+
+
+def noisy():
+    return fz.per_layer(optax.noisy_sgd(0.1, key=jax.random.key(1, impl="rbg")))
+
+
+@pytest.mark.parametrize("zero", some([0, 1, 3], 0))
+def test_keys_go_through_checkpoints_and_other_plans(zero, tmp_path):
+    model, cut = stacked(), plan(zero=zero, data=4)
+    _, state = trained(noisy(), cut, steps=2)
+    fz.save(str(tmp_path / "noisy"), state, cut)
+    fz.wait(str(tmp_path / "noisy"))
+    other = plan(zero=3 - zero, data=2)
+    step = fz.train_step(model, noisy(), cut)
+    moved = fz.replan(state, model, noisy(), cut, other)
+    read = fz.restore(str(tmp_path / "noisy"), model, noisy(), other)
+    tiny.same_bits(read.opt_state, moved.opt_state)
+    there = fz.train_step(model, noisy(), other)
+    one, _ = step(state, batch(2))
+    two, _ = there(read, batch(2))
+    one, two = (fz.logical(model, x) for x in (one, two))
+    tiny.close(one, two, rtol=0, atol=5e-6)
+    noise = np.abs(tiny.host(one)["first"] - by_hand("sgd")["first"]).max()
+    assert noise > 1e-3
+
+
+def test_two_draws_are_not_the_same():
+    """The key in the state moves on."""
+    tx = fz.per_layer(optax.noisy_sgd(0.1, key=jax.random.key(1)))
+    model, cut = stacked(), plan(data=1)
+    state = fz.init(model, tx, cut)
+    step = fz.train_step(model, tx, cut, donate=False)
+    first, _ = step(state, batch(0))
+    second, _ = step(first.replace(params=state.params), batch(0))
+    assert np.any(np.asarray(first.params["first"]) != np.asarray(second.params["first"]))
