@@ -34,10 +34,12 @@ from fzero.zero.partition import (
     Home,
     Split,
     kept_shape,
+    layout_leaves,
     map_splits,
     split_opt_state,
     split_params,
     stored_shapes,
+    trained,
     update_dtype,
 )
 
@@ -141,7 +143,7 @@ class Blueprint:
         if self.tx is None:
             return
         shapes = map_splits(
-            lambda s: jax.ShapeDtypeStruct(s.shape, update_dtype(s.dtype)), self.params
+            lambda s: jax.ShapeDtypeStruct(s.shape, update_dtype(s.dtype)), trained(self.params)
         )
         self.optimizer.require_usable(shapes)
         require_layers_apart(self.tx, shapes, self.optimizer.scope.stacks, operation)
@@ -158,6 +160,14 @@ class Blueprint:
     def chunks(self) -> Chunks:
         """What the plan parks between steps, and how it visits the device."""
         return plan_chunks(self.plan, self.params, self.opt_state, self.shapes())
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The fields of a state that passes over the model read parameters from."""
+        if not self.plan.keeps_compute_copy:
+            return ("params",)
+        frozen = any(split.frozen for split in layout_leaves(self.params))
+        return ("compute", "params") if frozen else ("compute",)
 
     def parks(self, field: str) -> bool:
         """Whether the plan parks leaves of a field of the state."""
@@ -183,7 +193,7 @@ class Blueprint:
         compute = None
         if plan.keeps_compute_copy:
             compute = stored_shapes(
-                self.params,
+                trained(self.params),
                 sharding,
                 plan.shards("compute"),
                 lambda dtype: compute_dtype(plan, dtype),
@@ -233,7 +243,7 @@ class Blueprint:
             }
         return {
             "params": params,
-            "compute": params if self.plan.keeps_compute_copy else None,
+            "compute": trained(self.params, params) if self.plan.keeps_compute_copy else None,
             "opt_state": map_splits(of_state, self.opt_state),
             "buffers": buffers,
         }
@@ -346,12 +356,6 @@ def _blueprint(
                 f"init: params/{path} has dtype {leaf.dtype}: parameters are floating-point arrays,"
                 " because gradients must exist for them; move it into buffers"
             )
-    unknown = sorted(model.frozen - {path for path, _ in named_leaves(params)})
-    if unknown:
-        raise StateError(
-            f"init: frozen names {unknown}, which are no parameters; there are"
-            f" {[path for path, _ in named_leaves(params)][:20]}"
-        )
     check_buffers(model, buffers)
     if plan.pipe == 1:
         layout = split_params(model, params, plan, dict(mesh.shape)[DATA])

@@ -25,11 +25,17 @@ from fzero.tree import PyTree
 _PAIRS: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
 
+def beside(params: PyTree, compute: PyTree) -> PyTree:
+    """The parameters that have a compute leaf: frozen ones have none, passes read them as kept."""
+    return jax.tree.map(lambda own, copy: None if copy is None else own, params, compute)
+
+
 def pair(params: PyTree, compute: PyTree) -> None:
     """Notes that each compute leaf is cast from the parameter beside it; nothing without a copy."""
     if compute is None:
         return
-    for source, copy in zip(jax.tree.leaves(params), jax.tree.leaves(compute), strict=True):
+    sources = jax.tree.leaves(beside(params, compute))
+    for source, copy in zip(sources, jax.tree.leaves(compute), strict=True):
         gone = functools.partial(_forget, id(copy))
         _PAIRS[id(copy)] = weakref.ref(copy, gone), weakref.ref(source)
 
@@ -46,7 +52,7 @@ def is_pair(source: Any, copy: Any) -> bool:
 
 def is_current(params: PyTree, compute: PyTree) -> bool:
     """Whether every compute leaf is known to be cast from the parameter beside it."""
-    sources, copies = jax.tree.leaves(params), jax.tree.leaves(compute)
+    sources, copies = jax.tree.leaves(beside(params, compute)), jax.tree.leaves(compute)
     return len(sources) == len(copies) and all(map(is_pair, sources, copies))
 
 
@@ -54,8 +60,10 @@ def inherit(old: Any, new: Any) -> None:
     """Notes that leaves of a state which were only moved are pairs where they were before."""
     if old.compute is None or new.compute is None:
         return
-    before = zip(jax.tree.leaves(old.params), jax.tree.leaves(old.compute), strict=True)
-    after = zip(jax.tree.leaves(new.params), jax.tree.leaves(new.compute), strict=True)
+    before, after = (
+        zip(jax.tree.leaves(beside(x.params, x.compute)), jax.tree.leaves(x.compute), strict=True)
+        for x in (old, new)
+    )
     for was, now in zip(before, after, strict=True):
         if is_pair(*was):
             pair([now[0]], [now[1]])
@@ -76,7 +84,7 @@ def recast(params: PyTree, like: PyTree) -> PyTree:
         params: kept parameters, in any tier; those that are parked stay there.
         like: shape, dtype and sharding of each compute leaf (arrays or `jax.ShapeDtypeStruct`s).
     """
-    sources, treedef = jax.tree.flatten(params)
+    sources, treedef = jax.tree.flatten(beside(params, like))
     targets = [
         jax.ShapeDtypeStruct(to.shape, to.dtype, sharding=to.sharding)
         for to in jax.tree.leaves(like)
@@ -121,12 +129,15 @@ def refreshed(params: PyTree, compute: PyTree) -> PyTree:
     (What cannot be cast here, because it is parked or lies on other devices, a step casts, or
     refuses by name.)
     """
-    sources, copies = jax.tree.leaves(params), jax.tree.leaves(compute)
-    alike: bool = jax.tree.map(lambda _: 0, params) == jax.tree.map(lambda _: 0, compute)
-    if not alike or not all(map(_fits, sources, copies)):
+    try:
+        own = beside(params, compute)
+    except ValueError:  # another tree
+        return compute
+    sources, copies = jax.tree.leaves(own), jax.tree.leaves(compute)
+    if len(sources) != len(copies) or not all(map(_fits, sources, copies)):
         return compute
     if any(isinstance(x, jax.core.Tracer) for x in (*sources, *copies)):
-        return jax.tree.map(cast_like, params, compute)
+        return jax.tree.map(cast_like, own, compute)
     same = all(
         x.sharding.device_set == to.sharding.device_set
         for x, to in zip(sources, copies, strict=True)

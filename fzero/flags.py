@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fzero.plan import Plan
 from fzero.precision import compute_dtype
 from fzero.tree import PyTree
-from fzero.zero.partition import Split, layout_leaves
+from fzero.zero.partition import Split, layout_leaves, trained
 from fzero.zero.quantize import encoded_bytes
 
 
@@ -32,6 +32,7 @@ def compiler_options(plan: Plan, layout: PyTree, parts: int, platform: str) -> C
     layer = largest_layer_bytes(plan, layout)
     if not layer:
         return {}
+    reduced = largest_layer_bytes(plan, trained(layout))
     # By default XLA joins gathers up to about 30 MiB, cuts a larger layer into several, and leaves
     # one of them without a matmul to hide behind. One gather and one reduce-scatter a layer hide
     # completely; above that, layers are joined with their neighbours and memory grows.
@@ -39,7 +40,7 @@ def compiler_options(plan: Plan, layout: PyTree, parts: int, platform: str) -> C
     options: CompilerOptions = {
         "xla_gpu_all_gather_combine_threshold_bytes": gathered_layer_bytes(plan, layout, parts),
         # Counts the scattered result, which is one part of the layer.
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": max(layer // parts, 1),
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": max(reduced // parts, 1),
     }
     if plan.replica > 1:
         # Sums over replicas cross hosts while gathers stay within one: other links, so both may be

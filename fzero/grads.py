@@ -21,7 +21,7 @@ from fzero.precision import power_of_two_below
 from fzero.tree import PyTree
 from fzero.zero.chain import eval_forward, holding_forward, train_backward, train_forward
 from fzero.zero.collectives import all_reduce, all_reduce_tree, shard_index
-from fzero.zero.partition import map_splits
+from fzero.zero.partition import map_splits, trained
 from fzero.zero.rules import Rules
 
 
@@ -79,7 +79,7 @@ def local_gradients(
         (sums, mean, metrics), new = _accumulated(one, rules, kept, buffers, batch)
     if not rules.reduce:
         rules = dataclasses.replace(rules, reduce=True)
-        sums = rules.finish(map_splits(rules.scatter, rules.layout, sums))
+        sums = rules.finish(map_splits(rules.scatter, trained(rules.layout), sums))
     mean, metrics = all_reduce_tree((mean, metrics), group)
     return sums, mean, metrics, agreed_buffers(model.layers, buffers, new, group)
 

@@ -7,7 +7,8 @@ loss follows; being a chain is what lets a step gather one layer ahead, and a pi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -23,6 +24,7 @@ PyTree = Any
 # How devices' values of buffers become one: one word, or words by path.
 BufferReduce = str | Mapping[str, str]
 InitFn = Callable[[jax.Array], tuple[PyTree, PyTree]]
+Frozen = Collection[str | re.Pattern[str]] | re.Pattern[str] | Callable[[str], bool]
 LossFn = Callable[..., tuple[Any, PyTree, dict[str, Any]]]
 
 
@@ -82,8 +84,10 @@ class Model(Printed):
             It sees one device's rows of one microbatch, as they came: parameters have the plan's
             precision, and `fz.cast(batch["x"], like=params)` gives inputs the same. `metrics` is a
             dict of `Mean`s or scalars.
-        frozen: paths of parameters that no step changes, whatever the optimizer says. (A zero
-            gradient is not enough: weight decay moves a parameter without one.)
+        frozen: parameters that no step changes: their names, compiled regular expressions that are
+            searched in names (`re.compile("^base/")`), or both; or a function of a name. They are
+            stored and read like others, in the dtype given, and cost nothing else: no gradient, no
+            part in its norm, no optimizer state, no second copy in mixed precision.
         buffer_reduce: how the devices' values of a buffer become one, by its path (or that of some
             of them together), or one word for all: `mean`; `sum`, of what each device adds; `max`;
             `same`, where all have one value as it is. Floats are averaged by default. Integers that
@@ -100,7 +104,7 @@ class Model(Printed):
 
     init: InitFn | tuple[PyTree, PyTree]
     loss: LossFn
-    frozen: frozenset[str] = frozenset()
+    frozen: Frozen = frozenset()
     buffer_reduce: BufferReduce = field(default_factory=dict)
 
     def _summary(self) -> str:
@@ -253,7 +257,7 @@ class Sequential(Model):
         layers: the chain, in order.
         loss: optional `loss(x, batch) -> Mean | scalar | (Mean | scalar, metrics)`.
         init: replaces the layers' own initial values: a function of a key or the concrete pair.
-        frozen: paths of parameters that no step changes.
+        frozen: parameters that no step changes; see `Model`.
 
     Raises:
         PlanError: names are empty, repeated or contain `/`, a Stack has no layers, or `reads`
@@ -276,7 +280,7 @@ class Sequential(Model):
         layers: Sequence[Layer | Stack],
         loss: Callable[[Any, PyTree], Any] | None = None,
         init: InitFn | tuple[PyTree, PyTree] | None = None,
-        frozen: frozenset[str] = frozenset(),
+        frozen: Frozen = frozenset(),
     ) -> None:
         chain = tuple(layers)
         _check_names(chain)

@@ -23,7 +23,7 @@ from fzero.precision import initial_loss_scale
 from fzero.relayout import Kept, place, relayout
 from fzero.state import TrainState, compute_of, folder_of, require_alive, require_fits
 from fzero.tree import PyTree, key_name
-from fzero.zero.partition import Split, map_splits
+from fzero.zero.partition import Split, map_splits, trained
 
 
 def replan(
@@ -143,7 +143,7 @@ def _replanned_compute(
             was, now = old.plan.shards("compute"), new.plan.shards("compute")
             moved = map_splits(
                 lambda a, b, leaf, to: relayout(unpark(leaf), Kept.of(a, was), Kept.of(b, now), to),
-                old.params, new.params, state.compute, shapes["compute"],
+                trained(old.params), trained(new.params), state.compute, shapes["compute"],
             )  # fmt: skip
             compute_copy.pair(params, moved)
             return moved

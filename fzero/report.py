@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -275,8 +275,10 @@ def _planned(
 
     params = _splits(layout)
     rows = [row("params", split) for split in params]
+    frozen = {split.path for split in params if split.frozen}
     if plan.keeps_compute_copy:
-        rows += [row("compute", split, compute_dtype(plan, split.dtype)) for split in params]
+        rows += [row("compute", split, compute_dtype(plan, split.dtype)) for split in params
+                 if not split.frozen]  # fmt: skip
     if tx is not None:
         state = split_opt_state(tx.init, layout, plan, parts)
         rows += [row("opt_state", split) for split in _splits(state)]
@@ -287,15 +289,18 @@ def _planned(
         why = "buffers stay whole" + where
         of_leaf = (shape, str(leaf.dtype), None, 0, why, size, ranks)
         rows.append(LeafPlan("buffers", path, *of_leaf))
-    return tuple(_in_tiers(plan, rows))
+    return tuple(_in_tiers(plan, rows, frozen if plan.keeps_compute_copy else set()))
 
 
-def _in_tiers(plan: Plan, rows: Sequence[LeafPlan]) -> Iterator[LeafPlan]:
+def _in_tiers(
+    plan: Plan, rows: Sequence[LeafPlan], unparked: Collection[str]
+) -> Iterator[LeafPlan]:
     for name, leaves in itertools.groupby(rows, key=lambda row: row.state_class):
         by_path = {leaf.path: leaf for leaf in leaves}
         tier, share = plan.tier(name)
         # Scalars, such as counters, stay at hand.
-        sizes = {path: leaf.bytes_per_device for path, leaf in by_path.items() if leaf.shape}
+        sizes = {path: leaf.bytes_per_device for path, leaf in by_path.items()
+                 if leaf.shape and not (name == "params" and path in unparked)}  # fmt: skip
         parked = set(largest(sizes, share))
         for path, leaf in by_path.items():
             yield dataclasses.replace(leaf, tier=tier) if path in parked else leaf
@@ -390,7 +395,6 @@ def _of_parts(
 ) -> tuple[int, int]:
     data, replica = sizes[DATA], sizes[REPLICA]
     split = sum(_size(s.stored_shape) for s in splits if s.dim is not None)
-    whole = sum(_size(s.shape) for s in splits if s.dim is None)
     # Stages 0 to 2 gather once a step, lazily or not; stage 3 for every pass of every microbatch,
     # and after the forward pass from the secondary group if there is one.
     gathered, again = split * (data - 1) / data, secondary or data
@@ -399,6 +403,9 @@ def _of_parts(
         gathered *= plan.microbatches
     # A reduce-scatter within a group, then only the shard crosses groups. Leaves kept whole are
     # all-reduced: a reduce-scatter and an all-gather.
+    learnt = [s for s in splits if not s.frozen]
+    split = sum(_size(s.stored_shape) for s in learnt if s.dim is not None)
+    whole = sum(_size(s.shape) for s in learnt if s.dim is None)
     scattered = split * (data - 1) / data + 2 * (split / data) * (replica - 1) / replica
     everywhere = 2 * whole * ((data - 1) / data + (replica - 1) / replica)
     reductions = plan.microbatches if plan.reduce == "microbatch" else 1

@@ -39,7 +39,15 @@ from fzero.state import (
     state_of,
 )
 from fzero.tree import PyTree, map_named, named_leaves
-from fzero.zero.partition import Split, layout_leaves, map_splits, split_opt_state, split_params
+from fzero.zero.partition import (
+    Split,
+    layout_leaves,
+    map_splits,
+    owner_of,
+    split_opt_state,
+    split_params,
+    trained,
+)
 
 
 # What may be taken out of a checkpoint.
@@ -224,7 +232,8 @@ class _Stored:
                 Kept.at(before, stored), Kept.at(blue.home_of(link), to.shape), to
             )  # fmt: skip
         if "grads/total" in self.numbers:
-            for a, b in zip(layout_leaves(old["params"]), layout_leaves(blue.params), strict=True):
+            layouts = trained(old["params"]), trained(blue.params)
+            for a, b in zip(*map(layout_leaves, layouts), strict=True):
                 sharding = blue.sharding(b.home, b.spec)
                 to = jax.ShapeDtypeStruct(b.stored_shape, jnp.float32, sharding=sharding)
                 want("grads/sums", (True, True), a, b, to)
@@ -251,7 +260,13 @@ class _Stored:
         """Raises `CheckpointError` if a leaf that is taken does not fit model and optimizer."""
         compared = ("params", "opt_state", "buffers", "grads")
         have = {p for p in self.numbers if self._takes(p) and p.split("/")[0] in compared}
-        problems = [f"{path}: in the checkpoint only" for path in sorted(have - set(self.want))]
+        # Moments from before a parameter was frozen stay where they are.
+        frozen = {split.path for split in layout_leaves(self.blue.params) if split.frozen}
+        extra = {
+            path for path in have - set(self.want)
+            if path.startswith("params/") or owner_of(path, frozen) is None
+        }  # fmt: skip
+        problems = [f"{path}: in the checkpoint only" for path in sorted(extra)]
         for path, (old, _, to) in self.want.items():
             found = self.about.leaves.get(path)
             if found is None:
@@ -298,7 +313,7 @@ class _Stored:
             found["loss_scale"] = self._loss_scale(state.loss_scale)
         if "grads" in self.fields and "grads/total" in self.numbers:
             sums = map_splits(
-                lambda split: self._leaf(f"grads/sums/{split.path}"), self.blue.params
+                lambda split: self._leaf(f"grads/sums/{split.path}"), trained(self.blue.params)
             )
             found["grads"] = Pending(
                 sums, *(self._leaf(f"grads/{name}") for name in ("total", "count", "calls"))

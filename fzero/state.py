@@ -32,7 +32,7 @@ from fzero.precision import LossScale, cast_param, initial_loss_scale
 from fzero.relayout import Kept, copy_leaf, relayout
 from fzero.summary import Printed, summary
 from fzero.tree import PyTree, aliased_leaves, key_name, map_named, named_leaves, path_name
-from fzero.zero.partition import Split, map_splits, update_dtype
+from fzero.zero.partition import Split, map_splits, trained, update_dtype
 
 
 @jax.tree_util.register_dataclass
@@ -280,7 +280,7 @@ def compute_of(blue: Blueprint, params: PyTree) -> PyTree:
 
 
 def _cast(blue: Blueprint, params: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: cast_param(blue.plan, leaf), params)
+    return jax.tree.map(lambda leaf: cast_param(blue.plan, leaf), trained(blue.params, params))
 
 
 def _derived(blue: Blueprint, params: PyTree, key: jax.Array) -> dict[str, Any]:
@@ -344,7 +344,8 @@ def parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
 
 def new_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
     """The optimizer's state for logical parameters; gradients come in `update_dtype`."""
-    return blue.optimizer.init(jax.tree.map(lambda p: p.astype(update_dtype(p.dtype)), params))
+    own = trained(blue.params, params)
+    return blue.optimizer.init(jax.tree.map(lambda p: p.astype(update_dtype(p.dtype)), own))
 
 
 def store(blue: Blueprint, name: str, logical: PyTree) -> PyTree:
@@ -354,15 +355,22 @@ def store(blue: Blueprint, name: str, logical: PyTree) -> PyTree:
     return map_splits(lambda split, leaf: split.store(leaf), getattr(blue, name), logical)
 
 
-def logical_view(blue: Blueprint, name: str, stored: PyTree) -> PyTree:
-    """Kept leaves of a state class in their own shapes (inside jit)."""
+def logical_view(blue: Blueprint, name: str, stored: PyTree, layout: PyTree = None) -> PyTree:
+    """Kept leaves of a state class in their own shapes (inside jit).
+
+    Args:
+        blue: the blueprint.
+        name: the state class.
+        stored: its leaves.
+        layout: a `Split` for each, if they are not all.
+    """
     if not blue.plan.shards(name):
         return stored
 
     def view(split: Split, leaf: jax.Array) -> jax.Array:
         return blue.constrain(split, split.logical(leaf)) if split.pad else leaf
 
-    return map_splits(view, getattr(blue, name), stored)
+    return map_splits(view, getattr(blue, name) if layout is None else layout, stored)
 
 
 def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree:

@@ -22,7 +22,14 @@ from fzero.precision import cast_param, next_loss_scale
 from fzero.state import Pending, logical_view
 from fzero.tree import PyTree
 from fzero.zero.collectives import all_reduce_tree, gather
-from fzero.zero.partition import Split, layout_leaves, map_splits, update_dtype
+from fzero.zero.partition import (
+    Split,
+    layout_leaves,
+    map_splits,
+    trained,
+    update_dtype,
+    with_frozen,
+)
 
 
 Metrics = dict[str, jax.Array]
@@ -38,6 +45,7 @@ class Update:
 
     def __init__(self, blue: Blueprint, fence: Callable[[PyTree], PyTree]) -> None:
         self.blueprint, self.plan, self.fence = blue, blue.plan, fence
+        self.layout = trained(blue.params)
         # Whether parts are compiled by themselves. (Without a pipeline fences do.)
         divided = blue.stages is not None or bool(blue.chunks.parked)
         self.apart = divided and blue.group.bits
@@ -130,11 +138,7 @@ class Update:
         shapes = blue.shapes()
         names = ("step", "params", "compute", "opt_state", "buffers", "loss_scale")
         for name in names:
-            new[name] = jax.tree.map(
-                lambda leaf, to: jax.lax.with_sharding_constraint(leaf, to.sharding),
-                new[name],
-                shapes[name],
-            )
+            new[name] = jax.tree.map(_constrained, shapes[name], new[name])
         return new, metrics
 
     def _norm(self, sums: PyTree, count: jax.Array) -> jax.Array:
@@ -160,7 +164,7 @@ class Update:
         found = self._by_mesh(local, sums, PartitionSpec(), count)
         in_order = [
             square if split.home is None else split.home.restore(square)
-            for split, square in zip(layout_leaves(self.blueprint.params), found, strict=True)
+            for split, square in zip(layout_leaves(self.layout), found, strict=True)
         ]
         return jnp.sqrt(jnp.sum(self.fence(jnp.concatenate(in_order))))
 
@@ -171,7 +175,7 @@ class Update:
             sums = self.gathered(sums)
         else:
             sums = map_splits(
-                lambda s, g: blue.constrain(s, s.logical(g)) if s.pad else g, blue.params, sums
+                lambda s, g: blue.constrain(s, s.logical(g)) if s.pad else g, self.layout, sums
             )
         factor = None if clip is None else clip / jnp.maximum(norm, clip)
 
@@ -180,32 +184,32 @@ class Update:
             grad = grad if factor is None else grad * factor
             return grad.astype(update_dtype(split.dtype))
 
-        return map_splits(mean, blue.params, sums)
+        return map_splits(mean, self.layout, sums)
 
     def _updated(self, fields: dict[str, Any], grads: PyTree, loss: jax.Array) -> dict[str, Any]:
         """New parameters, compute copy and optimizer state."""
         plan, blue = self.plan, self.blueprint
-        params = logical_view(blue, "params", fields["params"])
+        params = trained(blue.params, fields["params"])
+        params = logical_view(blue, "params", params, self.layout)
         sharded = plan.shards("opt_state")
         if sharded:
-            params = map_splits(blue.constrain, blue.params, params)
+            params = map_splits(blue.constrain, self.layout, params)
         opt_state = logical_view(blue, "opt_state", fields["opt_state"])
         updates, opt_state = blue.optimizer.update(grads, opt_state, params, loss)
-        updates = map_splits(
-            lambda s, u: jnp.zeros_like(u) if s.path in blue.model.frozen else u,
-            blue.params,
-            updates,
-        )
         params = optax.apply_updates(params, updates)
+
+        def whole(params: PyTree) -> PyTree:
+            return with_frozen(blue.params, params, fields["params"])
+
         if not sharded:
             compute = self._cast(params, loss) if plan.keeps_compute_copy else None
-            return {"params": params, "compute": compute, "opt_state": opt_state}
+            return {"params": whole(params), "compute": compute, "opt_state": opt_state}
         opt_state = map_splits(lambda s, leaf: s.store(leaf), blue.opt_state, opt_state)
-        shards = map_splits(lambda s, leaf: s.store(leaf), blue.params, params)
+        shards = map_splits(lambda s, leaf: s.store(leaf), self.layout, params)
         shards = self._pin_shards(shards)
         compute = self.gathered(self._cast(shards, loss)) if plan.keeps_compute_copy else None
         params = shards if plan.shards("params") else self.gathered(shards)
-        return {"params": params, "compute": compute, "opt_state": opt_state}
+        return {"params": whole(params), "compute": compute, "opt_state": opt_state}
 
     def _cast(self, tree: PyTree, loss: jax.Array) -> PyTree:
         def cast(leaf: jax.Array) -> jax.Array:
@@ -216,10 +220,10 @@ class Update:
                             tree)  # fmt: skip
 
     def _pin_shards(self, tree: PyTree) -> PyTree:
-        return map_splits(self.blueprint.constrain, self.blueprint.params, tree)
+        return map_splits(self.blueprint.constrain, self.layout, tree)
 
     def gathered(self, shards: PyTree) -> PyTree:
-        """Whole leaves from stored shards, by explicit all-gathers."""
+        """Whole leaves from stored shards of those that are trained, by explicit all-gathers."""
         group = self.blueprint.group
 
         def local(splits: list[Split], shards: list[jax.Array]) -> list[jax.Array]:
@@ -233,10 +237,12 @@ class Update:
     ) -> list[Any]:
         """Runs `function(splits, shards, *args)` once per mesh, with that mesh's leaves local.
 
+        `shards` are of the trained parameters.
+
         (Without a pipeline all leaves are on one mesh.)
         """
         blue = self.blueprint
-        splits, leaves = layout_leaves(blue.params), jax.tree.leaves(shards)
+        splits, leaves = layout_leaves(self.layout), jax.tree.leaves(shards)
         groups: dict[Any, list[int]] = {}
         for index, split in enumerate(splits):
             where = split.home and split.home.ranks, blue.label(split.path, split.home)
@@ -256,6 +262,11 @@ class Update:
             for i, result in zip(group, results, strict=True):
                 found[i] = result
         return found
+
+
+def _constrained(to: jax.ShapeDtypeStruct, leaf: jax.Array | None) -> jax.Array | None:
+    """A leaf in its sharding; frozen ones are not always among those at hand."""
+    return None if leaf is None else jax.lax.with_sharding_constraint(leaf, to.sharding)
 
 
 def apart(function: Callable[[Any], Any], value: Any, unknown: jax.Array) -> Any:

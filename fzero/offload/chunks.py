@@ -70,12 +70,15 @@ def plan_chunks(
             continue
         # Scalars, such as counters, are needed by every chunk.
         leaves = {p: x for p, x in named_leaves(shapes[field]) if is_plain(x) and x.ndim}
+        if field == "params" and plan.keeps_compute_copy:  # only what has such a copy is a master
+            leaves = {path: leaf for path, leaf in leaves.items() if not splits[path].frozen}
         bytes_of = {path: device_bytes(leaf) for path, leaf in leaves.items()}
         for path in largest(bytes_of, share):
             owner = path if field == "params" else owners[path]
             if owner is not None:
                 found.append((field, path, owner, leaves[path]))
-                sizes[owner] += bytes_of[path]
+                # No update sees what is frozen.
+                sizes[owner] += 0 if splits[owner].frozen else bytes_of[path]
     if plan.update_on == "host":  # nothing visits
         sizes = dict.fromkeys(sizes, 0)
     labels, cuts = _packed(plan.stream_bytes, sizes, splits)

@@ -19,7 +19,7 @@ from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, pack, unpack
 from fzero.plan import AXES
 from fzero.processes import at_home, jit_on, joined, mesh_of, send, view
 from fzero.tree import PyTree
-from fzero.zero.partition import Home, Split, layout_leaves, map_splits
+from fzero.zero.partition import Home, Split, layout_leaves, map_splits, trained
 
 
 class Gatherer:
@@ -160,7 +160,7 @@ class Gatherer:
         flat = {
             program.stage: dict(
                 zip(
-                    [split.path for split in layout_leaves(program.layout)],
+                    [split.path for split in layout_leaves(trained(program.layout))],
                     jax.tree.leaves(sums.pop(program.stage)),
                     strict=True,
                 )
@@ -178,7 +178,7 @@ class Gatherer:
             by_rank = [self._rows(parts, split, rank) for rank in home.ranks]
             return self._joined(by_rank, home, split.spec)
 
-        return map_splits(home_sum, self.blue.params)
+        return map_splits(home_sum, trained(self.blue.params))
 
     def _added(self, grads: list[jax.Array], split: Split, rank: int) -> jax.Array:
         """A tied leaf's gradients from several stages, added where it lives, first stage first."""

@@ -36,7 +36,7 @@ from fzero.zero.chain import (
     without_inputs,
 )
 from fzero.zero.collectives import all_reduce_tree, shard_index
-from fzero.zero.partition import Split, map_splits
+from fzero.zero.partition import Split, map_splits, trained
 from fzero.zero.rules import Rules
 
 
@@ -88,7 +88,7 @@ class StagePrograms:
     @property
     def grad_specs(self) -> PyTree:
         """Specs of the stage's gradients on its mesh."""
-        return map_splits(lambda s: s.spec, self.layout)
+        return map_splits(lambda s: s.spec, trained(self.layout))
 
     @cached_property
     def kept_specs(self) -> PyTree:
@@ -246,7 +246,7 @@ class StagePrograms:
             return jnp.zeros(shape, jnp.float32)
 
         def run() -> PyTree:
-            return None if self.count == 1 else map_splits(zero, self.layout)
+            return None if self.count == 1 else map_splits(zero, trained(self.layout))
 
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.grad_specs)
         return jit_on(self.mesh, run, None if self.count == 1 else shardings)

@@ -23,10 +23,11 @@ from fzero.keys import block_key
 from fzero.model import Mean, split_loss
 from fzero.pipeline.homes import Stages, stage_tree
 from fzero.plan import PIPE
+from fzero.precision import compute_dtype
 from fzero.tree import PyTree, shapes_of
 from fzero.zero.chain import End, eval_forward, train_backward, train_forward
 from fzero.zero.collectives import all_reduce_tree, shard_index, sum_over
-from fzero.zero.partition import Split, map_splits
+from fzero.zero.partition import Split, map_splits, trained
 from fzero.zero.rules import Rules
 from fzero.zero.vjp import Floats
 
@@ -197,7 +198,8 @@ class _Loop:
                 kept = stage_tree(self.stages.pieces[stage], self.kept)
                 grads, back = train_backward(links, rules, kept, cotangent, rng)
                 grads = unscaled(grads, unscale if self.scaled else None)
-                return (back or _zeros(like)), unscale, self._spread(stage, grads)
+                back = back if stage else _zeros(like)
+                return back, unscale, self._spread(stage, grads)
 
             return run
 
@@ -286,20 +288,21 @@ class _Loop:
         own: dict[str, jax.Array] = {}
         map_splits(
             lambda split, grad: own.__setitem__(split.path, grad),
-            self.stage_rules(stage).layout, grads,
+            trained(self.stage_rules(stage).layout), grads,
         )  # fmt: skip
 
         def spread(split: Split, leaf: jax.Array) -> jax.Array:
             grad = own.get(split.path)
             if grad is None or not split.stacked:
                 shape = self._grad_shape(split, leaf)
-                return jnp.zeros(shape, self._dtype(grads)) if grad is None else grad
+                return jnp.zeros(shape, self._dtype(split)) if grad is None else grad
             rows = leaf.shape[0]
             piece = pieces[split.path.split("/")[0]]
             widths = [(piece.row, rows - piece.row - piece.num_layers)]
             return jnp.pad(grad, widths + [(0, 0)] * (grad.ndim - 1))
 
-        return map_splits(spread, self.rules.layout, self.kept)
+        layout = self.rules.layout
+        return map_splits(spread, trained(layout), trained(layout, self.kept))
 
     def _grad_shape(self, split: Split, leaf: jax.Array) -> tuple[int, ...]:
         """Shape of a reduced gradient on this device."""
@@ -310,8 +313,10 @@ class _Loop:
             shape[split.dim] //= self.rules.group.data
         return tuple(shape)
 
-    def _dtype(self, grads: PyTree) -> Any:
-        return jax.tree.leaves(grads)[0].dtype
+    def _dtype(self, split: Split) -> Any:
+        plan = self.rules.plan
+        wide = self.scaled or plan.reduce_dtype is not None
+        return jnp.float32 if wide else compute_dtype(plan, split.dtype)
 
     def joined(self, sums: PyTree) -> PyTree:
         """Gradients of leaves that several ranks read, added over the ranks."""
@@ -319,7 +324,7 @@ class _Loop:
         def join(split: Split, grad: jax.Array) -> jax.Array:
             return grad if split.stacked else sum_over(grad, PIPE, self.size, self.rules.group)
 
-        return map_splits(join, self.rules.layout, sums)
+        return map_splits(join, trained(self.rules.layout), sums)
 
     def everywhere(self, ends: Ends) -> Ends:
         """What the last stage knows, on all devices."""

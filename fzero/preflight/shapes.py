@@ -17,7 +17,7 @@ from fzero.precision import compute_dtype
 from fzero.step.passes import OneProgram, kept_by
 from fzero.tree import PyTree, leaf_bytes
 from fzero.zero.chain import kept_parts, train_forward, without_inputs
-from fzero.zero.partition import layout_leaves
+from fzero.zero.partition import layout_leaves, trained
 
 
 # A backward pass multiplies twice for each product of the forward pass: once for the gradient of
@@ -77,14 +77,14 @@ def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tu
         axis_names=set(blue.mesh.axis_names),
         check_vma=False,
     )
-    jax.eval_shape(run, kept_by(plan, fields), fields["buffers"], batch, fields["rng"])
+    jax.eval_shape(run, kept_by(blue, fields), fields["buffers"], batch, fields["rng"])
     return found[-1]
 
 
 def gradient_bytes(blue: Blueprint, plan: Plan) -> int:
     """Bytes of one device's summed gradients during a step: shards, wherever leaves are split."""
     sums = 0
-    for split in layout_leaves(blue.params):
+    for split in layout_leaves(trained(blue.params)):
         dtype = compute_dtype(plan, split.dtype) if plan.microbatches == 1 else np.dtype(np.float32)
         sharded = split.dim is not None and plan.reduce == "microbatch"
         shape = split.stored_shape if sharded else split.shape

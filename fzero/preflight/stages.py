@@ -16,6 +16,7 @@ from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, unmarked
 from fzero.pipeline.simulate import Cost, Timeline, simulate
 from fzero.preflight.links import CollectiveUse, traffic
 from fzero.preflight.program import Compiled, Target
+from fzero.step.passes import kept_by
 from fzero.tree import PyTree, device_bytes, leaf_bytes
 from fzero.zero.partition import Split
 
@@ -110,7 +111,7 @@ class StageCompiler:
         return PipelineRun(runs, timeline, best, working, saved, self.seconds)
 
     def _forwards(self, fields: dict[str, Any], batch: PyTree) -> list[_Forward]:
-        kept = fields["compute"] if self.plan.keeps_compute_copy else fields["params"]
+        kept = kept_by(self.blue, fields)
         scale = fields["loss_scale"].scale if self.plan.precision == "fp16" else None
         found: list[_Forward] = []
         x: Any = None

@@ -22,7 +22,7 @@ from fzero.offload.tiers import host_sharding
 from fzero.precision import cast_param
 from fzero.tree import PyTree, named_leaves
 from fzero.update import Metrics, Update
-from fzero.zero.partition import map_splits, stored_shapes
+from fzero.zero.partition import map_splits, stored_shapes, trained, with_frozen
 
 
 # Parts of a state, or of what a step computes for one, by name.
@@ -53,7 +53,9 @@ class HostUpdate:
         self.host = blueprint(blue.model, blue.tx, plan, twins)
         self._update = Update(self.host, lambda value: value)
         self._program = jax.jit(self._run, donate_argnums=(0,))
-        self._shards = stored_shapes(blue.params, blue.sharding, sharded=True)
+        # What is frozen stays where it is.
+        self._layout = trained(blue.params)
+        self._shards = stored_shapes(self._layout, blue.sharding, sharded=True)
         self._divide = jax.jit(self._divided, out_shardings=_shardings(self._shards))
         whole = jax.tree.map(lambda _: NamedSharding(blue.mesh, PartitionSpec()), self._shards)
         self._gather = jax.jit(Update(blue, lambda value: value).gathered, out_shardings=whole)
@@ -66,7 +68,8 @@ class HostUpdate:
             kept: `step`, and what the first half computed: `sums`, `mean`, `own`, `changed`.
         """
         whole = not self.blueprint.plan.shards("params")
-        params = self._divide(fields["params"]) if whole else fields["params"]
+        params = trained(self.blueprint.params, fields["params"])
+        params = self._divide(params) if whole else params
         # A copy in any case: the program writes the new state over it.
         opt_state = self._down(fields["opt_state"], may_alias=False)
         if self.donate:
@@ -76,7 +79,10 @@ class HostUpdate:
         rest = {name: fields[name] for name in ("buffers", "grads", "loss_scale")}
         rest = self._down({"params": params, **rest})
         new, metrics = self._program(opt_state, rest, self._down(kept))
-        return self._up(new), self._on_device(metrics)
+        new = self._up(new)
+        if "params" in new:
+            new["params"] = with_frozen(self.blueprint.params, new["params"], fields["params"])
+        return new, self._on_device(metrics)
 
     def _run(self, opt_state: PyTree, rest: Values, kept: Values) -> tuple[Values, Metrics]:
         fields = {**rest, "opt_state": opt_state, "compute": None}
@@ -90,7 +96,7 @@ class HostUpdate:
         return new, metrics
 
     def _divided(self, params: PyTree) -> PyTree:
-        return map_splits(lambda split, leaf: split.store(leaf), self.blueprint.params, params)
+        return map_splits(lambda split, leaf: split.store(leaf), self._layout, params)
 
     def _down(self, tree: PyTree, **options: bool) -> PyTree:
         """Copies on the host's devices, laid out as they are here."""
@@ -105,7 +111,9 @@ class HostUpdate:
         out["grads"], out["compute"] = None, None
         for name in ("params", "opt_state"):
             if name == "opt_state" or plan.shards("params"):
-                out[name] = jax.device_put(new[name], self._kept(name, shapes[name]))
+                kept = self._kept(name, shapes[name])
+                kept = trained(self.blueprint.params, kept) if name == "params" else kept
+                out[name] = jax.device_put(new[name], kept)
         # What forward passes read whole goes up in shards, and is put together there.
         whole = "compute" if plan.keeps_compute_copy else "params"
         if whole not in out or out[whole] is None:

@@ -24,7 +24,7 @@ from fzero.pipeline.execute import Executor
 from fzero.pipeline.spmd import spmd_evaluation, spmd_gradients
 from fzero.plan import AXES
 from fzero.tree import PyTree
-from fzero.zero.partition import Split, map_splits
+from fzero.zero.partition import Split, map_splits, trained, with_frozen
 from fzero.zero.rules import Rules
 
 
@@ -64,7 +64,7 @@ class OneProgram:
         """Specs of what the forward pass reads."""
         sharded = not self.plan.keeps_compute_copy and self.plan.shards("params")
         # Stages 1 and 2 keep a mixed-precision master sharded, but read the compute copy.
-        return self._specs(lambda s: s.spec if sharded else PartitionSpec())
+        return self._specs(lambda s: s.spec if sharded else PartitionSpec(), self.blueprint.params)
 
     def place(self, batch: PyTree) -> PyTree:
         """A batch over the devices."""
@@ -95,9 +95,14 @@ class OneProgram:
         run = self._shard_map(
             local,
             in_specs=(self.kept_specs(), buffers, rows, whole, whole),
-            out_specs=(self._specs(lambda s: s.spec), whole, whole, {"buffers": buffers}),
+            out_specs=(
+                self._specs(lambda s: s.spec, trained(self.blueprint.params)),
+                whole,
+                whole,
+                {"buffers": buffers},
+            ),
         )
-        found: Summed = run(kept_by(self.plan, fields), fields["buffers"], batch, key, scale)
+        found: Summed = run(kept_by(self.blueprint, fields), fields["buffers"], batch, key, scale)
         return found
 
     def evaluation(
@@ -125,10 +130,10 @@ class OneProgram:
         found: tuple[Mean, dict[str, Mean]] = run(kept, buffers, batch, eval_key(rng))
         return found
 
-    def _specs(self, spec: Callable[[Split], PartitionSpec]) -> PyTree:
+    def _specs(self, spec: Callable[[Split], PartitionSpec], layout: PyTree) -> PyTree:
         """Specs over all mesh axes from specs over the data axis."""
         blue = self.blueprint
-        return map_splits(lambda s: blue.sharding(s.home, spec(s)).spec, blue.params)
+        return map_splits(lambda s: blue.sharding(s.home, spec(s)).spec, layout)
 
     def _buffer_specs(self) -> PyTree:
         return jax.tree.map(lambda x: x.sharding.spec, self.blueprint.shapes()["buffers"])
@@ -177,7 +182,7 @@ class Pipeline:
         """As `OneProgram.gradients`."""
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
         sums, mean, own, buffers = self.executor.train(
-            kept_by(self.plan, fields), fields["buffers"], batch, key, scale
+            kept_by(self.blueprint, fields), fields["buffers"], batch, key, scale
         )
         refuse_reserved(own)
         return sums, mean, own, {"buffers": buffers}
@@ -204,9 +209,21 @@ def passes_of(blue: Blueprint, on_trace: Callable[[], None]) -> Passes:
     return OneProgram(blue) if blue.one_mesh else Pipeline(blue, on_trace)
 
 
-def kept_by(plan: Any, fields: Values) -> PyTree:
-    """What the forward pass reads."""
-    return fields["compute"] if plan.keeps_compute_copy else fields["params"]
+def kept_by(blue: Blueprint, fields: Values) -> PyTree:
+    """What the forward pass reads: parameters; or their compute copy, beside those frozen."""
+    if len(blue.reads) == 1:
+        return fields[blue.reads[0]]
+    return with_frozen(blue.params, fields["compute"], fields["params"])
+
+
+def read_by(blue: Blueprint, fields: Values) -> Values:
+    """The fields that gradients are computed from, without parameters that they do not read."""
+    read = {name: fields[name] for name in (*blue.reads, "buffers", "loss_scale")}
+    if len(blue.reads) > 1:
+        read["params"] = map_splits(
+            lambda split, leaf: leaf if split.frozen else None, blue.params, fields["params"]
+        )
+    return read
 
 
 def refuse_reserved(metrics: dict[str, Any]) -> None:

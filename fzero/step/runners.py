@@ -12,7 +12,7 @@ from fzero.flags import CompilerOptions, compiler_options
 from fzero.keys import step_key
 from fzero.state import Pending
 from fzero.step.host_update import HostUpdate
-from fzero.step.passes import OneProgram, Passes, Pipeline, Values, kept_by
+from fzero.step.passes import OneProgram, Passes, Pipeline, Values, read_by
 from fzero.step.updates import DividedUpdate
 from fzero.tree import PyTree
 from fzero.update import Metrics, Update
@@ -87,9 +87,7 @@ class Divided:
         """Runs all programs."""
         step, rng = moment
         key = self._key(rng, step, _calls(fields["grads"]))
-        plan = self.passes.plan
-        read = {name: fields[name] for name in ("buffers", "loss_scale")}
-        read["compute" if plan.keeps_compute_copy else "params"] = kept_by(plan, fields)
+        read = read_by(self.passes.blueprint, fields)
         sums, mean, own, changed = self._gradients(read, batch, key)
         kept = {"step": step, "sums": sums, "mean": mean, "own": own, "changed": changed}
         try:

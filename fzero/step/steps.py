@@ -10,7 +10,7 @@ import jax
 from fzero import compute_copy
 from fzero.batch import abstract_batch, constrain_batch
 from fzero.blueprint import Blueprint
-from fzero.errors import PlanError
+from fzero.errors import PlanError, StateError
 from fzero.flags import CompilerOptions
 from fzero.model import Mean
 from fzero.offload.stream import StreamedFunction
@@ -23,6 +23,7 @@ from fzero.step.runners import Divided, Fused, Moment, options_of, runner_of
 from fzero.step.updates import DividedUpdate
 from fzero.tree import PyTree
 from fzero.update import Metrics
+from fzero.zero.partition import layout_leaves
 
 
 _MANY = (
@@ -51,6 +52,8 @@ class TrainStep:
         )
 
     def __init__(self, blue: Blueprint, donate: bool, apply: bool) -> None:
+        if all(split.frozen for split in layout_leaves(blue.params)):
+            raise StateError("train_step: every parameter is frozen (Model.frozen): none to train")
         if apply:
             blue.require_optimizer("train_step")
         self.blueprint, self.plan = blue, blue.plan
@@ -59,7 +62,7 @@ class TrainStep:
         self.num_traces = 0
         self.passes = passes_of(blue, self._traced)
         self.runner = runner_of(blue, self.passes, apply, donate, self.name, self._traced)
-        reads = ["compute" if blue.plan.keeps_compute_copy else "params", "buffers"]
+        reads = [*blue.reads, "buffers"]
         # An accumulation leaves the rest alone, wherever it is.
         reads += ["loss_scale", "grads"]
         reads += ["params", "compute", "opt_state"] if apply else []
@@ -179,7 +182,7 @@ class EvalStep:
         self._program: Any = self._dispatched
         if isinstance(self.passes, OneProgram):
             self._program = jax.jit(self._evaluated, compiler_options=options_of(blue) or None)
-        reads = "compute" if blue.plan.keeps_compute_copy else "params", "buffers"
+        reads = (*blue.reads, "buffers")
         self._checks = Checks(blue, self.name, reads, donate=False, bare=True)
 
     def __call__(self, state: TrainState, batch: PyTree) -> Metrics:
@@ -230,7 +233,7 @@ class EvalStep:
         return self.passes.executor
 
     def _parts(self, state: TrainState) -> tuple[PyTree, PyTree, jax.Array]:
-        return kept_by(self.plan, vars(state)), state.buffers, state.rng
+        return kept_by(self.blueprint, vars(state)), state.buffers, state.rng
 
     def _evaluated(self, kept: PyTree, buffers: PyTree, rng: jax.Array, batch: PyTree) -> Metrics:
         self._traced()
@@ -255,7 +258,7 @@ def _recast(state: TrainState, blue: Blueprint) -> TrainState:
         lambda x, to: jax.lax.with_sharding_constraint(
             compute_copy.cast_like(x, to), to.sharding
         ),
-        state.params, like,
+        compute_copy.beside(state.params, like), like,
     )  # fmt: skip
     return dataclasses.replace(state, compute=compute)
 

@@ -17,7 +17,7 @@ from fzero.offload.tiers import on_device
 from fzero.places import PlacedFunction
 from fzero.tree import PyTree, named_leaves
 from fzero.update import Metrics, Update
-from fzero.zero.partition import layout_leaves, map_splits, owner_of
+from fzero.zero.partition import layout_leaves, map_splits, owner_of, trained, with_frozen
 
 
 # Parts of a state, or of what a step computes for one, by name.
@@ -55,8 +55,14 @@ class DividedUpdate:
             fields: the state's fields, without step and key.
             kept: `step`, and what the first half computed: `sums`, `mean`, `own`, `changed`.
         """
+        layout = self.blueprint.params
         streams = self.apply and self.blueprint.chunks.parked
-        return (self._streamed if streams else self._updated)(fields, kept)
+        # What is frozen stays where it is.
+        own = {n: trained(layout, x) if n == "params" else x for n, x in fields.items()}
+        new, metrics = (self._streamed if streams else self._updated)(own, kept)
+        if "params" in new:
+            new["params"] = with_frozen(layout, new["params"], fields["params"])
+        return new, metrics
 
     def _updated(self, fields: Values, kept: Values) -> tuple[Values, Metrics]:
         def run(fields: Values, kept: Values) -> tuple[Values, Metrics]:
@@ -130,11 +136,12 @@ class DividedUpdate:
         """What each leaf is updated together with."""
         if name == "changed":
             return {part: self._labels(part, own) for part, own in tree.items()}
-        known = self.blueprint.groups()
-        known |= {"sums": known["params"]}
+        blue = self.blueprint
+        known = blue.groups()
+        known["params"] = known["sums"] = trained(blue.params, known["params"])
         if tree is not None and name in known:
             return known[name]
-        return _with_sums(name, jax.tree.map(lambda _: "", tree), known["params"])
+        return _with_sums(name, jax.tree.map(lambda _: "", tree), known["sums"])
 
     def _cuts(self, args: tuple[Values, ...]) -> list[Cut | None]:
         """How each leaf is cut where updates go piece by piece, whether it is parked or not."""
@@ -171,7 +178,8 @@ class DividedUpdate:
         whole = NamedSharding(blue.mesh, PartitionSpec())
         known = {name: jax.tree.map(lambda to: to.sharding, tree)
                  for name, tree in blue.shapes().items()}  # fmt: skip
-        known["sums"] = map_splits(lambda s: blue.sharding(s.home, s.spec), blue.params)
+        known["params"] = trained(blue.params, known["params"])
+        known["sums"] = map_splits(lambda s: blue.sharding(s.home, s.spec), trained(blue.params))
 
         def shardings(name: str, tree: PyTree) -> PyTree:
             if name in known:

@@ -46,7 +46,8 @@ def gather_at_use(
     closed, out = jax.make_jaxpr(function, return_shape=True)(list(shapes))
     program = Program(closed.jaxpr, closed.consts)
     replay = _Replay(program, shards, gather, needs_gather)
-    return jax.tree.unflatten(jax.tree.structure(out), replay.run(finish, len(shards)))
+    num_grads = len(jax.tree.leaves(out[0])) if finish else 0
+    return jax.tree.unflatten(jax.tree.structure(out), replay.run(finish, num_grads))
 
 
 # How many steps after a gradient to look for the next use of a weight. A transformer block has
@@ -92,11 +93,11 @@ class _Replay:
                 if x in self.weights and x not in seen]  # fmt: skip
         return [*points, (len(self.program.steps), rest)] if rest else points
 
-    def run(self, finish: Callable[[int, Any], Any] | None, num_weights: int) -> list[Any]:
+    def run(self, finish: Callable[[int, Any], Any] | None, num_grads: int) -> list[Any]:
         points = self._first_uses()
         following = {now: then for (now, _), (_, then) in itertools.pairwise(points)}
         outputs = self.program.outputs
-        gradients = {x: i for i, x in enumerate(outputs[:num_weights]) if finish and _is_var(x)}
+        gradients = {x: i for i, x in enumerate(outputs[:num_grads]) if _is_var(x)}
         done: dict[int, Any] = {}
         behind: int | None = None
         if points:
@@ -115,7 +116,7 @@ class _Replay:
         for i, x in enumerate(outputs):
             if i not in done:
                 value = self._read(x)
-                done[i] = finish(i, value) if finish and i < num_weights else value
+                done[i] = finish(i, value) if finish and i < num_grads else value
         return [done[i] for i in range(len(outputs))]
 
     def _anchor(self, index: int) -> Var | None:

@@ -39,7 +39,7 @@ from fzero.precision import COMPUTE_DTYPES, cast_input, compute_dtype
 from fzero.tree import PyTree
 from fzero.zero.at_use import gather_at_use
 from fzero.zero.halves import Rest, first_half, unfenced
-from fzero.zero.partition import Split, is_split, layout_leaves, map_splits
+from fzero.zero.partition import Split, layout_leaves, map_splits, trained
 from fzero.zero.rules import Rules
 from fzero.zero.stack import (
     StackHalf,
@@ -101,7 +101,8 @@ class Fetched:
             layer: whose leaves.
             function: takes them in tree order.
             after: what must exist before anything is gathered.
-            finish: for a function that gives the leaves' gradients first: reduces gradient `i`.
+            finish: for a function that gives gradients first, one for each leaf that is trained:
+                reduces the one number `i`.
         """
         rules = self.rules
         splits = layout_leaves(layer_params(layer, rules.layout))
@@ -250,10 +251,14 @@ def _train_forward(
     x = _entered(rules, pieces[0], x)
     links: Links = []
     end: list[End] = []
+    # Whether a gradient is to go further back than the piece at hand.
+    before = not first
 
     def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
+        nonlocal before
         dtype = COMPUTE_DTYPES[rules.plan.precision]
         ctx, layer = Context(batch, rng, True, state, dtype), piece.layer
+        learns = bool(_trained(rules, layer))
         link: Link | StackLink
         if isinstance(layer, Stack):
             link, x, state, held = stack_forward(rules, piece, kept[layer.name], x, ctx)
@@ -262,10 +267,12 @@ def _train_forward(
         else:
             link, x, state = _layer_forward(
                 layer, fetched, x, ctx.at(piece.number),
-                differentiable=not first or piece is not pieces[0],
+                differentiable=before,
                 end=end if last and piece is pieces[-1] else None,
             )  # fmt: skip
-        links.append(link)
+        if before or learns:  # otherwise all so far is frozen, and has no backward pass
+            links.append(link)
+        before = before or learns
         return x, state
 
     out, new = run_chain(pieces, x, buffers, run_piece)
@@ -289,8 +296,12 @@ def _layer_forward(
     structure, floats, rest = Floats.of(x, differentiable)
     cell: dict[str, Any] = {}  # static facts learnt while tracing
     treedef = jax.tree.structure(layer_params(layer, fetched.kept))
+    learnt = _trained(fetched.rules, layer)
 
-    def run(weights: list[Any], floats: list[Any]) -> tuple[Any, Any]:
+    def run(weights: list[Any], own: list[Any], floats: list[Any]) -> tuple[Any, Any]:
+        weights = list(weights)
+        for i, weight in zip(learnt, own, strict=True):
+            weights[i] = weight
         params = jax.tree.unflatten(treedef, weights)
         own = structure.join(floats, rest)
         if not fetched.rules.alone:
@@ -304,7 +315,8 @@ def _layer_forward(
 
     def of_weights(weights: list[Any]) -> PyTree:
         policy = remat_policy(fetched.rules.plan.remat)
-        y, aux, cell["pullback"], kept = forward(run, (weights, floats), weights, policy)
+        primals = [weights[i] for i in learnt], floats
+        y, aux, cell["pullback"], kept = forward(partial(run, weights), primals, weights, policy)
         return y, aux, kept
 
     y, aux, kept = fetched.run(layer, of_weights)
@@ -315,6 +327,12 @@ def _layer_forward(
         return link, None, buffers
     y_rest, buffers = aux
     return link, cell["out"].join(y, y_rest), buffers
+
+
+def _trained(rules: Rules, layer: Layer | Stack) -> list[int]:
+    """Which of a layer's leaves are trained, in tree order."""
+    splits = layout_leaves(layer_params(layer, rules.layout))
+    return [i for i, split in enumerate(splits) if not split.frozen]
 
 
 def kept_parts(links: Links) -> list[jax.Array]:
@@ -355,8 +373,8 @@ class _Sums:
         self.stacked: dict[str, jax.Array] = {}
 
     def taker(self, layer: Layer) -> Callable[[int, jax.Array], jax.Array]:
-        """Takes the gradient of a layer's leaf `i`."""
-        splits = layout_leaves(layer_params(layer, self.rules.layout))
+        """Takes the gradient of a layer's trained leaf number `i`."""
+        splits = layout_leaves(trained(layer_params(layer, self.rules.layout)))
         return lambda i, grad: self._add(splits[i], grad)
 
     def _add(self, split: Split, grad: jax.Array) -> jax.Array:
@@ -368,24 +386,24 @@ class _Sums:
 
     def add_stack(self, name: str, grads: PyTree) -> None:
         """Takes the gradients of a stack's layers, which are reduced already."""
-        paths = _paths(self.rules.layout[name])
+        paths = _paths(trained(self.rules.layout[name]))
         self.stacked |= dict(zip(paths, jax.tree.leaves(grads), strict=True))
 
     def finish(self) -> PyTree:
-        """Gradients of all leaves."""
+        """Gradients of all trained leaves."""
 
         def grad_of(split: Split) -> jax.Array:
             parts = [p[split.path] for p in (self.stacked, self.single) if split.path in p]
             return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
-        grads = jax.tree.map(grad_of, self.rules.layout, is_leaf=is_split)
+        grads = map_splits(grad_of, trained(self.rules.layout))
         return self.rules.finish(grads)
 
 
 def train_backward(
     links: Links, rules: Rules, kept: PyTree, cotangent: Any, rng: jax.Array | None = None
 ) -> tuple[PyTree, list[Any]]:
-    """Gradients of every parameter read, reduced as the rules say.
+    """Gradients of every trained parameter read, reduced as the rules say.
 
     Args:
         links: what the forward pass left.

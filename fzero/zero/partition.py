@@ -8,7 +8,8 @@ which state classes are *kept* in it between steps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fzero.errors import PlanError
+from fzero.errors import PlanError, StateError
 from fzero.model import Model, Stack
 from fzero.plan import DATA, Plan
 from fzero.precision import compute_dtype
@@ -82,6 +83,7 @@ class Split:
         stacked: whether dim 0 counts the layers of a `Stack`.
         reason: why, in words.
         home: the ranks that hold it, in a pipeline.
+        frozen: whether no step changes it, so that it has no gradient and no optimizer state.
         owner: the name of the parameter that a leaf of the optimizer's state belongs to, if any.
     """
 
@@ -93,6 +95,7 @@ class Split:
     stacked: bool
     reason: str
     home: Home | None = None
+    frozen: bool = False
     owner: str | None = None
 
     @property
@@ -183,14 +186,68 @@ def split_params(
         homes: in a pipeline, the home of each link's leaves.
     """
     stacks = stacked_names(model)
+    frozen = frozen_names(model, [name for name, _ in named_leaves(shapes)])
 
     def split(keys: tuple[str, ...], name: str, leaf: Any) -> Split:
         link = keys[0] if keys else ""
         home = None if homes is None else homes[link]
         split = split_leaf(name, kept_shape(leaf, home), parts, plan, link in stacks)
-        return dataclasses.replace(split, home=home)
+        split = dataclasses.replace(split, home=home)
+        return _frozen(split, plan) if name in frozen else split
 
     return _mapped(split, shapes)
+
+
+def frozen_names(model: Model, names: Sequence[str]) -> frozenset[str]:
+    """Names of the parameters that a model freezes.
+
+    Args:
+        model: the model.
+        names: names of all its parameters.
+
+    Raises:
+        StateError: it names, or has a pattern for, parameters that do not exist.
+    """
+    wanted = model.frozen
+    if callable(wanted):
+        return frozenset(name for name in names if wanted(name))
+    found: set[str] = set()
+    unknown: list[str] = []
+    for one in (wanted,) if isinstance(wanted, str | re.Pattern) else wanted:
+        if isinstance(one, re.Pattern):
+            own, said = [name for name in names if one.search(name)], one.pattern
+        else:
+            own, said = [name for name in names if name == one], one
+        found.update(own)
+        unknown += [] if own else [said]
+    if unknown:
+        raise StateError(
+            f"init: frozen names {sorted(unknown)}, which are no parameters; there are"
+            f" {list(names)[:20]}"
+        )
+    return frozenset(found)
+
+
+def _frozen(split: Split, plan: Plan) -> Split:
+    """A frozen leaf's split: where passes read whole parameters it is kept as they read it."""
+    if plan.gathers_at_use:
+        return dataclasses.replace(split, frozen=True, reason=f"frozen; {split.reason}")
+    why = f"frozen: zero={plan.zero} reads it whole"
+    return dataclasses.replace(split, frozen=True, dim=None, pad=0, reason=why)
+
+
+def trained(layout: PyTree, tree: PyTree = None) -> PyTree:
+    """A layout, or a tree of its structure, without frozen leaves: `None` is in their place.
+
+    That is the structure of gradients, of the compute copy, and of what an optimizer is given.
+    """
+    tree = layout if tree is None else tree
+    return map_splits(lambda split, leaf: None if split.frozen else leaf, layout, tree)
+
+
+def with_frozen(layout: PyTree, own: PyTree, whole: PyTree) -> PyTree:
+    """A tree of all leaves: trained ones of `own`, frozen ones of `whole`."""
+    return map_splits(lambda s, new, old: old if s.frozen else new, layout, own, whole)
 
 
 def _mapped(function: Callable[[tuple[str, ...], str, Any], Split], shapes: PyTree) -> PyTree:
@@ -220,10 +277,11 @@ def split_opt_state(
 
     Args:
         init: the transformation's `init`.
-        params: the layout of the parameters.
+        params: the layout of the parameters; it is given those that are trained.
         plan: the plan.
         parts: devices on the data axis.
     """
+    params = trained(params)
     shapes = jax.eval_shape(init, map_splits(_kept, params))
     by_rows = _by_rows(init, params, shapes)
     by_keys = dict(zip(_layout_keys(params), layout_leaves(params), strict=True))

@@ -22,7 +22,7 @@ from fzero.zero.collectives import (
     part_of,
     reduce_scatter,
 )
-from fzero.zero.partition import Split, map_splits
+from fzero.zero.partition import Split, map_splits, trained
 
 
 @dataclass(frozen=True)
@@ -159,10 +159,11 @@ class Rules:
             if split.dim is None:
                 whole[split.path] = self._widened(grad)
 
-        map_splits(collect, self.layout, grads)
+        layout = trained(self.layout)
+        map_splits(collect, layout, grads)
         summed = all_reduce_tree(self.fence(whole), self.group)
         done = {path: round_to(leaf, leaf.dtype) for path, leaf in summed.items()}
-        return map_splits(lambda split, grad: done.get(split.path, grad), self.layout, grads)
+        return map_splits(lambda split, grad: done.get(split.path, grad), layout, grads)
 
 
 def _plain(tree: PyTree) -> PyTree:

@@ -29,7 +29,7 @@ from fzero.buffers import require_reductions
 from fzero.model import Context, Piece, Stack, apply_layer, split_shared
 from fzero.tree import PyTree, shapes_of
 from fzero.zero.halves import Rest, first_half
-from fzero.zero.partition import Split, is_split
+from fzero.zero.partition import Split, map_splits, trained, with_frozen
 from fzero.zero.rules import Rules
 from fzero.zero.vjp import Floats, forward, remat_policy
 
@@ -50,6 +50,11 @@ class _Static:
         """The stack itself."""
         assert isinstance(self.piece.layer, Stack)
         return self.piece.layer
+
+    @property
+    def layout(self) -> PyTree:
+        """A `Split` for each of the stack's leaves."""
+        return self.rules.layout[self.piece.layer.name]
 
 
 @partial(
@@ -113,21 +118,22 @@ class _LayerProgram:
         if plan.keeps_inputs:
             y, (y_rest, buffers) = self.apply(weights, floats, self.shared, rest, k)
             return (y, y_rest), (floats, rest, k), buffers
+        own = trained(self.static.layout, weights)
         y, (y_rest, buffers), pullback, residuals = forward(
-            lambda w, f, s: self.apply(w, f, s, rest, k),
-            (weights, floats, self.shared),
+            lambda w, f, s: self.apply(self._with_frozen(w, weights), f, s, rest, k),
+            (own, floats, self.shared),
             self._known(weights),
             remat_policy(plan.remat),
         )
         return (y, y_rest), (pullback, residuals), buffers
 
     def backward(self, weights: PyTree, kept: Any, cotangent: Any) -> tuple[Any, Any, Any]:
-        """One layer in the backward pass: gradients of (weights, carry, shared)."""
+        """One layer in the backward pass: gradients of (trained weights, carry, shared)."""
         if self.static.rules.plan.keeps_inputs:
             floats, rest, k = kept
             _, pull, _ = jax.vjp(
-                lambda w, f, s: self.apply(w, f, s, rest, k), weights, floats, self.shared,
-                has_aux=True,
+                lambda w, f, s: self.apply(self._with_frozen(w, weights), f, s, rest, k),
+                trained(self.static.layout, weights), floats, self.shared, has_aux=True,
             )  # fmt: skip
             grads: tuple[Any, Any, Any] = pull(cotangent)
             return grads
@@ -150,10 +156,10 @@ class _LayerProgram:
 
     def weight_half(self, rest: Rest, values: list[Any], weights: PyTree) -> PyTree:
         """The second half of `backward`: gradients of the weights."""
-        leaves, treedef = jax.tree.flatten(weights)
+        leaves, own = jax.tree.leaves(weights), trained(self.static.layout, weights)
         assert self.rng is not None
         grads = self.static.rules.apart(lambda: rest.run(values, leaves), self.rng)
-        return jax.tree.unflatten(treedef, grads)
+        return jax.tree.unflatten(jax.tree.structure(own), grads)
 
     def joined(self, floats: list[Any], rest: list[Any]) -> Any:
         """The stack's output from its last layer's."""
@@ -177,6 +183,9 @@ class _LayerProgram:
             return cts[0]
         carry = self.static.carry.join(cts[0], self.static.like[1])
         return Floats.of({**carry, **self.static.shared.join(cts[1], self.shared_rest)})[1]
+
+    def _with_frozen(self, own: PyTree, weights: PyTree) -> PyTree:
+        return with_frozen(self.static.layout, own, weights)
 
     def _known(self, weights: PyTree) -> list[Any]:
         return [
@@ -479,36 +488,27 @@ def _at(leaf: jax.Array, k: Any) -> jax.Array:
 def _fetch(static: _Static, shards: PyTree, k: Any) -> PyTree:
     """Layer k's parameters, ready for use."""
     rules, piece = static.rules, static.piece
-    return jax.tree.map(
-        lambda split, leaf: rules.fetch(split, _at(leaf, piece.row + k)),
-        rules.layout[piece.layer.name],
-        shards,
-        is_leaf=is_split,
+    return map_splits(
+        lambda split, leaf: rules.fetch(split, _at(leaf, piece.row + k)), static.layout, shards
     )
 
 
 def _parts(static: _Static, weights: PyTree) -> PyTree:
     """This device's parts of a layer's parameters."""
-    splits = static.rules.layout[static.piece.layer.name]
-    return jax.tree.map(static.rules.part, splits, weights, is_leaf=is_split)
+    return map_splits(static.rules.part, static.layout, weights)
 
 
 def _refetch(static: _Static, shards: PyTree, parts: PyTree, k: Any) -> PyTree:
     """Layer k's parameters, ready for use in a backward pass."""
     rules, piece = static.rules, static.piece
-    return jax.tree.map(
+    return map_splits(
         lambda split, leaf, part: rules.refetch(split, _at(leaf, piece.row + k), part),
-        rules.layout[piece.layer.name],
-        shards,
-        parts,
-        is_leaf=is_split,
-    )
+        static.layout, shards, parts,
+    )  # fmt: skip
 
 
 def _scatter(static: _Static, grads: PyTree) -> PyTree:
-    rules = static.rules
-    splits = rules.layout[static.piece.layer.name]
-    return jax.tree.map(rules.scatter, splits, grads, is_leaf=is_split)
+    return map_splits(static.rules.scatter, trained(static.layout), grads)
 
 
 def _room(static: _Static, grads: PyTree) -> PyTree:
@@ -521,7 +521,7 @@ def _room(static: _Static, grads: PyTree) -> PyTree:
             shape[split.layer_dim] = (shape[split.layer_dim] + split.pad) // rules.group.data
         return jnp.zeros((num, *shape), grad.dtype)
 
-    return jax.tree.map(room, rules.layout[static.piece.layer.name], grads, is_leaf=is_split)
+    return map_splits(room, trained(static.layout), grads)
 
 
 def _put(done: PyTree, one: PyTree, k: Any) -> PyTree:

@@ -15,7 +15,7 @@ import fzero as fz
 from fzero.blueprint import blueprint
 from fzero.initial import initial_shapes
 from fzero.pipeline import BUILDERS
-from fzero.zero.partition import map_splits
+from fzero.zero.partition import map_splits, trained
 
 
 # Two stages on each rank.
@@ -136,5 +136,6 @@ def gradients(model: Any, plan: fz.Plan, batch: Any, tx: Any = None) -> dict[str
         leaf = split.logical(leaf)
         return np.asarray(leaf if split.home is None else split.home.restore(leaf))
 
-    sums = map_splits(own, blueprint(model, tx, plan).params, state.grads.sums)
+    layout = trained(blueprint(model, tx, plan).params)
+    sums = map_splits(own, layout, state.grads.sums)
     return tiny.host(sums) | {"loss": np.asarray(state.grads.total)}
