@@ -417,6 +417,17 @@ def householder_product(x: jax.Array, tau: jax.Array) -> jax.Array:
     return q
 
 
+@register_operator("aten.ormqr.default")
+def ormqr(
+    x: jax.Array, tau: jax.Array, other: jax.Array, left: bool = True, transpose: bool = False
+) -> jax.Array:
+    rows = x.shape[-2]
+    wide = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, rows - x.shape[-1])])
+    q = householder_product(wide, tau)
+    q = jnp.conj(jnp.swapaxes(q, -1, -2)) if transpose else q
+    return q @ other if left else other @ q
+
+
 @register_operator("aten.trace.default")
 def trace(x: jax.Array) -> jax.Array:
     found = jnp.trace(x)

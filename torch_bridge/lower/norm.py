@@ -107,8 +107,11 @@ def group_norm(
 @register_operator("aten.native_group_norm.default")
 def native_group_norm(
     x: jax.Array, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float
-) -> tuple[jax.Array, None, None]:
-    return group_norm(x, group, weight, bias, eps), None, None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rows = jnp.reshape(cast(x, accumulation_dtype(x)), (n, group, -1))
+    mean, var = _moments(rows, (2,))
+    stats = (jnp.squeeze(each, 2).astype(x.dtype) for each in (mean, jax.lax.rsqrt(var + eps)))
+    return group_norm(x, group, weight, bias, eps), *stats
 
 
 def _batch_norm_apply(
@@ -153,7 +156,7 @@ def batch_norm_functional(
     """BatchNorm that returns its new statistics: (out, mean, invstd, running mean, running var)."""
     if not training:
         out = _batch_norm_apply(x, running_mean, running_var, weight, bias, eps)
-        return out, None, None, running_mean, running_var
+        return out, *_no_statistics(x), running_mean, running_var
     mean, var = _batch_moments(x)
     out = _batch_norm_apply(x, mean, var, weight, bias, eps)
     array, axis = features(x)
@@ -183,7 +186,14 @@ def batch_norm_no_training(
     momentum: float,
     eps: float,
 ) -> tuple[Any, ...]:
-    return _batch_norm_apply(x, running_mean, running_var, weight, bias, eps), None, None
+    out = _batch_norm_apply(x, running_mean, running_var, weight, bias, eps)
+    return out, *_no_statistics(x)
+
+
+def _no_statistics(x: jax.Array | Last) -> tuple[jax.Array, jax.Array]:
+    """What torch returns for the moments of a batch that it did not look at."""
+    empty = jnp.zeros((0,), accumulation_dtype(features(x)[0]))
+    return empty, empty
 
 
 @register_operator("aten.batch_norm.default")

@@ -4,6 +4,7 @@
 # (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dtypes import accumulation_dtype, cast
+from ..dtypes import accumulation_dtype, canonical, cast
 from .features_last import Last, features, like, over, takes_last
 from .registry import register_operator
 
@@ -88,12 +89,11 @@ def _max_pool(
         # lax.reduce_window has no gradient with dilated windows.
         if isinstance(x, Last):
             return _max_pool(x.in_order(), dims, kernel, stride, padding, dilation, ceil_mode)
-        sliced = _window_slices(x, windows, -np.inf)
+        sliced = _window_slices(x, windows, _lowest(x))
         best = jnp.argmax(sliced, axis=-1, keepdims=True)
         return jnp.squeeze(jnp.take_along_axis(sliced, best, axis=-1), -1)
     array, _ = features(x)
-    lowest = -np.inf if jnp.issubdtype(array.dtype, jnp.floating) else np.iinfo(array.dtype).min
-    return like(x, windows.reduce(array, lowest, jax.lax.max))
+    return like(x, windows.reduce(array, _lowest(array), jax.lax.max))
 
 
 @register_operator("aten.max_pool1d.default")
@@ -114,17 +114,47 @@ def max_pool3d(x: jax.Array | Last, *args: Any, **kwargs: Any) -> Any:
     return _max_pool(x, 3, *args, **kwargs)
 
 
+def _with_places(x: jax.Array, dims: int, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
+    """Values and flat indices into the plane, the first of equal values as in torch."""
+    plane = x.shape[-dims:]
+    flat = jnp.arange(math.prod(plane), dtype=np.int32)
+    places = jnp.broadcast_to(jnp.reshape(flat, plane), x.shape)
+    windows = _Windows(x, dims, *_pool_args(*args, **kwargs))
+    sliced = _window_slices(x, windows, _lowest(x))
+    where = _window_slices(places, windows, 0)
+    best = jnp.argmax(jax.lax.stop_gradient(sliced), axis=-1, keepdims=True)
+    values, index = (
+        jnp.squeeze(jnp.take_along_axis(each, best, axis=-1), -1) for each in (sliced, where)
+    )
+    return values, index.astype(canonical("int64"))
+
+
 @register_operator("aten.max_pool2d_with_indices.default")
 def max_pool2d_with_indices(x: jax.Array, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
-    """Values and flat indices into the plane, the first of equal values as in torch."""
-    values = _max_pool(x, 2, *args, **kwargs)
-    flat = jnp.arange(x.shape[-2] * x.shape[-1], dtype=np.int32)
-    places = jnp.broadcast_to(jnp.reshape(flat, x.shape[-2:]), x.shape)
-    windows = _Windows(x, 2, *_pool_args(*args, **kwargs))
-    sliced = _window_slices(x, windows, -np.inf)
-    where = _window_slices(places, windows, 0)
-    best = jnp.argmax(sliced, axis=-1, keepdims=True)
-    return values, jnp.squeeze(jnp.take_along_axis(where, best, axis=-1), -1)
+    return _with_places(x, 2, *args, **kwargs)
+
+
+@register_operator("aten.max_pool3d_with_indices.default")
+def max_pool3d_with_indices(x: jax.Array, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
+    return _with_places(x, 3, *args, **kwargs)
+
+
+def _lowest(x: jax.Array) -> Any:
+    return -np.inf if jnp.issubdtype(x.dtype, jnp.floating) else np.iinfo(x.dtype).min
+
+
+@register_operator("aten.max_unpool2d.default", "aten.max_unpool3d.default")
+def max_unpool(x: jax.Array, places: jax.Array, output_size: Sequence[int], *_: Any) -> jax.Array:
+    """Values back at their places; where several meet, the last stays and all have a gradient."""
+    dims = len(output_size)
+    lead = x.shape[: x.ndim - dims]
+    rows = math.prod(lead)
+    values, index = jnp.reshape(x, (rows, -1)), jnp.reshape(places, (rows, -1))
+    where = (jnp.arange(rows)[:, None], index)
+    out = jnp.zeros((rows, math.prod(output_size)), x.dtype)
+    fixed = jax.lax.stop_gradient(values)
+    kept = out.at[where].set(fixed) + out.at[where].add(values - fixed)
+    return jnp.reshape(kept, (*lead, *output_size))
 
 
 def _pool_args(
@@ -239,25 +269,35 @@ def adaptive_avg_pool(x: jax.Array | Last, output_size: Sequence[int | None]) ->
     return _adaptive_avg(x, output_size, x.ndim - len(output_size))
 
 
-def _adaptive_max(x: jax.Array, sizes: Sequence[int | None]) -> tuple[jax.Array, None]:
-    lead = x.ndim - len(sizes)
-    for i, size in enumerate(sizes):
-        axis = lead + i
+@register_operator(
+    "aten.adaptive_max_pool1d.default",
+    "aten.adaptive_max_pool2d.default",
+    "aten.adaptive_max_pool3d.default",
+)
+def adaptive_max_pool(
+    x: jax.Array, output_size: Sequence[int | None]
+) -> tuple[jax.Array, jax.Array]:
+    """Values and flat indices into the plane, the first of equal values as in torch."""
+    plane = x.shape[x.ndim - len(output_size) :]
+    flat = jnp.arange(math.prod(plane), dtype=np.int32)
+    places = jnp.broadcast_to(jnp.reshape(flat, plane), x.shape)
+    # The last dim first: of equal values the one in the first row is found, as row by row.
+    for i, size in reversed(list(enumerate(output_size))):
+        axis = x.ndim - len(output_size) + i
         if size is None or size == x.shape[axis]:
             continue
-        parts = [
-            jnp.max(jax.lax.slice_in_dim(x, begin, end, axis=axis), axis=axis, keepdims=True)
-            for begin, end in _adaptive_bounds(x.shape[axis], size)
-        ]
-        x = jnp.concatenate(parts, axis=axis)
-    return x, None
+        parts = [_largest(x, places, axis, *ends) for ends in _adaptive_bounds(x.shape[axis], size)]
+        x, places = (jnp.concatenate(each, axis=axis) for each in zip(*parts, strict=True))
+    return x, places.astype(canonical("int64"))
 
 
-@register_operator("aten.adaptive_max_pool2d.default", "aten.adaptive_max_pool3d.default")
-def adaptive_max_pool(x: jax.Array, output_size: Sequence[int | None]) -> tuple[jax.Array, None]:
-    return _adaptive_max(x, output_size)
-
-
-@register_operator("aten.adaptive_max_pool1d.default")
-def adaptive_max_pool1d(x: jax.Array, output_size: Sequence[int | None]) -> tuple[jax.Array, None]:
-    return _adaptive_max(x, output_size)
+def _largest(
+    x: jax.Array, places: jax.Array, axis: int, begin: int, end: int
+) -> tuple[jax.Array, jax.Array]:
+    """The largest value between two ends, and its place."""
+    values, where = (jax.lax.slice_in_dim(each, begin, end, axis=axis) for each in (x, places))
+    best = jnp.argmax(jax.lax.stop_gradient(values), axis=axis, keepdims=True)
+    return (
+        jnp.take_along_axis(values, best, axis=axis),
+        jnp.take_along_axis(where, best, axis=axis),
+    )

@@ -191,3 +191,14 @@ def rrelu(
     else:
         slope = jnp.asarray((lower + upper) / 2, x.dtype)
     return jnp.where(x > 0, x, x * slope)
+
+
+@register_operator(
+    "aten.rrelu_with_noise_functional.default",
+    draws=lambda x, noise, lower=0.125, upper=1 / 3, training=False, *_, **__: bool(training),
+)
+def rrelu_with_noise(
+    x: jax.Array, noise: Any, lower: float = 0.125, upper: float = 1 / 3, training: bool = False,
+    generator: Any = None, key: Any = None,
+) -> tuple[jax.Array, Any]:  # fmt: skip
+    return rrelu(x, lower, upper, training, key=key), noise

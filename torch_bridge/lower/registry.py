@@ -55,8 +55,11 @@ def register_operator(*names: str, draws: DrawsFn | None = None) -> Callable[[Lo
 
 
 def find_lowering(name: str) -> Lowering | None:
-    """The lowering of an operator by its overload name, or None."""
-    return _TABLE.get(name)
+    """The lowering of an operator by its overload name, or None.
+
+    `aten.view_copy.default` is `aten.view.default`: no array shares its memory here.
+    """
+    return _TABLE.get(name) or _TABLE.get(name.replace("_copy.", "."))
 
 
 def registered_operators() -> Sequence[str]:

@@ -93,6 +93,8 @@ def _product(x: jax.Array, where: tuple[Any, ...], src: jax.Array, include_self:
 
 @register_operator("aten.index_copy.default")
 def index_copy(x: jax.Array, dim: int, index: Any, source: Any) -> jax.Array:
+    if not x.ndim:
+        return jnp.reshape(cast(source, x.dtype), ())
     where = (slice(None),) * (dim % x.ndim) + (index,)
     return x.at[where].set(cast(source, x.dtype))
 

@@ -197,7 +197,7 @@ def unfold(x: jax.Array, dimension: int, size: int, step: int) -> jax.Array:
     return jnp.moveaxis(windows, axis + 1, -1)
 
 
-_PAD_MODES = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
+_PAD_MODES = {"reflect": "reflect", "circular": "wrap"}
 
 
 @register_operator("aten.constant_pad_nd.default")
@@ -215,7 +215,16 @@ def pad(x: jax.Array, pad: Sequence[int], mode: str = "constant", value: Any = N
     widths = [(0, 0)] * x.ndim
     for i in range(len(pad) // 2):
         widths[x.ndim - 1 - i] = (pad[2 * i], pad[2 * i + 1])
-    return jnp.pad(x, widths, mode=_PAD_MODES[mode])
+    if mode == "replicate":
+        for axis, (low, high) in enumerate(widths):
+            places = np.arange(x.shape[axis] + low + high) - low  # negative widths cut
+            x = jnp.take(x, np.clip(places, 0, x.shape[axis] - 1), axis=axis)
+        return x
+    kept = tuple(
+        slice(max(-a, 0), n - max(-b, 0)) for (a, b), n in zip(widths, x.shape, strict=True)
+    )
+    grown = [(max(a, 0), max(b, 0)) for a, b in widths]
+    return jnp.pad(x[kept], grown, mode=_PAD_MODES[mode])
 
 
 @register_operator("aten.pixel_shuffle.default")

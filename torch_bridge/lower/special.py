@@ -134,7 +134,7 @@ def ldexp(x: jax.Array, exponent: Any) -> jax.Array:
 
 @register_operator("aten.nextafter.default")
 def nextafter(x: jax.Array, y: Any) -> jax.Array:
-    return jnp.nextafter(*promote(x, y))
+    return jnp.nextafter(*map(jax.lax.stop_gradient, promote(x, y)))
 
 
 @register_operator("aten.heaviside.default")
@@ -189,3 +189,8 @@ def logcumsumexp(x: jax.Array, dim: int) -> jax.Array:
 def dist(x: jax.Array, y: Any, p: Any = 2) -> jax.Array:
     a, b = promote(x, y)
     return vector_norm(a - b, p)
+
+
+@register_operator("aten.signbit.default")
+def signbit(x: jax.Array) -> jax.Array:
+    return jnp.signbit(x) if is_float(x) else x < 0
