@@ -30,7 +30,8 @@ class PlacementError(FzeroError, RuntimeError):
 
     Attributes:
         state: after a move that failed half-way, the complete state: what was moved is where it was
-            going, everything else where it was. `None` otherwise.
+            going, everything else where it was. After a step whose result a disk did not take, the
+            complete new state. `None` otherwise.
     """
 
     state: Any = None

@@ -62,8 +62,8 @@ class Placement:
         bytes_all_devices: bytes in the memory of all devices together, copies counted.
         host_bytes_per_device: bytes in host memory, of the device with the most.
         host_bytes: bytes in host memory, of all devices.
-        disk_bytes_per_device: bytes in files, of the device with the most.
-        disk_bytes: bytes in files in all.
+        disk_bytes_per_device: bytes on disk, of the device with the most.
+        disk_bytes: bytes on disk in all.
         tiers: the tiers that a state class is in.
         num_devices: devices that it belongs to.
         leaves: every leaf.

@@ -3,7 +3,7 @@
 - `device`: a `jax.Array` in device memory.
 - `host`: a `jax.Array` of the same sharding in pinned host memory (memory kind `pinned_host`), or
   `Pieces` of it, which visit the device one by one.
-- `disk`: a handle of files (`fzero.offload.disk.DiskArray`), or `Pieces` of such.
+- `disk`: a handle of bytes there (`fzero.offload.disk.DiskArray`), or `Pieces` of such.
 
 Handles are no pytree nodes: to `jax.tree` they are leaves, so that a state has the same tree
 structure wherever its leaves are. They have the shape, dtype and (device) sharding of the array.
