@@ -21,6 +21,7 @@ import tensorstore
 from fzero import compute_copy
 from fzero.blueprint import Blueprint, blueprint, bound_optimizer, initial_shapes
 from fzero.checkpoint import Checkpoint, array_path, checkpoint, read_meta, wait
+from fzero.compat import is_key
 from fzero.copies import Index, LazyArray
 from fzero.errors import CheckpointError
 from fzero.model import Model
@@ -138,6 +139,9 @@ def _derived(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -
     shapes = blue.shapes()
 
     def put(value: Any, to: Any) -> jax.Array:
+        if is_key(value):  # which `device_put` does not take to devices of other processes
+            moved: jax.Array = jax.jit(lambda x: x, out_shardings=to.sharding)(value)
+            return moved
         return jax.device_put(value, to.sharding)
 
     compute = compute_of(blue, params)
