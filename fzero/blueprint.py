@@ -10,12 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fzero.buffers import check_buffers
-from fzero.compat import auto_mesh
+from fzero.compat import abstract_mesh, ranks_mesh
 from fzero.errors import PlanError, StateError
 from fzero.initial import initial_shapes as initial_shapes
 from fzero.initial import memo, tracing_context
@@ -77,10 +76,7 @@ class Blueprint:
         if home is None or self.stages is None or len(home.ranks) == self.plan.pipe:
             return self.mesh
         if home.ranks not in self._meshes:
-            grid = self.mesh.devices[np.asarray(home.ranks)]
-            axes = self.mesh.axis_names
-            one = len(home.ranks) == 1
-            self._meshes[home.ranks] = auto_mesh(grid[0] if one else grid, axes[one:])
+            self._meshes[home.ranks] = ranks_mesh(self.mesh, home.ranks)
         return self._meshes[home.ranks]
 
     @cached_property
@@ -106,6 +102,11 @@ class Blueprint:
             spec = PartitionSpec(PIPE, *spec[1:])
         return NamedSharding(self.mesh_of(home), spec)
 
+    @property
+    def num_data(self) -> int:
+        """Devices on the data axis."""
+        return dict(self.mesh.shape)[DATA]
+
     @cached_property
     def group(self) -> Group:
         """The devices that collectives run over."""
@@ -129,7 +130,7 @@ class Blueprint:
         """A `Split` for every leaf of the optimizer state; the empty tuple without an optimizer."""
         if self.tx is None:
             return ()
-        return split_opt_state(self.optimizer.init, self.params, self.plan, self.group.data)
+        return split_opt_state(self.optimizer.init, self.params, self.plan, self.num_data)
 
     @cached_property
     def optimizer(self) -> Optimizer:
@@ -151,7 +152,7 @@ class Blueprint:
     def _spread(self, stack: str, value: jax.Array) -> jax.Array:
         """Divides a stack's layers over the devices of the data axis, unevenly if need be."""
         home = None if self.stages is None else self.stages.homes[stack]
-        if self.group.data == 1:
+        if self.num_data == 1:
             return value
         spec = PartitionSpec((PIPE, DATA) if home is not None and home.rows else DATA)
         return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh_of(home), spec))
@@ -335,10 +336,24 @@ def blueprint(
     except TypeError:  # an optimizer that is no tuple of functions need not be hashable
         known, key = {}, ()
     shapes = initial_shapes(model)
+    secondary_size(plan, dict(mesh.shape)[DATA], list(mesh.devices.flat))
+    if plan.pipe > 1 and plan.pipe_backend == "mpmd":
+        require_transfers(list(mesh.devices.flat))
     held = model if callable(model.init) else model.with_init(shapes)
     blue = _blueprint(held, tx, plan, mesh, *shapes)
     known[key] = blue
     return blue
+
+
+def planned(
+    model: Model, tx: optax.GradientTransformation | None, plan: Plan, num_devices: int
+) -> Blueprint:
+    """The layout of a model's state on devices that need not exist: what follows from shapes.
+
+    Args and Raises as for `blueprint`.
+    """
+    mesh = abstract_mesh(plan.sizes(num_devices))
+    return _blueprint(model, tx, plan, mesh, *initial_shapes(model))
 
 
 def _blueprint(
@@ -349,7 +364,6 @@ def _blueprint(
     params: PyTree,
     buffers: PyTree,
 ) -> Blueprint:
-    secondary_size(plan, dict(mesh.shape)[DATA], list(mesh.devices.flat))
     for path, leaf in named_leaves(params):
         if not is_floating(leaf):
             raise StateError(
@@ -360,8 +374,6 @@ def _blueprint(
     if plan.pipe == 1:
         layout = split_params(model, params, plan, dict(mesh.shape)[DATA])
         return Blueprint(model, tx, plan, mesh, layout, buffers)
-    if plan.pipe_backend == "mpmd":
-        require_transfers(list(mesh.devices.flat))
     stages = cut_into_stages(model, plan)
     layout = split_params(model, params, plan, dict(mesh.shape)[DATA], stages.homes)
     kept = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import source_info_util
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 
 NameStack = source_info_util.NameStack
@@ -23,6 +23,23 @@ def auto_mesh(grid: np.ndarray[Any, Any], axes: Sequence[str]) -> Mesh:
     written for automatic sharding raises `ShardingTypeError`.
     """
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def abstract_mesh(sizes: Mapping[str, int]) -> Any:
+    """A mesh of devices that need not exist, which shapes can be split over; axes are `Auto`."""
+    return AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
+
+
+def ranks_mesh(mesh: Any, ranks: Sequence[int]) -> Any:
+    """Some rows of the first axis of a mesh; a single row has no such axis."""
+    one = len(ranks) == 1
+    if isinstance(mesh, AbstractMesh):
+        first, *rest = dict(mesh.shape).items()
+        return abstract_mesh(dict(rest) if one else {first[0]: len(ranks), **dict(rest)})
+    grid = mesh.devices[np.asarray(ranks)]
+    return auto_mesh(grid[0] if one else grid, mesh.axis_names[one:])
 
 
 def is_key(leaf: Any) -> bool:

@@ -7,9 +7,9 @@ bytes unless a name says elements.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,21 +17,15 @@ import jax
 import numpy as np
 import optax
 
-from fzero.blueprint import initial_shapes, secondary_size
+from fzero.blueprint import Blueprint, planned, secondary_size
 from fzero.model import Model, Piece
-from fzero.offload.tiers import largest
-from fzero.pipeline.homes import Stages, cut_into_stages, stage_tree
+from fzero.offload.tiers import DEVICE
+from fzero.pipeline.homes import Stages, stage_tree
 from fzero.plan import DATA, REPLICA, Plan
 from fzero.precision import compute_dtype
+from fzero.relayout import Kept
 from fzero.tree import PyTree, leaf_bytes, named_leaves
-from fzero.zero.partition import (
-    Home,
-    Split,
-    is_split,
-    kept_shape,
-    split_opt_state,
-    split_params,
-)
+from fzero.zero.partition import Home, Split, layout_leaves
 from fzero.zero.quantize import BLOCK, encoded_bytes
 
 
@@ -211,12 +205,9 @@ def describe(
     if num_devices is None:
         named = plan.pipe * plan.data * plan.replica if plan.data else None
         num_devices = len(devices) if devices is not None else named or len(jax.devices())
-    sizes = plan.sizes(num_devices)
-    shapes, buffers = initial_shapes(model)
-    stages = None if plan.pipe == 1 else cut_into_stages(model, plan)
-    homes = None if stages is None else stages.homes
-    layout = split_params(model, shapes, plan, sizes[DATA], homes)
-    leaves = _planned(plan, layout, buffers, tx, sizes, stages)
+    blue = planned(model, tx, plan, num_devices)
+    sizes, stages, layout = dict(blue.mesh.shape), blue.stages, blue.params
+    leaves = tuple(_planned(blue))
     counted = ["params", "compute", *(["opt_state"] if tx is not None else []), "buffers"]
     known = plan.secondary != "host" or devices is not None
     secondary = secondary_size(plan, sizes[DATA], devices) if known else 0
@@ -226,7 +217,7 @@ def describe(
         num_devices=plan.pipe * sizes[DATA] * sizes[REPLICA],
         num_data=sizes[DATA],
         num_replica=sizes[REPLICA],
-        num_elements=sum(_size(leaf.shape) for leaf in jax.tree.leaves(shapes)),
+        num_elements=sum(math.prod(Kept.of(split).logical) for split in layout_leaves(layout)),
         leaves=leaves,
         bytes_per_device=_fullest(plan, leaves, counted),
         parked_bytes={
@@ -251,72 +242,45 @@ def _fullest(
     return {name: max(by[name] for by in held) for name in (*counted, "total")}
 
 
-def _planned(
-    plan: Plan,
-    layout: PyTree,
-    buffers: PyTree,
-    tx: optax.GradientTransformation | None,
-    sizes: dict[str, int],
-    stages: Stages | None,
-) -> tuple[LeafPlan, ...]:
-    parts = sizes[DATA]
+def _planned(blue: Blueprint) -> Iterator[LeafPlan]:
+    """Every leaf of a state: how it is split, and of which shape in which sharding."""
+    shapes = blue.shapes()
 
-    def row(name: str, split: Split, dtype: Any = None) -> LeafPlan:
-        sharded, why = plan.shards(name), split.reason
-        dim = split.dim if sharded else None
-        if split.dim is not None and not sharded:
-            why = f"zero={plan.zero} keeps {name} whole"
-        dtype = np.dtype(split.dtype if dtype is None else dtype)
-        shape = split.shape if dim is None else split.stored_shape
-        size = _size(shape) * dtype.itemsize // (1 if dim is None else parts)
-        pad = 0 if dim is None else split.pad
-        own, size, ranks, where = _at_home(split.shape, size, split.home)
-        return LeafPlan(name, split.path, own, str(dtype), dim, pad, why + where, size, ranks)
+    def row(name: str, path: str, to: Any, split: Split | None, home: Home | None) -> LeafPlan:
+        sharded = split is not None and blue.plan.shards(name)
+        why = "buffers stay whole" if split is None else split.reason
+        dim = split.dim if split is not None and sharded else None
+        if split is not None and split.dim is not None and not sharded:
+            why = f"zero={blue.plan.zero} keeps {name} whole"
+        kept = Kept.at(home, to.shape) if split is None else Kept.of(split, sharded)
+        parking = blue.chunks.parked.get((name, path))
+        return LeafPlan(
+            name, path, kept.logical, str(to.dtype), dim,
+            0 if dim is None or split is None else split.pad, why + _layers(home),
+            leaf_bytes(to, to.sharding.shard_shape(to.shape)), () if home is None else home.ranks,
+            DEVICE if parking is None else parking.tier,
+        )  # fmt: skip
 
-    params = _splits(layout)
-    rows = [row("params", split) for split in params]
-    frozen = {split.path for split in params if split.frozen}
-    if plan.keeps_compute_copy:
-        rows += [row("compute", split, compute_dtype(plan, split.dtype)) for split in params
-                 if not split.frozen]  # fmt: skip
-    if tx is not None:
-        state = split_opt_state(tx.init, layout, plan, parts)
-        rows += [row("opt_state", split) for split in _splits(state)]
-    for path, leaf in named_leaves(buffers):
-        home = None if stages is None else stages.homes[path.split("/")[0]]
-        kept = kept_shape(leaf, home)
-        shape, size, ranks, where = _at_home(tuple(kept.shape), leaf_bytes(kept), home)
-        why = "buffers stay whole" + where
-        of_leaf = (shape, str(leaf.dtype), None, 0, why, size, ranks)
-        rows.append(LeafPlan("buffers", path, *of_leaf))
-    return tuple(_in_tiers(plan, rows, frozen if plan.keeps_compute_copy else set()))
+    for name, layout in (
+        ("params", blue.params), ("compute", blue.params), ("opt_state", blue.opt_state)
+    ):  # fmt: skip
+        if shapes[name] is None:
+            continue
+        leaves = jax.tree.leaves(shapes[name], is_leaf=lambda x: x is None)
+        for split, to in zip(layout_leaves(layout), leaves, strict=True):
+            if to is not None:  # a frozen leaf has no compute copy
+                yield row(name, split.path, to, split, split.home)
+    for path, to in named_leaves(shapes["buffers"]):
+        yield row("buffers", path, to, None, blue.home_of(path.split("/")[0]))
 
 
-def _in_tiers(
-    plan: Plan, rows: Sequence[LeafPlan], unparked: Collection[str]
-) -> Iterator[LeafPlan]:
-    for name, leaves in itertools.groupby(rows, key=lambda row: row.state_class):
-        by_path = {leaf.path: leaf for leaf in leaves}
-        tier, share = plan.tier(name)
-        # Scalars, such as counters, stay at hand.
-        sizes = {path: leaf.bytes_per_device for path, leaf in by_path.items()
-                 if leaf.shape and not (name == "params" and path in unparked)}  # fmt: skip
-        parked = set(largest(sizes, share))
-        for path, leaf in by_path.items():
-            yield dataclasses.replace(leaf, tier=tier) if path in parked else leaf
-
-
-def _at_home(
-    shape: tuple[int, ...], size: int, home: Home | None
-) -> tuple[tuple[int, ...], int, tuple[int, ...], str]:
-    """A kept leaf's own shape, bytes on one device, ranks, and words about them."""
+def _layers(home: Home | None) -> str:
+    """How many layers of a stack that is cut each rank has, in words."""
     if home is None or not home.rows:
-        return shape, size, () if home is None else home.ranks, ""
+        return ""
     count = np.sum(np.reshape(home.rows, (len(home.ranks), -1)) >= 0, axis=1).tolist()
-    words = f"; layers per rank: {', '.join(map(str, count))}"
-    if len(set(count)) > 1:
-        words += f", filled up to {max(count)}"
-    return (sum(count), *shape[1:]), size // len(home.ranks), home.ranks, words
+    filled = f", filled up to {max(count)}" if len(set(count)) > 1 else ""
+    return f"; layers per rank: {', '.join(map(str, count))}{filled}"
 
 
 def _shown(leaves: Sequence[LeafPlan]) -> Sequence[LeafPlan | None]:
@@ -343,13 +307,13 @@ def _secondary_bytes(plan: Plan, layout: PyTree, secondary: int, stages: Stages 
     """Bytes of weights that a device keeps for a backward pass; of the stage with the most."""
     if not secondary:
         return 0
-    links = [_splits(layout)] if stages is None else [
+    links = [layout_leaves(layout)] if stages is None else [
         [split for own in _by_owner(pieces, layout).values() for split in own]
         for pieces in stages.pieces
     ]  # fmt: skip
     return max(
         sum(
-            _size(s.stored_shape) * compute_dtype(plan, s.dtype).itemsize // secondary
+            math.prod(s.stored_shape) * compute_dtype(plan, s.dtype).itemsize // secondary
             for s in splits
             if s.dim is not None
         )
@@ -361,7 +325,7 @@ def _by_owner(pieces: tuple[Piece, ...], layout: PyTree) -> dict[bool, list[Spli
     """A stage's leaves: of its own links (`True`), or tied to those of others."""
     num_layers = {piece.layer.name: piece.num_layers for piece in pieces}
     parts: dict[bool, list[Split]] = {True: [], False: []}
-    for split in _splits(stage_tree(pieces, layout)):
+    for split in layout_leaves(stage_tree(pieces, layout)):
         name = split.path.split("/")[0]
         if split.stacked and name in num_layers:
             shape = (num_layers[name], *split.shape[1:])
@@ -375,7 +339,7 @@ def _communication(
 ) -> tuple[int, int]:
     """Elements that one device (gathers, reduces) per step, with ring collectives."""
     if stages is None:
-        return _of_parts(plan, _splits(layout), sizes, secondary, 2)
+        return _of_parts(plan, layout_leaves(layout), sizes, secondary, 2)
     # A backward pass in halves gathers for both, where weight gradients read weights at all.
     halves = any(action.kind == "W" for action in stages.schedule.actions)
     ranks = [[0, 0] for _ in range(plan.pipe)]
@@ -394,7 +358,7 @@ def _of_parts(
     plan: Plan, splits: list[Split], sizes: dict[str, int], secondary: int, passes: int
 ) -> tuple[int, int]:
     data, replica = sizes[DATA], sizes[REPLICA]
-    split = sum(_size(s.stored_shape) for s in splits if s.dim is not None)
+    split = sum(math.prod(s.stored_shape) for s in splits if s.dim is not None)
     # Stages 0 to 2 gather once a step, lazily or not; stage 3 for every pass of every microbatch,
     # and after the forward pass from the secondary group if there is one.
     gathered, again = split * (data - 1) / data, secondary or data
@@ -404,20 +368,12 @@ def _of_parts(
     # A reduce-scatter within a group, then only the shard crosses groups. Leaves kept whole are
     # all-reduced: a reduce-scatter and an all-gather.
     learnt = [s for s in splits if not s.frozen]
-    split = sum(_size(s.stored_shape) for s in learnt if s.dim is not None)
-    whole = sum(_size(s.shape) for s in learnt if s.dim is None)
+    split = sum(math.prod(s.stored_shape) for s in learnt if s.dim is not None)
+    whole = sum(math.prod(s.shape) for s in learnt if s.dim is None)
     scattered = split * (data - 1) / data + 2 * (split / data) * (replica - 1) / replica
     everywhere = 2 * whole * ((data - 1) / data + (replica - 1) / replica)
     reductions = plan.microbatches if plan.reduce == "microbatch" else 1
     return round(gathered), round(reductions * (scattered + everywhere))
-
-
-def _splits(layout: PyTree) -> list[Split]:
-    return jax.tree.leaves(layout, is_leaf=is_split)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
 
 
 def table(rows: Sequence[Sequence[str]], right: tuple[int, ...] = ()) -> str:

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support import tiny
 
 import fzero as fz
 from fzero.preflight import hlo
+from fzero.tree import device_bytes, named_leaves
 
 
 pytestmark = pytest.mark.quick
@@ -276,3 +278,16 @@ def test_placement_finds_the_fullest_device_and_other_memory():
     assert str(where).splitlines()[0].split("  ")[-1].strip() == "tier"
     assert str(where).splitlines()[4].split() == ["opt_state", "0", "0", "24", "24", "host"]
     assert where.num_devices == 2
+
+
+def test_described_and_placed_are_the_states_own_shapes():
+    """One truth, with an optimizer that keeps other leaves for stacks, and devices there are not."""
+    model, tx = tiny.chain(3), fz.per_layer(optax.lamb(1e-2))
+    plan = tiny.plan(zero=1, data=4)
+    kept = dict(named_leaves(fz.abstract_state(model, tx, plan).opt_state))
+    about = fz.describe(plan, model, tx, num_devices=4)
+    rows = {leaf.path: leaf for leaf in about.leaves if leaf.state_class == "opt_state"}
+    assert {path: leaf.shape for path, leaf in kept.items()}.keys() == rows.keys()
+    assert about.bytes_per_device["opt_state"] == sum(map(device_bytes, kept.values()))
+    where = fz.placement(plan, model, tx, num_devices=4)
+    assert where.bytes_per_device["opt_state"] == about.bytes_per_device["opt_state"]
