@@ -112,7 +112,7 @@ class Model(Printed):
             return str(getattr(of, "__qualname__", type(of).__name__))
 
         given = "values" if isinstance(self.init, tuple) else name(self.init)
-        frozen = f", {len(self.frozen)} frozen" if self.frozen else ""
+        frozen = ", some frozen" if self.frozen else ""
         lines = [f"{type(self).__name__}(init={given}, loss={name(self.loss)}{frozen})"]
         chain = [link for link in self.layers if link.name]
         shown = chain if len(chain) <= MOST else [*chain[: MOST // 2], None, *chain[-MOST // 2 :]]

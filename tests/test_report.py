@@ -281,7 +281,7 @@ def test_placement_finds_the_fullest_device_and_other_memory():
 
 
 def test_described_and_placed_are_the_states_own_shapes():
-    """One truth, with an optimizer that keeps other leaves for stacks, and devices there are not."""
+    """With an optimizer that is told of stacks, and for devices that there are not."""
     model, tx = tiny.chain(3), fz.per_layer(optax.lamb(1e-2))
     plan = tiny.plan(zero=1, data=4)
     kept = dict(named_leaves(fz.abstract_state(model, tx, plan).opt_state))
