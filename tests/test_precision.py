@@ -107,8 +107,9 @@ class TestMaster:
         seen = {}
 
         def loss(p, buffers, batch, rng, train):
-            seen.update(p=p["w"].dtype, x=batch["x"].dtype, i=batch["i"].dtype)
-            return jnp.sum(p["w"] * batch["x"].mean()), buffers, {}
+            own = fz.cast(batch, like=p)
+            seen.update(p=p["w"].dtype, batch=batch["x"].dtype, x=own["x"].dtype, i=own["i"].dtype)
+            return jnp.sum(p["w"] * own["x"].mean()), buffers, {}
 
         model = fz.Model(lambda key: ({"w": jnp.ones(8)}, {}), loss)
         one = fz.Plan(zero=3, precision=kind)
@@ -117,7 +118,7 @@ class TestMaster:
             "i": jax.ShapeDtypeStruct((8,), "int32"),
         }
         fz.train_step(model, TX, one).lower(fz.abstract_state(model, TX, one), shapes)
-        assert seen == {"p": DTYPES[kind], "x": DTYPES[kind], "i": "int32"}
+        assert seen == {"p": DTYPES[kind], "batch": "float32", "x": DTYPES[kind], "i": "int32"}
 
     def test_close_to_fp32(self):
         """bf16 gradients carry 8 bits; a missing cast back or a wrong scale is far outside."""
@@ -380,7 +381,7 @@ def test_nothing_relies_on_implicit_promotion(kind):
     """A step under jax's strict promotion is the one without it; optax.adam itself is not."""
 
     def loss(p, buffers, batch, rng, train):
-        error = (batch["x"] @ p["w"]).astype(jnp.float32)
+        error = (fz.cast(batch["x"], like=p) @ p["w"]).astype(jnp.float32)
         return fz.Mean(jnp.sum(error**2), jnp.float32(len(error))), buffers, {}
 
     weights = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
