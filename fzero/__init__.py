@@ -15,6 +15,7 @@ from fzero.errors import PreflightError as PreflightError
 from fzero.errors import ScheduleError as ScheduleError
 from fzero.errors import StateConsumedError as StateConsumedError
 from fzero.errors import StateError as StateError
+from fzero.errors import UnusedDevicesWarning as UnusedDevicesWarning
 from fzero.flax import from_flax as from_flax
 from fzero.model import Context as Context
 from fzero.model import Layer as Layer

@@ -13,6 +13,10 @@ class PlanError(FzeroError, ValueError):
     """A plan cannot be carried out: sizes, devices or options do not fit together."""
 
 
+class UnusedDevicesWarning(UserWarning):
+    """A plan takes fewer devices than there are, and nobody said which."""
+
+
 class BatchError(FzeroError, ValueError):
     """A batch does not fit the plan."""
 

@@ -50,6 +50,11 @@ class Mean:
     total: jax.Array
     count: jax.Array
 
+    @property
+    def divisor(self) -> jax.Array:
+        """The count; 1 where nothing was counted, so that a mean over nothing is 0."""
+        return jnp.where(self.count == 0, jnp.ones_like(self.count), self.count)
+
     @staticmethod
     def of(value: Any) -> Mean:
         """A `Mean` from a `Mean` or a scalar (which counts once per device and microbatch).

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fzero import compat
-from fzero.errors import PlanError, ScheduleError
+from fzero.errors import PlanError, ScheduleError, UnusedDevicesWarning
 from fzero.pipeline.actions import Schedule
 from fzero.pipeline.check import check
 from fzero.pipeline.names import BUILDERS, schedule, stages_per_rank
@@ -369,7 +370,8 @@ class Plan:
     def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
         """The device mesh over the first devices given (default: all).
 
-        Axes are `(replica, data)`, with `pipe` before them in a pipeline.
+        Axes are `(replica, data)`, with `pipe` before them in a pipeline. A plan for several
+        devices, but not all of them, and no choice of devices: an `UnusedDevicesWarning` says so.
 
         Raises:
             PlanError: there are too few devices.
@@ -377,6 +379,15 @@ class Plan:
         have = list(jax.devices() if devices is None else devices)
         sizes = self.sizes(len(have))
         shape = tuple(sizes.values())
+        if devices is None and 1 < math.prod(shape) < len(have):
+            warnings.warn(
+                f"plan: pipe={self.pipe} x replica={self.replica} x data={self.data} take"
+                f" {math.prod(shape)} of {len(have)} devices; the others are not used. Say"
+                " data=None to use all, or pass the ones that are meant: devices=jax.devices()"
+                f"[:{math.prod(shape)}]",
+                UnusedDevicesWarning,
+                stacklevel=2,
+            )
         grid = np.asarray(have[: math.prod(shape)], dtype=object).reshape(shape)
         return compat.auto_mesh(grid, tuple(sizes))
 

@@ -85,7 +85,7 @@ class Update:
         if pending is not None:
             sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), pending.sums, sums)
             mean = Mean(pending.total + mean.total, pending.count + mean.count)
-        metrics = {"loss": mean.total / mean.count, "count": mean.count}
+        metrics = {"loss": mean.total / mean.divisor, "count": mean.count}
         metrics |= {name: value.total / value.count for name, value in own.items()}
         return sums, mean, metrics
 
@@ -107,7 +107,7 @@ class Update:
     def norm(self, sums: PyTree, mean: Mean) -> jax.Array:
         """Global norm of the mean gradient."""
         # It gets a copy of the sums, or it would be fused with what a stage does next.
-        return self.fence(self._norm(self.fence(sums), mean.count))
+        return self.fence(self._norm(self.fence(sums), mean.divisor))
 
     def applied(
         self,
@@ -121,9 +121,13 @@ class Update:
     ) -> tuple[dict[str, Any], Metrics]:
         """An optimizer step: new fields of the state, and the step's metrics."""
         plan, blue = self.plan, self.blueprint
-        grads = self._mean_gradients(sums, mean.count, norm)
-        new = {**changed, "step": step + 1, "grads": None}
-        new |= self._updated(fields, grads, metrics["loss"])
+        grads = self._mean_gradients(sums, mean.divisor, norm)
+        # A batch in which nothing counts, all padding, takes no step.
+        empty = mean.count == 0
+        new = {name: jax.tree.map(partial(jnp.where, empty), fields[name], value)
+               for name, value in changed.items()}  # fmt: skip
+        new |= {"step": jnp.where(empty, step, step + 1), "grads": None}
+        new |= self._updated(fields, grads, metrics["loss"], empty)
         finite = jnp.isfinite(norm)
         metrics = {**metrics, "grad_norm": norm, "nonfinite": 1.0 - finite.astype(jnp.float32)}
         new["loss_scale"] = None
@@ -186,8 +190,10 @@ class Update:
 
         return map_splits(mean, self.layout, sums)
 
-    def _updated(self, fields: dict[str, Any], grads: PyTree, loss: jax.Array) -> dict[str, Any]:
-        """New parameters, compute copy and optimizer state."""
+    def _updated(
+        self, fields: dict[str, Any], grads: PyTree, loss: jax.Array, empty: jax.Array
+    ) -> dict[str, Any]:
+        """New parameters, compute copy and optimizer state: the old ones if `empty`."""
         plan, blue = self.plan, self.blueprint
         params = trained(blue.params, fields["params"])
         params = logical_view(blue, "params", params, self.layout)
@@ -195,7 +201,9 @@ class Update:
         if sharded:
             params = map_splits(blue.constrain, self.layout, params)
         opt_state = logical_view(blue, "opt_state", fields["opt_state"])
-        updates, opt_state = blue.optimizer.update(grads, opt_state, params, loss)
+        updates, changed = blue.optimizer.update(grads, opt_state, params, loss)
+        opt_state = jax.tree.map(partial(jnp.where, empty), opt_state, changed)
+        updates = jax.tree.map(lambda u: jnp.where(empty, jnp.zeros_like(u), u), updates)
         params = optax.apply_updates(params, updates)
 
         def whole(params: PyTree) -> PyTree:

@@ -239,3 +239,13 @@ def test_what_a_stage_keeps_sharded(zero, precision, kept):
         assert lazy.shards("params")
         assert lazy.shards("opt_state")
         assert not lazy.keeps_compute_copy
+
+
+def test_devices_that_nobody_uses_are_named_once_they_are_not_chosen(recwarn):
+    with pytest.warns(fz.UnusedDevicesWarning, match=r"take 2 of 8 .*data=None.*devices=") as found:
+        fz.Plan(data=2).mesh()
+    assert len(found) == 1
+    for plan in (fz.Plan(data=1), fz.Plan(data=8), fz.Plan()):
+        plan.mesh()
+    fz.Plan(data=2).mesh(jax.devices()[:2])
+    assert not [w for w in recwarn if w.category is fz.UnusedDevicesWarning]

@@ -265,7 +265,7 @@ def _recast(state: TrainState, blue: Blueprint) -> TrainState:
 
 def _quotients(mean: Mean, own: dict[str, Mean]) -> Metrics:
     """Metrics from their sums."""
-    metrics = {"loss": mean.total / mean.count, "count": mean.count}
+    metrics = {"loss": mean.total / mean.divisor, "count": mean.count}
     return metrics | {name: value.total / value.count for name, value in own.items()}
 
 

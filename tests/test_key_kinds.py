@@ -1,0 +1,53 @@
+"""Random keys of any kind: a state keeps the one it was given, and every operation takes it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import tiny
+
+import fzero as fz
+
+
+MODEL, TX = tiny.chain(2, tiny.dropped_block), optax.sgd(0.1)
+PLAN = tiny.plan(zero=3, data=2)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_a_key_of_another_kind_is_kept(impl, tmp_path):
+    state = fz.init(MODEL, TX, PLAN, rng=jax.random.key(3, impl=impl))
+    step = fz.train_step(MODEL, TX, PLAN)
+    state, _ = step(state, tiny.tokens(8))
+    fz.save(tmp_path, state, PLAN, asynchronous=False)
+    one = tiny.plan(zero=0, data=1)
+    for found in (fz.restore(tmp_path, MODEL, TX, one), fz.replan(state, MODEL, TX, PLAN, one)):
+        assert str(jax.random.key_impl(found.rng)) == impl
+        fz.eval_step(MODEL, one)(found, tiny.tokens(8))
+    for pipe in ("mpmd", "spmd"):
+        plan = PLAN.replace(pipe=2, microbatches=2, pipe_backend=pipe)
+        moved = fz.replan(state, MODEL, TX, PLAN, plan)
+        moved, metrics = fz.train_step(MODEL, TX, plan, donate=False)(moved, tiny.tokens(8))
+        assert np.isfinite(float(metrics["loss"]))
+
+
+def test_the_bits_of_a_key_are_that_key():
+    raw = fz.init(MODEL, TX, PLAN, rng=jax.random.PRNGKey(3))
+    tiny.same_bits(raw, fz.init(MODEL, TX, PLAN, rng=jax.random.key(3)))
+    tiny.same_bits(raw, fz.init(MODEL, TX, PLAN, rng=np.int64(3)))
+
+
+@pytest.mark.parametrize(
+    "rng",
+    [
+        lambda: jnp.zeros(4, jnp.uint32), lambda: jax.random.split(jax.random.key(0)),
+        lambda: 1.5, lambda: np.float32(1), lambda: None,
+    ],
+    ids=["bits of another kind", "two keys", "a float", "a numpy float", "nothing"],
+)  # fmt: skip
+def test_what_is_no_key_is_refused(rng):
+    with pytest.raises(fz.StateError, match=r"init: rng.*expected a seed"):
+        fz.init(MODEL, TX, PLAN, rng=rng())
