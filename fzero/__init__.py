@@ -17,6 +17,7 @@ from fzero.errors import StateConsumedError as StateConsumedError
 from fzero.errors import StateError as StateError
 from fzero.errors import UnusedDevicesWarning as UnusedDevicesWarning
 from fzero.flax import from_flax as from_flax
+from fzero.loss_scaling import LossScaling as LossScaling
 from fzero.model import Context as Context
 from fzero.model import Layer as Layer
 from fzero.model import Mean as Mean

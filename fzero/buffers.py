@@ -71,6 +71,8 @@ def agreed_buffers(
         new: after it, each device's own.
         group: the devices.
     """
+    # What a loss computes in float32 is kept in the buffer's own precision.
+    new = jax.tree.map(lambda a, b: b.astype(a.dtype) if is_floating(a) else b, old, new)
     size = group.data * group.replica
     if size == 1:
         return new

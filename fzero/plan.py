@@ -8,7 +8,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from fzero import compat
 from fzero.errors import PlanError, ScheduleError, UnusedDevicesWarning
+from fzero.loss_scaling import LossScaling
 from fzero.pipeline.actions import Schedule
 from fzero.pipeline.check import check
 from fzero.pipeline.names import BUILDERS, schedule, stages_per_rank
@@ -104,6 +105,7 @@ class Plan:
             parameters up, instead of all that is parked both ways: for links that are slower.
         disk_path: the directory for what is kept on disk: on a fast drive of each machine. The
             system's directory for temporary files if not given, which may be kept in memory.
+        loss_scale: how fp16's loss scale moves; other precisions have none.
         skip_nonfinite: in fp32 and bf16, leave the state as it is when a gradient is not finite.
             (fp16 always does, and lowers its loss scale.)
 
@@ -141,6 +143,7 @@ class Plan:
     stream_bytes: int = 64 * 2**20
     update_on: str = "device"
     disk_path: str | None = None
+    loss_scale: LossScaling = field(default_factory=LossScaling)
     skip_nonfinite: bool = False
 
     def __post_init__(self) -> None:
@@ -157,6 +160,11 @@ class Plan:
         _expect_int("stream_bytes", self.stream_bytes, 1)
         object.__setattr__(self, "tiers", _tiers(self.tiers))
         _expect_choice("update_on", self.update_on, ("device", "host"))
+        if not isinstance(self.loss_scale, LossScaling):
+            raise PlanError(
+                f"plan: loss_scale={self.loss_scale!r}: expected a fz.LossScaling, such as"
+                " fz.LossScaling(initial=2**12)"
+            )
         for name in ("prefetch", "skip_nonfinite"):
             value = getattr(self, name)
             if not isinstance(value, bool) and (name, value) != ("prefetch", None):
@@ -444,6 +452,7 @@ class Plan:
             values["partition"] = list(self.partition)
         if callable(self.remat):
             values["remat"] = _policy_name(self.remat)
+        values["loss_scale"] = dataclasses.asdict(self.loss_scale)
         values["tiers"] = {name: [tier, share] for name, tier, share in _tiers(self.tiers)}
         return values
 
@@ -462,6 +471,8 @@ class Plan:
         unknown = sorted(set(values) - known)
         if unknown:
             raise PlanError(f"plan: unknown keys {unknown}; known are {sorted(known)}")
+        if isinstance(values.get("loss_scale"), dict):
+            values["loss_scale"] = LossScaling.from_json(values["loss_scale"])
         if isinstance(values.get("schedule"), dict):
             try:
                 text = io.StringIO(json.dumps(values["schedule"]))

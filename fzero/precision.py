@@ -19,14 +19,6 @@ PyTree = Any
 
 COMPUTE_DTYPES = {"fp32": None, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 
-# The usual constants of dynamic loss scaling (Megatron, DeepSpeed, torch.amp agree on them):
-# start high and fall quickly, double after 1000 clean steps, and forgive one overflow before
-# halving, because a single overflow says little.
-INITIAL_SCALE = 2.0**16
-GROWTH_STEPS = 1000
-HYSTERESIS = 2
-MIN_SCALE = 1.0
-
 
 def compute_dtype(plan: Plan, dtype: Any) -> np.dtype[Any]:
     """The dtype in which a parameter of `dtype` computes and travels."""
@@ -134,24 +126,24 @@ def initial_loss_scale(plan: Plan) -> LossScale | None:
     if not plan.skips:
         return None
     zero = jnp.zeros((), jnp.int32)
-    start = INITIAL_SCALE if plan.precision == "fp16" else 1.0
-    return LossScale(jnp.float32(start), zero, zero + HYSTERESIS, zero)
+    start = plan.loss_scale.initial if plan.precision == "fp16" else 1.0
+    return LossScale(jnp.float32(start), zero, zero + plan.loss_scale.hysteresis, zero)
 
 
 def next_loss_scale(plan: Plan, old: LossScale, finite: jax.Array) -> LossScale:
     """The loss scale after a step whose gradients were finite or not."""
-    skipped = old.skipped + jnp.where(finite, 0, 1)
+    how, skipped = plan.loss_scale, old.skipped + jnp.where(finite, 0, 1)
     if plan.precision != "fp16":
         return LossScale(old.scale, old.good_steps, old.hysteresis, skipped)
-    grow = finite & (old.good_steps + 1 >= GROWTH_STEPS)
+    grow = finite & (old.good_steps + 1 >= how.growth_steps)
     fall = ~finite & (old.hysteresis <= 1)
     scale = jnp.where(grow, old.scale * 2, old.scale)
-    scale = jnp.where(fall, jnp.maximum(scale / 2, MIN_SCALE), scale)
+    scale = jnp.where(fall, jnp.maximum(scale / 2, how.minimum), scale)
     good = jnp.where(finite & ~grow, old.good_steps + 1, 0)
     # Patience is restored when the scale grows, not by every clean step: then overflows that
     # alternate with clean steps still bring the scale down.
     patience = jnp.where(finite, old.hysteresis, jnp.maximum(old.hysteresis - 1, 1))
-    patience = jnp.where(grow, HYSTERESIS, patience)
+    patience = jnp.where(grow, how.hysteresis, patience)
     return LossScale(scale, good.astype(jnp.int32), patience.astype(jnp.int32), skipped)
 
 

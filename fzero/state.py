@@ -113,7 +113,7 @@ def init(
         model: what to train.
         tx: any optax transformation; `None` for a state that is only evaluated.
         plan: how to lay it out.
-        rng: seed or random key, of any kind; the state keeps it.
+        rng: seed or `jax.random.key`.
         devices: devices to use; all by default.
 
     Returns:

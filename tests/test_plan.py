@@ -46,6 +46,7 @@ REFUSED = [
     ({"zero": 3, "reduce": "step"}, ["reduce='step'", "zero=3", "'microbatch'", "zero=0 or 1"]),
     ({"reduce_dtype": "bf16"}, ["reduce_dtype='bf16'", "fp32"]),
     ({"reduce_dtype": "int8"}, ["is no more", "gather_dtype='int8'", "reduce='step'"]),
+    ({"loss_scale": 1024}, ["loss_scale=1024", "fz.LossScaling(initial="]),
     ({"gather": "late"}, ["gather='late'", "eager", "lazy"]),
     ({"zero": 0, "gather": "lazy"}, ["gather='lazy'", "zero=0", "no shards", "zero=1 or 2"]),
     ({"zero": 3, "gather": "lazy"}, ["gather='lazy'", "zero=3", "as it is", "zero=1 or 2"]),
@@ -138,6 +139,7 @@ EVERY = {
     "stream_bytes": 1000,
     "update_on": "host",
     "disk_path": "somewhere",
+    "loss_scale": fz.LossScaling(initial=2**12, growth_steps=7, hysteresis=3, minimum=2.0),
     "skip_nonfinite": True,
 }
 # What only zero=3 has.
@@ -249,3 +251,19 @@ def test_devices_that_nobody_uses_are_named_once_they_are_not_chosen(recwarn):
         plan.mesh()
     fz.Plan(data=2).mesh(jax.devices()[:2])
     assert not [w for w in recwarn if w.category is fz.UnusedDevicesWarning]
+
+
+SCALES = {
+    "no power of two": ({"initial": 1000}, "initial=1000: expected a power of two"),
+    "nothing": ({"minimum": 0}, "minimum=0: expected a power of two"),
+    "crossed": ({"initial": 2, "minimum": 4}, r"minimum=4.0 is above initial=2.0"),
+    "steps": ({"growth_steps": 0}, "growth_steps=0: expected a whole number of at least 1"),
+}
+
+
+@pytest.mark.parametrize(("options", "said"), SCALES.values(), ids=SCALES)
+def test_loss_scales_that_cannot_move_are_refused(options, said):
+    with pytest.raises(fz.PlanError, match=f"plan: loss_scale: {said}"):
+        fz.LossScaling(**options)
+    with pytest.raises(fz.PlanError, match="loss_scale: unknown keys"):
+        fz.Plan.from_json({"loss_scale": {"start": 1}})

@@ -171,6 +171,18 @@ class TestLossScale:
         changed = tiny.host(state.params)
         assert not np.array_equal(changed["w"], before["params/w"])
 
+    def test_the_scale_moves_as_the_plan_says(self):
+        how = fz.LossScaling(initial=2**10, growth_steps=2, hysteresis=1, minimum=2**9)
+        own = plan("fp16", 1).replace(loss_scale=how)
+        state, go = fz.init(MODEL, TX, own), fz.train_step(MODEL, TX, own)
+        seen = [float(state.loss_scale.scale)]
+        good = tiny.points()
+        for batch in (good, good, good, overflowing(), overflowing(), overflowing(), good, good):
+            state, metrics = go(state, batch)
+            seen.append(float(state.loss_scale.scale))
+        assert seen == [1024, 1024, 2048, 2048, 1024, 512, 512, 512, 1024]
+        assert float(metrics["skipped"]) == 3
+
     def test_buffers_are_kept_too(self):
         def loss(p, buffers, batch, rng, train):
             total = jnp.sum(jnp.square(batch["x"] * p["w"])).astype(jnp.float32)
@@ -188,9 +200,9 @@ class TestLossScale:
         tiny.same_bits(state.buffers, before)
         assert int(state.buffers["seen"]) == 1
 
-    def test_growth_after_the_window(self, monkeypatch):
-        monkeypatch.setattr(precision, "GROWTH_STEPS", 3)
-        go = fz.train_step(MODEL, TX, plan("fp16", 3), donate=False)
+    def test_growth_after_the_window(self):
+        soon = plan("fp16", 3).replace(loss_scale=fz.LossScaling(growth_steps=3))
+        go = fz.train_step(MODEL, TX, soon, donate=False)
         state = start("fp16", 3)
         place = lambda x: jax.device_put(x, state.step.sharding)  # noqa: E731
         scale = LossScale(

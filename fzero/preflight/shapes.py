@@ -84,8 +84,9 @@ def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tu
 def gradient_bytes(blue: Blueprint, plan: Plan) -> int:
     """Bytes of one device's summed gradients during a step: shards, wherever leaves are split."""
     sums = 0
+    wide = plan.microbatches > 1 or plan.reduce_dtype == "fp32"
     for split in layout_leaves(trained(blue.params)):
-        dtype = compute_dtype(plan, split.dtype) if plan.microbatches == 1 else np.dtype(np.float32)
+        dtype = np.dtype(np.float32) if wide else compute_dtype(plan, split.dtype)
         sharded = split.dim is not None and plan.reduce == "microbatch"
         shape = split.stored_shape if sharded else split.shape
         sums += math.prod(shape) * dtype.itemsize // (blue.group.data if sharded else 1)

@@ -91,12 +91,13 @@ class Rules:
         grad = self.fence(grad)
         if not self.reduce or split.dim is None:
             return grad
-        grad = self._widened(grad)
+        grad = grad.astype(self.reduced_dtype(split, grad.dtype))
         return round_to(reduce_scatter(grad, split, self.group), grad.dtype)
 
-    def _widened(self, grad: jax.Array) -> jax.Array:
-        """A gradient in the dtype in which devices' terms are added."""
-        return grad if self.plan.reduce_dtype is None else grad.astype(jnp.float32)
+    def reduced_dtype(self, split: Split, dtype: Any) -> Any:
+        """The dtype in which `scatter` adds the terms of devices, and of what it gives."""
+        now = self.reduce and split.dim is not None
+        return jnp.float32 if now and self.plan.reduce_dtype == "fp32" else dtype
 
     def fence(self, value: PyTree) -> PyTree:
         """Stops the compiler from fusing across; the value is the same.
@@ -157,7 +158,8 @@ class Rules:
 
         def collect(split: Split, grad: jax.Array) -> None:
             if split.dim is None:
-                whole[split.path] = self._widened(grad)
+                wide = self.plan.reduce_dtype == "fp32"
+                whole[split.path] = grad.astype(jnp.float32) if wide else grad
 
         layout = trained(self.layout)
         map_splits(collect, layout, grads)

@@ -20,6 +20,7 @@ SOURCES = FZERO + sorted((ROOT / "torch_bridge").rglob("*.py"))
 # Each module may import from lines above its own, or from its own line.
 LAYERS = [
     ["errors", "tree", "compat", "consumed", "keys"],
+    ["loss_scaling"],
     ["offload.scratch", "offload.requests", "offload.disk"],
     ["offload.tiers"],
     ["summary"],
