@@ -96,9 +96,34 @@ class Terms:
     def _applied(self, key: tuple[Any, ...], refs: Sequence[Ref], shape: Shape) -> Ref:
         if key[0] in _BAGS:
             return self.bag(_BAGS[key[0]], refs, shape)
+        found = self._distributed(key, refs, shape)
+        if found is not None:
+            return found
         if key[0] == "mul":
             refs = sorted(refs, key=str)
         return self.made(key, refs, shape)
+
+    def _distributed(self, key: tuple[Any, ...], refs: Sequence[Ref], shape: Shape) -> Ref | None:
+        """A sum over layers times (or divided by) something else, as the sum of such products."""
+        sums = [i for i, (term, _) in enumerate(refs) if self._sums_layers(term)]
+        if key[0] not in ("mul", "div") or len(sums) != 1 or (key[0] == "div" and sums != [0]):
+            return None
+        (at,) = sums
+        if any(tag is not None for i, (_, tag) in enumerate(refs) if i != at):
+            return None
+        items: Counter[Ref] = Counter()
+        for part, count in self.keys[refs[at][0]][2]:
+            own = (part[0], OWN) if isinstance(part[1], tuple) else part
+            term, tag = self._applied(key, [own if i == at else r for i, r in enumerate(refs)],
+                                      shape)  # fmt: skip
+            items[term, part[1] if isinstance(part[1], tuple) else tag] += count
+        return self.bag("reduce_sum", items, shape)
+
+    def _sums_layers(self, term: int) -> bool:
+        key = self.keys[term]
+        return key[:2] == ("bag", "reduce_sum") and any(
+            isinstance(tag, tuple) for (_, tag), _ in key[2]
+        )
 
     def bag(self, op: str, refs: Iterable[Ref] | Mapping[Ref, int], shape: Shape) -> Ref:
         """Values (so many times each) joined by an operation whose order does not matter."""

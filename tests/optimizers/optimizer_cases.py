@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import cache
 from typing import Any
 
@@ -26,6 +27,28 @@ def matrices(params: Any) -> Any:
 def momentum_after(tx: Any) -> Any:
     """Applied every second step."""
     return optax.MultiSteps(tx, 2).gradient_transformation()
+
+
+def scaled(of: Any, join: Any) -> Any:
+    """Gradients divided by one number, which comes from all of them."""
+
+    def update(updates: Any, params: Any) -> Any:
+        number = functools.reduce(join, map(of, jax.tree.leaves(updates)))
+        return jax.tree.map(lambda leaf: -0.1 * leaf / number, updates)
+
+    return optax.stateless(update)
+
+
+def by_first_norm() -> Any:
+    """Gradients times the norm that their parameter began with: one number, element by element."""
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(lambda p: jnp.full_like(p, jnp.linalg.norm(p)), params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda x, s: -0.1 * x * s, updates, state), state
+
+    return optax.GradientTransformation(init, update)
 
 
 # By whether an optimizer sees single elements, and norms of all leaves, alone ...
@@ -87,6 +110,8 @@ BY_ELEMENT = {
                                       "last": False}
     ),
     "ema": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
+    "largest-of-all": lambda: scaled(lambda leaf: jnp.max(jnp.abs(leaf)), jnp.maximum),
+    "mean-of-all": lambda: scaled(lambda leaf: jnp.sum(jnp.abs(leaf)) / 300, jnp.add),
     "zero-nans": lambda: optax.chain(optax.zero_nans(), optax.sgd(0.1)),
 }  # fmt: skip
 # ... or leaves: norms, means, factors, shapes, random numbers for each.
@@ -113,6 +138,13 @@ BY_LEAF = {
     ),
     "summed-along": lambda: optax.stateless(
         lambda updates, params: jax.tree.map(lambda x: -0.1 * jnp.cumsum(x, 0), updates)
+    ),
+    "by-first-norm": by_first_norm,
+    "by-row": lambda: optax.stateless(
+        lambda updates, params: jax.tree.map(
+            lambda x: -0.1 * x * jnp.arange(1.0, x.shape[0] + 1).reshape(-1, *(1,) * (x.ndim - 1)),
+            updates,
+        )
     ),
     "reversed": lambda: optax.stateless(
         lambda updates, params: jax.tree.map(lambda x: -0.1 * x[::-1], updates)
