@@ -39,6 +39,19 @@ def scaled(of: Any, join: Any) -> Any:
     return optax.stateless(update)
 
 
+def by_the_others(updates: Any, params: Any) -> Any:
+    """Gradients times the norm of all other leaves of the same shape: another sum for each."""
+    leaves, tree = jax.tree.flatten(updates)
+    norms = [jnp.linalg.norm(leaf) for leaf in leaves]
+
+    def others(at: int) -> Any:
+        alike = (n for i, n in enumerate(norms) if leaves[i].shape == leaves[at].shape and i != at)
+        return sum(alike, jnp.float32(0.1))
+
+    new = [-0.1 * leaf * others(i) for i, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(tree, new)
+
+
 def by_first_norm() -> Any:
     """Gradients times the norm that their parameter began with: one number, element by element."""
 
@@ -140,6 +153,7 @@ BY_LEAF = {
         lambda updates, params: jax.tree.map(lambda x: -0.1 * jnp.cumsum(x, 0), updates)
     ),
     "by-first-norm": by_first_norm,
+    "by-the-others": lambda: optax.stateless(by_the_others),
     "by-row": lambda: optax.stateless(
         lambda updates, params: jax.tree.map(
             lambda x: -0.1 * x * jnp.arange(1.0, x.shape[0] + 1).reshape(-1, *(1,) * (x.ndim - 1)),
