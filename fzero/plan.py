@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -304,7 +305,8 @@ class Plan:
             )
         try:
             made = self.build_schedule()
-            check(made)
+            if isinstance(self.schedule, Schedule):
+                check(made)
         except ScheduleError as error:
             raise PlanError(f"plan: schedule: {error}") from error
         have = made.num_ranks, made.num_microbatches
@@ -333,7 +335,7 @@ class Plan:
             return self.schedule
         name = self.schedule or ("gpipe" if self.pipe_backend == "spmd" else "1f1b")
         stages = self.pipe * stages_per_rank(name)
-        return schedule(name, stages=stages, microbatches=self.microbatches)
+        return _proven(name, stages, self.microbatches)
 
     def sizes(self, num_devices: int) -> dict[str, int]:
         """Mesh axis sizes on `num_devices` devices; needs no device.
@@ -551,6 +553,14 @@ def _tiers(given: Any) -> tuple[tuple[str, str, float], ...]:
         if value != "device" and share > 0:
             found.append((name, value, float(share)))
     return tuple(sorted(found))
+
+
+@lru_cache(maxsize=256)
+def _proven(name: str, stages: int, microbatches: int) -> Schedule:
+    """A schedule by name, built and proven once for its sizes: plans are made by the dozen."""
+    made = schedule(name, stages=stages, microbatches=microbatches)
+    check(made)
+    return made
 
 
 def _expect_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

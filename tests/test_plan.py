@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 import fzero as fz
+from fzero.pipeline import check
 
 
 # options, what the message must say: the value, the numbers that clash, and the remedy
@@ -267,3 +268,16 @@ def test_loss_scales_that_cannot_move_are_refused(options, said):
         fz.LossScaling(**options)
     with pytest.raises(fz.PlanError, match="loss_scale: unknown keys"):
         fz.Plan.from_json({"loss_scale": {"start": 1}})
+
+
+def test_a_schedule_by_name_is_proven_once_for_its_sizes(monkeypatch):
+    """A user's is proven for each plan."""
+    asked = []
+    monkeypatch.setattr("fzero.plan.check", lambda made: asked.append(made) or check(made))
+    for precision in ("fp32", "bf16"):
+        fz.Plan(pipe=3, microbatches=11, schedule="zb_v", precision=precision)
+    assert len(asked) == 1
+    own = fz.Plan(pipe=3, microbatches=11, schedule="zb_v").build_schedule()
+    for precision in ("fp32", "bf16"):
+        fz.Plan(pipe=3, microbatches=11, schedule=own, precision=precision)
+    assert len(asked) == 3

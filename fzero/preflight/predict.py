@@ -123,6 +123,10 @@ class _Predictor:
         self.batch, self.parts, self.where_kept = batch, parts, where_kept
         self.plan: Plan = step.plan
         self.blue: Blueprint = step.blueprint
+        # Before anything is compiled: what cannot be traced is said at once.
+        pieces = self.plan.microbatches * parts
+        traced = model_flops(self.blue.model, self.plan, batch, pieces)
+        self.model_flops = traced / self.blue.mesh.size
 
     def one_program(self) -> Preflight:
         """The prediction of a step that is one program."""
@@ -246,9 +250,7 @@ class _Predictor:
         makespans: tuple[float, float] | None = None,
     ) -> Preflight:
         plan, blue = self.plan, self.blue
-        pieces = plan.microbatches * self.parts
         logical = initial_shapes(blue.model)
-        own_flops = model_flops(blue.model, logical, self.batch, pieces) / blue.mesh.size
         unknown = dict.fromkeys(u for program in programs for u in program.flops.unknown)
         sums = traffic(collectives)
         found = bounds(
@@ -256,7 +258,7 @@ class _Predictor:
             plan.precision,
             work=work,
             traffic=sums,
-            model_flops=own_flops,
+            model_flops=self.model_flops,
             makespans=makespans,
         )
         return Preflight(
@@ -267,7 +269,7 @@ class _Predictor:
             memory=memory,
             collectives=tuple(collectives),
             traffic=sums,
-            model_flops=own_flops,
+            model_flops=self.model_flops,
             compiled_flops=compiled_flops,
             unknown_flops=tuple(unknown),
             bounds=found,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,8 @@ class Rates:
         memory_bytes: device memory.
         reserve_bytes: of it, not for arrays.
         collective_latency_s: what a collective takes at least.
-        flops_share: part of the matmul peak that large matmuls reach.
+        flops_share: part of the matmul peak that large matmuls reach; depends on the GPU and on the
+            watts that it may draw.
         memory_share: part of the memory's rate that elementwise kernels reach.
         link_share: part of the links' rate that large collectives reach.
         source: where the numbers are from.
@@ -75,6 +77,48 @@ class Rates:
         """The rates as a JSON-able dict."""
         return dataclasses.asdict(self)
 
+    def updated(self, given: Any, source: str) -> Rates:
+        """These rates, with some of one's own.
+
+        Args:
+            given: values by field, as JSON has them; of `flops_per_s` the precisions that differ.
+            source: where they are from.
+
+        Raises:
+            PreflightError: it is no dict, a field is unknown, or a value is no positive number.
+
+        Example:
+            >>> from fzero.preflight.topology import parse
+            >>> default_rates(parse("h100:8")).updated({"flops_share": 0.5}, "ours").flops_share
+            0.5
+        """
+        known = [field.name for field in dataclasses.fields(self)]
+        if not isinstance(given, dict):
+            raise PreflightError(f"rates: {source}: expected an object of {known}, got {given!r}")
+        for name, value in given.items():
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise PreflightError(
+                    f"rates: {source}: unknown field {name!r}{hint} Expected some of {known}"
+                )
+            by_precision = name == "flops_per_s"
+            if by_precision and isinstance(value, dict):
+                right = all(map(_is_number, value.values()))
+            else:
+                right = name == "source" or (not by_precision and _is_number(value))
+            if not right:
+                expected = "numbers by precision" if by_precision else "a number"
+                raise PreflightError(f"rates: {source}: {name}={value!r}: expected {expected}")
+        changes = {"source": f"{self.source}; {', '.join(given)} from {source}", **given}
+        if "flops_per_s" in given:
+            changes["flops_per_s"] = self.flops_per_s | given["flops_per_s"]
+        return dataclasses.replace(self, **changes)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
 
 def default_rates(topology: Topology) -> Rates:
     """Rates of a known device.
@@ -86,14 +130,18 @@ def default_rates(topology: Topology) -> Rates:
 
     Source: NVIDIA's data sheets of A100 (2021), H100 SXM (2023), H200 SXM (2024), HGX B200 (2024):
     dense Tensor Core peaks, NVLink (half of the bidirectional rate), memory. Network: one card of
-    200 Gbit/s per A100, of 400 Gbit/s per H100, H200 and B200, as in DGX machines.
+    200 Gbit/s per A100, of 400 Gbit/s per H100, H200 and B200, as in DGX machines. `flops_share`:
+    0.75 for A100, from torchtitan's Llama 3 8B on 64 A100 (2.755 s a step, 2.767 s said);
+    0.62 for Hoppers of 700 W, from MaxText's Llama 2 7B on 8 H100 (1.535 s; 1.519 s) and its 70B on
+    64 (7.908 s; 8.04 s). Hoppers limited to 500 W reach about 0.48; B200s are assumed to be like
+    A100s.
     """
     return _RATES[topology.kind]
 
 
 def _gpu(
     bf16_tflops: float, memory_tb_per_s: float, nvlink_gb_per_s: float, network_gbit_per_s: float,
-    memory_gib: int, sheet: str,
+    memory_gib: int, sheet: str, flops_share: float = 0.75,
 ) -> Rates:  # fmt: skip
     return Rates(
         flops_per_s={
@@ -103,15 +151,19 @@ def _gpu(
         host_link_bytes_per_s=nvlink_gb_per_s * 1e9,
         network_bytes_per_s=network_gbit_per_s * 1e9 / 8,
         memory_bytes=memory_gib * 2**30,
+        flops_share=flops_share,
         source=f"{sheet}: dense peaks; NVLink and network in one direction",
     )  # fmt: skip
 
 
+# Of the dense peak at 700 W; see `default_rates`.
+_HOPPER_SHARE = 0.62
+
 _RATES = {
     "a100-40": _gpu(312, 1.555, 300, 200, 40, "NVIDIA A100 40GB SXM data sheet"),
     "a100-80": _gpu(312, 2.039, 300, 200, 80, "NVIDIA A100 80GB SXM data sheet"),
-    "h100": _gpu(989.4, 3.35, 450, 400, 80, "NVIDIA H100 SXM data sheet"),
-    "h200": _gpu(989.4, 4.8, 450, 400, 141, "NVIDIA H200 SXM data sheet"),
+    "h100": _gpu(989.4, 3.35, 450, 400, 80, "NVIDIA H100 SXM data sheet", _HOPPER_SHARE),
+    "h200": _gpu(989.4, 4.8, 450, 400, 141, "NVIDIA H200 SXM data sheet", _HOPPER_SHARE),
     "b200": _gpu(2250, 8.0, 900, 400, 180, "NVIDIA HGX B200 data sheet"),
     # Virtual devices share the machine's cores and its memory, so no number is right: these only
     # let a plan be read. Give rates of your own (or --measure) for more.

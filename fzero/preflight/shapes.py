@@ -10,14 +10,17 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from fzero.blueprint import Blueprint
+from fzero.initial import initial_shapes
 from fzero.model import Model, whole_chain
 from fzero.pipeline.flops import flops
 from fzero.plan import AXES, Plan
 from fzero.precision import compute_dtype
 from fzero.step.passes import OneProgram, kept_by
 from fzero.tree import PyTree, leaf_bytes
-from fzero.zero.chain import kept_parts, train_forward, without_inputs
-from fzero.zero.partition import layout_leaves, trained
+from fzero.zero.chain import End, kept_parts, train_forward, without_inputs
+from fzero.zero.collectives import Group
+from fzero.zero.partition import layout_leaves, split_params, trained
+from fzero.zero.rules import Rules
 
 
 # A backward pass multiplies twice for each product of the forward pass: once for the gradient of
@@ -25,24 +28,33 @@ from fzero.zero.partition import layout_leaves, trained
 PASSES = 3
 
 
-def model_flops(model: Model, shapes: tuple[PyTree, PyTree], batch: PyTree, parts: int) -> int:
+def model_flops(model: Model, plan: Plan, batch: PyTree, parts: int) -> int:
     """FLOPs of the matmuls of one step of a model, whatever runs it: nothing is computed twice.
+
+    Its forward pass is traced as a step runs it, in the plan's compute dtype: there are kernels
+    that take no other.
 
     Args:
         model: the model.
-        shapes: shapes of its parameters and buffers.
+        plan: the plan.
         batch: shapes of the global batch.
         parts: how many equal parts of the batch see the model, one after the other or apart.
     """
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    params, buffers = initial_shapes(model)
+    alone = plan.replace(pipe=1, schedule=None, partition="uniform")
+    rules = Rules(alone, split_params(model, params, alone, 1), Group(1, 1), False, False)
     one = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), batch
     )
 
-    def loss(params: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array) -> Any:
-        return model.loss(params, buffers, batch, key, True)
+    def forward(params: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array) -> Any:
+        pieces = whole_chain(model.layers)
+        end, _, _ = train_forward(pieces, rules, params, batch, buffers, batch, key)
+        assert isinstance(end, End)
+        return end.mean
 
-    return PASSES * parts * flops(jax.make_jaxpr(loss)(*shapes, one, key))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return PASSES * parts * flops(jax.make_jaxpr(forward)(params, buffers, one, key))
 
 
 def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tuple[int, int]:

@@ -34,6 +34,8 @@ class StageRun:
             included; 0 where backward passes are whole.
         sums_bytes: of its summed gradients.
         sent_bytes: what it hands to the next stage, per microbatch.
+        back_bytes: what it hands to the stage before, per microbatch.
+        gradient_bytes: of one microbatch's gradients, where they wait to be added.
     """
 
     stage: int
@@ -43,6 +45,8 @@ class StageRun:
     half_bytes: int
     sums_bytes: int
     sent_bytes: int
+    back_bytes: int
+    gradient_bytes: int
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class PipelineRun:
         timeline: the schedule with what its actions likely cost.
         best_seconds: its makespan with all at the peaks.
         working_bytes: per rank, the most bytes beside state and batch: live activations, sums of
-            gradients and what the running program needs.
+            gradients, gradients and activations that wait, and what the running program needs.
         saved_bytes: per rank, the most bytes of live activations.
         compile_seconds: what compiling took, tracing aside.
     """
@@ -157,12 +161,12 @@ class StageCompiler:
             )  # fmt: skip
         compiled: dict[Kind, Compiled] = {"F": self._compile(program, program.forward, at.args)}
         args = (at.kept, *at.inputs)
-        back, half_bytes = None, 0
+        back, half_bytes, grads = None, 0, None
         if "B" in kinds:
             run = program.backward(sums is not None)
             full = (*args, at.links, cotangent, unscale, sums)
             compiled["B"] = self._compile(program, run, full)
-            (back, _), _ = jax.eval_shape(run, *full)
+            (back, grads), _ = jax.eval_shape(program.backward(False), *full[:-1], None)
         if "I" in kinds:
             first = (*args, at.links, cotangent)
             compiled["I"] = self._compile(program, program.input_backward, first)
@@ -171,7 +175,9 @@ class StageCompiler:
             halves = unmarked(halves, at.links)
             half_bytes = self._bytes(program, halves)
             run = program.weight_backward(sums is not None)
-            compiled["W"] = self._compile(program, run, (*args, halves, unscale, sums))
+            rest = (*args, halves, unscale)
+            compiled["W"] = self._compile(program, run, (*rest, sums))
+            grads, _ = jax.eval_shape(program.weight_backward(False), *rest, None)
         return StageRun(
             stage=program.stage,
             rank=program.rank,
@@ -180,6 +186,8 @@ class StageCompiler:
             half_bytes=half_bytes,
             sums_bytes=sum(device_bytes(leaf) for leaf in jax.tree.leaves(sums)),
             sent_bytes=0 if program.last else self._bytes(program, at.out),
+            back_bytes=0 if program.first else self._bytes(program, (back, unscale)),
+            gradient_bytes=self._kept_bytes(program, grads),
         ), back
 
     def _compile(self, program: StagePrograms, run: Any, args: Any) -> Compiled:
@@ -222,6 +230,15 @@ class StageCompiler:
     def _bytes(self, program: StagePrograms, tree: PyTree) -> int:
         """Bytes per device of arrays that are local to devices."""
         return sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(tree)) // program.mesh.size
+
+    def _kept_bytes(self, program: StagePrograms, tree: PyTree) -> int:
+        """Bytes per device of arrays that are laid out as gradients are."""
+        return sum(
+            device_bytes(leaf.update(sharding=NamedSharding(program.mesh, spec)))
+            for leaf, spec in zip(
+                jax.tree.leaves(tree), jax.tree.leaves(program.grad_specs), strict=True
+            )
+        )
 
     def _cost(self, runs: tuple[StageRun, ...], likely: bool) -> Cost:
         """Seconds of every action: its kernels, and of its collectives what they do not hide."""
@@ -311,27 +328,69 @@ def rank_collectives(
 def _held(
     timeline: Timeline, runs: tuple[StageRun, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Per rank: the most bytes beside state and batch, and the most of live activations."""
-    working, saved = [], []
-    for rank, row in enumerate(timeline.rank_events):
-        sums = sum(run.sums_bytes for run in runs if run.rank == rank)
-        live: dict[tuple[int, int], int] = {}
-        most = most_saved = 0
-        for event in row:
-            action, run = event.action, runs[event.action.stage]
-            program = run.programs[action.kind]
-            at = action.stage, action.microbatch
-            held = sum(live.values())
-            # Arguments other than state are held already; the output of a forward is its links.
-            fresh = program.output_bytes - program.alias_bytes
-            most = max(most, held + program.temporary_bytes + fresh)
-            live[at] = _after(action, run)
-            most_saved = max(most_saved, sum(live.values()))
-        working.append(most + sums)
-        saved.append(most_saved)
-    return tuple(working), tuple(saved)
+    """Per rank: the most bytes beside state and batch, and the most of live activations.
+
+    Replays what the executor holds: activations until their last reader has ended, what was sent
+    and not yet read, and gradients that wait for those of earlier microbatches.
+    """
+    held = [_Held(runs, rank) for rank in range(len(timeline.rank_events))]
+    # What ends makes room, or fills it, for what starts at the same time.
+    ends = [(event.end_s, 0, at) for at, event in enumerate(timeline.events)]
+    starts = [(event.start_s, 1, at) for at, event in enumerate(timeline.events)]
+    for _, starting, at in sorted(ends + starts):
+        event = timeline.events[at]
+        own = held[event.rank]
+        if starting:
+            own.start(event.action)
+            continue
+        sent = own.end(event.action)
+        if sent is not None:
+            key, size = sent
+            held[runs[key[1]].rank].values[key] = size
+    return tuple(own.most for own in held), tuple(own.most_saved for own in held)
 
 
-def _after(action: Action, run: StageRun) -> int:
-    """Bytes that a microbatch still holds on a stage after an action."""
-    return {"F": run.link_bytes, "I": run.half_bytes}.get(action.kind, 0)
+class _Held:
+    """Bytes that one rank holds beside state and batch."""
+
+    def __init__(self, runs: tuple[StageRun, ...], rank: int) -> None:
+        self.runs = runs
+        self.sums = sum(run.sums_bytes for run in runs if run.rank == rank)
+        self.values: dict[tuple[str, int, int], int] = {}
+        self.next_sum = {run.stage: 0 for run in runs if run.rank == rank}
+        self.most, self.most_saved = self.sums, 0
+
+    def start(self, action: Action) -> None:
+        run = self.runs[action.stage]
+        program = run.programs[action.kind]
+        # Arguments other than state are held already; the output of a forward is its links.
+        fresh = program.output_bytes - program.alias_bytes + self._waiting(action)
+        held = self.sums + sum(self.values.values())
+        self.most = max(self.most, held + program.temporary_bytes + fresh)
+
+    def end(self, action: Action) -> tuple[tuple[str, int, int], int] | None:
+        """Takes note of what an action leaves; what it sends to which stage."""
+        kind, stage, m = action
+        run, waiting = self.runs[stage], self._waiting(action)
+        self.values.pop(("F" if kind == "F" else "B", stage, m), None)
+        self.values["links", stage, m] = {"F": run.link_bytes, "I": run.half_bytes}.get(kind, 0)
+        if waiting:
+            self.values["gradients", stage, m] = waiting
+        elif kind in ("B", "W"):
+            self.next_sum[stage] += 1
+            while self.values.pop(("gradients", stage, self.next_sum[stage]), 0):
+                self.next_sum[stage] += 1
+        saved = (size for (what, *_), size in self.values.items() if what == "links")
+        self.most_saved = max(self.most_saved, sum(saved))
+        self.most = max(self.most, self.sums + sum(self.values.values()))
+        if kind == "F" and stage + 1 < len(self.runs):
+            return ("F", stage + 1, m), run.sent_bytes
+        if kind in ("B", "I") and stage:
+            return ("B", stage - 1, m), run.back_bytes
+        return None
+
+    def _waiting(self, action: Action) -> int:
+        """Bytes of gradients that an action gives before it is their turn to be added."""
+        kind, stage, m = action
+        early = kind in ("B", "W") and self.next_sum[stage] != m
+        return self.runs[stage].gradient_bytes if early else 0

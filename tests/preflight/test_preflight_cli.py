@@ -180,6 +180,28 @@ def test_what_cannot_work_is_refused_before_a_model_is_looked_at(args, words):
         run("--model", "hf:/not/there.json", *args)
 
 
+def test_rates_of_ones_own(factory, tmp_path):
+    own = tmp_path / "rates.json"
+    ask = ("--model", f"{factory}:native", "--topology", "cpu:2", "--batch", 8, "--seq", 4,
+           "--json", "--rates", own)  # fmt: skip
+    own.write_text('{"flops_share": 0.5, "flops_per_s": {"bf16": 2e12}}')
+    rates = json.loads(run(*ask))["rates"]
+    assert (rates["flops_share"], rates["flops_per_s"]["bf16"]) == (0.5, 2e12)
+    assert rates["flops_per_s"]["fp32"] == 5e10
+    assert rates["source"].endswith(f"flops_share, flops_per_s from {own}")
+    for text, words in (
+        ('{"flop_share": 0.5}', "unknown field 'flop_share'; did you mean 'flops_share'?"),
+        ('{"flops_share": "half"}', "flops_share='half': expected a number"),
+        ('{"flops_share": 0}', "flops_share=0: expected a positive number"),
+        ('{"flops_per_s": 1e12}', "expected numbers by precision"),
+        ("[1]", "expected an object of ['flops_per_s'"),
+        ("{", "expected a JSON file of fz.Rates' fields"),
+    ):
+        own.write_text(text)
+        with pytest.raises(fz.FzeroError, match=re.escape(words)):
+            run(*ask)
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [

@@ -107,7 +107,7 @@ def test_a_layers_input_is_what_is_saved(predicted):
     assert deep >= SIZE.layers * one_input
     shallow = dataclasses.replace(SIZE, layers=2)
     step = fz.train_step(gpt(shallow), TX, PLANS["zero3"])
-    small, _ = saved_bytes(step, step.blueprint.shapes(), abstract_batch(shallow, ROWS))
+    small, _ = saved_bytes(step.passes, step.blueprint.shapes(), abstract_batch(shallow, ROWS))
     numbers = 2 * 4  # and its number
     assert deep - small == pytest.approx((SIZE.layers - 2) * one_input, abs=numbers)
 

@@ -64,6 +64,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 HtmlOption = Annotated[
     Path | None, typer.Option(help="Write a report there: one page that needs nothing else.")
 ]
+RatesOption = Annotated[
+    Path | None,
+    typer.Option(help="JSON of fz.Rates' fields that differ from the GPU's own, flops_share say."),
+]
 SweepOption = Annotated[
     list[str] | None,
     typer.Option(help="Plans to try: zero=0,1,2,3 data=8 pipe=1,2,4 remat=layer,dots."),
@@ -107,6 +111,7 @@ def preflight(
     sweep: SweepOption = None,
     more_sweep: MoreSweep = None,
     measure: MeasureOption = False,
+    rates: RatesOption = None,
 ) -> None:
     """Compile a training step for GPUs that need not be here, and say what it will do.
 
@@ -137,6 +142,7 @@ def preflight(
         html=html,
         sweep=(*(sweep or []), *(more_sweep or [])),
         measure=measure,
+        rates=rates,
     )
     settings.check()
     # torch and transformers take seconds to import: after what can be refused without them.

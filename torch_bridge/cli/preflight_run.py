@@ -48,7 +48,7 @@ def run(settings: PreflightSettings) -> None:
         return
     plan = settings.plan()
     model = source.model
-    found = fz.preflight(model, tx, plan, batch, topology)
+    found = fz.preflight(model, tx, plan, batch, topology, rates=settings.read_rates())
     measured = None
     if settings.measure:
         devices = _devices(topology)[: _num_devices(plan, topology)]
@@ -104,6 +104,7 @@ def _sweep(
         parse_choices(settings.sweep),
         batch,
         topology,
+        rates=settings.read_rates(),
         progress=told,
     )
     print(json.dumps(found.to_json()) if settings.as_json else found)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import fzero as fz
+from fzero.preflight.rates import default_rates
 from fzero.preflight.sweep import parse_choices
 from fzero.preflight.topology import parse, require_plugin
 from torch_bridge.cli.errors import CommandError
@@ -37,6 +39,7 @@ class PreflightSettings:
     html: Path | None = None
     sweep: tuple[str, ...] = ()
     measure: bool = False
+    rates: Path | None = None
 
     def check(self) -> None:
         """Refuses what cannot work, before anything is imported or loaded.
@@ -63,6 +66,25 @@ class PreflightSettings:
             )
         if self.html is not None and not self.html.absolute().parent.is_dir():
             raise CommandError(f"--html {self.html}: there is no directory {self.html.parent}")
+        self.read_rates()
+
+    def read_rates(self) -> fz.Rates:
+        """The topology's rates, with those of `--rates`.
+
+        Raises:
+            CommandError: there is no such file, or it is no JSON.
+            PreflightError: it says something else than rates.
+        """
+        known = default_rates(parse(self.topology))
+        if self.rates is None:
+            return known
+        try:
+            given = json.loads(self.rates.read_text())
+        except (OSError, ValueError) as error:
+            raise CommandError(
+                f"--rates {self.rates}: expected a JSON file of fz.Rates' fields: {error}"
+            ) from error
+        return known.updated(given, str(self.rates))
 
     def plan(self) -> fz.Plan:
         """The plan of the flags."""
