@@ -14,6 +14,8 @@ from fzero.zero.quantize import encoded_bytes
 
 CompilerOptions = dict[str, str | int | bool]
 
+_GPUS = ("gpu", "cuda")
+
 
 def compiler_options(plan: Plan, layout: PyTree, parts: int, platform: str) -> CompilerOptions:
     """XLA options for a step.
@@ -27,21 +29,22 @@ def compiler_options(plan: Plan, layout: PyTree, parts: int, platform: str) -> C
     Returns:
         Options for `jax.jit(..., compiler_options=...)`; empty where the defaults are right.
     """
-    if platform not in ("gpu", "cuda") or parts == 1:
-        return {}
+    options = deterministic_options(plan, platform)
+    if platform not in _GPUS or parts == 1:
+        return options
     layer = largest_layer_bytes(plan, layout)
     if not layer:
-        return {}
+        return options
     reduced = largest_layer_bytes(plan, trained(layout))
     # By default XLA joins gathers up to about 30 MiB, cuts a larger layer into several, and leaves
     # one of them without a matmul to hide behind. One gather and one reduce-scatter a layer hide
     # completely; above that, layers are joined with their neighbours and memory grows.
     # (benchmarks/results/overlap.md: exposed bytes in the loops 420 MiB by default, 0 with these.)
-    options: CompilerOptions = {
-        "xla_gpu_all_gather_combine_threshold_bytes": gathered_layer_bytes(plan, layout, parts),
-        # Counts the scattered result, which is one part of the layer.
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": max(reduced // parts, 1),
-    }
+    options["xla_gpu_all_gather_combine_threshold_bytes"] = gathered_layer_bytes(
+        plan, layout, parts
+    )
+    # Counts the scattered result, which is one part of the layer.
+    options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(reduced // parts, 1)
     if plan.replica > 1:
         # Sums over replicas cross hosts while gathers stay within one: other links, so both may be
         # under way. One at a time, which is XLA's default, the gather of the next layer waits
@@ -49,6 +52,18 @@ def compiler_options(plan: Plan, layout: PyTree, parts: int, platform: str) -> C
         # matmul beside them with 1, 14 % of an 8-layer model's with 2, all of it outside loops.)
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 2
     return options
+
+
+def deterministic_options(plan: Plan, platform: str) -> CompilerOptions:
+    """XLA options for any program under a plan, so that it gives the same bits in every run."""
+    if not plan.deterministic or platform not in _GPUS:
+        return {}
+    return {
+        # No sums by atomic additions, whose order is that of the threads' arrival.
+        "xla_gpu_deterministic_ops": True,
+        # Kernels that are picked by timing them differ from run to run, and so does their rounding.
+        "xla_gpu_autotune_level": 0,
+    }
 
 
 def largest_layer_bytes(plan: Plan, layout: PyTree) -> int:

@@ -11,7 +11,7 @@ refused.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -89,6 +89,7 @@ class PlacedFunction:
         everywhere: mesh of all devices.
         donate: indices of arguments whose memory may be reused.
         what: what the function is, for messages.
+        compiler_options: of every program.
 
     Raises:
         StateError: an operation needs large arrays of two places.
@@ -104,7 +105,9 @@ class PlacedFunction:
         groups: PyTree = None,
         what: str = "function",
         out_groups: Callable[[PyTree], Sequence[str]] | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
+        self.compiler_options = dict(compiler_options or {}) or None
         self.everywhere = everywhere
         self.what = what
         leaves, self.in_tree = jax.tree.flatten(tuple(args))
@@ -281,7 +284,10 @@ class PlacedFunction:
                 if room[shape]:
                     room[shape] -= 1
                     donate.append(i)
-            part.program = jit_on(part.mesh, self._runner(part), out, donate_argnums=donate)
+            part.program = jit_on(
+                part.mesh, self._runner(part), out, donate_argnums=donate,
+                compiler_options=self.compiler_options,
+            )  # fmt: skip
 
     def _runner(self, part: Part) -> Callable[..., list[Any]]:
         def run(*values: Any) -> list[Any]:

@@ -109,6 +109,9 @@ class Plan:
         loss_scale: how fp16's loss scale moves; other precisions have none.
         skip_nonfinite: in fp32 and bf16, leave the state as it is when a gradient is not finite.
             (fp16 always does, and lowers its loss scale.)
+        deterministic: on GPUs, run after run gives the same bits: XLA takes only kernels that add
+            in a fixed order, and by rule rather than by timing them, which is slower. (CPUs do so
+            anyway.) Another GPU, compiler or number of devices may still round otherwise.
 
     Raises:
         PlanError: a value is out of range or two of them exclude each other.
@@ -146,6 +149,7 @@ class Plan:
     disk_path: str | None = None
     loss_scale: LossScaling = field(default_factory=LossScaling)
     skip_nonfinite: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         _expect_choice("zero", self.zero, (0, 1, 2, 3))
@@ -166,7 +170,7 @@ class Plan:
                 f"plan: loss_scale={self.loss_scale!r}: expected a fz.LossScaling, such as"
                 " fz.LossScaling(initial=2**12)"
             )
-        for name in ("prefetch", "skip_nonfinite"):
+        for name in ("prefetch", "skip_nonfinite", "deterministic"):
             value = getattr(self, name)
             if not isinstance(value, bool) and (name, value) != ("prefetch", None):
                 raise PlanError(f"plan: {name}={value!r}: expected True or False")

@@ -153,8 +153,10 @@ class Description:
         )
 
     def _sent_as(self) -> str:
-        """What the plan changes about what is sent, in words."""
+        """What the plan changes about what is sent and computed, in words."""
         lines = ""
+        if self.plan.deterministic:
+            lines += "\ndeterministic: on GPUs, kernels of fixed order, none picked by timing"
         if self.plan.gather_dtype is not None:
             part = encoded_bytes(BLOCK) / BLOCK
             lines += f"\ngathers over the data axis send int8: {part:.3f} bytes an element"

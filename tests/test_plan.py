@@ -142,6 +142,7 @@ EVERY = {
     "disk_path": "somewhere",
     "loss_scale": fz.LossScaling(initial=2**12, growth_steps=7, hysteresis=3, minimum=2.0),
     "skip_nonfinite": True,
+    "deterministic": True,
 }
 # What only zero=3 has.
 SPARING = {"gather_dtype": "int8", "secondary": "host"}

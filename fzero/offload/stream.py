@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,7 @@ class StreamedFunction(PlacedFunction):
         donate: indices of arguments whose memory may be reused.
         what: what the function is, for messages.
         path: where leaves on disk go.
+        compiler_options: of the programs for whole leaves; pieces are updated element by element.
 
     Attributes:
         visits: the runs of its parts, in order.
@@ -92,10 +93,12 @@ class StreamedFunction(PlacedFunction):
         what: str = "function",
         path: str | None = None,
         out_groups: Callable[[PyTree], Sequence[str]] | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
-            function, args, out_shardings, everywhere, donate, groups, what, out_groups
-        )
+            function, args, out_shardings, everywhere, donate, groups, what, out_groups,
+            compiler_options,
+        )  # fmt: skip
         self.path = path or tempfile.gettempdir()
         self.observer: Callable[[str, Visit], None] | None = None
         self.stuck: dict[str, PlacementError] = {}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fzero import compute_copy
 from fzero.batch import check_batch
 from fzero.blueprint import Blueprint
+from fzero.errors import StateError
 from fzero.offload.tiers import tier_of
 from fzero.state import (
     TrainState,
@@ -90,6 +93,49 @@ class Checks:
         if self.bare:
             state = state.replace(opt_state=(), grads=None)
         require_fits(state, self.blueprint, self.name, self.reads, abstract)
+
+
+@contextlib.contextmanager
+def program_runs(name: str) -> Iterator[None]:
+    """Runs programs of a step as they are, whatever jax is asked to do with others.
+
+    Raises:
+        StateError: `jax.disable_jit` is on.
+    """
+    if _asked("jax_disable_jit"):
+        raise StateError(
+            f"{name}: jax.disable_jit is on, but a step is one program over a mesh of devices, with"
+            " collectives that jax cannot run operation by operation. Leave the step outside of it;"
+            " to look inside, call the model's own function under it:"
+            " model.loss(fz.logical(model, state), state.buffers, batch, key, True)"
+        )
+    # jax looks for the operation by running a program that gave NaN again, operation by operation:
+    # under shard_map it recurses until Python's limit, and what was donated is gone by then.
+    with jax.debug_nans(False):
+        yield
+
+
+def require_finite(name: str, metrics: Mapping[str, jax.Array]) -> None:
+    """What `jax_debug_nans` means for a step.
+
+    Raises:
+        FloatingPointError: it is on, and the loss or the gradient's norm is not a number.
+    """
+    if not _asked("jax_debug_nans"):
+        return
+    found = [key for key in ("loss", "grad_norm") if key in metrics and jnp.isnan(metrics[key])]
+    if found:
+        raise FloatingPointError(
+            f"{name}: {' and '.join(found)} became NaN (jax_debug_nans is on). To find the"
+            " operation, take the step with donate=False and call the model's own function on the"
+            " state that it was given, under jax.jit:"
+            " model.loss(fz.logical(model, state), state.buffers, batch, key, True)"
+        )
+
+
+def _asked(name: str) -> bool:
+    """A switch of jax's, as it is here and now."""
+    return bool(getattr(jax.config, name))
 
 
 def is_traced(*trees: PyTree) -> bool:

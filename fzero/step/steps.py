@@ -17,7 +17,7 @@ from fzero.offload.stream import StreamedFunction
 from fzero.pipeline.execute import Executor
 from fzero.processes import spread
 from fzero.state import TrainState
-from fzero.step.checks import Checks, is_traced
+from fzero.step.checks import Checks, is_traced, program_runs, require_finite
 from fzero.step.passes import OneProgram, Pipeline, Values, kept_by, passes_of
 from fzero.step.runners import Divided, Fused, Moment, options_of, runner_of
 from fzero.step.updates import DividedUpdate
@@ -76,9 +76,11 @@ class TrainStep:
         state = self._checks.state(state)
         self._checks.batch(batch, self.plan.microbatches)
         fields, moment = self._parts(state)
-        new, metrics = self.runner(fields, moment, self.passes.place(batch))
+        with program_runs(self.name):
+            new, metrics = self.runner(fields, moment, self.passes.place(batch))
         if self.donate:
             forget(fields, (new, metrics))
+        require_finite(self.name, metrics)
         state = state.replace(**new)
         compute_copy.pair(state.params, state.compute)
         self._checks.trust(state)
@@ -191,7 +193,9 @@ class EvalStep:
             return self.pure(state, batch)
         state = self._checks.state(state)
         self._checks.batch(batch, 1)
-        metrics: Metrics = self._program(*self._parts(state), self.passes.place(batch))
+        with program_runs(self.name):
+            metrics: Metrics = self._program(*self._parts(state), self.passes.place(batch))
+        require_finite(self.name, metrics)
         return metrics
 
     def pure(self, state: TrainState, batch: PyTree) -> Metrics:

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.blueprint import Blueprint
+from fzero.flags import deterministic_options
 from fzero.offload.chunks import Parking
 from fzero.offload.piecewise import Cut
 from fzero.offload.stream import StreamedFunction
@@ -129,7 +130,10 @@ class DividedUpdate:
             groups = tuple(
                 {part: self._labels(part, tree) for part, tree in values.items()} for values in args
             )
-            self._divided[key] = make(shapes, groups=groups, what=self.name)
+            options = deterministic_options(self.plan, self.blueprint.mesh.devices.flat[0].platform)
+            self._divided[key] = make(
+                shapes, groups=groups, what=self.name, compiler_options=options
+            )
         return self._divided[key]
 
     def _labels(self, name: str, tree: PyTree) -> PyTree:

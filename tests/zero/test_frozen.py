@@ -243,6 +243,7 @@ class TestNames:
         about = fz.describe(tiny.plan(zero=3), chain(frozen), None, num_devices=8)
         named = {leaf.path for leaf in about.leaves if "frozen" in leaf.why}
         assert named == {"embed/table", "blocks/base"}
+        assert "frozen" in repr(chain(frozen))
 
     @pytest.mark.parametrize("frozen", [frozenset({"blocks/bias"}), [re.compile("^lora")], "base"])
     def test_what_does_not_exist_is_refused(self, frozen):
