@@ -251,7 +251,7 @@ class Again:
             raise ConversionError(self.problem)
         args, kwargs = example
         with self.device:
-            program = export_program(self._copy(dtype), args, kwargs, train, self.batch_dim)
+            program = export_program(self._copy(dtype), args, kwargs, train, self.batch_dim, False)
         if strict:
             refuse_mixed(program)
         refuse_data_dependent(program)

@@ -22,6 +22,7 @@ from .blocks import Blocks
 from .chain import Source, chain_values, links_merged, make_chain
 from .dtypes import is_float
 from .export import export_program
+from .hooks import refuse_hooks
 from .initial import COPIED_BYTES, num_bytes, on_host, read_initial, with_masters
 from .interpret import missing_operators, refuse_data_dependent, refuse_missing
 from .layout import Layout, read_layout
@@ -377,6 +378,7 @@ def convert(
     """
     min_layers = fewest_layers(roll)
     _refuse_untraceable(module)
+    refuse_hooks(module)
     layout = read_layout(module)
     values = read_initial(module, layout, buffers)
     args, kwargs = torch_pytree.tree_map(_example_leaf, (example_args, example_kwargs))

@@ -23,6 +23,7 @@ from torch.utils import _pytree as torch_pytree
 from fzero.errors import ConversionError
 
 from .functions import refuse_functions, watch_functions
+from .hooks import watch_gradients
 from .in_place import remove_hidden_aliases, replace_fresh_writes
 from .lower import find_lowering
 from .lower.symbolic import python_function
@@ -31,8 +32,10 @@ from .no_grad import inline_no_grad
 from .watch import (
     PythonState,
     failing_place,
+    first_difference,
     refuse_python_random,
     refuse_python_state,
+    same_program,
     untouched,
     watch_state,
 )
@@ -49,6 +52,7 @@ def export_program(
     kwargs: Mapping[str, Any],
     train: bool,
     batch_dim: int = 0,
+    check: bool = True,
 ) -> ExportedProgram:
     """Export a module in train or eval mode; the module is left as it was.
 
@@ -58,6 +62,7 @@ def export_program(
         kwargs: example keyword arguments.
         train: which mode the graph is taken in.
         batch_dim: the dim of every tensor that is kept free if not all can be.
+        check: whether the graph of a second call is compared; a module that was, need not be again.
 
     Returns:
         The decomposed program, with dynamic sizes wherever the module allows them.
@@ -67,7 +72,7 @@ def export_program(
     """
     mode = "train" if train else "eval"
     with untouched(module, train), _quiet():
-        program = _export_pure(module, (args, dict(kwargs)), mode, batch_dim)
+        program = _export_pure(module, (args, dict(kwargs)), mode, batch_dim, check)
         refuse_nameless(program, (*module.named_parameters(), *module.named_buffers()))
         inline_no_grad(program)
         remove_hidden_aliases(program.graph_module)
@@ -95,46 +100,55 @@ def _quiet() -> Iterator[None]:
 
 
 def _export_pure(
-    module: torch.nn.Module, inputs: tuple[Any, dict[str, Any]], mode: str, batch_dim: int
+    module: torch.nn.Module,
+    inputs: tuple[Any, dict[str, Any]],
+    mode: str,
+    batch_dim: int,
+    check: bool,
 ) -> ExportedProgram:
-    """Export, and refuse what the graph would silently lose: gradients, and Python's own state."""
+    """Export, and refuse what the graph would silently lose: gradients, and Python's own state.
+
+    The forward is traced a second time, in the state that the first one left. Whatever it depends
+    on and changes itself (an attribute, a counter in some object, an iterator, a global, numbers
+    from `random` or numpy) then gives another graph.
+    """
     before = PythonState(module)
     try:
         with watch_state(module) as states:
-            program = _export_most_dynamic(module, inputs, mode, batch_dim)
+            program, dynamic = _export_most_dynamic(module, inputs, mode, batch_dim, _DYNAMIC)
         after = states[-1] if states else before
-        if before.drew_numbers(after):
-            refuse_python_random(mode)
         changed = before.changed(after)
-        if changed:
-            # Attributes may be written for later readers only: what counts is whether the graph
-            # of the next call is another one.
-            after.put(module, changed)
-            again = _export_again(module, inputs, mode, batch_dim)
-            if again is None or again.graph_module.code != program.graph_module.code:
-                refuse_python_state(changed, mode)
+        if not (check or changed or before.drew_numbers(after)):
+            return program
+        after.put(module, changed)
+        try:
+            again = _export_most_dynamic(module, inputs, mode, batch_dim, (dynamic,))[0]
+        except ConversionError:
+            again = None
+        if again is None or not same_program(program, again):
+            if before.drew_numbers(after) and not changed:
+                refuse_python_random(mode)
+            refuse_python_state(changed, mode, again and first_difference(program, again))
     finally:
         before.restore_random()
     return program
 
 
-def _export_again(
-    module: torch.nn.Module, inputs: tuple[Any, dict[str, Any]], mode: str, batch_dim: int
-) -> ExportedProgram | None:
-    """Export in the state that a first export left; None if that is not possible."""
-    try:
-        return _export_most_dynamic(module, inputs, mode, batch_dim)
-    except ConversionError:
-        return None
+# Every dim free, then the batch only, then all fixed (which is said when it is called otherwise).
+_DYNAMIC = ("all", "batch", "none")
 
 
 def _export_most_dynamic(
-    module: torch.nn.Module, inputs: tuple[Any, dict[str, Any]], mode: str, batch_dim: int
-) -> ExportedProgram:
-    """Try every dim dynamic, then the batch only, then all fixed (stated when called otherwise)."""
+    module: torch.nn.Module,
+    inputs: tuple[Any, dict[str, Any]],
+    mode: str,
+    batch_dim: int,
+    kinds: Sequence[str],
+) -> tuple[ExportedProgram, str]:
+    """The program with the first kind of free dims that works, and that kind."""
     last: Exception | None = None
-    with watch_functions() as functions:
-        for dynamic in ("all", "batch", "none"):
+    with watch_functions() as functions, watch_gradients():
+        for dynamic in kinds:
             shapes = _dynamic_shapes(module, inputs, dynamic, batch_dim)
             try:
                 program = torch.export.export(module, *inputs, dynamic_shapes=shapes, strict=False)
@@ -144,7 +158,7 @@ def _export_most_dynamic(
                 last = error  # the last try fixes all sizes: its error is about the module itself
             else:
                 refuse_functions(functions, mode)
-                return program
+                return program, dynamic
     refuse_functions(functions, mode)
     assert last is not None
     raise ConversionError(_explain(last, mode, module)) from last

@@ -121,8 +121,9 @@ def watch_functions() -> Iterator[list[str]]:
         if name in _KNOWN and not kwargs:
             return _traced(cls, args, _KNOWN[name])
         # The gradients of custom operators are made of Functions too, but these are recorded
-        # whole: the table of operators decides about them.
-        if cls.__module__ != "torch._library.autograd":
+        # whole: the table of operators decides about them. Where nothing is differentiable
+        # (indices, masks) there is no backward to lose.
+        if cls.__module__ != "torch._library.autograd" and _differentiable((args, kwargs)):
             seen.append(name)
         return original.__get__(None, cls)(*args, **kwargs)
 
@@ -131,6 +132,12 @@ def watch_functions() -> Iterator[list[str]]:
         yield seen
     finally:
         base.apply = original  # type: ignore[method-assign]
+
+
+def _differentiable(arguments: Any) -> bool:
+    leaves = torch.utils._pytree.tree_leaves(arguments)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return any(t.is_floating_point() or t.is_complex() for t in tensors)
 
 
 def refuse_functions(names: Sequence[str], mode: str) -> None:

@@ -95,7 +95,7 @@ def evaluate(
 def missing_operators(program: torch.export.ExportedProgram) -> Mapping[str, frozenset[str]]:
     """All operators of a program that have no lowering, with the modules that call them."""
     found: dict[str, set[str]] = {}
-    for node in program.graph.nodes:
+    for node in _live_nodes(program):
         if node.op == "call_function" and _resolve(node.target) is None:
             found.setdefault(str(node.target), set()).add(module_path(node))
     return {name: frozenset(paths) for name, paths in found.items()}
@@ -126,7 +126,7 @@ def refuse_data_dependent(program: torch.export.ExportedProgram) -> None:
     Raises:
         ConversionError: names the operator, the module path and the source line.
     """
-    for node in program.graph.nodes:
+    for node in _live_nodes(program):
         if node.op == "call_function" and unbacked(node.meta.get("val")):
             raise ConversionError(
                 f"{node.target} in {module_path(node)} has a size or number that depends on "
@@ -270,12 +270,25 @@ _CHECKS = ("aten._assert_scalar.default",)
 _Reads = Callable[[torch.fx.Node], Sequence[torch.fx.Node]]
 
 
-def _live_nodes(program: torch.export.ExportedProgram, reads: _Reads) -> list[torch.fx.Node]:
-    """Nodes that an output needs, and size checks; the rest (metadata asserts) is dropped."""
+def _inputs_of(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
+    return node.all_input_nodes
+
+
+def _live_nodes(
+    program: torch.export.ExportedProgram, reads: _Reads = _inputs_of
+) -> list[torch.fx.Node]:
+    """Nodes that an output needs, and checks of sizes.
+
+    The rest is dropped: asserts about metadata, and those about values (a mask that must hold as
+    many tokens as there are features), which a compiled program cannot raise.
+    """
     wanted: set[torch.fx.Node] = set()
     nodes = list(program.graph.nodes)
     for node in reversed(nodes):
-        if node.op in ("output",) or node in wanted or str(node.target) in _CHECKS:
+        checks = str(node.target) in _CHECKS and not any(
+            unbacked(source.meta.get("val")) for source in node.all_input_nodes
+        )
+        if node.op == "output" or node in wanted or checks:
             wanted.add(node)
             wanted.update(reads(node))
     return [n for n in nodes if n in wanted]

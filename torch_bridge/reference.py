@@ -145,7 +145,7 @@ def run_torch(
         for number, leaf in enumerate(outputs):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 drawn = generator.normal(size=tuple(leaf.shape)) / max(leaf.numel(), 1) ** 0.5
-                weights[number] = drawn.astype(np.float32)
+                weights[number] = np.asarray(drawn, np.float32)  # of a scalar, numpy draws a float
                 real = leaf.abs() if leaf.is_complex() else leaf
                 terms.append((real * torch.from_numpy(weights[number])).sum().double())
         loss = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64)

@@ -1,7 +1,7 @@
 """What a forward does besides computing: it may change its module, or depend on Python's state.
 
 torch.export runs the forward once and keeps what it saw. A counter in Python, or a number from
-`random` or numpy, would be a constant of the graph from then on.
+`random` or numpy, would be a constant of the graph from then on. It is therefore run twice.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.export import ExportedProgram
 
 from fzero.errors import ConversionError
 
@@ -144,30 +145,84 @@ def _comparable(value: Any) -> Any:
     return (type(value), id(value))
 
 
+def same_program(a: ExportedProgram, b: ExportedProgram) -> bool:
+    """Whether two exports of a module compute the same, with the same constants."""
+    return (
+        _codes(a) == _codes(b)
+        and a.constants.keys() == b.constants.keys()
+        and all(_same_constant(value, b.constants[name]) for name, value in a.constants.items())
+    )
+
+
+def _codes(program: ExportedProgram) -> list[str]:
+    modules = program.graph_module.modules()
+    return [m.code for m in modules if isinstance(m, torch.fx.GraphModule)]
+
+
+def _same_constant(a: Any, b: Any) -> bool:
+    if a is b or not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return bool(a is b or type(a) is type(b))
+    # A tensor that the first trace left in an attribute has no values.
+    if type(a) is not type(b) or a.is_meta or (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return bool(torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and _equal_else(a, b)))
+
+
+def _equal_else(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a[~a.isnan()], b[~b.isnan()])
+
+
+def first_difference(a: ExportedProgram, b: ExportedProgram) -> str:
+    """The line of Python whose operator two exports of a module have differently, or nothing."""
+    for one, other in zip(a.graph.nodes, b.graph.nodes, strict=False):
+        if (one.op, str(one.target), str(one.args)) != (
+            other.op,
+            str(other.target),
+            str(other.args),
+        ):
+            frames = (one.meta.get("stack_trace") or "").strip().split("File ")[1:]
+            own = [f for f in frames if "site-packages/torch/" not in f] or frames
+            return " | ".join(part.strip() for part in own[-1].splitlines()) if own else ""
+    return ""
+
+
 def refuse_python_random(mode: str) -> None:
-    """Say that a forward draws random numbers which export would freeze.
+    """Say that a forward depends on random numbers which export would freeze.
 
     Raises:
         ConversionError: always.
     """
     raise ConversionError(
-        f"the {mode} forward draws random numbers from Python's `random` or numpy. They would be "
-        "drawn once, at conversion, and be constants from then on. Draw them with torch, or turn "
-        "off what needs them (in transformers: layerdrop=0.0, apply_spec_augment=False)."
+        f"the {mode} forward depends on random numbers from Python's `random` or numpy. They would"
+        " be drawn once, at conversion, and be constants from then on. Draw them with torch, or"
+        " turn off what needs them (in transformers: layerdrop=0.0, apply_spec_augment=False). For"
+        " a model that is only evaluated: tb.convert(..., train=False)."
     )
 
 
-def refuse_python_state(names: list[tuple[str, str]], mode: str) -> None:
-    """Say that a forward depends on attributes that it changes.
+def refuse_python_state(names: list[tuple[str, str]], mode: str, line: str | None) -> None:
+    """Say that a forward depends on Python values that it changes.
+
+    Args:
+        names: attributes of submodules that it changed.
+        mode: "train" or "eval".
+        line: where the graph of the next call is another one, if it has one.
 
     Raises:
         ConversionError: always, with the names.
     """
     listed = ", ".join(f"{path}.{name}" if path else name for path, name in names)
+    what = (
+        f"Python attributes that it changes itself: {listed}"
+        if names
+        else "Python values that it changes itself (a counter in an object or an array, an"
+        " iterator, a global)"
+    )
+    where = f"\n  at: {line}\n " if line else ""
     raise ConversionError(
-        f"the {mode} forward depends on Python attributes that it changes itself: {listed}. "
-        "Their values would be constants of the converted graph. Keep what "
-        "changes in a buffer (register_buffer), which is returned after every call."
+        f"the {mode} forward depends on {what}.{where} Their values would be constants of the"
+        " converted graph. Keep what changes in a buffer (register_buffer), which is returned after"
+        " every call."
     )
 
 

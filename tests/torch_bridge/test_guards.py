@@ -1,0 +1,207 @@
+"""What a forward does besides computing is kept or refused; what changes nothing is let through."""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parity import check_parity
+from torch import nn
+
+import torch_bridge as tb
+from fzero.errors import ConversionError
+
+
+pytestmark = pytest.mark.quick
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(7))
+COUNTED = {"calls": 0}
+
+
+class Two(nn.Module):
+    """A layer whose gradient something is done with, and another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+class Inference(Two):
+    @torch.inference_mode()
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            y = self.a(x)
+        return self.b(x) + y.clone() + self.features(x).clone()
+
+
+def test_inference_mode_has_no_gradients() -> None:
+    check_parity(Inference(), X)
+
+
+class ScalesGradient(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.a(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * 0.1)
+        return self.b(hidden)
+
+
+def test_hooks_on_gradients_are_refused_by_name_and_line() -> None:
+    with pytest.raises(ConversionError, match=r"register_hook(?s:.)*test_guards\.py\", line \d+"):
+        tb.convert(ScalesGradient(), X)
+    module = Two()
+    module.a.weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(ConversionError, match=r"parameter `a\.weight` has a gradient hook"):
+        tb.convert(module, X)
+    module = Two()
+    handle = module.b.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(ConversionError, match="submodule `b` has a backward hook"):
+        tb.convert(module, X)
+    handle.remove()
+    tb.convert(module, X)
+
+
+class Depends(nn.Module):
+    """Multiplies by what `step` gives, which may change from call to call."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.step()
+
+
+def in_object() -> Callable[[], float]:
+    counter = types.SimpleNamespace(calls=0)
+
+    def step() -> float:
+        counter.calls += 1
+        return counter.calls
+
+    return step
+
+
+def in_array() -> Callable[[], float]:
+    count = np.zeros(1)
+
+    def step() -> float:
+        count[0] += 1
+        return float(count[0])
+
+    return step
+
+
+def in_array_as_tensor() -> Callable[[], Any]:
+    count = np.zeros(1, np.float32)
+
+    def step() -> torch.Tensor:
+        count[0] += 1
+        return torch.from_numpy(count.copy())
+
+    return step
+
+
+def in_iterator() -> Callable[[], float]:
+    return itertools.count(1).__next__
+
+
+def in_global() -> Callable[[], float]:
+    def step() -> float:
+        COUNTED["calls"] += 1
+        return COUNTED["calls"]
+
+    return step
+
+
+@pytest.mark.parametrize("made", [in_object, in_array, in_array_as_tensor, in_iterator, in_global])
+def test_state_of_python_is_not_frozen_wherever_it_is(made: Callable[[], Any]) -> None:
+    with pytest.raises(ConversionError, match="depends on Python values that it changes itself"):
+        tb.convert(Depends(made()), X)
+
+
+class Running(nn.Module):
+    """Keeps a tensor that is no buffer from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean * 0.5 + x.mean()
+        return x * self.mean
+
+
+def test_a_tensor_attribute_that_is_set_anew_is_not_frozen() -> None:
+    with pytest.raises(ConversionError, match=r"changes itself: mean(?s:.)*register_buffer"):
+        tb.convert(Running(), X)
+
+
+class Idle(nn.Module):
+    """Draws and counts, and computes with neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = types.SimpleNamespace(number=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        np.random.rand()
+        self.calls.number += 1
+        return x * 2
+
+
+class Integers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x % 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
+class OfIntegers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(Integers.apply(ids))
+
+
+class Checks(nn.Module):
+    """Asks whether a mask holds as many as there are, as multimodal models do."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        torch._check(mask.sum().item() >= 0)
+        return torch.where(mask, x, 0.0)
+
+
+def test_what_nothing_depends_on_is_no_reason_to_refuse() -> None:
+    check_parity(Idle(), X)
+    check_parity(OfIntegers(), torch.arange(6).reshape(2, 3))
+    check_parity(Checks(), X, X > 0)
+
+
+def test_parity_compares_scalars() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).mean()
+
+    module = Loss()
+    assert tb.parity(module, tb.convert(module, X), X).agrees

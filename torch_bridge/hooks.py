@@ -1,0 +1,76 @@
+"""Gradients that PyTorch changes on their way: hooks, and regions in inference mode.
+
+torch.export keeps operators only. A hook that scales or masks a gradient would be gone, so it is
+refused; a region in inference mode, which has no gradients, is traced as one under `no_grad`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from fzero.errors import ConversionError
+
+
+_REMEDY = (
+    "torch.export would leave it out, and gradients in JAX would silently differ. Scale or mask"
+    " gradients in the optimizer (optax.masked, optax.scale), freeze with requires_grad=False, or"
+    " write it as a torch.autograd.Function with a rule (torch_bridge.register_function)"
+)
+
+
+def refuse_hooks(module: torch.nn.Module) -> None:
+    """Refuse hooks on the gradients of a module, its submodules and its parameters.
+
+    Raises:
+        ConversionError: says what has them.
+    """
+    found = [
+        f"submodule `{path or '(root)'}` has a backward hook"
+        for path, m in module.named_modules()
+        if m._backward_hooks or m._backward_pre_hooks
+    ]
+    found += [
+        f"parameter `{name}` has a gradient hook"
+        for name, p in module.named_parameters()
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+    ]
+    if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
+        found.append("every module has a backward hook (register_module_full_backward_hook)")
+    if found:
+        shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+        raise ConversionError(f"{shown}. {_REMEDY}")
+
+
+@contextlib.contextmanager
+def watch_gradients() -> Iterator[None]:
+    """While a module is exported: hooks on tensors raise, inference mode is `no_grad`."""
+    kind = torch.inference_mode
+    register, enter, leave = torch.Tensor.register_hook, kind.__enter__, kind.__exit__
+    entered: list[Any] = []
+
+    def refuse(self: torch.Tensor, hook: Any) -> Any:
+        frame = sys._getframe(1)
+        raise ConversionError(
+            f"the forward registers a gradient hook (Tensor.register_hook).\n  at: File"
+            f' "{frame.f_code.co_filename}", line {frame.f_lineno}\n  {_REMEDY}'
+        )
+
+    def enter_region(self: Any) -> None:
+        entered.append(torch.set_grad_enabled(not self.mode))
+
+    def leave_region(self: Any, *error: Any) -> None:
+        entered.pop().__exit__(*error)
+
+    torch.Tensor.register_hook = refuse  # type: ignore[method-assign, assignment]
+    kind.__enter__, kind.__exit__ = enter_region, leave_region  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.register_hook = register  # type: ignore[method-assign]
+        kind.__enter__, kind.__exit__ = enter, leave  # type: ignore[method-assign]
