@@ -1,5 +1,6 @@
 """PyTorch modules and checkpoints into JAX and back."""
 
+from .calls import wrap as wrap
 from .convert import Applied as Applied
 from .convert import Converted as Converted
 from .convert import convert as convert
@@ -26,6 +27,9 @@ from .sequential import sequential as sequential
 from .statedict import load_state_dict as load_state_dict
 from .statedict import state_dict as state_dict
 from .structure import Output as Output
+from .training import batch as batch
+from .training import fit as fit
+from .training import load_into as load_into
 
 
 __all__ = [
@@ -37,11 +41,14 @@ __all__ = [
     "Moments",
     "Output",
     "Parity",
+    "batch",
     "causal_lm_loss",
     "checkpoint",
     "convert",
+    "fit",
     "from_lightning",
     "load",
+    "load_into",
     "load_state_dict",
     "moments_of",
     "optimizer",
@@ -54,5 +61,11 @@ __all__ = [
     "sequential",
     "state_dict",
     "with_moments",
+    "wrap",
     "write",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, without the modules that they are from."""
+    return [*__all__, "__doc__", "__file__", "__name__", "__path__"]

@@ -87,6 +87,11 @@ class Graphs:
             ConversionError: other arguments than the example's, or sizes for which neither the
                 example's graph holds nor the module can be traced.
         """
+        if train not in self.modes:
+            raise ConversionError(
+                "the module was converted with train=False, and can only be evaluated; convert it"
+                " without that"
+            )
         mode, rolled = self.modes[train], self.rolled.get(train)
         leaves = mode.call.flatten(tuple(args), kwargs)
         refused = f"computing in {dtype} instead of the module's own dtype" if dtype else ""
@@ -113,6 +118,11 @@ class Graphs:
                 " own dtypes, or one for all, in which the module is then traced"
             )
         return next(iter(given.values()))
+
+    @property
+    def first(self) -> Rolled:
+        """One of the rolled graphs; all have the same blocks."""
+        return next(iter(self.rolled.values()))
 
     def map_steps(self, change: Callable[[Instruction], Instruction]) -> Graphs:
         """The same graphs with every step changed; they then draw no random numbers."""

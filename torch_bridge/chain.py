@@ -97,7 +97,7 @@ class _Plan:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.links = _link_names(source.graphs.rolled[True])
+        self.links = _link_names(source.graphs.first)
         self.stacked = {one.name: one for one in source.names.stacked}
         self.owner = {
             one.name: self.links[self._loop_of(one.name)] for one in self.stacked.values()
@@ -114,7 +114,7 @@ class _Plan:
         run = self.stacked[stacked].run
         return next(
             index
-            for index, part in enumerate(self.source.graphs.rolled[True].parts)
+            for index, part in enumerate(self.source.graphs.first.parts)
             if isinstance(part, Loop) and part.run == run
         )
 
@@ -332,7 +332,7 @@ def _stack(plan: _Plan, index: int, name: str, loss: Loss) -> Stack:
             out["number"] = number + 1
         return (out, {**state, **as_kept(new, state)}) if stateful else out
 
-    loop = source.graphs.rolled[True].parts[index]
+    loop = source.graphs.first.parts[index]
     assert isinstance(loop, Loop)
     same = {leaf: source.same[leaf] for leaf in buffers if leaf in source.same}
     return Stack(

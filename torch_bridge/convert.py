@@ -26,12 +26,14 @@ from .hooks import refuse_hooks
 from .initial import COPIED_BYTES, num_bytes, on_host, read_initial, with_masters
 from .interpret import missing_operators, refuse_data_dependent, refuse_missing
 from .layout import Layout, read_layout
+from .losses import called_with_batch, module_loss
 from .mode import Mode, as_kept, bind_state, build_mode
 from .rolled import Rolled
 from .rolling import fewest_layers, roll_blocks
 from .stacked import Names
 from .structure import CallForm, build_output
 from .weights import to_torch
+from .wrappers import refuse_wrapped, unwrapped
 
 
 Arrays = Mapping[str, Any]
@@ -188,6 +190,15 @@ class Converted(Printed):
         values.update(mode.constants)
         return values
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output in eval mode, with its initial values; for trained ones see `apply`.
+
+        Example:
+            >>> convert(torch.nn.Linear(3, 2), torch.zeros(4, 3))(torch.zeros(5, 3)).shape
+            (5, 2)
+        """
+        return self.apply(self.params, self.buffers, *args, **kwargs).output
+
     def by_name(self, tree: Any) -> dict[str, Any]:
         """Params or buffers of a state under the `state_dict` names of the module's own leaves."""
         return self.names.unstack(links_merged(tree))
@@ -228,7 +239,7 @@ class Converted(Printed):
 
     def model(
         self,
-        loss: Callable[..., Any],
+        loss: Callable[..., Any] | str,
         *,
         inputs: Callable[[Any], Any] | None = None,
         chain: bool | None = None,
@@ -247,6 +258,9 @@ class Converted(Printed):
                 reads of the batch is as it came. A chain runs the module once: there, `forward` is
                 called once, as it is (within `jax.checkpoint` or `jax.jit`, but not mapped nor
                 differentiated).
+                `"module"`: the module returns its own loss for a batch (transformers: where it has
+                `labels`), as `loss`, as the only output or the first one; a batch holds what it is
+                called with. That is a mean over the rows of one device, which all count alike.
             inputs: `inputs(batch)`, what the module is called with: a dict of keyword arguments, a
                 tuple of positional ones, a pair of both, or the one argument. The loss is then
                 `loss(output, batch)`.
@@ -269,6 +283,10 @@ class Converted(Printed):
             ((), {}, {})
         """
 
+        if isinstance(loss, str):
+            if loss != "module":
+                raise ConversionError(f'model: loss={loss!r}: expected a function or "module"')
+            loss, inputs = module_loss, inputs or called_with_batch
         if inputs is not None:
             loss = _of_output(loss, inputs)
         if chain or (chain is None and self._rolled):
@@ -326,7 +344,8 @@ def convert(
     batch_dim: int | None = None,
     roll: bool | int = True,
     buffers: Mapping[str, Any] | None = None,
-    masters: bool = True,
+    train: bool = True,
+    masters: bool | None = None,
     copy: bool | None = None,
     **example_kwargs: Any,
 ) -> Converted:
@@ -351,11 +370,14 @@ def convert(
         buffers: values of buffers by `state_dict` name, instead of the module's own. A module on
             the `meta` device needs them for what is in no checkpoint, unless transformers computes
             it (rotary frequencies, positions).
+        train: whether the module is trained. With `False` only the forward in eval mode is
+            converted, in half the time, and what only the other one has is no reason to refuse
+            (random skips, losses that depend on values).
         masters: whether parameters of 16 bits are trained as float32, of which every step makes
             its 16 bits (`fz.Plan(precision="bf16")`): a step of 1e-5 does not change a bfloat16
             of size 1. They are 4 bytes a parameter instead of 2, sharded as the plan says from
             stage 1 on; exports have the module's own dtypes again. `False` keeps and updates 16
-            bits.
+            bits. By default there are if the module is trained.
         copy: whether the initial values are copied now. If not, they are read from the module's
             memory when a state is made; a module that was changed in place meanwhile is refused.
             By default modules of up to 256 MiB are copied.
@@ -377,14 +399,17 @@ def convert(
         ['bias', 'weight']
     """
     min_layers = fewest_layers(roll)
+    module = unwrapped(module)
     _refuse_untraceable(module)
-    refuse_hooks(module)
+    if train:
+        refuse_hooks(module)
+    refuse_wrapped(module)
     layout = read_layout(module)
     values = read_initial(module, layout, buffers)
     args, kwargs = torch_pytree.tree_map(_example_leaf, (example_args, example_kwargs))
     programs = {
-        train: export_program(module, args, kwargs, train, batch_dim or 0)
-        for train in (True, False)
+        mode: export_program(module, args, kwargs, mode, batch_dim or 0)
+        for mode in ((True, False) if train else (False,))
     }
     for program in programs.values():
         refuse_data_dependent(program)
@@ -408,7 +433,7 @@ def convert(
         layout,
         rolling.blocks,
         names,
-        masters,
+        train if masters is None else masters,
         {name: on_host(value) for name, value in params.items()} if copy else params,
         {name: on_host(value) for name, value in names.stack(values[1]).items()},
         graphs,

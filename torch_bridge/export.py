@@ -128,7 +128,8 @@ def _export_pure(
         if again is None or not same_program(program, again):
             if before.drew_numbers(after) and not changed:
                 refuse_python_random(mode)
-            refuse_python_state(changed, mode, again and first_difference(program, again))
+            line = None if again is None else first_difference(program, again)
+            refuse_python_state(changed, mode, line)
     finally:
         before.restore_random()
     return program

@@ -77,11 +77,12 @@ def save(
     write(content, path, to, max_shard_size)
 
 
-def load(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+def load(path: str | os.PathLike[str], key: str | None = None) -> dict[str, torch.Tensor]:
     """Read the weights of a checkpoint; nothing in it is ever executed.
 
     Args:
         path: as for `checkpoint`.
+        key: likewise.
 
     Returns:
         CPU tensors of their own memory by name; tied names share one tensor.
@@ -95,6 +96,6 @@ def load(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         Traceback (most recent call last):
         fzero.errors.CheckpointError: nowhere.pt: no such file
     """
-    found = checkpoint(path)
+    found = checkpoint(path, key)
     tensors = {name: lazy.tensor().clone() for name, lazy in found.tensors.items()}
     return {**tensors, **{name: tensors[kept] for name, kept in found.ties.items()}}

@@ -67,7 +67,7 @@ def watch_gradients() -> Iterator[None]:
     def leave_region(self: Any, *error: Any) -> None:
         entered.pop().__exit__(*error)
 
-    torch.Tensor.register_hook = refuse  # type: ignore[method-assign, assignment]
+    torch.Tensor.register_hook = refuse  # type: ignore[method-assign]
     kind.__enter__, kind.__exit__ = enter_region, leave_region  # type: ignore[method-assign]
     try:
         yield

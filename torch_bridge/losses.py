@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from fzero.errors import ConversionError
 from fzero.model import Mean
 
 
@@ -51,3 +53,26 @@ def causal_lm_loss(
     target = jnp.squeeze(jnp.take_along_axis(wide, picked[..., None], axis=-1), -1)
     losses = jnp.where(counted, jax.nn.logsumexp(wide, axis=-1) - target, 0.0)
     return Mean(total=jnp.sum(losses), count=jnp.sum(counted, dtype=jnp.float32))
+
+
+def called_with_batch(batch: Any) -> Any:
+    """What a module whose own loss is trained is called with: all of the batch."""
+    return tuple(batch) if isinstance(batch, list | tuple) else batch
+
+
+def module_loss(output: Any, batch: Any) -> Any:
+    """The loss that a module returns itself: its entry `loss`, its only output or the first one.
+
+    Raises:
+        ConversionError: it returns none.
+    """
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    else:
+        found = output[0] if isinstance(output, tuple | list) else output
+    if found is None or getattr(found, "shape", None) != ():
+        raise ConversionError(
+            'loss="module": the module returned no loss (an output `loss`, or a scalar). Give its'
+            " labels in the example and in each batch, or a loss of the output"
+        )
+    return found

@@ -23,6 +23,7 @@ from torch_bridge.initial import read_values
 from torch_bridge.layout import read_layout
 from torch_bridge.reference import NodeValue, Reference, run_torch, without_dropout
 from torch_bridge.weights import to_torch
+from torch_bridge.wrappers import unwrapped
 
 
 # fp32: values differ in the order of sums only; gradients go through twice as many.
@@ -184,7 +185,12 @@ def parity(
         >>> report.agrees, [row.path for row in report.modules]
         (True, ['0', '1'])
     """
+    if len(converted._modes) < 2:
+        raise ConversionError(
+            "parity compares both modes; the module was converted with train=False"
+        )
     args, kwargs = _call(inputs)
+    module = unwrapped(module)
     layout = read_layout(module)
     if layout != converted.layout:
         raise ConversionError("the module has other tensors than the one that was converted")

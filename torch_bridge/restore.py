@@ -40,6 +40,7 @@ def restore(
     strict: bool = True,
     cast: bool = False,
     chain: bool | None = None,
+    key: str | None = None,
 ) -> TrainState:
     """A state with the weights of a PyTorch checkpoint, and Adam's moments where it has them.
 
@@ -59,9 +60,11 @@ def restore(
         names: for formats that number parameters: their names in the order in which the optimizer
             was given them. Needed only where that was not `module.parameters()` in one group.
         prefix: what the names in the checkpoint begin with in addition ("model." for a module that
-            was an attribute of a LightningModule); others are left out.
+            was an attribute of a LightningModule); others are left out. What `torch.compile` and
+            `DistributedDataParallel` put before names is found without it.
         strict: refuse missing and unexpected names. What is missing keeps its initial value else.
         cast: accept other dtypes of the weights, and convert them as they are read.
+        key: as for `checkpoint`.
         chain: as it was given to `converted.model`, if it was.
 
     Returns:
@@ -83,7 +86,7 @@ def restore(
         >>> state.params["weight"].shape, int(state.step)
         ((2, 3), 0)
     """
-    found = checkpoint(path)
+    found = checkpoint(path, key)
     tensors = _without_prefix(found.by_name(), prefix, found.path)
     leaves = fit_leaves(converted, tensors, strict, cast)
     moments = _moments(found, converted, tx, optimizer, names, prefix)

@@ -25,6 +25,7 @@ from .layout import Leaf
 from .sequential import ConvertedSequential
 from .stacked import Row
 from .weights import to_host, to_torch
+from .wrappers import common_prefix
 
 
 def state_dict(
@@ -232,8 +233,10 @@ def fit_leaves(
     """
     problems: list[str] = []
     found: dict[str, LazyTensor] = {}
+    leaf_of = converted.layout.leaf_of()
+    prefix = common_prefix(list(tensors), set(leaf_of))
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     if strict:
-        leaf_of = converted.layout.leaf_of()
         problems += [f"unexpected: `{name}`" for name in tensors if name not in leaf_of]
     for leaf in converted.layout.leaves:
         given = {name: tensors[name] for name in leaf.names if name in tensors}

@@ -21,7 +21,7 @@ LIGHTNING = ".ckpt"
 SUFFIXES = (".safetensors", *PICKLED, LIGHTNING)
 
 
-def checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def checkpoint(path: str | os.PathLike[str], key: str | None = None) -> Checkpoint:
     """What a checkpoint of PyTorch holds: names, dtypes, shapes, ties, optimizer state.
 
     Nothing in it is executed, and no tensor is read before it is asked for.
@@ -29,6 +29,8 @@ def checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Args:
         path: a `.safetensors`, `.pt`, `.pth`, `.bin` or (Lightning's) `.ckpt` file, or a directory
             of Hugging Face, `torch.distributed.checkpoint` or DeepSpeed.
+        key: which entry of a `.pt`, `.pth` or `.bin` file is the `state_dict`, as in
+            `torch.save({"model": module.state_dict(), "optimizer": ..., "epoch": 3}, path)`.
 
     Raises:
         CheckpointError: no such file, none of these formats, damaged, or it holds pickled objects
@@ -44,7 +46,7 @@ def checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     source = Path(path)
     try:
-        return _directory(source) if source.is_dir() else _file(source)
+        return _directory(source) if source.is_dir() and key is None else _file(source, key)
     except CheckpointError:
         raise
     except Exception as error:  # what a damaged file led to that no reader expected
@@ -53,7 +55,7 @@ def checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         ) from error
 
 
-def _file(source: Path) -> Checkpoint:
+def _file(source: Path, key: str | None) -> Checkpoint:
     suffix = source.suffix.lower()
     if suffix not in SUFFIXES:
         raise CheckpointError(
@@ -62,12 +64,16 @@ def _file(source: Path) -> Checkpoint:
         )
     if not source.is_file():
         raise CheckpointError(f"{source}: no such file")
+    if key is not None and suffix not in PICKLED:
+        raise CheckpointError(
+            f"{source.name}: key={key!r}: only {', '.join(PICKLED)} files have entries by key"
+        )
     if suffix == ".safetensors":
         tensors, ties = read_file(source)
         return Checkpoint(str(source), "safetensors", tensors, ties=ties)
     if suffix == LIGHTNING:
         return read_lightning(source)
-    tensors, ties = read_state_dict(source)
+    tensors, ties = read_state_dict(source, key)
     return Checkpoint(str(source), "torch", tensors, ties=ties)
 
 

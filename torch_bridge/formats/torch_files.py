@@ -90,8 +90,14 @@ def _refuse_globals(path: Path, known: Collection[str]) -> None:
         )
 
 
-def read_state_dict(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+def read_state_dict(
+    path: Path, key: str | None = None
+) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """The tensors of a flat `state_dict`, and further names of those that share memory.
+
+    Args:
+        path: the file.
+        key: the entry of the file that is the `state_dict`; None: the file is.
 
     Raises:
         CheckpointError: damaged, not a flat dict of dense tensors, or a pickle that would have to
@@ -100,11 +106,24 @@ def read_state_dict(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     content = load_plain(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path.name}: expected a state_dict, got {type(content).__name__}")
+    nested = [
+        k for k, v in content.items() if isinstance(v, dict) and any(map(is_dense, v.values()))
+    ]
+    if key is not None:
+        if not isinstance(content.get(key), dict):
+            raise CheckpointError(
+                f"{path.name}: key={key!r}: no such entry that is a state_dict; there are {nested}"
+            )
+        content = content[key]
+    elif nested:
+        raise CheckpointError(
+            f"{path.name}: holds several entries, of which {nested} may be the state_dict: say"
+            f" which with key={nested[0]!r}"
+        )
     wrong = [k for k, v in content.items() if not (isinstance(k, str) and is_dense(v))]
     if wrong:
         raise CheckpointError(
-            f"{path.name}: expected only tensors by name, but {wrong[:5]!r} are not; if the "
-            "state_dict is nested in the file, save that entry on its own"
+            f"{path.name}: expected only tensors by name, but {wrong[:5]!r} are not"
         )
     return lazy_tensors(content, path.name)
 

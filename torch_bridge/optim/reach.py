@@ -15,7 +15,7 @@ from torch_bridge.sequential import ConvertedSequential
 def reached(converted: Converted | ConvertedSequential) -> frozenset[str]:
     """Names of the module's leaves that gradients reach, frozen ones too."""
     if isinstance(converted, Converted):
-        mode = converted._modes[True]
+        mode = converted._modes[max(converted._modes)]
         return frozenset(mode.params[name] for name in _reached(mode.graph) if name in mode.params)
     leaf_at = {(place.layer, place.name): place.leaf.name for place in converted.places}
     found: set[str] = set()

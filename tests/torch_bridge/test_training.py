@@ -1,0 +1,205 @@
+"""What a PyTorch user writes first: one call to train, loaders, wrappers, calls both ways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fzero as fz
+import torch_bridge as tb
+
+
+quick = pytest.mark.quick
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+
+def data(rows: int) -> TensorDataset:
+    make = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(rows, 4, generator=make), torch.randint(0, 3, (rows,), generator=make)
+    )
+
+
+def trained_by_torch(module: nn.Module, loader: Any, epochs: int) -> nn.Module:
+    module.train()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(module(x), y).backward()
+            optimizer.step()
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _promotes() -> Any:
+    with jax.numpy_dtype_promotion("standard"):  # optax's own arithmetic
+        yield
+
+
+@quick
+def test_a_module_a_loader_and_an_optimizer_are_all_it_takes() -> None:
+    loader = DataLoader(data(24), batch_size=8)
+    want = trained_by_torch(small(), loader, epochs=2)
+    module, seen = small(), []
+    state, back = tb.fit(
+        module,
+        loader,
+        nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9),
+        plan=fz.Plan(data=1),
+        epochs=2,
+        on_step=lambda step, metrics: seen.append((step, float(metrics["loss"]))),
+        trained_module=True,
+    )
+    assert back is module
+    assert (int(state.step), [step for step, _ in seen]) == (6, [1, 2, 3, 4, 5, 6])
+    for name, tensor in want.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@quick
+def test_rows_that_devices_cannot_share_are_left_out_with_a_word() -> None:
+    module = nn.Linear(4, 3)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="1 of 4 rows of a batch are left out"):
+        state = tb.fit(
+            module,
+            DataLoader(data(10), 6),
+            nn.functional.cross_entropy,
+            optimizer=sgd,
+            plan=fz.Plan(data=1, microbatches=3),
+        )
+    assert int(state.step) == 2
+
+
+class Scored(nn.Module):
+    """Returns its own loss where it has labels, from equal blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": nn.functional.mse_loss(x, labels), "logits": x}
+
+
+@quick
+def test_a_module_trains_on_its_own_loss_and_takes_stacked_values_back() -> None:
+    torch.manual_seed(0)
+    module = Scored()
+    x, labels = torch.randn(2, 8, 4)
+    before = [block[0].weight.detach().clone() for block in module.blocks]
+    state = tb.fit(
+        module,
+        [{"x": x, "labels": labels}],
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        plan=fz.Plan(data=1),
+    )
+    assert any("*" in name for tree in state.params.values() for name in tree)
+    assert all(torch.equal(b[0].weight, old) for b, old in zip(module.blocks, before, strict=True))
+    module(x, labels)["loss"].backward()
+    want = [b[0].weight.detach() - 0.1 * b[0].weight.grad for b in module.blocks]
+    tb.load_into(module, state)
+    for block, value in zip(module.blocks, want, strict=True):
+        torch.testing.assert_close(block[0].weight.detach(), value, rtol=1e-5, atol=1e-6)
+    with pytest.raises(fz.CheckpointError, match="no such tensors"):
+        tb.load_into(nn.Linear(2, 2), state)
+
+
+@quick
+def test_a_converted_module_is_called_like_one() -> None:
+    module = small().eval()
+    x = data(8).tensors[0]
+    converted = tb.convert(module, x)
+    np.testing.assert_allclose(converted(x), module(x).detach().numpy(), atol=1e-6)
+
+
+def test_batches_of_loaders_become_arrays() -> None:
+    x, y = tb.batch(next(iter(DataLoader(data(4), 4))))
+    assert (x.dtype, y.dtype) == (np.float32, np.int32)
+    nested = tb.batch({"a": [torch.ones(2, dtype=torch.bfloat16)], "b": np.ones(2)})
+    assert nested["a"][0].dtype == jnp.bfloat16
+
+
+@quick
+def test_a_module_that_is_only_evaluated_needs_only_that_mode() -> None:
+    class SkipsAtRandom(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            skip = self.training and torch.rand(()).item() < 0.5
+            return x if skip else super().forward(x)
+
+    module, x = SkipsAtRandom(4, 4), torch.randn(2, 4)
+    with pytest.raises(fz.ConversionError):
+        tb.convert(module, x)
+    converted = tb.convert(module, x, train=False)
+    np.testing.assert_allclose(converted(x), module.eval()(x).detach().numpy(), atol=1e-6)
+    with pytest.raises(fz.ConversionError, match="train=False"):
+        converted.apply(converted.params, {}, x, train=True)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    assert tb.convert(blocks, x, train=False).blocks.stacks
+
+
+@quick
+def test_wrapped_modules_are_unwrapped_or_refused(tmp_path: Path) -> None:
+    module, x = small().eval(), data(8).tensors[0]
+    want = module(x).detach().numpy()
+    for wrapped in (torch.compile(module), nn.DataParallel(module)):
+        converted = tb.convert(wrapped, x)
+        assert set(converted.params) == set(dict(module.named_parameters()))
+        np.testing.assert_allclose(converted(x), want, atol=1e-6)
+    inner = nn.Sequential(torch.compile(nn.Linear(4, 4)))
+    with pytest.raises(fz.ConversionError, match=r"submodule `0` is compiled"):
+        tb.convert(inner, x)
+    named = {f"module._orig_mod.{name}": t for name, t in module.state_dict().items()}
+    torch.save({"model": named, "optimizer": {}, "epoch": 3}, tmp_path / "all.pt")
+    with pytest.raises(fz.CheckpointError, match=r"key='model'"):
+        tb.restore(tmp_path / "all.pt", converted, None, fz.Plan(data=1))
+    state = tb.restore(tmp_path / "all.pt", converted, None, fz.Plan(data=1), key="model")
+    np.testing.assert_array_equal(state.params["0.weight"], module[0].weight.detach().numpy())
+    with pytest.raises(fz.CheckpointError, match=r"key='optim'.*'model'"):
+        tb.checkpoint(tmp_path / "all.pt", key="optim")
+
+
+def test_a_jax_function_in_torch_has_its_gradients() -> None:
+    def function(x: Any, scale: Any, ids: Any, power: int = 2) -> Any:
+        return {"y": jnp.sin(x * scale["s"]) ** power, "ids": ids + 1}
+
+    wrapped = tb.wrap(function)
+    x = torch.randn(3, 4, requires_grad=True)
+    s = torch.randn(4, requires_grad=True)
+    ids = torch.arange(3, dtype=torch.int32)
+    hidden = x * 2
+    out = wrapped(hidden, {"s": s}, ids, power=3)
+    assert out["ids"].tolist() == [1, 2, 3]
+    out["y"].square().sum().backward()
+    got = x.grad.clone(), s.grad.clone()
+    x.grad = s.grad = None
+    (torch.sin(x * 2 * s) ** 3).square().sum().backward()
+    torch.testing.assert_close(got, (x.grad, s.grad), rtol=1e-4, atol=1e-5)
+    # What was written to meanwhile is found, as in torch itself.
+    y = wrapped(x.detach().requires_grad_(), {"s": s}, ids)["y"]
+    with torch.no_grad():
+        y.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_only_public_names_are_shown() -> None:
+    shown = {name for name in dir(tb) if not name.startswith("_")}
+    assert shown == set(tb.__all__)
+    assert all(hasattr(tb, name) for name in shown)

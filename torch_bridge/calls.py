@@ -1,0 +1,137 @@
+"""A JAX function inside PyTorch: called with tensors, differentiated by `backward()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as torch_pytree
+
+from .dtypes import canonical, jax_dtype, numpy_dtype
+from .weights import to_host, to_torch
+
+
+def wrap(jax_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A JAX function as one of PyTorch, through which gradients flow.
+
+    Tensors become arrays and results tensors without a copy where both libraries use the device
+    (DLPack). It is compiled once for each structure and shapes of its arguments.
+
+    Args:
+        jax_fn: a function of arrays, in nested containers, and of constants.
+
+    Returns:
+        A function of tensors in the same containers, which gives tensors. Floating-point tensors
+        that require gradients get them from `jax_fn`'s own derivative (once: there is no second
+        one).
+
+    Example:
+        >>> import jax.numpy as jnp, torch
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> wrap(lambda x: jnp.sum(x**2))(x).backward()
+        >>> x.grad
+        tensor([2., 4.])
+    """
+    compiled: dict[Any, Callable[..., Any]] = {}
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = torch_pytree.tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if i not in places)
+        key = (spec, tuple(places), repr(constants))
+        if key not in compiled:
+
+            def run(arrays: Sequence[Any]) -> Any:
+                found: dict[int, Any] = {
+                    **dict(constants),
+                    **dict(zip(places, arrays, strict=True)),
+                }
+                values = [found[i] for i in range(len(leaves))]
+                given, named = torch_pytree.tree_unflatten(values, spec)
+                return jax_fn(*given, **named)
+
+            compiled[key] = jax.jit(run)
+        structure: list[Any] = []
+        call: Any = _Call.apply
+        made = call(compiled[key], structure, *(leaves[i] for i in places))
+        return jax.tree.unflatten(structure[0], made)
+
+    return function
+
+
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Any, structure: list[Any], *tensors: torch.Tensor) -> Any:
+        arrays = [_array(tensor) for tensor in tensors]
+        wanted = [i for i, needs in enumerate(ctx.needs_input_grad[2:]) if needs]
+
+        def of_wanted(*chosen: Any) -> Any:
+            given = dict(enumerate(arrays)) | dict(zip(wanted, chosen, strict=True))
+            return run([given[i] for i in range(len(arrays))])
+
+        if wanted:
+            out, ctx.pullback = jax.vjp(of_wanted, *(arrays[i] for i in wanted))
+        else:
+            out = of_wanted()
+        leaves, treedef = jax.tree.flatten(out)
+        structure.append(treedef)
+        results = tuple(_tensor(leaf, tensors) for leaf in leaves)
+        ctx.wanted, ctx.shapes = wanted, [(leaf.shape, leaf.dtype) for leaf in leaves]
+        ctx.treedef, ctx.num = treedef, len(tensors)
+        # Memory may be shared: torch then finds out if it was written to before the backward pass.
+        ctx.save_for_backward(*tensors, *results)
+        ctx.mark_non_differentiable(*(r for r in results if not _differentiable(r)))
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        saved = ctx.saved_tensors
+        cotangents = [
+            _cotangent(gradient, shape, dtype)
+            for gradient, (shape, dtype) in zip(gradients, ctx.shapes, strict=True)
+        ]
+        found = ctx.pullback(jax.tree.unflatten(ctx.treedef, cotangents))
+        out: list[Any] = [None] * ctx.num
+        for place, gradient in zip(ctx.wanted, found, strict=True):
+            like = saved[place]
+            out[place] = _tensor(gradient, [like]).to(like.dtype)
+        return (None, None, *out)
+
+
+def _differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _cotangent(gradient: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return np.zeros(shape, jax.dtypes.float0)
+    return jnp.zeros(shape, dtype) if gradient is None else _array(gradient).astype(dtype)
+
+
+def _array(tensor: torch.Tensor) -> jax.Array:
+    """A tensor as an array, in its own memory where JAX can use that."""
+    plain = tensor.detach().contiguous().resolve_conj().resolve_neg()
+    kind = "gpu" if plain.is_cuda else plain.device.type
+    exact = canonical(numpy_dtype(plain.dtype)) == numpy_dtype(plain.dtype)
+    if exact and plain.numel() and kind in {device.platform for device in jax.local_devices()}:
+        return jax.dlpack.from_dlpack(plain)
+    return jnp.asarray(to_host(plain), dtype=jax_dtype(plain.dtype))
+
+
+def _tensor(array: Any, like: Sequence[torch.Tensor]) -> torch.Tensor:
+    """An array as a tensor where the arguments are."""
+    device = like[0].device if like else torch.device("cpu")
+    one = isinstance(array, jax.Array) and len(array.devices()) == 1
+    if one and array.size and next(iter(array.devices())).platform == _platform(device):
+        return torch.utils.dlpack.from_dlpack(array)
+    return to_torch(array).to(device)
+
+
+def _platform(device: torch.device) -> str:
+    return "gpu" if device.type == "cuda" else device.type

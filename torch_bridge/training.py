@@ -1,0 +1,241 @@
+"""Training as a PyTorch user writes it first: a module, a loader, an optimizer, and one call."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import torch
+
+from fzero.errors import CheckpointError, ConversionError
+from fzero.plan import PIPE, Plan
+from fzero.state import TrainState, init, require_alive
+from fzero.step import train_step
+
+from .chain import links_merged
+from .convert import Converted, convert
+from .layout import named_tensors
+from .losses import called_with_batch
+from .optim import optimizer as as_optax
+from .weights import to_host, to_torch
+from .wrappers import unwrapped
+
+
+def batch(tree: Any) -> Any:
+    """A batch of a `DataLoader` as a batch for a step: numpy arrays instead of tensors.
+
+    Args:
+        tree: tensors (copied) and arrays in lists, tuples and mappings (what transformers returns
+            becomes a dict).
+
+    Example:
+        >>> x, y = batch([torch.ones(2, 3), torch.arange(2)])
+        >>> x.shape, y.dtype.name
+        ((2, 3), 'int32')
+    """
+    if isinstance(tree, torch.Tensor):
+        return to_host(tree)
+    if isinstance(tree, Mapping):
+        return {key: batch(value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*map(batch, tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(batch, tree))
+    return tree
+
+
+def fit(
+    module: torch.nn.Module,
+    loader: Iterable[Any],
+    loss: Callable[..., Any] | str = "module",
+    *,
+    optimizer: torch.optim.Optimizer | optax.GradientTransformation,
+    plan: Plan | None = None,
+    epochs: int = 1,
+    scheduler: Any = None,
+    rng: int = 0,
+    on_step: Callable[[int, dict[str, Any]], None] | None = None,
+    trained_module: bool = False,
+) -> Any:
+    """Train a PyTorch module in JAX, on all devices.
+
+    Args:
+        module: the module; it is not changed, unless `trained_module` says so.
+        loader: gives batches, anew for each epoch: mappings of keyword arguments, or tuples and
+            lists, or tensors. The first one is the example that the module is converted with. Rows
+            at the end of a batch that the devices cannot share evenly are left out, with a warning.
+        loss: `"module"`: the module returns its loss for a batch (transformers, with `labels`).
+            Otherwise a torch loss, function or module: `loss(module(*batch[:-1]), batch[-1])`.
+        optimizer: of the module's parameters, as torch has it (its classes are known, see
+            `tb.optimizer`), or an optax transformation.
+        plan: how the state is laid out and stepped; ZeRO-3 over all devices by default.
+        epochs: how often the loader is run through.
+        scheduler: a learning rate scheduler of the torch optimizer, stepped with every step.
+        rng: seed of initial keys, and of dropout.
+        on_step: called with the number of each step, from 1, and its metrics, which are device
+            values: reading one waits for the step.
+        trained_module: also load the trained values into the module.
+
+    Returns:
+        The final state; with `trained_module` the pair of it and the module.
+
+    Raises:
+        ConversionError: the module, loss or optimizer cannot be converted, or the loader is empty.
+
+    Example:
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> module = torch.nn.Linear(3, 1)
+        >>> data = TensorDataset(torch.ones(16, 3), torch.zeros(16, 1))
+        >>> sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+        >>> state = fit(module, DataLoader(data, 8), torch.nn.MSELoss(), optimizer=sgd)
+        >>> int(state.step)
+        2
+    """
+    module, plan = unwrapped(module), plan or Plan()
+    batches = iter(loader)
+    first = next(batches, None)
+    if first is None:
+        raise ConversionError("fit: the loader gave no batch")
+    converted = _converted(module, loss, first)
+    model = converted.model("module")
+    tx: Any = optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        tx = as_optax(optimizer, converted, scheduler)
+    state, step, parts = init(model, tx, plan, rng), train_step(model, tx, plan), _parts(plan)
+    done = 0
+    for epoch in range(epochs):
+        for given in itertools.chain([first], batches) if epoch == 0 else loader:
+            whole = _whole_rows(batch(given), parts)
+            if whole is None:
+                continue
+            state, metrics = step(state, whole)
+            done += 1
+            if on_step is not None:
+                on_step(done, metrics)
+    return (state, load_into(module, state)) if trained_module else state
+
+
+def _converted(module: torch.nn.Module, loss: Callable[..., Any] | str, first: Any) -> Converted:
+    """The module with its loss, converted with a batch."""
+    traced = module if loss == "module" else _with_loss(module, loss)
+    given = called_with_batch(first)
+    if isinstance(given, Mapping):
+        return convert(traced, **given)
+    return convert(traced, *given) if isinstance(given, tuple) else convert(traced, given)
+
+
+def _with_loss(module: torch.nn.Module, loss: Any) -> torch.nn.Module:
+    """The same module, of the same tensors, whose forward is the loss of all but its last argument.
+
+    A subclass of its own class, so that names and attributes stay.
+    """
+    own = type(module)
+
+    def forward(self: Any, *batch: Any) -> Any:
+        return loss(own.forward(self, *batch[:-1]), batch[-1])
+
+    made = copy.copy(module)
+    made.__class__ = type(own.__name__, (own,), {"forward": forward})
+    return made
+
+
+def _parts(plan: Plan) -> int:
+    """The rows of a batch are a multiple of this."""
+    devices = jax.device_count() // (plan.pipe * plan.replica)
+    return (plan.data or devices) * plan.replica * plan.microbatches
+
+
+def _whole_rows(tree: Any, parts: int) -> Any:
+    """A batch without the rows at its end that devices could not share; None if none are left."""
+    rows = min(len(leaf) for leaf in jax.tree.leaves(tree))
+    kept = rows - rows % parts
+    if kept != rows:
+        warnings.warn(
+            f"fit: {rows - kept} of {rows} rows of a batch are left out: devices and microbatches"
+            f" take multiples of {parts}. Use DataLoader(..., drop_last=True), or another size",
+            stacklevel=3,
+        )
+    if kept == rows:
+        return tree
+    return jax.tree.map(lambda leaf: leaf[:kept], tree) if kept else None
+
+
+# `[1:12]` or `[0:26:2]` in the name of a stacked leaf; `*` stands for all blocks.
+_BLOCKS = re.compile(r"\*|\[(\d+):(\d+)(?::(\d+))?\]")
+
+
+def load_into(module: torch.nn.Module, state: Any) -> torch.nn.Module:
+    """Write a state's parameters and buffers into the module that it was converted from.
+
+    Args:
+        module: the module; its tensors keep their memory, dtypes and devices.
+        state: a `TrainState`, or anything with `.params` and `.buffers`, on devices or the host.
+
+    Returns:
+        The module.
+
+    Raises:
+        CheckpointError: the module has other tensors, or the state is one of a pipeline (bring it
+            to one rank with `fz.replan` first).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from torch_bridge import convert
+        >>> converted = convert(torch.nn.Linear(3, 2), torch.zeros(4, 3))
+        >>> class State:
+        ...     params, buffers = {"weight": jnp.ones((2, 3)), "bias": jnp.zeros(2)}, {}
+        >>> load_into(torch.nn.Linear(3, 2), State()).weight.sum().item()
+        6.0
+    """
+    if isinstance(state, TrainState):
+        require_alive(state, "load_into")
+    module = unwrapped(module)
+    tensors = named_tensors(module)
+    values: dict[str, Any] = {}
+    for name, value in {**links_merged(state.params), **links_merged(state.buffers)}.items():
+        if PIPE in getattr(getattr(value, "sharding", None), "spec", ()):
+            raise CheckpointError(
+                f"load_into: the layers of `{name}` are spread over the ranks of a pipeline: bring"
+                " the state to one rank with fz.replan(state, model, tx, plan,"
+                " plan.replace(pipe=1))"
+            )
+        values |= _rows(name, value, tensors)
+    wrong = [n for n, v in values.items() if n not in tensors or not _fits(v, tensors[n])]
+    if wrong:
+        raise CheckpointError(
+            f"load_into: the module has no such tensors, or of other shapes: {wrong[:8]}"
+        )
+    with torch.no_grad():
+        for name, value in values.items():
+            own = tensors[name]
+            cut = np.asarray(value)[tuple(slice(n) for n in own.shape)]
+            own.copy_(to_torch(cut, own.dtype))
+    return module
+
+
+def _fits(value: Any, tensor: torch.Tensor) -> bool:
+    """Whether a value has a tensor's shape, but for padding at its end."""
+    return len(value.shape) == tensor.ndim and all(
+        n >= m for n, m in zip(value.shape, tensor.shape, strict=True)
+    )
+
+
+def _rows(name: str, value: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """A leaf by the names of the module's own tensors: the layers of a stacked one apart."""
+    found = None if name in tensors else _BLOCKS.search(name)
+    if found is None:
+        return {name: value}
+    start, stop, step = (int(n) if n else None for n in (found[1], found[2], found[3]))
+    numbers = range(start or 0, value.shape[0] if stop is None else stop, step or 1)
+    host = np.asarray(value)
+    return {
+        f"{name[: found.start()]}{number}{name[found.end() :]}": host[row]
+        for row, number in enumerate(numbers)
+    }

@@ -1,0 +1,88 @@
+"""Modules in wrappers: taken out of what only runs them, refused in what has changed them."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from fzero.errors import ConversionError
+
+
+# What compiled and data-parallel wrappers put before the names of the module inside.
+_PREFIX = re.compile(r"^((_orig_mod|module|_fsdp_wrapped_module)\.)+")
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside `torch.compile`, `DataParallel` and `DistributedDataParallel`.
+
+    What they add (a compiler, several devices) is XLA's and the plan's to do.
+
+    Example:
+        >>> inner = torch.nn.Linear(3, 2)
+        >>> unwrapped(torch.compile(inner)) is inner
+        True
+    """
+    while True:
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            module = module._orig_mod
+        elif isinstance(module, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+            module = module.module
+        else:
+            return module
+
+
+def refuse_wrapped(module: torch.nn.Module) -> None:
+    """Refuse modules whose parameters or submodules a library has replaced by its own.
+
+    Raises:
+        ConversionError: sharded (FSDP) or quantised tensors, or compiled submodules, by name.
+    """
+    for path, part in module.named_modules():
+        if isinstance(part, torch._dynamo.OptimizedModule):
+            raise ConversionError(
+                f"submodule `{path}` is compiled by torch.compile, which fixes names and sizes;"
+                " convert the module before it is compiled, or put `_orig_mod` of it back"
+            )
+        if type(part).__name__ == "FullyShardedDataParallel":
+            raise ConversionError(_sharded(f"submodule `{path or '(root)'}`"))
+    named = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in named:
+        kind = type(tensor.data) if isinstance(tensor, torch.nn.Parameter) else type(tensor)
+        if kind in (torch.Tensor, torch.nn.Parameter) or not issubclass(kind, torch.Tensor):
+            continue
+        if kind.__name__ == "DTensor":
+            raise ConversionError(_sharded(f"`{name}`"))
+        if kind.__module__.startswith("torchao"):
+            raise ConversionError(
+                f"`{name}` is quantised by torchao ({kind.__name__}), which has no JAX form;"
+                " convert the module before it is quantised, or with .dequantize() of each such"
+                " weight"
+            )
+
+
+def _sharded(what: str) -> str:
+    return (
+        f"{what} is sharded by FSDP, so that no process has the whole of it. Save the weights"
+        " (torch.distributed.checkpoint), convert the module as it was before it was sharded, on"
+        " the `meta` device if it is large, and load them with tb.restore(folder, converted, tx,"
+        " plan)"
+    )
+
+
+def common_prefix(names: list[str], known: set[str]) -> str:
+    """What wrappers put before all names of a checkpoint, if the module has no such names.
+
+    Args:
+        names: the checkpoint's.
+        known: the module's.
+
+    Example:
+        >>> common_prefix(["module._orig_mod.weight"], {"weight"})
+        'module._orig_mod.'
+    """
+    found = {m.group() if (m := _PREFIX.match(name)) else "" for name in names}
+    if len(found) != 1 or not known.isdisjoint(names):
+        return ""
+    prefix = found.pop()
+    return prefix if any(name.removeprefix(prefix) in known for name in names) else ""
