@@ -65,7 +65,5 @@ __all__ = [
     "write",
 ]
 
-
-def __dir__() -> list[str]:
-    """The public names, without the modules that they are from."""
-    return [*__all__, "__doc__", "__file__", "__name__", "__path__"]
+# `dir(torch_bridge)`: the public names, not the modules that they are from.
+__dir__ = __all__.copy
