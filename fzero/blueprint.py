@@ -327,6 +327,9 @@ def blueprint(
         StateError: initial values share memory, or a parameter is not floating point.
     """
     mesh = plan.mesh(devices)
+    secondary_size(plan, dict(mesh.shape)[DATA], list(mesh.devices.flat))
+    if plan.pipe > 1 and plan.pipe_backend == "mpmd":
+        require_transfers(list(mesh.devices.flat))  # asked anew: it depends on jax's settings
     known = memo(model)
     key: tuple[Any, ...] = "blueprint", tx, plan, tuple(mesh.devices.flat), tracing_context()
     try:
@@ -336,9 +339,6 @@ def blueprint(
     except TypeError:  # an optimizer that is no tuple of functions need not be hashable
         known, key = {}, ()
     shapes = initial_shapes(model)
-    secondary_size(plan, dict(mesh.shape)[DATA], list(mesh.devices.flat))
-    if plan.pipe > 1 and plan.pipe_backend == "mpmd":
-        require_transfers(list(mesh.devices.flat))
     held = model if callable(model.init) else model.with_init(shapes)
     blue = _blueprint(held, tx, plan, mesh, *shapes)
     known[key] = blue
