@@ -40,12 +40,12 @@ def require_layers_apart(
     """
     if not stacks:
         return
-    key = tx, _shape_key(params), tuple(sorted(stacks.items()))
+    key = id(tx), _shape_key(params), tuple(sorted(stacks.items()))
     if key not in _FOUND:
         while len(_FOUND) > 16:  # the last few optimizers of a process; each holds its closures
             del _FOUND[next(iter(_FOUND))]
-        _FOUND[key] = _Comparison(tx, params, stacks).difference()
-    found = _FOUND[key]
+        _FOUND[key] = tx, _Comparison(tx, params, stacks).difference()
+    _, found = _FOUND[key]
     if found is not None:
         raise PlanError(
             f"{operation}: the optimizer would train a Stack otherwise than the same layers written"
@@ -55,7 +55,8 @@ def require_layers_apart(
         )
 
 
-_FOUND: dict[Any, str | None] = {}
+# With the optimizers themselves: an id is one's own as long as it lives.
+_FOUND: dict[Any, tuple[Any, str | None]] = {}
 
 
 def _shape_key(params: PyTree) -> Any:

@@ -24,8 +24,8 @@ LOOSE = {
 }  # fmt: skip
 TIGHT = 5e-6
 # Those of each kind that `make test` runs; the others are in the extended suite.
-USUAL = ("clip-adamw", "skipping", "sam", "schedule-free",
-         "muon", "lamb", "adafactor", "noisy-sgd", "masked-by-shape", "by-the-others")  # fmt: skip
+USUAL = ("clip-adamw", "skipping", "muon", "lamb", "noisy-sgd", "masked-by-shape",
+         "by-the-others")  # fmt: skip
 CASES = [(name, 3) for name in ALL] + [(name, zero) for name in ALL for zero in (0, 1)]
 KEPT = [(name, 3) for name in USUAL] + [("muon", 0), ("lamb", 1)]
 
