@@ -1,5 +1,7 @@
 """ZeRO, mixed precision and exact accumulation as pure functions over one immutable state."""
 
+from fzero.batch import Shared as Shared
+from fzero.batch import pad_batch as pad_batch
 from fzero.checkpoint import Checkpoint as Checkpoint
 from fzero.checkpoint import checkpoint as checkpoint
 from fzero.checkpoint import save as save
@@ -17,6 +19,8 @@ from fzero.errors import StateConsumedError as StateConsumedError
 from fzero.errors import StateError as StateError
 from fzero.errors import UnusedDevicesWarning as UnusedDevicesWarning
 from fzero.flax import from_flax as from_flax
+from fzero.layout import Layout as Layout
+from fzero.layout import layout as layout
 from fzero.loss_scaling import LossScaling as LossScaling
 from fzero.model import Context as Context
 from fzero.model import Layer as Layer

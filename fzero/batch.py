@@ -1,7 +1,10 @@
-"""Batches: checked before anything is compiled, then laid out over the devices."""
+"""Batches: rows and what is shared; checked before anything is compiled, then laid out."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,6 +15,93 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fzero.errors import BatchError
 from fzero.plan import AXES
 from fzero.tree import PyTree, named_leaves, shape_of
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Shared:
+    """A part of a batch that is no rows: whole on every device and for every microbatch.
+
+    The model sees the value itself. For what changes from step to step and belongs to no example:
+    a temperature, a schedule's value, another model's parameters.
+
+    Args:
+        value: an array, a number, or a pytree of them.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, optax, fzero as fz
+        >>> def loss(p, buffers, batch, rng, train):
+        ...     return jnp.mean(batch["x"] @ p["w"]) * batch["weight"], buffers, {}
+        >>> model = fz.Model(lambda rng: ({"w": jnp.ones(2)}, {}), loss)
+        >>> plan = fz.Plan(data=1)
+        >>> batch = {"x": np.ones((4, 2), np.float32), "weight": fz.Shared(0.5)}
+        >>> float(fz.eval_step(model, plan)(fz.init(model, None, plan), batch)["loss"])
+        1.0
+    """
+
+    value: PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Inputs:
+    """A batch taken apart, and the step it is for.
+
+    Args:
+        rows: the batch with `None` for what is shared.
+        shared: the batch with `None` for rows.
+        step: int32 scalar, optimizer steps taken; `None` where nobody asks.
+    """
+
+    rows: PyTree
+    shared: PyTree
+    step: Any = None
+
+    @staticmethod
+    def of(batch: PyTree) -> Inputs:
+        """The inputs that a user's batch is."""
+        if isinstance(batch, Inputs):
+            return batch
+
+        def shared(leaf: Any) -> Any:
+            return jax.tree.map(_as_array, leaf.value) if _is_shared(leaf) else None
+
+        rows = jax.tree.map(lambda x: None if _is_shared(x) else x, batch, is_leaf=_is_shared)
+        return Inputs(rows, jax.tree.map(shared, batch, is_leaf=_is_shared))
+
+    @staticmethod
+    def specs(rows: Any, whole: Any) -> Any:
+        """A prefix of the tree with one thing for rows and another for the rest."""
+        return Inputs(rows, whole, whole)
+
+    @property
+    def batch(self) -> PyTree:
+        """What the model sees."""
+        return jax.tree.map(
+            lambda row, other: other if row is None else row,
+            self.rows, self.shared, is_leaf=lambda x: x is None,
+        )  # fmt: skip
+
+    def map_rows(self, function: Callable[[Any], Any]) -> Inputs:
+        """The same with a function of each row leaf."""
+        return dataclasses.replace(self, rows=jax.tree.map(function, self.rows))
+
+    def at(self, step: Any) -> Inputs:
+        """The same for another step."""
+        return dataclasses.replace(self, step=step)
+
+
+def _is_shared(node: Any) -> bool:
+    return isinstance(node, Shared)
+
+
+def _as_array(value: Any) -> Any:
+    return value if hasattr(value, "shape") and hasattr(value, "dtype") else np.asarray(value)
+
+
+def opened(inputs: Any) -> tuple[PyTree, Any]:
+    """The user's batch and the step number, of `Inputs` or of a batch that is nothing more."""
+    return (inputs.batch, inputs.step) if isinstance(inputs, Inputs) else (inputs, None)
 
 
 def check_batch(batch: PyTree, parts: int, microbatches: int) -> None:
@@ -25,9 +115,9 @@ def check_batch(batch: PyTree, parts: int, microbatches: int) -> None:
     Raises:
         BatchError: a leaf is no array or a scalar, or leading dims differ or do not divide.
     """
-    leaves = named_leaves(batch)
+    leaves = named_leaves(Inputs.of(batch).rows)
     if not leaves:
-        raise BatchError("batch: expected a pytree of arrays, got one without leaves")
+        raise BatchError("batch: expected a pytree of arrays, got one without leaves (of rows)")
     for path, leaf in leaves:
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise BatchError(
@@ -36,18 +126,69 @@ def check_batch(batch: PyTree, parts: int, microbatches: int) -> None:
             )
         if not leaf.shape:
             raise BatchError(
-                f"batch: {path or 'it'} is a scalar: every leaf needs a leading dim of examples"
+                f"batch: {path or 'it'} is a scalar: every leaf needs a leading dim of examples;"
+                " what is no rows is wrapped: fz.Shared(value)"
             )
     rows = {path: leaf.shape[0] for path, leaf in leaves}
     if len(set(rows.values())) > 1:
-        raise BatchError(f"batch: leaves have different numbers of examples (dim 0): {rows}")
+        raise BatchError(
+            f"batch: leaves have different numbers of examples (dim 0): {rows}; what is no rows is"
+            " wrapped: fz.Shared(value)"
+        )
     size = next(iter(rows.values()))
     if size == 0 or size % (parts * microbatches):
         raise BatchError(
             f"batch: {size} examples cannot be split evenly over {parts} devices x {microbatches}"
             f" microbatches; expected a positive multiple of {parts * microbatches}. Pad the batch"
-            " and leave the padding out of the loss's fz.Mean count"
+            " (fz.pad_batch) and leave the padding out of the loss's fz.Mean count"
         )
+
+
+def pad_batch(batch: PyTree, multiple: int) -> tuple[PyTree, np.ndarray[Any, Any]]:
+    """A short batch filled up with copies of its first row, and which rows are real.
+
+    Leave the filling out of the loss's total and count: a mean is then exactly that of the real
+    rows, however they are divided.
+
+    Args:
+        batch: a pytree of host arrays with a leading dim of examples, at least one; `fz.Shared`
+            parts stay as they are.
+        multiple: what the number of examples must be a multiple of
+            (`fz.layout(model, tx, plan).batch_multiple`).
+
+    Returns:
+        `(batch, mask)`; the mask is bool, one value for each row.
+
+    Raises:
+        BatchError: leaves have different numbers of rows, or none.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, fzero as fz
+        >>> def loss(p, buffers, batch, rng, train):
+        ...     error = (batch["x"] @ p["w"] - 3) ** 2
+        ...     return fz.Mean(jnp.sum(error * batch["mask"]), batch["mask"].sum()), buffers, {}
+        >>> model = fz.Model(lambda rng: ({"w": jnp.ones(1)}, {}), loss)
+        >>> batch, mask = fz.pad_batch({"x": np.float32([[1], [2], [3]])}, 8)
+        >>> batch["x"].shape, int(mask.sum())
+        ((8, 1), 3)
+        >>> plan = fz.Plan(data=1)
+        >>> evaluate = fz.eval_step(model, plan)
+        >>> metrics = evaluate(fz.init(model, None, plan), {**batch, "mask": mask})
+        >>> round(float(metrics["loss"]), 4), float(metrics["count"])
+        (1.6667, 3.0)
+    """
+    inputs = Inputs.of(batch)
+    check_batch(inputs, 1, 1)
+    size = jax.tree.leaves(inputs.rows)[0].shape[0]
+    fill = -size % multiple
+
+    def filled(leaf: Any) -> Any:
+        if _is_shared(leaf) or not fill:
+            return leaf
+        host = np.asarray(leaf)
+        return np.concatenate([host, np.repeat(host[:1], fill, axis=0)])
+
+    return jax.tree.map(filled, batch, is_leaf=_is_shared), np.arange(size + fill) < size
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -55,42 +196,67 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(AXES))
 
 
-def place_batch(batch: PyTree, mesh: Mesh) -> PyTree:
+def place_batch(batch: PyTree, mesh: Mesh) -> Inputs:
     """Lays a global batch out over the devices; what already lies there is not copied.
 
-    With several processes every process passes the same global batch and keeps its own rows.
-    Host arrays are copied first: steps run asynchronously, and a loader that refills its buffer
-    must not change a batch under way.
+    With several processes every process passes the same global batch and keeps its own rows, or a
+    global `jax.Array` of which it holds some. Host arrays are copied first: steps run
+    asynchronously, and a loader that refills its buffer must not change a batch under way.
+
+    Raises:
+        BatchError: an array of several processes lies on other devices.
     """
-    sharding = batch_sharding(mesh)
-    if jax.process_count() == 1:
-        own = jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, batch)
-        return jax.device_put(own, sharding)
+    inputs, whole = Inputs.of(batch), NamedSharding(mesh, PartitionSpec())
+    rows = batch_sharding(mesh)
+    return Inputs(
+        jax.tree.map(lambda x: _placed(x, rows), inputs.rows),
+        jax.tree.map(lambda x: _placed(x, whole), inputs.shared),
+        inputs.step,
+    )
 
-    def place(leaf: Any) -> jax.Array:
-        if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+
+def _placed(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(leaf, jax.Array):
+        if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
-        host = np.asarray(leaf)
-        shape = shape_of(host)
-        return jax.make_array_from_callback(
-            host.shape, sharding, lambda index: host[index].astype(shape.dtype), dtype=shape.dtype
-        )
+        if not leaf.is_fully_addressable and leaf.sharding.device_set != sharding.device_set:
+            raise BatchError(
+                f"batch: an array of {leaf.dtype}{list(leaf.shape)} lies on"
+                f" {len(leaf.sharding.device_set)} devices of several processes, which are not"
+                f" those of the plan; make it in fz.layout(model, tx, plan).batch_sharding"
+            )
+        if jax.process_count() == 1 or not leaf.is_fully_addressable:
+            moved: jax.Array = jax.device_put(leaf, sharding)
+            return moved
+    host = np.array(leaf)
+    if jax.process_count() == 1:
+        placed: jax.Array = jax.device_put(host, sharding)
+        return placed
+    dtype = shape_of(host).dtype
+    return jax.make_array_from_callback(
+        host.shape, sharding, lambda index: host[index].astype(dtype), dtype=dtype
+    )
 
-    return jax.tree.map(place, batch)
 
-
-def constrain_batch(batch: PyTree, mesh: Mesh) -> PyTree:
+def constrain_batch(batch: PyTree, mesh: Mesh) -> Inputs:
     """A traced batch, its rows over all devices."""
-    sharding = batch_sharding(mesh)
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(jnp.asarray(x), sharding), batch)
+    sharding, inputs = batch_sharding(mesh), Inputs.of(batch)
+    return inputs.map_rows(
+        lambda x: jax.lax.with_sharding_constraint(jnp.asarray(x), sharding)
+    )  # fmt: skip
 
 
-def abstract_batch(batch: PyTree, mesh: Mesh) -> PyTree:
-    """Shapes of a batch with their sharding, from arrays or from shapes."""
-    sharding = batch_sharding(mesh)
+def abstract_batch(batch: PyTree, mesh: Mesh) -> Inputs:
+    """Shapes of a batch with their shardings, from arrays or from shapes."""
+    inputs, whole = Inputs.of(batch), NamedSharding(mesh, PartitionSpec())
 
-    def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    def abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         shape = shape_of(leaf)
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-    return jax.tree.map(abstract, batch)
+    rows = batch_sharding(mesh)
+    return Inputs(
+        jax.tree.map(lambda x: abstract(x, rows), inputs.rows),
+        jax.tree.map(lambda x: abstract(x, whole), inputs.shared),
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
+    )

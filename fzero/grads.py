@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fzero.batch import Inputs
 from fzero.buffers import agreed_buffers
+from fzero.errors import StateError
 from fzero.keys import block_key
 from fzero.model import Mean, Model, split_loss, whole_chain
 from fzero.precision import power_of_two_below
@@ -30,7 +32,7 @@ def local_gradients(
     rules: Rules,
     kept: PyTree,
     buffers: PyTree,
-    batch: PyTree,
+    batch: Inputs,
     rng: jax.Array,
     scale: jax.Array | None,
 ) -> tuple[PyTree, Mean, dict[str, Mean], PyTree]:
@@ -93,7 +95,7 @@ def _accumulated(
     rules: Rules,
     kept: PyTree,
     buffers: PyTree,
-    batch: PyTree,
+    batch: Inputs,
 ) -> tuple[_Sums, PyTree]:
     """Float32 sums over the microbatches, one after the other, and the last one's buffers.
 
@@ -101,8 +103,8 @@ def _accumulated(
     gathers, and the others read what it leaves.
     """
     count = rules.plan.microbatches
-    rows = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
-    first = jax.tree.map(lambda x: x[0], rows)
+    parts = batch.map_rows(lambda x: x.reshape(count, -1, *x.shape[1:]))
+    first = parts.map_rows(lambda x: x[0])
 
     def add(sums: _Sums, found: _Sums) -> _Sums:
         # Added when all of them are there. Otherwise XLA reduces the last layer's gradient only
@@ -119,7 +121,7 @@ def _accumulated(
     if rules.hold:
         found, buffers, kept = one(rules, kept, buffers, first, 0)
         sums, rules, start = add(room(found), found), rules.held(), 1
-        rows = jax.tree.map(lambda x: x[1:], rows)
+        parts = parts.map_rows(lambda x: x[1:])
     else:
         shapes, *_ = jax.eval_shape(partial(one, rules), kept, buffers, first, 0)
         sums, start = room(shapes), 0
@@ -129,10 +131,12 @@ def _accumulated(
         # Weights wait for their microbatch: otherwise gathers that do not depend on it would be
         # lifted out of this loop, and stay alive through all of it.
         own, xs = rules.fence((kept, xs))
-        found, buffers, _ = one(rules, own, buffers, *xs)
+        rows, index = xs
+        inputs = dataclasses.replace(parts, rows=rows)
+        found, buffers, _ = one(rules, own, buffers, inputs, index)
         return (add(sums, found), buffers), None
 
-    (sums, buffers), _ = jax.lax.scan(body, (sums, buffers), (rows, jnp.arange(start, count)))
+    (sums, buffers), _ = jax.lax.scan(body, (sums, buffers), (parts.rows, jnp.arange(start, count)))
     return sums, buffers
 
 
@@ -158,7 +162,7 @@ def unscaled(grads: PyTree, unscale: jax.Array | None) -> PyTree:
 
 
 def local_evaluation(
-    model: Model, rules: Rules, kept: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array
+    model: Model, rules: Rules, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array
 ) -> tuple[Mean, dict[str, Mean]]:
     """Loss and metrics over all devices, in evaluation mode."""
     key = block_key(rng, shard_index(rules.group))
@@ -176,5 +180,17 @@ def float_mean(mean: Mean) -> Mean:
 
 
 def float_means(metrics: dict[str, Any]) -> dict[str, Mean]:
-    """A model's metrics as means whose sums are float32."""
-    return {name: float_mean(Mean.of(value)) for name, value in metrics.items()}
+    """A model's metrics as means whose sums are float32.
+
+    Raises:
+        StateError: one is no scalar.
+    """
+    means = {name: float_mean(Mean.of(value)) for name, value in metrics.items()}
+    for name, mean in means.items():
+        if mean.total.shape or mean.count.shape:
+            raise StateError(
+                f"loss: metric {name!r} has shape {list(mean.total.shape or mean.count.shape)}:"
+                " metrics are scalars, or fz.Mean of scalars, which add up over devices and"
+                " microbatches; outputs for each example come from fz.predict_step(model, plan)"
+            )
+    return means

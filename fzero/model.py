@@ -7,6 +7,7 @@ loss follows; being a chain is what lets a step gather one layer ahead, and a pi
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,7 +89,8 @@ class Model(Printed):
         loss: `loss(params, buffers, batch, rng, train) -> (Mean or scalar, buffers, metrics)`.
             It sees one device's rows of one microbatch, as they came: parameters have the plan's
             precision, and `fz.cast(batch["x"], like=params)` gives inputs the same. `metrics` is a
-            dict of `Mean`s or scalars.
+            dict of `Mean`s or scalars. A parameter named `step` is given the number of optimizer
+            steps taken.
         frozen: parameters that no step changes: their names, compiled regular expressions that are
             searched in names (`re.compile("^base/")`), or both; or a function of a name. They are
             stored and read like others, in the dtype given, and cost nothing else: no gradient, no
@@ -142,7 +144,8 @@ class Model(Printed):
         """The chain: one layer that reads every parameter, unless this is a `Sequential`."""
 
         def apply(params: PyTree, batch: PyTree, ctx: Context) -> tuple[Any, PyTree]:
-            out, buffers, metrics = self.loss(params, ctx.buffers, batch, ctx.rng, ctx.train)
+            args = (params, ctx.buffers, batch, ctx.rng, ctx.train)
+            out, buffers, metrics = self.loss(*args, **with_step(self.loss, ctx.step))
             return (out, metrics), buffers
 
         return (Layer("", None, apply, stateful=True, buffer_reduce=self.buffer_reduce),)
@@ -158,6 +161,7 @@ class Context:
         train: whether this is a training pass.
         buffers: this layer's buffers (`None` unless the layer is stateful).
         dtype: what the plan's precision casts parameters to; `None`: they keep their own.
+        step: int32 scalar, optimizer steps taken (for schedules in a loss); `None` outside steps.
     """
 
     batch: PyTree
@@ -165,6 +169,7 @@ class Context:
     train: bool
     buffers: PyTree = None
     dtype: Any = None
+    step: Any = None
 
     def at(self, number: Any, buffers: PyTree = None) -> Context:
         """The context of layer `number` of the chain, from that of the microbatch."""
@@ -260,7 +265,8 @@ class Sequential(Model):
 
     Args:
         layers: the chain, in order.
-        loss: optional `loss(x, batch) -> Mean | scalar | (Mean | scalar, metrics)`.
+        loss: optional `loss(x, batch) -> Mean | scalar | (Mean | scalar, metrics)`; a parameter
+            named `step` is given the number of optimizer steps taken.
         init: replaces the layers' own initial values: a function of a key or the concrete pair.
         frozen: parameters that no step changes; see `Model`.
 
@@ -290,7 +296,7 @@ class Sequential(Model):
         chain = tuple(layers)
         _check_names(chain)
         if loss is not None:
-            chain = (*chain, Layer("loss", None, lambda _, x, ctx: loss(x, ctx.batch)))
+            chain = (*chain, _loss_layer(loss))
         object.__setattr__(self, "_chain", chain)
         object.__setattr__(self, "init", init or _chain_init(chain))
         object.__setattr__(self, "loss", _chain_loss(chain))
@@ -302,6 +308,22 @@ class Sequential(Model):
         """The chain; a loss function given apart is its last link."""
         chain: tuple[Layer | Stack, ...] = getattr(self, "_chain")  # noqa: B009 (frozen dataclass)
         return chain
+
+
+def _loss_layer(loss: Callable[..., Any]) -> Layer:
+    def apply(_: PyTree, x: Any, ctx: Context) -> Any:
+        return loss(x, ctx.batch, **with_step(loss, ctx.step))
+
+    return Layer("loss", None, apply)
+
+
+def with_step(function: Callable[..., Any], step: Any) -> dict[str, Any]:
+    """The keyword arguments of a user's function that may ask for the step number."""
+    try:
+        asks = "step" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some callables have no signature
+        asks = False
+    return {"step": step} if asks else {}
 
 
 def _check_names(chain: tuple[Layer | Stack, ...]) -> None:
@@ -466,12 +488,13 @@ def _chain_loss(chain: tuple[Layer | Stack, ...]) -> LossFn:
     pieces = whole_chain(chain)
 
     def loss(
-        params: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array, train: bool
-    ) -> tuple[Mean, PyTree, dict[str, Any]]:
+        params: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array, train: bool,
+        step: Any = None,
+    ) -> tuple[Mean, PyTree, dict[str, Any]]:  # fmt: skip
         def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
             layer = piece.layer
             weights = layer_params(layer, params)
-            ctx = Context(batch, rng, train, state)
+            ctx = Context(batch, rng, train, state, step=step)
             if isinstance(layer, Stack):
                 return _scan_stack(layer, weights, x, ctx, piece.number)
             return apply_layer(layer, weights, x, {}, ctx.at(piece.number))

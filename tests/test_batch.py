@@ -140,12 +140,12 @@ def test_kinds_of_arrays_that_are_the_same_to_jax_are_one_kind(model, state, ste
 def test_an_array_that_lies_there_already_is_not_copied():
     mesh = PLAN.mesh()
     x = jax.device_put(np.ones((8, 2), np.float32), batch_sharding(mesh))
-    assert place_batch({"x": x}, mesh)["x"] is x
+    assert place_batch({"x": x}, mesh).rows["x"] is x
 
 
 def test_rows_lie_in_order_over_replicas_then_data():
     mesh = fz.Plan(replica=2).mesh()
-    x = place_batch({"x": np.arange(8, dtype=np.int32)}, mesh)["x"]
+    x = place_batch({"x": np.arange(8, dtype=np.int32)}, mesh).rows["x"]
     where = {shard.device.id: int(shard.data[0]) for shard in x.addressable_shards}
     assert where == {device.id: row for row, device in enumerate(mesh.devices.flat)}
 

@@ -1,117 +1,170 @@
-"""Which inputs are rounded: what a model is called with, never what its loss reads beside that."""
+"""What goes into a step besides rows: shared values, the step number, padding, global arrays."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support import tiny
 
 import fzero as fz
 
 
+pytestmark = pytest.mark.quick
+
 TX = optax.sgd(0.0)
-D = 8
-BATCH = {"x": np.ones((8, D), np.float32), "target": np.full(8, 70001.0, np.float32)}
+X = np.arange(8 * tiny.D, dtype=np.float32).reshape(8, tiny.D) / 64
 PLANS = {
-    "fp32": {"zero": 1, "data": 2},
-    "bf16": {"zero": 3, "data": 2, "precision": "bf16", "microbatches": 2},
-    "fp16": {"zero": 1, "data": 2, "precision": "fp16"},
-    "mpmd": {"zero": 1, "data": 2, "pipe": 2, "microbatches": 2, "precision": "bf16"},
-    "spmd": {"data": 2, "pipe": 2, "microbatches": 2, "precision": "bf16", "pipe_backend": "spmd"},
+    "one": {"data": 1, "zero": 0},
+    "zero 3": {"data": 2, "microbatches": 2},
+    "lazy": {"data": 2, "microbatches": 2, "zero": 1, "gather": "lazy"},
+    "tiers": {"data": 2, "tiers": {"opt_state": "host"}, "stream_bytes": 1024},
+    "mpmd": {"data": 2, "pipe": 2, "microbatches": 2},
+    "mpmd, split": {"data": 1, "pipe": 2, "microbatches": 2, "schedule": "zb_h1"},
+    "spmd": {"data": 2, "pipe": 2, "microbatches": 2, "pipe_backend": "spmd"},
 }
-HALF = {"bf16": "bf16", "fp16": "f16"}
 
 
-def _init(key: jax.Array) -> Any:
-    return {"w": jnp.eye(D)}
+def square(key):
+    """Parameters of one layer."""
+    return {"w": jnp.eye(tiny.D)}
 
 
-def _off(out: jax.Array, batch: Any) -> Any:
-    """How far outputs of one are from the target: 70000, which needs 17 bits."""
-    gap = batch["target"] - out[:, 0].astype(jnp.float32)
-    return fz.Mean(jnp.sum(gap), jnp.float32(gap.size))
+def first(p, x, ctx):
+    """Scales by what is shared; the batch itself is the same in `x` and `ctx.batch`."""
+    assert x["extra"]["by"].shape == ()
+    return x["x"] @ p["w"] * ctx.batch["extra"]["by"]
 
 
-def _plain() -> fz.Model:
-    def loss(p: Any, buffers: Any, batch: Any, rng: Any, train: bool) -> Any:
-        return _off(fz.cast(batch["x"], like=p) @ p["w"] @ p["w"], batch), buffers, {}
-
-    return fz.Model(lambda key: (_init(key), {}), loss)
+def block(p, x, ctx):
+    """Adds the step number and a shared vector."""
+    return x @ p["w"] + ctx.step + ctx.batch["bias"]
 
 
-def _chain() -> fz.Sequential:
-    first = fz.Layer("a", _init, lambda p, batch, ctx: batch["x"] @ p["w"])
-    return fz.Sequential([first, fz.Layer("b", _init, lambda p, x, ctx: x @ p["w"])], _off)
+def loss(y, batch, step):
+    """The mean, which the step number multiplies."""
+    total = jnp.sum(y) * (1 + step)
+    return fz.Mean(total, jnp.float32(y.shape[0])), {"by": batch["extra"]["by"]}
 
 
-def _flax() -> fz.Model:
-    nn = pytest.importorskip("flax.linen")
-
-    def loss(forward: Any, batch: Any) -> Any:
-        return _off(forward(batch["x"]), batch)
-
-    dense = nn.Dense(D, use_bias=False, kernel_init=lambda *_: jnp.eye(D))
-    return fz.from_flax(nn.Sequential([dense, dense.clone()]), loss, BATCH["x"])
+MODEL = fz.Sequential(
+    [fz.Layer("one", square, first), fz.Stack("two", 2, square, block)], loss=loss
+)
 
 
-MODELS = {"plain": _plain, "chain": _chain, "flax": _flax}
-# Only chains can be cut into stages.
-CASES = [(kind, name) for kind in MODELS for name, options in PLANS.items()
-         if kind == "chain" or "pipe" not in options]  # fmt: skip
+def batch(by):
+    """Rows, a shared scalar within a shared dict, and a shared vector as long as some rows."""
+    bias = np.ones(tiny.D, np.float32)
+    return {"x": X, "extra": fz.Shared({"by": by}), "bias": fz.Shared(bias)}
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(("kind", "name"), CASES)
-def test_targets_keep_all_bits_and_products_have_the_plan_s(kind, name):
-    model, plan = MODELS[kind](), tiny.plan(**PLANS[name])
-    state, step = fz.init(model, TX, plan), fz.train_step(model, TX, plan)
-    assert float(fz.eval_step(model, plan)(state, BATCH)["loss"]) == 70000.0
-    if plan.pipe == 1:
-        program = step.lower(fz.abstract_state(model, TX, plan), BATCH).as_text()
-        products = [line for line in program.splitlines() if "dot_general" in line]
-        dtype = HALF.get(plan.precision, "f32")
-        assert products
-        assert all(f"x{dtype}>, tensor<" in line.rsplit(":", 1)[-1] for line in products)
-    assert float(step(state, BATCH)[1]["loss"]) == 70000.0
+@pytest.mark.parametrize("name", PLANS)
+def test_shared_values_and_the_step_number_reach_the_model(name):
+    plan = tiny.plan(**PLANS[name])
+    state, step = fz.init(MODEL, TX, plan), fz.train_step(MODEL, TX, plan)
+    evaluate = fz.eval_step(MODEL, plan)
+
+    def expected(by, step):
+        return (by * X.sum() + 2 * (step + 1) * X.size) * (1 + step) / len(X)
+
+    for number, by in enumerate((2.0, np.float32(0.5))):
+        found = evaluate(state, batch(by))
+        np.testing.assert_allclose(found["loss"], expected(by, number), rtol=1e-5)
+        state, metrics = step(state, batch(by))
+        np.testing.assert_allclose(metrics["loss"], expected(by, number), rtol=1e-5)
+        np.testing.assert_allclose(metrics["by"], by)
+    assert step.num_traces > 0
 
 
-def test_a_chain_s_layers_read_what_needs_all_bits_from_the_context():
-    seen = {}
+def test_the_step_number_of_a_plain_loss_and_of_a_scan():
+    def plain(p, buffers, batch, rng, train, *, step):
+        return jnp.sum(p["w"]) * step, buffers, {"step": step.astype(jnp.float32)}
 
-    def first(p: Any, batch: Any, ctx: Any) -> Any:
-        seen.update(x=batch["target"].dtype, context=ctx.batch["target"].dtype)
-        return batch["x"] @ p["w"]
-
-    model = fz.Sequential([fz.Layer("a", _init, first)], _off)
-    plan = tiny.plan(zero=0, data=1, precision="bf16")
-    fz.eval_step(model, plan)(fz.init(model, TX, plan), BATCH)
-    assert seen == {"x": jnp.bfloat16, "context": jnp.float32}
-
-
-@pytest.mark.quick
-def test_totals_of_16_bits_are_added_in_32():
-    """Each device's and microbatch's total is exact in bfloat16; their sum is not."""
-
-    def loss(p: Any, buffers: Any, batch: Any, rng: Any, train: bool) -> Any:
-        half = jnp.bfloat16
-        return fz.Mean(jnp.sum(batch["x"]).astype(half), half(1)), buffers, {}
-
-    model = fz.Model(lambda key: (_init(key), {}), loss)
-    plan = tiny.plan(zero=1, data=4, precision="bf16", microbatches=2)
-    batch = {"x": np.array([257 if i == 3 else 0.0 for i in range(8)], np.float32) + 1}
-    metrics = fz.train_step(model, TX, plan)(fz.init(model, TX, plan), batch)[1]
-    assert float(metrics["loss"] * metrics["count"]) == 258 + 7
-    assert float(metrics["count"]) == 8
+    model = fz.Model(lambda key: (square(key), {}), plain)
+    plan = tiny.plan(data=2)
+    state, step = fz.init(model, TX, plan), fz.train_step(model, TX, plan, donate=False)
+    _, metrics = jax.lax.scan(step, state, {"x": np.stack([X] * 3)})
+    np.testing.assert_array_equal(metrics["step"], [0, 1, 2])
+    shared = {"x": X, "by": fz.Shared(jnp.float32(1))}
+    assert jax.jit(step)(state, shared)[1]["loss"] == 0
 
 
-def test_cast_says_what_it_cannot_follow():
-    half = fz.cast({"x": np.float32([1 / 3]), "i": np.int32(1)}, like=jnp.zeros(1, jnp.bfloat16))
-    assert (half["x"].dtype, half["i"].dtype) == (jnp.bfloat16, np.int32)
-    for like in ({}, {"i": jnp.arange(2)}, [jnp.zeros(1), jnp.zeros(1, jnp.float16)]):
-        with pytest.raises(fz.PlanError, match="cast: expected `like` to have floats of one dtype"):
-            fz.cast(BATCH, like=like)
+def test_what_is_no_rows_and_is_not_wrapped_is_refused_with_the_remedy():
+    plan = tiny.plan(data=2)
+    step, state = fz.train_step(MODEL, TX, plan), fz.init(MODEL, TX, plan)
+    for value in (np.float32(1), np.ones(3, np.float32)):
+        with pytest.raises(fz.BatchError, match=r"fz\.Shared\(value\)"):
+            step(state, {"x": X, "by": value})
+    with pytest.raises(fz.BatchError, match="without leaves"):
+        step(state, {"by": fz.Shared(value)})
+
+
+@pytest.mark.parametrize("size", [1, 5, 8])
+def test_a_padded_batch_has_the_exact_mean(size):
+    def masked(p, buffers, batch, rng, train):
+        error = jnp.sum((batch["x"] @ p["w"] - 1) ** 2, -1)
+        return fz.Mean(jnp.sum(error * batch["mask"]), jnp.sum(batch["mask"])), buffers, {}
+
+    model = fz.Model(lambda key: (square(key), {}), masked)
+    tx = optax.sgd(1e-2)
+    one, four = tiny.plan(data=1, zero=0), tiny.plan(data=4, microbatches=2)
+    short = {"x": X[:size], "by": fz.Shared(1.0)}
+    padded, mask = fz.pad_batch(short, 8)
+    assert padded["x"].shape == (8, tiny.D)
+    assert mask.tolist() == [True] * size + [False] * (8 - size)
+    runs = [
+        fz.train_step(model, tx, plan)(fz.init(model, tx, plan), rows)
+        for plan, rows in ((one, {**short, "mask": np.ones(size, bool)}),
+                           (four, {**padded, "mask": mask}))
+    ]  # fmt: skip
+    assert float(runs[1][1]["count"]) == size
+    np.testing.assert_allclose(runs[0][1]["loss"], runs[1][1]["loss"], rtol=1e-6)
+    tiny.close(fz.logical(model, runs[1][0]), runs[0][0].params, rtol=0, atol=1e-6)
+
+
+def test_a_metric_that_is_no_scalar_is_refused_by_name():
+    def wide(p, buffers, batch, rng, train):
+        y = batch["x"] @ p["w"]
+        return jnp.sum(y), buffers, {"rows": y.sum(-1)}
+
+    model = fz.Model(lambda key: (square(key), {}), wide)
+    plan = tiny.plan(data=2)
+    state = fz.init(model, TX, plan)
+    for step in (fz.eval_step(model, plan), fz.train_step(model, TX, plan, donate=False)):
+        with pytest.raises(fz.StateError, match=r"metric 'rows' has shape \[4\].*predict_step"):
+            step(state, {"x": X})
+
+
+def test_a_global_array_is_taken_as_it_is_or_moved():
+    plan = tiny.plan(data=4)
+    model = tiny.regression()
+    evaluate, state = fz.eval_step(model, plan), fz.init(model, None, plan)
+    expected = float(evaluate(state, tiny.points(8))["loss"])
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("rows",))
+    layouts = [NamedSharding(mesh, PartitionSpec("rows")), NamedSharding(mesh, PartitionSpec()),
+               NamedSharding(mesh, PartitionSpec(None, "rows"))]  # fmt: skip
+    for sharding in layouts[:2]:
+        rows = jax.device_put(tiny.points(8), sharding)
+        assert float(evaluate(state, rows)["loss"]) == expected
+    x = jax.device_put(tiny.points(8)["x"], layouts[2])
+    assert float(evaluate(state, {**tiny.points(8), "x": x})["loss"]) == expected
+
+
+@pytest.mark.parametrize("name", ["zero 3", "mpmd", "spmd"])
+def test_the_layout_is_public(name):
+    plan = tiny.plan(**PLANS[name])
+    found = fz.layout(MODEL, TX, plan)
+    state = fz.init(MODEL, TX, plan)
+    assert found.shardings.params == jax.tree.map(lambda x: x.sharding, state.params)
+    assert jax.tree.map(jnp.shape, found.state) == jax.tree.map(jnp.shape, state)
+    assert found.batch_multiple == 4
+    placed = {"x": jax.make_array_from_process_local_data(found.batch_sharding, X)}
+    shared = jax.device_put(np.float32(2), found.shared_sharding)
+    whole = {**batch(2.0), "x": placed["x"], "extra": fz.Shared({"by": shared})}
+    evaluate = fz.eval_step(MODEL, plan)
+    assert float(evaluate(state, whole)["loss"]) == float(evaluate(state, batch(2.0))["loss"])
+    with pytest.raises(fz.PlanError, match="16 devices"):
+        fz.layout(MODEL, TX, plan.replace(data=16 // plan.pipe))

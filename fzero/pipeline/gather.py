@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fzero.batch import place_batch
+from fzero.batch import Inputs, place_batch
 from fzero.blueprint import Blueprint
 from fzero.buffers import agreed_buffers
 from fzero.compat import is_key
@@ -85,9 +85,12 @@ class Gatherer:
         moved: jax.Array = send(leaf, to)
         return moved
 
-    def batch(self, tree: PyTree) -> list[PyTree]:
-        """The batch's rows on every rank that runs a stage."""
-        return [place_batch(tree, self.blue.rank_mesh(rank)) for rank in self.ranks]
+    def batch(self, inputs: Inputs) -> list[Inputs]:
+        """The batch's rows, what is shared and the step number on every rank that runs a stage."""
+        steps = self.everywhere(inputs.step)
+        return [
+            place_batch(inputs, self.blue.rank_mesh(rank)).at(steps[rank]) for rank in self.ranks
+        ]
 
     def everywhere(self, value: jax.Array) -> list[Any]:
         """A small replicated value on every rank."""

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fzero.batch import Inputs
 from fzero.blueprint import Blueprint
 from fzero.flags import compiler_options
 from fzero.grads import float_mean, float_means, loss_seed, unscaled
@@ -42,6 +43,7 @@ from fzero.zero.rules import Rules
 
 LOCAL = PartitionSpec(AXES)
 WHOLE = PartitionSpec()
+INPUTS = Inputs.specs(LOCAL, WHOLE)
 
 
 class StagePrograms:
@@ -127,7 +129,7 @@ class StagePrograms:
         """
 
         def run(
-            kept: PyTree, buffers: PyTree, batch: PyTree, key: Any, number: Any, x: Any, scale: Any
+            kept: PyTree, buffers: PyTree, batch: Inputs, key: Any, number: Any, x: Any, scale: Any
         ) -> Any:
             rows, rng = self._microbatch(batch, key, number, self.count)
             old = unpack(buffers)
@@ -142,7 +144,7 @@ class StagePrograms:
                 out = seed, unscale, float_mean(mean), float_means(metrics)
             return pack((out, links, {name: new[name] for name in old}))
 
-        specs = (self.kept_specs, LOCAL, LOCAL, WHOLE, WHOLE, LOCAL, WHOLE)
+        specs = (self.kept_specs, LOCAL, INPUTS, WHOLE, WHOLE, LOCAL, WHOLE)
         return self._jit(run, specs, LOCAL, donate=(1,))
 
     def backward(self, with_sums: bool) -> Any:
@@ -152,7 +154,7 @@ class StagePrograms:
         """
 
         def run(
-            kept: PyTree, batch: PyTree, key: Any, number: Any, links: Any, cotangent: Any,
+            kept: PyTree, batch: Inputs, key: Any, number: Any, links: Any, cotangent: Any,
             unscale: Any, sums: PyTree,
         ) -> Any:  # fmt: skip
             rows, rng = self._microbatch(batch, key, number, self.count)
@@ -163,7 +165,7 @@ class StagePrograms:
         return self._cached(
             f"B{with_sums}",
             run,
-            (self.kept_specs, LOCAL, WHOLE, WHOLE, LOCAL, LOCAL, LOCAL, self._sums(with_sums)),
+            (self.kept_specs, INPUTS, WHOLE, WHOLE, LOCAL, LOCAL, LOCAL, self._sums(with_sums)),
             (LOCAL, self.grad_specs),
             donate=(7,) if with_sums else (),
         )
@@ -177,7 +179,7 @@ class StagePrograms:
         """
 
         def run(
-            kept: PyTree, batch: PyTree, key: Any, number: Any, links: Any, cotangent: Any
+            kept: PyTree, batch: Inputs, key: Any, number: Any, links: Any, cotangent: Any
         ) -> Any:
             rows, rng = self._microbatch(batch, key, number, self.count)
             own = unpack(links)
@@ -185,14 +187,14 @@ class StagePrograms:
             halves, back = input_backward(whole, self.rules, kept, unpack(cotangent), rng)
             return pack((back, marked(without_inputs(halves), own)))
 
-        specs = (self.kept_specs, LOCAL, WHOLE, WHOLE, LOCAL, LOCAL)
+        specs = (self.kept_specs, INPUTS, WHOLE, WHOLE, LOCAL, LOCAL)
         return self._jit(run, specs, LOCAL)
 
     def weight_backward(self, with_sums: bool) -> Any:
         """`W(kept, batch, key, number, halves, unscale, sums) -> sums`; see `backward`."""
 
         def run(
-            kept: PyTree, batch: PyTree, key: Any, number: Any, halves: Any, unscale: Any,
+            kept: PyTree, batch: Inputs, key: Any, number: Any, halves: Any, unscale: Any,
             sums: PyTree,
         ) -> Any:  # fmt: skip
             rows, rng = self._microbatch(batch, key, number, self.count)
@@ -203,7 +205,7 @@ class StagePrograms:
         return self._cached(
             f"W{with_sums}",
             run,
-            (self.kept_specs, LOCAL, WHOLE, WHOLE, LOCAL, LOCAL, self._sums(with_sums)),
+            (self.kept_specs, INPUTS, WHOLE, WHOLE, LOCAL, LOCAL, self._sums(with_sums)),
             self.grad_specs,
             donate=(6,) if with_sums else (),
         )
@@ -214,7 +216,7 @@ class StagePrograms:
         `out` is what the next stage gets, or `(mean, metrics)` at the end.
         """
 
-        def run(kept: PyTree, buffers: PyTree, batch: PyTree, key: Any, number: Any, x: Any) -> Any:
+        def run(kept: PyTree, buffers: PyTree, batch: Inputs, key: Any, number: Any, x: Any) -> Any:
             rows, rng = self._microbatch(batch, key, number, count)
             out = eval_forward(
                 self.pieces, self.rules, kept, rows if self.first else unpack(x), buffers, rows,
@@ -225,7 +227,7 @@ class StagePrograms:
                 return pack((float_mean(mean), float_means(metrics)))
             return pack(out)
 
-        specs = (self.kept_specs, WHOLE, LOCAL, WHOLE, WHOLE, LOCAL)
+        specs = (self.kept_specs, WHOLE, INPUTS, WHOLE, WHOLE, LOCAL)
         return self._cached(f"E{count}", run, specs, LOCAL)
 
     @cached_property
@@ -275,8 +277,8 @@ class StagePrograms:
         return self.grad_specs if with_sums else WHOLE
 
     def _microbatch(
-        self, batch: PyTree, key: jax.Array, number: Any, count: int
-    ) -> tuple[PyTree, jax.Array]:
+        self, batch: Inputs, key: jax.Array, number: Any, count: int
+    ) -> tuple[Inputs, jax.Array]:
         """One microbatch's rows of this device, and its key."""
 
         def rows(leaf: jax.Array) -> jax.Array:
@@ -284,7 +286,7 @@ class StagePrograms:
             return jax.lax.dynamic_index_in_dim(parts, number, keepdims=False)
 
         block = shard_index(self.blue.group) * count + number
-        return jax.tree.map(rows, batch), block_key(key, block)
+        return batch.map_rows(rows), block_key(key, block)
 
     def _added(self, sums: PyTree, grads: PyTree) -> PyTree:
         if sums is None:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fzero.batch import Inputs
 from fzero.buffers import agreed_buffers
 from fzero.errors import PlanError
 from fzero.grads import float_mean, float_means, loss_seed, unscaled
@@ -40,7 +41,7 @@ def spmd_gradients(
     rules: Rules,
     kept: PyTree,
     buffers: PyTree,
-    batch: PyTree,
+    batch: Inputs,
     rng: jax.Array,
     scale: jax.Array | None,
 ) -> tuple[PyTree, Mean, dict[str, Mean], PyTree]:
@@ -58,7 +59,7 @@ def spmd_evaluation(
     rules: Rules,
     kept: PyTree,
     buffers: PyTree,
-    batch: PyTree,
+    batch: Inputs,
     rng: jax.Array,
     count: int,
 ) -> Ends:
@@ -67,8 +68,8 @@ def spmd_evaluation(
     return loop.everywhere(loop.evaluate(buffers))
 
 
-def _rows(batch: PyTree, count: int) -> PyTree:
-    return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+def _rows(batch: Inputs, count: int) -> Inputs:
+    return batch.map_rows(lambda x: x.reshape(count, -1, *x.shape[1:]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +77,7 @@ class _Loop:
     stages: Stages
     rules: Rules
     kept: PyTree
-    rows: PyTree  # this device's, microbatches on dim 0
+    rows: Inputs  # this device's, microbatches on dim 0
     rng: jax.Array
     count: int
     scale: jax.Array | None
@@ -86,10 +87,10 @@ class _Loop:
         """Number of stages, one per rank."""
         return len(self.stages.pieces)
 
-    def microbatch(self, number: Any) -> tuple[PyTree, jax.Array]:
+    def microbatch(self, number: Any) -> tuple[Inputs, jax.Array]:
         """One microbatch's rows, and its key."""
         block = shard_index(self.rules.group) * self.count + number
-        rows = jax.tree.map(lambda x: _at(x, number), self.rows)
+        rows = self.rows.map_rows(lambda x: _at(x, number))
         return rows, block_key(self.rng, block)
 
     def stage_rules(self, stage: int) -> Rules:

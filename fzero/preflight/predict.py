@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from fzero.batch import abstract_batch, check_batch
+from fzero.batch import Inputs, abstract_batch, check_batch
 from fzero.blueprint import Blueprint
 from fzero.errors import PreflightError
 from fzero.initial import initial_shapes
@@ -39,7 +39,7 @@ from fzero.state import TrainState
 from fzero.step import train_step
 from fzero.step.passes import OneProgram
 from fzero.step.steps import TrainStep
-from fzero.tree import PyTree
+from fzero.tree import PyTree, shape_of
 from fzero.zero.partition import layout_leaves
 
 
@@ -99,7 +99,7 @@ def preflight(
     devices = target.devices[:num_devices]
     step = train_step(model, tx, plan, devices=devices)
     fields = step.blueprint.shapes()
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    shapes = jax.tree.map(shape_of, Inputs.of(batch))
     parts = sizes["data"] * sizes["replica"]
     check_batch(shapes, parts, plan.microbatches)
     where_kept = placement(plan, model, tx, num_devices=num_devices)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from fzero.batch import Inputs
 from fzero.blueprint import Blueprint
 from fzero.initial import initial_shapes
 from fzero.model import Model, whole_chain
@@ -43,9 +44,10 @@ def model_flops(model: Model, plan: Plan, batch: PyTree, parts: int) -> int:
     params, buffers = initial_shapes(model)
     alone = plan.replace(pipe=1, schedule=None, partition="uniform")
     rules = Rules(alone, split_params(model, params, alone, 1), Group(1, 1), False, False)
-    one = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), batch
+    inputs = Inputs.of(batch).map_rows(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
     )
+    one = inputs.at(jax.ShapeDtypeStruct((), np.int32))
 
     def forward(params: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array) -> Any:
         pieces = whole_chain(model.layers)
@@ -71,8 +73,8 @@ def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tu
     blue, plan = passes.blueprint, passes.plan
     found: list[tuple[int, int]] = []
 
-    def local(kept: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array) -> tuple[()]:
-        rows = jax.tree.map(lambda x: x[: x.shape[0] // plan.microbatches], batch)
+    def local(kept: PyTree, buffers: PyTree, batch: Inputs, key: jax.Array) -> tuple[()]:
+        rows = batch.map_rows(lambda x: x[: x.shape[0] // plan.microbatches])
         pieces = whole_chain(blue.model.layers)
         _, links, _ = train_forward(pieces, passes.rules(), kept, rows, buffers, rows, key)
         held = {id(leaf): leaf for leaf in jax.tree.leaves(without_inputs(links))}
@@ -84,12 +86,12 @@ def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tu
     run = jax.shard_map(
         local,
         mesh=blue.mesh,
-        in_specs=(passes.kept_specs(), whole, PartitionSpec(AXES), whole),
+        in_specs=(passes.kept_specs(), whole, Inputs.specs(PartitionSpec(AXES), whole), whole),
         out_specs=(),
         axis_names=set(blue.mesh.axis_names),
         check_vma=False,
     )
-    jax.eval_shape(run, kept_by(blue, fields), fields["buffers"], batch, fields["rng"])
+    jax.eval_shape(run, kept_by(blue, fields), fields["buffers"], Inputs.of(batch), fields["rng"])
     return found[-1]
 
 
@@ -115,5 +117,7 @@ def held_bytes(blue: Blueprint, plan: Plan) -> int:
 
 
 def batch_bytes(batch: PyTree, num_parts: int) -> int:
-    """Bytes of one device's rows."""
-    return sum(leaf_bytes(x) for x in jax.tree.leaves(batch)) // num_parts
+    """Bytes of one device's rows, and of what is shared."""
+    inputs = Inputs.of(batch)
+    rows = sum(leaf_bytes(x) for x in jax.tree.leaves(inputs.rows)) // num_parts
+    return rows + sum(leaf_bytes(x) for x in jax.tree.leaves(inputs.shared))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from fzero.batch import Inputs
 from fzero.blueprint import Blueprint
 from fzero.pipeline.actions import Action, Kind
 from fzero.pipeline.execute import Executor
@@ -86,7 +87,7 @@ class StageCompiler:
         self.seconds = 0.0
         self._known: dict[str, Compiled] = {}
 
-    def run(self, fields: dict[str, Any], batch: PyTree) -> PipelineRun:
+    def run(self, fields: dict[str, Any], batch: Inputs) -> PipelineRun:
         """Compiles every stage and simulates the step.
 
         Args:
@@ -114,7 +115,7 @@ class StageCompiler:
         working, saved = _held(timeline, runs)
         return PipelineRun(runs, timeline, best, working, saved, self.seconds)
 
-    def _forwards(self, fields: dict[str, Any], batch: PyTree) -> list[_Forward]:
+    def _forwards(self, fields: dict[str, Any], batch: Inputs) -> list[_Forward]:
         kept = kept_by(self.blue, fields)
         scale = fields["loss_scale"].scale if self.plan.precision == "fp16" else None
         found: list[_Forward] = []
@@ -122,7 +123,16 @@ class StageCompiler:
         for program in self.executor.programs:
             own = self._kept(program, kept)
             inputs = (
-                jax.tree.map(lambda leaf, p=program: self._local(p, leaf), batch),
+                Inputs(
+                    *(
+                        jax.tree.map(lambda leaf, put=put, p=program: put(p, leaf), part)
+                        for put, part in (
+                            (self._local, batch.rows),
+                            (self._whole, batch.shared),
+                            (self._whole, batch.step),
+                        )
+                    )
+                ),
                 self._whole(program, fields["rng"]),
                 self._whole(program, jax.ShapeDtypeStruct((), "int32")),
             )

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from fzero.batch import place_batch
+from fzero.batch import Inputs, place_batch
 from fzero.blueprint import Blueprint
 from fzero.errors import StateError
 from fzero.grads import local_evaluation, local_gradients
@@ -66,11 +66,11 @@ class OneProgram:
         # Stages 1 and 2 keep a mixed-precision master sharded, but read the compute copy.
         return self._specs(lambda s: s.spec if sharded else PartitionSpec(), self.blueprint.params)
 
-    def place(self, batch: PyTree) -> PyTree:
-        """A batch over the devices."""
+    def place(self, batch: PyTree) -> Inputs:
+        """A user's batch over the devices."""
         return place_batch(batch, self.blueprint.mesh)
 
-    def gradients(self, fields: Values, batch: PyTree, key: jax.Array) -> Summed:
+    def gradients(self, fields: Values, batch: Inputs, key: jax.Array) -> Summed:
         """Gradients of the loss's total, summed over the batch.
 
         Args:
@@ -81,7 +81,7 @@ class OneProgram:
         rules, model, stages = self.rules(), self.blueprint.model, self.blueprint.stages
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
 
-        def local(kept: PyTree, buffers: PyTree, batch: PyTree, key: Any, scale: Any) -> Any:
+        def local(kept: PyTree, buffers: PyTree, batch: Inputs, key: Any, scale: Any) -> Any:
             args = (rules, kept, buffers, batch, key, scale)
             if stages is None:
                 *out, buffers = local_gradients(model, *args)
@@ -90,7 +90,7 @@ class OneProgram:
             refuse_reserved(out[2])
             return *out, {"buffers": buffers}
 
-        whole, rows = PartitionSpec(), PartitionSpec(AXES)
+        whole, rows = PartitionSpec(), Inputs.specs(PartitionSpec(AXES), PartitionSpec())
         buffers = self._buffer_specs()
         run = self._shard_map(
             local,
@@ -106,25 +106,25 @@ class OneProgram:
         return found
 
     def evaluation(
-        self, kept: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array
+        self, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array
     ) -> tuple[Mean, dict[str, Mean]]:
         """Loss and metrics of a batch, in evaluation mode."""
         rules, model, stages = self.rules(), self.blueprint.model, self.blueprint.stages
 
-        def local(kept: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array) -> Any:
+        def local(kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array) -> Any:
             args = (rules, kept, buffers, batch, rng)
             if stages is None:
                 out = local_evaluation(model, *args)
             else:
-                rows = jax.tree.leaves(batch)[0].shape[0]
+                rows = jax.tree.leaves(batch.rows)[0].shape[0]
                 out = spmd_evaluation(stages, *args, math.gcd(rows, self.plan.microbatches))
             refuse_reserved(out[1])
             return out
 
-        whole = PartitionSpec()
+        whole, rows = PartitionSpec(), Inputs.specs(PartitionSpec(AXES), PartitionSpec())
         run = self._shard_map(
             local,
-            in_specs=(self.kept_specs(), self._buffer_specs(), PartitionSpec(AXES), whole),
+            in_specs=(self.kept_specs(), self._buffer_specs(), rows, whole),
             out_specs=whole,
         )
         found: tuple[Mean, dict[str, Mean]] = run(kept, buffers, batch, eval_key(rng))
@@ -174,11 +174,11 @@ class Pipeline:
         self.blueprint, self.plan = blue, blue.plan
         self.executor = Executor(blue, on_trace)
 
-    def place(self, batch: PyTree) -> PyTree:
+    def place(self, batch: PyTree) -> Inputs:
         """The batch as it is: each rank that reads it takes its rows."""
-        return batch
+        return Inputs.of(batch)
 
-    def gradients(self, fields: Values, batch: PyTree, key: jax.Array) -> Summed:
+    def gradients(self, fields: Values, batch: Inputs, key: jax.Array) -> Summed:
         """As `OneProgram.gradients`."""
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
         sums, mean, own, buffers = self.executor.train(
@@ -188,10 +188,10 @@ class Pipeline:
         return sums, mean, own, {"buffers": buffers}
 
     def evaluation(
-        self, kept: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array
+        self, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array
     ) -> tuple[Mean, dict[str, Mean]]:
         """As `OneProgram.evaluation`."""
-        rows = jax.tree.leaves(batch)[0].shape[0]
+        rows = jax.tree.leaves(batch.rows)[0].shape[0]
         group = self.blueprint.group
         count = math.gcd(rows // (group.data * group.replica), self.plan.microbatches)
         mean, own = self.executor.evaluate(kept, buffers, batch, _eval_key(rng), count)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from fzero.batch import Inputs
 from fzero.blueprint import Blueprint
 from fzero.flags import CompilerOptions, compiler_options
 from fzero.keys import step_key
@@ -14,7 +15,6 @@ from fzero.state import Pending
 from fzero.step.host_update import HostUpdate
 from fzero.step.passes import OneProgram, Passes, Pipeline, Values, read_by
 from fzero.step.updates import DividedUpdate
-from fzero.tree import PyTree
 from fzero.update import Metrics, Update
 
 
@@ -43,15 +43,15 @@ class Fused:
             compiler_options=options_of(passes.blueprint) or None,
         )
 
-    def step(self, fields: Values, moment: Moment, batch: PyTree) -> tuple[Values, Metrics]:
+    def step(self, fields: Values, moment: Moment, batch: Inputs) -> tuple[Values, Metrics]:
         """New fields of the state, and metrics: the pure function."""
         self.on_trace()
         step, rng = moment
         key = step_key(rng, step, _calls(fields["grads"]))
-        sums, mean, own, changed = self.passes.gradients(fields, batch, key)
+        sums, mean, own, changed = self.passes.gradients(fields, batch.at(step), key)
         return self.update.run(fields, step, sums, mean, own, changed, self.apply)
 
-    def __call__(self, fields: Values, moment: Moment, batch: PyTree) -> tuple[Values, Metrics]:
+    def __call__(self, fields: Values, moment: Moment, batch: Inputs) -> tuple[Values, Metrics]:
         """Runs the program."""
         new: tuple[Values, Metrics] = self.program(fields, moment, batch)
         return new
@@ -79,16 +79,16 @@ class Divided:
             options = options_of(passes.blueprint)
             self._gradients = jax.jit(self._traced, compiler_options=options or None)
 
-    def _traced(self, fields: Values, batch: PyTree, key: jax.Array) -> Any:
+    def _traced(self, fields: Values, batch: Inputs, key: jax.Array) -> Any:
         self.on_trace()
         return self.passes.gradients(fields, batch, key)
 
-    def __call__(self, fields: Values, moment: Moment, batch: PyTree) -> tuple[Values, Metrics]:
+    def __call__(self, fields: Values, moment: Moment, batch: Inputs) -> tuple[Values, Metrics]:
         """Runs all programs."""
         step, rng = moment
         key = self._key(rng, step, _calls(fields["grads"]))
         read = read_by(self.passes.blueprint, fields)
-        sums, mean, own, changed = self._gradients(read, batch, key)
+        sums, mean, own, changed = self._gradients(read, batch.at(step), key)
         kept = {"step": step, "sums": sums, "mean": mean, "own": own, "changed": changed}
         try:
             return self.update(fields, kept)

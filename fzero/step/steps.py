@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from fzero import compute_copy
-from fzero.batch import abstract_batch, constrain_batch
+from fzero.batch import Inputs, abstract_batch, constrain_batch
 from fzero.blueprint import Blueprint
 from fzero.errors import PlanError, StateError
 from fzero.flags import CompilerOptions
@@ -140,7 +140,7 @@ class TrainStep:
         if not isinstance(self.runner, Fused):
             raise PlanError(f"{self.name}.lower: {_MANY}")
         self._checks.batch(batch, self.plan.microbatches)
-        placed = abstract_batch(batch, self.blueprint.mesh)
+        placed = abstract_batch(batch, self.blueprint.mesh).at(None)
         return self.runner.program.lower(*self._parts(state), placed)
 
     @property
@@ -228,7 +228,9 @@ class EvalStep:
         if not isinstance(self.passes, OneProgram):
             raise PlanError(f"eval_step.lower: {_MANY}")
         self._checks.batch(batch, 1)
-        return self._program.lower(*self._parts(state), abstract_batch(batch, self.blueprint.mesh))
+        return self._program.lower(
+            *self._parts(state), abstract_batch(batch, self.blueprint.mesh).at(None)
+        )
 
     @property
     def executor(self) -> Executor:
@@ -236,15 +238,17 @@ class EvalStep:
         assert isinstance(self.passes, Pipeline)
         return self.passes.executor
 
-    def _parts(self, state: TrainState) -> tuple[PyTree, PyTree, jax.Array]:
-        return kept_by(self.blueprint, vars(state)), state.buffers, state.rng
+    def _parts(self, state: TrainState) -> tuple[PyTree, PyTree, Moment]:
+        return kept_by(self.blueprint, vars(state)), state.buffers, (state.step, state.rng)
 
-    def _evaluated(self, kept: PyTree, buffers: PyTree, rng: jax.Array, batch: PyTree) -> Metrics:
+    def _evaluated(self, kept: PyTree, buffers: PyTree, moment: Moment, batch: Inputs) -> Metrics:
         self._traced()
-        return _quotients(*self.passes.evaluation(kept, buffers, batch, rng))
+        step, rng = moment
+        return _quotients(*self.passes.evaluation(kept, buffers, batch.at(step), rng))
 
-    def _dispatched(self, kept: PyTree, buffers: PyTree, rng: jax.Array, batch: PyTree) -> Metrics:
-        found = self.passes.evaluation(kept, buffers, batch, rng)
+    def _dispatched(self, kept: PyTree, buffers: PyTree, moment: Moment, batch: Inputs) -> Metrics:
+        step, rng = moment
+        found = self.passes.evaluation(kept, buffers, batch.at(step), rng)
         everywhere = jax.tree.map(lambda x: spread(x, self.blueprint.mesh), found)
         metrics: Metrics = _divided(*everywhere)
         return metrics

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from fzero.batch import opened
 from fzero.buffers import require_reductions
 from fzero.model import (
     Context,
@@ -205,7 +206,7 @@ def train_forward(
         kept: this device's parameters as they are kept between steps.
         x: what the first piece gets; the batch at the start of the chain.
         buffers: buffers before this microbatch.
-        batch: this device's rows.
+        batch: this device's rows, or `Inputs`.
         rng: the microbatch's key.
         first: whether the chain starts here, so that `x` needs no gradient.
         last: whether it ends here, with the loss.
@@ -248,7 +249,7 @@ def _train_forward(
     last: bool,
 ) -> tuple[Any, Links, PyTree]:
     rules, kept = fetched.rules, fetched.kept
-    x = _entered(rules, pieces[0], x)
+    x, (rows, step) = _entered(rules, pieces[0], x), opened(batch)
     links: Links = []
     end: list[End] = []
     # Whether a gradient is to go further back than the piece at hand.
@@ -257,7 +258,7 @@ def _train_forward(
     def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
         nonlocal before
         dtype = COMPUTE_DTYPES[rules.plan.precision]
-        ctx, layer = Context(batch, rng, True, state, dtype), piece.layer
+        ctx, layer = Context(rows, rng, True, state, dtype, step), piece.layer
         learns = bool(_trained(rules, layer))
         link: Link | StackLink
         if isinstance(layer, Stack):
@@ -281,6 +282,7 @@ def _train_forward(
 
 def _entered(rules: Rules, first: Piece, x: Any) -> Any:
     """A chain's input in the compute dtype. A plain model reads its batch as it is."""
+    x, _ = opened(x)
     starts = first.number == 0 and bool(first.layer.name)
     return cast_input(rules.plan, x) if starts else x
 
@@ -351,8 +353,9 @@ def without_inputs(links: _Kept) -> _Kept:
 
 def with_inputs(links: _Kept, batch: PyTree, rng: jax.Array | None) -> _Kept:
     """Links or halves with the microbatch's rows and key, as they were traced."""
+    known = None if batch is None else opened(batch)
     found: Any = [
-        link.with_inputs(batch, rng) if isinstance(link, StackLink | StackHalf) else link
+        link.with_inputs(known, rng) if isinstance(link, StackLink | StackHalf) else link
         for link in links
     ]
     return found
@@ -565,11 +568,11 @@ def eval_forward(
     # An evaluation is of the weights that are saved and exported, not of their 8-bit image.
     rules = dataclasses.replace(rules, exact=True)
     fetched = Fetched(rules, kept)
-    x = _entered(rules, pieces[0], x)
+    x, (rows, step) = _entered(rules, pieces[0], x), opened(batch)
 
     def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
         dtype = COMPUTE_DTYPES[rules.plan.precision]
-        ctx, layer = Context(batch, rng, False, state, dtype), piece.layer
+        ctx, layer = Context(rows, rng, False, state, dtype, step), piece.layer
         if isinstance(layer, Stack):
             return stack_eval(rules, piece, kept[layer.name], x, ctx)
         treedef = jax.tree.structure(layer_params(layer, kept))

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from fzero import compat
 from fzero.buffers import require_reductions
 from fzero.model import Context, Piece, Stack, apply_layer, split_shared
+from fzero.precision import COMPUTE_DTYPES
 from fzero.tree import PyTree, shapes_of
 from fzero.zero.halves import Rest, first_half
 from fzero.zero.partition import Split, map_splits, trained, with_frozen
@@ -73,7 +74,7 @@ class _LayerProgram:
     static: _Static
     shared: list[Any]
     shared_rest: list[Any]
-    batch: PyTree
+    batch: Any  # (rows, step number), or `None`
     rng: jax.Array | None
     buffers: PyTree
 
@@ -86,7 +87,8 @@ class _LayerProgram:
         shared_def, floats, shared_rest = Floats.of(shared)
         like = shapes_of((start, rest))
         static = _Static(rules, piece, structure, like, shared_def, ctx.train)
-        made = _LayerProgram(static, floats, shared_rest, ctx.batch, ctx.rng, ctx.buffers)
+        inputs = ctx.batch, ctx.step
+        made = _LayerProgram(static, floats, shared_rest, inputs, ctx.rng, ctx.buffers)
         return made, (start, rest)
 
     def apply(
@@ -99,7 +101,9 @@ class _LayerProgram:
         assert self.rng is not None
         carry = static.carry.join(floats, rest)
         fixed = static.shared.join(shared, self.shared_rest)
-        ctx = Context(self.batch, self.rng, static.train).at(piece.number + k, state)
+        (batch, step), dtype = self.batch, COMPUTE_DTYPES[static.rules.plan.precision]
+        ctx = Context(batch, self.rng, static.train, None, dtype, step)
+        ctx = ctx.at(piece.number + k, state)
         if not static.rules.alone:
             require_reductions(static.stack, weights, {**carry, **fixed} if fixed else carry, ctx)
         y, buffers = apply_layer(static.stack, weights, carry, fixed, ctx)
