@@ -488,12 +488,16 @@ class Plan:
         return cls(**values)
 
     def __repr__(self) -> str:
-        changed = {
-            field.name: getattr(self, field.name)
+        def default(field: dataclasses.Field[Any]) -> Any:
+            make = field.default_factory
+            return field.default if make is dataclasses.MISSING else make()
+
+        changed = [
+            f"{field.name}={getattr(self, field.name)!r}"
             for field in dataclasses.fields(self)
-            if field.name == "zero" or getattr(self, field.name) != field.default
-        }
-        return f"Plan({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+            if field.name == "zero" or getattr(self, field.name) != default(field)
+        ]
+        return f"Plan({', '.join(changed)})"
 
     def replace(self, **changes: Any) -> Plan:
         """The same plan with some values changed (and validated again)."""
