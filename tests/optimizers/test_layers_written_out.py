@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,8 +126,8 @@ def test_outside_of_fzero_stacks_are_named():
 # Orthogonalised matrices, divided over devices
 
 
-def flops(tx, zero, data):
-    """Of a compiled step."""
+def cost(tx, zero, data):
+    """Of a compiled step: FLOPs of a device, and collectives."""
     chain = fz.Sequential(
         [
             fz.Layer("in", None, lambda p, batch, ctx: batch["x"]),
@@ -138,15 +140,22 @@ def flops(tx, zero, data):
     state = fz.abstract_state(chain, tx, cut)
     step = fz.train_step(chain, tx, cut)
     lowered = step.lower(state, {"x": jax.ShapeDtypeStruct((8, 64), jnp.float32)})
-    return lowered.compile().cost_analysis()["flops"]
+    compiled = lowered.compile()
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    moves = re.findall(rf" ({kinds})(-start)?\(", compiled.as_text())
+    return np.array([compiled.cost_analysis()["flops"], len(moves)])
 
 
 @pytest.mark.parametrize("zero", some([0, 1, 3], 0, 3))
 def test_each_device_orthogonalises_its_own_layers(zero):
-    """Five iterations of three products of 64x64 matrices: 8 of them on one device, 1 on eight."""
+    """Five iterations of three products of 64x64 matrices: 8 of them on one device, 1 on eight.
+
+    Layers go to their devices and come back; nothing is sent within the iterations.
+    """
     tx, one = fz.per_layer(optax.contrib.muon(1e-2)), 5 * 3 * 2 * 64**3
-    per_device = flops(tx, zero, 8) - flops(optax.sgd(1e-2), zero, 8)
+    per_device, moves = cost(tx, zero, 8) - cost(optax.sgd(1e-2), zero, 8)
     assert one <= per_device < 1.2 * one
+    assert moves <= 2
 
 
 def test_uneven_numbers_of_layers_are_divided_too():
