@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: built, checked, simulated, drawn and optimized without a device.
+"""Pipeline schedules as data: built, checked, simulated and drawn without a device.
 
 `partition` cuts a model into the stages that a schedule runs.
 """
@@ -21,7 +21,6 @@ from fzero.pipeline.liveness import Slots as Slots
 from fzero.pipeline.liveness import slots as slots
 from fzero.pipeline.names import BUILDERS as BUILDERS
 from fzero.pipeline.names import schedule as schedule
-from fzero.pipeline.optimize import optimize as optimize
 from fzero.pipeline.order import align as align
 from fzero.pipeline.plot import plot as plot
 from fzero.pipeline.simulate import Cost as Cost
@@ -53,7 +52,6 @@ __all__ = [
     "interleaved",
     "looped_bfs",
     "one_f_one_b",
-    "optimize",
     "partition",
     "plot",
     "schedule",

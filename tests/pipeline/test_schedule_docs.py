@@ -14,8 +14,8 @@ import fzero.pipeline
 
 # Added to the package by other work; their examples may need devices.
 MODULES = [
-    "actions", "builders", "check", "cli", "deadlock", "draw", "greedy", "grid", "instructions",
-    "liveness", "names", "optimize", "order", "plot", "serialize", "simulate", "zero_bubble",
+    "actions", "builders", "check", "cli", "deadlock", "draw", "grid", "instructions",
+    "liveness", "names", "order", "plot", "serialize", "simulate", "zero_bubble",
 ]  # fmt: skip
 
 

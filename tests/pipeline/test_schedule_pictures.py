@@ -123,7 +123,7 @@ def test_schedules_need_no_device_and_no_plotting():
         "sys.modules['fzero'] = types.ModuleType('fzero')\n"
         f"sys.modules['fzero'].__path__ = [{str(root)!r}]\n"
         "import fzero.pipeline as p\n"
-        "print(p.draw(p.simulate(p.optimize(p.Cost(), 2, 2, 2))))\n"
+        "print(p.draw(p.simulate(p.zb_v(4, 4))))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -109,7 +109,7 @@ def test_zb_v_makespan(costs):
 
 
 def test_zb_v_needs_equal_forward_and_input_gradient():
-    # schedules for unequal costs are `optimize`'s business; the fixed order loses time.
+    # with unequal costs the fixed order loses time.
     for costs in [(3, 2, 1), (2, 3, 1), (1, 2, 2)]:
         f, i, w = costs
         makespan = run("zb_v", 4, 16, costs).makespan_s
