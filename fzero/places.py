@@ -312,6 +312,20 @@ class PlacedFunction:
             env.update(zip(part.gives, part.program(*values), strict=True))
         return self._results(env)
 
+    def lowered(self) -> list[tuple[Mesh, Any]]:
+        """Its programs, each with its place, lowered for the shapes that it was made for."""
+
+        def shape(var: Var, mesh: Mesh) -> jax.ShapeDtypeStruct:
+            to = self.shardings.get(var)
+            if to is None or devices_of(to) != tuple(mesh.devices.flat):
+                to = NamedSharding(mesh, PartitionSpec())
+            return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=to)
+
+        return [
+            (part.mesh, part.program.lower(*(shape(var, part.mesh) for var in part.reads)))
+            for part in self.parts
+        ]
+
     def _results(self, env: dict[Var, Any]) -> PyTree:
         out: list[jax.Array] = []
         given = set(self.program.consts)

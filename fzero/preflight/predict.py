@@ -187,10 +187,9 @@ class _Predictor:
             for rank in range(self.plan.pipe)
         ]
         own = batch_bytes(self.batch, self.parts)
-        peaks = [
-            sum(state.values()) + own + working
-            for state, working in zip(kept, run.working_bytes, strict=True)
-        ]
+        updating = compiler.update_bytes(self.step, self.fields, run)
+        working = [max(pair) for pair in zip(run.working_bytes, updating, strict=True)]
+        peaks = [sum(s.values()) + own + more for s, more in zip(kept, working, strict=True)]
         full = max(range(self.plan.pipe), key=lambda rank: peaks[rank])
         programs = [
             [run.stages[e.action.stage].programs[e.action.kind] for e in row]
@@ -205,7 +204,7 @@ class _Predictor:
             saved_activations=saved,
             secondary=0,
             gradients=gradients,
-            temporaries=max(0, run.working_bytes[full] - saved - gradients),
+            temporaries=max(0, working[full] - saved - gradients),
             peak=peaks[full],
             gathered=max(program.gathered.most_bytes for program in programs[full]),
             gathered_in_loops=max(program.gathered.in_loop_bytes for program in programs[full]),
@@ -219,8 +218,8 @@ class _Predictor:
                      key=lambda sums: sums.seconds)  # fmt: skip
         notes = [
             "bytes are those of the fullest rank, traffic that of the rank with the most, work that"
-            " of the busiest; the optimizer's own programs are not compiled (collectives marked *"
-            " are arithmetic)"
+            " of the busiest; of the optimizer's own programs memory alone is read (collectives"
+            " marked * are arithmetic)"
         ]
         return self._result(
             [program for own in programs for program in own],
@@ -228,7 +227,7 @@ class _Predictor:
             busiest,
             max(work, key=lambda own: own.likely_seconds),
             sum(own.flops for own in work) // len(work),
-            run.compile_seconds,
+            compiler.seconds,
             notes,
             self._summary(run, peaks),
             (

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from fzero.batch import Inputs
@@ -15,11 +16,14 @@ from fzero.pipeline.execute import Executor
 from fzero.pipeline.homes import stage_tree
 from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, unmarked
 from fzero.pipeline.simulate import Cost, Timeline, simulate
+from fzero.precision import compute_dtype
 from fzero.preflight.links import CollectiveUse, traffic
 from fzero.preflight.program import Compiled, Target
+from fzero.state import TrainState
 from fzero.step.passes import kept_by
+from fzero.step.steps import TrainStep
 from fzero.tree import PyTree, device_bytes, leaf_bytes
-from fzero.zero.partition import Split
+from fzero.zero.partition import Split, stored_shapes, trained
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class StageCompiler:
         forwards = self._forwards(fields, batch)
         sent: Any = None
         made: dict[int, StageRun] = {}
+        self._ends = forwards[-1].out[2:]
         for program in reversed(self.executor.programs):
             at = forwards[program.stage]
             if program.last:
@@ -114,6 +119,40 @@ class StageCompiler:
         best = simulate(schedule, self._cost(runs, likely=False)).makespan_s
         working, saved = _held(timeline, runs)
         return PipelineRun(runs, timeline, best, working, saved, self.seconds)
+
+    def update_bytes(
+        self, step: TrainStep, fields: dict[str, Any], run: PipelineRun
+    ) -> tuple[int, ...]:
+        """Per rank, the most bytes beside state and batch while the update runs.
+
+        Args:
+            step: the executor's step.
+            fields: shapes of the state's fields.
+            run: the rest of the step.
+        """
+        blue, last = self.blue, self.executor.programs[-1]
+        several = self.plan.microbatches > 1
+        ends, _ = jax.eval_shape(last.totals, [self._ends] * self.plan.microbatches)
+        mean, own = jax.tree.map(lambda leaf: self._whole(last, leaf), ends)
+        sums = stored_shapes(
+            trained(blue.params), blue.sharding, True,
+            lambda dtype: np.dtype("float32") if several else compute_dtype(self.plan, dtype),
+        )  # fmt: skip
+        kept = {"sums": sums, "mean": mean, "own": own, "changed": {"buffers": fields["buffers"]}}
+        ranks = range(self.plan.pipe)
+        sums_of = [sum(s.sums_bytes for s in run.stages if s.rank == rank) for rank in ranks]
+        most = list(sums_of)
+        for mesh, lowered in step.lower_update(TrainState(**fields), kept):
+            text = lowered.as_text()
+            if text not in self._known:
+                self._known[text] = self.target.compile(lowered, mesh)
+                self.seconds += self._known[text].compile_seconds
+            found, devices = self._known[text], set(mesh.devices.flat)
+            size = found.temporary_bytes + found.output_bytes - found.alias_bytes
+            for rank in ranks:
+                if not devices.isdisjoint(blue.rank_mesh(rank).devices.flat):
+                    most[rank] = max(most[rank], sums_of[rank] + size)
+        return tuple(most)
 
     def _forwards(self, fields: dict[str, Any], batch: Inputs) -> list[_Forward]:
         kept = kept_by(self.blue, fields)

@@ -155,6 +155,18 @@ class TrainStep:
         update = self.runner.update if isinstance(self.runner, Divided) else None
         return update.stream if isinstance(update, DividedUpdate) else None
 
+    def lower_update(self, state: Any, kept: Values) -> list[tuple[Any, Any]]:
+        """The programs of a pipeline's update, each with its mesh, lowered for shapes.
+
+        Args:
+            state: a `TrainState` of shapes.
+            kept: shapes of what the first half of the step gives; see `DividedUpdate`.
+        """
+        assert isinstance(self.runner, Divided)
+        assert isinstance(self.runner.update, DividedUpdate)
+        fields, (step, _) = self._parts(state)
+        return self.runner.update.lowered(fields, {"step": step, **kept})
+
     def _parts(self, state: TrainState) -> tuple[Values, Moment]:
         """What may be given away, and what is kept."""
         return {name: getattr(state, name) for name in self._reads}, (state.step, state.rng)

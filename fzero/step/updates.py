@@ -65,7 +65,17 @@ class DividedUpdate:
             new["params"] = with_frozen(layout, new["params"], fields["params"])
         return new, metrics
 
+    def lowered(self, fields: Values, kept: Values) -> list[tuple[Any, Any]]:
+        """The programs of an update where nothing is parked, with their meshes, for shapes."""
+        fields = {**fields, "params": trained(self.blueprint.params, fields["params"])}
+        programs: list[tuple[Any, Any]] = self._whole(fields, kept).lowered()
+        return programs
+
     def _updated(self, fields: Values, kept: Values) -> tuple[Values, Metrics]:
+        new: tuple[Values, Metrics] = self._whole(fields, kept)(fields, kept)
+        return new
+
+    def _whole(self, fields: Values, kept: Values) -> PlacedFunction:
         def run(fields: Values, kept: Values) -> tuple[Values, Metrics]:
             return self.update.run(
                 fields, kept["step"], kept["sums"], kept["mean"], kept["own"], kept["changed"],
@@ -76,7 +86,8 @@ class DividedUpdate:
             return PlacedFunction(run, shapes, self._out_shardings, self.blueprint.mesh,
                                   donate=(0,) if self.donate else (), **options)  # fmt: skip
 
-        return self._made("update", make, (fields, kept))(fields, kept)
+        made: PlacedFunction = self._made("update", make, (fields, kept))
+        return made
 
     def _streamed(self, fields: Values, kept: Values) -> tuple[Values, Metrics]:
         """The update where parked leaves visit the device in turn.

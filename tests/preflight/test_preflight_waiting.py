@@ -60,6 +60,37 @@ def test_gradients_that_wait_are_counted(schedule):
         assert 0.97 * alive <= predicted[rank] <= 2 * alive, (rank, alive, predicted)
 
 
+def test_what_the_update_takes_is_counted():
+    """An optimizer that makes four arrays of a large leaf's size, in a model that saves little."""
+
+    def greedy(updates, state, params=None):
+        def of(u):
+            parts = [jnp.sort(u * n, axis=-1) for n in range(1, 5)] if u.ndim else [u]
+            return sum(jnp.sort(-part, axis=-1) if u.ndim else part for part in parts)
+
+        return jax.tree.map(of, updates), state
+
+    def layer(name):
+        return fz.Layer(
+            name, lambda rng: {"w": jnp.ones((256, 256))},
+            lambda p, x, ctx: (x["x"] if isinstance(x, dict) else x) @ p["w"],
+        )  # fmt: skip
+
+    model = fz.Sequential(
+        [layer("a"), layer("b")], lambda x, batch: fz.Mean(jnp.sum(x), jnp.float32(x.size))
+    )
+    rows = {"x": np.ones((4, 256), np.float32)}
+    plan = tiny.plan(pipe=2, data=1, microbatches=2)
+    found = {
+        name: fz.preflight(model, tx, plan, rows, "cpu:2").pipeline.peak_bytes_per_rank
+        for name, tx in {
+            "sgd": optax.sgd(0.1),
+            "greedy": optax.GradientTransformation(lambda params: optax.EmptyState(), greedy),
+        }.items()
+    }
+    assert all(a > b for a, b in zip(found["greedy"], found["sgd"], strict=True)), found
+
+
 def test_a_kernel_that_takes_16_bits_alone_can_be_asked_about():
     def block(p, x, ctx):
         if x.dtype != jnp.bfloat16 or p["w"].dtype != jnp.bfloat16:
