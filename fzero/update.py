@@ -122,20 +122,18 @@ class Update:
         """An optimizer step: new fields of the state, and the step's metrics."""
         plan, blue = self.plan, self.blueprint
         grads = self._mean_gradients(sums, mean.divisor, norm)
-        # A batch in which nothing counts, all padding, takes no step.
-        empty = mean.count == 0
-        new = {name: jax.tree.map(partial(jnp.where, empty), fields[name], value)
-               for name, value in changed.items()}  # fmt: skip
-        new |= {"step": jnp.where(empty, step, step + 1), "grads": None}
-        new |= self._updated(fields, grads, metrics["loss"], empty)
+        new = {**changed, "step": step + 1, "grads": None}
+        new |= self._updated(fields, grads, metrics["loss"])
         finite = jnp.isfinite(norm)
         metrics = {**metrics, "grad_norm": norm, "nonfinite": 1.0 - finite.astype(jnp.float32)}
         new["loss_scale"] = None
+        # A batch in which nothing counts, all padding, takes no step.
+        taken = (mean.count != 0) & (finite if plan.skips else True)
+        kept = ("params", "compute", "opt_state", "buffers")
+        old = {**{name: fields[name] for name in kept}, "step": step}
+        for name, value in old.items():
+            new[name] = jax.tree.map(partial(jnp.where, taken), new[name], value)
         if plan.skips:
-            kept = ("params", "compute", "opt_state", "buffers")
-            old = {**{name: fields[name] for name in kept}, "step": step}
-            for name, value in old.items():
-                new[name] = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new[name], value)
             new["loss_scale"] = next_loss_scale(plan, fields["loss_scale"], finite)
             metrics["skipped"] = new["loss_scale"].skipped.astype(jnp.float32)
             metrics["loss_scale"] = fields["loss_scale"].scale
@@ -190,10 +188,8 @@ class Update:
 
         return map_splits(mean, self.layout, sums)
 
-    def _updated(
-        self, fields: dict[str, Any], grads: PyTree, loss: jax.Array, empty: jax.Array
-    ) -> dict[str, Any]:
-        """New parameters, compute copy and optimizer state: the old ones if `empty`."""
+    def _updated(self, fields: dict[str, Any], grads: PyTree, loss: jax.Array) -> dict[str, Any]:
+        """New parameters, compute copy and optimizer state."""
         plan, blue = self.plan, self.blueprint
         params = trained(blue.params, fields["params"])
         params = logical_view(blue, "params", params, self.layout)
@@ -201,9 +197,7 @@ class Update:
         if sharded:
             params = map_splits(blue.constrain, self.layout, params)
         opt_state = logical_view(blue, "opt_state", fields["opt_state"])
-        updates, changed = blue.optimizer.update(grads, opt_state, params, loss)
-        opt_state = jax.tree.map(partial(jnp.where, empty), opt_state, changed)
-        updates = jax.tree.map(lambda u: jnp.where(empty, jnp.zeros_like(u), u), updates)
+        updates, opt_state = blue.optimizer.update(grads, opt_state, params, loss)
         params = optax.apply_updates(params, updates)
 
         def whole(params: PyTree) -> PyTree:
