@@ -53,6 +53,7 @@ from fzero.state import init as init
 from fzero.state import logical as logical
 from fzero.step import accumulate_step as accumulate_step
 from fzero.step import eval_step as eval_step
+from fzero.step import predict_step as predict_step
 from fzero.step import train_step as train_step
 from fzero.surgery import eval_params as eval_params
 from fzero.surgery import with_optimizer as with_optimizer

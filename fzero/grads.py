@@ -20,7 +20,7 @@ from fzero.errors import StateError
 from fzero.keys import block_key
 from fzero.model import Mean, Model, split_loss, whole_chain
 from fzero.precision import power_of_two_below
-from fzero.tree import PyTree
+from fzero.tree import PyTree, named_leaves
 from fzero.zero.chain import eval_forward, holding_forward, train_backward, train_forward
 from fzero.zero.collectives import all_reduce, all_reduce_tree, shard_index
 from fzero.zero.partition import map_splits, trained
@@ -172,6 +172,27 @@ def local_evaluation(
         (float_mean(mean), float_means(metrics)), rules.group
     )
     return summed
+
+
+def local_outputs(
+    model: Model, rules: Rules, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array
+) -> PyTree:
+    """What the model gives for each of this device's rows, in evaluation mode.
+
+    Raises:
+        StateError: an output has another number of rows.
+    """
+    key = block_key(rng, shard_index(rules.group))
+    pieces = whole_chain(model.predictor)
+    out = eval_forward(pieces, rules, kept, batch, buffers, batch, key)
+    rows = jax.tree.leaves(batch.rows)[0].shape[0]
+    for path, leaf in named_leaves(out):
+        if leaf.shape[:1] != (rows,):
+            raise StateError(
+                f"predict_step: output {path or '(the only one)'} has shape {list(leaf.shape)} for"
+                f" {rows} examples: outputs have a row for each example on their first dim"
+            )
+    return out
 
 
 def float_mean(mean: Mean) -> Mean:

@@ -100,6 +100,8 @@ class Model(Printed):
             `same`, where all have one value as it is. Floats are averaged by default. Integers that
             depend on nothing but buffers (step counters) are the same anyway; others have no
             default, and a step that meets one says so.
+        predict: `predict(params, buffers, batch, rng) -> outputs`, for `fz.predict_step`: a pytree
+            with a row for each example.
 
     Example:
         >>> import jax.numpy as jnp
@@ -113,6 +115,7 @@ class Model(Printed):
     loss: LossFn
     frozen: Frozen = frozenset()
     buffer_reduce: BufferReduce = field(default_factory=dict)
+    predict: Callable[..., Any] | None = None
 
     def _summary(self) -> str:
         def name(of: Any) -> str:
@@ -138,6 +141,28 @@ class Model(Printed):
         new = copy.copy(self)
         object.__setattr__(new, "init", init)
         return new
+
+    @property
+    def predictor(self) -> tuple[Layer | Stack, ...]:
+        """The chain that gives outputs for each example: all of it but the loss.
+
+        Raises:
+            PlanError: nothing says where outputs end and the loss begins.
+        """
+        chain, predict = self.layers, self.predict
+        if predict is not None:
+
+            def apply(params: PyTree, batch: PyTree, ctx: Context) -> tuple[Any, PyTree]:
+                return predict(params, ctx.buffers, batch, ctx.rng), ctx.buffers
+
+            return (Layer("", None, apply, stateful=True),)
+        if len(chain) > 1 and chain[-1].name == "loss":
+            return chain[:-1]
+        raise PlanError(
+            "predict_step: expected a model that says what its outputs are: fz.Model(...,"
+            " predict=lambda params, buffers, batch, rng: outputs), or an fz.Sequential whose loss"
+            " is given apart (loss=...)"
+        )
 
     @property
     def layers(self) -> tuple[Layer | Stack, ...]:
@@ -301,6 +326,7 @@ class Sequential(Model):
         object.__setattr__(self, "init", init or _chain_init(chain))
         object.__setattr__(self, "loss", _chain_loss(chain))
         object.__setattr__(self, "frozen", frozen)
+        object.__setattr__(self, "predict", None)
         object.__setattr__(self, "buffer_reduce", {})  # each layer says its own
 
     @property

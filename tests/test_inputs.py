@@ -168,3 +168,34 @@ def test_the_layout_is_public(name):
     assert float(evaluate(state, whole)["loss"]) == float(evaluate(state, batch(2.0))["loss"])
     with pytest.raises(fz.PlanError, match="16 devices"):
         fz.layout(MODEL, TX, plan.replace(data=16 // plan.pipe))
+
+
+@pytest.mark.parametrize("options", [{"zero": 3}, {"zero": 1, "precision": "bf16"}, {"zero": 0}])
+@pytest.mark.parametrize("rows", [8, 5])
+def test_outputs_for_each_example(options, rows):
+    chain = fz.Sequential([fz.Layer("one", square, lambda p, x, ctx: {"y": x["x"] @ p["w"]})],
+                          loss=lambda out, batch: jnp.mean(out["y"]))  # fmt: skip
+    plain = fz.Model(lambda key: (square(key), {}), MODEL.loss,
+                     predict=lambda p, b, batch, rng: {"y": batch["x"] @ p["w"]})  # fmt: skip
+    plan = tiny.plan(data=4, **options)
+    for model in (chain, plain):
+        state, predict = fz.init(model, None, plan), fz.predict_step(model, plan)
+        found = predict(state, {"x": X[:rows]})["y"]
+        assert found.shape == (rows, tiny.D)
+        np.testing.assert_allclose(np.asarray(found, np.float32), X[:rows], rtol=1e-2)
+        if rows == 8:
+            assert found.sharding.is_equivalent_to(fz.layout(model, None, plan).batch_sharding, 2)
+            inside = jax.jit(predict)(state, {"x": X})["y"]
+            np.testing.assert_array_equal(inside, found)
+
+
+def test_outputs_that_nobody_named_or_that_are_no_rows_are_refused():
+    plan = tiny.plan(data=4)
+    with pytest.raises(fz.PlanError, match="predict="):
+        fz.predict_step(tiny.regression(), plan)
+    with pytest.raises(fz.PlanError, match="pipe=1"):
+        fz.predict_step(MODEL, tiny.plan(**PLANS["mpmd"]))
+    model = fz.Model(lambda key: (square(key), {}), MODEL.loss,
+                     predict=lambda p, b, batch, rng: jnp.sum(batch["x"]))  # fmt: skip
+    with pytest.raises(fz.StateError, match="2 examples"):
+        fz.predict_step(model, plan)(fz.init(model, None, plan), {"x": X})

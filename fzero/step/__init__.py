@@ -1,6 +1,6 @@
 """Steps: a pure function of a state and a batch, and a shell that checks, places and donates.
 
-- `factories`: `train_step`, `accumulate_step`, `eval_step`.
+- `factories`: `train_step`, `accumulate_step`, `eval_step`, `predict_step`.
 - `steps`: the shells that they return.
 - `checks`: what a shell refuses before anything runs.
 - `passes`: gradients and evaluation of a batch, as one program or as a pipeline.
@@ -10,4 +10,5 @@
 
 from fzero.step.factories import accumulate_step as accumulate_step
 from fzero.step.factories import eval_step as eval_step
+from fzero.step.factories import predict_step as predict_step
 from fzero.step.factories import train_step as train_step

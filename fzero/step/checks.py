@@ -89,6 +89,10 @@ class Checks:
         group = self.blueprint.group
         check_batch(batch, group.data * group.replica, microbatches)
 
+    def rows(self, batch: PyTree) -> None:
+        """Raises `BatchError` if a batch is none; any number of rows will do."""
+        check_batch(batch, 1, 1)
+
     def _require_fits(self, state: TrainState, abstract: bool = False) -> None:
         if self.bare:
             state = state.replace(opt_state=(), grads=None)

@@ -10,7 +10,7 @@ import optax
 from fzero.blueprint import blueprint
 from fzero.model import Model
 from fzero.plan import Plan
-from fzero.step.steps import EvalStep, TrainStep
+from fzero.step.steps import EvalStep, PredictStep, TrainStep
 
 
 def train_step(
@@ -95,3 +95,39 @@ def eval_step(model: Model, plan: Plan, *, devices: Sequence[Any] | None = None)
         As `train_step`.
     """
     return EvalStep(blueprint(model, None, plan, devices))
+
+
+def predict_step(model: Model, plan: Plan, *, devices: Sequence[Any] | None = None) -> PredictStep:
+    """Builds a step that gives the model's outputs for each example, in evaluation mode.
+
+    Outputs are those of `Model(predict=)`, or what a `Sequential`'s chain gives before its loss.
+
+    Args:
+        model: the model.
+        plan: the plan of the states; no pipeline.
+        devices: devices to use; all by default.
+
+    Returns:
+        `step(state, batch) -> outputs`: a pytree whose leaves have a row for each example, spread
+        over the devices as the batch is. Any number of rows will do: a batch that does not divide
+        is filled up on the way, and its outputs lie whole on every device.
+
+    Raises:
+        PlanError: the plan does not fit the devices or is a pipeline, or nothing says what the
+            model's outputs are.
+        StateError: (when called) the state is not one of this model and plan, or an output has
+            another number of rows.
+        BatchError: (when called) leaves have different numbers of rows.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, fzero as fz
+        >>> model = fz.Sequential(
+        ...     [fz.Layer("out", lambda rng: {"w": jnp.ones((2, 3))},
+        ...               lambda p, batch, ctx: batch["x"] @ p["w"])],
+        ...     loss=lambda y, batch: jnp.mean(y))
+        >>> plan = fz.Plan(data=1)
+        >>> predict = fz.predict_step(model, plan)
+        >>> predict(fz.init(model, None, plan), {"x": np.ones((5, 2), np.float32)}).shape
+        (5, 3)
+    """
+    return PredictStep(blueprint(model, None, plan, devices))

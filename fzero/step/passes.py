@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from fzero.batch import Inputs, place_batch
 from fzero.blueprint import Blueprint
 from fzero.errors import StateError
-from fzero.grads import local_evaluation, local_gradients
+from fzero.grads import local_evaluation, local_gradients, local_outputs
 from fzero.keys import eval_key
 from fzero.model import Mean
 from fzero.pipeline.execute import Executor
@@ -129,6 +129,23 @@ class OneProgram:
         )
         found: tuple[Mean, dict[str, Mean]] = run(kept, buffers, batch, eval_key(rng))
         return found
+
+    def outputs(self, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array) -> PyTree:
+        """What the model gives for each row of a batch, rows spread as the batch's are."""
+        rules, model = self.rules(), self.blueprint.model
+
+        def local(kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array) -> Any:
+            return local_outputs(model, rules, kept, buffers, batch, rng)
+
+        whole, rows = PartitionSpec(), PartitionSpec(AXES)
+        run = self._shard_map(
+            local,
+            in_specs=(
+                self.kept_specs(), self._buffer_specs(), Inputs.specs(rows, whole), whole
+            ),
+            out_specs=rows,
+        )  # fmt: skip
+        return run(kept, buffers, batch, eval_key(rng))
 
     def _specs(self, spec: Callable[[Split], PartitionSpec], layout: PyTree) -> PyTree:
         """Specs over all mesh axes from specs over the data axis."""

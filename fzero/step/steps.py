@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from fzero import compute_copy
-from fzero.batch import Inputs, abstract_batch, constrain_batch
+from fzero.batch import Inputs, abstract_batch, constrain_batch, pad_batch
 from fzero.blueprint import Blueprint
 from fzero.errors import PlanError, StateError
 from fzero.flags import CompilerOptions
@@ -267,6 +267,63 @@ class EvalStep:
 
     def _traced(self) -> None:
         self.num_traces += 1
+
+
+class PredictStep:
+    """A step that gives outputs for each example; see `fzero.predict_step`.
+
+    Args:
+        blue: the blueprint.
+
+    Attributes:
+        num_traces: how often its program was traced.
+
+    Raises:
+        PlanError: the plan is a pipeline, or the model does not say what its outputs are.
+    """
+
+    def __init__(self, blue: Blueprint) -> None:
+        if blue.stages is not None:
+            raise PlanError(
+                "predict_step: outputs of a pipeline stay with its last stage; bring the state to"
+                " one with fz.replan(state, model, tx, plan, plan.replace(pipe=1))"
+            )
+        _ = blue.model.predictor  # says so now if there is none
+        self.blueprint, self.plan, self.name = blue, blue.plan, "predict_step"
+        self.num_traces = 0
+        self.passes = OneProgram(blue)
+        self._program = jax.jit(self._outputs, compiler_options=options_of(blue) or None)
+        reads = "compute" if blue.plan.keeps_compute_copy else "params", "params", "buffers"
+        self._checks = Checks(blue, self.name, reads, donate=False, bare=True)
+
+    def __call__(self, state: TrainState, batch: PyTree) -> PyTree:
+        """Outputs of a batch; see `fzero.predict_step`."""
+        if is_traced(state, batch):
+            return self.pure(state, batch)
+        state = self._checks.state(state)
+        self._checks.rows(batch)
+        group = self.blueprint.group
+        full, mask = pad_batch(batch, group.data * group.replica)
+        found = self._program(*self._parts(state), self.passes.place(full))
+        real = int(mask.sum())
+        return found if real == len(mask) else jax.tree.map(lambda x: x[:real], found)
+
+    def pure(self, state: TrainState, batch: PyTree) -> PyTree:
+        """The step as a pure function; see `TrainStep.pure`. Rows must divide over the devices."""
+        if self.blueprint.parks("params"):
+            raise PlanError(f"predict_step.pure: {_MANY}")
+        self._checks.traced(state)
+        self._checks.batch(batch, 1)
+        parts = self._parts(_recast(state, self.blueprint))
+        return self._outputs(*parts, constrain_batch(batch, self.blueprint.mesh))
+
+    def _parts(self, state: TrainState) -> tuple[PyTree, PyTree, Moment]:
+        return kept_by(self.blueprint, vars(state)), state.buffers, (state.step, state.rng)
+
+    def _outputs(self, kept: PyTree, buffers: PyTree, moment: Moment, batch: Inputs) -> PyTree:
+        self.num_traces += 1
+        step, rng = moment
+        return self.passes.outputs(kept, buffers, batch.at(step), rng)
 
 
 def _recast(state: TrainState, blue: Blueprint) -> TrainState:
