@@ -29,6 +29,7 @@ from .lower import find_lowering
 from .lower.symbolic import python_function
 from .nameless import refuse_nameless
 from .no_grad import inline_no_grad
+from .slices import tidy_slices
 from .watch import (
     PythonState,
     failing_place,
@@ -75,6 +76,7 @@ def export_program(
         program = _export_pure(module, (args, dict(kwargs)), mode, batch_dim, check)
         refuse_nameless(program, (*module.named_parameters(), *module.named_buffers()))
         inline_no_grad(program)
+        tidy_slices(program.graph_module)
         remove_hidden_aliases(program.graph_module)
         replace_fresh_writes(program.graph_module)
         if not _needs_decomposing(program):

@@ -215,7 +215,7 @@ def _node_values(
     kwargs: Mapping[str, Any],
     train: bool,
 ) -> list[NodeValue]:
-    program = export_program(module, args, kwargs, train)
+    program = export_program(module, args, kwargs, train, check=False)
     named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     named.update(module.named_buffers(remove_duplicate=False))
     remaining = iter(torch_pytree.tree_leaves((args, dict(kwargs))))

@@ -390,3 +390,21 @@ def test_blocks_that_are_not_equal_are_reported(case: str) -> None:
     (one,) = converted.blocks.unrolled
     assert one.path == "blocks"
     assert re.search(reason, one.reason), one.reason
+
+
+class OverTime(nn.Module):
+    """Cuts a padded convolution to the length, and runs a Python loop over it, as Mamba does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, 4, 3, padding=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[-1]
+        mixed = self.conv(x)[..., :length]
+        return x + torch.stack([mixed[..., t].tanh() for t in range(length)], -1)
+
+
+def test_slices_are_alike_though_the_length_was_fixed_in_the_first_block() -> None:
+    converted = tb.convert(nn.Sequential(*(OverTime() for _ in range(3))), torch.randn(2, 4, 5))
+    assert [run.num for run in converted.blocks.stacks] == [3], str(converted.blocks)
