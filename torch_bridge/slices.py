@@ -1,7 +1,7 @@
 """Slices in one spelling: equal blocks may slice alike and be traced differently.
 
-A size that becomes fixed while a module is traced stands in the first block as a symbol and in later
-ones as a number, and `x[..., :n]` there has slices of whole dims as well.
+A size that becomes fixed while a module is traced stands in the first block as a symbol and in
+later ones as a number, and `x[..., :n]` there has slices of whole dims as well.
 """
 
 from __future__ import annotations

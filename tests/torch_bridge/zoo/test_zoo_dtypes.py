@@ -116,7 +116,12 @@ ALWAYS = ("llama", "t5", "cnn_batch_norm")
 # Computes in float64 or in complex numbers, which torch has not in 16 bits, or not at all in them.
 NOT_IN_16_BITS = ("spectra", "weight_and_spectral_norm")
 EACH = [
-    pytest.param(name, dtype, marks=() if name in ALWAYS and dtype == torch.bfloat16 else extended)
+    pytest.param(
+        name,
+        dtype,
+        id=f"{name}-{str(dtype)[6:]}",
+        marks=() if name in ALWAYS and dtype == torch.bfloat16 else extended,
+    )
     for name in ENTRIES
     if name not in NOT_IN_16_BITS
     for dtype in (torch.bfloat16, torch.float16)
