@@ -431,6 +431,17 @@ def test_a_step_refuses_aliased_leaves_by_both_paths_unless_it_keeps_its_input()
     fz.train_step(MODEL, TX, plan, donate=False)(twisted, BATCH)
 
 
+def test_a_step_refuses_aliased_leaves_of_a_shape_it_knows():
+    """In the second call as in the first: one buffer given away twice ends the process."""
+    plan = plan_of("z0-d1")
+    step = fz.train_step(MODEL, TX, plan)
+    state, _ = step(fz.init(MODEL, TX, plan), BATCH)
+    moments = state.opt_state[0]
+    twisted = moments._replace(nu={**moments.nu, "w": state.params["w"]})
+    with pytest.raises(fz.StateError, match="params/w = opt_state/0/nu/w"):
+        step(state.replace(opt_state=(twisted, *state.opt_state[1:])), BATCH)
+
+
 def test_the_state_is_immutable():
     with pytest.raises(AttributeError):
         made("z0").step = 1
