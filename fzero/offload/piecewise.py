@@ -81,7 +81,8 @@ def is_rowwise(step: Step, dim: int, size: int) -> bool:
         return params["padding_config"][dim] == (0, 0, 0)
     if name == "shard_map":
         # Gathering whole leaves: along another dim, as the one that is cut is not split.
-        inner = {equation.primitive.name for equation in params["jaxpr"].eqns}
+        steps = Program(params["jaxpr"], ()).steps
+        inner = {"" if s.equation is None else s.equation.primitive.name for s in steps}
         return inner <= {"all_gather", "slice", "convert_element_type", "bitcast_convert_type"}
     return False
 
