@@ -18,7 +18,7 @@ comma := ,
 # Installed again when what is to be installed changes.
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help install demo test test-bits test-extended test-gpu-programs nightly mutants lint types clean
+.PHONY: help install demo test test-bits test-extended test-gpu-programs nightly mutants operators lint types clean
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 .DELETE_ON_ERROR:
@@ -82,6 +82,11 @@ test-gpu-programs: install
 # Ten times as many random sequences of what can happen to a state, and kills of a process that saves.
 nightly: install mutants
 	FZERO_NIGHTLY=1 $(BIN)/python -m pytest tests/offload/test_state_machine.py tests/test_checkpoint.py
+
+# PyTorch's own databases of operators and modules, each entry beside its conversion (half an hour).
+operators: install
+	$(BIN)/python benchmarks/operators.py --json benchmarks/results/operators.json \
+	  --table docs/operators.md
 
 # Bugs planted one at a time, each of which a test must see (tests/mutants).
 mutants: install

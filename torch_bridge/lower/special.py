@@ -134,7 +134,9 @@ def ldexp(x: jax.Array, exponent: Any) -> jax.Array:
 
 @register_operator("aten.nextafter.default")
 def nextafter(x: jax.Array, y: Any) -> jax.Array:
-    return jnp.nextafter(*map(jax.lax.stop_gradient, promote(x, y)))
+    a, b = promote(x, y)
+    fixed = jax.lax.stop_gradient(a)
+    return jnp.nextafter(fixed, jax.lax.stop_gradient(b)) + (a - fixed)
 
 
 @register_operator("aten.heaviside.default")
