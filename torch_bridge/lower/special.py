@@ -20,34 +20,20 @@ _name: str
 _fn: Any
 
 
-def _one(*names: str) -> Any:
-    """Registers a function of one array, whole numbers as float32."""
-    return lambda fn: register_operator(*(f"aten.{name}.default" for name in names))(
-        lambda x: fn(*promote_float(x))
-    )
-
-
 for _name, _fn in {
+    "i0": jsp.i0,
+    "special_i0": jsp.i0,
     "special_i0e": jsp.i0e,
     "special_i1": jsp.i1,
     "special_i1e": jsp.i1e,
     "special_entr": jsp.entr,
     "special_log_ndtr": jsp.log_ndtr,
+    "special_ndtr": jsp.ndtr,
     "special_ndtri": jsp.ndtri,
     "deg2rad": jnp.deg2rad,
     "rad2deg": jnp.rad2deg,
 }.items():
-    _one(_name)(_fn)
-
-
-@_one("i0", "special_i0")
-def i0(x: jax.Array) -> jax.Array:
-    return jsp.i0(x)
-
-
-@_one("special_ndtr")
-def ndtr(x: jax.Array) -> jax.Array:
-    return jsp.ndtr(x)
+    register_operator(f"aten.{_name}.default")(lambda x, fn=_fn: fn(*promote_float(x)))
 
 
 @register_operator("aten.special_xlog1py.default")
