@@ -167,5 +167,8 @@ def searchsorted(
 def bucketize(
     x: jax.Array, boundaries: Any, *, out_int32: bool = False, right: bool = False
 ) -> jax.Array:
-    found = jnp.searchsorted(boundaries, x, side="right" if right else "left")
+    wide = jnp.promote_types(boundaries.dtype, x.dtype)  # compared exactly, as torch does
+    found = jnp.searchsorted(
+        cast(boundaries, wide), cast(x, wide), side="right" if right else "left"
+    )
     return found.astype(np.int32 if out_int32 else canonical("int64"))

@@ -240,8 +240,10 @@ def _labelled(tree: Any, labels: Mapping[str, str]) -> Any:
 
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_layers)
     have = {entry(path) for path, _ in leaves}
-    if have != set(labels):
-        missing, more = sorted(set(labels) - have), sorted(have - set(labels))
+    # A step hands over what it trains: frozen parameters are not among it.
+    wanted = {name for name, label in labels.items() if label != _UNTRAINED}
+    if not wanted <= have <= set(labels):
+        missing, more = sorted(wanted - have), sorted(have - set(labels))
         raise ConversionError(
             f"optimizer: expected params of its own module: {missing[:5]} are missing, "
             f"{more[:5]} are not known. Make it with tb.optimizer(torch_optimizer, converted) from"

@@ -114,7 +114,7 @@ def test_bfloat16_gradients_are_as_exact_as_torchs(name: str) -> None:
 # A model of float32, run in 16 bits: this many in every run, all of them in the extended one.
 ALWAYS = ("llama", "t5", "cnn_batch_norm")
 # Computes in float64 or in complex numbers, which torch has not in 16 bits, or not at all in them.
-NOT_IN_16_BITS = ("spectra", "weight_and_spectral_norm")
+NOT_IN_16_BITS = ("spectra", "weight_and_spectral_norm", "norms", "indexing")
 EACH = [
     pytest.param(
         name,
@@ -155,8 +155,10 @@ def test_a_float32_module_in_16_bits_is_torchs_own(name: str, dtype: torch.dtype
         for side in (got, want)
     )
     scale = np.sqrt(sum(np.sum(_wide(t) ** 2) for t in truth))
-    # Below one rounding of the result nothing can be told apart.
-    assert ours <= 1.1 * theirs + 2.0**-9 * scale, (ours / scale, theirs / scale)
+    # Below one rounding of the result nothing can be told apart, and errors of a few numbers (the
+    # logits of a classifier) say little about their size.
+    few = 1 + 2 / sum(t.numel() for t in truth) ** 0.5
+    assert ours <= 1.1 * few * theirs + 2.0**-9 * scale, (ours / scale, theirs / scale)
     again = tb.convert(low, *args, **kwargs) if name in ALWAYS else None
     if again is not None:
         assert _dtypes(converted, params, args, kwargs) == _dtypes(again, params, args, kwargs)
