@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_bridge.dtypes import canonical, cast, is_float
+from torch_bridge.dtypes import canonical, cast, is_float, promote
 from torch_bridge.lower.index import along
 from torch_bridge.lower.registry import register_operator
 
@@ -167,8 +167,6 @@ def searchsorted(
 def bucketize(
     x: jax.Array, boundaries: Any, *, out_int32: bool = False, right: bool = False
 ) -> jax.Array:
-    wide = jnp.promote_types(boundaries.dtype, x.dtype)  # compared exactly, as torch does
-    found = jnp.searchsorted(
-        cast(boundaries, wide), cast(x, wide), side="right" if right else "left"
-    )
+    edges, values = promote(boundaries, x)
+    found = jnp.searchsorted(edges, values, side="right" if right else "left")
     return found.astype(np.int32 if out_int32 else canonical("int64"))
