@@ -161,7 +161,7 @@ class Model(Printed):
         raise PlanError(
             "predict_step: expected a model that says what its outputs are: fz.Model(...,"
             " predict=lambda params, buffers, batch, rng: outputs), or an fz.Sequential whose loss"
-            " is given apart (loss=...)"
+            " is given apart (loss=...) or whose outputs are (predict=...)"
         )
 
     @property
@@ -294,10 +294,14 @@ class Sequential(Model):
             named `step` is given the number of optimizer steps taken.
         init: replaces the layers' own initial values: a function of a key or the concrete pair.
         frozen: parameters that no step changes; see `Model`.
+        predict: what gives the outputs of `fz.predict_step`, where that is not the chain without
+            its loss: links for all of `layers` by the same names, or as many of them from the
+            first as it takes; or a function as `Model` has it, which reads all parameters at once
+            and cannot be cut into a pipeline.
 
     Raises:
-        PlanError: names are empty, repeated or contain `/`, a Stack has no layers, or `reads`
-            names a layer that does not exist.
+        PlanError: names are empty, repeated or contain `/`, a Stack has no layers, `reads` names a
+            layer that does not exist, or the links of `predict` are others.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -317,16 +321,20 @@ class Sequential(Model):
         loss: Callable[[Any, PyTree], Any] | None = None,
         init: InitFn | tuple[PyTree, PyTree] | None = None,
         frozen: Frozen = frozenset(),
+        predict: Sequence[Layer | Stack] | Callable[..., Any] | None = None,
     ) -> None:
         chain = tuple(layers)
         _check_names(chain)
+        links = None if predict is None or callable(predict) else tuple(predict)
+        _check_predict(chain, links)
         if loss is not None:
             chain = (*chain, _loss_layer(loss))
         object.__setattr__(self, "_chain", chain)
         object.__setattr__(self, "init", init or _chain_init(chain))
         object.__setattr__(self, "loss", _chain_loss(chain))
         object.__setattr__(self, "frozen", frozen)
-        object.__setattr__(self, "predict", None)
+        object.__setattr__(self, "predict", predict if callable(predict) else None)
+        object.__setattr__(self, "_predict_chain", links)
         object.__setattr__(self, "buffer_reduce", {})  # each layer says its own
 
     @property
@@ -334,6 +342,12 @@ class Sequential(Model):
         """The chain; a loss function given apart is its last link."""
         chain: tuple[Layer | Stack, ...] = getattr(self, "_chain")  # noqa: B009 (frozen dataclass)
         return chain
+
+    @property
+    def predictor(self) -> tuple[Layer | Stack, ...]:
+        """The chain that gives outputs for each example; see `Model.predictor`."""
+        links: tuple[Layer | Stack, ...] | None = getattr(self, "_predict_chain")  # noqa: B009
+        return super().predictor if links is None else links
 
 
 def _loss_layer(loss: Callable[..., Any]) -> Layer:
@@ -374,6 +388,21 @@ def _check_names(chain: tuple[Layer | Stack, ...]) -> None:
                     f"model: layer {layer.name!r} reads {key!r} from {path!r}, but no layer is"
                     f" named {path.split('/')[0]!r}; the chain has {names}"
                 )
+
+
+def _check_predict(
+    chain: tuple[Layer | Stack, ...], links: tuple[Layer | Stack, ...] | None
+) -> None:
+    """Raises `PlanError` if outputs come from other links than the loss."""
+    if links is None:
+        return
+    found, have = ([(x.name, x.num_layers) for x in some] for some in (links, chain))
+    if not found or found != have[: len(found)]:
+        raise PlanError(
+            f"model: predict has the links {[name for name, _ in found]}: expected those of the"
+            f" chain, {[name for name, _ in have]}, with as many layers, or the first of them: they"
+            " read the same parameters"
+        )
 
 
 def _chain_init(chain: tuple[Layer | Stack, ...]) -> InitFn:

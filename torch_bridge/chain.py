@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from fzero.errors import ConversionError
 from fzero.model import Context, Layer, Sequential, Stack
 
 from .again import Graphs
-from .halves import Halves, halve
+from .halves import Halves, Halving, halve
 from .interpret import evaluate
 from .mode import Mode, TensorInput, as_kept, as_leaf
 from .refs import fill, refs
@@ -63,12 +64,13 @@ class Source:
 _DTYPE = "computes in"
 
 
-def make_chain(source: Source, loss: Loss) -> Sequential:
+def make_chain(source: Source, loss: Loss, predicting: Halving) -> Sequential:
     """The chain of a converted module.
 
     Args:
         source: the module.
         loss: `loss(forward, batch)`, which calls `forward` once.
+        predicting: the halves of what `fz.predict_step` gives.
 
     Returns:
         A `Sequential` whose params are `{link: {leaf: value}}`.
@@ -77,13 +79,17 @@ def make_chain(source: Source, loss: Loss) -> Sequential:
         ConversionError: a buffer is read before the link that updates it.
     """
     plan = _Plan(source)
-    layers: list[Layer | Stack] = []
-    for index, name in enumerate(plan.links):
-        make = _stack if index % 2 else _layer
-        layers.append(make(plan, index, name, loss))
     params, buffers = plan.by_link(source.params), plan.by_link(source.buffers)
     frozen = frozenset(f"{plan.owner[name]}/{name}" for name in source.frozen)
-    return Sequential(layers, init=(params, buffers), frozen=frozen)
+    trained, predict = (_links(plan, way) for way in (partial(halve, loss), predicting))
+    return Sequential(trained, init=(params, buffers), frozen=frozen, predict=predict)
+
+
+def _links(plan: _Plan, halving: Halving) -> list[Layer | Stack]:
+    return [
+        (_stack if index % 2 else _layer)(plan, index, name, halving)
+        for index, name in enumerate(plan.links)
+    ]
 
 
 def chain_values(source: Source, params: Arrays, buffers: Arrays) -> tuple[Nested, Nested]:
@@ -171,9 +177,9 @@ class _Plan:
         told = len(own) == 1 and not graphs.dtypes.keys().isdisjoint(params)
         return found if found is not None or told else graphs.dtype_of(self.source.params)
 
-    def call(self, loss: Loss, batch: Any, train: bool, dtype: Any) -> Halves:
+    def call(self, halving: Halving, batch: Any, train: bool, dtype: Any) -> Halves:
         """The graph for a batch, the module's inputs, and the loss of its output."""
-        halves = halve(loss, batch, self.source.graphs, train, dtype)
+        halves = halving(batch, self.source.graphs, train, dtype)
         mode, rolled, _ = halves.call
         assert rolled is not None
         if mode is not self.source.graphs.modes[train]:
@@ -181,13 +187,13 @@ class _Plan:
         return halves
 
     def shapes(
-        self, loss: Loss, batch: Any, train: bool, dtype: Any
+        self, halving: Halving, batch: Any, train: bool, dtype: Any
     ) -> tuple[Mode, Rolled, dict[str, Any]]:
         """As `call`, with the shapes of the inputs: nothing of the loss is computed."""
         graphs: list[tuple[Mode, Rolled]] = []
 
         def inputs(batch: Any) -> dict[str, Any]:
-            mode, rolled, found = self.call(loss, batch, train, dtype).call
+            mode, rolled, found = self.call(halving, batch, train, dtype).call
             assert rolled is not None
             graphs.append((mode, rolled))
             return found
@@ -258,7 +264,7 @@ def _link_names(rolled: Rolled) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _layer(plan: _Plan, index: int, name: str, loss: Loss) -> Layer:
+def _layer(plan: _Plan, index: int, name: str, halving: Halving) -> Layer:
     """A link that is computed once."""
     source = plan.source
     buffers = [
@@ -268,7 +274,7 @@ def _layer(plan: _Plan, index: int, name: str, loss: Loss) -> Layer:
 
     def apply(params: Any, x: Any, ctx: Context) -> Any:
         dtype = _told(x) if index else plan.first_dtype(params, ctx)
-        halves = plan.call(loss, ctx.batch, ctx.train, dtype)
+        halves = plan.call(halving, ctx.batch, ctx.train, dtype)
         mode, rolled, env = halves.call
         assert rolled is not None
         part = rolled.parts[index]
@@ -309,7 +315,7 @@ def _layer(plan: _Plan, index: int, name: str, loss: Loss) -> Layer:
     )
 
 
-def _stack(plan: _Plan, index: int, name: str, loss: Loss) -> Stack:
+def _stack(plan: _Plan, index: int, name: str, halving: Halving) -> Stack:
     """A link of equal layers."""
     source = plan.source
     buffers = [leaf for leaf in source.buffers if plan.owner[leaf] == name]
@@ -317,7 +323,7 @@ def _stack(plan: _Plan, index: int, name: str, loss: Loss) -> Stack:
 
     def apply(params: Any, x: Any, ctx: Context) -> Any:
         dtype = _told(x)
-        mode, rolled, shapes = plan.shapes(loss, ctx.batch, ctx.train, dtype)
+        mode, rolled, shapes = plan.shapes(halving, ctx.batch, ctx.train, dtype)
         loop = rolled.parts[index]
         assert isinstance(loop, Loop)
         state = ctx.buffers if stateful else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,16 +17,17 @@ from fzero.model import Model
 from fzero.summary import Printed, summary
 from fzero.tree import shapes_of
 
-from .again import Again, Graphs
+from .again import Again, Call, Graphs
 from .blocks import Blocks
 from .chain import Source, chain_values, links_merged, make_chain
 from .dtypes import is_float
 from .export import export_program
+from .halves import Halving, predicted
 from .hooks import refuse_hooks
 from .initial import COPIED_BYTES, num_bytes, on_host, read_initial, with_masters
 from .interpret import missing_operators, refuse_data_dependent, refuse_missing
 from .layout import Layout, read_layout
-from .losses import called_with_batch, module_loss
+from .losses import all_but_the_loss, called_with_batch, module_loss
 from .mode import Mode, as_kept, bind_state, build_mode
 from .rolled import Rolled
 from .rolling import fewest_layers, roll_blocks
@@ -141,6 +142,13 @@ class Converted(Printed):
         """
         params, buffers = links_merged(params), links_merged(buffers)
         call = self._graphs.call(bool(train), args, kwargs, self._graphs.dtype_of(params))
+        leaves, new = self._run(call, params, buffers, rng, train)
+        return Applied(build_output(call.mode.out_spec, leaves), new)
+
+    def _run(
+        self, call: Call, params: Arrays, buffers: Arrays, rng: Any, train: bool
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """A call's output leaves, and all buffers after it."""
         mode = call.mode
         if mode.graph.num_draws and rng is None:
             raise ConversionError(
@@ -155,8 +163,7 @@ class Converted(Printed):
             leaves, changed = mode.graph.run(values, rng)
             names = self.layout.leaf_of()
             updated = {names[name].name: value for name, value in changed.items()}
-        output = build_output(mode.out_spec, leaves)
-        return Applied(output, {**buffers, **as_kept(updated, buffers)})
+        return leaves, {**buffers, **as_kept(updated, buffers)}
 
     def _run_rolled(
         self,
@@ -242,6 +249,7 @@ class Converted(Printed):
         loss: Callable[..., Any] | str,
         *,
         inputs: Callable[[Any], Any] | None = None,
+        outputs: Callable[[Any], Any] | None = None,
         chain: bool | None = None,
     ) -> Model:
         """The module with a loss, as fzero trains and evaluates it.
@@ -264,6 +272,11 @@ class Converted(Printed):
             inputs: `inputs(batch)`, what the module is called with: a dict of keyword arguments, a
                 tuple of positional ones, a pair of both, or the one argument. The loss is then
                 `loss(output, batch)`.
+            outputs: `outputs(output)`, what of the module's output `fz.predict_step` gives, each
+                array with a row for each example. By default all of its arrays, but for the loss
+                of `"module"`. What the module is called with is what `inputs` says, or else what
+                the loss calls `forward` with: that loss is then traced (and not computed), so that
+                batches have all that it reads.
             chain: whether to make a chain; the default is to do so where blocks were rolled.
                 `False` gives one function, for losses that call `forward` several times; its
                 params are those of `self.params`, and the rolled blocks a loop in it.
@@ -287,6 +300,8 @@ class Converted(Printed):
             if loss != "module":
                 raise ConversionError(f'model: loss={loss!r}: expected a function or "module"')
             loss, inputs = module_loss, inputs or called_with_batch
+            outputs = outputs or all_but_the_loss
+        predicting = _predicting(loss, inputs, outputs or _all)
         if inputs is not None:
             loss = _of_output(loss, inputs)
         if chain or (chain is None and self._rolled):
@@ -295,7 +310,7 @@ class Converted(Printed):
                     f"nothing to make a chain of: {self.blocks}; for a torch.nn.Sequential see"
                     " tb.sequential"
                 )
-            return make_chain(self._source(), loss)
+            return make_chain(self._source(), loss, predicting)
 
         def step_loss(
             params: Arrays, buffers: Arrays, batch: Any, rng: Any, train: bool
@@ -317,8 +332,17 @@ class Converted(Printed):
             return value, current[0], metrics
 
         initial = self.trained(self._params), dict(self._buffers)
-        same = self._same_anywhere()
-        return Model(init=initial, loss=step_loss, frozen=self.frozen, buffer_reduce=same)
+        same, predict = self._same_anywhere(), partial(self._predict, predicting)
+        return Model(initial, step_loss, self.frozen, same, predict)
+
+    def _predict(
+        self, predicting: Halving, params: Arrays, buffers: Arrays, batch: Any, rng: Any
+    ) -> Any:
+        """`fz.Model`'s `predict`."""
+        halves = predicting(batch, self._graphs, False, self._graphs.dtype_of(params))
+        key = None if rng is None else jax.random.fold_in(rng, 0)  # as the loss's first call
+        leaves, _ = self._run(halves.call, params, buffers, key, False)
+        return halves.finish(leaves)
 
     def _same_anywhere(self) -> dict[str, str]:
         """`fz.Model`'s `buffer_reduce` for integers that no forward writes, or that count steps."""
@@ -457,6 +481,19 @@ def _of_output(loss: Callable[..., Any], inputs: Callable[[Any], Any]) -> Callab
         return loss(forward(*given), batch)
 
     return called
+
+
+def _predicting(
+    loss: Callable[..., Any], inputs: Callable[[Any], Any] | None, outputs: Callable[[Any], Any]
+) -> Halving:
+    """What `fz.predict_step` runs; of a loss of the output nothing is wanted."""
+    if inputs is None:
+        return partial(predicted, loss, False, outputs)
+    return partial(predicted, _of_output(lambda *_: 0.0, inputs), True, outputs)
+
+
+def _all(output: Any) -> Any:
+    return output
 
 
 def _refuse_untraceable(module: torch.nn.Module) -> None:

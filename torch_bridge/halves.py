@@ -8,7 +8,7 @@ half runs what belongs to the other only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,7 +26,19 @@ from .structure import build_output
 
 
 Loss = Callable[..., Any]
+# `(batch, graphs, train, dtype) -> Halves`.
+Halving = Callable[[Any, Graphs, bool, Any], "Halves"]
 
+
+class NotOneCallError(ConversionError):
+    """A loss does not call `forward` once, as it is."""
+
+
+_INPUTS = (
+    "Say what the module is called with: converted.model(loss, inputs=lambda batch: ...), with"
+    " a loss(output, batch). It has the parameters of any other model of `converted` with the same"
+    " chain=, so one that is only made to predict may have any loss"
+)
 _REMEDY = (
     "Use model(loss, chain=False), which runs the module as one function, without pipelines and"
     " without gathering layer by layer"
@@ -63,7 +75,7 @@ def halve(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -> Ha
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if calls:
-            raise ConversionError(
+            raise NotOneCallError(
                 "the loss calls forward a second time, but a chain of layers runs the module once."
                 f" Join the inputs into one call (concatenate them, split the output). {_REMEDY}"
             )
@@ -79,7 +91,7 @@ def halve(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -> Ha
 
     closed, shapes = jax.make_jaxpr(lambda b: loss(forward, b), return_shape=True)(batch)
     if not calls:
-        raise ConversionError(
+        raise NotOneCallError(
             "the loss did not call forward, so that there is nothing to run; expected"
             " loss(forward, batch) to call it once"
         )
@@ -87,7 +99,7 @@ def halve(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -> Ha
     closed = _inlined(closed, leaves)
     place = next((e for e in closed.jaxpr.eqns if e.primitive is _forward), None)
     if place is None:
-        raise ConversionError(f"the loss calls forward within a loop or a condition. {_REMEDY}")
+        raise NotOneCallError(f"the loss calls forward within a loop or a condition. {_REMEDY}")
     given = _evaluate(closed, leaves, place.invars, {})
 
     def finish(outputs: Sequence[Any]) -> Any:
@@ -104,6 +116,60 @@ def halve(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -> Ha
     return Halves(call._replace(inputs={**call.inputs, **inputs}), finish)
 
 
+def predicted(
+    loss: Loss,
+    told: bool,
+    outputs: Callable[[Any], Any],
+    batch: Any,
+    graphs: Graphs,
+    train: bool,
+    dtype: Any,
+) -> Halves:
+    """As `halve`, with the module's own output in place of the loss.
+
+    Args:
+        loss: `loss(forward, batch)`; what it calls `forward` with is wanted of it.
+        told: whether that was said (`inputs=`), and is not the user's loss.
+        outputs: what of the module's output is wanted.
+        batch: as for `halve`.
+        graphs: likewise.
+        train: likewise.
+        dtype: likewise.
+
+    Returns:
+        Halves of which the second gives the arrays in what `outputs` gives; else nothing.
+
+    Raises:
+        ConversionError: the loss does not say what the module is called with, or there is no array.
+    """
+    try:
+        halves = halve(loss, batch, graphs, train, dtype)
+    except NotOneCallError as error:
+        raise ConversionError(
+            f"predict_step: no single call of forward gives the outputs: {error}\n{_INPUTS}"
+        ) from error
+    except ConversionError:
+        raise
+    except Exception as error:
+        if told:
+            raise
+        raise ConversionError(
+            "predict_step: what the module is called with is read off the loss, which fails for"
+            f" this batch ({type(error).__name__}: {error}). {_INPUTS}"
+        ) from error
+
+    def finish(leaves: Sequence[Any]) -> Any:
+        found = outputs(build_output(halves.call.mode.out_spec, list(leaves)))
+        arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, found)
+        if not jax.tree.leaves(arrays):
+            raise ConversionError(
+                "predict_step: the module's output has no array with a row for each example"
+            )
+        return arrays
+
+    return replace(halves, finish=finish)
+
+
 def _avals(call: Call) -> tuple[Any, ...]:
     """What an abstract evaluation of the module gives, hashable."""
     return tuple(
@@ -118,7 +184,7 @@ _forward.def_abstract_eval(lambda *_, avals: list(avals))
 
 def _refuse(transformation: str) -> Callable[..., Any]:
     def rule(*_: Any, **__: Any) -> Any:
-        raise ConversionError(
+        raise NotOneCallError(
             f"the loss {transformation} forward, but a chain of layers runs the module once, as it"
             f" is. {_REMEDY}"
         )

@@ -60,6 +60,13 @@ def called_with_batch(batch: Any) -> Any:
     return tuple(batch) if isinstance(batch, list | tuple) else batch
 
 
+def all_but_the_loss(output: Any) -> Any:
+    """What a module that returns its own loss gives besides; see `module_loss`."""
+    if isinstance(output, Mapping):
+        return type(output)({k: v for k, v in output.items() if k != "loss"})  # type: ignore[call-arg]
+    return tuple(output[1:]) if isinstance(output, tuple | list) else None
+
+
 def module_loss(output: Any, batch: Any) -> Any:
     """The loss that a module returns itself: its entry `loss`, its only output or the first one.
 

@@ -100,7 +100,8 @@ def eval_step(model: Model, plan: Plan, *, devices: Sequence[Any] | None = None)
 def predict_step(model: Model, plan: Plan, *, devices: Sequence[Any] | None = None) -> PredictStep:
     """Builds a step that gives the model's outputs for each example, in evaluation mode.
 
-    Outputs are those of `Model(predict=)`, or what a `Sequential`'s chain gives before its loss.
+    Outputs are those of `Model(predict=)` or `Sequential(predict=)`, or what a `Sequential`'s chain
+    gives before its loss. Of a PyTorch module (`converted.model`) they are what its forward gives.
 
     Args:
         model: the model.
