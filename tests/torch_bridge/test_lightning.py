@@ -338,6 +338,45 @@ def test_hooks_may_be_ignored_and_the_loss_chosen(line):
     )  # fmt: skip
 
 
+def test_predictions_are_those_of_predict_step_or_of_forward(line, classifier):
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            blocks = [nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3)]
+            self.blocks = nn.Sequential(*blocks)
+
+        def forward(self, batch):
+            return self.blocks(batch)
+
+        def training_step(self, batch, batch_idx):
+            return self(batch).square().mean()
+
+        def predict_step(self, batch, batch_idx, dataloader_idx=0):
+            return {"out": self(batch), "name": "not an array"}
+
+    rows = torch.randn(6, 2)
+    for plan in (tiny.plan(zero=3, data=2), tiny.plan(zero=1, data=2, precision="bf16")):
+        module = make_module(Deep)
+        found = tb.from_lightning(module, torch.ones(4, 2), tx=optax.sgd(0.1))
+        assert [link.name for link in found.model.predictor] == ["start", "blocks", "end"]
+        outputs = fz.predict_step(found.model, plan)(fz.init(found.model, None, plan), rows.numpy())
+        expected = module(rows).detach().numpy()
+        tolerance = 1e-5 if plan.precision == "fp32" else 0.03
+        np.testing.assert_allclose(
+            outputs["out"].astype(np.float32), expected, tolerance, tolerance
+        )
+
+    plan = tiny.plan(data=2)
+    members = {"forward": lambda self, batch: batch @ self.weight}
+    found = convert(type("Line", (line,), members), tx=optax.sgd(0.1))
+    ones = np.ones((4, 2), np.float32)
+    outputs = fz.predict_step(found.model, plan)(fz.init(found.model, None, plan), ones)
+    np.testing.assert_array_equal(outputs, [2.0, 2.0, 2.0, 2.0])
+    model = classifier[1].model  # its forward takes no batch
+    with pytest.raises(ConversionError, match=r"(?s)forward.*Classifier.*predict_step\(batch"):
+        fz.predict_step(model, plan)(fz.init(model, None, plan), batch_at(0))
+
+
 def test_with_lightning_itself():
     from pytorch_lightning import LightningModule  # two seconds: only here
 

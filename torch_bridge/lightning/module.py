@@ -15,6 +15,7 @@ from torch_bridge.optim import optimizer
 
 from .configure import configured
 from .hooks import check_hooks
+from .predict import predicting
 from .steps import as_steps
 
 
@@ -24,7 +25,8 @@ class Lightning:
 
     Attributes:
         model: `training_step` where it trains, `validation_step` where it is evaluated; what they
-            log is the metrics.
+            log is the metrics. `fz.predict_step` gives the arrays that `predict_step` returns, or
+            forward where there is none, called with the batch (Lightning's default).
         tx: `configure_optimizers`, schedule included.
         converted: the module's tensors and names, for `tb.save`, `tb.state_dict` and the like.
             (Its `apply` takes a batch, and gives `{"loss": ..., "logs": {...}}`.)
@@ -49,9 +51,10 @@ def from_lightning(
 
     The module is one of `lightning` or `pytorch_lightning`, or any `torch.nn.Module` with the same
     methods; neither package is needed. `training_step` and `validation_step` are exported, like
-    a forward, with all that they call. A loss is the mean over a device's rows that the step
-    computes, and then over devices and microbatches, as it is with data parallelism in Lightning;
-    so is what `self.log` and `self.log_dict` are given.
+    a forward, with all that they call; so is `predict_step` (or forward, by Lightning's default),
+    and if it cannot be, `fz.predict_step` says why. A loss is the mean over a device's rows that
+    the step computes, and then over devices and microbatches, as it is with data parallelism in
+    Lightning; so is what `self.log` and `self.log_dict` are given.
 
     Args:
         module: the module, after `setup` and `configure_model` if it has them.
@@ -100,7 +103,7 @@ def from_lightning(
         tx = optimizer(
             found.optimizer, converted, found.scheduler, every=found.every, num_steps=num_steps
         )
-    return Lightning(converted.model(_loss), tx, converted)
+    return Lightning(predicting(module, example_batch, converted, _loss), tx, converted)
 
 
 def _loss(forward: Callable[[Any], Any], batch: Any) -> tuple[Any, dict[str, Any]]:

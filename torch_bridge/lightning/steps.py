@@ -58,6 +58,27 @@ def as_steps(module: torch.nn.Module, eval_loss: str | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def as_prediction(module: torch.nn.Module) -> Iterator[None]:
+    """Meanwhile, calling the module with a batch runs its `predict_step`.
+
+    One that has none runs its forward with the batch, which is Lightning's default.
+
+    Args:
+        module: the module; its class is put back.
+
+    Raises:
+        ConversionError: it has neither.
+    """
+    kind = type(module)
+    if own_method(kind, "predict_step") is None and own_method(kind, "forward") is None:
+        raise ConversionError(
+            f"{kind.__name__} has no predict_step(batch, batch_idx) and no forward"
+        )
+    with _as_class(module, _Prediction(kind, None).members(module)):
+        yield
+
+
+@contextlib.contextmanager
 def with_trainer(module: torch.nn.Module, trainer: Any) -> Iterator[None]:
     """Meanwhile, the module's `trainer` is another object."""
     with _as_class(module, {"trainer": trainer}):
@@ -159,18 +180,20 @@ class _Steps:
         assert self.logs is not None, "log is called by a step"
         self.logs[name] = value
 
-    def run(self, module: Any, batch: Any) -> dict[str, Any]:
+    def call(self, step: Any, name: str, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """What a step returns, and what it logs."""
+        self.logs = {}
+        try:
+            return step(batch, *_more_arguments(step, name)), self.logs
+        finally:
+            self.logs = None
+
+    def run(self, module: Any, batch: Any) -> Any:
         """The step of the module's mode."""
         name = "training_step"
         if not module.training and own_method(self.kind, "validation_step"):
             name = "validation_step"
-        step = getattr(module, name)
-        self.logs = {}
-        try:
-            out = step(batch, *_more_arguments(step, name))
-            logs = self.logs
-        finally:
-            self.logs = None
+        out, logs = self.call(getattr(module, name), name, batch)
         loss = out.get("loss") if isinstance(out, Mapping) else out
         if name == "validation_step" and (self.eval_loss or not isinstance(loss, torch.Tensor)):
             loss = self._logged_loss(logs)
@@ -190,6 +213,16 @@ class _Steps:
                 " the loss, or say with eval_loss="
             )
         return torch.as_tensor(logs[named[0]])
+
+
+class _Prediction(_Steps):
+    """The same for `predict_step`; what it logs is nobody's metric."""
+
+    def run(self, module: Any, batch: Any) -> Any:
+        """What it gives for a batch."""
+        if own_method(self.kind, "predict_step") is not None:
+            return self.call(module.predict_step, "predict_step", batch)[0]
+        return self.call(lambda rows: module(rows), "forward", batch)[0]
 
 
 def _more_arguments(step: Any, name: str) -> list[Any]:
