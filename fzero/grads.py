@@ -185,6 +185,15 @@ def local_outputs(
     key = block_key(rng, shard_index(rules.group))
     pieces = whole_chain(model.predictor)
     out = eval_forward(pieces, rules, kept, batch, buffers, batch, key)
+    return require_rows(out, batch)
+
+
+def require_rows(out: PyTree, batch: Inputs) -> PyTree:
+    """Outputs that have a row for each of a device's examples.
+
+    Raises:
+        StateError: one has not.
+    """
     rows = jax.tree.leaves(batch.rows)[0].shape[0]
     for path, leaf in named_leaves(out):
         if leaf.shape[:1] != (rows,):

@@ -295,9 +295,8 @@ class Sequential(Model):
         init: replaces the layers' own initial values: a function of a key or the concrete pair.
         frozen: parameters that no step changes; see `Model`.
         predict: what gives the outputs of `fz.predict_step`, where that is not the chain without
-            its loss: links for all of `layers` by the same names, or as many of them from the
-            first as it takes; or a function as `Model` has it, which reads all parameters at once
-            and cannot be cut into a pipeline.
+            its loss: links in place of `layers`, by the same names; or a function as `Model` has
+            it, which reads all parameters at once and cannot be cut into a pipeline.
 
     Raises:
         PlanError: names are empty, repeated or contain `/`, a Stack has no layers, `reads` names a
@@ -397,11 +396,11 @@ def _check_predict(
     if links is None:
         return
     found, have = ([(x.name, x.num_layers) for x in some] for some in (links, chain))
-    if not found or found != have[: len(found)]:
+    if found != have:
         raise PlanError(
             f"model: predict has the links {[name for name, _ in found]}: expected those of the"
-            f" chain, {[name for name, _ in have]}, with as many layers, or the first of them: they"
-            " read the same parameters"
+            f" chain, {[name for name, _ in have]}, with as many layers: they read the same"
+            " parameters"
         )
 
 

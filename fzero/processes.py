@@ -210,6 +210,16 @@ def spread(value: jax.Array, mesh: Mesh) -> jax.Array:
     return joined(value.shape, NamedSharding(mesh, WHOLE), parts, value.dtype)
 
 
+def repeated(value: jax.Array, mesh: Mesh) -> jax.Array:
+    """An array of one rank of a pipeline on the devices of every rank, cut as it is on its own."""
+    parts: list[jax.Array] = []
+    for rank in _rank_meshes(mesh):
+        to = NamedSharding(rank, value.sharding.spec)  # type: ignore[attr-defined]
+        own = to.device_set == value.sharding.device_set
+        parts.append(value if own else send(value, to))
+    return joined(value.shape, NamedSharding(mesh, to.spec), parts, value.dtype)
+
+
 def _rank_meshes(mesh: Mesh) -> list[Mesh]:
     """The meshes of the ranks in a mesh of one or of several, which has an axis more."""
     if mesh.devices.ndim == len(AXES):

@@ -189,12 +189,30 @@ def test_outputs_for_each_example(options, rows):
             np.testing.assert_array_equal(inside, found)
 
 
+@pytest.mark.parametrize("name", PLANS)
+def test_outputs_of_any_plan(name):
+    """With shared values and the step number; rows in the batch's order, spread as it is."""
+    plan = tiny.plan(**PLANS[name])
+    links = [*MODEL.layers[:1], fz.Stack("two", 2, square, lambda p, x, ctx: 2 * block(p, x, ctx))]
+    other = fz.Sequential(MODEL.layers[:2], loss, predict=links)
+    for model, expected in ((MODEL, 2 * X + 2), (other, 8 * X + 6)):
+        state, predict = fz.init(model, TX, plan), fz.predict_step(model, plan)
+        found = predict(state, batch(2.0))
+        assert found.sharding.is_equivalent_to(fz.layout(model, TX, plan).batch_sharding, 2)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        short = predict(state, {**batch(2.0), "x": X[:3]})
+        np.testing.assert_array_equal(short, found[:3])
+
+
 def test_outputs_that_nobody_named_or_that_are_no_rows_are_refused():
     plan = tiny.plan(data=4)
     with pytest.raises(fz.PlanError, match="predict="):
         fz.predict_step(tiny.regression(), plan)
-    with pytest.raises(fz.PlanError, match="pipe=1"):
-        fz.predict_step(MODEL, tiny.plan(**PLANS["mpmd"]))
+    model = fz.Sequential(MODEL.layers[:2], loss, predict=lambda p, b, batch, rng: batch["x"])
+    with pytest.raises(fz.PlanError, match=r"one function.*pipe=1"):
+        fz.predict_step(model, tiny.plan(**PLANS["mpmd"]))
+    with pytest.raises(fz.PlanError, match=r"predict has the links \['one'\]"):
+        fz.Sequential(MODEL.layers[:2], loss, predict=MODEL.layers[:1])
     model = fz.Model(lambda key: (square(key), {}), MODEL.loss,
                      predict=lambda p, b, batch, rng: jnp.sum(batch["x"]))  # fmt: skip
     with pytest.raises(fz.StateError, match="2 examples"):

@@ -108,6 +108,12 @@ class Executor:
         """Loss and metrics over `count` microbatches, forwards only."""
         return _Run(self, kept, buffers, batch, key, None).evaluate(count)
 
+    def outputs(
+        self, kept: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array, count: int
+    ) -> PyTree:
+        """What the last stage gives for each row, on its rank; as `evaluate`."""
+        return _Run(self, kept, buffers, batch, key, None).outputs(count)
+
     def dispatched(self, action: Action, program: StagePrograms, result: Any) -> None:
         """Takes note of an action under way, and waits for the oldest where there are too many.
 
@@ -183,12 +189,20 @@ class _Run:
         return sums, mean, metrics, self.gatherer.home_buffers(before, self.buffers)
 
     def evaluate(self, count: int) -> tuple[Mean, dict[str, Mean]]:
+        self._run_forwards(count, outputs=False)
+        return self._totals()
+
+    def outputs(self, count: int) -> PyTree:
+        self._run_forwards(count, outputs=True)
+        found, _ = self.programs[-1].rows([self.parts[m] for m in sorted(self.parts)])
+        return found
+
+    def _run_forwards(self, count: int, outputs: bool) -> None:
         stages = len(self.programs)
         ranks = self.executor.schedule.num_ranks
         for action in dispatch_order(inference(stages, count, stages // ranks)):
-            self._dispatch(action, lambda p, a: self._evaluate(p, a, count))
+            self._dispatch(action, lambda p, a: self._evaluate(p, a, count, outputs))
         self._settle()
-        return self._totals()
 
     def _totals(self) -> tuple[Mean, dict[str, Mean]]:
         (mean, metrics), _ = self.programs[-1].totals([self.parts[m] for m in sorted(self.parts)])
@@ -299,11 +313,11 @@ class _Run:
             self.next_sum[stage] += 1
         self.sums[stage] = result
 
-    def _evaluate(self, program: StagePrograms, action: Action, count: int) -> Any:
+    def _evaluate(self, program: StagePrograms, action: Action, count: int, outputs: bool) -> Any:
         _, stage, m = action
         x = self.slots.sent.pop(("F", stage, m), None)
         buffers = {name: self.buffers[program.rank][name] for name in program.stateful}
-        out, done = program.evaluate(count)(
+        out, done = program.evaluate(count, outputs)(
             self.kept[stage], buffers, *self._inputs(program, action), x
         )
         if program.last:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fzero.errors import PlanError
 from fzero.model import Model, Piece, Stack, subtree
 from fzero.pipeline.actions import Schedule
 from fzero.pipeline.cut import Partition, partition
@@ -75,6 +76,30 @@ def cut_into_stages(model: Model, plan: Plan) -> Stages:
         for stage, pieces in enumerate(cut.stages)
     )
     return Stages(schedule, cut, pieces_of, homes)
+
+
+def stages_of_outputs(stages: Stages, model: Model) -> Stages:
+    """The same stages with the links that give outputs in place of those that give the loss.
+
+    Raises:
+        PlanError: the model says what its outputs are by one function.
+    """
+    links = {link.name: link for link in model.predictor}
+    if "" in links:
+        raise PlanError(
+            "predict_step: the model's `predict` is one function, which has no stages; give"
+            " fz.Sequential the links that predict (predict=[...]), or bring the state to one mesh"
+            " with fz.replan(state, model, tx, plan, plan.replace(pipe=1))"
+        )
+    pieces = tuple(
+        tuple(
+            dataclasses.replace(piece, layer=links[piece.layer.name])
+            for piece in stage
+            if piece.layer.name in links
+        )
+        for stage in stages.pieces
+    )
+    return dataclasses.replace(stages, pieces=pieces)
 
 
 def _home(

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fzero.batch import Inputs
 from fzero.blueprint import Blueprint
 from fzero.flags import compiler_options
-from fzero.grads import float_mean, float_means, loss_seed, unscaled
+from fzero.grads import float_mean, float_means, loss_seed, require_rows, unscaled
 from fzero.keys import block_key
 from fzero.model import Mean, split_loss
 from fzero.pipeline.homes import stage_tree
@@ -210,10 +210,11 @@ class StagePrograms:
             donate=(6,) if with_sums else (),
         )
 
-    def evaluate(self, count: int) -> Any:
+    def evaluate(self, count: int, outputs: bool = False) -> Any:
         """`E(kept, buffers, batch, key, number, x) -> out` for `count` microbatches.
 
-        `out` is what the next stage gets, or `(mean, metrics)` at the end.
+        `out` is what the next stage gets, or `(mean, metrics)` at the end; where `outputs` are
+        wanted, what the last stage gives for each row.
         """
 
         def run(kept: PyTree, buffers: PyTree, batch: Inputs, key: Any, number: Any, x: Any) -> Any:
@@ -222,13 +223,24 @@ class StagePrograms:
                 self.pieces, self.rules, kept, rows if self.first else unpack(x), buffers, rows,
                 rng,
             )  # fmt: skip
+            if self.last and outputs:
+                return pack(require_rows(out, rows))
             if self.last:
                 mean, metrics = split_loss(out)
                 return pack((float_mean(mean), float_means(metrics)))
             return pack(out)
 
         specs = (self.kept_specs, WHOLE, INPUTS, WHOLE, WHOLE, LOCAL)
-        return self._cached(f"E{count}", run, specs, LOCAL)
+        return self._cached(f"E{count}{outputs}", run, specs, LOCAL)
+
+    @cached_property
+    def rows(self) -> Any:
+        """`R([outputs, ...]) -> outputs` of all microbatches, rows in the batch's order."""
+
+        def run(parts: list[PyTree]) -> PyTree:
+            return jax.tree.map(lambda *x: jnp.concatenate(x), *unpack(parts))
+
+        return self._jit(run, (LOCAL,), LOCAL)
 
     @cached_property
     def add(self) -> Any:

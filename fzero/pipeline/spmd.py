@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from fzero.batch import Inputs
 from fzero.buffers import agreed_buffers
 from fzero.errors import PlanError
-from fzero.grads import float_mean, float_means, loss_seed, unscaled
+from fzero.grads import float_mean, float_means, loss_seed, require_rows, unscaled
 from fzero.keys import block_key
 from fzero.model import Mean, split_loss
 from fzero.pipeline.homes import Stages, stage_tree
@@ -66,6 +66,19 @@ def spmd_evaluation(
     """`fzero.grads.local_evaluation` for a pipeline, over `count` microbatches."""
     loop = _Loop(stages, rules, kept, _rows(batch, count), rng, count, None)
     return loop.everywhere(loop.evaluate(buffers))
+
+
+def spmd_outputs(
+    stages: Stages,
+    rules: Rules,
+    kept: PyTree,
+    buffers: PyTree,
+    batch: Inputs,
+    rng: jax.Array,
+    count: int,
+) -> PyTree:
+    """`fzero.grads.local_outputs` for a pipeline, over `count` microbatches."""
+    return _Loop(stages, rules, kept, _rows(batch, count), rng, count, None).outputs(buffers)
 
 
 def _rows(batch: Inputs, count: int) -> Inputs:
@@ -231,14 +244,37 @@ class _Loop:
         return sums
 
     def evaluate(self, buffers: PyTree) -> Ends:
-        """All forwards in evaluation mode."""
+        """All forwards in evaluation mode, and the loss sums."""
+
+        def sums(out: Any) -> Ends:
+            mean, metrics = split_loss(out)
+            return float_mean(mean), float_means(metrics)
+
+        def add(total: Ends, end: Ends) -> tuple[Ends, None]:
+            return jax.tree.map(jnp.add, total, end), None
+
+        ends = self._all_forwards(buffers, sums)
+        total, _ = jax.lax.scan(add, jax.tree.map(lambda x: jnp.zeros_like(x[0]), ends), ends)
+        return total
+
+    def outputs(self, buffers: PyTree) -> PyTree:
+        """All forwards in evaluation mode: what the last stage gives, on every rank."""
+        one, _ = self.microbatch(0)
+        ends = self._all_forwards(buffers, lambda out: require_rows(out, one))
+        last = self.rank == self.size - 1
+
+        def rows(leaf: jax.Array) -> jax.Array:
+            found = leaf[self.size - 1 :]  # the turns in which the last stage ran
+            return _of_one(found.reshape(-1, *found.shape[2:]), last)
+
+        return jax.tree.map(rows, ends)
+
+    def _all_forwards(self, buffers: PyTree, end_of: Callable[[Any], Any]) -> PyTree:
+        """What the last stage ends with in each turn, zero where it is idle and on other ranks."""
 
         def probe(stage: int, number: Any, x: Any, buffers: PyTree) -> Any:
             out = self.run_eval(stage, number, x, buffers)
-            if stage < self.size - 1:
-                return out
-            mean, metrics = split_loss(out)
-            return float_mean(mean), float_means(metrics)
+            return end_of(out) if stage == self.size - 1 else out
 
         wire, ends = self.shapes(probe, buffers)
 
@@ -252,14 +288,13 @@ class _Loop:
         branches = [*(stage_branch(stage) for stage in range(self.size)),
                     lambda number, x: (_zeros(wire), _zeros(ends))]  # fmt: skip
 
-        def turn(carry: Any, t: jax.Array) -> tuple[Any, None]:
-            x, total = carry
+        def turn(x: Any, t: jax.Array) -> tuple[Any, Any]:
             out, end = self._switch(branches, t - self.rank, x)
-            return (self._pass_on(out, 1), jax.tree.map(jnp.add, total, end)), None
+            return self._pass_on(out, 1), end
 
         turns = jnp.arange(self.count + self.size - 1)
-        (_, total), _ = jax.lax.scan(turn, (_zeros(wire), _zeros(ends)), turns)
-        return total
+        _, found = jax.lax.scan(turn, _zeros(wire), turns)
+        return found
 
     @property
     def scaled(self) -> bool:
@@ -347,14 +382,19 @@ class _Loop:
         def owned(name: str, leaf: jax.Array) -> jax.Array:
             if self.stages.homes[name].rows:
                 return leaf
-            mine = jnp.where(self.rank == stages_of[name], leaf, jnp.zeros_like(leaf))
-            flag = leaf.dtype == jnp.bool_
-            return jax.lax.psum(mine.astype(jnp.int32) if flag else mine, PIPE).astype(leaf.dtype)
+            return _of_one(leaf, self.rank == stages_of[name])
 
         return {
             name: jax.tree.map(lambda leaf, name=name: owned(name, leaf), tree)
             for name, tree in agreed.items()
         }
+
+
+def _of_one(leaf: jax.Array, there: Any) -> jax.Array:
+    """The value of the rank where it is, on all of them."""
+    mine = jnp.where(there, leaf, jnp.zeros_like(leaf))
+    flag = leaf.dtype == jnp.bool_
+    return jax.lax.psum(mine.astype(jnp.int32) if flag else mine, PIPE).astype(leaf.dtype)
 
 
 def _zeros(shapes: PyTree) -> PyTree:

@@ -105,7 +105,7 @@ def predict_step(model: Model, plan: Plan, *, devices: Sequence[Any] | None = No
 
     Args:
         model: the model.
-        plan: the plan of the states; no pipeline.
+        plan: the plan of the states.
         devices: devices to use; all by default.
 
     Returns:
@@ -114,8 +114,8 @@ def predict_step(model: Model, plan: Plan, *, devices: Sequence[Any] | None = No
         is filled up on the way, and its outputs lie whole on every device.
 
     Raises:
-        PlanError: the plan does not fit the devices or is a pipeline, or nothing says what the
-            model's outputs are.
+        PlanError: the plan does not fit the devices, nothing says what the model's outputs are, or
+            only one function does and the plan is a pipeline.
         StateError: (when called) the state is not one of this model and plan, or an output has
             another number of rows.
         BatchError: (when called) leaves have different numbers of rows.

@@ -21,8 +21,9 @@ from fzero.grads import local_evaluation, local_gradients, local_outputs
 from fzero.keys import eval_key
 from fzero.model import Mean
 from fzero.pipeline.execute import Executor
-from fzero.pipeline.spmd import spmd_evaluation, spmd_gradients
+from fzero.pipeline.spmd import spmd_evaluation, spmd_gradients, spmd_outputs
 from fzero.plan import AXES
+from fzero.processes import repeated
 from fzero.tree import PyTree
 from fzero.zero.partition import Split, map_splits, trained, with_frozen
 from fzero.zero.rules import Rules
@@ -132,10 +133,14 @@ class OneProgram:
 
     def outputs(self, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array) -> PyTree:
         """What the model gives for each row of a batch, rows spread as the batch's are."""
-        rules, model = self.rules(), self.blueprint.model
+        rules, model, stages = self.rules(), self.blueprint.model, self.blueprint.stages
 
         def local(kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array) -> Any:
-            return local_outputs(model, rules, kept, buffers, batch, rng)
+            args = (rules, kept, buffers, batch, rng)
+            if stages is None:
+                return local_outputs(model, *args)
+            rows = jax.tree.leaves(batch.rows)[0].shape[0]
+            return spmd_outputs(stages, *args, math.gcd(rows, self.plan.microbatches))
 
         whole, rows = PartitionSpec(), PartitionSpec(AXES)
         run = self._shard_map(
@@ -208,12 +213,22 @@ class Pipeline:
         self, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array
     ) -> tuple[Mean, dict[str, Mean]]:
         """As `OneProgram.evaluation`."""
-        rows = jax.tree.leaves(batch.rows)[0].shape[0]
-        group = self.blueprint.group
-        count = math.gcd(rows // (group.data * group.replica), self.plan.microbatches)
-        mean, own = self.executor.evaluate(kept, buffers, batch, _eval_key(rng), count)
+        args = (kept, buffers, batch, _eval_key(rng), self._count(batch))
+        mean, own = self.executor.evaluate(*args)
         refuse_reserved(own)
         return mean, own
+
+    def outputs(self, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array) -> PyTree:
+        """As `OneProgram.outputs`; every rank gets a copy."""
+        args = (kept, buffers, batch, _eval_key(rng), self._count(batch))
+        mesh = self.blueprint.mesh
+        return jax.tree.map(lambda x: repeated(x, mesh), self.executor.outputs(*args))
+
+    def _count(self, batch: Inputs) -> int:
+        """The largest part of the plan's microbatches that the batch divides into."""
+        rows = jax.tree.leaves(batch.rows)[0].shape[0]
+        group = self.blueprint.group
+        return math.gcd(rows // (group.data * group.replica), self.plan.microbatches)
 
 
 _eval_key = jax.jit(eval_key)

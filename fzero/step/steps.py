@@ -15,6 +15,7 @@ from fzero.flags import CompilerOptions
 from fzero.model import Mean
 from fzero.offload.stream import StreamedFunction
 from fzero.pipeline.execute import Executor
+from fzero.pipeline.homes import stages_of_outputs
 from fzero.processes import spread
 from fzero.state import TrainState
 from fzero.step.checks import Checks, is_traced, program_runs, require_finite
@@ -279,20 +280,20 @@ class PredictStep:
         num_traces: how often its program was traced.
 
     Raises:
-        PlanError: the plan is a pipeline, or the model does not say what its outputs are.
+        PlanError: the model does not say what its outputs are, or not for a pipeline.
     """
 
     def __init__(self, blue: Blueprint) -> None:
-        if blue.stages is not None:
-            raise PlanError(
-                "predict_step: outputs of a pipeline stay with its last stage; bring the state to"
-                " one with fz.replan(state, model, tx, plan, plan.replace(pipe=1))"
-            )
         _ = blue.model.predictor  # says so now if there is none
+        if blue.stages is not None:
+            stages = stages_of_outputs(blue.stages, blue.model)
+            blue = dataclasses.replace(blue, stages=stages)
         self.blueprint, self.plan, self.name = blue, blue.plan, "predict_step"
         self.num_traces = 0
-        self.passes = OneProgram(blue)
-        self._program = jax.jit(self._outputs, compiler_options=options_of(blue) or None)
+        self.passes = passes_of(blue, self._traced)
+        self._program: Any = self._outputs
+        if isinstance(self.passes, OneProgram):
+            self._program = jax.jit(self._traced_outputs, compiler_options=options_of(blue) or None)
         reads = "compute" if blue.plan.keeps_compute_copy else "params", "params", "buffers"
         self._checks = Checks(blue, self.name, reads, donate=False, bare=True)
 
@@ -304,26 +305,35 @@ class PredictStep:
         self._checks.rows(batch)
         group = self.blueprint.group
         full, mask = pad_batch(batch, group.data * group.replica)
-        found = self._program(*self._parts(state), self.passes.place(full))
+        with program_runs(self.name):
+            found = self._program(*self._parts(state), self.passes.place(full))
         real = int(mask.sum())
         return found if real == len(mask) else jax.tree.map(lambda x: x[:real], found)
 
     def pure(self, state: TrainState, batch: PyTree) -> PyTree:
         """The step as a pure function; see `TrainStep.pure`. Rows must divide over the devices."""
-        if self.blueprint.parks("params"):
+        if not isinstance(self.passes, OneProgram) or self.blueprint.parks("params"):
             raise PlanError(f"predict_step.pure: {_MANY}")
         self._checks.traced(state)
         self._checks.batch(batch, 1)
         parts = self._parts(_recast(state, self.blueprint))
-        return self._outputs(*parts, constrain_batch(batch, self.blueprint.mesh))
+        return self._traced_outputs(*parts, constrain_batch(batch, self.blueprint.mesh))
 
     def _parts(self, state: TrainState) -> tuple[PyTree, PyTree, Moment]:
         return kept_by(self.blueprint, vars(state)), state.buffers, (state.step, state.rng)
 
     def _outputs(self, kept: PyTree, buffers: PyTree, moment: Moment, batch: Inputs) -> PyTree:
-        self.num_traces += 1
         step, rng = moment
         return self.passes.outputs(kept, buffers, batch.at(step), rng)
+
+    def _traced_outputs(
+        self, kept: PyTree, buffers: PyTree, moment: Moment, batch: Inputs
+    ) -> PyTree:
+        self._traced()
+        return self._outputs(kept, buffers, moment, batch)
+
+    def _traced(self) -> None:
+        self.num_traces += 1
 
 
 def _recast(state: TrainState, blue: Blueprint) -> TrainState:

@@ -73,6 +73,17 @@ def test_losses_are_those_without_a_pipeline(plan, steps, rows):
         assert found[name].sharding.num_devices == 2 * plan.pipe
 
 
+@pytest.mark.parametrize("rows", [16, 5])
+def test_outputs_are_those_without_a_pipeline(plan, steps, rows):
+    whole = plan.replace(pipe=1, schedule=None)
+    batch = counting(rows, 3)
+    found, expected = (
+        fz.predict_step(steps[0], one)(fz.init(steps[0], None, one), batch) for one in (plan, whole)
+    )
+    tiny.same_bits(tiny.host(found), tiny.host(expected))
+    assert len(jax.tree.leaves(found)[0].sharding.device_set) == 2 * plan.pipe
+
+
 def test_as_many_microbatches_as_divide(plan, steps):
     """The largest divisor of training's number that fills every device."""
     evaluate = fz.eval_step(steps[0], plan)
