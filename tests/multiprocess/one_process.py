@@ -83,6 +83,10 @@ def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
     if case == "zero3" or case in (*BY_TWO, *BY_FOUR):
         evaluate = fz.eval_step(model, plan, devices=devices)
         out["eval"] = np.asarray(evaluate(state, tiny.tokens(16))["loss"])
+    found: Any = {}
+    if case in BY_TWO:  # rows go from the last rank to all; a short batch is filled up
+        predict = fz.predict_step(model, plan, devices=devices)
+        found = {rows: predict(state, tiny.tokens(rows)) for rows in (16, 15)}
     if case == "zb_v" and jax.process_count() > 1:
         refused(model, tx, plan)
         with pytest.raises(fz.CheckpointError, match="lives on devices of process 0 alone"):
@@ -94,8 +98,10 @@ def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
         tiny.same_shards(restored, state)
         leaves_of_one_device(state, checkpoints.with_name("disk"))
     order = {device: number for number, device in enumerate(devices)}
-    for name in ("params", "opt_state"):
-        for path, leaf in named_leaves(getattr(state, name)):
+    for name, tree in (
+        ("params", state.params), ("opt_state", state.opt_state), ("outputs", found)
+    ):  # fmt: skip
+        for path, leaf in named_leaves(tree):
             for shard in leaf.addressable_shards:
                 out[f"{name}/{path}@{order[shard.device]}"] = np.asarray(shard.data)
     return out
