@@ -111,7 +111,9 @@ def takes_value(
     problem: Exception | None = None
     for value in order:
         try:
-            jax.eval_shape(call, grads, state, params, value)
+            # Which arguments it takes is asked, not how strict its arithmetic is.
+            with jax.numpy_dtype_promotion("standard"):
+                jax.eval_shape(call, grads, state, params, value)
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             problem = problem or error
         else:

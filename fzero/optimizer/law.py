@@ -283,7 +283,11 @@ class _Traced:
         def update(grads: PyTree, state: PyTree, params: PyTree, *loss: jax.Array) -> Any:
             return tx.update(grads, state, params, **({"value": loss[0]} if loss else {}))
 
-        traced, (_, after) = jax.make_jaxpr(update, return_shape=True)(params, state, params, *loss)
+        # What it does to layers is asked, not how strict its arithmetic is.
+        with jax.numpy_dtype_promotion("standard"):
+            traced, (_, after) = jax.make_jaxpr(update, return_shape=True)(
+                params, state, params, *loss
+            )
         trees: list[Any] = [jax.tree.structure(tree) for tree in (after, state)]
         if trees[0] != trees[1]:
             raise PlanError(
