@@ -52,18 +52,18 @@ demo: install
 	  --eval-sequences 128 --overwrite --verify
 
 test: lint types
-	$(PYTEST) -m "not extended" $(PYTEST_ARGS)
+	$(PYTEST) -m "not extended and not nightly" $(PYTEST_ARGS)
 
 # What takes long and is as good as the others.
 test-extended: install
-	$(PYTEST) -m extended $(PYTEST_ARGS)
+	$(PYTEST) -m "extended and not nightly" $(PYTEST_ARGS)
 
 # Bits of different programs, on the instruction sets of older CPUs and of this one.
 ISAS := SSE4_2 $(if $(shell grep -m1 -o avx2 /proc/cpuinfo 2>/dev/null),AVX2) \
   $(if $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null),AVX512)
 test-bits: install
 	@set -e; for isa in $(ISAS); do echo "--xla_cpu_max_isa=$$isa"; \
-	  XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=$$isa" $(PYTEST) -m "bits and not extended" $(PYTEST_ARGS); done
+	  XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=$$isa" $(PYTEST) -m "bits and not extended and not nightly" $(PYTEST_ARGS); done
 
 # Programs for GPUs, compiled on any Linux machine and read; `make test` leaves them out. In an
 # environment of its own, on top of the other: with jax's CUDA plugin but without a GPU's libraries,
@@ -82,6 +82,7 @@ test-gpu-programs: install
 # Ten times as many random sequences of what can happen to a state, and kills of a process that saves.
 nightly: install mutants
 	FZERO_NIGHTLY=1 $(BIN)/python -m pytest tests/offload/test_state_machine.py tests/test_checkpoint.py
+	$(PYTEST) -m nightly $(PYTEST_ARGS)
 
 # PyTorch's own databases of operators and modules, each entry beside its conversion (half an hour).
 operators: install

@@ -12,6 +12,7 @@ from support import tiny
 from support.sample import some
 
 import fzero as fz
+from fzero.batch import Inputs
 from fzero.offload.piecewise import is_rowwise
 from fzero.offload.tiers import Pieces, pieces_of
 from fzero.tree import named_leaves
@@ -372,7 +373,8 @@ def test_layers_come_from_the_host_inside_the_loops():
     tx = optax.sgd(0.1)
     state, step = fz.init(MODEL, tx, plan, rng=0), fz.train_step(MODEL, tx, plan)
     fields = {"params": state.params, "buffers": state.buffers, "loss_scale": None}
-    gradients = jax.make_jaxpr(step.passes.gradients)(fields, BATCH, jax.random.key(0))
+    inputs = Inputs.of(BATCH).at(jnp.int32(0))
+    gradients = jax.make_jaxpr(step.passes.gradients)(fields, inputs, jax.random.key(0))
     inside, _ = moves_in_loops(gradients.jaxpr)
     assert inside == 2 * len(jax.tree.leaves(state.params["blocks"]))
 
@@ -389,7 +391,8 @@ def test_saved_activations_on_the_host(zero, prefetch):
     tiny.same_bits(state, expected)
     names = ("params", "buffers", "loss_scale", "grads", "opt_state", "compute")
     fields = {name: getattr(state, name) for name in names}
-    traced = jax.make_jaxpr(step.runner.step)(fields, (state.step, state.rng), BATCH)
+    inputs = Inputs.of(BATCH)
+    traced = jax.make_jaxpr(step.runner.step)(fields, (state.step, state.rng), inputs)
     inside, outside = moves_in_loops(traced.jaxpr)
     # Each layer's input away, and back; looking ahead, the first one after the loop.
     assert (inside, outside) == (2, int(prefetch))

@@ -25,7 +25,7 @@ LOOSE = {
     "adan": 1e-5, "yogi": 1e-5, "acprop": 1e-4, "prodigy": 2e-5, "dadapt": 2e-5, "cocob": 1e-5,
 }  # fmt: skip
 TIGHT = 5e-6
-# Those of each kind that `make test` runs; the others are in the extended suite.
+# Those of each kind that `make test` runs; the others run nightly.
 USUAL = ("clip-adamw", "skipping", "muon", "lamb", "noisy-sgd", "masked-by-shape",
          "by-the-others")  # fmt: skip
 CASES = [(name, 3) for name in ALL] + [(name, zero) for name in ALL for zero in (0, 1)]
@@ -37,7 +37,7 @@ def usable(name):
     return fz.per_layer(tx) if name in BY_LEAF else tx
 
 
-@pytest.mark.parametrize(("name", "zero"), some(CASES, *(set(CASES) - set(KEPT))))
+@pytest.mark.parametrize(("name", "zero"), some(CASES, *(set(CASES) - set(KEPT)), mark="nightly"))
 def test_trains_as_the_layers_written_out(name, zero):
     ours, _ = trained(usable(name), plan(zero=zero))
     tiny.close(ours, by_hand(name), rtol=0, atol=LOOSE.get(name, TIGHT))

@@ -126,7 +126,7 @@ def test_batches_that_devices_cannot_share(plan, steps):
     state = fz.init(steps[0], None, plan)
     with pytest.raises(fz.BatchError, match=r"5.*2"):
         evaluate(state, counting(5))
-    with pytest.raises(fz.PlanError, match=r"lower.*one program per stage"):
+    with pytest.raises(fz.PlanError, match=r"lower.*a step is many programs"):
         evaluate.lower(state, counting(16))
 
 
