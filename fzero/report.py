@@ -25,7 +25,7 @@ from fzero.plan import DATA, REPLICA, Plan
 from fzero.precision import compute_dtype
 from fzero.relayout import Kept
 from fzero.tree import PyTree, leaf_bytes, named_leaves
-from fzero.zero.partition import Home, Split, layout_leaves
+from fzero.zero.partition import Home, Split, layout_leaves, trained
 from fzero.zero.quantize import BLOCK, encoded_bytes
 
 
@@ -264,14 +264,13 @@ def _planned(blue: Blueprint) -> Iterator[LeafPlan]:
         )  # fmt: skip
 
     for name, layout in (
-        ("params", blue.params), ("compute", blue.params), ("opt_state", blue.opt_state)
+        ("params", blue.params), ("compute", trained(blue.params)), ("opt_state", blue.opt_state)
     ):  # fmt: skip
         if shapes[name] is None:
             continue
-        leaves = jax.tree.leaves(shapes[name], is_leaf=lambda x: x is None)
+        leaves = jax.tree.leaves(shapes[name])
         for split, to in zip(layout_leaves(layout), leaves, strict=True):
-            if to is not None:  # a frozen leaf has no compute copy
-                yield row(name, split.path, to, split, split.home)
+            yield row(name, split.path, to, split, split.home)
     for path, to in named_leaves(shapes["buffers"]):
         yield row("buffers", path, to, None, blue.home_of(path.split("/")[0]))
 

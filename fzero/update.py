@@ -107,7 +107,7 @@ class Update:
     def norm(self, sums: PyTree, mean: Mean) -> jax.Array:
         """Global norm of the mean gradient."""
         # It gets a copy of the sums, or it would be fused with what a stage does next.
-        return self.fence(self._norm(self.fence(sums), mean.divisor))
+        return self.fence(self._norm(self.fence(sums), mean.count))
 
     def applied(
         self,
@@ -121,14 +121,18 @@ class Update:
     ) -> tuple[dict[str, Any], Metrics]:
         """An optimizer step: new fields of the state, and the step's metrics."""
         plan, blue = self.plan, self.blueprint
-        grads = self._mean_gradients(sums, mean.divisor, norm)
+        # Where nothing counts these are NaN, and dropped below: a guard here would round every
+        # step's division otherwise in one program than in those of a pipeline.
+        grads = self._mean_gradients(sums, mean.count, norm)
         new = {**changed, "step": step + 1, "grads": None}
         new |= self._updated(fields, grads, metrics["loss"])
+        counts = mean.count != 0
+        norm = jnp.where(counts, norm, 0)
         finite = jnp.isfinite(norm)
         metrics = {**metrics, "grad_norm": norm, "nonfinite": 1.0 - finite.astype(jnp.float32)}
         new["loss_scale"] = None
         # A batch in which nothing counts, all padding, takes no step.
-        taken = (mean.count != 0) & (finite if plan.skips else True)
+        taken = counts & finite if plan.skips else counts
         kept = ("params", "compute", "opt_state", "buffers")
         old = {**{name: fields[name] for name in kept}, "step": step}
         for name, value in old.items():

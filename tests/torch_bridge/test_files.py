@@ -123,7 +123,7 @@ def test_damaged_files_are_refused(tmp_path: Path, name: str, content: bytes, ma
 
 def test_nested_and_foreign_contents_are_refused(tmp_path: Path) -> None:
     torch.save({"state_dict": {"w": torch.ones(1)}, "epoch": 3}, tmp_path / "m.pt")
-    with pytest.raises(CheckpointError, match=r"\['state_dict', 'epoch'\] are not"):
+    with pytest.raises(CheckpointError, match=r"say which with key='state_dict'"):
         tb.load(tmp_path / "m.pt")
     torch.save([1, 2], tmp_path / "m.pt")
     with pytest.raises(CheckpointError, match="expected a state_dict, got list"):
