@@ -264,7 +264,8 @@ def trained(tx: Any, plan: fz.Plan, steps: int = 3) -> tuple[Any, fz.TrainState]
     state, step = fz.init(model, tx, plan), fz.train_step(model, tx, plan)
     for seed in range(steps):
         state, _ = step(state, batch(seed))
-    return written_out(jax.device_get(fz.logical(model, state, plan))), state
+    whole = fz.reload(state, donate=False)  # a plan may park parameters
+    return written_out(jax.device_get(fz.logical(model, whole, plan))), state
 
 
 def plan(**options: Any) -> fz.Plan:
