@@ -35,15 +35,15 @@ for _name, _fn in {
 }.items():
     register_operator(f"aten.{_name}.default")(lambda x, fn=_fn: fn(*promote_float(x)))
 
-
-@register_operator("aten.special_xlog1py.default")
-def xlog1py(x: jax.Array, y: Any) -> jax.Array:
-    return jsp.xlog1py(*promote_float(x, y))
-
-
-@register_operator("aten.special_zeta.default")
-def zeta(x: jax.Array, y: Any) -> jax.Array:
-    return jsp.zeta(*promote_float(x, y))
+for _name, _fn in {
+    "special_xlog1py": jsp.xlog1py,
+    "special_zeta": jsp.zeta,
+    "igamma": jsp.gammainc,
+    "igammac": jsp.gammaincc,
+    "logaddexp": jnp.logaddexp,
+    "logaddexp2": jnp.logaddexp2,
+}.items():
+    register_operator(f"aten.{_name}.default")(lambda x, y, fn=_fn: fn(*promote_float(x, y)))
 
 
 @register_operator("aten.polygamma.default")
@@ -57,26 +57,6 @@ def mvlgamma(x: jax.Array, p: int) -> jax.Array:
     (wide,) = promote_float(x)
     terms = sum((jax.lax.lgamma(wide - 0.5 * k) for k in range(p)), jnp.zeros_like(wide))
     return terms + float(p * (p - 1) / 4 * np.log(np.pi))
-
-
-@register_operator("aten.igamma.default")
-def igamma(a: jax.Array, x: Any) -> jax.Array:
-    return jsp.gammainc(*promote_float(a, x))
-
-
-@register_operator("aten.igammac.default")
-def igammac(a: jax.Array, x: Any) -> jax.Array:
-    return jsp.gammaincc(*promote_float(a, x))
-
-
-@register_operator("aten.logaddexp.default")
-def logaddexp(x: jax.Array, y: Any) -> jax.Array:
-    return jnp.logaddexp(*promote_float(x, y))
-
-
-@register_operator("aten.logaddexp2.default")
-def logaddexp2(x: jax.Array, y: Any) -> jax.Array:
-    return jnp.logaddexp2(*promote_float(x, y))
 
 
 @register_operator("aten.copysign.Tensor", "aten.copysign.Scalar")
