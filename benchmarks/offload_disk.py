@@ -6,7 +6,7 @@
 
 Arrays of one size in device memory are written and read by all contestants in turns:
 
-- `fzero`: `fzero.offload.disk.write` and `read`, with names and checksums;
+- `fzero`: `fzero.storage.disk.write` and `read`, with names and checksums;
 - `tensorstore`: its file driver, one key an array, direct and without `fsync`, as fzero;
 - `raw`: threads that write preallocated, aligned memory to one new file with O_DIRECT, and read it
   back; no arrays, no checksums, no names: what `fio` would measure.
@@ -36,7 +36,7 @@ import numpy as np
 import xxhash
 from rich.console import Console
 
-from fzero.offload import disk, requests, scratch
+from fzero.storage import disk, requests, scratch
 
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

@@ -1,7 +1,7 @@
 """A pipeline's measured step against its simulation, and against PyTorch's and DeepSpeed's.
 
 Each stage runs on one device. The costs of all actions are measured first, one action at a time,
-and given to `fzero.pipeline.simulate`; then whole steps are timed, the schedules taking turns.
+and given to `fzero.schedule.simulate`; then whole steps are timed, the schedules taking turns.
 
     python benchmarks/pipeline.py                        # 2, 4 and 8 stages, all schedules
     python benchmarks/pipeline.py --ranks 2 --schedules 1f1b zb_h1 --json pipeline.json
@@ -34,7 +34,8 @@ from rich.console import Console
 from step import start_devices
 
 import fzero as fz
-from fzero.pipeline import BUILDERS, Action, Cost, Schedule, schedule, simulate, slots
+from fzero.pipeline import BUILDERS, Action, Cost, Schedule, schedule, slots
+from fzero.schedule import simulate
 
 
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "interleaved", "zb_v")

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fzero.axes import AXES
 from fzero.errors import BatchError
-from fzero.plan import AXES
 from fzero.tree import PyTree, named_leaves, shape_of
 
 

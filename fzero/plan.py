@@ -17,17 +17,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fzero import compat
+from fzero.axes import DATA, PIPE, REPLICA
 from fzero.errors import PlanError, ScheduleError, UnusedDevicesWarning
 from fzero.loss_scaling import LossScaling
-from fzero.pipeline.actions import Schedule
-from fzero.pipeline.check import check
-from fzero.pipeline.names import BUILDERS, schedule, stages_per_rank
+from fzero.schedule.actions import Schedule
+from fzero.schedule.check import check
+from fzero.schedule.names import BUILDERS, schedule, stages_per_rank
 
-
-# Mesh axes, outermost first: stages of a pipeline and replicas of a sharding group may sit on
-# different hosts, the devices of one group (`data`) are neighbours.
-PIPE, REPLICA, DATA = "pipe", "replica", "data"
-AXES = (REPLICA, DATA)
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 REMATS = ("layer", "dots", "none", "offload")

@@ -16,9 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fzero.axes import AXES
 from fzero.compat import auto_mesh
 from fzero.errors import PlanError
-from fzero.plan import AXES
 from fzero.tree import PyTree
 
 

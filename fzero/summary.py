@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from fzero.offload.tiers import on_device, tier_of
+from fzero.storage.tiers import on_device, tier_of
 from fzero.tree import PyTree, leaf_bytes, named_leaves
 
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import fzero as fz
-from fzero.flags import compiler_options
+from fzero.zero.options import compiler_options
 from tests.support import tiny
 
 

@@ -1,35 +1,35 @@
 """PyTorch modules and checkpoints into JAX and back."""
 
-from .calls import wrap as wrap
-from .convert import Applied as Applied
-from .convert import Converted as Converted
-from .convert import convert as convert
-from .files import load as load
-from .files import save as save
-from .formats.content import Checkpoint as Checkpoint
-from .formats.read import checkpoint as checkpoint
-from .formats.write import write as write
-from .functions import register_function as register_function
-from .lightning import Lightning as Lightning
-from .lightning import from_lightning as from_lightning
-from .losses import causal_lm_loss as causal_lm_loss
-from .lower import register_operator as register_operator
-from .lower import registered_operators as registered_operators
-from .moments import Moments as Moments
-from .moments import moments_of as moments_of
-from .moments import with_moments as with_moments
-from .optim import optimizer as optimizer
-from .parity import Parity as Parity
-from .parity import parity as parity
-from .restore import restore as restore
-from .sequential import ConvertedSequential as ConvertedSequential
-from .sequential import sequential as sequential
-from .statedict import load_state_dict as load_state_dict
-from .statedict import state_dict as state_dict
-from .structure import Output as Output
-from .training import batch as batch
-from .training import fit as fit
-from .training import load_into as load_into
+from torch_bridge.calls import wrap as wrap
+from torch_bridge.convert import Applied as Applied
+from torch_bridge.convert import Converted as Converted
+from torch_bridge.convert import convert as convert
+from torch_bridge.export.functions import register_function as register_function
+from torch_bridge.formats.content import Checkpoint as Checkpoint
+from torch_bridge.formats.files import load as load
+from torch_bridge.formats.files import save as save
+from torch_bridge.formats.read import checkpoint as checkpoint
+from torch_bridge.formats.restore import restore as restore
+from torch_bridge.formats.write import write as write
+from torch_bridge.lightning import Lightning as Lightning
+from torch_bridge.lightning import from_lightning as from_lightning
+from torch_bridge.losses import causal_lm_loss as causal_lm_loss
+from torch_bridge.lower import register_operator as register_operator
+from torch_bridge.lower import registered_operators as registered_operators
+from torch_bridge.module.signature import Output as Output
+from torch_bridge.moments import Moments as Moments
+from torch_bridge.moments import moments_of as moments_of
+from torch_bridge.moments import with_moments as with_moments
+from torch_bridge.optim import optimizer as optimizer
+from torch_bridge.parity import Parity as Parity
+from torch_bridge.parity import parity as parity
+from torch_bridge.sequential import ConvertedSequential as ConvertedSequential
+from torch_bridge.sequential import sequential as sequential
+from torch_bridge.statedict import load_state_dict as load_state_dict
+from torch_bridge.statedict import state_dict as state_dict
+from torch_bridge.training import batch as batch
+from torch_bridge.training import fit as fit
+from torch_bridge.training import load_into as load_into
 
 
 __all__ = [

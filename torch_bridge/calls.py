@@ -12,8 +12,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as torch_pytree
 
-from .dtypes import canonical, jax_dtype, numpy_dtype
-from .weights import to_host, to_torch
+from torch_bridge.dtypes import canonical, jax_dtype, numpy_dtype
+from torch_bridge.module.weights import to_host, to_torch
 
 
 def wrap(jax_fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,25 +16,24 @@ from fzero.errors import ConversionError
 from fzero.model import Model
 from fzero.summary import Printed, summary
 from fzero.tree import shapes_of
-
-from .again import Again, Call, Graphs
-from .blocks import Blocks
-from .chain import Source, chain_values, links_merged, make_chain
-from .dtypes import is_float
-from .export import export_program
-from .halves import Halving, predicted
-from .hooks import refuse_hooks
-from .initial import COPIED_BYTES, num_bytes, on_host, read_initial, with_masters
-from .interpret import missing_operators, refuse_data_dependent, refuse_missing
-from .layout import Layout, read_layout
-from .losses import all_but_the_loss, called_with_batch, module_loss
-from .mode import Mode, as_kept, bind_state, build_mode
-from .rolled import Rolled
-from .rolling import fewest_layers, roll_blocks
-from .stacked import Names
-from .structure import CallForm, build_output
-from .weights import to_torch
-from .wrappers import refuse_wrapped, unwrapped
+from torch_bridge.dtypes import is_float
+from torch_bridge.export.export import export_program
+from torch_bridge.export.hooks import refuse_hooks
+from torch_bridge.export.interpret import missing_operators, refuse_data_dependent, refuse_missing
+from torch_bridge.export.mode import Mode, as_kept, bind_state, build_mode
+from torch_bridge.losses import all_but_the_loss, called_with_batch, module_loss
+from torch_bridge.module.initial import COPIED_BYTES, num_bytes, on_host, read_initial, with_masters
+from torch_bridge.module.names import Layout, read_layout
+from torch_bridge.module.signature import CallForm, build_output
+from torch_bridge.module.weights import to_torch
+from torch_bridge.module.wrappers import refuse_wrapped, unwrapped
+from torch_bridge.structure.again import Again, Call, Graphs
+from torch_bridge.structure.blocks import Blocks
+from torch_bridge.structure.chain import Source, chain_values, links_merged, make_chain
+from torch_bridge.structure.halves import Halving, predicted
+from torch_bridge.structure.rolled import Rolled
+from torch_bridge.structure.rolling import fewest_layers, roll_blocks
+from torch_bridge.structure.stacked import Names
 
 
 Arrays = Mapping[str, Any]

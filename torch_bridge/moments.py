@@ -15,19 +15,18 @@ import jax
 import numpy as np
 import optax
 
-from fzero.consumed import given_to
-from fzero.copies import Index, LazyArray, Stacked
+from fzero.axes import PIPE
 from fzero.errors import CheckpointError, StateConsumedError
-from fzero.offload.tiers import require_on_device
-from fzero.plan import PIPE
-from fzero.relayout import copy_leaf
+from fzero.sharding.lazy import Index, LazyArray, Stacked
+from fzero.sharding.relayout import copy_leaf
+from fzero.state.consumed import given_to
+from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves, path_name
-
-from .chain import chain_values
-from .convert import Converted
-from .layout import Leaf
-from .sequential import ConvertedSequential
-from .statedict import nested
+from torch_bridge.convert import Converted
+from torch_bridge.module.names import Leaf
+from torch_bridge.sequential import ConvertedSequential
+from torch_bridge.statedict import nested
+from torch_bridge.structure.chain import chain_values
 
 
 Array = np.ndarray[Any, Any] | LazyArray

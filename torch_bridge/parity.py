@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_map
 
 from fzero.errors import ConversionError
 from torch_bridge.convert import Converted
-from torch_bridge.initial import read_values
-from torch_bridge.layout import read_layout
+from torch_bridge.module.initial import read_values
+from torch_bridge.module.names import read_layout
+from torch_bridge.module.weights import to_torch
+from torch_bridge.module.wrappers import unwrapped
 from torch_bridge.reference import NodeValue, Reference, run_torch, without_dropout
-from torch_bridge.weights import to_torch
-from torch_bridge.wrappers import unwrapped
 
 
 # fp32: values differ in the order of sums only; gradients go through twice as many.

@@ -15,9 +15,9 @@ from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
 from torch_bridge.convert import Converted
-from torch_bridge.export import export_program
-from torch_bridge.interpret import Instruction, module_path, source_line
-from torch_bridge.watch import untouched
+from torch_bridge.export.export import export_program
+from torch_bridge.export.interpret import Instruction, module_path, source_line
+from torch_bridge.export.watch import untouched
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,10 @@ from torch.utils import _pytree as torch_pytree
 from fzero.errors import ConversionError
 from fzero.model import Context, Layer, Sequential, layer_params
 from fzero.summary import Printed
-
-from .convert import Applied, Converted, convert
-from .initial import read_values, with_masters
-from .layout import Layout, Leaf, find_leaves, read_layout
-from .weights import to_torch
+from torch_bridge.convert import Applied, Converted, convert
+from torch_bridge.module.initial import read_values, with_masters
+from torch_bridge.module.names import Layout, Leaf, find_leaves, read_layout
+from torch_bridge.module.weights import to_torch
 
 
 Arrays = Mapping[str, Any]

@@ -9,23 +9,23 @@ import jax
 import numpy as np
 import torch
 
+from fzero.axes import PIPE
 from fzero.errors import CheckpointError
-from fzero.offload.tiers import require_on_device
-from fzero.pipeline.homes import cut_into_stages
-from fzero.plan import PIPE, Plan
-from fzero.state import TrainState, require_alive
+from fzero.plan import Plan
+from fzero.sharding.homes import cut_into_stages
+from fzero.sharding.split import Home
+from fzero.state.train_state import TrainState, require_alive
+from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves
-from fzero.zero.partition import Home
-
-from .chain import links_merged
-from .convert import Converted
-from .dtypes import torch_dtype
-from .formats.lazy import LazyTensor, in_memory
-from .layout import Leaf
-from .sequential import ConvertedSequential
-from .stacked import Row
-from .weights import to_host, to_torch
-from .wrappers import common_prefix
+from torch_bridge.convert import Converted
+from torch_bridge.dtypes import torch_dtype
+from torch_bridge.module.lazy import LazyTensor, in_memory
+from torch_bridge.module.names import Leaf
+from torch_bridge.module.weights import to_host, to_torch
+from torch_bridge.module.wrappers import common_prefix
+from torch_bridge.sequential import ConvertedSequential
+from torch_bridge.structure.chain import links_merged
+from torch_bridge.structure.stacked import Row
 
 
 def state_dict(

@@ -14,18 +14,18 @@ import numpy as np
 import optax
 import torch
 
+from fzero.axes import PIPE
 from fzero.errors import CheckpointError, ConversionError
-from fzero.plan import PIPE, Plan
-from fzero.state import TrainState, init, require_alive
+from fzero.plan import Plan
+from fzero.state.train_state import TrainState, init, require_alive
 from fzero.step import train_step
-
-from .chain import links_merged
-from .convert import Converted, convert
-from .layout import named_tensors
-from .losses import called_with_batch
-from .optim import optimizer as as_optax
-from .weights import to_host, to_torch
-from .wrappers import unwrapped
+from torch_bridge.convert import Converted, convert
+from torch_bridge.losses import called_with_batch
+from torch_bridge.module.names import named_tensors
+from torch_bridge.module.weights import to_host, to_torch
+from torch_bridge.module.wrappers import unwrapped
+from torch_bridge.optim import optimizer as as_optax
+from torch_bridge.structure.chain import links_merged
 
 
 def batch(tree: Any) -> Any:

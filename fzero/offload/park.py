@@ -10,10 +10,10 @@ from typing import Any
 import jax
 
 from fzero.errors import PlacementError
-from fzero.offload import disk
-from fzero.offload.chunks import Parking
-from fzero.offload.disk import DiskArray
-from fzero.offload.tiers import (
+from fzero.sharding.chunks import Parking
+from fzero.storage import disk
+from fzero.storage.disk import DiskArray
+from fzero.storage.tiers import (
     DEVICE,
     DISK,
     Leaf,

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fzero.jaxprs import ELEMENTWISE, Program, Step, Var
-from fzero.places import Part
+from fzero.programs.jaxprs import ELEMENTWISE, Program, Step, Var
+from fzero.programs.places import Part
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Streaming: a pure function of leaves that are not on the device, which visit it in turn.
 
-`StreamedFunction` divides a function by what is computed together (`fzero.places`) and runs the
-parts one after the other. While one runs, what the part before it made is leaving and what the next
-one reads arrives: no more than two parts' leaves are on the device at any time.
+`StreamedFunction` divides a function by what is computed together (`fzero.programs.places`) and
+runs the parts one after the other. While one runs, what the part before it made is leaving and what
+the next one reads arrives: no more than two parts' leaves are on the device at any time.
 
-A leaf larger than a chunk is kept as pieces (`fzero.offload.tiers.Pieces`). A part that works row
+A leaf larger than a chunk is kept as pieces (`fzero.storage.tiers.Pieces`). A part that works row
 by row on it, as most optimizers do, is run once per piece; any other sees it whole.
 
 What a visit read is let go when what it made is where it is kept. So a disk that cannot be written
@@ -25,12 +25,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fzero.errors import PlacementError, StateError
-from fzero.jaxprs import Program, Var
-from fzero.offload.chunks import Parking
 from fzero.offload.park import Inbound, Outbound, cut_up, park, unpark
 from fzero.offload.piecewise import Cut, PieceProgram, piecewise
-from fzero.offload.tiers import Leaf, Pieces, is_handle, joined, piece_shape, pieces_of, settled
-from fzero.places import PlacedFunction
+from fzero.programs.jaxprs import Program, Var
+from fzero.programs.places import PlacedFunction
+from fzero.sharding.chunks import Parking
+from fzero.storage.tiers import Leaf, Pieces, is_handle, joined, piece_shape, pieces_of, settled
 from fzero.tree import PyTree
 
 

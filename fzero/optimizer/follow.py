@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from fzero.jaxprs import ELEMENTWISE, Program, Step, Var
 from fzero.optimizer.operations import frozen
 from fzero.optimizer.terms import OWN, Ref, Shape, Terms, is_reduction
+from fzero.programs.jaxprs import ELEMENTWISE, Program, Step, Var
 
 
 @dataclass(frozen=True)

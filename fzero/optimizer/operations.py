@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from fzero.jaxprs import ELEMENTWISE, Step
+from fzero.programs.jaxprs import ELEMENTWISE, Step
 from fzero.tree import is_plain
 
 

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fzero.jaxprs import Program, Step, Var
 from fzero.optimizer.layers import Layers, Rows, Scope, is_layers, regrouped, stack_of
 from fzero.optimizer.operations import frozen, is_heavy
+from fzero.programs.jaxprs import Program, Step, Var
 from fzero.tree import PyTree
 
 

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from fzero.jaxprs import ELEMENTWISE
+from fzero.programs.jaxprs import ELEMENTWISE
 
 
 OWN: Literal["own"] = "own"

@@ -15,15 +15,15 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fzero.blueprint import Blueprint
 from fzero.errors import PipelineError
 from fzero.model import Mean
-from fzero.pipeline.actions import Action, Schedule
-from fzero.pipeline.builders import inference
 from fzero.pipeline.gather import Gatherer
 from fzero.pipeline.programs import StagePrograms, unmarked
-from fzero.pipeline.simulate import simulate
 from fzero.processes import from_host
+from fzero.schedule.actions import Action, Schedule
+from fzero.schedule.builders import inference
+from fzero.schedule.simulate import simulate
+from fzero.sharding.blueprint import Blueprint
 from fzero.tree import PyTree
 
 

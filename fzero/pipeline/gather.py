@@ -8,18 +8,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fzero.axes import AXES
 from fzero.batch import Inputs, place_batch
-from fzero.blueprint import Blueprint
-from fzero.buffers import agreed_buffers
 from fzero.compat import is_key
 from fzero.errors import PlanError
 from fzero.model import Stack
-from fzero.pipeline.homes import stage_tree
 from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, pack, unpack
-from fzero.plan import AXES
 from fzero.processes import at_home, jit_on, joined, mesh_of, send, view
+from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.homes import stage_tree
+from fzero.sharding.split import Home, Split, layout_leaves, map_splits, trained
 from fzero.tree import PyTree
-from fzero.zero.partition import Home, Split, layout_leaves, map_splits, trained
+from fzero.zero.buffers import agreed_buffers
 
 
 class Gatherer:

@@ -16,15 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fzero.axes import AXES
 from fzero.batch import Inputs
-from fzero.blueprint import Blueprint
-from fzero.flags import compiler_options
-from fzero.grads import float_mean, float_means, loss_seed, require_rows, unscaled
 from fzero.keys import block_key
 from fzero.model import Mean, split_loss
-from fzero.pipeline.homes import stage_tree
-from fzero.plan import AXES
 from fzero.processes import jit_on, send
+from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.homes import stage_tree
+from fzero.sharding.split import Split, map_splits, trained
 from fzero.tree import PyTree
 from fzero.zero.chain import (
     End,
@@ -37,7 +36,8 @@ from fzero.zero.chain import (
     without_inputs,
 )
 from fzero.zero.collectives import all_reduce_tree, shard_index
-from fzero.zero.partition import Split, map_splits, trained
+from fzero.zero.grads import float_mean, float_means, loss_seed, require_rows, unscaled
+from fzero.zero.options import compiler_options
 from fzero.zero.rules import Rules
 
 

@@ -16,19 +16,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fzero.axes import PIPE
 from fzero.batch import Inputs
-from fzero.buffers import agreed_buffers
 from fzero.errors import PlanError
-from fzero.grads import float_mean, float_means, loss_seed, require_rows, unscaled
 from fzero.keys import block_key
 from fzero.model import Mean, split_loss
-from fzero.pipeline.homes import Stages, stage_tree
-from fzero.plan import PIPE
 from fzero.precision import compute_dtype
+from fzero.sharding.homes import Stages, stage_tree
+from fzero.sharding.split import Split, map_splits, trained
 from fzero.tree import PyTree, shapes_of
+from fzero.zero.buffers import agreed_buffers
 from fzero.zero.chain import End, eval_forward, train_backward, train_forward
 from fzero.zero.collectives import all_reduce_tree, shard_index, sum_over
-from fzero.zero.partition import Split, map_splits, trained
+from fzero.zero.grads import float_mean, float_means, loss_seed, require_rows, unscaled
 from fzero.zero.rules import Rules
 from fzero.zero.vjp import Floats
 
@@ -45,7 +45,7 @@ def spmd_gradients(
     rng: jax.Array,
     scale: jax.Array | None,
 ) -> tuple[PyTree, Mean, dict[str, Mean], PyTree]:
-    """`fzero.grads.local_gradients` for a pipeline; all mesh axes are manual."""
+    """`fzero.zero.grads.local_gradients` for a pipeline; all mesh axes are manual."""
     count = rules.plan.microbatches
     loop = _Loop(stages, rules, kept, _rows(batch, count), rng, count, scale)
     received, ends, new = loop.forward(buffers)
@@ -63,7 +63,7 @@ def spmd_evaluation(
     rng: jax.Array,
     count: int,
 ) -> Ends:
-    """`fzero.grads.local_evaluation` for a pipeline, over `count` microbatches."""
+    """`fzero.zero.grads.local_evaluation` for a pipeline, over `count` microbatches."""
     loop = _Loop(stages, rules, kept, _rows(batch, count), rng, count, None)
     return loop.everywhere(loop.evaluate(buffers))
 
@@ -77,7 +77,7 @@ def spmd_outputs(
     rng: jax.Array,
     count: int,
 ) -> PyTree:
-    """`fzero.grads.local_outputs` for a pipeline, over `count` microbatches."""
+    """`fzero.zero.grads.local_outputs` for a pipeline, over `count` microbatches."""
     return _Loop(stages, rules, kept, _rows(batch, count), rng, count, None).outputs(buffers)
 
 

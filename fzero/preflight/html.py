@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from fzero.preflight.result import Preflight
-from fzero.preflight.tables import describe_plan, duration, merged, size
+from fzero.preflight.result import Preflight, describe_plan
+from fzero.preflight.tables import duration, merged, size
 
 
 _WIDTH = 960

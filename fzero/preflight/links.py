@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from fzero.plan import DATA
+from fzero.axes import DATA
 from fzero.preflight.hlo.module import Collective, Window, windows
 from fzero.preflight.kernels import Kernels, Work
 from fzero.preflight.rates import Rates

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import optax
 
 from fzero.model import Model
-from fzero.placement import CLASSES
 from fzero.plan import Plan
 from fzero.preflight.result import Preflight
 from fzero.preflight.tables import duration, size, table_of, text_of
-from fzero.state import init
+from fzero.report.placement import CLASSES
+from fzero.state.train_state import init
 from fzero.step import train_step
 from fzero.tree import PyTree
 

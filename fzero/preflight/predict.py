@@ -13,11 +13,8 @@ import jax
 import optax
 
 from fzero.batch import Inputs, abstract_batch, check_batch
-from fzero.blueprint import Blueprint
 from fzero.errors import PreflightError
-from fzero.initial import initial_shapes
 from fzero.model import Model
-from fzero.placement import CLASSES, Placement, placement
 from fzero.plan import Plan
 from fzero.precision import compute_dtype
 from fzero.preflight.bounds import bounds
@@ -35,12 +32,15 @@ from fzero.preflight.shapes import (
 )
 from fzero.preflight.stages import PipelineRun, StageCompiler, rank_collectives
 from fzero.preflight.topology import Topology, parse
-from fzero.state import TrainState
+from fzero.report.placement import CLASSES, Placement, placement
+from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.initial import initial_shapes
+from fzero.sharding.split import layout_leaves
+from fzero.state.train_state import TrainState
 from fzero.step import train_step
 from fzero.step.passes import OneProgram
 from fzero.step.steps import TrainStep
 from fzero.tree import PyTree, shape_of
-from fzero.zero.partition import layout_leaves
 
 
 def preflight(

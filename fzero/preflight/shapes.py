@@ -9,18 +9,19 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from fzero.axes import AXES
 from fzero.batch import Inputs
-from fzero.blueprint import Blueprint
-from fzero.initial import initial_shapes
 from fzero.model import Model, whole_chain
-from fzero.pipeline.flops import flops
-from fzero.plan import AXES, Plan
+from fzero.plan import Plan
 from fzero.precision import compute_dtype
+from fzero.programs.flops import flops
+from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.group import Group
+from fzero.sharding.initial import initial_shapes
+from fzero.sharding.split import layout_leaves, split_params, trained
 from fzero.step.passes import OneProgram, kept_by
 from fzero.tree import PyTree, leaf_bytes
 from fzero.zero.chain import End, kept_parts, train_forward, without_inputs
-from fzero.zero.collectives import Group
-from fzero.zero.partition import layout_leaves, split_params, trained
 from fzero.zero.rules import Rules
 
 

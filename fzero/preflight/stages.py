@@ -10,20 +10,20 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from fzero.batch import Inputs
-from fzero.blueprint import Blueprint
-from fzero.pipeline.actions import Action, Kind
 from fzero.pipeline.execute import Executor
-from fzero.pipeline.homes import stage_tree
 from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, unmarked
-from fzero.pipeline.simulate import Cost, Timeline, simulate
 from fzero.precision import compute_dtype
 from fzero.preflight.links import CollectiveUse, traffic
 from fzero.preflight.program import Compiled, Target
-from fzero.state import TrainState
+from fzero.schedule.actions import Action, Kind
+from fzero.schedule.simulate import Cost, Timeline, simulate
+from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.homes import stage_tree
+from fzero.sharding.split import Split, stored_shapes, trained
+from fzero.state.train_state import TrainState
 from fzero.step.passes import kept_by
 from fzero.step.steps import TrainStep
 from fzero.tree import PyTree, device_bytes, leaf_bytes
-from fzero.zero.partition import Split, stored_shapes, trained
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import optax
 
 from fzero.errors import BatchError, FzeroError, PlanError, PreflightError, ScheduleError
 from fzero.model import Model
-from fzero.placement import placement
 from fzero.plan import Plan
 from fzero.preflight.predict import preflight
 from fzero.preflight.rates import Rates, default_rates
 from fzero.preflight.result import Preflight
 from fzero.preflight.tables import duration, size, table_of, text_of
 from fzero.preflight.topology import Topology, parse
+from fzero.report.placement import placement
 from fzero.tree import PyTree
 
 

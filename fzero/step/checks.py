@@ -11,19 +11,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fzero import compute_copy
 from fzero.batch import check_batch
-from fzero.blueprint import Blueprint
 from fzero.errors import StateError
-from fzero.offload.tiers import tier_of
-from fzero.state import (
+from fzero.sharding.blueprint import Blueprint
+from fzero.state import compute_copy
+from fzero.state.surgery import with_scalars_placed
+from fzero.state.train_state import (
     TrainState,
     compute_of,
     require_alive,
     require_fits,
     require_unaliased,
 )
-from fzero.surgery import with_scalars_placed
+from fzero.storage.tiers import tier_of
 from fzero.tree import PyTree, same_object
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import optax
 
-from fzero.blueprint import blueprint
 from fzero.model import Model
 from fzero.plan import Plan
+from fzero.sharding.blueprint import blueprint
 from fzero.step.steps import EvalStep, PredictStep, TrainStep
 
 

@@ -16,13 +16,13 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fzero.blueprint import Blueprint, blueprint
 from fzero.errors import PlanError
-from fzero.offload.tiers import host_sharding
 from fzero.precision import cast_param
+from fzero.sharding.blueprint import Blueprint, blueprint
+from fzero.sharding.split import map_splits, stored_shapes, trained, with_frozen
+from fzero.step.update import Metrics, Update
+from fzero.storage.tiers import host_sharding
 from fzero.tree import PyTree, named_leaves
-from fzero.update import Metrics, Update
-from fzero.zero.partition import map_splits, stored_shapes, trained, with_frozen
 
 
 # Parts of a state, or of what a step computes for one, by name.

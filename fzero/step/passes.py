@@ -14,18 +14,18 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from fzero.axes import AXES
 from fzero.batch import Inputs, place_batch
-from fzero.blueprint import Blueprint
 from fzero.errors import StateError
-from fzero.grads import local_evaluation, local_gradients, local_outputs
 from fzero.keys import eval_key
 from fzero.model import Mean
 from fzero.pipeline.execute import Executor
 from fzero.pipeline.spmd import spmd_evaluation, spmd_gradients, spmd_outputs
-from fzero.plan import AXES
 from fzero.processes import repeated
+from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.split import Split, map_splits, trained, with_frozen
 from fzero.tree import PyTree
-from fzero.zero.partition import Split, map_splits, trained, with_frozen
+from fzero.zero.grads import local_evaluation, local_gradients, local_outputs
 from fzero.zero.rules import Rules
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 
 from fzero.batch import Inputs
-from fzero.blueprint import Blueprint
-from fzero.flags import CompilerOptions, compiler_options
 from fzero.keys import step_key
-from fzero.state import Pending
+from fzero.sharding.blueprint import Blueprint
+from fzero.state.train_state import Pending
 from fzero.step.host_update import HostUpdate
 from fzero.step.passes import OneProgram, Passes, Pipeline, Values, read_by
+from fzero.step.update import Metrics, Update
 from fzero.step.updates import DividedUpdate
-from fzero.update import Metrics, Update
+from fzero.zero.options import CompilerOptions, compiler_options
 
 
 # Step count and key, which a step never gives away, so that a consumed state knows its step.

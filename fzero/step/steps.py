@@ -7,24 +7,24 @@ from typing import Any
 
 import jax
 
-from fzero import compute_copy
 from fzero.batch import Inputs, abstract_batch, constrain_batch, pad_batch
-from fzero.blueprint import Blueprint
 from fzero.errors import PlanError, StateError
-from fzero.flags import CompilerOptions
 from fzero.model import Mean
 from fzero.offload.stream import StreamedFunction
 from fzero.pipeline.execute import Executor
-from fzero.pipeline.homes import stages_of_outputs
 from fzero.processes import spread
-from fzero.state import TrainState
+from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.homes import stages_of_outputs
+from fzero.sharding.split import layout_leaves
+from fzero.state import compute_copy
+from fzero.state.train_state import TrainState
 from fzero.step.checks import Checks, is_traced, program_runs, require_finite
 from fzero.step.passes import OneProgram, Pipeline, Values, kept_by, passes_of
 from fzero.step.runners import Divided, Fused, Moment, options_of, runner_of
+from fzero.step.update import Metrics
 from fzero.step.updates import DividedUpdate
 from fzero.tree import PyTree
-from fzero.update import Metrics
-from fzero.zero.partition import layout_leaves
+from fzero.zero.options import CompilerOptions
 
 
 _MANY = (

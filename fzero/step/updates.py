@@ -9,16 +9,16 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fzero.blueprint import Blueprint
-from fzero.flags import deterministic_options
-from fzero.offload.chunks import Parking
 from fzero.offload.piecewise import Cut
 from fzero.offload.stream import StreamedFunction
-from fzero.offload.tiers import on_device
-from fzero.places import PlacedFunction
+from fzero.programs.places import PlacedFunction
+from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.chunks import Parking
+from fzero.sharding.split import layout_leaves, map_splits, owner_of, trained, with_frozen
+from fzero.step.update import Metrics, Update
+from fzero.storage.tiers import on_device
 from fzero.tree import PyTree, named_leaves
-from fzero.update import Metrics, Update
-from fzero.zero.partition import layout_leaves, map_splits, owner_of, trained, with_frozen
+from fzero.zero.options import deterministic_options
 
 
 # Parts of a state, or of what a step computes for one, by name.

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from fzero.jaxprs import Program, Var
+from fzero.programs.jaxprs import Program, Var
 from fzero.tree import PyTree
 
 

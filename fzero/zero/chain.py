@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 import jax
 
 from fzero.batch import opened
-from fzero.buffers import require_reductions
 from fzero.model import (
     Context,
     Layer,
@@ -37,10 +36,11 @@ from fzero.model import (
     split_loss,
 )
 from fzero.precision import COMPUTE_DTYPES, cast_input, compute_dtype
+from fzero.programs.halves import Rest, first_half, unfenced
+from fzero.sharding.buffers import require_reductions
+from fzero.sharding.split import Split, layout_leaves, map_splits, trained
 from fzero.tree import PyTree
 from fzero.zero.at_use import gather_at_use
-from fzero.zero.halves import Rest, first_half, unfenced
-from fzero.zero.partition import Split, layout_leaves, map_splits, trained
 from fzero.zero.rules import Rules
 from fzero.zero.stack import (
     StackHalf,

@@ -6,43 +6,18 @@ within a group first, so that only a shard crosses groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fzero.plan import AXES, DATA, REPLICA
+from fzero.axes import AXES, DATA, REPLICA
 from fzero.precision import round_to
+from fzero.sharding.group import Group
+from fzero.sharding.split import Split
 from fzero.tree import PyTree
-from fzero.zero.partition import Split
 from fzero.zero.quantize import decode, encode
-
-
-@dataclass(frozen=True)
-class Group:
-    """The devices that collectives run over.
-
-    Args:
-        data: size of the data axis.
-        replica: size of the replica axis.
-        ordered: add contributions in device order with our own sums. Within a process the CPU
-            backend already adds in that order; gloo's rings do not, and where there are several
-            processes jax takes gloo among the devices of one, too: results would depend on how
-            devices are spread over processes.
-        bits: gather 16-bit floats as integers. The CPU backend widens 16-bit float collectives to
-            float32 and then drops the casts around them, which moves twice the bytes and lets
-            unrounded values through.
-        secondary: neighbours on the data axis that keep a copy of a layer between its passes; 0
-            where there is none.
-    """
-
-    data: int
-    replica: int
-    ordered: bool = False
-    bits: bool = False
-    secondary: int = 0
 
 
 def gather(shard: jax.Array, split: Split, group: Group, again: bool = False) -> jax.Array:

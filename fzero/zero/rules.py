@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from fzero import compat
 from fzero.plan import Plan
 from fzero.precision import cast_param, compute_dtype, round_to
+from fzero.sharding.group import Group
+from fzero.sharding.split import Split, map_splits, trained
 from fzero.tree import PyTree
 from fzero.zero.collectives import (
-    Group,
     all_reduce_tree,
     gather,
     gather_int8,
@@ -22,7 +23,6 @@ from fzero.zero.collectives import (
     part_of,
     reduce_scatter,
 )
-from fzero.zero.partition import Split, map_splits, trained
 
 
 @dataclass(frozen=True)

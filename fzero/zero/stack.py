@@ -25,12 +25,12 @@ import jax
 import jax.numpy as jnp
 
 from fzero import compat
-from fzero.buffers import require_reductions
 from fzero.model import Context, Piece, Stack, apply_layer, split_shared
 from fzero.precision import COMPUTE_DTYPES
+from fzero.programs.halves import Rest, first_half
+from fzero.sharding.buffers import require_reductions
+from fzero.sharding.split import Split, map_splits, trained, with_frozen
 from fzero.tree import PyTree, shapes_of
-from fzero.zero.halves import Rest, first_half
-from fzero.zero.partition import Split, map_splits, trained, with_frozen
 from fzero.zero.rules import Rules
 from fzero.zero.vjp import Floats, forward, remat_policy
 

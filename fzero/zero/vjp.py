@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from fzero.errors import PlanError
-from fzero.jaxprs import Program, Step, Var, has_checkpoint, needed, run_steps
+from fzero.programs.jaxprs import Program, Step, Var, has_checkpoint, needed, run_steps
 from fzero.tree import PyTree
 
 

@@ -1,6 +1,7 @@
 """The house rules, read from the source: downward imports, no torch in fzero, no private jax."""
 
 import ast
+import graphlib
 import inspect
 import pathlib
 import re
@@ -17,51 +18,39 @@ ROOT = pathlib.Path(__file__).parents[2]
 FZERO = sorted((ROOT / "fzero").rglob("*.py"))
 SOURCES = FZERO + sorted((ROOT / "torch_bridge").rglob("*.py"))
 
-# Each module may import from lines above its own, or from its own line.
-LAYERS = [
-    ["errors", "tree", "compat", "consumed", "keys"],
-    ["loss_scaling"],
-    ["offload.scratch", "offload.requests", "offload.disk"],
-    ["offload.tiers"],
-    ["summary"],
-    ["pipeline", "jaxprs"],  # schedules are data, which plans are made of
-    ["plan"],
-    ["batch", "model", "processes"],
-    ["precision", "initial", "zero.quantize"],
-    ["pipeline.flops", "zero.partition"],
-    ["pipeline.cut", "zero.halves", "zero.vjp"],
-    ["pipeline.homes"],
-    ["zero.collectives", "zero.at_use", "flags", "places", "copies"],
-    ["relayout"],
-    ["zero.rules", "offload.chunks", "offload.park", "offload.piecewise", "offload.stream"],
-    ["compute_copy", "buffers"],
-    ["zero.stack"],
-    ["zero.chain"],
-    ["optimizer"],
-    ["blueprint", "grads"],
-    ["state", "pipeline.programs", "pipeline.spmd"],
-    ["update", "pipeline.gather", "offload.move", "checkpoint"],
-    ["restore", "replan"],
-    ["surgery"],
-    ["pipeline.execute"],
-    ["step.passes", "step.checks", "step.updates", "step.host_update"],
-    ["step.runners"],
-    ["step.steps"],
-    ["step", "layout", "report", "flax"],
-    ["placement"],
-    ["preflight.topology", "preflight.hlo"],
-    ["preflight.rates"],
-    ["preflight.kernels", "preflight.gathered"],
-    ["preflight.links"],
-    ["preflight.program", "preflight.shapes", "preflight.bounds"],
-    ["preflight.stages"],
-    ["preflight.result", "preflight.tables"],
-    ["preflight.predict", "preflight.measure"],
-    ["preflight.sweep", "preflight.html"],
-    ["pipeline.cli"],
-    ["cli"],
-]
-RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+# Folders (or single modules) of each package, lowest first: each may import from lines above its
+# own here, and from its own line.
+LAYERS = {
+    "fzero": [
+        ["errors", "tree", "compat", "keys", "axes"],
+        ["programs", "schedule", "processes"],
+        ["storage", "optimizer", "loss_scaling", "summary"],
+        ["plan", "model", "precision", "batch"],
+        ["sharding"],
+        ["zero", "offload"],
+        ["state"],
+        ["checkpoint", "pipeline"],
+        ["step"],
+        ["report", "preflight", "flax", "cli"],
+    ],
+    "torch_bridge": [
+        ["dtypes", "losses"],
+        ["module", "lower"],
+        ["export"],
+        ["structure"],
+        ["convert", "sequential"],
+        ["reference", "statedict", "moments", "parity"],
+        ["formats", "optim", "training", "calls"],
+        ["lightning"],
+        ["cli"],
+    ],
+}
+RANK = {
+    f"{package}.{name}": rank
+    for package, layers in LAYERS.items()
+    for rank, names in enumerate(layers)
+    for name in names
+}
 
 
 def module_name(path):
@@ -81,29 +70,57 @@ def imported(path):
 
 
 def rank_of(name):
-    """Rank of the layer that a dotted name of fzero lies in, or `None` for the bare package."""
-    parts = name.split(".")[1:]
-    for end in range(len(parts), 0, -1):
-        if ".".join(parts[:end]) in RANK:
-            return RANK[".".join(parts[:end])]
-    return None
+    """Rank of the layer that a dotted name lies in, or `None` for a bare package."""
+    return RANK.get(".".join(name.split(".")[:2]))
 
 
-def test_every_module_of_fzero_has_a_layer():
-    names = {module_name(path) for path in (ROOT / "fzero").rglob("*.py")}
-    unknown = {name for name in names if rank_of(name) is None}
-    assert not unknown - {"fzero", "fzero.zero", "fzero.offload", "fzero.preflight"}
+def within(package, path):
+    """What a file imports of a package, but for the package itself."""
+    return [name for name in imported(path) if name.startswith(f"{package}.")]
 
 
-def test_imports_go_downward():
+def test_every_module_has_a_layer_and_every_layer_a_module():
+    names = {".".join(module_name(path).split(".")[:2]) for path in SOURCES}
+    assert names - set(LAYERS) == set(RANK)
+    assert max(map(len, LAYERS.values())) <= 10
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_imports_go_downward(package):
     upward = [
         f"{module_name(path)} imports {name}, which lies above it"
-        for path in FZERO
-        if path != ROOT / "fzero/__init__.py" and rank_of(module_name(path)) is not None
-        for name in imported(path)
-        if name.startswith("fzero.") and (rank_of(name) or 0) > rank_of(module_name(path))
+        for path in SOURCES
+        if module_name(path).startswith(f"{package}.")
+        for name in within(package, path)
+        if (rank_of(name) or 0) > rank_of(module_name(path))
     ]
     assert not upward
+
+
+def folder_edges(package):
+    """Which folders import from which, and modules likewise, as sets of pairs."""
+    files = {module_name(path) for path in SOURCES}
+    edges = set()
+    for path in SOURCES:
+        here = module_name(path)
+        for name in within(package, path) if here.startswith(f"{package}.") else []:
+            target = name if name in files else name.rpartition(".")[0]
+            if target in files and target != here and rank_of(target) is not None:
+                edges.add((here, target))
+    return edges
+
+
+@pytest.mark.parametrize("package", LAYERS)
+@pytest.mark.parametrize("parts", [2, 9], ids=["folders", "modules"])
+def test_no_import_leads_back(package, parts):
+    names = {
+        tuple(".".join(end.split(".")[:parts]) for end in edge) for edge in folder_edges(package)
+    }
+    later = graphlib.TopologicalSorter()
+    for here, target in names:
+        if here != target:
+            later.add(here, target)
+    later.prepare()  # raises CycleError, which names the way round
 
 
 def test_fzero_knows_nothing_of_torch():

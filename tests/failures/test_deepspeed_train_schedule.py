@@ -15,8 +15,9 @@ from __future__ import annotations
 import pytest
 
 from fzero.errors import ScheduleError
-from fzero.pipeline import check, one_f_one_b, slots
-from fzero.pipeline.instructions import Instruction, check_program
+from fzero.pipeline import one_f_one_b, slots
+from fzero.schedule import check
+from fzero.schedule.instructions import Instruction, check_program
 
 
 STAGES, STAGE, MICROBATCHES, BUFFERS = 4, 2, 8, 2

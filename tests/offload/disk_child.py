@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fzero import PlacementError
-from fzero.offload import disk
+from fzero.storage import disk
 
 
 def error_of(arrays: list[jax.Array], path: Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from disk_cases import bits, files_in
 
-from fzero.offload import disk
+from fzero.storage import disk
 
 
 CHILD = Path(__file__).with_name("disk_child.py")

@@ -25,7 +25,7 @@ from disk_cases import assert_same, bits, bytes_held, files_in, find_bytes, layo
 
 import fzero as fz
 from fzero import PlacementError
-from fzero.offload import disk, requests, scratch
+from fzero.storage import disk, requests, scratch
 
 
 CHILD = Path(__file__).with_name("disk_child.py")

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fzero import PlacementError
-from fzero.offload import disk, requests, scratch
+from fzero.storage import disk, requests, scratch
 from tests.support.memory import resident_bytes
 
 

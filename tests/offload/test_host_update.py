@@ -8,8 +8,8 @@ from support import tiny
 from support.sample import some
 
 import fzero as fz
-from fzero.offload.tiers import tier_of
 from fzero.step import host_update
+from fzero.storage.tiers import tier_of
 from fzero.tree import named_leaves
 
 

@@ -16,7 +16,7 @@ from disk_cases import bytes_held, patch_bytes
 from support import tiny
 
 import fzero as fz
-from fzero.offload import move
+from fzero.state import move
 from fzero.tree import named_leaves
 
 

@@ -14,7 +14,7 @@ from support.sample import some
 import fzero as fz
 from fzero.batch import Inputs
 from fzero.offload.piecewise import is_rowwise
-from fzero.offload.tiers import Pieces, pieces_of
+from fzero.storage.tiers import Pieces, pieces_of
 from fzero.tree import named_leaves
 
 
@@ -257,7 +257,7 @@ def test_a_skipped_step_changes_nothing():
 
 def test_what_goes_row_by_row():
     def steps(function, *shapes):
-        from fzero.jaxprs import Program
+        from fzero.programs.jaxprs import Program
 
         args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
         closed = jax.make_jaxpr(function)(*args)

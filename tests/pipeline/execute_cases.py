@@ -12,10 +12,10 @@ import optax
 from support import tiny
 
 import fzero as fz
-from fzero.blueprint import blueprint
-from fzero.initial import initial_shapes
 from fzero.pipeline import BUILDERS
-from fzero.zero.partition import map_splits, trained
+from fzero.sharding.blueprint import blueprint
+from fzero.sharding.initial import initial_shapes
+from fzero.sharding.split import map_splits, trained
 
 
 # Two stages on each rank.

@@ -13,8 +13,8 @@ from execute_cases import counting, tied
 from support import tiny
 
 import fzero as fz
-from fzero.initial import initial_shapes
 from fzero.preflight import hlo
+from fzero.sharding.initial import initial_shapes
 from fzero.tree import named_leaves
 
 

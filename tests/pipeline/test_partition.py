@@ -15,8 +15,8 @@ from support import gpt, tiny
 import fzero as fz
 import fzero.pipeline
 from fzero.pipeline import Partition, partition
-from fzero.pipeline.cut import balance
-from fzero.pipeline.flops import flops
+from fzero.programs.flops import flops
+from fzero.sharding.cut import balance
 
 
 def layer(name, *shape, apply=None, **options):

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from schedule_cases import TRAINING, all_sizes, build, repeatable
 
 from fzero.errors import ScheduleError
-from fzero.pipeline import Action, Schedule, check, gpipe, one_f_one_b, slots
-from fzero.pipeline.actions import rows_of
-from fzero.pipeline.deadlock import SENDS, find_deadlock
-from fzero.pipeline.grid import MAX_COLUMNS, format_grid
-from fzero.pipeline.instructions import check_program, lower
-from fzero.pipeline.order import merge_split_backward
+from fzero.pipeline import Action, Schedule, gpipe, one_f_one_b, slots
+from fzero.schedule import check
+from fzero.schedule.actions import rows_of
+from fzero.schedule.deadlock import SENDS, find_deadlock
+from fzero.schedule.grid import MAX_COLUMNS, format_grid
+from fzero.schedule.instructions import check_program, lower
+from fzero.schedule.order import merge_split_backward
 
 
 @st.composite

@@ -14,9 +14,10 @@ from schedule_cases import TRAINING, all_sizes, build
 from typer.testing import CliRunner
 
 import fzero.errors
+from fzero.cli.schedule import app
 from fzero.errors import ScheduleError
-from fzero.pipeline import Cost, Schedule, draw, one_f_one_b, plot, schedule, simulate
-from fzero.pipeline.cli import app
+from fzero.pipeline import Cost, Schedule, one_f_one_b, schedule
+from fzero.schedule import draw, plot, simulate
 
 
 needs_matplotlib = pytest.mark.skipif(
@@ -67,7 +68,7 @@ def colours_of(pixels):
 
 @needs_matplotlib
 def test_plot_has_a_colour_for_every_kind_and_the_bubble(tmp_path):
-    from fzero.pipeline.plot import COLOURS
+    from fzero.schedule.plot import COLOURS
 
     timeline = simulate(build("dualpipe_v", 2, 6), Cost(f=1, i=1, w=1, activation_bytes=1 << 20))
     plot(timeline, tmp_path / "t.png", title="dualpipe_v")

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from schedule_cases import all_sizes, build, load, repeatable
 
 from fzero.errors import ScheduleError
-from fzero.pipeline import Action, Schedule, align, check, schedule
-from fzero.pipeline.actions import rows_of
-from fzero.pipeline.order import is_aligned, merge_split_backward
+from fzero.pipeline import Action, Schedule, align, schedule
+from fzero.schedule import check
+from fzero.schedule.actions import rows_of
+from fzero.schedule.order import is_aligned, merge_split_backward
 
 
 def test_equality_hash_and_counts():

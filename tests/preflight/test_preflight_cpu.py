@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 
 import fzero as fz
-from fzero.pipeline.actions import Action
-from fzero.placement import CLASSES
 from fzero.preflight.html import _COLOURS, page
 from fzero.preflight.measure import compared, measure
 from fzero.preflight.rates import default_rates
@@ -32,6 +30,8 @@ from fzero.preflight.sweep import (
     sweep,
 )
 from fzero.preflight.topology import parse
+from fzero.report.placement import CLASSES
+from fzero.schedule.actions import Action
 from tests.preflight.conftest import PLANS, ROWS, SIZE, TX
 from tests.support.gpt import abstract_batch, batches, gpt, num_params
 

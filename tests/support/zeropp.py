@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fzero.zero.partition import Split
+from fzero.sharding.split import Split
 
 
 BLOCK = 256

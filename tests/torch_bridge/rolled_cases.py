@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import torch_bridge as tb
-from torch_bridge.stacked import Names
+from torch_bridge.structure.stacked import Names
 
 
 WIDTH = 4

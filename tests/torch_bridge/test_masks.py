@@ -19,10 +19,10 @@ from transformers import GPT2LMHeadModel
 
 import torch_bridge as tb
 from fzero.model import Context
-from torch_bridge.interpret import Instruction
+from torch_bridge.export.interpret import Instruction
 from torch_bridge.lower.attention import attention
 from torch_bridge.lower.fused import fused_attention
-from torch_bridge.masks import ATTENTION, MASK, Pattern, SizeMask, pattern_of
+from torch_bridge.lower.masks import ATTENTION, MASK, Pattern, SizeMask, pattern_of
 
 
 CAUSAL = torch.ones(6, 6, dtype=torch.bool).tril()

@@ -9,10 +9,10 @@ import optax
 import pytest
 
 import fzero as fz
-from fzero.blueprint import blueprint, secondary_size
 from fzero.preflight import hlo
 from fzero.preflight.html import page
-from fzero.zero.partition import layout_leaves
+from fzero.sharding.blueprint import blueprint, secondary_size
+from fzero.sharding.split import layout_leaves
 from tests.support import tiny
 from tests.support.zeropp import sent
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from fzero.errors import CheckpointError
-
-from .content import Optimizer
-from .lazy import LazyTensor, in_memory
-from .torch_files import is_dense
+from torch_bridge.formats.content import Optimizer
+from torch_bridge.formats.torch_files import is_dense
+from torch_bridge.module.lazy import LazyTensor, in_memory
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -12,9 +12,8 @@ import torch
 
 from fzero.errors import CheckpointError
 from fzero.summary import Printed, summary
-
-from ..moments import Moments
-from .lazy import LazyTensor
+from torch_bridge.module.lazy import LazyTensor
+from torch_bridge.moments import Moments
 
 
 @dataclass(frozen=True)

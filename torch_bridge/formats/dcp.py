@@ -24,12 +24,11 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fzero.copies import Index
 from fzero.errors import CheckpointError
-
-from .adam import MOMENTS, groups_of, one_step, step_of
-from .content import Checkpoint, Optimizer, optimizer_fields
-from .lazy import LazyTensor
+from fzero.sharding.lazy import Index
+from torch_bridge.formats.adam import MOMENTS, groups_of, one_step, step_of
+from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
+from torch_bridge.module.lazy import LazyTensor
 
 
 METADATA = ".metadata"

@@ -24,11 +24,10 @@ from typing import Any
 import torch
 
 from fzero.errors import CheckpointError
-
-from .adam import MOMENTS, one_step, read_optimizer, step_of, unaccounted
-from .content import Checkpoint, Optimizer, optimizer_fields
-from .lazy import LazyTensor, flat_piece, take
-from .torch_files import Inert, is_dense, lazy_tensors, load_plain
+from torch_bridge.formats.adam import MOMENTS, one_step, read_optimizer, step_of, unaccounted
+from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
+from torch_bridge.formats.torch_files import Inert, is_dense, lazy_tensors, load_plain
+from torch_bridge.module.lazy import LazyTensor, flat_piece, take
 
 
 STAND_INS: dict[str, type] = dict.fromkeys(

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fzero.errors import CheckpointError
-
-from .adam import optimizer_state, read_optimizer, step_of
-from .content import Checkpoint, optimizer_fields
-from .torch_files import Inert, is_dense, lazy_tensors, load_plain, write_plain
+from torch_bridge.formats.adam import optimizer_state, read_optimizer, step_of
+from torch_bridge.formats.content import Checkpoint, optimizer_fields
+from torch_bridge.formats.torch_files import Inert, is_dense, lazy_tensors, load_plain, write_plain
 
 
 # Classes that Lightning and its users put beside the tensors; none of them is needed.

@@ -6,14 +6,13 @@ import os
 from pathlib import Path
 
 from fzero.errors import CheckpointError
-
-from .content import Checkpoint
-from .dcp import is_dcp, read_dcp
-from .deepspeed import find_step, read_deepspeed
-from .lightning import read_lightning
-from .safetensors_files import read_file, read_sharded
-from .torch_files import read_sharded_bin, read_state_dict
-from .universal import is_universal, read_universal
+from torch_bridge.formats.content import Checkpoint
+from torch_bridge.formats.dcp import is_dcp, read_dcp
+from torch_bridge.formats.deepspeed import find_step, read_deepspeed
+from torch_bridge.formats.lightning import read_lightning
+from torch_bridge.formats.safetensors_files import read_file, read_sharded
+from torch_bridge.formats.torch_files import read_sharded_bin, read_state_dict
+from torch_bridge.formats.universal import is_universal, read_universal
 
 
 PICKLED = (".pt", ".pth", ".bin")

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fzero.copies import Index
 from fzero.errors import CheckpointError
-
-from .lazy import LazyTensor
+from fzero.sharding.lazy import Index
+from torch_bridge.module.lazy import LazyTensor
 
 
 # The format's own names of dtypes, in the order in which the library's serializer puts tensors

@@ -9,16 +9,15 @@ import torch
 
 from fzero.errors import CheckpointError
 from fzero.plan import Plan
-from fzero.state import TrainState
-
-from ..convert import Converted
-from ..layout import Leaf
-from ..moments import holds_adam, moments_of
-from ..sequential import ConvertedSequential
-from ..statedict import leaf_tensor, saved_dtype, state_leaves
-from ..weights import to_torch
-from .content import Checkpoint, Optimizer
-from .lazy import LazyTensor
+from fzero.state.train_state import TrainState
+from torch_bridge.convert import Converted
+from torch_bridge.formats.content import Checkpoint, Optimizer
+from torch_bridge.module.lazy import LazyTensor
+from torch_bridge.module.names import Leaf
+from torch_bridge.module.weights import to_torch
+from torch_bridge.moments import holds_adam, moments_of
+from torch_bridge.sequential import ConvertedSequential
+from torch_bridge.statedict import leaf_tensor, saved_dtype, state_leaves
 
 
 def state_content(

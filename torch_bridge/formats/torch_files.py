@@ -21,9 +21,8 @@ from torch._subclasses import FakeTensorMode
 from torch.serialization import safe_globals, set_default_mmap_options, skip_data
 
 from fzero.errors import CheckpointError
-
-from .lazy import LazyTensor, in_memory
-from .safetensors_files import merge_shard, read_index
+from torch_bridge.formats.safetensors_files import merge_shard, read_index
+from torch_bridge.module.lazy import LazyTensor, in_memory
 
 
 # Bytes of a record that are held at once while its checksum is computed.

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from fzero.errors import CheckpointError
-
-from .adam import MOMENTS, groups_of, one_step, step_of
-from .content import Checkpoint, Optimizer, optimizer_fields
-from .deepspeed import (
+from torch_bridge.formats.adam import MOMENTS, groups_of, one_step, step_of
+from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
+from torch_bridge.formats.deepspeed import (
     STAND_INS,
     Files,
     absent_names,
@@ -28,8 +27,8 @@ from .deepspeed import (
     shape_of,
     shared_names,
 )
-from .lazy import LazyTensor, flat_piece, in_memory
-from .torch_files import is_dense, load_plain, write_plain
+from torch_bridge.formats.torch_files import is_dense, load_plain, write_plain
+from torch_bridge.module.lazy import LazyTensor, flat_piece, in_memory
 
 
 _FP32 = "fp32"

@@ -1,4 +1,4 @@
 """Lightning modules as models and optax transformations."""
 
-from .module import Lightning as Lightning
-from .module import from_lightning as from_lightning
+from torch_bridge.lightning.module import Lightning as Lightning
+from torch_bridge.lightning.module import from_lightning as from_lightning

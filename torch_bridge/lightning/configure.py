@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from fzero.errors import ConversionError
-
-from .hooks import own_method
-from .steps import with_trainer
+from torch_bridge.lightning.hooks import own_method
+from torch_bridge.lightning.steps import with_trainer
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,11 @@ import torch
 
 from fzero.model import Model
 from torch_bridge.convert import Converted, convert
+from torch_bridge.lightning.configure import configured
+from torch_bridge.lightning.hooks import check_hooks
+from torch_bridge.lightning.predict import predicting
+from torch_bridge.lightning.steps import as_steps
 from torch_bridge.optim import optimizer
-
-from .configure import configured
-from .hooks import check_hooks
-from .predict import predicting
-from .steps import as_steps
 
 
 @dataclass(frozen=True, eq=False)

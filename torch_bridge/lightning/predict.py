@@ -12,9 +12,8 @@ import torch
 from fzero.errors import ConversionError
 from fzero.model import Model, Sequential
 from torch_bridge.convert import Converted, convert
-
-from .hooks import own_method
-from .steps import as_prediction
+from torch_bridge.lightning.hooks import own_method
+from torch_bridge.lightning.steps import as_prediction
 
 
 def predicting(

@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from fzero.errors import ConversionError
-
-from .hooks import own_method
+from torch_bridge.lightning.hooks import own_method
 
 
 # Names that fzero's steps report themselves.

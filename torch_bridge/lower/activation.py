@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dtypes import accumulation_dtype, cast, jax_dtype
-from .features_last import elementwise
-from .registry import register_operator
+from torch_bridge.dtypes import accumulation_dtype, cast, jax_dtype
+from torch_bridge.lower.features_last import elementwise
+from torch_bridge.lower.registry import register_operator
 
 
 @register_operator("aten.relu.default")

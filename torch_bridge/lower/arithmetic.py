@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dtypes import (
+from torch_bridge.dtypes import (
     accumulation_dtype,
     canonical,
     cast,
@@ -21,8 +21,8 @@ from ..dtypes import (
     promote_float,
     result_dtype,
 )
-from .features_last import elementwise
-from .registry import register_operator
+from torch_bridge.lower.features_last import elementwise
+from torch_bridge.lower.registry import register_operator
 
 
 def _scaled(y: Any, alpha: Any) -> Any:

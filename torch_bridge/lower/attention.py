@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dtypes import cast, is_bool
-from ..masks import Pattern, SizeMask
-from .fused import fused_attention
-from .random import dropout_mask
-from .registry import register_operator
+from torch_bridge.dtypes import cast, is_bool
+from torch_bridge.lower.fused import fused_attention
+from torch_bridge.lower.masks import Pattern, SizeMask
+from torch_bridge.lower.random import dropout_mask
+from torch_bridge.lower.registry import register_operator
 
 
 def _draws(

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dtypes import is_bool, jax_dtype
-from .arithmetic import cast_torch
-from .registry import find_lowering, register_operator
+from torch_bridge.dtypes import is_bool, jax_dtype
+from torch_bridge.lower.arithmetic import cast_torch
+from torch_bridge.lower.registry import find_lowering, register_operator
 
 
 @register_operator("aten.to.dtype")

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dtypes import cast, promote
-from .features_last import Last, over, takes_last
-from .registry import register_operator
+from torch_bridge.dtypes import cast, promote
+from torch_bridge.lower.features_last import Last, over, takes_last
+from torch_bridge.lower.registry import register_operator
 
 
 _SPATIAL = "DHW"

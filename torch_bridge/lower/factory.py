@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dtypes import canonical, jax_dtype
-from .registry import register_operator
+from torch_bridge.dtypes import canonical, jax_dtype
+from torch_bridge.lower.registry import register_operator
 
 
 def _number_dtype(values: Sequence[Any], dtype: Any) -> np.dtype[Any]:

@@ -16,8 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from fzero import compat
-
-from ..masks import Pattern
+from torch_bridge.lower.masks import Pattern
 
 
 _HALF = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))

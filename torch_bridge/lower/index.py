@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dtypes import canonical, cast, is_bool
-from .registry import register_operator
-from .shape import slice_bounds
+from torch_bridge.dtypes import canonical, cast, is_bool
+from torch_bridge.lower.registry import register_operator
+from torch_bridge.lower.shape import slice_bounds
 
 
 @register_operator("aten.embedding.default")

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import jax.scipy.linalg as jsl
 
-from ..dtypes import canonical, cast, is_complex, jax_dtype
-from .reduce import vector_norm
-from .registry import register_operator
+from torch_bridge.dtypes import canonical, cast, is_complex, jax_dtype
+from torch_bridge.lower.reduce import vector_norm
+from torch_bridge.lower.registry import register_operator
 
 
 _LA = jnp.linalg

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dtypes import cast, is_complex, is_float, promote, result_dtype
-from .registry import register_operator
+from torch_bridge.dtypes import cast, is_complex, is_float, promote, result_dtype
+from torch_bridge.lower.registry import register_operator
 
 
 @register_operator("aten.linear.default")

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dtypes import promote
-from .registry import register_operator
+from torch_bridge.dtypes import promote
+from torch_bridge.lower.registry import register_operator
 
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction

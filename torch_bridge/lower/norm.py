@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dtypes import accumulation_dtype, cast
-from .features_last import Last, features, like, takes_last
-from .registry import register_operator
+from torch_bridge.dtypes import accumulation_dtype, cast
+from torch_bridge.lower.features_last import Last, features, like, takes_last
+from torch_bridge.lower.registry import register_operator
 
 
 def _affine(x: jax.Array, weight: Any, bias: Any, shape: Sequence[int] | None = None) -> jax.Array:

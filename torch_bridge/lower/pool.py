@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dtypes import accumulation_dtype, canonical, cast
-from .features_last import Last, features, like, over, takes_last
-from .registry import register_operator
+from torch_bridge.dtypes import accumulation_dtype, canonical, cast
+from torch_bridge.lower.features_last import Last, features, like, over, takes_last
+from torch_bridge.lower.registry import register_operator
 
 
 def _each(values: Any, dims: int) -> tuple[int, ...]:

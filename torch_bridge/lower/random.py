@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dtypes import canonical, is_float, jax_dtype
-from .features_last import Last, features, like, takes_last
-from .registry import register_operator
+from torch_bridge.dtypes import canonical, is_float, jax_dtype
+from torch_bridge.lower.features_last import Last, features, like, takes_last
+from torch_bridge.lower.registry import register_operator
 
 
 def _always(*_: Any, **__: Any) -> bool:

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dtypes import accumulation_dtype, canonical, cast, is_complex, is_float, jax_dtype
-from .arithmetic import absolute
-from .features_last import Last, takes_last
-from .registry import register_operator
+from torch_bridge.dtypes import accumulation_dtype, canonical, cast, is_complex, is_float, jax_dtype
+from torch_bridge.lower.arithmetic import absolute
+from torch_bridge.lower.features_last import Last, takes_last
+from torch_bridge.lower.registry import register_operator
 
 
 Dims = Any

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dtypes import cast, result_dtype
-from .features_last import Last, in_order, takes_last
-from .registry import register_operator
+from torch_bridge.dtypes import cast, result_dtype
+from torch_bridge.lower.features_last import Last, in_order, takes_last
+from torch_bridge.lower.registry import register_operator
 
 
 @register_operator(
@@ -33,7 +33,7 @@ def view(x: jax.Array, size: Sequence[int]) -> jax.Array:
 
 @register_operator("aten.view.dtype")
 def view_dtype(x: jax.Array, dtype: Any) -> jax.Array:
-    from ..dtypes import jax_dtype
+    from torch_bridge.dtypes import jax_dtype
 
     return jax.lax.bitcast_convert_type(x, jax_dtype(dtype))
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import jax.scipy.special as jsp
 import numpy as np
 
-from ..dtypes import cast, is_float, promote, promote_float
-from .reduce import vector_norm
-from .registry import register_operator
+from torch_bridge.dtypes import cast, is_float, promote, promote_float
+from torch_bridge.lower.reduce import vector_norm
+from torch_bridge.lower.registry import register_operator
 
 
 _name: str

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .registry import register_operator
+from torch_bridge.lower.registry import register_operator
 
 
 @register_operator("aten.sym_size.int")

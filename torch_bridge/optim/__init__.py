@@ -1,3 +1,3 @@
 """torch's optimizers and learning-rate schedules as optax transformations."""
 
-from .groups import optimizer as optimizer
+from torch_bridge.optim.groups import optimizer as optimizer

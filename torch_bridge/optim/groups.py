@@ -15,11 +15,10 @@ from fzero.optimizer.layers import is_layers
 from fzero.optimizer.per_layer import per_layer
 from fzero.tree import key_name, path_name
 from torch_bridge.convert import Converted
+from torch_bridge.optim.reach import reached
+from torch_bridge.optim.rules import find_rule, sees_matrices
+from torch_bridge.optim.schedules import follow
 from torch_bridge.sequential import ConvertedSequential
-
-from .reach import reached
-from .rules import find_rule, sees_matrices
-from .schedules import follow
 
 
 # The label of parameters that the optimizer leaves alone.

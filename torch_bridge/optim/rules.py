@@ -10,9 +10,8 @@ import optax
 import torch
 
 from fzero.errors import ConversionError
-
-from .rates import Rates
-from .scaling import (
+from torch_bridge.optim.rates import Rates
+from torch_bridge.optim.scaling import (
     scale_by_adagrad,
     scale_by_adam,
     scale_by_adamax,

@@ -19,8 +19,7 @@ import optax
 
 from fzero.errors import ConversionError
 from fzero.tree import path_name
-
-from .rates import Rates
+from torch_bridge.optim.rates import Rates
 
 
 # Below this length, RAdam's running variance is that of too few gradients to divide by.

@@ -19,8 +19,7 @@ import numpy as np
 from torch.optim import lr_scheduler
 
 from fzero.errors import ConversionError
-
-from .rates import Rates
+from torch_bridge.optim.rates import Rates
 
 
 # What torch's schedulers change: `OneCycleLR` and `CyclicLR` cycle momentum too.

@@ -21,8 +21,8 @@ import torch_bridge as tb
 from fzero.errors import CheckpointError
 from fzero.tree import named_leaves
 from torch_bridge.formats.content import Checkpoint
-from torch_bridge.formats.lazy import LazyTensor, in_memory
 from torch_bridge.formats.write import write
+from torch_bridge.module.lazy import LazyTensor, in_memory
 
 
 pytestmark = pytest.mark.quick

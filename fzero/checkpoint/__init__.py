@@ -1,0 +1,1 @@
+"""States on disk: written whole or not at all, read into any plan."""

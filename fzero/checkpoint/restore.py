@@ -1,0 +1,375 @@
+"""`restore`: a state out of a checkpoint, under any plan, whole or in part.
+
+Both layouts are worked out from shapes: how the leaves were kept (from the checkpoint's plan) and
+how they shall be. Every leaf is then read shard by shard, straight into its sharding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tensorstore
+
+from fzero.checkpoint.write import Checkpoint, array_path, checkpoint, read_meta, wait
+from fzero.compat import is_key
+from fzero.errors import CheckpointError
+from fzero.model import Model
+from fzero.plan import Plan
+from fzero.precision import LossScale, initial_loss_scale
+from fzero.sharding.blueprint import Blueprint, blueprint, bound_optimizer, initial_shapes
+from fzero.sharding.homes import cut_into_stages
+from fzero.sharding.lazy import Index, LazyArray
+from fzero.sharding.relayout import Kept, copy_leaf, relayout
+from fzero.sharding.split import (
+    Split,
+    layout_leaves,
+    map_splits,
+    owner_of,
+    split_opt_state,
+    split_params,
+    trained,
+)
+from fzero.state import compute_copy
+from fzero.state.train_state import (
+    Pending,
+    TrainState,
+    compute_of,
+    init,
+    key_of,
+    parked_field,
+    parked_leaf,
+    state_of,
+)
+from fzero.tree import PyTree, map_named, named_leaves
+
+
+# What may be taken out of a checkpoint.
+FIELDS = ("params", "opt_state", "buffers", "step", "rng", "loss_scale", "grads")
+# How a leaf was kept, and how it shall be.
+Want = tuple[Kept, Kept, Any]
+
+
+def restore(
+    path: str | os.PathLike[str],
+    model: Model,
+    tx: optax.GradientTransformation | None,
+    plan: Plan,
+    *,
+    number: int | None = None,
+    devices: Sequence[Any] | None = None,
+    fields: Collection[str] | None = None,
+    fresh: Collection[str] = (),
+    rng: int | jax.Array = 0,
+) -> TrainState:
+    """A state from a checkpoint, under any plan: other stage, devices, pipeline, tiers, precision.
+
+    Values are bit-identical. Everything in the checkpoint must fit the model and the optimizer,
+    leaf by leaf, in path, shape and dtype; what shall not is named in `fields` or `fresh`. A host
+    holds at most the shards of one leaf at a time. What 8-bit reductions of fzero 0.1 still owed
+    (`state.error`) is left out, with a `UserWarning`.
+
+    Args:
+        path: the directory given to `save`.
+        model: the model of the state.
+        tx: its optimizer; `None` restores a state that is only evaluated.
+        plan: the plan wanted.
+        number: which checkpoint; the newest by default.
+        devices: devices to use; all by default.
+        fields: which parts of the state are taken, of `FIELDS`; all by default. The others are new,
+            as `fz.init` makes them: `("params", "buffers")` starts another training, with any
+            optimizer, from these weights.
+        fresh: paths of parameters and buffers, or of subtrees of them (`"head"`), that stay new:
+            they may differ, or be on one side only. So do their moments.
+        rng: seed or key for whatever is new, as for `fz.init`.
+
+    Returns:
+        The state.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is not one of this model and optimizer;
+            lists leaves by path, what was expected and what is there.
+        PlanError: the plan does not fit the devices.
+
+    Example:
+        >>> import tempfile, jax, jax.numpy as jnp, optax, fzero as fz
+        >>> def model(classes):
+        ...     def init(rng):
+        ...         head = jax.random.normal(rng, (2, classes))
+        ...         return {"body": jnp.ones((8, 2)), "head": head}, {}
+        ...     return fz.Model(init, lambda p, b, batch, rng, train: (
+        ...         jnp.mean(batch["x"] @ p["body"] @ p["head"]), b, {}))
+        >>> plan = fz.Plan(data=1)
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     number = fz.save(path, fz.init(model(10), None, plan), plan)
+        ...     state = fz.restore(path, model(3), optax.adam(1e-3), plan,
+        ...                        fields=("params",), fresh=("head",))
+        >>> state.params["head"].shape, float(state.params["body"][0, 0])
+        ((2, 3), 1.0)
+    """
+    wait(path)
+    about = checkpoint(path, number)
+    blue = blueprint(model, tx, plan, devices)
+    stored = _Stored(about, blue, _checked_fields(fields), _roots(fresh))
+    stored.require_fit()
+    key = key_of(rng)
+    new: dict[str, PyTree] = {}
+    if not stored.has_all("params", "buffers"):
+        made = init(model, None, plan.replace(tiers={}), key, devices=devices)
+        new = {"params": made.params, "buffers": made.buffers}
+    params, buffers = (stored.field(name, new.get(name)) for name in ("params", "buffers"))
+    if stored.has_all("opt_state"):
+        state = _derived(blue, params, buffers, key)
+        opt_state = stored.field("opt_state")
+    else:
+        state = state_of(blue, params, buffers, key)
+        opt_state = stored.field("opt_state", state.opt_state)
+    return dataclasses.replace(state, opt_state=opt_state, **stored.rest(state))
+
+
+def _derived(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -> TrainState:
+    """A state at step 0 without an optimizer's state."""
+    shapes = blue.shapes()
+
+    def put(value: Any, to: Any) -> jax.Array:
+        if is_key(value):  # which `device_put` does not take to devices of other processes
+            moved: jax.Array = jax.jit(lambda x: x, out_shardings=to.sharding)(value)
+            return moved
+        return jax.device_put(value, to.sharding)
+
+    compute = compute_of(blue, params)
+    params = parked_field(blue, "params", params)
+    compute_copy.pair(params, compute)
+    return TrainState(
+        step=put(jnp.zeros((), jnp.int32), shapes["step"]),
+        params=params,
+        compute=compute,
+        opt_state=(),
+        buffers=buffers,
+        rng=put(key, shapes["rng"]),
+        loss_scale=jax.tree.map(put, initial_loss_scale(blue.plan), shapes["loss_scale"]),
+    )
+
+
+def _checked_fields(fields: Collection[str] | None) -> tuple[str, ...]:
+    if fields is None:
+        return FIELDS
+    unknown = sorted(set(fields) - set(FIELDS))
+    if isinstance(fields, str) or unknown:
+        raise CheckpointError(f"restore: fields={fields!r}: expected some of {FIELDS}")
+    return tuple(fields)
+
+
+def _roots(fresh: Collection[str]) -> tuple[str, ...]:
+    if isinstance(fresh, str):
+        raise CheckpointError(f"restore: fresh={fresh!r}: expected paths, such as ({fresh!r},)")
+    return tuple(path.strip("/") for path in fresh)
+
+
+class _Stored:
+    """The leaves of one checkpoint, as a blueprint keeps them.
+
+    Args:
+        about: the checkpoint.
+        blue: how leaves shall be kept.
+        fields: what is taken.
+        fresh: roots of what is not.
+    """
+
+    def __init__(
+        self, about: Checkpoint, blue: Blueprint, fields: tuple[str, ...], fresh: tuple[str, ...]
+    ) -> None:
+        self.about, self.blue, self.fields, self.fresh = about, blue, fields, fresh
+        self.meta = read_meta(about.path, about.number)
+        self.numbers = {path: number for number, path in enumerate(about.leaves)}
+        self.context = tensorstore.Context()
+        if fresh and about.plan.pipe > 1:
+            raise CheckpointError(
+                "restore: fresh= needs a checkpoint of a state without a pipeline, because where a"
+                " chain was cut depends on all of its layers: restore this one with its own model"
+                f" and pipe=1, save that, and use it (this one has pipe={about.plan.pipe})"
+            )
+        if any(path.startswith("error/") for path in about.leaves):
+            warnings.warn(
+                f"restore: checkpoint {about.number} in {about.path} has what 8-bit reductions"
+                " (reduce_dtype='int8' of fzero 0.1) had not sent yet: less than a step's"
+                " rounding. It is left out; everything else is restored",
+                stacklevel=3,
+            )
+        self.want = {path: want for path, want in self._wants().items() if self._takes(path)}
+
+    def _wants(self) -> dict[str, Want]:
+        """How each leaf of the model's and the optimizer's was kept, and shall be."""
+        blue, model, was, parts = self.blue, self.blue.model, self.about.plan, self.meta["data"]
+        shapes, _ = initial_shapes(model)
+        homes = cut_into_stages(model, was).homes if was.pipe > 1 else None
+        old = {"params": split_params(model, shapes, was, parts, homes), "opt_state": ()}
+        new = {"params": blue.params, "opt_state": blue.opt_state}
+        if blue.tx is not None:
+            make = bound_optimizer(blue.tx, model, homes).init
+            old["opt_state"] = split_opt_state(make, old["params"], was, parts)
+        kept = blue.shapes()
+        found: dict[str, Want] = {}
+
+        def want(name: str, sharded: tuple[bool, bool], a: Split, b: Split, to: Any) -> None:
+            found[f"{name}/{a.path}"] = Kept.of(a, sharded[0]), Kept.of(b, sharded[1]), to
+
+        for name, layout in old.items():
+            both = was.shards(name), blue.plan.shards(name)
+            for splits in zip(*map(layout_leaves, (layout, new[name])), jax.tree.leaves(kept[name]),
+                              strict=True):  # fmt: skip
+                want(name, both, *splits)
+        for path, to in named_leaves(kept["buffers"]):
+            link = path.split("/")[0]
+            before = None if homes is None else homes[link]
+            layers = Kept.at(blue.home_of(link), to.shape).logical
+            rows = len(before.rows) if before and before.rows else None
+            stored = to.shape if not to.shape else (rows or layers[0], *to.shape[1:])
+            found[f"buffers/{path}"] = (
+                Kept.at(before, stored), Kept.at(blue.home_of(link), to.shape), to
+            )  # fmt: skip
+        if "grads/total" in self.numbers:
+            layouts = trained(old["params"]), trained(blue.params)
+            for a, b in zip(*map(layout_leaves, layouts), strict=True):
+                sharding = blue.sharding(b.home, b.spec)
+                to = jax.ShapeDtypeStruct(b.stored_shape, jnp.float32, sharding=sharding)
+                want("grads/sums", (True, True), a, b, to)
+            for name, dtype in (("total", "float32"), ("count", "float32"), ("calls", "int32")):
+                to = blue.replicated(jax.ShapeDtypeStruct((), dtype))
+                found[f"grads/{name}"] = Kept.whole(()), Kept.whole(()), to
+        return found
+
+    def _takes(self, path: str) -> bool:
+        """Whether a leaf is taken out of the checkpoint."""
+        field, _, inner = path.partition("/")
+        if field not in self.fields or (field == "opt_state" and self.blue.tx is None):
+            return False
+        if field in ("params", "buffers"):
+            return not any(f"{inner}/".startswith(f"{root}/") for root in self.fresh)
+        return not any(f"/{root}/" in f"/{inner}/" for root in self.fresh)
+
+    def has_all(self, *names: str) -> bool:
+        """Whether no leaf of some fields stays new."""
+        paths = [f"{n}/{path}" for n in names for path, _ in named_leaves(self.blue.shapes()[n])]
+        return all(map(self._takes, paths))
+
+    def require_fit(self) -> None:
+        """Raises `CheckpointError` if a leaf that is taken does not fit model and optimizer."""
+        compared = ("params", "opt_state", "buffers", "grads")
+        have = {p for p in self.numbers if self._takes(p) and p.split("/")[0] in compared}
+        # Moments from before a parameter was frozen stay where they are.
+        frozen = {split.path for split in layout_leaves(self.blue.params) if split.frozen}
+        extra = {
+            path for path in have - set(self.want)
+            if path.startswith("params/") or owner_of(path, frozen) is None
+        }  # fmt: skip
+        problems = [f"{path}: in the checkpoint only" for path in sorted(extra)]
+        for path, (old, _, to) in self.want.items():
+            found = self.about.leaves.get(path)
+            if found is None:
+                problems.append(f"{path}: not in the checkpoint")
+            elif found != (old.stored, str(to.dtype)):
+                problems.append(
+                    f"{path}: expected {to.dtype}{list(old.stored)}, the checkpoint has"
+                    f" {found[1]}{list(found[0])}"
+                )
+        if problems:
+            shown = "\n  ".join(problems[:8])
+            more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise CheckpointError(
+                f"restore: checkpoint {self.about.number} in {self.about.path} is not one of this"
+                f" model and optimizer:\n  {shown}{more}\nRestore with the model and optimizer that"
+                " it was saved with; or take a part: fields=('params', 'buffers') leaves out the"
+                " optimizer's state, fresh=('path', ...) the leaves below these paths"
+            )
+
+    def field(self, name: str, new: PyTree = ()) -> PyTree:
+        """A field of the state; leaves that are not taken are those of `new`."""
+
+        def leaf(path: str, to: Any, *kept: Any) -> Any:
+            if not self._takes(f"{name}/{path}"):
+                return kept[0]
+            value = self._leaf(f"{name}/{path}")
+            # Parameters are cast and make the optimizer's state before they are parked.
+            return parked_leaf(self.blue, name, path, value) if name == "opt_state" else value
+
+        shapes = self.blue.shapes()[name]
+        return map_named(leaf, shapes, *([new] if jax.tree.leaves(new) else []))
+
+    def rest(self, state: TrainState) -> dict[str, Any]:
+        """The fields that are taken and have no layout; `state` is a new one."""
+        shapes = self.blue.shapes()
+        found: dict[str, Any] = {}
+        if "step" in self.fields:
+            found["step"] = copy_leaf(np.asarray(self.about.step), shapes["step"])
+        if "rng" in self.fields:
+            impl, data = self.meta["rng"]
+            key = jax.device_put(np.asarray(data, np.uint32), shapes["rng"].sharding)
+            found["rng"] = jax.random.wrap_key_data(key, impl=impl)
+        if "loss_scale" in self.fields and state.loss_scale is not None:
+            found["loss_scale"] = self._loss_scale(state.loss_scale)
+        if "grads" in self.fields and "grads/total" in self.numbers:
+            sums = map_splits(
+                lambda split: self._leaf(f"grads/sums/{split.path}"), trained(self.blue.params)
+            )
+            found["grads"] = Pending(
+                sums, *(self._leaf(f"grads/{name}") for name in ("total", "count", "calls"))
+            )
+        return found
+
+    def _loss_scale(self, new: LossScale) -> LossScale:
+        """The loss scale; of another precision only the skipped steps, which count in any."""
+        same = self.about.plan.precision == self.blue.plan.precision
+
+        def value(path: str, fresh: jax.Array) -> jax.Array:
+            full = f"loss_scale/{path}"
+            if full not in self.numbers or not (same or path == "skipped"):
+                return fresh
+            return self._read(full, Kept.whole(()), Kept.whole(()), fresh)
+
+        found: LossScale = map_named(value, new)
+        return found
+
+    def _leaf(self, path: str) -> jax.Array:
+        return self._read(path, *self.want[path])
+
+    def _read(self, path: str, old: Kept, new: Kept, to: Any) -> jax.Array:
+        shape, dtype = self.about.leaves[path]
+        if 0 in shape:
+            return copy_leaf(np.zeros(to.shape, to.dtype), to)
+        number = self.numbers[path]
+        try:
+            return relayout(_File(self.about, number, shape, dtype, self.context), old, new, to)
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"restore: {path} of checkpoint {self.about.number} in {self.about.path} cannot be"
+                f" read: {error}"
+            ) from error
+
+
+class _File(LazyArray):
+    """An array of a checkpoint, of which pieces are read."""
+
+    def __init__(
+        self, about: Checkpoint, number: int, shape: tuple[int, ...], dtype: str, context: Any
+    ) -> None:
+        self._array = tensorstore.open(
+            array_path(about.path, about.number, number), open=True, read=True, context=context
+        ).result()
+        if tuple(self._array.shape) != shape or self._array.dtype.name != dtype:
+            raise ValueError(
+                f"expected {dtype}{list(shape)}, the file has {self._array.dtype.name}"
+                f"{list(self._array.shape)}"
+            )
+        self.shape, self.dtype = shape, self._array.dtype.numpy_dtype
+
+    def read(self, index: Index) -> np.ndarray[Any, Any]:
+        """As for every `LazyArray`."""
+        return np.asarray(self._array[index].read().result())

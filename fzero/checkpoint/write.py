@@ -1,0 +1,354 @@
+"""Checkpoints: a state on disk, whole or not there at all.
+
+Orbax writes them: every process its own shards, in the background, into a directory that gets its
+name when it is complete. So a kill at any moment leaves the checkpoint before. What is written is
+each leaf as it is kept, and how that was: the plan and the mesh. `restore` brings every leaf from
+there to wherever another plan keeps it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from fzero.axes import DATA
+from fzero.compat import is_key
+from fzero.errors import CheckpointError
+from fzero.plan import Plan
+from fzero.state.train_state import TrainState, require_alive
+from fzero.storage import disk
+from fzero.storage.disk import DiskArray
+from fzero.storage.tiers import Pieces, settled
+from fzero.summary import Printed, summary
+from fzero.tree import leaf_bytes, named_leaves
+
+
+FORMAT = 1
+# What follows from other fields is not written.
+FIELDS = ("params", "opt_state", "buffers", "loss_scale", "grads")
+_OPEN: dict[str, ocp.CheckpointManager] = {}
+# Python 3.12.0 and 3.12.1 start no thread once the main one has ended: a writer could not finish.
+_EXIT_IS_ABRUPT = (3, 12) <= sys.version_info < (3, 12, 2)
+
+
+@dataclass(frozen=True, repr=False)
+class Checkpoint(Printed):
+    """What is known of a checkpoint without reading its arrays.
+
+    Args:
+        path: the directory given to `save`.
+        number: checkpoints of a directory are numbered.
+        step: optimizer steps taken.
+        plan: the plan of the state.
+        data_position: what `save` was given.
+        leaves: shape and dtype of every leaf by path, as it was kept.
+    """
+
+    path: Path
+    number: int
+    step: int
+    plan: Plan
+    data_position: Any
+    leaves: dict[str, tuple[tuple[int, ...], str]]
+
+    def _summary(self) -> str:
+        shapes = {p: jax.ShapeDtypeStruct(s, _dtype(d)) for p, (s, d) in self.leaves.items()}
+        title = f"Checkpoint {self.number} in {self.path}, step {self.step}, {self.plan!r}"
+        return summary(title, {"leaves": shapes}).replace(" on each device", "", 1)
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: TrainState,
+    plan: Plan,
+    *,
+    data_position: Any = None,
+    keep: int | None = None,
+    asynchronous: bool = True,
+) -> int:
+    """Writes a checkpoint. The state stays as it is and may be stepped at once.
+
+    Args:
+        path: a directory for checkpoints of one run; made if it is not there.
+        state: the state. Leaves that are parked, by the plan or by hand, are read where they are.
+        plan: its plan.
+        data_position: anything JSON-able that says where the data was, for `checkpoint`.
+        keep: how many of the newest checkpoints stay; all by default.
+        asynchronous: return when the state has been copied, and write in the background. The next
+            `save` or `restore` of the path, `wait`, and the end of the process wait for it.
+
+    Returns:
+        The checkpoint's number.
+
+    Raises:
+        CheckpointError: the directory cannot be written, or the data position is nothing that JSON
+            holds. Earlier checkpoints are untouched.
+        StateConsumedError: the state was given away.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, optax, fzero as fz
+        >>> model = fz.Model(lambda rng: ({"w": jnp.ones((8, 2))}, {}),
+        ...                  lambda p, b, batch, rng, train: (jnp.mean(batch["x"] @ p["w"]), b, {}))
+        >>> tx, plan = optax.adam(1e-3), fz.Plan(data=1)
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     number = fz.save(path, fz.init(model, tx, plan), plan, data_position={"row": 7})
+        ...     state = fz.restore(path, model, tx, plan.replace(zero=0))
+        ...     position = fz.checkpoint(path).data_position
+        >>> number, int(state.step), position
+        (0, 0, {'row': 7})
+
+    Source: orbax.checkpoint.CheckpointManager.
+    """
+    state = settled(state)
+    require_alive(state, "save")
+    if keep is not None and keep < 1:
+        raise CheckpointError(f"save: keep={keep}: expected at least 1, or None for all")
+    fields = {name: getattr(state, name) for name in FIELDS}
+    _require_json(data_position)
+    leaves = dict(named_leaves(fields))
+    _require_everywhere(leaves)
+    mesh = getattr(state.step.sharding, "mesh")  # noqa: B009 (states live on meshes)
+    meta = {
+        "format": FORMAT,
+        "step": int(state.step),
+        "plan": plan.to_json(),
+        "data": int(mesh.shape[DATA]),
+        "data_position": data_position,
+        "leaves": {p: [list(x.shape), str(x.dtype)] for p, x in leaves.items()},
+        "rng": [
+            str(jax.random.key_impl(state.rng)),
+            np.asarray(jax.random.key_data(state.rng)).tolist(),
+        ],
+    }
+    try:
+        arrays = {
+            _key(i): _readable(leaf, name)
+            for i, (name, leaf) in enumerate(leaves.items())
+            if leaf_bytes(leaf)
+        }
+        manager = _manager(path, keep)
+        number = _next_number(manager)
+        manager.save(
+            number,
+            args=ocp.args.Composite(
+                state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta)
+            ),
+        )
+        if not asynchronous or _EXIT_IS_ABRUPT:
+            wait(path)
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"save: expected to write a checkpoint to {os.fspath(path)}: {error}. Earlier"
+            " checkpoints are untouched"
+        ) from error
+    return number
+
+
+def wait(path: str | os.PathLike[str]) -> None:
+    """Waits until all checkpoints of a path are written.
+
+    Args:
+        path: the directory given to `save`.
+
+    Raises:
+        CheckpointError: one could not be written. Those before are untouched.
+
+    Example:
+        >>> import fzero as fz
+        >>> fz.wait("nothing/is/being/written/here")
+    """
+    manager = _OPEN.pop(_absolute(path), None)
+    if manager is None:
+        return
+    try:
+        manager.wait_until_finished()
+        manager.close()
+    except Exception as error:  # whatever the background writer met
+        raise CheckpointError(
+            f"save: writing a checkpoint to {os.fspath(path)} failed: {error}. Earlier checkpoints"
+            " are untouched"
+        ) from error
+
+
+def checkpoint(path: str | os.PathLike[str], number: int | None = None) -> Checkpoint:
+    """What a checkpoint holds, without its arrays.
+
+    This only reads: a checkpoint that is being written is not there yet, and nobody waits for it.
+
+    Args:
+        path: the directory given to `save`.
+        number: which one; the newest that is complete by default.
+
+    Returns:
+        Its step, plan, data position, and the shapes of its leaves.
+
+    Raises:
+        CheckpointError: there is none, or another version of fzero wrote it.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, fzero as fz
+        >>> model = fz.Model(lambda rng: ({"w": jnp.ones((8, 2))}, {}),
+        ...                  lambda p, b, batch, rng, train: (jnp.mean(batch["x"] @ p["w"]), b, {}))
+        >>> plan = fz.Plan(data=1)
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     number = fz.save(path, fz.init(model, None, plan), plan, asynchronous=False)
+        ...     print(fz.checkpoint(path).leaves)
+        {'params/w': ((8, 2), 'float32')}
+    """
+    folder = Path(_absolute(path))
+    found = (
+        sorted(int(x.name) for x in folder.iterdir() if x.name.isdigit()) if folder.is_dir() else []
+    )
+    if not found or number not in (None, *found):
+        raise CheckpointError(
+            f"restore: expected a checkpoint {'' if number is None else f'{number} '}in {folder},"
+            f" found {found or 'none'}"
+        )
+    number = found[-1] if number is None else number
+    meta = read_meta(folder, number)
+    return Checkpoint(
+        folder, number, meta["step"], _plan_of(meta), meta["data_position"],
+        {path: (tuple(shape), dtype) for path, (shape, dtype) in meta["leaves"].items()},
+    )  # fmt: skip
+
+
+def array_path(folder: Path, number: int, array: int) -> dict[str, Any]:
+    """Where an array of a checkpoint is, as `tensorstore.open` takes it.
+
+    Args:
+        folder: the directory of all checkpoints.
+        number: the checkpoint.
+        array: the leaf's place among all leaves that were saved.
+
+    Source: orbax writes arrays as zarr into one key-value store (OCDBT).
+    """
+    base = f"file://{folder / str(number) / 'state'}/"
+    kvstore = {"driver": "ocdbt", "base": base, "path": f"{_key(array)}/"}
+    return {"driver": "zarr", "kvstore": kvstore}
+
+
+def _require_everywhere(leaves: dict[str, Any]) -> None:
+    """Orbax writes what all processes have a part in, and refuses the rest in its own words."""
+    if jax.process_count() == 1:
+        return
+    for path, leaf in leaves.items():
+        devices: Any = leaf.sharding.device_set if isinstance(leaf, jax.Array) else ()
+        owners = {device.process_index for device in devices}
+        if len(owners) == 1:
+            raise CheckpointError(
+                f"save: {path} lives on devices of process {owners.pop()} alone, as leaves of a"
+                " pipeline's stage do; orbax writes arrays that all processes have a part in."
+                " Expected pipe=1, pipe_backend='spmd', or ranks that are each in several processes"
+            )
+
+
+def _readable(leaf: Any, name: str) -> Any:
+    """A leaf as something that can be written, wherever it is; without the device."""
+    if isinstance(leaf, DiskArray):
+        return disk.read([leaf], "pinned_host")[0]
+    if isinstance(leaf, Pieces):
+        parts = [_readable(part, name) for part in leaf.pieces]
+        if not all(part.is_fully_addressable for part in parts):
+            raise CheckpointError(
+                f"save: {name} is parked in {len(parts)} pieces on several processes, which cannot"
+                " be written: bring it back first with state = fz.reload(state,"
+                f" [{name.split('/')[0]!r}])"
+            )
+        return np.concatenate([np.asarray(part) for part in parts], leaf.dim)
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def _next_number(manager: ocp.CheckpointManager) -> int:
+    """The number of a new checkpoint: that of the first process, which writes the directory."""
+    newest = manager.latest_step()
+    number = 0 if newest is None else newest + 1
+    if jax.process_count() > 1:
+        number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+    return number
+
+
+def _dtype(name: str) -> Any:
+    """A dtype by its name; a random key's as that of the data that stands for it."""
+    return np.dtype("uint32" if name.startswith("key<") else name)
+
+
+def _key(number: int) -> str:
+    return f"{number:06}"
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    return str(Path(path).absolute())
+
+
+def _manager(path: str | os.PathLike[str], keep: int | None) -> ocp.CheckpointManager:
+    """A writer for a path; the one before has finished."""
+    wait(path)
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+    handlers = {
+        "state": ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False),  # see `array_path`
+        "meta": ocp.JsonCheckpointHandler(),
+    }
+    _OPEN[_absolute(path)] = ocp.CheckpointManager(
+        _absolute(path), options=options, item_handlers=handlers
+    )
+    return _OPEN[_absolute(path)]
+
+
+def read_meta(folder: Path, number: int) -> Mapping[str, Any]:
+    """What was written beside the arrays of a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read, or another version of fzero wrote it.
+    """
+    try:
+        meta = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(folder / str(number) / "meta")
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"restore: checkpoint {number} in {folder} cannot be read: {error}"
+        ) from error
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise CheckpointError(
+            f"restore: checkpoint {number} in {folder}: expected format {FORMAT} of fzero, got"
+            f" {meta.get('format') if isinstance(meta, dict) else type(meta).__name__}"
+        )
+    return meta
+
+
+def _plan_of(meta: Mapping[str, Any]) -> Plan:
+    """The plan of a checkpoint, in today's words: no layout followed from what is left out."""
+    values = dict(meta["plan"])
+    if values.get("reduce_dtype") == "int8":  # fzero 0.1
+        values["reduce_dtype"] = None
+    return Plan.from_json(values)
+
+
+def _require_json(data_position: Any) -> None:
+    try:
+        json.dumps(data_position)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"save: data_position: expected something that JSON holds, got {data_position!r}:"
+            f" {error}. Nothing was written"
+        ) from error
+
+
+def _finish() -> None:
+    for path in list(_OPEN):
+        wait(path)
+
+
+# At exit the interpreter first ends all thread pools, and only then calls what `atexit` knows: too
+# late for a writer that still needs a pool. What is registered here is called before the pools end.
+getattr(threading, "_register_atexit", atexit.register)(_finish)

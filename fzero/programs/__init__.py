@@ -1,0 +1,1 @@
+"""Programs as data: taken apart, divided by where their leaves live, run anew."""

@@ -1,0 +1,400 @@
+"""Runs one pure function on arrays that live on different devices.
+
+A compiled program has one set of devices. The leaves of a pipeline's state have several: each
+lives with the stage that uses it. Here a function of all of them (an optimizer's update, say) is
+traced once, and its steps are divided: each runs where its operands are. What is computed from
+small replicated values alone runs wherever it is needed. Only small values, such as the sums behind
+a global norm, move between places; an operation that would need large arrays of two places is
+refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fzero.compat import is_key
+from fzero.errors import StateError
+from fzero.processes import from_host, jit_on, spread
+from fzero.programs.jaxprs import Program, Step, Var
+from fzero.tree import PyTree
+
+
+# Values of up to so many elements may move between places.
+SMALL = 4096
+
+Devices = tuple[Any, ...]
+
+
+class Place(NamedTuple):
+    """Where an operation runs.
+
+    Attributes:
+        devices: the devices, in mesh order.
+        group: what is computed together there. Programs of the same groups are the same, wherever
+            they are placed, and so are their results, to the bit.
+    """
+
+    devices: Devices
+    group: str
+
+
+def devices_of(sharding: NamedSharding) -> Devices:
+    """The devices of a sharding, in mesh order."""
+    return tuple(sharding.mesh.devices.flat)
+
+
+@dataclass
+class Part:
+    """What one place computes at once.
+
+    Args:
+        mesh: the place.
+        steps: the operations, in order.
+        reads: values from outside.
+        gives: values needed elsewhere, later or by the caller.
+    """
+
+    mesh: Mesh
+    steps: list[Step] = field(default_factory=list)
+    reads: list[Var] = field(default_factory=list)
+    gives: list[Var] = field(default_factory=list)
+    program: Any = None
+
+
+@dataclass(frozen=True)
+class _Where:
+    place: Place | None  # None: from small replicated values alone, so anywhere
+    turn: int
+
+
+class PlacedFunction:
+    """A pure function whose arguments and results live on different devices.
+
+    Args:
+        function: what to run.
+        args: its arguments as `jax.ShapeDtypeStruct`s with `NamedSharding`s.
+        groups: for each argument leaf, what it is computed together with; all of a place's, if not
+            given.
+        out_groups: takes the outputs' shapes and says for each what it is computed together with,
+            where it follows from no large argument.
+        out_shardings: takes the outputs' shapes and gives a `NamedSharding` for each.
+        everywhere: mesh of all devices.
+        donate: indices of arguments whose memory may be reused.
+        what: what the function is, for messages.
+        compiler_options: of every program.
+
+    Raises:
+        StateError: an operation needs large arrays of two places.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., PyTree],
+        args: Sequence[PyTree],
+        out_shardings: Callable[[PyTree], PyTree],
+        everywhere: Mesh,
+        donate: Sequence[int] = (),
+        groups: PyTree = None,
+        what: str = "function",
+        out_groups: Callable[[PyTree], Sequence[str]] | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.compiler_options = dict(compiler_options or {}) or None
+        self.everywhere = everywhere
+        self.what = what
+        leaves, self.in_tree = jax.tree.flatten(tuple(args))
+        plain = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        closed, out = jax.make_jaxpr(
+            lambda *flat: function(*jax.tree.unflatten(self.in_tree, flat)), return_shape=True
+        )(*plain)
+        self.out, self.out_tree = out, jax.tree.structure(out)
+        wanted = jax.tree.leaves(out_shardings(out))
+        self.program = Program(closed.jaxpr, closed.consts)
+        self.meshes: dict[Devices, Any] = {tuple(everywhere.devices.flat): everywhere}
+        self.shardings: dict[Var, NamedSharding] = {}
+        self.where: dict[Var, _Where] = {}
+        labels = [""] * len(leaves) if groups is None else jax.tree.leaves(groups)
+        self._place_inputs(leaves, labels)
+        self._place_steps()
+        donated = [i in donate for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+        self.donated = {v for v, d in zip(self.program.inputs, donated, strict=True) if d}
+        self._divide(wanted, [""] * len(wanted) if out_groups is None else out_groups(out))
+
+    def _place_inputs(self, leaves: Sequence[Any], groups: Sequence[str]) -> None:
+        whole = tuple(self.everywhere.devices.flat)
+        for var, leaf, group in zip(self.program.inputs, leaves, groups, strict=True):
+            sharding = leaf.sharding
+            devices = devices_of(sharding)
+            self.meshes.setdefault(devices, sharding.mesh)
+            self.shardings[var] = sharding
+            anywhere = devices == whole and sharding.is_fully_replicated and _small(var)
+            anywhere = anywhere and not group
+            self.where[var] = _Where(None if anywhere else Place(devices, group), 0)
+        for var in self.program.consts:
+            self.where[var] = _Where(None, 0)
+
+    def _place_steps(self) -> None:
+        for step in self.program.steps:
+            at = [self.where[x] for x in step.reads()]
+            place = self._place_of(step)
+            turn = max((w.turn + (w.place not in (place, None)) for w in at), default=0)
+            for var in step.results:
+                self.where[var] = _Where(place, turn)
+        self._sink()
+
+    def _sink(self) -> None:
+        """Lets steps wait until their results are read, where nobody else waits for them.
+
+        A moment's decay, say, could be computed before the gradients' norm is known, but would then
+        have to be kept: as much memory as the moment, and not the rounding of one program.
+        """
+        readers: dict[Var, list[_Where]] = {}
+        for step in reversed(self.program.steps):
+            if not step.results:
+                continue
+            where = self.where[step.results[0]]
+            later = [at for var in step.results for at in readers.get(var, [])]
+            if later and where.place is not None and {at.place for at in later} == {where.place}:
+                where = _Where(where.place, min(at.turn for at in later))
+                self.where.update(dict.fromkeys(step.results, where))
+            for var in step.reads():
+                readers.setdefault(var, []).append(where)
+
+    def _place_of(self, step: Step) -> Place | None:
+        """Where the largest operand is; nowhere in particular if small ones come from several."""
+        places = {x: self.where[x].place for x in step.reads() if self.where[x].place is not None}
+        bound = self._bound(step)
+        if bound is not None:
+            places = {x: p for x, p in places.items() if p is not None and p.devices == bound}
+        if len({place for x, place in places.items() if not _small(x)}) > 1:
+            raise StateError(self._explain(step))
+        most = max((_size(x) for x in places), default=0)
+        largest = {place for x, place in places.items() if _size(x) == most}
+        if len(largest) == 1:
+            return largest.pop()
+        return None if bound is None else Place(bound, "")
+
+    def _bound(self, step: Step) -> Devices | None:
+        """The devices of an operation that names them."""
+        params = {} if step.equation is None else step.equation.params
+        mesh = params.get("mesh", getattr(params.get("sharding"), "mesh", None))
+        if not isinstance(mesh, Mesh):  # an abstract mesh names axes, but no devices
+            return None
+        devices = tuple(mesh.devices.flat)
+        self.meshes.setdefault(devices, mesh)
+        return devices
+
+    def _explain(self, step: Step) -> str:
+        shapes = [x.aval.str_short() for x in step.reads() if not _small(x)]
+        source = getattr(step.equation, "source_info", None)
+        frame = f" ({source.name_stack})" if source is not None and str(source.name_stack) else ""
+        return (
+            f"{self.what}: its operation {step.equation.primitive.name}{frame} needs large arrays"
+            f" of several pipeline stages at once: {', '.join(shapes)}. Leaf-wise operations can be"
+            f" divided, and up to {SMALL} elements (norms, counts) can cross stages, but not whole"
+            " leaves: use an optimizer that does not join them (no optax.flatten), or plan with"
+            " pipe=1"
+        )
+
+    def _divide(self, wanted: Sequence[NamedSharding], groups: Sequence[str]) -> None:
+        """Makes one program per place and turn."""
+        parts: dict[tuple[Place, int], Part] = {}
+        maker = {var: step for step in self.program.steps for var in step.results}
+        order = {id(step): i for i, step in enumerate(self.program.steps)}
+
+        def part(place: Place, turn: int) -> Part:
+            return parts.setdefault((place, turn), Part(self.meshes[place.devices]))
+
+        def give(var: Var, by: Part, key: tuple[Place, int]) -> None:
+            """Adds a value, and everything it takes, to a part."""
+            if var not in by.gives:
+                by.gives.append(var)
+            pending, seen = [var], {x for step in by.steps for x in step.results} | set(by.reads)
+            while pending:
+                x = pending.pop()
+                if x in seen or x in self.program.consts:
+                    continue
+                seen.add(x)
+                at, step = self.where[x], maker.get(x)
+                here = step is not None and (at.place is None or (at.place, at.turn) == key)
+                if here:
+                    assert step is not None
+                    seen.update(step.results)
+                    by.steps.append(step)
+                    pending.extend(step.reads())
+                    continue
+                by.reads.append(x)
+                if step is not None:
+                    assert at.place is not None
+                    give(x, part(at.place, at.turn), (at.place, at.turn))
+
+        self.outputs = list(zip(self.program.outputs, wanted, strict=True))
+        for (var, sharding), group in zip(self.outputs, groups, strict=True):
+            if not isinstance(var, Var) or var not in maker:
+                continue
+            place, turn = self.where[var].place, self.where[var].turn
+            if place is None:
+                place = Place(devices_of(sharding), group)
+                self.meshes.setdefault(place.devices, sharding.mesh)
+            if place.devices == devices_of(sharding):
+                self.shardings.setdefault(var, sharding)
+            give(var, part(place, turn), (place, turn))
+        self.parts = [parts[key] for key in sorted(parts, key=lambda k: k[1])]
+        for one in self.parts:
+            one.steps.sort(key=lambda step: order[id(step)])
+        self._compile()
+
+    def _compile(self) -> None:
+        last: dict[Var, int] = {}
+        for index, part in enumerate(self.parts):
+            last.update(dict.fromkeys(part.reads, index))
+        kept = {var for var, _ in self.outputs if isinstance(var, Var)}
+        for index, part in enumerate(self.parts):
+            whole = tuple(part.mesh.devices.flat)
+            replicated = NamedSharding(part.mesh, PartitionSpec())
+            out = [
+                self.shardings[var] if var in self.shardings
+                and devices_of(self.shardings[var]) == whole
+                else (replicated if _small(var) else None)
+                for var in part.gives
+            ]  # fmt: skip
+            # Memory can be reused for results of the same shape only.
+            room = Counter(
+                _local(var, sharding)
+                for var, sharding in zip(part.gives, out, strict=True)
+                if sharding is not None
+            )
+            donate = []
+            for i, var in enumerate(part.reads):
+                if var not in self.donated or last[var] != index or var in kept:
+                    continue
+                # A number is not worth it, and whoever fails before anything else is given away has
+                # taken nothing.
+                if not var.aval.shape or devices_of(self.shardings[var]) != whole:
+                    continue
+                shape = _local(var, self.shardings[var])
+                if room[shape]:
+                    room[shape] -= 1
+                    donate.append(i)
+            part.program = jit_on(
+                part.mesh, self._runner(part), out, donate_argnums=donate,
+                compiler_options=self.compiler_options,
+            )  # fmt: skip
+
+    def _runner(self, part: Part) -> Callable[..., list[Any]]:
+        def run(*values: Any) -> list[Any]:
+            env: dict[Any, Any] = dict(self.program.consts)
+            env.update(zip(part.reads, values, strict=True))
+            for step in part.steps:
+                operands = [env[x] if isinstance(x, Var) else x for x in step.operands]
+                env.update(zip(step.results, step.run(operands), strict=True))
+            return [env[var] for var in part.gives]
+
+        return run
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        """Runs the function."""
+        leaves, tree = jax.tree.flatten(args)
+        if str(tree) != str(self.in_tree):
+            raise StateError(f"{self.what}: expected {self.in_tree}, got {tree}")
+        env: dict[Var, Any] = dict(self.program.consts)
+        env.update(zip(self.program.inputs, leaves, strict=True))
+        for part in self.parts:
+            values = [self._bring(env[var], part.mesh) for var in part.reads]
+            env.update(zip(part.gives, part.program(*values), strict=True))
+        return self._results(env)
+
+    def lowered(self) -> list[tuple[Mesh, Any]]:
+        """Its programs, each with its place, lowered for the shapes that it was made for."""
+
+        def shape(var: Var, mesh: Mesh) -> jax.ShapeDtypeStruct:
+            to = self.shardings.get(var)
+            if to is None or devices_of(to) != tuple(mesh.devices.flat):
+                to = NamedSharding(mesh, PartitionSpec())
+            return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=to)
+
+        return [
+            (part.mesh, part.program.lower(*(shape(var, part.mesh) for var in part.reads)))
+            for part in self.parts
+        ]
+
+    def _results(self, env: dict[Var, Any]) -> PyTree:
+        out: list[jax.Array] = []
+        given = set(self.program.consts)
+        for var, sharding in self.outputs:
+            if not isinstance(var, Var):
+                out.append(self._bring(var, sharding.mesh))
+                continue
+            value = self._bring(env[var], sharding.mesh)
+            # Each result is an array of its own: it may be given away.
+            out.append(jnp.array(value, copy=True) if var in given else value)
+            given.add(var)
+        return jax.tree.unflatten(self.out_tree, out)
+
+    def _bring(self, value: Any, mesh: Any) -> jax.Array:
+        to = NamedSharding(mesh, PartitionSpec())
+        if not isinstance(value, jax.Array) or not isinstance(value.sharding, NamedSharding):
+            return from_host(value, to)  # a constant of the function
+        return value if value.sharding.device_set == to.device_set else spread(value, mesh)
+
+
+def placed_with_key(
+    function: Callable[..., PyTree],
+    args: Sequence[Any],
+    out_shardings: Callable[[PyTree], PyTree],
+    everywhere: Mesh,
+) -> Callable[..., PyTree]:
+    """`PlacedFunction` for a function that takes random keys and gives one back.
+
+    Keys travel as their bits: pieces of a key array cannot be put together again.
+    """
+
+    def bits(leaf: Any) -> Any:
+        return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+    # Keys are all of one kind here: those of the state.
+    impl = next((jax.random.key_impl(x) for x in jax.tree.leaves(args) if is_key(x)), None)
+
+    def keys(plain: PyTree, like: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda x, to: jax.random.wrap_key_data(x, impl=impl) if is_key(to) else x, plain, like
+        )
+
+    def with_bits(*plain: Any) -> PyTree:
+        return jax.tree.map(bits, function(*keys(plain, like)))
+
+    made: list[PlacedFunction] = []
+    like, out = jax.eval_shape(lambda *args: (args, function(*args)), *args)
+
+    def run(*args: Any) -> PyTree:
+        whole = NamedSharding(everywhere, PartitionSpec())
+        plain = jax.tree.map(lambda x: from_host(bits(x), whole) if is_key(x) else x, args)
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), plain
+        )
+        if not made:
+            made.append(PlacedFunction(with_bits, shapes, out_shardings, everywhere, what="init"))
+        return keys(made[0](*plain), out)
+
+    return run
+
+
+def _local(var: Var, sharding: NamedSharding) -> tuple[tuple[int, ...], Any]:
+    """What a device holds of a value."""
+    return sharding.shard_shape(var.aval.shape), var.aval.dtype
+
+
+def _size(var: Var) -> int:
+    return int(np.prod(var.aval.shape, dtype=np.int64))
+
+
+def _small(var: Var) -> bool:
+    return _size(var) <= SMALL

@@ -1,0 +1,1 @@
+"""What a plan or a state is made of, for people: description, placement, layout."""

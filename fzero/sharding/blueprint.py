@@ -1,0 +1,384 @@
+"""Where every leaf of a state lives under a plan: computed from shapes, nothing allocated."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fzero.axes import DATA, PIPE, REPLICA
+from fzero.compat import abstract_mesh, ranks_mesh
+from fzero.errors import PlanError, StateError
+from fzero.model import Model, Stack
+from fzero.optimizer.bound import Optimizer
+from fzero.optimizer.law import require_layers_apart
+from fzero.optimizer.layers import Rows, Scope
+from fzero.plan import Plan
+from fzero.precision import compute_dtype, initial_loss_scale
+from fzero.processes import require_transfers
+from fzero.sharding.buffers import check_buffers
+from fzero.sharding.chunks import Chunks, plan_chunks
+from fzero.sharding.group import Group
+from fzero.sharding.homes import Stages, cut_into_stages
+from fzero.sharding.initial import initial_shapes as initial_shapes
+from fzero.sharding.initial import memo, tracing_context
+from fzero.sharding.split import (
+    Home,
+    Split,
+    kept_shape,
+    layout_leaves,
+    map_splits,
+    split_opt_state,
+    split_params,
+    stored_shapes,
+    trained,
+    update_dtype,
+)
+from fzero.tree import PyTree, is_floating, named_leaves
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """A plan carried out for one model on one mesh.
+
+    Args:
+        model: the model.
+        tx: the optimizer, or `None` for a state that is never trained.
+        plan: the plan.
+        mesh: the devices.
+        params: a `Split` for every parameter.
+        buffers: shapes of the buffers as kept (whole on every device, or every device of the ranks
+            that use them).
+        stages: how the model is cut, in a pipeline.
+    """
+
+    model: Model
+    tx: optax.GradientTransformation | None
+    plan: Plan
+    mesh: Mesh
+    params: PyTree
+    buffers: PyTree
+    stages: Stages | None = None
+
+    @property
+    def one_mesh(self) -> bool:
+        """Whether all leaves are on one mesh, so that one program can run a step."""
+        return self.stages is None or self.plan.pipe_backend == "spmd"
+
+    def mesh_of(self, home: Home | None) -> Mesh:
+        """The devices of some ranks of a pipeline; those of one rank have axes as without one."""
+        if home is None or self.stages is None or len(home.ranks) == self.plan.pipe:
+            return self.mesh
+        if home.ranks not in self._meshes:
+            self._meshes[home.ranks] = ranks_mesh(self.mesh, home.ranks)
+        return self._meshes[home.ranks]
+
+    @cached_property
+    def programs(self) -> dict[Any, Any]:
+        """Compiled functions of states of this layout, by what they do."""
+        return {}
+
+    @cached_property
+    def _meshes(self) -> dict[tuple[int, ...], Mesh]:
+        return {}
+
+    def home_of(self, link: str) -> Home | None:
+        """The ranks of a pipeline that hold a link's leaves."""
+        return None if self.stages is None else self.stages.homes[link]
+
+    def rank_mesh(self, rank: int) -> Mesh:
+        """The devices of one rank of a pipeline, axes `(replica, data)`."""
+        return self.mesh_of(Home((rank,)))
+
+    def sharding(self, home: Home | None, spec: PartitionSpec) -> NamedSharding:
+        """The sharding of a leaf at a home, with a spec over the data axis."""
+        if home is not None and home.rows:
+            spec = PartitionSpec(PIPE, *spec[1:])
+        return NamedSharding(self.mesh_of(home), spec)
+
+    @property
+    def num_data(self) -> int:
+        """Devices on the data axis."""
+        return dict(self.mesh.shape)[DATA]
+
+    @cached_property
+    def group(self) -> Group:
+        """The devices that collectives run over."""
+        sizes = dict(self.mesh.shape)
+        devices = list(self.mesh.devices.flat)
+        several = len({device.process_index for device in devices}) > 1
+        cpu = devices[0].platform == "cpu"
+        secondary = secondary_size(self.plan, sizes[DATA], devices)
+        return Group(sizes[DATA], sizes[REPLICA], several and cpu, cpu, secondary)
+
+    @property
+    def prefetch(self) -> bool:
+        """Whether stacks gather one layer ahead: as the plan says, or where it can hide."""
+        if self.group.data * self.group.replica == 1:
+            return False
+        wanted = self.plan.prefetch
+        return self.mesh.devices.flat[0].platform != "cpu" if wanted is None else wanted
+
+    @cached_property
+    def opt_state(self) -> PyTree:
+        """A `Split` for every leaf of the optimizer state; the empty tuple without an optimizer."""
+        if self.tx is None:
+            return ()
+        return split_opt_state(self.optimizer.init, self.params, self.plan, self.num_data)
+
+    @cached_property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, told which leaves are stacks."""
+        assert self.tx is not None
+        homes = None if self.stages is None else self.stages.homes
+        return bound_optimizer(self.tx, self.model, homes, self._spread)
+
+    def require_optimizer(self, operation: str) -> None:
+        """Raises `PlanError` if a step cannot use the optimizer, or it would mix layers."""
+        if self.tx is None:
+            return
+        shapes = map_splits(
+            lambda s: jax.ShapeDtypeStruct(s.shape, update_dtype(s.dtype)), trained(self.params)
+        )
+        self.optimizer.require_usable(shapes)
+        require_layers_apart(self.tx, shapes, self.optimizer.scope.stacks, operation)
+
+    def _spread(self, stack: str, value: jax.Array) -> jax.Array:
+        """Divides a stack's layers over the devices of the data axis, unevenly if need be."""
+        home = None if self.stages is None else self.stages.homes[stack]
+        if self.num_data == 1:
+            return value
+        spec = PartitionSpec((PIPE, DATA) if home is not None and home.rows else DATA)
+        return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh_of(home), spec))
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """What the plan parks between steps, and how it visits the device."""
+        return plan_chunks(self.plan, self.params, self.opt_state, self.shapes())
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The fields of a state that passes over the model read parameters from."""
+        if not self.plan.keeps_compute_copy:
+            return ("params",)
+        frozen = any(split.frozen for split in layout_leaves(self.params))
+        return ("compute", "params") if frozen else ("compute",)
+
+    def parks(self, field: str) -> bool:
+        """Whether the plan parks leaves of a field of the state."""
+        return any(name == field for name, _ in self.chunks.parked)
+
+    def label(self, path: str, home: Home | None) -> str:
+        """What a parameter is updated together with."""
+        return (home.group if home else "") + self.chunks.labels[path]
+
+    def replicated(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        """The leaf's shape, whole on every device."""
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, PartitionSpec())
+        )
+
+    def shapes(self) -> dict[str, Any]:
+        """Shapes, dtypes and shardings of every field of the state, as if all on the device."""
+        return dict(self._shapes)
+
+    @cached_property
+    def _shapes(self) -> dict[str, Any]:
+        plan, sharding = self.plan, self.sharding
+        compute = None
+        if plan.keeps_compute_copy:
+            compute = stored_shapes(
+                trained(self.params),
+                sharding,
+                plan.shards("compute"),
+                lambda dtype: compute_dtype(plan, dtype),
+            )
+        scale = jax.eval_shape(lambda: initial_loss_scale(plan))
+        return {
+            "step": self.replicated(jax.ShapeDtypeStruct((), jnp.int32)),
+            "params": stored_shapes(self.params, sharding, plan.shards("params")),
+            "compute": compute,
+            "opt_state": stored_shapes(self.opt_state, sharding, plan.shards("opt_state")),
+            "buffers": self._buffers(),
+            "rng": self.replicated(jax.eval_shape(lambda: jax.random.key(0))),
+            "loss_scale": jax.tree.map(self.replicated, scale),
+        }
+
+    def _buffers(self) -> PyTree:
+        if self.stages is None:
+            return jax.tree.map(self.replicated, self.buffers)
+        homes, whole = self.stages.homes, PartitionSpec()
+        return {
+            name: jax.tree.map(
+                lambda x, home=homes[name]: jax.ShapeDtypeStruct(
+                    x.shape, x.dtype, sharding=self.sharding(home, whole)
+                ),
+                tree,
+            )
+            for name, tree in self.buffers.items()
+        }
+
+    def groups(self) -> dict[str, PyTree]:
+        """For every leaf of a state, what it is updated together with."""
+        known = dict(self.chunks.labels)
+
+        def of_param(split: Split) -> str:
+            return self.label(split.path, split.home)
+
+        def of_state(split: Split) -> str:
+            return (split.home.group if split.home else "") + known.get(split.owner or "", "")
+
+        params = map_splits(of_param, self.params)
+        buffers = jax.tree.map(lambda _: "", self.buffers)
+        if self.stages is not None:
+            homes = self.stages.homes
+            buffers = {
+                name: jax.tree.map(lambda _, name=name: homes[name].group, tree)
+                for name, tree in buffers.items()
+            }
+        return {
+            "params": params,
+            "compute": trained(self.params, params) if self.plan.keeps_compute_copy else None,
+            "opt_state": map_splits(of_state, self.opt_state),
+            "buffers": buffers,
+        }
+
+    def constrain(self, split: Any, leaf: jax.Array, sharded: bool = True) -> jax.Array:
+        """Asks the compiler to keep a logical leaf split (unevenly where it would be padded)."""
+        spec = split.spec if sharded else PartitionSpec()
+        return jax.lax.with_sharding_constraint(leaf, self.sharding(split.home, spec))
+
+
+def bound_optimizer(
+    tx: optax.GradientTransformation,
+    model: Model,
+    homes: Mapping[str, Home] | None,
+    spread: Callable[[str, jax.Array], jax.Array] = lambda stack, value: value,
+) -> Optimizer:
+    """An optimizer, told which leaves of a model are stacks and where their layers lie.
+
+    Args:
+        tx: the optimizer.
+        model: the model.
+        homes: in a pipeline, the home of each link's leaves.
+        spread: see `fzero.optimizer.layers.Scope`.
+    """
+
+    def rows(stack: Stack) -> Rows:
+        home = None if homes is None else homes[stack.name]
+        if home is None or not home.rows:
+            return Rows(stack.num, tuple(range(stack.num)))
+        return Rows(len(home.rows), tuple(home.order.tolist()))
+
+    stacks = {layer.name: rows(layer) for layer in model.layers if isinstance(layer, Stack)}
+    return Optimizer(tx, Scope(stacks, spread))
+
+
+def secondary_size(plan: Plan, data: int, devices: Sequence[Any] | None) -> int:
+    """Devices of a secondary group; 0 where the plan has none, or it would be all of them.
+
+    Args:
+        plan: the plan.
+        data: devices on the data axis.
+        devices: all devices in the order of the mesh; only `secondary="host"` asks them.
+
+    Raises:
+        PlanError: hosts do not divide the data axis into equal neighbours.
+    """
+    wanted = plan.secondary
+    if wanted == "host":
+        hosts = [device.process_index for device in devices or jax.devices()]
+        runs = [len(list(run)) for _, run in itertools.groupby(hosts[:data])]
+        wanted, again = runs[0], range(0, plan.pipe * plan.replica * data, runs[0])
+        rows = [set(hosts[at : at + wanted]) for at in again]
+        if data % wanted or any(len(row) > 1 for row in rows):
+            raise PlanError(
+                "plan: secondary='host' needs equally many neighbours of each host on the data"
+                f" axis, whose first {data} devices are on hosts {hosts[:data]}; order the"
+                " devices by host, or give the number that divides them"
+            )
+        if wanted == 1 < data:
+            raise PlanError(
+                "plan: secondary='host', but neighbours on the data axis are on different hosts"
+                f" ({hosts[:data]}): each device would keep whole layers; order the devices by"
+                " host, or leave it out"
+            )
+    return wanted if isinstance(wanted, int) and wanted < data else 0
+
+
+def blueprint(
+    model: Model,
+    tx: optax.GradientTransformation | None,
+    plan: Plan,
+    devices: Sequence[Any] | None = None,
+) -> Blueprint:
+    """The layout of a model's state under a plan, worked out once for all that ask.
+
+    It holds shapes instead of the model's initial arrays.
+
+    Raises:
+        PlanError: the plan does not fit the devices.
+        StateError: initial values share memory, or a parameter is not floating point.
+    """
+    mesh = plan.mesh(devices)
+    secondary_size(plan, dict(mesh.shape)[DATA], list(mesh.devices.flat))
+    if plan.pipe > 1 and plan.pipe_backend == "mpmd":
+        require_transfers(list(mesh.devices.flat))  # asked anew: it depends on jax's settings
+    known = memo(model)
+    key: tuple[Any, ...] = "blueprint", tx, plan, tuple(mesh.devices.flat), tracing_context()
+    try:
+        if key in known:
+            found: Blueprint = known[key]
+            return found
+    except TypeError:  # an optimizer that is no tuple of functions need not be hashable
+        known, key = {}, ()
+    shapes = initial_shapes(model)
+    held = model if callable(model.init) else model.with_init(shapes)
+    blue = _blueprint(held, tx, plan, mesh, *shapes)
+    known[key] = blue
+    return blue
+
+
+def planned(
+    model: Model, tx: optax.GradientTransformation | None, plan: Plan, num_devices: int
+) -> Blueprint:
+    """The layout of a model's state on devices that need not exist: what follows from shapes.
+
+    Args and Raises as for `blueprint`.
+    """
+    mesh = abstract_mesh(plan.sizes(num_devices))
+    return _blueprint(model, tx, plan, mesh, *initial_shapes(model))
+
+
+def _blueprint(
+    model: Model,
+    tx: optax.GradientTransformation | None,
+    plan: Plan,
+    mesh: Mesh,
+    params: PyTree,
+    buffers: PyTree,
+) -> Blueprint:
+    for path, leaf in named_leaves(params):
+        if not is_floating(leaf):
+            raise StateError(
+                f"init: params/{path} has dtype {leaf.dtype}: parameters are floating-point arrays,"
+                " because gradients must exist for them; move it into buffers"
+            )
+    check_buffers(model, buffers)
+    if plan.pipe == 1:
+        layout = split_params(model, params, plan, dict(mesh.shape)[DATA])
+        return Blueprint(model, tx, plan, mesh, layout, buffers)
+    stages = cut_into_stages(model, plan)
+    layout = split_params(model, params, plan, dict(mesh.shape)[DATA], stages.homes)
+    kept = {
+        name: jax.tree.map(lambda x, home=stages.homes[name]: kept_shape(x, home), tree)
+        for name, tree in buffers.items()
+    }
+    return Blueprint(model, tx, plan, mesh, layout, kept, stages)

@@ -1,0 +1,135 @@
+"""What a model says of how the devices' values of a buffer become one, and which need no telling.
+
+Every device runs a model on its own rows, so that what a buffer notes of them differs. A running
+mean is averaged; a count is added up; a step counter is the same anywhere. Floats are averaged
+unless a model says otherwise. Of integers nobody could guess: either the program shows that they
+depend on nothing but buffers, or the model says how (`buffer_reduce`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from fzero.axes import AXES
+from fzero.errors import StateError
+from fzero.model import Context, Layer, Model, Stack
+from fzero.programs.jaxprs import Program, Var
+from fzero.tree import PyTree, is_floating, is_plain, named_leaves
+
+
+REDUCTIONS = ("mean", "sum", "max", "same")
+# Collectives after which all devices have one value, if they run over all of them.
+_AGREEING = frozenset(("psum", "psum_invariant", "pmax", "pmin", "all_gather"))
+
+
+def check_buffers(model: Model, buffers: PyTree) -> None:
+    """Raises `StateError` for a buffer that no step keeps, or a reduction that it cannot have."""
+    for path, leaf in named_leaves(buffers):
+        if not is_plain(leaf):
+            raise StateError(
+                f"init: buffers/{path} is a random key ({leaf.dtype}). Steps fold keys of their own"
+                " (ctx.rng, or rng of a loss); to carry one along, keep its bits:"
+                " jax.random.key_data(key)"
+            )
+    for layer in model.layers:
+        own = buffers if not layer.name else buffers.get(layer.name, {})
+        leaves = dict(named_leaves(own))
+        where = f"layer {layer.name!r}: " if layer.name else ""
+        declared = layer.buffer_reduce
+        for name, how in declared.items() if isinstance(declared, Mapping) else [("", declared)]:
+            found = [leaf for path, leaf in leaves.items() if _within(path, name)]
+            if isinstance(declared, Mapping) and not found:
+                raise StateError(
+                    f"init: {where}buffer_reduce names {name!r}, which is no buffer; there are"
+                    f" {list(leaves)[:20]}"
+                )
+            if how not in REDUCTIONS and how is not None:
+                raise StateError(
+                    f"init: {where}buffer_reduce={how!r}: expected one of {list(REDUCTIONS)}"
+                )
+            if how == "mean" and isinstance(declared, Mapping) and not all(map(is_floating, found)):
+                raise StateError(
+                    f"init: {where}buffer_reduce[{name!r}]='mean' of integers; keep a float, or use"
+                    " 'sum' or 'max'"
+                )
+
+
+def declared_reduction(layer: Layer | Stack, name: str) -> str | None:
+    """What a layer says of one of its buffers, if anything; the longest path counts."""
+    declared = layer.buffer_reduce
+    if not isinstance(declared, Mapping):
+        return declared
+    paths = [path for path in declared if _within(name, path)]
+    return declared[max(paths, key=len)] if paths else None
+
+
+def _within(name: str, path: str) -> bool:
+    return not path or name == path or name.startswith(f"{path}/")
+
+
+def require_reductions(layer: Layer | Stack, params: PyTree, x: Any, ctx: Context) -> None:
+    """Raises `StateError` if devices would disagree about a buffer that nothing is said of.
+
+    Args:
+        layer: the layer.
+        params: what it gets.
+        x: likewise.
+        ctx: likewise; with its buffers.
+    """
+    if not (layer.stateful and ctx.train):
+        return
+    unknown = [
+        (name, leaf) for name, leaf in named_leaves(ctx.buffers)
+        if not is_floating(leaf) and declared_reduction(layer, name) is None
+    ]  # fmt: skip
+    if not unknown:
+        return
+
+    def run(own: Any, buffers: PyTree) -> PyTree:
+        params, x, batch, rng = own
+        at = dataclasses.replace(ctx, batch=batch, rng=rng, buffers=buffers)
+        return layer.apply(params, x, at)[1]
+
+    own = params, x, ctx.batch, ctx.rng
+    differing = _differing(jax.make_jaxpr(run)(own, ctx.buffers), len(jax.tree.leaves(own)))
+    names = [name for name, _ in named_leaves(ctx.buffers)]
+    told = dict(unknown)
+    for name, differs in zip(names, differing, strict=True):
+        if differs and name in told:
+            where = f"{layer.name}/" if layer.name else ""
+            raise StateError(
+                f"loss: buffers/{where}{name} ({told[name].dtype}) changes with the batch, so that"
+                " each device has a value of its own. Say how they become one:"
+                f" buffer_reduce={{{name!r}: 'sum'}} (what each device adds), 'max', or 'same'"
+                " where all have the same value after all"
+            )
+
+
+def _differing(closed: Any, num_own: int) -> list[bool]:
+    """Which results of a program depend on its first arguments: all devices have their own."""
+    program = Program(closed.jaxpr, closed.consts)
+    own = set(program.inputs[:num_own])
+    for step in program.steps:
+        if step.equation is None:  # a fence: each result is an operand
+            pairs = zip(step.operands, step.results, strict=True)
+            own.update(result for operand, result in pairs if _is(operand, own))
+            continue
+        kind = step.equation.primitive.name
+        if kind in _AGREEING and _over_all(step.equation.params):
+            continue
+        if kind == "axis_index" or any(var in own for var in step.reads()):
+            own.update(step.results)
+    return [_is(out, own) for out in program.outputs]
+
+
+def _is(operand: Any, own: set[Var]) -> bool:
+    return isinstance(operand, Var) and operand in own
+
+
+def _over_all(params: Mapping[str, Any]) -> bool:
+    axes = params.get("axes", params.get("axis_name", ()))
+    return set(AXES) <= set(axes if isinstance(axes, tuple | list) else (axes,))

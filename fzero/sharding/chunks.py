@@ -1,0 +1,129 @@
+"""Static offload: which leaves a plan parks, and in what chunks they visit the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fzero.plan import Plan
+from fzero.sharding.split import Split, layout_leaves
+from fzero.storage.tiers import DEVICE, cut_of, largest
+from fzero.tree import PyTree, device_bytes, is_plain, named_leaves
+
+
+# The parts of a state that may be parked by a plan.
+FIELDS = ("params", "opt_state")
+
+
+@dataclass(frozen=True)
+class Parking:
+    """How one leaf is kept between steps.
+
+    Args:
+        tier: its tier.
+        cut: the dim and the number of equal pieces, for a leaf that is larger than a chunk. (But
+            parameters that a forward pass reads are whole, and visit an update whole.)
+        name: the leaf's field and path, for messages.
+    """
+
+    tier: str
+    cut: tuple[int, int] | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """What a plan parks.
+
+    Args:
+        parked: by field and path, how a leaf is kept; leaves on the device are not there.
+        labels: for every parameter, the chunk that it is updated in; empty for those that nothing
+            is parked of.
+        cuts: for parameters updated piece by piece, how they are cut.
+    """
+
+    parked: Mapping[tuple[str, str], Parking]
+    labels: Mapping[str, str]
+    cuts: Mapping[str, tuple[int, int]]
+
+
+def plan_chunks(
+    plan: Plan, layout: PyTree, opt_state: PyTree, shapes: Mapping[str, PyTree]
+) -> Chunks:
+    """Divides what a plan parks into chunks of at most `plan.stream_bytes` per device.
+
+    Args:
+        plan: the plan.
+        layout: a `Split` for every parameter.
+        opt_state: the same for the optimizer's state.
+        shapes: shapes and shardings of the state's fields, as if on the device.
+    """
+    params = dict(named_leaves(shapes["params"]))
+    splits = {split.path: split for split in layout_leaves(layout)}
+    owners = {split.path: split.owner for split in layout_leaves(opt_state)}
+    sizes = dict.fromkeys(splits, 0)
+    found: list[tuple[str, str, str, Any]] = []  # field, path, owner, leaf
+    for field in FIELDS:
+        tier, share = plan.tier(field)
+        if tier == DEVICE:
+            continue
+        # Scalars, such as counters, are needed by every chunk.
+        leaves = {p: x for p, x in named_leaves(shapes[field]) if is_plain(x) and x.ndim}
+        if field == "params" and plan.keeps_compute_copy:  # only what has such a copy is a master
+            leaves = {path: leaf for path, leaf in leaves.items() if not splits[path].frozen}
+        bytes_of = {path: device_bytes(leaf) for path, leaf in leaves.items()}
+        for path in largest(bytes_of, share):
+            owner = path if field == "params" else owners[path]
+            if owner is not None:
+                found.append((field, path, owner, leaves[path]))
+                # No update sees what is frozen.
+                sizes[owner] += 0 if splits[owner].frozen else bytes_of[path]
+    if plan.update_on == "host":  # nothing visits
+        sizes = dict.fromkeys(sizes, 0)
+    labels, cuts = _packed(plan.stream_bytes, sizes, splits)
+    # Forward passes read parameters from the host as they are: as single arrays.
+    whole = () if plan.keeps_compute_copy else ("params",)
+    parked = {
+        (field, path): Parking(
+            plan.tier(field)[0],
+            None if field in whole else _same_cut(cuts.get(owner), params[owner], leaf),
+            f"{field}/{path}",
+        )
+        for field, path, owner, leaf in found
+    }
+    return Chunks(parked, labels, cuts)
+
+
+def _packed(
+    limit: int, sizes: Mapping[str, int], splits: Mapping[str, Split]
+) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:
+    labels: dict[str, str] = {}
+    cuts: dict[str, tuple[int, int]] = {}
+    number, room = 0, 0
+    for path, size in sizes.items():
+        labels[path] = ""
+        if not size:
+            continue
+        if size > room:
+            number, room = number + 1, limit
+        labels[path] = f"chunk {number}"
+        room -= size
+        if size > limit:
+            split = splits[path]
+            cut = cut_of(split.shape, -(-size // limit), _split_dims(split))
+            if cut is not None:
+                cuts[path] = cut
+    return labels, cuts
+
+
+def _split_dims(split: Split) -> set[int]:
+    dims = set() if split.dim is None else {split.dim}
+    return dims | ({0} if split.home is not None and split.home.rows else set())
+
+
+def _same_cut(cut: tuple[int, int] | None, owner: Any, leaf: Any) -> tuple[int, int] | None:
+    """The cut of a parameter, for a leaf that belongs to it, if it can be cut alike."""
+    if cut is None or leaf.ndim != owner.ndim:
+        return None
+    return cut if leaf.shape[cut[0]] == owner.shape[cut[0]] else None

@@ -1,0 +1,422 @@
+"""Which dim of a leaf is split over the data axis, with what padding, and why.
+
+Everything here is computed from shapes; no device is needed. A layout is decided once per
+(model, plan, number of devices) and is the same for all four ZeRO stages: the stage only says
+which state classes are *kept* in it between steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fzero.axes import DATA
+from fzero.errors import PlanError, StateError
+from fzero.model import Model, Stack
+from fzero.plan import Plan
+from fzero.precision import compute_dtype
+from fzero.tree import PyTree, leaf_keys, named_leaves
+
+
+@dataclass(frozen=True)
+class Home:
+    """Which ranks of a pipeline hold a leaf.
+
+    Args:
+        ranks: the ranks; several where a stack is cut, or where all hold a small leaf.
+        rows: the layers of a cut stack in the order of dim 0, rank after rank, every rank with
+            equally many: -1 fills up where one has fewer. Empty for leaves that are not cut.
+        group: what it is updated together with: the same in all schedules of the same stages.
+    """
+
+    ranks: tuple[int, ...]
+    rows: tuple[int, ...] = ()
+    group: str = ""
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Rows of dim 0 that each rank holds."""
+        return len(self.rows) // len(self.ranks)
+
+    def arrange(self, leaf: Any) -> Any:
+        """A stack's leaf, layers in order, as it is kept. Filling is zero."""
+        if not self.rows or self.rows == tuple(range(len(self.rows))):
+            return leaf
+        rows = np.asarray(self.rows)
+        taken = leaf[np.maximum(rows, 0)]
+        if rows.min() >= 0:
+            return taken
+        own = (rows >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
+        return jnp.where(own, taken, jnp.zeros((), leaf.dtype))
+
+    def restore(self, leaf: Any) -> Any:
+        """A kept leaf with its layers in order."""
+        if not self.rows or self.rows == tuple(range(len(self.rows))):
+            return leaf
+        return leaf[self.order]
+
+    @property
+    def order(self) -> np.ndarray[Any, Any]:
+        """The row of each layer."""
+        rows = np.asarray(self.rows)
+        order = np.argsort(rows, kind="stable")
+        return order[np.sort(rows) >= 0]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one leaf is cut over the data axis.
+
+    Args:
+        path: the leaf's name, such as `blocks/attn/w`; no other leaf of its tree has it.
+        shape: logical shape; what the optimizer sees, and the model but for `home.rows`.
+        dtype: dtype of the kept (master) leaf.
+        dim: the dim that is split, or `None` for a whole leaf.
+        pad: zeros at the end of `dim` in a stored shard, so that it divides.
+        stacked: whether dim 0 counts the layers of a `Stack`.
+        reason: why, in words.
+        home: the ranks that hold it, in a pipeline.
+        frozen: whether no step changes it, so that it has no gradient and no optimizer state.
+        owner: the name of the parameter that a leaf of the optimizer's state belongs to, if any.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    dim: int | None
+    pad: int
+    stacked: bool
+    reason: str
+    home: Home | None = None
+    frozen: bool = False
+    owner: str | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape with padding."""
+        if self.dim is None or not self.pad:
+            return self.shape
+        return (
+            *self.shape[: self.dim],
+            self.shape[self.dim] + self.pad,
+            *self.shape[self.dim + 1 :],
+        )
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The leaf's partition spec when it is kept sharded."""
+        if self.dim is None:
+            return PartitionSpec()
+        return PartitionSpec(*(None,) * self.dim, DATA)
+
+    @property
+    def layer_dim(self) -> int | None:
+        """`dim` as one layer of a stack sees it."""
+        return None if self.dim is None else self.dim - int(self.stacked)
+
+    def store(self, leaf: jax.Array) -> jax.Array:
+        """Adds the padding to a whole leaf."""
+        if self.dim is None or not self.pad:
+            return leaf
+        widths = [(0, self.pad if dim == self.dim else 0) for dim in range(leaf.ndim)]
+        return jnp.pad(leaf, widths)
+
+    def logical(self, leaf: jax.Array) -> jax.Array:
+        """Cuts the padding off a whole leaf."""
+        if self.dim is None or not self.pad:
+            return leaf
+        return jax.lax.slice_in_dim(leaf, 0, self.shape[self.dim], axis=self.dim)
+
+
+def split_leaf(path: str, leaf: Any, parts: int, plan: Plan, stacked: bool = False) -> Split:
+    """Decides how one leaf is cut into `parts`.
+
+    The outermost divisible dim is taken: gathering along it concatenates whole blocks of memory.
+    A leaf below `plan.min_shard_bytes` stays whole. Where no dim divides, the dim that grows the
+    least is padded.
+    """
+    shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
+    first = int(stacked)
+
+    def split(dim: int | None, pad: int, reason: str) -> Split:
+        return Split(path, shape, dtype, dim, pad, stacked, reason)
+
+    part = shape[first:]
+    size = int(np.prod(part, dtype=np.int64)) * compute_dtype(plan, dtype).itemsize
+    if parts == 1:
+        return split(None, 0, "one device on the data axis")
+    if not part or 0 in shape:
+        return split(None, 0, "scalar" if not part else "no elements")
+    if size < plan.min_shard_bytes:
+        return split(None, 0, f"{size} bytes: below min_shard_bytes={plan.min_shard_bytes}")
+    if max(part) < parts:
+        return split(None, 0, f"no dim has {parts} rows to give away")
+    for dim in range(first, len(shape)):
+        if shape[dim] % parts == 0:
+            return split(dim, 0, f"dim {dim} ({shape[dim]}) divides by {parts}")
+    # Relative growth decides: one row of 50257 costs less than one of 25.
+    dim = min(range(first, len(shape)), key=lambda d: ((-shape[d] % parts) / shape[d], d))
+    pad = -shape[dim] % parts
+    grown = shape[dim] + pad
+    return split(dim, pad, f"no dim divides by {parts}: dim {dim} padded by {pad} to {grown}")
+
+
+def stacked_names(model: Model) -> frozenset[str]:
+    """Names of the model's stacks: their leaves count layers on dim 0."""
+    return frozenset(layer.name for layer in model.layers if isinstance(layer, Stack))
+
+
+def split_params(
+    model: Model, shapes: PyTree, plan: Plan, parts: int, homes: Mapping[str, Home] | None = None
+) -> PyTree:
+    """The layout of a params tree: a `Split` for every leaf.
+
+    Args:
+        model: the model.
+        shapes: its parameters' shapes.
+        plan: the plan.
+        parts: devices on the data axis.
+        homes: in a pipeline, the home of each link's leaves.
+    """
+    stacks = stacked_names(model)
+    frozen = frozen_names(model, [name for name, _ in named_leaves(shapes)])
+
+    def split(keys: tuple[str, ...], name: str, leaf: Any) -> Split:
+        link = keys[0] if keys else ""
+        home = None if homes is None else homes[link]
+        split = split_leaf(name, kept_shape(leaf, home), parts, plan, link in stacks)
+        split = dataclasses.replace(split, home=home)
+        return _frozen(split, plan) if name in frozen else split
+
+    return _mapped(split, shapes)
+
+
+def frozen_names(model: Model, names: Sequence[str]) -> frozenset[str]:
+    """Names of the parameters that a model freezes.
+
+    Args:
+        model: the model.
+        names: names of all its parameters.
+
+    Raises:
+        StateError: it names, or has a pattern for, parameters that do not exist.
+    """
+    wanted = model.frozen
+    if callable(wanted):
+        return frozenset(name for name in names if wanted(name))
+    found: set[str] = set()
+    unknown: list[str] = []
+    for one in (wanted,) if isinstance(wanted, str | re.Pattern) else wanted:
+        if isinstance(one, re.Pattern):
+            own, said = [name for name in names if one.search(name)], one.pattern
+        else:
+            own, said = [name for name in names if name == one], one
+        found.update(own)
+        unknown += [] if own else [said]
+    if unknown:
+        raise StateError(
+            f"init: frozen names {sorted(unknown)}, which are no parameters; there are"
+            f" {list(names)[:20]}"
+        )
+    return frozenset(found)
+
+
+def _frozen(split: Split, plan: Plan) -> Split:
+    """A frozen leaf's split: where passes read whole parameters it is kept as they read it."""
+    if plan.gathers_at_use:
+        return dataclasses.replace(split, frozen=True, reason=f"frozen; {split.reason}")
+    why = f"frozen: zero={plan.zero} reads it whole"
+    return dataclasses.replace(split, frozen=True, dim=None, pad=0, reason=why)
+
+
+def trained(layout: PyTree, tree: PyTree = None) -> PyTree:
+    """A layout, or a tree of its structure, without frozen leaves: `None` is in their place.
+
+    That is the structure of gradients, of the compute copy, and of what an optimizer is given.
+    """
+    tree = layout if tree is None else tree
+    return map_splits(lambda split, leaf: None if split.frozen else leaf, layout, tree)
+
+
+def with_frozen(layout: PyTree, own: PyTree, whole: PyTree) -> PyTree:
+    """A tree of all leaves: trained ones of `own`, frozen ones of `whole`."""
+    return map_splits(lambda s, new, old: old if s.frozen else new, layout, own, whole)
+
+
+def _mapped(function: Callable[[tuple[str, ...], str, Any], Split], shapes: PyTree) -> PyTree:
+    """A `Split` for each leaf, from its keys, its name and its shape."""
+    found = [
+        function(keys, name, leaf)
+        for keys, (name, leaf) in zip(leaf_keys(shapes), named_leaves(shapes), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+
+def kept_shape(leaf: Any, home: Home | None) -> Any:
+    """A leaf's shape with a cut stack's rows instead of its layers."""
+    if home is None or not home.rows:
+        return leaf
+    return jax.ShapeDtypeStruct((len(home.rows), *leaf.shape[1:]), leaf.dtype)
+
+
+def split_opt_state(
+    init: Callable[[PyTree], PyTree], params: PyTree, plan: Plan, parts: int
+) -> PyTree:
+    """The layout of any optax state.
+
+    A leaf that mirrors a parameter (its path ends with the parameter's, same shape) is cut like it,
+    so that the update touches only local memory. Any other leaf (factored moments, counters) is
+    cut by its own shape.
+
+    Args:
+        init: the transformation's `init`.
+        params: the layout of the parameters; it is given those that are trained.
+        plan: the plan.
+        parts: devices on the data axis.
+    """
+    params = trained(params)
+    shapes = jax.eval_shape(init, map_splits(_kept, params))
+    by_rows = _by_rows(init, params, shapes)
+    by_keys = dict(zip(_layout_keys(params), layout_leaves(params), strict=True))
+    ranks = {rank for split in by_keys.values() if split.home for rank in split.home.ranks}
+    everywhere = Home(tuple(sorted(ranks))) if ranks else None
+
+    def split(keys: tuple[str, ...], name: str, leaf: Any) -> Split:
+        shape = tuple(leaf.shape)
+        ends = (keys[start:] for start in range(len(keys)))
+        owner = next((by_keys[end] for end in ends if end in by_keys), None)
+        if owner is not None and owner.shape == shape:
+            return dataclasses.replace(
+                owner, path=name, dtype=np.dtype(leaf.dtype), reason=f"as {owner.path}",
+                owner=owner.path,
+            )  # fmt: skip
+        own = split_leaf(name, leaf, parts, plan)
+        own = dataclasses.replace(own, owner=None if owner is None else owner.path)
+        if everywhere is None:
+            return own
+        if owner is None or (own.dim is None and not shape):
+            return dataclasses.replace(own, home=everywhere)
+        assert owner.home is not None
+        if owner.home.rows and not (shape[:1] == owner.shape[:1] and name in by_rows):
+            return dataclasses.replace(own, home=Home(owner.home.ranks, group=owner.home.group))
+        if owner.home.rows and own.dim == 0:
+            own = split_leaf(name, leaf, parts, plan, stacked=True)
+        return dataclasses.replace(own, home=owner.home, owner=owner.path)
+
+    return _mapped(split, shapes)
+
+
+def _layout_keys(layout: PyTree) -> list[tuple[str, ...]]:
+    return leaf_keys(map_splits(lambda split: split.path, layout))
+
+
+def owner_of(path: str, params: Container[str]) -> str | None:
+    """The parameter that a leaf of the optimizer state belongs to: its path ends with that one's.
+
+    Example:
+        >>> owner_of("0/mu/blocks/w", {"blocks/w"}), owner_of("0/count", {"blocks/w"})
+        ('blocks/w', None)
+    """
+    steps = path.split("/")
+    ends = ("/".join(steps[start:]) for start in range(len(steps)))
+    return next((end for end in ends if end in params), None)
+
+
+def _kept(split: Split) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(split.shape, update_dtype(split.dtype))
+
+
+def update_dtype(dtype: Any) -> np.dtype[Any]:
+    """The dtype in which parameters are updated, and optimizers initialised: at least float32."""
+    return np.dtype(jnp.promote_types(dtype, jnp.float32))
+
+
+def _by_rows(init: Callable[[PyTree], PyTree], params: PyTree, shapes: PyTree) -> set[str]:
+    """Paths of leaves that have a row for each row of a cut stack on dim 0.
+
+    Shapes alone do not tell: a stack may have as many layers as features. So it gets fewer layers,
+    and then more features. (Not more layers: factored moments could change places.)
+
+    Raises:
+        PlanError: a leaf has rows on another dim, or those of several leaves.
+    """
+
+    def changed(rows: int, features: int) -> list[tuple[int, ...]]:
+        def change(split: Split) -> jax.ShapeDtypeStruct:
+            if split.home is None or not split.home.rows:
+                return _kept(split)
+            shape = split.shape[0] + rows, *(n + features for n in split.shape[1:])
+            return jax.ShapeDtypeStruct(shape, update_dtype(split.dtype))
+
+        return [x.shape for x in jax.tree.leaves(jax.eval_shape(init, map_splits(change, params)))]
+
+    splits = layout_leaves(params)
+    if all(split.home is None or not split.home.rows for split in splits):
+        return set()
+    found: set[str] = set()
+    leaves, owned = named_leaves(shapes), [keys for keys in _layout_keys(params) if keys]
+    for (name, leaf), keys, fewer, wider in zip(
+        leaves, leaf_keys(shapes), changed(-1, 0), changed(0, 1), strict=True
+    ):
+        was = leaf.shape
+        if fewer == was:
+            continue
+        if wider[:1] == was[:1]:
+            found.add(name)
+        mirrors = any(keys[-len(own) :] == own for own in owned)
+        if not mirrors or (len(fewer) == len(was) and fewer[1:] != was[1:]):
+            raise PlanError(
+                f"plan: opt_state/{name} {list(was)} holds the layers of a stack that is cut, but"
+                " not one by one on its first dim, so that no other plan could take them over:"
+                " choose a partition that keeps the stack on one rank, or an optimizer that keeps"
+                " one leaf per parameter, or pipe=1"
+            )
+    return found
+
+
+def is_split(node: Any) -> bool:
+    """`is_leaf` for trees of splits."""
+    return isinstance(node, Split)
+
+
+def layout_leaves(layout: PyTree) -> list[Split]:
+    """All splits of a layout, in tree order."""
+    return jax.tree.leaves(layout, is_leaf=is_split)
+
+
+def map_splits(function: Any, layout: PyTree, *trees: PyTree) -> PyTree:
+    """`jax.tree.map` over a layout and trees of the same structure."""
+    return jax.tree.map(function, layout, *trees, is_leaf=is_split)
+
+
+def stored_shapes(
+    layout: PyTree,
+    sharding: Callable[[Home | None, PartitionSpec], NamedSharding],
+    sharded: bool,
+    dtype: Any = None,
+) -> PyTree:
+    """`ShapeDtypeStruct`s with shardings for leaves as they are kept between steps.
+
+    Args:
+        layout: a `Split` per leaf.
+        sharding: the sharding at a home with a spec over the data axis.
+        sharded: whether the leaves are kept sharded over the data axis.
+        dtype: maps the dtype of a split to that of the leaf.
+    """
+
+    def stored(split: Split) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            split.stored_shape if sharded else split.shape,
+            split.dtype if dtype is None else dtype(split.dtype),
+            sharding=sharding(split.home, split.spec if sharded else PartitionSpec()),
+        )
+
+    return map_splits(stored, layout)

@@ -1,0 +1,1 @@
+"""The training state, and all that makes another state of one."""

@@ -1,0 +1,159 @@
+"""The compute copy: parameters cast once, and which leaf was cast from which.
+
+`TrainState.compute` is derived: `params` is the value. A state is a pytree that anybody may take
+apart and put together, so a compute leaf is believed only while it is known, by the identity of
+both arrays, to be cast from the very parameter beside it. Whoever makes such a pair says so
+(`pair`); where nobody did, the copy is made anew, which is never wrong and costs one cast.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from fzero.offload.park import unpark
+from fzero.precision import round_to
+from fzero.storage.tiers import DEVICE, is_handle, settled, tier_of
+from fzero.tree import PyTree
+
+
+# By the id of a compute leaf: itself, and the parameter that it was cast from.
+_PAIRS: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+
+
+def beside(params: PyTree, compute: PyTree) -> PyTree:
+    """The parameters that have a compute leaf: frozen ones have none, passes read them as kept."""
+    return jax.tree.map(lambda own, copy: None if copy is None else own, params, compute)
+
+
+def pair(params: PyTree, compute: PyTree) -> None:
+    """Notes that each compute leaf is cast from the parameter beside it; nothing without a copy."""
+    if compute is None:
+        return
+    sources = jax.tree.leaves(beside(params, compute))
+    for source, copy in zip(sources, jax.tree.leaves(compute), strict=True):
+        gone = functools.partial(_forget, id(copy))
+        _PAIRS[id(copy)] = weakref.ref(copy, gone), weakref.ref(source)
+
+
+def _forget(key: int, _: Any) -> None:
+    _PAIRS.pop(key, None)
+
+
+def is_pair(source: Any, copy: Any) -> bool:
+    """Whether a compute leaf is known to be cast from a parameter."""
+    known = _PAIRS.get(id(copy))
+    return known is not None and known[0]() is copy and known[1]() is source
+
+
+def is_current(params: PyTree, compute: PyTree) -> bool:
+    """Whether every compute leaf is known to be cast from the parameter beside it."""
+    sources, copies = jax.tree.leaves(beside(params, compute)), jax.tree.leaves(compute)
+    return len(sources) == len(copies) and all(map(is_pair, sources, copies))
+
+
+def inherit(old: Any, new: Any) -> None:
+    """Notes that leaves of a state which were only moved are pairs where they were before."""
+    if old.compute is None or new.compute is None:
+        return
+    before, after = (
+        zip(jax.tree.leaves(beside(x.params, x.compute)), jax.tree.leaves(x.compute), strict=True)
+        for x in (old, new)
+    )
+    for was, now in zip(before, after, strict=True):
+        if is_pair(*was):
+            pair([now[0]], [now[1]])
+
+
+def settled_state(state: Any) -> Any:
+    """A state, after waiting for leaves that are on their way: pairs stay pairs."""
+    new = settled(state)
+    if new is not state:
+        inherit(state, new)
+    return new
+
+
+def recast(params: PyTree, like: PyTree) -> PyTree:
+    """A new compute copy, and the note that it is one.
+
+    Args:
+        params: kept parameters, in any tier; those that are parked stay there.
+        like: shape, dtype and sharding of each compute leaf (arrays or `jax.ShapeDtypeStruct`s).
+    """
+    sources, treedef = jax.tree.flatten(beside(params, like))
+    targets = [
+        jax.ShapeDtypeStruct(to.shape, to.dtype, sharding=to.sharding)
+        for to in jax.tree.leaves(like)
+    ]
+    # One program for each mesh; a parked leaf visits the device alone.
+    groups: dict[Any, list[int]] = {}
+    for i, (source, to) in enumerate(zip(sources, targets, strict=True)):
+        parked = tier_of(source) != DEVICE
+        where = i if parked else frozenset(to.sharding.device_set)
+        groups.setdefault(where, []).append(i)
+    copies: list[Any] = [None] * len(sources)
+    for group in groups.values():
+        visiting = [unpark(sources[i]) for i in group]
+        made = _caster(tuple(targets[i] for i in group))(visiting)
+        for i, visitor, copy in zip(group, visiting, made, strict=True):
+            copies[i] = copy
+            if visitor is not sources[i]:
+                visitor.delete()
+    compute = jax.tree.unflatten(treedef, copies)
+    pair(params, compute)
+    return compute
+
+
+@functools.lru_cache(maxsize=64)
+def _caster(targets: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
+    def cast(sources: list[jax.Array]) -> list[jax.Array]:
+        return [cast_like(x, to) for x, to in zip(sources, targets, strict=True)]
+
+    return jax.jit(cast, out_shardings=[to.sharding for to in targets])
+
+
+def cast_like(source: jax.Array, to: Any) -> jax.Array:
+    """A kept parameter as its compute leaf: without padding, rounded (inside jit or not)."""
+    if source.shape != to.shape:
+        source = jax.lax.slice(source, (0,) * source.ndim, to.shape)
+    return round_to(source, to.dtype)
+
+
+def refreshed(params: PyTree, compute: PyTree) -> PyTree:
+    """The compute copy of edited parameters, where it can be made at once; otherwise `compute`.
+
+    (What cannot be cast here, because it is parked or lies on other devices, a step casts, or
+    refuses by name.)
+    """
+    try:
+        own = beside(params, compute)
+    except ValueError:  # another tree
+        return compute
+    sources, copies = jax.tree.leaves(own), jax.tree.leaves(compute)
+    if len(sources) != len(copies) or not all(map(_fits, sources, copies)):
+        return compute
+    if any(isinstance(x, jax.core.Tracer) for x in (*sources, *copies)):
+        return jax.tree.map(cast_like, own, compute)
+    same = all(
+        x.sharding.device_set == to.sharding.device_set
+        for x, to in zip(sources, copies, strict=True)
+    )
+    return recast(params, compute) if same and not is_current(params, compute) else compute
+
+
+def _fits(source: Any, to: Any) -> bool:
+    """Whether a leaf is an array on the device from which a compute leaf can be cast."""
+    if is_handle(source) or is_handle(to) or not isinstance(source, jax.Array):
+        return False
+    if not isinstance(to, jax.Array):
+        return False
+    if source.ndim != to.ndim or any(a < b for a, b in zip(source.shape, to.shape, strict=True)):
+        return False
+    traced = isinstance(source, jax.core.Tracer) or isinstance(to, jax.core.Tracer)
+    return traced or (
+        tier_of(source) == tier_of(to) == DEVICE and isinstance(to.sharding, NamedSharding)
+    )

@@ -1,0 +1,157 @@
+"""`replan`: a state under another plan, leaf by leaf and bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+from fzero.errors import StateError
+from fzero.model import Model
+from fzero.offload.park import is_parked_so, park, unpark
+from fzero.plan import Plan
+from fzero.precision import initial_loss_scale
+from fzero.sharding.blueprint import Blueprint, blueprint
+from fzero.sharding.chunks import Parking
+from fzero.sharding.relayout import Kept, place, relayout
+from fzero.sharding.split import Split, map_splits, trained
+from fzero.state import compute_copy
+from fzero.state.train_state import TrainState, compute_of, folder_of, require_alive, require_fits
+from fzero.storage.tiers import DEVICE, on_device, tier_of
+from fzero.tree import PyTree, key_name
+
+
+def replan(
+    state: TrainState,
+    model: Model,
+    tx: optax.GradientTransformation | None,
+    old_plan: Plan,
+    new_plan: Plan,
+    *,
+    devices: Sequence[Any] | None = None,
+) -> TrainState:
+    """The same state under another plan: other ZeRO stage, devices or precision.
+
+    Values are bit-identical. What already lies where the new plan wants it is not copied: the two
+    states share it, and a step that is given one of them consumes it for both (`donate=False`
+    keeps it). Replanning twice is replanning once. What was parked by hand stays in its tier.
+
+    Args:
+        state: a state of `old_plan`.
+        model: its model.
+        tx: its optimizer, or `None`.
+        old_plan: the plan it was made or last replanned with.
+        new_plan: the plan wanted.
+        devices: devices for the new plan; all by default.
+
+    Returns:
+        A state of `new_plan`.
+
+    Raises:
+        StateConsumedError: the state was given to a step.
+        StateError: the state is not one of `old_plan`, or holds an accumulation in progress that
+            the new plan's layout cannot take over.
+    """
+    state = compute_copy.settled_state(state)
+    require_alive(state, "replan")
+    old = blueprint(model, tx, old_plan, devices_of_state(state))
+    new = blueprint(model, tx, new_plan, devices)
+    require_fits(state, old, "replan", reads=())
+    shapes = new.shapes()
+    fields: dict[str, Any] = {"grads": None}
+    for name in ("params", "opt_state"):
+        fields[name] = _replanned(getattr(state, name), name, old, new, shapes[name])
+    fields["buffers"] = _replanned_buffers(state, old, new, shapes["buffers"])
+    for name in ("step", "rng"):
+        fields[name] = jax.tree.map(
+            lambda leaf, to: place(leaf, to.sharding), getattr(state, name), shapes[name]
+        )
+    fields["compute"] = _replanned_compute(state, old, new, fields["params"], shapes)
+    scale = state.loss_scale
+    if new_plan.skips and (scale is None or old_plan.precision != new_plan.precision):
+        fresh = initial_loss_scale(new_plan)
+        assert fresh is not None
+        scale = fresh if scale is None else dataclasses.replace(fresh, skipped=scale.skipped)
+    fields["loss_scale"] = jax.tree.map(
+        lambda leaf, to: place(leaf, to.sharding), scale if new_plan.skips else None,
+        shapes["loss_scale"],
+    )  # fmt: skip
+    if state.grads is not None:
+        raise StateError(
+            "replan: an accumulation is in progress (state.grads); finish it with train_step, or"
+            " drop it with state.replace(grads=None)"
+        )
+    return TrainState(**fields)
+
+
+def _replanned(tree: PyTree, name: str, old: Blueprint, new: Blueprint, shapes: PyTree) -> PyTree:
+    """Parameters or the optimizer's state as the new plan keeps them."""
+    was, now = old.plan.shards(name), new.plan.shards(name)
+
+    def move(a: Split, b: Split, leaf: Any, to: Any) -> Any:
+        by_plan = (name, a.path) in old.chunks.parked
+        parking = new.chunks.parked.get((name, b.path), _by_hand(leaf, by_plan))
+        return _moved(leaf, Kept.of(a, was), Kept.of(b, now), to, parking, new)
+
+    return map_splits(move, getattr(old, name), getattr(new, name), tree, shapes)
+
+
+def _by_hand(leaf: Any, by_plan: bool) -> Parking | None:
+    """Where a leaf was parked by hand, and so stays."""
+    tier = tier_of(leaf)
+    return None if by_plan or tier == DEVICE else Parking(tier)
+
+
+def _moved(
+    leaf: Any, old: Kept, new: Kept, to: Any, parking: Parking | None, blue: Blueprint
+) -> Any:
+    """A leaf of a state as another plan keeps it; the state's own stays as it is."""
+    stays = old.alike(new) and on_device(leaf.sharding) == to.sharding
+    if stays and parking is not None and is_parked_so(leaf, parking):
+        return leaf
+    moved = relayout(unpark(leaf), old, new, to)
+    if parking is None:
+        return moved
+    if old.alike(new) and tier_of(leaf) == DEVICE:  # what is parked is given away
+        moved = jnp.array(moved, copy=True)
+    return park(moved, parking, folder_of(blue))
+
+
+def _replanned_buffers(state: TrainState, old: Blueprint, new: Blueprint, shapes: PyTree) -> PyTree:
+    def move(path: Any, leaf: Any, to: Any) -> Any:
+        name = key_name(path[0])
+        was = Kept.at(old.home_of(name), leaf.shape)
+        now = Kept.at(new.home_of(name), to.shape)
+        return _moved(leaf, was, now, to, _by_hand(leaf, False), new)
+
+    return jax.tree_util.tree_map_with_path(move, state.buffers, shapes)
+
+
+def _replanned_compute(
+    state: TrainState, old: Blueprint, new: Blueprint, params: PyTree, shapes: Any
+) -> PyTree:
+    if not new.plan.keeps_compute_copy:
+        return None
+    if state.compute is not None and compute_copy.is_current(state.params, state.compute):
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves(state.compute)}
+        if dtypes == {leaf.dtype for leaf in jax.tree.leaves(shapes["compute"])}:
+            was, now = old.plan.shards("compute"), new.plan.shards("compute")
+            moved = map_splits(
+                lambda a, b, leaf, to: relayout(unpark(leaf), Kept.of(a, was), Kept.of(b, now), to),
+                trained(old.params), trained(new.params), state.compute, shapes["compute"],
+            )  # fmt: skip
+            compute_copy.pair(params, moved)
+            return moved
+    return compute_of(new, params)
+
+
+def devices_of_state(state: TrainState) -> list[Any]:
+    sharding = state.step.sharding
+    if isinstance(sharding, NamedSharding):
+        return list(sharding.mesh.devices.flat)
+    return list(sharding.device_set)

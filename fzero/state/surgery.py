@@ -1,0 +1,192 @@
+"""A trained state with another optimizer, or with parameters that its optimizer evaluates at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from fzero.errors import StateError
+from fzero.model import Model
+from fzero.offload.park import unpark
+from fzero.plan import Plan
+from fzero.sharding.blueprint import Blueprint, blueprint
+from fzero.state.compute_copy import settled_state
+from fzero.state.replan import devices_of_state
+from fzero.state.train_state import (
+    TrainState,
+    compiled_fields,
+    logical_view,
+    new_opt_state,
+    parked_field,
+    parked_opt_state,
+    require_alive,
+    require_fits,
+    store,
+)
+from fzero.tree import PyTree, path_name, shapes_of
+
+
+def with_optimizer(
+    state: TrainState,
+    model: Model,
+    old_tx: optax.GradientTransformation | None,
+    new_tx: optax.GradientTransformation | None,
+    plan: Plan,
+) -> TrainState:
+    """A trained state that goes on with another optimizer.
+
+    Parameters, buffers, the step count, the key, the loss scale and an accumulation in progress
+    stay as they are (the two states share them); the new optimizer starts afresh, from these
+    parameters, in the layout and the tiers of the plan.
+
+    Args:
+        state: the state; it is not consumed.
+        model: its model.
+        old_tx: the optimizer that it has, or `None`.
+        new_tx: the one wanted, or `None`.
+        plan: the state's plan.
+
+    Returns:
+        A state of `new_tx`.
+
+    Raises:
+        StateConsumedError: the state was given to a step.
+        StateError: the state is not one of the model, `old_tx` and plan.
+        PlanError: the new optimizer cannot be used, or would mix the layers of a `Stack`.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, fzero as fz
+        >>> model = fz.Model(lambda rng: ({"w": jnp.ones((2, 2))}, {}),
+        ...                  lambda p, b, batch, rng, train: (jnp.sum(p["w"]), b, {}))
+        >>> plan = fz.Plan(data=1)
+        >>> state = fz.init(model, optax.sgd(0.1), plan)
+        >>> state = with_optimizer(state, model, optax.sgd(0.1), optax.adam(1e-3), plan)
+        >>> state.opt_state[0].mu["w"].shape
+        (2, 2)
+    """
+    state, _ = _known(state, model, old_tx, plan, "with_optimizer")
+    new = blueprint(model, new_tx, plan, devices_of_state(state))
+    new.require_optimizer("with_optimizer")
+    if new_tx is None:
+        return state.replace(opt_state=())
+    params = jax.tree.map(unpark, state.params)
+    if new.parks("opt_state"):
+        return state.replace(opt_state=parked_opt_state(new, params))
+
+    def make(params: PyTree) -> dict[str, PyTree]:
+        opt_state = new_opt_state(new, logical_view(new, "params", params))
+        return {"opt_state": store(new, "opt_state", opt_state)}
+
+    return state.replace(**compiled_fields(new, "opt_state", make, params)(params))
+
+
+def eval_params(
+    state: TrainState,
+    model: Model,
+    tx: optax.GradientTransformation,
+    plan: Plan,
+    of: Callable[[PyTree, PyTree], PyTree] = optax.contrib.schedule_free_eval_params,
+) -> TrainState:
+    """The state with the parameters that its optimizer means to be evaluated.
+
+    Some optimizers train parameters at one point and have found another: the average of
+    `optax.contrib.schedule_free`, the slow weights of `fz.lookahead`, a running mean. Evaluate the
+    result, export it; train with the state given.
+
+    Args:
+        state: the state; it is not consumed.
+        model: its model.
+        tx: its optimizer.
+        plan: its plan.
+        of: `of(opt_state, params)` gives the parameters; both are in their own shapes, without
+            padding. In a chain it picks its part: `lambda opt_state, params: opt_state[1].slow`.
+
+    Returns:
+        The state with these as `params`, laid out as the plan says.
+
+    Raises:
+        StateConsumedError: the state was given to a step.
+        StateError: the state is not one of the model, `tx` and plan, or `of` gives other shapes.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, fzero as fz
+        >>> model = fz.Model(lambda rng: ({"w": jnp.ones((2, 2))}, {}),
+        ...                  lambda p, b, batch, rng, train: (jnp.sum(p["w"]), b, {}))
+        >>> plan, tx = fz.Plan(data=1), optax.contrib.schedule_free_sgd(0.1)
+        >>> state = fz.init(model, tx, plan)
+        >>> float(fz.eval_step(model, plan)(eval_params(state, model, tx, plan), {"x": jnp.ones(1)})
+        ...       ["loss"])
+        4.0
+    """
+    state, blue = _known(state, model, tx, plan, "eval_params")
+
+    def make(opt_state: PyTree, params: PyTree) -> dict[str, PyTree]:
+        own = logical_view(blue, "params", params)
+        found = of(logical_view(blue, "opt_state", opt_state), own)
+        if shapes_of(found) != shapes_of(own):
+            raise StateError(
+                f"eval_params: expected parameters of the model's structure, shapes and dtypes,"
+                f" got {shapes_of(found)}"
+            )
+        # Arrays of their own, even where they are those of the state: both may be given away.
+        return {"params": store(blue, "params", jax.tree.map(jnp.copy, found))}
+
+    trees = [jax.tree.map(unpark, tree) for tree in (state.opt_state, state.params)]
+    params = compiled_fields(blue, "params", make, *trees)(*trees)["params"]
+    return state.replace(params=parked_field(blue, "params", params))
+
+
+def _known(
+    state: TrainState, model: Model, tx: Any, plan: Plan, operation: str
+) -> tuple[TrainState, Blueprint]:
+    """A state that is alive and fits, and its blueprint."""
+    state = settled_state(state)
+    require_alive(state, operation)
+    blue = blueprint(model, tx, plan, devices_of_state(state))
+    require_fits(state, blue, operation, ())
+    return state, blue
+
+
+def with_scalars_placed(state: TrainState, blue: Blueprint) -> TrainState:
+    """The state with numbers that a user wrote into the optimizer's state where the plan has them.
+
+    A hyperparameter of `optax.inject_hyperparams` is a scalar array on all devices. Users set it to
+    a Python number, or to an array that lies on one device.
+    """
+    if not any(map(_is_given, jax.tree.leaves(state.opt_state))):
+        return state
+    named, tree = jax.tree_util.tree_flatten_with_path(state.opt_state)
+    shapes = blue.shapes()["opt_state"]
+    expected: Any = jax.tree.structure(shapes)
+    wanted = jax.tree.leaves(shapes) if tree == expected else [None] * len(named)
+    placed = [
+        _placed(leaf, to, path) if _is_given(leaf) else leaf
+        for (path, leaf), to in zip(named, wanted, strict=True)
+    ]
+    return state.replace(opt_state=jax.tree.unflatten(tree, placed))
+
+
+def _is_given(leaf: Any) -> bool:
+    if isinstance(leaf, jax.core.Tracer):
+        return False
+    if isinstance(leaf, jax.Array):
+        return leaf.ndim == 0 and not isinstance(leaf.sharding, NamedSharding)
+    return np.ndim(leaf) == 0 and isinstance(leaf, bool | int | float | np.generic | np.ndarray)
+
+
+def _placed(leaf: Any, to: Any, path: Any) -> jax.Array:
+    """A scalar as the plan keeps it; where it keeps none here, checks will say so."""
+    if to is None or to.shape != ():
+        return jnp.asarray(leaf)
+    if not np.can_cast(np.asarray(leaf).dtype, to.dtype, "same_kind"):
+        raise StateError(
+            f"train_step: opt_state/{path_name(path)} is {leaf!r}; expected a number of dtype"
+            f" {to.dtype}"
+        )
+    return jax.device_put(np.asarray(leaf, to.dtype), to.sharding)

@@ -1,0 +1,304 @@
+"""The second half of a step: summed gradients in, new state out.
+
+The optimizer sees whole, global-view arrays that happen to be sharded, so that any optax
+transformation is right, whether it works leaf by leaf or not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from fzero.model import Mean
+from fzero.precision import cast_param, next_loss_scale
+from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.split import (
+    Split,
+    layout_leaves,
+    map_splits,
+    trained,
+    update_dtype,
+    with_frozen,
+)
+from fzero.state.train_state import Pending, logical_view
+from fzero.tree import PyTree
+from fzero.zero.collectives import all_reduce_tree, gather
+
+
+Metrics = dict[str, jax.Array]
+
+
+class Update:
+    """Applies (or accumulates) one step's gradients.
+
+    Args:
+        blue: the blueprint.
+        fence: stops the compiler from fusing across; see `fzero.zero.rules.Rules.fence`.
+    """
+
+    def __init__(self, blue: Blueprint, fence: Callable[[PyTree], PyTree]) -> None:
+        self.blueprint, self.plan, self.fence = blue, blue.plan, fence
+        self.layout = trained(blue.params)
+        # Whether parts are compiled by themselves. (Without a pipeline fences do.)
+        divided = blue.stages is not None or bool(blue.chunks.parked)
+        self.apart = divided and blue.group.bits
+
+    def run(
+        self,
+        fields: dict[str, Any],
+        step: jax.Array,
+        sums: PyTree,
+        mean: Mean,
+        own: dict[str, Mean],
+        changed: dict[str, PyTree],
+        apply: bool,
+    ) -> tuple[dict[str, Any], Metrics]:
+        """New fields of the state, and the step's metrics.
+
+        Args:
+            fields: the state's fields, without step and key.
+            step: steps taken so far.
+            sums: gradients of the summed loss total, as shards.
+            mean: the loss over all devices and microbatches.
+            own: the model's metrics, likewise.
+            changed: new values of the fields that computing gradients changes: `buffers`.
+            apply: whether to take an optimizer step, or only to add to `fields["grads"]`.
+        """
+        sums, mean, metrics = self.totals(fields["grads"], sums, mean, own)
+        if not apply:
+            return self._accumulated(fields, step, sums, mean, changed), metrics
+        # The two halves of a step are compiled apart, so that each is the same in every stage.
+        sums, mean, metrics = self.fence((sums, mean, metrics))
+        return self.applied(fields, step, sums, mean, changed, metrics, self.norm(sums, mean))
+
+    def totals(
+        self, pending: Pending | None, sums: PyTree, mean: Mean, own: dict[str, Mean]
+    ) -> tuple[PyTree, Mean, Metrics]:
+        """Sums and mean with those of an accumulation in progress, and the metrics so far."""
+        if pending is not None:
+            sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), pending.sums, sums)
+            mean = Mean(pending.total + mean.total, pending.count + mean.count)
+        metrics = {"loss": mean.total / mean.divisor, "count": mean.count}
+        metrics |= {name: value.total / value.count for name, value in own.items()}
+        return sums, mean, metrics
+
+    def _accumulated(
+        self,
+        fields: dict[str, Any],
+        step: jax.Array,
+        sums: PyTree,
+        mean: Mean,
+        changed: dict[str, PyTree],
+    ) -> dict[str, Any]:
+        pending: Pending | None = fields["grads"]
+        calls = jnp.int32(0) if pending is None else pending.calls
+        sums = jax.tree.map(lambda g: g.astype(jnp.float32), sums)
+        sums = self._pin_shards(sums)
+        grads = Pending(sums, mean.total, mean.count, calls + 1)
+        return {**fields, **changed, "grads": grads, "step": step}
+
+    def norm(self, sums: PyTree, mean: Mean) -> jax.Array:
+        """Global norm of the mean gradient."""
+        # It gets a copy of the sums, or it would be fused with what a stage does next.
+        return self.fence(self._norm(self.fence(sums), mean.count))
+
+    def applied(
+        self,
+        fields: dict[str, Any],
+        step: jax.Array,
+        sums: PyTree,
+        mean: Mean,
+        changed: dict[str, PyTree],
+        metrics: Metrics,
+        norm: jax.Array,
+    ) -> tuple[dict[str, Any], Metrics]:
+        """An optimizer step: new fields of the state, and the step's metrics."""
+        plan, blue = self.plan, self.blueprint
+        # Where nothing counts these are NaN, and dropped below: a guard here would round every
+        # step's division otherwise in one program than in those of a pipeline.
+        grads = self._mean_gradients(sums, mean.count, norm)
+        new = {**changed, "step": step + 1, "grads": None}
+        new |= self._updated(fields, grads, metrics["loss"])
+        counts = mean.count != 0
+        norm = jnp.where(counts, norm, 0)
+        finite = jnp.isfinite(norm)
+        metrics = {**metrics, "grad_norm": norm, "nonfinite": 1.0 - finite.astype(jnp.float32)}
+        new["loss_scale"] = None
+        # A batch in which nothing counts, all padding, takes no step.
+        taken = counts & finite if plan.skips else counts
+        kept = ("params", "compute", "opt_state", "buffers")
+        old = {**{name: fields[name] for name in kept}, "step": step}
+        for name, value in old.items():
+            new[name] = jax.tree.map(partial(jnp.where, taken), new[name], value)
+        if plan.skips:
+            new["loss_scale"] = next_loss_scale(plan, fields["loss_scale"], finite)
+            metrics["skipped"] = new["loss_scale"].skipped.astype(jnp.float32)
+            metrics["loss_scale"] = fields["loss_scale"].scale
+        shapes = blue.shapes()
+        names = ("step", "params", "compute", "opt_state", "buffers", "loss_scale")
+        for name in names:
+            new[name] = jax.tree.map(_constrained, shapes[name], new[name])
+        return new, metrics
+
+    def _norm(self, sums: PyTree, count: jax.Array) -> jax.Array:
+        """Global norm of the mean gradient, added up from shards in every stage.
+
+        Squares are added per leaf, or per layer of a stack, and then in the order of the chain, so
+        that the norm does not depend on where a pipeline is cut.
+        """
+        group = self.blueprint.group
+
+        def local(splits: list[Split], sums: list[jax.Array], count: jax.Array) -> list[jax.Array]:
+            squares = [_squares(s, g, count, self.apart)
+                       for s, g in zip(splits, sums, strict=True)]  # fmt: skip
+            # Shards are the same in every replica group: sum over the data axis only.
+            split = [i for i, s in enumerate(splits) if s.dim is not None]
+            reduced = all_reduce_tree(
+                [squares[i] for i in split], dataclasses.replace(group, replica=1)
+            )
+            for i, square in zip(split, reduced, strict=True):
+                squares[i] = square
+            return squares
+
+        found = self._by_mesh(local, sums, PartitionSpec(), count)
+        in_order = [
+            square if split.home is None else split.home.restore(square)
+            for split, square in zip(layout_leaves(self.layout), found, strict=True)
+        ]
+        return jnp.sqrt(jnp.sum(self.fence(jnp.concatenate(in_order))))
+
+    def _mean_gradients(self, sums: PyTree, count: jax.Array, norm: jax.Array) -> PyTree:
+        """Mean gradients in logical shapes, clipped; whole in stage 0, sharded otherwise."""
+        blue, clip = self.blueprint, self.plan.clip_norm
+        if not self.plan.shards("opt_state"):
+            sums = self.gathered(sums)
+        else:
+            sums = map_splits(
+                lambda s, g: blue.constrain(s, s.logical(g)) if s.pad else g, self.layout, sums
+            )
+        factor = None if clip is None else clip / jnp.maximum(norm, clip)
+
+        def mean(split: Any, total: jax.Array) -> jax.Array:
+            grad = total.astype(jnp.float32) / count
+            grad = grad if factor is None else grad * factor
+            return grad.astype(update_dtype(split.dtype))
+
+        return map_splits(mean, self.layout, sums)
+
+    def _updated(self, fields: dict[str, Any], grads: PyTree, loss: jax.Array) -> dict[str, Any]:
+        """New parameters, compute copy and optimizer state."""
+        plan, blue = self.plan, self.blueprint
+        params = trained(blue.params, fields["params"])
+        params = logical_view(blue, "params", params, self.layout)
+        sharded = plan.shards("opt_state")
+        if sharded:
+            params = map_splits(blue.constrain, self.layout, params)
+        opt_state = logical_view(blue, "opt_state", fields["opt_state"])
+        updates, opt_state = blue.optimizer.update(grads, opt_state, params, loss)
+        params = optax.apply_updates(params, updates)
+
+        def whole(params: PyTree) -> PyTree:
+            return with_frozen(blue.params, params, fields["params"])
+
+        if not sharded:
+            compute = self._cast(params, loss) if plan.keeps_compute_copy else None
+            return {"params": whole(params), "compute": compute, "opt_state": opt_state}
+        opt_state = map_splits(lambda s, leaf: s.store(leaf), blue.opt_state, opt_state)
+        shards = map_splits(lambda s, leaf: s.store(leaf), self.layout, params)
+        shards = self._pin_shards(shards)
+        compute = self.gathered(self._cast(shards, loss)) if plan.keeps_compute_copy else None
+        params = shards if plan.shards("params") else self.gathered(shards)
+        return {"params": whole(params), "compute": compute, "opt_state": opt_state}
+
+    def _cast(self, tree: PyTree, loss: jax.Array) -> PyTree:
+        def cast(leaf: jax.Array) -> jax.Array:
+            return cast_param(self.plan, leaf)
+
+        # The update is compiled by itself, or it would round otherwise where a copy is kept.
+        return jax.tree.map(lambda leaf: apart(cast, leaf, loss) if self.apart else cast(leaf),
+                            tree)  # fmt: skip
+
+    def _pin_shards(self, tree: PyTree) -> PyTree:
+        return map_splits(self.blueprint.constrain, self.layout, tree)
+
+    def gathered(self, shards: PyTree) -> PyTree:
+        """Whole leaves from stored shards of those that are trained, by explicit all-gathers."""
+        group = self.blueprint.group
+
+        def local(splits: list[Split], shards: list[jax.Array]) -> list[jax.Array]:
+            return [gather(leaf, s, group) for s, leaf in zip(splits, shards, strict=True)]
+
+        treedef = jax.tree.structure(shards)
+        return jax.tree.unflatten(treedef, self._by_mesh(local, shards, PartitionSpec()))
+
+    def _by_mesh(
+        self, function: Callable[..., list[Any]], shards: PyTree, out: PartitionSpec, *args: Any
+    ) -> list[Any]:
+        """Runs `function(splits, shards, *args)` once per mesh, with that mesh's leaves local.
+
+        `shards` are of the trained parameters.
+
+        (Without a pipeline all leaves are on one mesh.)
+        """
+        blue = self.blueprint
+        splits, leaves = layout_leaves(self.layout), jax.tree.leaves(shards)
+        groups: dict[Any, list[int]] = {}
+        for index, split in enumerate(splits):
+            where = split.home and split.home.ranks, blue.label(split.path, split.home)
+            groups.setdefault(where, []).append(index)
+        found: list[Any] = [None] * len(leaves)
+        for group in groups.values():
+            own = [splits[i] for i in group]
+            mesh = blue.mesh_of(own[0].home)
+            results = jax.shard_map(
+                partial(function, own),
+                mesh=mesh,
+                in_specs=([blue.sharding(s.home, s.spec).spec for s in own], *(out,) * len(args)),
+                out_specs=[blue.sharding(s.home, out).spec for s in own],
+                axis_names=set(mesh.axis_names),
+                check_vma=False,
+            )([leaves[i] for i in group], *args)
+            for i, result in zip(group, results, strict=True):
+                found[i] = result
+        return found
+
+
+def _constrained(to: jax.ShapeDtypeStruct, leaf: jax.Array | None) -> jax.Array | None:
+    """A leaf in its sharding; frozen ones are not always among those at hand."""
+    return None if leaf is None else jax.lax.with_sharding_constraint(leaf, to.sharding)
+
+
+def apart(function: Callable[[Any], Any], value: Any, unknown: jax.Array) -> Any:
+    """Runs a function so that XLA's CPU backend compiles it alike wherever it stands.
+
+    That backend drops fences before its last fusions, but fuses nothing into a branch. This branch
+    is always taken, which the compiler cannot know: it depends on a float32 scalar.
+    """
+    taken = (jax.lax.bitcast_convert_type(unknown, jnp.int32) | 1) != 0
+    shape = jax.eval_shape(function, value)
+    return jax.lax.cond(taken, function, lambda _: jnp.zeros(shape.shape, shape.dtype), value)
+
+
+def _squares(split: Split, total: jax.Array, count: jax.Array, alike: bool) -> jax.Array:
+    """Sums of squares of a mean gradient, one per layer of a stack.
+
+    How a layer is added up depends on how many there are on a rank, and on what it is fused with;
+    both differ between schedules. `alike`: layer by layer, apart, it is the same in all of them.
+    """
+
+    def of(total: jax.Array, first: int = 0) -> jax.Array:
+        grad = total.astype(jnp.float32) / count
+        return jnp.sum(jnp.square(grad), axis=tuple(range(first, grad.ndim)))
+
+    if not alike:
+        return of(total, int(split.stacked)).reshape(-1)
+    if split.stacked:
+        return jax.lax.map(lambda row: apart(of, row, count), total)
+    return apart(of, total, count).reshape(-1)

@@ -1,0 +1,70 @@
+"""The devices' values of a buffer become one, as its model declared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fzero.axes import DATA, REPLICA
+from fzero.model import Layer, Stack
+from fzero.sharding.buffers import declared_reduction
+from fzero.sharding.group import Group
+from fzero.tree import PyTree, is_floating, map_named
+from fzero.zero.collectives import all_reduce_tree
+
+
+def agreed_buffers(
+    layers: Iterable[Layer | Stack], old: PyTree, new: PyTree, group: Group
+) -> PyTree:
+    """One value of each buffer for all devices.
+
+    Args:
+        layers: whose buffers.
+        old: before the step, the same on all devices.
+        new: after it, each device's own.
+        group: the devices.
+    """
+    # What a loss computes in float32 is kept in the buffer's own precision.
+    new = jax.tree.map(lambda a, b: b.astype(a.dtype) if is_floating(a) else b, old, new)
+    size = group.data * group.replica
+    if size == 1:
+        return new
+    how = jax.tree.leaves(_reductions(layers, new))
+    leaves, treedef = jax.tree.flatten(new)
+    before = jax.tree.leaves(old)
+    added = {
+        i: leaf if how[i] == "mean" else leaf - before[i]
+        for i, leaf in enumerate(leaves)
+        if how[i] in ("mean", "sum")
+    }
+    for i, total in zip(added, all_reduce_tree(list(added.values()), group), strict=True):
+        leaves[i] = total / size if how[i] == "mean" else before[i] + total
+    done = [
+        leaf if i in added else _largest(leaf).astype(leaf.dtype) for i, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(treedef, done)
+
+
+def _largest(leaf: jax.Array) -> jax.Array:
+    """The largest of all devices' values; any of them, where all are the same."""
+    number = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
+    largest: jax.Array = jax.lax.pmax(number, (REPLICA, DATA))
+    return largest
+
+
+def _reductions(layers: Iterable[Layer | Stack], buffers: PyTree) -> PyTree:
+    """A word of `REDUCTIONS` for each buffer."""
+    by_name = {layer.name: layer for layer in layers}
+    if "" in by_name:
+        return _of_layer(by_name[""], buffers)
+    return {name: _of_layer(by_name[name], tree) for name, tree in buffers.items()}
+
+
+def _of_layer(layer: Layer | Stack, buffers: PyTree) -> PyTree:
+    def reduction(name: str, leaf: Any) -> str:
+        return declared_reduction(layer, name) or ("mean" if is_floating(leaf) else "same")
+
+    return map_named(reduction, buffers)

@@ -1,0 +1,1 @@
+"""PyTorch's side: a module traced into a graph, and what export would lose."""

@@ -1,0 +1,249 @@
+"""From a module to one decomposed `ExportedProgram` per mode, or one error that says why not.
+
+The level is "selected": `no_grad` regions become `detach`, then everything is decomposed to core
+ATen except the operators that have a lowering, a better whole form (attention, linear,
+normalisation, softmax). At core level torch would expand a linear layer's weight over the batch,
+unroll attention, and let gradients through `detach`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram, default_decompositions
+from torch.utils import _pytree as torch_pytree
+
+from fzero.errors import ConversionError
+from torch_bridge.export.functions import refuse_functions, watch_functions
+from torch_bridge.export.hooks import watch_gradients
+from torch_bridge.export.in_place import remove_hidden_aliases, replace_fresh_writes
+from torch_bridge.export.nameless import refuse_nameless
+from torch_bridge.export.no_grad import inline_no_grad
+from torch_bridge.export.slices import tidy_slices
+from torch_bridge.export.watch import (
+    PythonState,
+    failing_place,
+    first_difference,
+    refuse_python_random,
+    refuse_python_state,
+    same_program,
+    untouched,
+    watch_state,
+)
+from torch_bridge.lower import find_lowering
+from torch_bridge.lower.symbolic import python_function
+
+
+# Inputs up to this rank have every dim tried as dynamic (tokens, features, sequences); images
+# only the batch: symbolic heights and widths make export slow and specialise anyway.
+_ALL_DYNAMIC_RANK = 3
+
+
+def export_program(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    train: bool,
+    batch_dim: int = 0,
+    check: bool = True,
+) -> ExportedProgram:
+    """Export a module in train or eval mode; the module is left as it was.
+
+    Args:
+        module: any module; its parameters and buffers are read, not changed.
+        args: example positional arguments (tensors of any shape, nested containers, constants).
+        kwargs: example keyword arguments.
+        train: which mode the graph is taken in.
+        batch_dim: the dim of every tensor that is kept free if not all can be.
+        check: whether the graph of a second call is compared; a module that was, need not be again.
+
+    Returns:
+        The decomposed program, with dynamic sizes wherever the module allows them.
+
+    Raises:
+        ConversionError: export failed, or would have lost a gradient without a word.
+    """
+    mode = "train" if train else "eval"
+    with untouched(module, train), _quiet():
+        program = _export_pure(module, (args, dict(kwargs)), mode, batch_dim, check)
+        refuse_nameless(program, (*module.named_parameters(), *module.named_buffers()))
+        inline_no_grad(program)
+        tidy_slices(program.graph_module)
+        remove_hidden_aliases(program.graph_module)
+        replace_fresh_writes(program.graph_module)
+        if not _needs_decomposing(program):
+            return program
+        try:
+            decomposed: ExportedProgram = program.run_decompositions(_decompositions())
+            return decomposed
+        except Exception as error:
+            raise ConversionError(_explain(error, mode, module)) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's deprecation notices, and the graphs it prints when a try fails, to itself."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+def _export_pure(
+    module: torch.nn.Module,
+    inputs: tuple[Any, dict[str, Any]],
+    mode: str,
+    batch_dim: int,
+    check: bool,
+) -> ExportedProgram:
+    """Export, and refuse what the graph would silently lose: gradients, and Python's own state.
+
+    The forward is traced a second time, in the state that the first one left. Whatever it depends
+    on and changes itself (an attribute, a counter in some object, an iterator, a global, numbers
+    from `random` or numpy) then gives another graph.
+    """
+    before = PythonState(module)
+    try:
+        with watch_state(module) as states:
+            program, dynamic = _export_most_dynamic(module, inputs, mode, batch_dim, _DYNAMIC)
+        after = states[-1] if states else before
+        changed = before.changed(after)
+        if not (check or changed or before.drew_numbers(after)):
+            return program
+        after.put(module, changed)
+        try:
+            again = _export_most_dynamic(module, inputs, mode, batch_dim, (dynamic,))[0]
+        except ConversionError:
+            again = None
+        if again is None or not same_program(program, again):
+            if before.drew_numbers(after) and not changed:
+                refuse_python_random(mode)
+            line = None if again is None else first_difference(program, again)
+            refuse_python_state(changed, mode, line)
+    finally:
+        before.restore_random()
+    return program
+
+
+# Every dim free, then the batch only, then all fixed (which is said when it is called otherwise).
+_DYNAMIC = ("all", "batch", "none")
+
+
+def _export_most_dynamic(
+    module: torch.nn.Module,
+    inputs: tuple[Any, dict[str, Any]],
+    mode: str,
+    batch_dim: int,
+    kinds: Sequence[str],
+) -> tuple[ExportedProgram, str]:
+    """The program with the first kind of free dims that works, and that kind."""
+    last: Exception | None = None
+    with watch_functions() as functions, watch_gradients():
+        for dynamic in kinds:
+            shapes = _dynamic_shapes(module, inputs, dynamic, batch_dim)
+            try:
+                program = torch.export.export(module, *inputs, dynamic_shapes=shapes, strict=False)
+            except ConversionError:
+                raise
+            except Exception as error:
+                last = error  # the last try fixes all sizes: its error is about the module itself
+            else:
+                refuse_functions(functions, mode)
+                return program, dynamic
+    refuse_functions(functions, mode)
+    assert last is not None
+    raise ConversionError(_explain(last, mode, module)) from last
+
+
+def _dynamic_shapes(
+    module: torch.nn.Module, inputs: tuple[Any, dict[str, Any]], dynamic: str, batch_dim: int
+) -> Any:
+    """Dim.AUTO for the dims that may vary, in the structure of the inputs."""
+
+    def dims(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or dynamic == "none":
+            return None
+        if dynamic == "all" and leaf.ndim <= _ALL_DYNAMIC_RANK:
+            return dict.fromkeys(range(leaf.ndim), Dim.AUTO)
+        return {batch_dim: Dim.AUTO} if batch_dim < leaf.ndim else {}
+
+    if dynamic == "none":
+        return None
+    args, kwargs = inputs
+    positional = torch_pytree.tree_map(dims, args)
+    named = torch_pytree.tree_map(dims, kwargs)
+    return _like_signature(module, positional, named)
+
+
+def _like_signature(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`dynamic_shapes` by parameter name, the one form export accepts for mixed arguments."""
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    return dict(bound.arguments)
+
+
+# Operators that write to a buffer although their schema does not say so.
+_HIDDEN_WRITES = ("batch_norm", "instance_norm")
+
+
+def _needs_decomposing(program: ExportedProgram) -> bool:
+    """Whether the graph as traced has an operator without a lowering, or one that writes.
+
+    Decomposing takes as long as tracing; a transformer's graph is often fine without.
+    """
+    for node in program.graph.nodes:
+        if node.op == "get_attr":
+            return True
+        if node.op != "call_function" or python_function(node.target) is not None:
+            continue
+        schema = getattr(node.target, "_schema", None)
+        writes = schema is None or schema.is_mutable
+        hidden = any(name in str(node.target) for name in _HIDDEN_WRITES) and not _only_reads(node)
+        if writes or hidden or find_lowering(str(node.target)) is None:
+            return True
+    return False
+
+
+def _only_reads(node: torch.fx.Node) -> bool:
+    """Whether a batch norm uses its running statistics and leaves them alone."""
+    return str(node.target) == "aten.batch_norm.default" and node.args[5] is False
+
+
+def _decompositions() -> Any:
+    """Torch's table without what has a lowering: such operators stay whole.
+
+    Decomposed, they would lose their gradient rule (detach), their speed (linear, attention) or
+    their exact half-precision behaviour (norms, softmax).
+    """
+    table: Any = default_decompositions()
+    for operator in list(table):
+        name = str(operator)
+        if find_lowering(name) is not None and not any(one in name for one in _HIDDEN_WRITES):
+            table.pop(operator)
+    return table
+
+
+def _explain(error: Exception, mode: str, module: torch.nn.Module) -> str:
+    """torch's message cut to what a reader can use: the cause, the submodule and its line."""
+    lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
+    cause = lines[0] if lines else type(error).__name__
+    place = failing_place(error, module)
+    where = f"\n  in {place[0]} at: {place[1]}" if place else ""
+    hint = ""
+    if "item()" in str(error) or "data-dependent" in str(error).lower():
+        hint = (
+            "\n  Control flow and sizes must not depend on tensor values (use torch.where, or a "
+            "size that is known before). BatchNorm(momentum=None) counts batches in a tensor: "
+            "give it a momentum."
+        )
+    return f"torch.export cannot trace the {mode} forward: {cause}{where}{hint}"

@@ -1,0 +1,339 @@
+"""The converted graph: a flat list of instructions, evaluated by ordinary (traceable) JAX calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import torch
+from torch.export.graph_signature import OutputKind
+
+from fzero.errors import ConversionError
+from torch_bridge.export.shapes import unbacked
+from torch_bridge.lower import find_lowering
+from torch_bridge.lower.features_last import call, in_order, takes_last
+from torch_bridge.lower.masks import MASK, SizeMask, size_masks
+from torch_bridge.lower.refs import Ref, fill
+from torch_bridge.lower.symbolic import python_function
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One operator call; `draw` numbers the random ones, `drop` names what is not needed after."""
+
+    name: str
+    operator: str
+    where: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    draw: int | None
+    drop: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Everything that is computed in one mode.
+
+    `outputs` are the module's own leaves in order; `mutations` maps a buffer's name to its new
+    value.
+    """
+
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[Any, ...]
+    mutations: Mapping[str, Any]
+    num_draws: int
+
+    def run(
+        self,
+        inputs: Mapping[str, Any],
+        rng: Any,
+        observe: Callable[[str, Any], None] | None = None,
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Evaluate the graph.
+
+        Args:
+            inputs: a value for each placeholder.
+            rng: a JAX key; each random node gets `fold_in(rng, its number)`. May be None when
+                `num_draws` is 0.
+            observe: called with the name and value of every node, as they are computed.
+
+        Returns:
+            The module's output leaves, and the new value of each buffer it writes.
+        """
+        values = dict(inputs)
+        evaluate(self.instructions, values, rng, observe)
+        return fill(list(self.outputs), values), fill(dict(self.mutations), values)
+
+
+def evaluate(
+    steps: Sequence[Instruction],
+    values: dict[str, Any],
+    rng: Any,
+    observe: Callable[[str, Any], None] | None = None,
+) -> None:
+    """Run instructions; their results are added to `values`, and dropped as they say."""
+    for step in steps:
+        args, kwargs = fill(step.args, values), fill(step.kwargs, values)
+        if step.draw is not None:
+            kwargs["key"] = jax.random.fold_in(rng, step.draw)
+        try:
+            values[step.name] = call(step.fn, args, kwargs)
+        except Exception as error:
+            error.add_note(f"while evaluating {step.operator} in {step.where}")
+            raise
+        if observe is not None:
+            observe(step.name, in_order(values[step.name]))
+        for name in step.drop:
+            del values[name]
+    values.update({name: in_order(value) for name, value in values.items()})
+
+
+def missing_operators(program: torch.export.ExportedProgram) -> Mapping[str, frozenset[str]]:
+    """All operators of a program that have no lowering, with the modules that call them."""
+    found: dict[str, set[str]] = {}
+    for node in _live_nodes(program):
+        if node.op == "call_function" and _resolve(node.target) is None:
+            found.setdefault(str(node.target), set()).add(module_path(node))
+    return {name: frozenset(paths) for name, paths in found.items()}
+
+
+def refuse_missing(found: Sequence[Mapping[str, frozenset[str]]]) -> None:
+    """Raise one error for everything that cannot be lowered, over all graphs of a module.
+
+    Raises:
+        ConversionError: lists each operator once, with all its module paths.
+    """
+    merged: dict[str, set[str]] = {}
+    for operators in found:
+        for name, paths in operators.items():
+            merged.setdefault(name, set()).update(paths)
+    if merged:
+        lines = [f"  {name}  in {', '.join(sorted(merged[name]))}" for name in sorted(merged)]
+        raise ConversionError(
+            f"{len(merged)} operator(s) have no JAX lowering:\n" + "\n".join(lines) + "\n"
+            "Write these modules with other operators, or add each with "
+            "torch_bridge.register_operator(name)."
+        )
+
+
+def refuse_data_dependent(program: torch.export.ExportedProgram) -> None:
+    """Refuse sizes that depend on tensor values: XLA compiles fixed sizes only.
+
+    Raises:
+        ConversionError: names the operator, the module path and the source line.
+    """
+    for node in _live_nodes(program):
+        if node.op == "call_function" and unbacked(node.meta.get("val")):
+            raise ConversionError(
+                f"{node.target} in {module_path(node)} has a size or number that depends on "
+                f"tensor values, which XLA cannot compile.\n  at: {source_line(node)}\n  Use "
+                "torch.where or a mask of fixed size instead of boolean indexing, nonzero or "
+                ".item()."
+            )
+
+
+# Operators that take one dtype only, though an export of them does not mind.
+_ONE_DTYPE = ("linear", "matmul", "mm", "conv", "einsum", "dot", "lstm", "gru", "rnn", "norm")
+
+
+def refuse_mixed(program: torch.export.ExportedProgram) -> None:
+    """Refuse what PyTorch itself would, were it called with these dtypes.
+
+    Raises:
+        ConversionError: an operator of one dtype got several.
+    """
+    for node in program.graph.nodes:
+        name = str(node.target)
+        if node.op != "call_function" or not any(part in name for part in _ONE_DTYPE):
+            continue
+        values = [source.meta.get("val") for source in node.all_input_nodes]
+        tensors = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            raise ConversionError(
+                f"{name} in {module_path(node)} got {[str(t.dtype) for t in tensors]}"
+            )
+
+
+def module_path(node: torch.fx.Node) -> str:
+    """The path of the submodule that a node belongs to, `(root)` for the outermost."""
+    stack = node.meta.get("nn_module_stack") or {}
+    # Nodes that torch itself added (sizes) carry a note instead of a module.
+    paths = [entry[0] for entry in stack.values() if not entry[0].startswith("_empty_nn_module")]
+    return (paths[-1] if paths else "") or "(root)"
+
+
+def source_line(node: torch.fx.Node) -> str:
+    """The innermost line of Python that made a node, outside torch itself where possible."""
+    frames = (node.meta.get("stack_trace") or "").strip().split("File ")[1:]
+    own = [f for f in frames if "site-packages/torch/" not in f] or frames
+    return " | ".join(part.strip() for part in own[-1].splitlines()) if own else "unknown line"
+
+
+def _resolve(target: Any) -> Callable[..., Any] | None:
+    plain = python_function(target)
+    if plain is not None:
+        return plain
+    lowering = find_lowering(str(target))
+    return None if lowering is None else lowering.fn
+
+
+def build_graph(program: torch.export.ExportedProgram) -> Graph:
+    """Turn a decomposed program into instructions; every operator must have a lowering.
+
+    Args:
+        program: what `export_program` returned.
+
+    Returns:
+        A graph that holds no torch tensors.
+
+    Raises:
+        ConversionError: the module writes to one of its parameters.
+    """
+    masks = size_masks(program, _lowered)
+
+    def reads(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
+        return masks[node].reads if node in masks else node.all_input_nodes
+
+    live = _live_nodes(program, reads)
+    last_use = _last_uses(live, reads)
+    instructions: list[Instruction] = []
+    draws = 0
+    for node in live:
+        if node.op != "call_function":
+            continue
+        args, kwargs = _arguments(node, masks[node].mask if node in masks else None)
+        lowering = find_lowering(str(node.target))
+        drawing = lowering is not None and lowering.draws is not None
+        draw = None
+        if drawing and lowering.draws(*args, **kwargs):  # type: ignore[union-attr, misc]
+            draw, draws = draws, draws + 1
+        instructions.append(
+            Instruction(
+                node.name,
+                str(node.target),
+                f"{module_path(node)} ({source_line(node)})",
+                _lowered(node),
+                args,
+                kwargs,
+                draw,
+                last_use.get(node.name, ()),
+            )
+        )
+    outputs, mutations = _outputs(program)
+    return Graph(tuple(instructions), outputs, mutations, draws)
+
+
+def _lowered(node: torch.fx.Node) -> Callable[..., Any]:
+    """What computes a node in JAX."""
+    fn = _pass_through if _keeps_dtype(node) else _resolve(node.target)
+    assert fn is not None, node.target
+    return fn
+
+
+def _arguments(
+    node: torch.fx.Node, mask: SizeMask | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A node's arguments; a mask that depends on sizes stands there itself, beside its sizes."""
+    args, kwargs = list(_template(tuple(node.args))), _template(dict(node.kwargs))
+    if mask is not None:
+        if len(args) > MASK:
+            args[MASK] = mask
+        else:
+            kwargs["attn_mask"] = mask
+        kwargs["mask_sizes"] = tuple(map(Ref, mask.sizes))
+    return tuple(args), kwargs
+
+
+_CASTS = ("aten.to.", "aten._to_copy.", "aten.type_as.")
+
+
+def _keeps_dtype(node: torch.fx.Node) -> bool:
+    """Whether a cast changes nothing (`.to(device)`, `.to(x.dtype)`)."""
+    if not str(node.target).startswith(_CASTS):
+        return False
+    source: Any = node.args[0]
+    return bool(source.meta["val"].dtype == node.meta["val"].dtype)
+
+
+@takes_last
+def _pass_through(x: Any, *_: Any, **__: Any) -> Any:
+    return x
+
+
+_CHECKS = ("aten._assert_scalar.default",)
+
+
+_Reads = Callable[[torch.fx.Node], Sequence[torch.fx.Node]]
+
+
+def _inputs_of(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
+    return node.all_input_nodes
+
+
+def _live_nodes(
+    program: torch.export.ExportedProgram, reads: _Reads = _inputs_of
+) -> list[torch.fx.Node]:
+    """Nodes that an output needs, and checks of sizes.
+
+    The rest is dropped: asserts about metadata, and those about values (a mask that must hold as
+    many tokens as there are features), which a compiled program cannot raise.
+    """
+    wanted: set[torch.fx.Node] = set()
+    nodes = list(program.graph.nodes)
+    for node in reversed(nodes):
+        checks = str(node.target) in _CHECKS and not any(
+            unbacked(source.meta.get("val")) for source in node.all_input_nodes
+        )
+        if node.op == "output" or node in wanted or checks:
+            wanted.add(node)
+            wanted.update(reads(node))
+    return [n for n in nodes if n in wanted]
+
+
+def _last_uses(nodes: Sequence[torch.fx.Node], reads: _Reads) -> dict[str, tuple[str, ...]]:
+    """For each node, the computed values that nothing after it reads (inputs are kept)."""
+    final: dict[str, str] = {}
+    for node in nodes:
+        for used in reads(node):
+            final[used.name] = "" if node.op == "output" else node.name
+    drops: dict[str, list[str]] = {}
+    for name, user in final.items():
+        if user:
+            drops.setdefault(user, []).append(name)
+    return {user: tuple(names) for user, names in drops.items()}
+
+
+def _template(value: Any) -> Any:
+    if isinstance(value, torch.fx.Node):
+        return Ref(value.name)
+    if isinstance(value, list | tuple):  # fx has list and tuple types of its own
+        items = [_template(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, Mapping):
+        return {key: _template(item) for key, item in value.items()}
+    return value
+
+
+def _outputs(
+    program: torch.export.ExportedProgram,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    (node,) = (n for n in program.graph.nodes if n.op == "output")
+    returned: Any = node.args[0]
+    outputs: list[Any] = []
+    mutations: dict[str, Any] = {}
+    for spec, value in zip(program.graph_signature.output_specs, returned, strict=True):
+        if spec.kind is OutputKind.USER_OUTPUT:
+            outputs.append(_template(value))
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
+            mutations[str(spec.target)] = _template(value)
+        elif spec.kind is OutputKind.PARAMETER_MUTATION:
+            raise ConversionError(
+                f"the forward writes to the parameter `{spec.target}`; a step's parameters are "
+                "inputs only. Keep what changes in a buffer (register_buffer)."
+            )
+        elif spec.kind is not OutputKind.USER_INPUT_MUTATION:
+            raise ConversionError(f"the module returns {spec.kind.name}, which has no JAX form")
+    return tuple(outputs), mutations

@@ -1,0 +1,58 @@
+"""Tensors that a forward reads, but not as parameters or buffers: export makes constants of them.
+
+Of a tensor of the user's own that is what was meant. Of a weight that is read through a plain list
+or a detached copy, and of one computed from weights, it is not: no gradient would come back, and
+trained or loaded values would not be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.export.graph_signature import InputKind
+
+from fzero.errors import ConversionError
+from torch_bridge.export.interpret import module_path, source_line
+
+
+def refuse_nameless(
+    program: torch.export.ExportedProgram, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Refuse constants of a graph that are, or are made of, weights of its module.
+
+    Args:
+        program: an exported program.
+        tensors: the module's parameters and buffers.
+
+    Raises:
+        ConversionError: says which tensor is read, where, and what to do.
+    """
+    names: dict[int, str] = {}
+    for name, tensor in tensors:
+        if (memory := _memory(tensor)) is not None:
+            names.setdefault(memory, name)
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is not InputKind.CONSTANT_TENSOR or not nodes[spec.arg.name].users:
+            continue
+        value = program.constants[str(spec.target)]
+        assert isinstance(value, torch.Tensor)
+        shared = names.get(_memory(value) or 0)
+        if shared is None and not value.requires_grad:
+            continue
+        reader = next(iter(nodes[spec.arg.name].users))
+        what = f"`{shared}`, but not by this name" if shared else f"`{spec.target}`"
+        raise ConversionError(
+            f"{module_path(reader)} reads {what}, which export makes a constant: no gradient would"
+            f" reach it, nor any later value.\n  at: {source_line(reader)}\n  Read weights as"
+            " attributes of their module (not from a list, a dict or a detached copy), keep what"
+            " is learnt as a torch.nn.Parameter, and compute with it in forward."
+        )
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    """Where a tensor's memory begins; None if it has none."""
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return None
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,149 @@
+"""`no_grad` regions: their contents in the graph around them, with the gradient cut by `detach`.
+
+Decomposing would inline a region and forget that no gradient passes through it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from fzero.errors import ConversionError
+from torch_bridge.export.interpret import module_path, source_line
+
+
+def inline_no_grad(program: ExportedProgram) -> None:
+    """Replace every region of a program, in place.
+
+    Args:
+        program: as traced, before it is decomposed.
+
+    Raises:
+        ConversionError: a region writes into a value that has a gradient; torch then remembers
+            the gradient of the value before.
+    """
+    inputs = set(program.graph_signature.user_inputs)
+    for graph_module in program.graph_module.modules():
+        if isinstance(graph_module, torch.fx.GraphModule):
+            _inline_grad_regions(graph_module, inputs)
+
+
+def _inline_grad_regions(graph_module: torch.fx.GraphModule, inputs: set[Any]) -> None:
+    region_op = torch.ops.higher_order.wrap_with_set_grad_enabled
+    graph = graph_module.graph
+    # Regions may hold regions: go on until none is left.
+    while regions := [n for n in graph.nodes if n.op == "call_function" and n.target is region_op]:
+        for node in regions:
+            _inline_one(graph_module, node, inputs)
+    for node in [n for n in graph.nodes if n.op == "get_attr" and not n.users]:
+        graph.erase_node(node)
+    graph.lint()
+    graph_module.recompile()
+
+
+def _inline_one(graph_module: torch.fx.GraphModule, node: torch.fx.Node, inputs: set[Any]) -> None:
+    graph = graph_module.graph
+    enabled, body_ref, *operands = node.args
+    body = graph_module.get_submodule(str(body_ref.target))  # type: ignore[union-attr]
+    assert isinstance(body, torch.fx.GraphModule)
+    mapping: dict[torch.fx.Node, Any] = {}
+    results: Any = None
+    remaining = iter(operands)
+    made: set[Any] = set()  # by the region itself: without gradient
+    with graph.inserting_before(node):
+        for inner in body.graph.nodes:
+            if inner.op == "placeholder":
+                mapping[inner] = next(remaining)
+            elif inner.op == "output":
+                results = torch.fx.map_arg(inner.args[0], lambda n: mapping[n])
+            elif inner.op == "get_attr":
+                mapping[inner] = _adopt(graph_module, body, inner)
+            else:
+                copied = graph.node_copy(inner, lambda n: mapping[n])
+                mapping[inner] = copied
+                if not enabled:
+                    _detach_written(graph, copied, inputs, made)
+                    made.add(copied)
+        if not enabled:
+            results = tuple(_detached(graph, r) for r in results)
+    for user in list(node.users):  # regions return tuples, read with getitem
+        user.replace_all_uses_with(results[user.args[1]])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _adopt(graph_module: torch.fx.GraphModule, body: torch.fx.GraphModule, inner: Any) -> Any:
+    """Copy an attribute (a nested region's body, a constant) of an inlined body to the outside."""
+    name = f"_inlined_{len(list(graph_module.named_children()))}_{inner.target}".replace(".", "_")
+    value = body
+    for part in str(inner.target).split("."):
+        value = getattr(value, part)
+    setattr(graph_module, name, value)
+    made = graph_module.graph.get_attr(name)
+    made.meta = dict(inner.meta)
+    return made
+
+
+def _detached(graph: torch.fx.Graph, value: Any) -> Any:
+    if not isinstance(value, torch.fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):
+        return value
+    made = graph.call_function(torch.ops.aten.detach.default, (value,))
+    made.meta = dict(value.meta)
+    return made
+
+
+def _detach_written(
+    graph: torch.fx.Graph, node: torch.fx.Node, inputs: set[Any], made: set[Any]
+) -> None:
+    """Inside no_grad, what an in-place operator writes into a tensor carries no gradient."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    target = _written(node)
+    if target is not None and target not in made and _has_gradient(target, inputs):
+        raise ConversionError(
+            f"{node.target} in {module_path(node)} writes under torch.no_grad() into a value that "
+            "has a gradient; torch's gradient would be that of the value before the write.\n"
+            f"  at: {source_line(node)}\n  Write into a copy (.detach().clone()), or compute a new "
+            "value."
+        )
+    with graph.inserting_before(node):
+        node.args = (node.args[0], *(_detached(graph, a) for a in node.args[1:]))
+
+
+def _written(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The value whose memory an in-place operator writes to, found through views of it."""
+    current: Any = node.args[0] if node.args else None
+    while isinstance(current, torch.fx.Node) and current.op == "call_function":
+        arguments = getattr(getattr(current.target, "_schema", None), "arguments", ())
+        if not arguments or arguments[0].alias_info is None or not current.args:
+            break
+        current = current.args[0]
+    return current if isinstance(current, torch.fx.Node) else None
+
+
+def _has_gradient(node: torch.fx.Node, inputs: set[Any]) -> bool:
+    """Whether a parameter or an argument of the module reaches a value by differentiable steps."""
+    seen: set[torch.fx.Node] = set()
+    pending = [node]
+    # A module's own tensors may be written to (what becomes of parameters is decided later).
+    if node.op == "placeholder" and node.name not in inputs:
+        return False
+    while pending:
+        current = pending.pop()
+        value = current.meta.get("val")
+        if current in seen or str(current.target) == "aten.detach.default":
+            continue
+        seen.add(current)
+        if isinstance(value, torch.Tensor) and not (
+            value.is_floating_point() or value.is_complex()
+        ):
+            continue
+        if isinstance(value, torch.Tensor) and current.op == "placeholder":
+            differentiable = value.requires_grad or current.name in inputs
+            if differentiable:
+                return True
+        pending.extend(current.all_input_nodes)
+    return False

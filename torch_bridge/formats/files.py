@@ -1,0 +1,100 @@
+"""Checkpoints of PyTorch: written whole or not at all, read without code."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero.errors import CheckpointError
+from fzero.plan import Plan
+from torch_bridge.convert import Converted
+from torch_bridge.formats.adam import require_known
+from torch_bridge.formats.read import checkpoint
+from torch_bridge.formats.state import state_content
+from torch_bridge.formats.write import format_of, holds_optimizer, write
+from torch_bridge.sequential import ConvertedSequential
+
+
+def save(
+    path: str | os.PathLike[str],
+    converted: Converted | ConvertedSequential,
+    state_or_params: Any,
+    plan: Plan | None = None,
+    *,
+    to: str | None = None,
+    max_shard_size: int | str = "5GB",
+    optimizer: bool | None = None,
+    hyper: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a state as a checkpoint that PyTorch loads; what is there is replaced at the end.
+
+    Leaves are copied to the host one after the other, so that it never holds two of them.
+
+    In `.safetensors` a tied tensor is stored once, under the name that transformers keeps, with
+    its other names in the metadata (as `safetensors.torch.save_model` has it), so that both
+    `from_pretrained` and `load` tie again. `.pt`, `.pth` and `.bin` hold all names.
+
+    Args:
+        path: file to write, whose suffix says the format, or a directory: then as Hugging Face
+            does, in shards with an index where the weights do not fit into one file.
+        converted: the module or chain that the state was made from.
+        state_or_params: as for `state_dict`.
+        plan: likewise.
+        to: the format, where the path does not say it.
+        max_shard_size: bytes of weights in one file of a directory, as a number or as "5GB".
+        optimizer: whether Adam's moments are written: by default where the format has a place for
+            them and the state has them; True demands it.
+        hyper: hyperparameters to write beside them, by torch's names (`lr`, `betas`, `eps`,
+            `weight_decay`): an optax state does not hold them, and a torch optimizer takes over
+            what a checkpoint says. What is not given is torch's default of AdamW.
+
+    Raises:
+        CheckpointError: an unknown suffix or hyperparameter, or a state that does not fit.
+
+    Example:
+        >>> import tempfile
+        >>> from torch_bridge import convert
+        >>> converted = convert(torch.nn.Linear(3, 2), torch.zeros(4, 3))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(folder + "/model.safetensors", converted, converted.params)
+        ...     sorted(load(folder + "/model.safetensors"))
+        ['bias', 'weight']
+    """
+    to = to or format_of(Path(path))
+    if optimizer and not holds_optimizer(to):
+        raise CheckpointError(f"save: optimizer=True, but {to} has no place for its state")
+    wanted = optimizer if holds_optimizer(to) else False
+    content = state_content(converted, state_or_params, wanted, plan)
+    if content.optimizer is not None and hyper:
+        known = dataclasses.replace(content.optimizer, groups=(require_known(hyper),))
+        content = dataclasses.replace(content, optimizer=known)
+    write(content, path, to, max_shard_size)
+
+
+def load(path: str | os.PathLike[str], key: str | None = None) -> dict[str, torch.Tensor]:
+    """Read the weights of a checkpoint; nothing in it is ever executed.
+
+    Args:
+        path: as for `checkpoint`.
+        key: likewise.
+
+    Returns:
+        CPU tensors of their own memory by name; tied names share one tensor.
+
+    Raises:
+        CheckpointError: no such file, damaged, an unknown format, or a pickle that would have to
+            run code to be read.
+
+    Example:
+        >>> load("nowhere.pt")
+        Traceback (most recent call last):
+        fzero.errors.CheckpointError: nowhere.pt: no such file
+    """
+    found = checkpoint(path, key)
+    tensors = {name: lazy.tensor().clone() for name, lazy in found.tensors.items()}
+    return {**tensors, **{name: tensors[kept] for name, kept in found.ties.items()}}

@@ -1,0 +1,177 @@
+"""`restore`: a training state out of a PyTorch checkpoint, read straight into its sharding."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from fzero.errors import CheckpointError, ConversionError
+from fzero.model import Mean, Model, Sequential
+from fzero.plan import Plan
+from fzero.sharding.relayout import copy_leaf
+from fzero.state.replan import replan
+from fzero.state.train_state import TrainState, init
+from torch_bridge.convert import Converted
+from torch_bridge.formats.content import Checkpoint, Optimizer
+from torch_bridge.formats.read import checkpoint
+from torch_bridge.module.initial import require_values
+from torch_bridge.moments import Moments, with_moments
+from torch_bridge.sequential import ConvertedSequential
+from torch_bridge.statedict import fit_leaves, initial_leaves, nested
+
+
+def restore(
+    path: str | os.PathLike[str],
+    converted: Converted | ConvertedSequential,
+    tx: optax.GradientTransformation | None,
+    plan: Plan,
+    *,
+    rng: int | jax.Array = 0,
+    devices: Sequence[Any] | None = None,
+    optimizer: bool | None = None,
+    names: Sequence[str] | None = None,
+    prefix: str = "",
+    strict: bool = True,
+    cast: bool = False,
+    chain: bool | None = None,
+    key: str | None = None,
+) -> TrainState:
+    """A state with the weights of a PyTorch checkpoint, and Adam's moments where it has them.
+
+    Every device's slice is read by its byte range (from `torch.distributed.checkpoint`: the chunks
+    that it touches), so that the host never holds more than one shard beside the state.
+
+    Args:
+        path: as for `checkpoint`.
+        converted: the module or chain that the checkpoint is of.
+        tx: the optimizer; `None` for a state that is only evaluated.
+        plan: how to lay the state out.
+        rng: seed or `jax.random.key`, as for `fz.init`.
+        devices: devices to use; all by default.
+        optimizer: whether Adam's moments and the step count are taken over: by default if the
+            checkpoint has them and there is a `tx`; what cannot be taken over in full (another
+            optimizer's state) is refused then. False starts the optimizer anew, at step 0.
+        names: for formats that number parameters: their names in the order in which the optimizer
+            was given them. Needed only where that was not `module.parameters()` in one group.
+        prefix: what the names in the checkpoint begin with in addition ("model." for a module that
+            was an attribute of a LightningModule); others are left out. What `torch.compile` and
+            `DistributedDataParallel` put before names is found without it.
+        strict: refuse missing and unexpected names. What is missing keeps its initial value else.
+        cast: accept other dtypes of the weights, and convert them as they are read.
+        key: as for `checkpoint`.
+        chain: as it was given to `converted.model`, if it was.
+
+    Returns:
+        The state, as `fz.init` gives it.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read or does not fit, or has no value for what
+            the module has none for either (it was converted on the `meta` device); says everything
+            that does not. Nothing is put on a device then.
+        PlanError: the plan does not fit the devices.
+
+    Example:
+        >>> import tempfile, torch, fzero as fz, torch_bridge as tb
+        >>> module = torch.nn.Linear(3, 2)
+        >>> converted = tb.convert(module, torch.zeros(4, 3))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save(module.state_dict(), folder + "/model.pt")
+        ...     state = restore(folder + "/model.pt", converted, optax.adam(1e-3), fz.Plan(data=1))
+        >>> state.params["weight"].shape, int(state.step)
+        ((2, 3), 0)
+    """
+    found = checkpoint(path, key)
+    tensors = _without_prefix(found.by_name(), prefix, found.path)
+    leaves = fit_leaves(converted, tensors, strict, cast)
+    moments = _moments(found, converted, tx, optimizer, names, prefix)
+    params, buffers = initial_leaves(converted)
+    for leaf in converted.layout.leaves:
+        if leaf.name in leaves:
+            (params if leaf.is_param else buffers)[leaf.name] = leaves[leaf.name]
+    try:
+        require_values(params, buffers)
+    except ConversionError as error:
+        raise CheckpointError(f"{found.path}: not everything is in it; {error}") from None
+    values = nested(converted, params, buffers)
+    trained = converted.trained(values[0]), values[1]
+    if isinstance(converted, ConvertedSequential):
+        model: Model = converted.model.with_init(trained)
+    else:
+        model = converted.model(_no_loss, chain=chain)
+        linked = isinstance(model, Sequential)
+        model = model.with_init(converted.by_link(*values) if linked else trained)
+    if moments is None:
+        return init(model, tx, plan, rng, devices=devices)
+    # Moments arrive on the device; what the plan parks is parked afterwards.
+    there = plan.replace(tiers={}, update_on="device") if plan.tiers else plan
+    state = init(model, tx, there, rng, devices=devices)
+    step = jax.ShapeDtypeStruct((), state.step.dtype, sharding=state.step.sharding)
+    state = state.replace(
+        opt_state=with_moments(converted, state.opt_state, moments),
+        step=copy_leaf(np.asarray(moments.step), step),
+    )
+    return state if there is plan else replan(state, model, tx, there, plan, devices=devices)
+
+
+def _no_loss(*_: Any) -> tuple[Mean, Any, dict[str, Any]]:
+    """The loss of a model of which only the layout is needed."""
+    raise CheckpointError("restore: the model of a restored state has no loss of its own")
+
+
+def _without_prefix(tensors: dict[str, Any], prefix: str, path: str) -> dict[str, Any]:
+    if not prefix:
+        return tensors
+    found = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+    if not found:
+        raise CheckpointError(
+            f"{path}: no name begins with {prefix!r}; there are {list(tensors)[:5]}"
+        )
+    return found
+
+
+def _moments(
+    found: Checkpoint,
+    converted: Converted | ConvertedSequential,
+    tx: Any,
+    wanted: bool | None,
+    names: Sequence[str] | None,
+    prefix: str,
+) -> Moments | None:
+    if tx is not None and wanted is not False and found.unread is not None:
+        raise CheckpointError(
+            f"restore: the optimizer's state cannot be taken over in full: {found.unread}. Pass"
+            " optimizer=False to take the weights alone, and start the optimizer anew"
+        )
+    if wanted and (tx is None or found.optimizer is None):
+        raise CheckpointError(
+            "restore: optimizer=True, but "
+            + ("tx is None" if tx is None else f"{found.path} holds no Adam state")
+        )
+    if wanted is False or tx is None or found.optimizer is None:
+        return None
+    optimizer = found.optimizer
+    if optimizer.named:
+        moments = optimizer.moments()
+        strip = {n: n.removeprefix(prefix) for n in moments.exp_avg if n.startswith(prefix)}
+        return Moments(
+            moments.step,
+            {short: moments.exp_avg[name] for name, short in strip.items()},
+            {short: moments.exp_avg_sq[name] for name, short in strip.items()},
+        )
+    return optimizer.moments(_numbered(optimizer, converted) if names is None else names)
+
+
+def _numbered(optimizer: Optimizer, converted: Converted | ConvertedSequential) -> list[str] | None:
+    """The names of `module.parameters()`, if that is what an optimizer was given."""
+    params = [leaf for leaf in converted.layout.leaves if leaf.is_param]
+    learned = [leaf for leaf in params if not leaf.frozen]
+    total = sum(len(group.get("params", ())) for group in optimizer.groups)
+    for leaves in (params, learned):
+        if len(optimizer.groups) == 1 and total == len(leaves):
+            return [leaf.name for leaf in leaves]
+    return None

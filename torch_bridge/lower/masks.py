@@ -1,0 +1,279 @@
+"""Attention masks that depend on sizes only, recognised as what they are when JAX traces.
+
+transformers computes the mask of every call from `arange`s. Sizes are plain numbers while JAX
+traces, so such a mask is computed there, once, by PyTorch's own operators, and compared with what a
+fused attention kernel knows by itself: nothing hidden, causal, causal within a window. It is then
+no array at all, and blocks need not hand it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_bridge.lower.refs import Ref, fill, refs
+
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+MASK = 3  # its place among the arguments
+# Added to a score, less than this leaves no weight in any precision.
+_HIDDEN = -3e4
+# Element by element, too, although torch does not tag them so.
+_POINTWISE = (
+    "aten.to.",
+    "aten._to_copy.",
+    "aten.type_as.",
+    "aten.clone.",
+    "aten.contiguous.",
+    "aten.__and__.",
+    "aten.__or__.",
+    "aten.where.",
+    "aten.masked_fill.",
+)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Which keys a query sees.
+
+    Args:
+        causal: none after itself, rows and columns counted from the first.
+        window: only so many, the last of which is itself; causal too.
+    """
+
+    causal: bool = False
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operator of a mask: in PyTorch (`target`) and in JAX (`fn`)."""
+
+    name: str
+    target: Any
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class SizeMask:
+    """A mask as a function of sizes.
+
+    Args:
+        steps: what computes it, in order; the last one gives it.
+        sizes: names of the sizes that the steps read.
+    """
+
+    def __init__(self, steps: Sequence[Step], sizes: Sequence[str]) -> None:
+        self.steps, self.sizes = tuple(steps), tuple(sizes)
+        self._patterns: dict[tuple[Any, ...], Pattern | None] = {}
+
+    def __repr__(self) -> str:
+        """The same for masks that are computed in the same way: how blocks are compared."""
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
+        number = {name: f"%{n}" for n, name in enumerate(self.sizes)}
+        lines = []
+        for step in self.steps:
+            named = {name: number[name] for name in refs((step.args, step.kwargs))}
+            lines.append(f"{step.target}{fill((step.args, step.kwargs), named)}")
+            number[step.name] = f"%{len(number)}"
+        return "; ".join(lines)
+
+    def pattern(self, sizes: Sequence[Any], scores: Sequence[int]) -> Pattern | None:
+        """What it is for these sizes, or None if it is none of the known patterns.
+
+        Args:
+            sizes: values of `self.sizes`.
+            scores: the shape `(..., T, S)` of what it masks.
+        """
+        key = tuple(sizes), tuple(scores)
+        if key not in self._patterns:
+            mask, shape = self._in_torch(key[0]), torch.Size(scores)
+            fits = torch.broadcast_shapes(mask.shape, shape) == shape
+            self._patterns[key] = pattern_of(mask.expand(shape)) if fits else None
+        return self._patterns[key]
+
+    def array(self, sizes: Sequence[Any]) -> Any:
+        """The mask, computed in JAX."""
+        values = dict(zip(self.sizes, sizes, strict=True))
+        for step in self.steps:
+            values[step.name] = step.fn(*fill(step.args, values), **fill(step.kwargs, values))
+        return values[self.steps[-1].name]
+
+    def _in_torch(self, sizes: Sequence[Any]) -> torch.Tensor:
+        values = dict(zip(self.sizes, sizes, strict=True))
+        last = {name: step for step in self.steps for name in refs((step.args, step.kwargs))}
+        with torch.no_grad():
+            for step in self.steps:
+                args, kwargs = fill(step.args, values), fill(step.kwargs, values)
+                values[step.name] = _call(step.target, args, kwargs)
+                for name in [name for name in values if last.get(name) is step]:
+                    del values[name]
+        result: torch.Tensor = values[self.steps[-1].name]
+        return result
+
+
+def pattern_of(mask: torch.Tensor) -> Pattern | None:
+    """The pattern of a mask, or None.
+
+    Args:
+        mask: `(..., T, S)`, True (or 0 if it is added to the scores) where a key is seen; the same
+            for all leading dims.
+
+    Example:
+        >>> pattern_of(torch.ones(2, 1, 4, 4, dtype=torch.bool).tril())
+        Pattern(causal=True, window=None)
+        >>> pattern_of(torch.ones(3, 3).tril())  # adds 1 to scores, which hides nothing
+    """
+    own = _narrow(_collapsed(mask))  # of a mask for all examples, one
+    if own.ndim < 2 or any(n > 1 for n in own.shape[:-2]):
+        return None
+    if own.dtype == torch.bool:
+        seen = own
+    elif own.is_floating_point() and bool(((own == 0) | (own <= _HIDDEN)).all()):
+        seen = own == 0
+    else:
+        return None
+    if bool(seen.all()):
+        return Pattern()
+    length, keys = mask.shape[-2:]
+    seen = seen.reshape(seen.shape[-2:]).expand(length, keys)
+    row, column = torch.arange(length)[:, None], torch.arange(keys)
+    causal = column <= row
+    if torch.equal(seen, causal):
+        return Pattern(causal=True)
+    window = int(seen[-1].sum())
+    if not window or length != keys or not torch.equal(seen, causal & (column > row - window)):
+        return None
+    return Pattern(causal=True, window=window)
+
+
+class Folded(NamedTuple):
+    """An attention's mask as a function of sizes, and what the attention then reads."""
+
+    mask: SizeMask
+    reads: tuple[torch.fx.Node, ...]
+
+
+def size_masks(
+    program: torch.export.ExportedProgram, resolve: Callable[[torch.fx.Node], Callable[..., Any]]
+) -> dict[torch.fx.Node, Folded]:
+    """The mask of each attention in a graph, where it depends on sizes only.
+
+    Args:
+        program: the decomposed program.
+        resolve: the JAX function of a node.
+    """
+    fixed: dict[torch.fx.Node, bool] = {}
+    for node in program.graph.nodes:
+        fixed[node] = _is_size(node) or (
+            _is_deterministic(node) and all(fixed[n] for n in node.all_input_nodes)
+        )
+    made: dict[torch.fx.Node, tuple[SizeMask, tuple[torch.fx.Node, ...]]] = {}
+    found: dict[torch.fx.Node, Folded] = {}
+    for node in program.graph.nodes:
+        mask = _mask_of(node)
+        if mask is not None and fixed[mask]:
+            if mask not in made:
+                made[mask] = _size_mask(mask, resolve)
+            folded, sizes = made[mask]
+            others = (given for given in node.all_input_nodes if given is not mask)
+            found[node] = Folded(folded, (*others, *sizes))
+    return found
+
+
+def _mask_of(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The mask of an attention, None for other nodes and where there is none."""
+    if node.op != "call_function" or str(node.target) != ATTENTION:
+        return None
+    mask = node.args[MASK] if len(node.args) > MASK else node.kwargs.get("attn_mask")
+    return mask if isinstance(mask, torch.fx.Node) else None
+
+
+def _size_mask(
+    mask: torch.fx.Node, resolve: Callable[[torch.fx.Node], Callable[..., Any]]
+) -> tuple[SizeMask, tuple[torch.fx.Node, ...]]:
+    """The mask, and the nodes of the sizes that it reads."""
+    steps: dict[torch.fx.Node, Step] = {}
+    sizes: dict[torch.fx.Node, None] = {}
+    ancestors = {mask}
+    for node in reversed(mask.graph.nodes):
+        if node in ancestors and not _is_size(node):
+            ancestors.update(node.all_input_nodes)
+    for node in mask.graph.nodes:
+        if node in ancestors and _is_size(node):
+            sizes[node] = None
+        elif node in ancestors:
+            args, kwargs = _template(tuple(node.args)), _template(dict(node.kwargs))
+            steps[node] = Step(node.name, node.target, resolve(node), args, kwargs)
+    return SizeMask(tuple(steps.values()), tuple(n.name for n in sizes)), tuple(sizes)
+
+
+def _template(value: Any) -> Any:
+    if isinstance(value, torch.fx.Node):
+        return Ref(value.name)
+    if isinstance(value, torch.device):  # of the example, perhaps `meta`
+        return torch.device("cpu")
+    if isinstance(value, list | tuple):
+        items = [_template(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, dict):
+        return {key: _template(item) for key, item in value.items()}
+    return value
+
+
+def _is_size(node: torch.fx.Node) -> bool:
+    numbers = torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool
+    return node.op == "call_function" and isinstance(node.meta.get("val"), numbers)
+
+
+def _is_deterministic(node: torch.fx.Node) -> bool:
+    """Whether a node computes one tensor, the same one each time."""
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and torch.Tag.nondeterministic_seeded not in node.target.tags
+    )
+
+
+def _call(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    """One operator; what is the same along a dim is computed and stored once."""
+    elementwise = torch.Tag.pointwise in target.tags or str(target).startswith(_POINTWISE)
+    if not elementwise:
+        result: torch.Tensor = target(*args, **kwargs)
+        return _collapsed(result)
+    shape = torch.broadcast_shapes(*(x.shape for x in _tensors((args, kwargs))))
+    args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, _narrow, (args, kwargs))
+    narrow: torch.Tensor = target(*args, **kwargs)
+    return narrow.expand(shape)
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(tree)
+    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _narrow(x: torch.Tensor) -> torch.Tensor:
+    """With size 1 in the dims along which it is one value repeated in memory."""
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0 and x.shape[dim] > 1:
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
+def _collapsed(x: torch.Tensor) -> torch.Tensor:
+    """The same values, with those that are equal along a whole dim repeated without memory."""
+    own = _narrow(x)
+    for dim, size in enumerate(own.shape):
+        first = own.narrow(dim, 0, min(size, 1))
+        if size > 1 and bool((own == first).all()):
+            own = first
+    return own.expand(x.shape)

@@ -1,0 +1,1 @@
+"""A module as it comes: names, signature, wrappers, tensors, initial values."""

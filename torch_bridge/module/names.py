@@ -1,0 +1,181 @@
+"""Names: which tensor of a module is which leaf, and under which other names it is known."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fzero.errors import ConversionError
+from torch_bridge.dtypes import x64_enabled
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of the module.
+
+    `names` are all the names it has, in `state_dict` order; the first is the leaf's own.
+    """
+
+    names: tuple[str, ...]
+    saved_name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    is_param: bool
+    persistent: bool
+    frozen: bool
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All leaves of a module, and the order of its `state_dict`.
+
+    `tensors` are the module's own, by name: to recognise them where they turn up without a name,
+    as in an optimizer. They are not kept alive.
+    """
+
+    leaves: tuple[Leaf, ...]
+    order: tuple[str, ...]
+    tensors: Mapping[str, weakref.ref[torch.Tensor]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def leaf_of(self) -> dict[str, Leaf]:
+        """Every name, aliases included, with its leaf."""
+        return {name: leaf for leaf in self.leaves for name in leaf.names}
+
+
+def read_layout(module: torch.nn.Module) -> Layout:
+    """Find the leaves of a module, with ties recognised by identity and by shared memory.
+
+    Args:
+        module: any module.
+
+    Returns:
+        The layout; it keeps no tensor alive.
+
+    Raises:
+        ConversionError: two tensors overlap in memory without being the same, a float64 tensor
+            while x64 is off, a parameter without a shape yet, or a state_dict entry that is not a
+            tensor.
+    """
+    named = named_tensors(module)
+    for name, tensor in named.items():
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ConversionError(
+                f"`{name}` has no shape yet: run one batch through the module, then convert it"
+            )
+    state = module.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise ConversionError(
+                f"state_dict entry `{name}` is a {type(value).__name__}, not a tensor; modules "
+                "with extra state cannot be converted"
+            )
+    order = tuple(name for name in state if name in named)
+    names = [*order, *(name for name in named if name not in state)]
+    groups: dict[Any, list[str]] = {}
+    for name in names:
+        groups.setdefault(_identity(named[name]), []).append(name)
+    _refuse_overlaps({tuple(group): named[group[0]] for group in groups.values()})
+    tied = _hf_tied_patterns(module)
+    leaves = tuple(_leaf(tuple(group), named[group[0]], state, tied) for group in groups.values())
+    return Layout(leaves, order, {name: weakref.ref(named[name]) for name in names})
+
+
+def find_leaves(module: torch.nn.Module, layout: Layout, part: torch.nn.Module) -> dict[str, Leaf]:
+    """Which leaf of a module each tensor of a part of it is.
+
+    Args:
+        module: the module that `layout` was read off.
+        layout: its leaves.
+        part: a module that has tensors of it, under names of its own.
+
+    Returns:
+        A leaf for every tensor name of `part`.
+
+    Raises:
+        ConversionError: `part` has a tensor that `module` does not have.
+    """
+    leaf_of = layout.leaf_of()
+    by_memory = {_identity(t): leaf_of[name] for name, t in named_tensors(module).items()}
+    found: dict[str, Leaf] = {}
+    for name, tensor in named_tensors(part).items():
+        leaf = by_memory.get(_identity(tensor))
+        if leaf is None:
+            raise ConversionError(
+                f"`{name}` of a {type(part).__name__} is no tensor of the {type(module).__name__} "
+                "that it should be a part of; pass the module that holds it"
+            )
+        found[name] = leaf
+    return found
+
+
+def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers of a module, under all their names."""
+    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    named.update(module.named_buffers(remove_duplicate=False))
+    return named
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """What two names of one tensor share: the object, or exactly the same memory."""
+    if tensor.numel() == 0 or tensor.layout is not torch.strided or tensor.is_meta:
+        return id(tensor)
+    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _refuse_overlaps(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
+    spans = sorted(
+        (t.data_ptr(), t.data_ptr() + _extent_bytes(t), names[0])
+        for names, t in tensors.items()
+        if t.numel() and t.layout is torch.strided and not t.is_meta
+    )
+    for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
+        if begin < end:
+            raise ConversionError(
+                f"`{first}` and `{second}` share memory without being the same tensor; as values "
+                "they would drift apart. Make one a copy (.clone()), or use one tensor for both."
+            )
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _leaf(
+    names: tuple[str, ...], tensor: torch.Tensor, state: Mapping[str, Any], tied: tuple[str, ...]
+) -> Leaf:
+    if tensor.dtype in (torch.float64, torch.complex128) and not x64_enabled():
+        raise ConversionError(
+            f"`{names[0]}` is {tensor.dtype}, which JAX holds only with 64-bit values enabled: "
+            "jax.config.update('jax_enable_x64', True), or convert module.float()"
+        )
+    learns = tensor.is_floating_point() or tensor.is_complex()
+    is_param = isinstance(tensor, torch.nn.Parameter) and learns
+    kept = [n for n in names if not any(fnmatch.fnmatch(n, p) for p in tied)]
+    return Leaf(
+        names=names,
+        saved_name=(kept or list(names))[0],
+        dtype=tensor.dtype,
+        shape=tuple(tensor.shape),
+        is_param=is_param,
+        persistent=any(n in state for n in names),
+        frozen=is_param and not tensor.requires_grad,
+    )
+
+
+def _hf_tied_patterns(module: torch.nn.Module) -> tuple[str, ...]:
+    """Names that transformers itself leaves out of a file, because it ties them after loading."""
+    keys: Any = getattr(module, "_tied_weights_keys", None)
+    return tuple(str(k) for k in keys) if isinstance(keys, dict | list | tuple) else ()

@@ -1,0 +1,394 @@
+"""Sizes and dtypes that a graph was not made for: the module is traced again when they first come.
+
+torch.export takes a size of 1 as fixed and any other as at least 2, and a module may take another
+path through its Python code for some sizes. A batch of one row per device is ordinary, though: so
+a conversion keeps the module, without its weights, and traces it for what its graph refuses.
+
+A module computes otherwise in another dtype: casts that did nothing do something, and what it asks
+of a dtype (its lowest number) has another answer. A step in bfloat16 therefore runs the graph of
+`module.to(torch.bfloat16)`, traced as such.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as torch_pytree
+
+from fzero.errors import ConversionError
+from torch_bridge.dtypes import canonical, is_float, numpy_dtype, torch_dtype
+from torch_bridge.export.export import export_program
+from torch_bridge.export.interpret import (
+    Instruction,
+    missing_operators,
+    refuse_data_dependent,
+    refuse_missing,
+    refuse_mixed,
+)
+from torch_bridge.export.mode import Mode, build_mode
+from torch_bridge.export.nameless import refuse_nameless
+from torch_bridge.export.shapes import SizeError
+from torch_bridge.module.names import Layout
+from torch_bridge.structure.rolled import Rolled
+from torch_bridge.structure.rolling import roll_same
+from torch_bridge.structure.stacked import Run
+
+
+class Call(NamedTuple):
+    """What runs for one call's sizes.
+
+    Attributes:
+        mode: the graph.
+        rolled: the same with its equal blocks rolled; None where none are.
+        inputs: the call's arrays, by placeholder.
+    """
+
+    mode: Mode
+    rolled: Rolled | None
+    inputs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """The graphs of a module: those of its example, and others for sizes that they refuse.
+
+    Attributes:
+        modes: the example's graphs.
+        rolled: the same, rolled; empty where nothing is.
+        again: traces the module for other sizes and dtypes.
+        dtypes: the dtype of every floating-point parameter of the conversion.
+    """
+
+    modes: Mapping[bool, Mode]
+    rolled: Mapping[bool, Rolled]
+    again: Again
+    dtypes: Mapping[str, Any]
+
+    def call(
+        self, train: bool, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: Any = None
+    ) -> Call:
+        """The graph for a call's sizes and dtypes, with its inputs bound.
+
+        Args:
+            train: which mode.
+            args: what the module is called with.
+            kwargs: likewise.
+            dtype: what its parameters are in, where that is not their own dtype.
+
+        Raises:
+            ConversionError: other arguments than the example's, or sizes for which neither the
+                example's graph holds nor the module can be traced.
+        """
+        if train not in self.modes:
+            raise ConversionError(
+                "the module was converted with train=False, and can only be evaluated; convert it"
+                " without that"
+            )
+        mode, rolled = self.modes[train], self.rolled.get(train)
+        leaves = mode.call.flatten(tuple(args), kwargs)
+        refused = f"computing in {dtype} instead of the module's own dtype" if dtype else ""
+        if not dtype and mode.takes_dtypes(leaves):
+            try:
+                return Call(mode, rolled, mode.bind_inputs(leaves))
+            except SizeError as error:
+                refused = str(error)
+        mode, rolled = self.again.find(mode, rolled, train, dtype, leaves, refused)
+        return Call(mode, rolled, mode.bind_inputs(leaves))
+
+    def dtype_of(self, params: Mapping[str, Any]) -> Any:
+        """The dtype that parameters are in, if it is not their own.
+
+        Raises:
+            ConversionError: they are in several dtypes.
+        """
+        given = {n: canonical(v.dtype) for n, v in params.items() if n in self.dtypes}
+        if all(dtype == self.dtypes[name] for name, dtype in given.items()):
+            return None
+        if len(set(given.values())) > 1:
+            raise ConversionError(
+                f"params are in {sorted({d.name for d in given.values()})}: expected the module's"
+                " own dtypes, or one for all, in which the module is then traced"
+            )
+        return next(iter(given.values()))
+
+    @property
+    def first(self) -> Rolled:
+        """One of the rolled graphs; all have the same blocks."""
+        return next(iter(self.rolled.values()))
+
+    def map_steps(self, change: Callable[[Instruction], Instruction]) -> Graphs:
+        """The same graphs with every step changed; they then draw no random numbers."""
+        modes = {train: _changed(mode, change) for train, mode in self.modes.items()}
+        rolled = {train: graph.map_steps(change) for train, graph in self.rolled.items()}
+        return Graphs(modes, rolled, self.again.changed(change), self.dtypes)
+
+    def unrolled(self) -> Graphs:
+        """The same graphs, block by block."""
+        return replace(self, rolled={})
+
+
+def _changed(mode: Mode, change: Callable[[Instruction], Instruction]) -> Mode:
+    steps = tuple(map(change, mode.graph.instructions))
+    return replace(mode, graph=replace(mode.graph, instructions=steps, num_draws=0))
+
+
+class Again:
+    """Traces a module for sizes that its first graphs do not accept, once for each kind of sizes.
+
+    Args:
+        module: a module, of which a copy without weights is kept.
+        args: the example's arguments, of which the form is kept.
+        kwargs: its keyword arguments.
+        batch_dim: see `export_program`.
+        layout: the module's leaves.
+        min_layers: see `find_runs`.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        batch_dim: int,
+        layout: Layout,
+        min_layers: int,
+    ) -> None:
+        self.example = torch_pytree.tree_map(_form, (args, dict(kwargs)))
+        self.batch_dim, self.layout, self.min_layers = batch_dim, layout, min_layers
+        self.change: Callable[[Instruction], Instruction] | None = None
+        self._copies: dict[Any, torch.nn.Module] = {}
+        # Where the module's forward makes tensors that it does not say a device of.
+        self.device = torch.get_default_device()
+        self.module: torch.nn.Module | None = None
+        self.problem = ""
+        try:
+            self.module = without_weights(module)
+        except Exception as error:  # whatever a module's own attributes raise when copied
+            self.problem = (
+                f"no copy of the {type(module).__name__} could be kept when it was converted"
+                f" ({error}). Convert it with an example of these sizes."
+            )
+        self._found: dict[Any, list[tuple[Mode, Rolled | None]]] = {}
+        self._lock = threading.RLock()
+
+    def changed(self, change: Callable[[Instruction], Instruction]) -> Again:
+        """The same, with every step of what it traces changed."""
+        other = copy.copy(self)
+        other.change, other._found = change, {}
+        return other
+
+    def find(
+        self,
+        first: Mode,
+        rolled: Rolled | None,
+        train: bool,
+        dtype: Any,
+        leaves: Sequence[tuple[str, Any]],
+        refused: str,
+    ) -> tuple[Mode, Rolled | None]:
+        """The graph for a call, traced now if there is none that accepts it.
+
+        Floating-point arguments keep the dtype that they are given in where the module takes them
+        so, and have the parameters' dtype otherwise.
+
+        Args:
+            first: the example's graph, which refuses the call.
+            rolled: the same with the blocks that have to be rolled.
+            train: which mode.
+            dtype: the parameters', where that is not their own.
+            leaves: the call's, as `first.call.flatten` gives them.
+            refused: why `first` refuses.
+
+        Raises:
+            ConversionError: the module cannot be traced for these sizes either.
+        """
+        given = tuple(map(_float_dtype, (value for _, value in leaves)))
+        with self._lock:
+            runs = () if rolled is None else rolled.runs
+            known = self._found.setdefault((train, dtype, given, runs), [])
+            for traced in known:
+                with contextlib.suppress(SizeError):
+                    traced[0].bind_inputs(list(leaves))
+                    return traced
+            try:
+                traced = self._trace_any((first, rolled), train, dtype, leaves, runs)
+            except ConversionError as error:
+                raise ConversionError(
+                    f"{refused}\nTracing the module for this failed: {error}"
+                ) from error
+            known.append(traced)
+            return traced
+
+    def _trace_any(
+        self,
+        own: tuple[Mode, Rolled | None],
+        train: bool,
+        dtype: Any,
+        leaves: Sequence[tuple[str, Any]],
+        runs: tuple[Run, ...],
+    ) -> tuple[Mode, Rolled | None]:
+        """Trace with arguments of the dtypes given, or else of the parameters'."""
+        first = own[0]
+        as_given = self._like(first, leaves, dtype, keep=True)
+        as_params = self._like(first, leaves, dtype, keep=False)
+        if _dtypes(as_given) != _dtypes(as_params):
+            with contextlib.suppress(ConversionError):
+                return self._trace(first, train, dtype, as_given, runs, strict=True)
+            if dtype is None:  # the example's own graph may take them, cast
+                with contextlib.suppress(SizeError):
+                    first.bind_inputs(list(leaves))
+                    return own
+        return self._trace(first, train, dtype, as_params, runs)
+
+    def _trace(
+        self,
+        first: Mode,
+        train: bool,
+        dtype: Any,
+        example: Any,
+        runs: tuple[Run, ...],
+        strict: bool = False,
+    ) -> tuple[Mode, Rolled | None]:
+        if self.module is None:
+            raise ConversionError(self.problem)
+        args, kwargs = example
+        with self.device:
+            program = export_program(self._copy(dtype), args, kwargs, train, self.batch_dim, False)
+        if strict:
+            refuse_mixed(program)
+        refuse_data_dependent(program)
+        refuse_missing([missing_operators(program)])
+        converted = ((name, reference()) for name, reference in self.layout.tensors.items())
+        # A function that the copy holds may read the module itself.
+        refuse_nameless(program, [(name, t) for name, t in converted if t is not None])
+        mode = build_mode(program, self.layout, first.call)
+        rolled = roll_same(program, mode, self.layout, self.min_layers, runs) if runs else None
+        if self.change is not None:
+            mode = _changed(mode, self.change)
+            rolled = rolled and rolled.map_steps(self.change)
+        return mode, rolled
+
+    def _copy(self, dtype: Any) -> torch.nn.Module:
+        """The module without its weights, in a dtype."""
+        assert self.module is not None
+        if dtype is None:
+            return self.module
+        if dtype not in self._copies:
+            self._copies[dtype] = without_weights(self.module, torch_dtype(dtype))
+        return self._copies[dtype]
+
+    def _like(
+        self, first: Mode, leaves: Sequence[tuple[str, Any]], dtype: Any, keep: bool
+    ) -> tuple[Any, dict[str, Any]]:
+        """The example with the sizes of a call, and with its dtypes or those of the parameters."""
+        args, kwargs = self.example
+        example = (args, {name: kwargs[name] for name in first.call.keyword})
+        forms, spec = torch_pytree.tree_flatten(example)
+        made = []
+        for form, (_, value) in zip(forms, leaves, strict=True):
+            if isinstance(form, _Form):
+                floats = form.dtype.is_floating_point
+                wanted = (_float_dtype(value) if keep else None) or dtype if floats else None
+                form = form.zeros(value.shape, wanted and torch_dtype(wanted))
+            made.append(form)
+        found: tuple[Any, dict[str, Any]] = torch_pytree.tree_unflatten(made, spec)
+        return found
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A tensor of the example, but for its sizes and values."""
+
+    dtype: torch.dtype
+    device: torch.device
+    learns: bool
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
+        return torch.zeros(
+            tuple(shape), dtype=dtype or self.dtype, device=self.device, requires_grad=self.learns
+        )
+
+
+def _form(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return _Form(leaf.dtype, leaf.device, leaf.requires_grad)
+
+
+def _float_dtype(value: Any) -> Any:
+    """The dtype of a floating-point array or tensor, as JAX has it; None of anything else."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or (isinstance(value, torch.Tensor) and not value.is_floating_point()):
+        return None
+    found = numpy_dtype(dtype) if isinstance(dtype, torch.dtype) else dtype
+    return canonical(found) if is_float(found) else None
+
+
+def _dtypes(example: Any) -> list[Any]:
+    return [getattr(leaf, "dtype", None) for leaf in torch_pytree.tree_leaves(example)]
+
+
+def without_weights(module: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """A copy of a module whose parameters and buffers have memory that nothing has touched.
+
+    Such memory costs nothing until somebody writes to it; export looks at shapes and strides only.
+
+    Args:
+        module: any module.
+        dtype: what its floating-point parameters and buffers have in the copy, as after
+            `module.to(dtype)`; None: their own.
+
+    Raises:
+        ValueError: an attribute is a function that holds the module, so that it would not be one
+            of the copy; or its weights are on another device than the CPU.
+        Exception: what its attributes raise when they are copied.
+
+    Example:
+        >>> copied = without_weights(torch.nn.Linear(3, 2))
+        >>> copied.weight.shape
+        torch.Size([2, 3])
+    """
+    memo: dict[int, Any] = {}
+    for m in module.modules():
+        attributes = list(vars(m).values())
+        # An old weight_norm keeps what it computed as an attribute, which cannot be copied.
+        computed = [t for t in attributes if isinstance(t, torch.Tensor) and not t.is_leaf]
+        for tensor in (*m._parameters.values(), *m._buffers.values(), *computed):
+            if tensor is not None and id(tensor) not in memo:
+                memo[id(tensor)] = _untouched_like(tensor, dtype)
+        for name, value in vars(m).items():
+            if _holds_module(value):
+                raise ValueError(f"its `{name}` is a function that holds the module it was made in")
+            if isinstance(value, torch.utils.data.Dataset | torch.utils.data.DataLoader):
+                memo[id(value)] = value  # much memory, and no part of a forward
+            if isinstance(value, torch.optim.Optimizer):
+                memo[id(value)] = None  # so are moments; and it would keep the weights alive
+    return copy.deepcopy(module, memo)
+
+
+def _holds_module(value: Any) -> bool:
+    """Whether a function would go on to read what it was made with when it is copied."""
+    cells = value.__closure__ or () if isinstance(value, types.FunctionType) else ()
+    for cell in cells:
+        with contextlib.suppress(ValueError):  # a cell that is empty yet
+            held = cell.cell_contents
+            if isinstance(getattr(held, "__self__", held), torch.nn.Module):
+                return True
+    return False
+
+
+def _untouched_like(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if tensor.device.type not in ("cpu", "meta"):
+        raise ValueError(f"its weights are on {tensor.device}; convert it on the CPU")
+    dtype = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(like, requires_grad=tensor.requires_grad)
+    return like.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,257 @@
+"""A loss as two halves: what it does before it calls `forward`, and what it does after.
+
+The loss is traced once, with an operation of its own where `forward` is called. What that operation
+reads is what the module is called with; what depends on its results is the loss proper. Neither
+half runs what belongs to the other only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import ad, batching
+
+from fzero import compat
+from fzero.errors import ConversionError
+from torch_bridge.export.mode import TensorInput
+from torch_bridge.lower.refs import Ref
+from torch_bridge.module.signature import build_output
+from torch_bridge.structure.again import Call, Graphs
+
+
+Loss = Callable[..., Any]
+# `(batch, graphs, train, dtype) -> Halves`.
+Halving = Callable[[Any, Graphs, bool, Any], "Halves"]
+
+
+class NotOneCallError(ConversionError):
+    """A loss does not call `forward` once, as it is."""
+
+
+_INPUTS = (
+    "Say what the module is called with: converted.model(loss, inputs=lambda batch: ...), with"
+    " a loss(output, batch). It has the parameters of any other model of `converted` with the same"
+    " chain=, so one that is only made to predict may have any loss"
+)
+_REMEDY = (
+    "Use model(loss, chain=False), which runs the module as one function, without pipelines and"
+    " without gathering layer by layer"
+)
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A traced loss.
+
+    Attributes:
+        call: the graph that runs, and its inputs: what the loss calls `forward` with.
+        finish: the loss, given the module's output leaves.
+    """
+
+    call: Call
+    finish: Callable[[Sequence[Any]], Any]
+
+
+def halve(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -> Halves:
+    """Trace a loss, and find its halves.
+
+    Args:
+        loss: `loss(forward, batch)`, which calls `forward` once.
+        batch: what it is given.
+        graphs: the module's graphs.
+        train: which of them.
+        dtype: what its parameters are in, where that is not their own dtype.
+
+    Raises:
+        ConversionError: the loss calls `forward` not at all, more than once, or transformed.
+    """
+    calls: list[tuple[Call, list[str]]] = []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if calls:
+            raise NotOneCallError(
+                "the loss calls forward a second time, but a chain of layers runs the module once."
+                f" Join the inputs into one call (concatenate them, split the output). {_REMEDY}"
+            )
+        call = graphs.call(train, args, kwargs, dtype)
+        names = [i.placeholder for i in call.mode.inputs if isinstance(i, TensorInput)]
+        results = _forward.bind(*(call.inputs[n] for n in names), avals=_avals(call))
+        calls.append((call, names))
+        found = iter(results)
+        leaves = [
+            next(found) if isinstance(leaf, Ref) else leaf for leaf in call.mode.graph.outputs
+        ]
+        return build_output(call.mode.out_spec, leaves)
+
+    closed, shapes = jax.make_jaxpr(lambda b: loss(forward, b), return_shape=True)(batch)
+    if not calls:
+        raise NotOneCallError(
+            "the loss did not call forward, so that there is nothing to run; expected"
+            " loss(forward, batch) to call it once"
+        )
+    (call, names), leaves = calls[0], jax.tree.leaves(batch)
+    closed = _inlined(closed, leaves)
+    place = next((e for e in closed.jaxpr.eqns if e.primitive is _forward), None)
+    if place is None:
+        raise NotOneCallError(f"the loss calls forward within a loop or a condition. {_REMEDY}")
+    given = _evaluate(closed, leaves, place.invars, {})
+
+    def finish(outputs: Sequence[Any]) -> Any:
+        results = [x for x, leaf in zip(outputs, call.mode.graph.outputs, strict=True)
+                   if isinstance(leaf, Ref)]  # fmt: skip
+        known = {
+            var: jnp.asarray(x).astype(var.aval.dtype)
+            for var, x in zip(place.outvars, results, strict=True)
+        }
+        out = _evaluate(closed, leaves, closed.jaxpr.outvars, known)
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+    inputs = dict(zip(names, given, strict=True))
+    return Halves(call._replace(inputs={**call.inputs, **inputs}), finish)
+
+
+def predicted(
+    loss: Loss,
+    told: bool,
+    outputs: Callable[[Any], Any],
+    batch: Any,
+    graphs: Graphs,
+    train: bool,
+    dtype: Any,
+) -> Halves:
+    """As `halve`, with the module's own output in place of the loss.
+
+    Args:
+        loss: `loss(forward, batch)`; what it calls `forward` with is wanted of it.
+        told: whether that was said (`inputs=`), and is not the user's loss.
+        outputs: what of the module's output is wanted.
+        batch: as for `halve`.
+        graphs: likewise.
+        train: likewise.
+        dtype: likewise.
+
+    Returns:
+        Halves of which the second gives the arrays in what `outputs` gives; else nothing.
+
+    Raises:
+        ConversionError: the loss does not say what the module is called with, or there is no array.
+    """
+    try:
+        halves = halve(loss, batch, graphs, train, dtype)
+    except NotOneCallError as error:
+        raise ConversionError(
+            f"predict_step: no single call of forward gives the outputs: {error}\n{_INPUTS}"
+        ) from error
+    except ConversionError:
+        raise
+    except Exception as error:
+        if told:
+            raise
+        raise ConversionError(
+            "predict_step: what the module is called with is read off the loss, which fails for"
+            f" this batch ({type(error).__name__}: {error}). {_INPUTS}"
+        ) from error
+
+    def finish(leaves: Sequence[Any]) -> Any:
+        found = outputs(build_output(halves.call.mode.out_spec, list(leaves)))
+        arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, found)
+        if not jax.tree.leaves(arrays):
+            raise ConversionError(
+                "predict_step: the module's output has no array with a row for each example"
+            )
+        return arrays
+
+    return replace(halves, finish=finish)
+
+
+def _avals(call: Call) -> tuple[Any, ...]:
+    """What an abstract evaluation of the module gives, hashable."""
+    return tuple(
+        jax.core.ShapedArray(x.shape, x.dtype) for x in call.mode.output_shapes(call.inputs)
+    )
+
+
+_forward = core.Primitive("module_forward")
+_forward.multiple_results = True
+_forward.def_abstract_eval(lambda *_, avals: list(avals))
+
+
+def _refuse(transformation: str) -> Callable[..., Any]:
+    def rule(*_: Any, **__: Any) -> Any:
+        raise NotOneCallError(
+            f"the loss {transformation} forward, but a chain of layers runs the module once, as it"
+            f" is. {_REMEDY}"
+        )
+
+    return rule
+
+
+batching.primitive_batchers[_forward] = _refuse("maps (jax.vmap)")
+ad.primitive_jvps[_forward] = _refuse("differentiates (jax.grad)")
+
+
+def _holds(jaxpr: Any) -> bool:
+    return any(e.primitive is _forward or any(map(_holds, _bodies(e))) for e in jaxpr.eqns)
+
+
+def _bodies(equation: Any) -> list[Any]:
+    values = jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
+    return [getattr(v, "jaxpr", v) for v in values if hasattr(getattr(v, "jaxpr", v), "eqns")]
+
+
+# What only says how something is to be compiled or kept; the plan says that for the module.
+_PLAIN = ("jit", "pjit", "closed_call", "checkpoint", "remat", "remat2")
+
+
+def _inlined(closed: Any, leaves: Sequence[Any]) -> Any:
+    """The same program with those calls inlined that `forward` is called in."""
+    if not any(e.primitive is not _forward and any(map(_holds, _bodies(e)))
+               for e in closed.jaxpr.eqns):  # fmt: skip
+        return closed
+
+    def run(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+        for equation in jaxpr.eqns:
+            operands = [_value(env, atom) for atom in equation.invars]
+            if equation.primitive.name in _PLAIN and any(map(_holds, _bodies(equation))):
+                body = equation.params["jaxpr"]
+                inner = getattr(body, "jaxpr", body)
+                results = run(inner, getattr(body, "consts", ()), operands)
+            else:
+                results = compat.run_equation(equation, operands, compat.NameStack())
+            env.update(zip(equation.outvars, results, strict=True))
+        return [_value(env, atom) for atom in jaxpr.outvars]
+
+    return jax.make_jaxpr(lambda *values: run(closed.jaxpr, closed.consts, values))(*leaves)
+
+
+def _value(env: Mapping[Any, Any], atom: Any) -> Any:
+    return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+
+def _evaluate(
+    closed: Any, leaves: Sequence[Any], wanted: Sequence[Any], known: Mapping[Any, Any]
+) -> list[Any]:
+    """Values of a program, computed from its inputs and from values that are known."""
+    jaxpr = closed.jaxpr
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *leaves), strict=True))
+    env.update(known)
+    needed = {atom for atom in wanted if not isinstance(atom, core.Literal) and atom not in env}
+    steps = []
+    for equation in reversed(jaxpr.eqns):
+        if needed.isdisjoint(equation.outvars):
+            continue
+        steps.append(equation)
+        needed.update(
+            a for a in equation.invars if not isinstance(a, core.Literal) and a not in env
+        )
+    for equation in reversed(steps):
+        operands = [_value(env, atom) for atom in equation.invars]
+        results = compat.run_equation(equation, operands, compat.NameStack())
+        env.update(zip(equation.outvars, results, strict=True))
+    return [_value(env, atom) for atom in wanted]
