@@ -34,8 +34,7 @@ from rich.console import Console
 from step import start_devices
 
 import fzero as fz
-from fzero.pipeline import BUILDERS, Action, Cost, Schedule, schedule, slots
-from fzero.schedule import simulate
+from fzero.pipeline import BUILDERS, Action, Cost, Schedule, schedule, simulate, slots
 
 
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "interleaved", "zb_v")

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 import fzero as fz
-from fzero.schedule import check
+from fzero.pipeline import check
 
 
 # options, what the message must say: the value, the numbers that clash, and the remedy

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: built, read, checked, simulated and drawn; `fzero.pipeline` shows them."""
+"""Pipeline schedules as data: built, checked, simulated, drawn; public in `fzero.pipeline`."""

@@ -15,8 +15,7 @@ from __future__ import annotations
 import pytest
 
 from fzero.errors import ScheduleError
-from fzero.pipeline import one_f_one_b, slots
-from fzero.schedule import check
+from fzero.pipeline import check, one_f_one_b, slots
 from fzero.schedule.instructions import Instruction, check_program
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from schedule_cases import TRAINING, all_sizes, build, repeatable
 
 from fzero.errors import ScheduleError
-from fzero.pipeline import Action, Schedule, gpipe, one_f_one_b, slots
-from fzero.schedule import check
+from fzero.pipeline import Action, Schedule, check, gpipe, one_f_one_b, slots
 from fzero.schedule.actions import rows_of
 from fzero.schedule.deadlock import SENDS, find_deadlock
 from fzero.schedule.grid import MAX_COLUMNS, format_grid

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from schedule_cases import all_sizes, build, load, repeatable
 
 from fzero.errors import ScheduleError
-from fzero.pipeline import inference, one_f_one_b, slots
-from fzero.schedule import check, simulate
+from fzero.pipeline import check, inference, one_f_one_b, simulate, slots
 from fzero.schedule.actions import rows_of
 from fzero.schedule.instructions import check_program, intervals, lower
 

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 import fzero.errors
 from fzero.cli.schedule import app
 from fzero.errors import ScheduleError
-from fzero.pipeline import Cost, Schedule, one_f_one_b, schedule
-from fzero.schedule import draw, plot, simulate
+from fzero.pipeline import Cost, Schedule, draw, one_f_one_b, plot, schedule, simulate
 
 
 needs_matplotlib = pytest.mark.skipif(

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from schedule_cases import all_sizes, build, repeatable
 
 from fzero.errors import ScheduleError
-from fzero.pipeline import Action, Cost, align, gpipe, inference, one_f_one_b
-from fzero.schedule import simulate
+from fzero.pipeline import Action, Cost, align, gpipe, inference, one_f_one_b, simulate
 from fzero.schedule.actions import rows_of
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from schedule_cases import all_sizes, build, load, repeatable
 
 from fzero.errors import ScheduleError
-from fzero.pipeline import Action, Schedule, align, schedule
-from fzero.schedule import check
+from fzero.pipeline import Action, Schedule, align, check, schedule
 from fzero.schedule.actions import rows_of
 from fzero.schedule.order import is_aligned, merge_split_backward
 
