@@ -131,7 +131,7 @@ def require_run(schedule: Schedule) -> list[Placed]:
         where = [f"rank {r} at cell {c}" for r, c in enumerate(result.stopped) if c is not None]
         raise ScheduleError(
             f"the schedule cannot run to its end: {', '.join(where)} wait for ever; "
-            f"fzero.schedule.check says why"
+            f"fzero.pipeline.check says why"
         )
     return result.done
 

@@ -62,7 +62,7 @@ def _new_figure(timeline: Timeline) -> Figure:
     except ImportError as error:
         raise ScheduleError(
             "plot: expected matplotlib to be installed, got no such module; install it, or use "
-            "fzero.schedule.draw for a drawing in the terminal"
+            "fzero.pipeline.draw for a drawing in the terminal"
         ) from error
     shortest = min((e.end_s - e.start_s for e in timeline.events if e.end_s > e.start_s), default=1)
     low, high = _WIDTH_RANGE
