@@ -8,15 +8,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 import fzero as fz
+from fzero.compat import traced_platform
 
 
 @dataclass(frozen=True)
@@ -70,18 +72,15 @@ def llama(size: LlamaSize = LLAMA_8B) -> fz.Sequential:
         return weights | {"norm_1": jnp.ones(size.d), "norm_2": jnp.ones(size.d)}
 
     def block(p: Any, x: jax.Array, ctx: fz.Context) -> Any:
+        def times(x: jax.Array, name: str) -> jax.Array:
+            return checkpoint_name(x @ p[name], name)  # policies of `remat` may name it
+
         b, t, _ = x.shape
         h = _rms(x, p["norm_1"])
-        q, k, v = ((h @ p[name]).reshape(b, t, -1, head_dim) for name in "qkv")
-        q, k = _rotate(q), _rotate(k)
-        groups = size.heads // size.kv_heads
-        q = q.reshape(b, t, size.kv_heads, groups, head_dim)
-        scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k).astype(jnp.float32) / np.sqrt(head_dim)
-        causal = jnp.tril(jnp.ones((t, t), bool))
-        weights = jax.nn.softmax(jnp.where(causal, scores, -1e9)).astype(v.dtype)
-        x = x + jnp.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(b, t, -1) @ p["o"]
+        q, k, v = (times(h, name).reshape(b, t, -1, head_dim) for name in "qkv")
+        x = x + times(attention(_rotate(q), _rotate(k), v).reshape(b, t, -1), "o")
         h = _rms(x, p["norm_2"])
-        return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+        return x + times(jax.nn.silu(times(h, "gate")) * times(h, "up"), "down")
 
     def init_embed(rng: jax.Array) -> Any:
         return {"tokens": 0.02 * jax.random.normal(rng, (size.vocab, size.d))}
@@ -110,6 +109,20 @@ def num_params(size: LlamaSize = LLAMA_8B) -> int:
     kv = size.kv_heads * size.d // size.heads
     block = 2 * size.d * size.d + 2 * size.d * kv + 3 * size.d * size.hidden + 2 * size.d
     return 2 * size.vocab * size.d + size.layers * block + size.d
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention of [batch, positions, heads, head_dim]; cuDNN's in 16 bits on GPUs.
+
+    Without cuDNN (to compile for GPUs takes nvidia-cudnn-cu13 here) it says so, and multiplies the
+    matrices one by one.
+    """
+    if traced_platform() == "gpu" and q.dtype.itemsize == 2:
+        try:
+            return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        except RuntimeError as error:
+            warnings.warn(f"no fused attention: {error}", stacklevel=2)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
 def _rms(x: jax.Array, scale: jax.Array) -> jax.Array:

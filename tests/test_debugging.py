@@ -59,10 +59,11 @@ def test_a_deterministic_plan_says_so_and_its_options_are_known_to_xla():
     assert fz.Plan.from_json(plan.to_json()) == plan
     layout = jax.tree.map(lambda _: None, {})
     options = compiler_options(plan, layout, 8, "cuda")
-    assert options == {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
-    assert compiler_options(plan, layout, 1, "gpu") == options
+    alone = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
+    assert compiler_options(plan, layout, 1, "gpu") == alone
+    assert options == alone | {"xla_gpu_enable_latency_hiding_scheduler": True}
     assert compiler_options(plan, layout, 8, "cpu") == {}
-    assert compiler_options(plan.replace(deterministic=False), layout, 8, "gpu") == {}
+    assert not alone.keys() & compiler_options(tiny.plan(zero=3), layout, 8, "gpu").keys()
     # The compiler refuses names that it does not know, on any platform.
     assert jax.jit(lambda x: x + 1, compiler_options=options)(1.0) == 2.0
     with pytest.raises(Exception, match="No such compile option"):

@@ -23,7 +23,7 @@ from fzero.errors import FzeroError
 GROUP = "fzero.commands"
 # fzero's own subcommands, in the notation of entry points: no metadata needed when run from a
 # source tree.
-BUILT_IN = {"schedule": "fzero.cli.schedule:app"}
+BUILT_IN = {"calibrate": "fzero.cli.calibrate:app", "schedule": "fzero.cli.schedule:app"}
 # What shells expect of a command that was called with something it cannot carry out.
 EXIT_USAGE = 2
 

@@ -7,6 +7,7 @@ where a fusion takes a slice of an operand, or updates a slice of it in place, o
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from fzero.preflight.hlo.module import FREE, KINDS, Matmuls, Module
@@ -16,6 +17,7 @@ from fzero.preflight.rates import Rates
 
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATE = "dynamic-update-slice"
+_ATTENTION = "__cudnn$fmha"
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,11 @@ class Kernels:
             return sum(parts, Work())
         flops = self.matmuls.flops_at(comp, i).flops
         moved = self._bytes(comp, i)
-        rates = self.rates
-        computing, moving = flops / self.flops_per_s, moved / rates.memory_bytes_per_s
-        likely = max(computing / rates.flops_share, moving / rates.memory_share)
+        rates, seen = self.rates, seen_share(comp, i)
+        share = rates.matmul_share(flops) if seen is None else rates.attention_share
+        computing = flops * (1.0 if seen is None else seen) / self.flops_per_s
+        moving = moved / rates.memory_bytes_per_s
+        likely = max(computing / share, moving / rates.memory_share, rates.launch_s)
         return Work(flops, moved, max(computing, moving), likely)
 
     def _bytes(self, comp: Computation, i: Instruction) -> int:
@@ -107,6 +111,22 @@ class Kernels:
             return results + sum(a.bytes for a in comp.inputs(i))
         inner = self.module.computations[i.called("calls")]
         return _read(inner) + _written(inner)
+
+
+def seen_share(comp: Computation, i: Instruction) -> float | None:
+    """The part of its products that a fused attention computes; `None` for any other kernel.
+
+    What a causal mask or a window hides is left out, block by block: half of them, or a window's
+    width of each row.
+    """
+    if _ATTENTION not in i.target:
+        return None
+    config = i.attributes.replace("\\", "")
+    keys = comp.inputs(i)[1].dims[1]
+    window = re.search(r'"sliding_window_length":\s*"?(\d+)', config)
+    width = min(int(window[1]), keys) if window and int(window[1]) else keys
+    causal = re.search(r'"mask_type":\s*"[A-Z_]*CAUSAL', config) is not None
+    return width / keys * (1 - width / (2 * keys)) if causal else width / keys
 
 
 def _read(fused: Computation) -> int:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from dataclasses import dataclass
+import itertools
+import math
+from dataclasses import dataclass, field
 from typing import Any
 
 from fzero.errors import PreflightError
 from fzero.preflight.topology import Topology
 
+
+# Fields that are numbers by something.
+_KEYED = {"flops_per_s": "precision", "matmul_shares": "side"}
 
 # What a process takes besides XLA's arrays: the CUDA context (about 0.5 GB), NCCL's channels (about
 # 1 GB for 8 peers) and what a best-fit allocator cannot use between blocks.
@@ -29,8 +34,16 @@ class Rates:
         memory_bytes: device memory.
         reserve_bytes: of it, not for arrays.
         collective_latency_s: what a collective takes at least.
+        launch_s: what a kernel takes at least.
+        pinned_bytes_per_s: between the device and pinned memory of its host, in one direction.
+        disk_bytes_per_s: between that memory and the host's drive, this device's part of it.
         flops_share: part of the matmul peak that large matmuls reach; depends on the GPU and on the
             watts that it may draw.
+        matmul_shares: the same by size, as `fzero calibrate` measures it: of square matmuls, by
+            their side. One of another shape is taken as the square one of as many FLOPs; between
+            two sizes, and beyond, the share is interpolated. Empty: `flops_share` for all.
+        attention_share: part of that peak that fused attention reaches, of the products that it
+            computes: what a causal mask or a window hides, it leaves out.
         memory_share: part of the memory's rate that elementwise kernels reach.
         link_share: part of the links' rate that large collectives reach.
         source: where the numbers are from.
@@ -43,22 +56,25 @@ class Rates:
     memory_bytes: int
     reserve_bytes: int = RESERVE_BYTES
     collective_latency_s: float = 20e-6
-    flops_share: float = 0.75
+    launch_s: float = 2e-6
+    pinned_bytes_per_s: float = 25e9
+    disk_bytes_per_s: float = 2e9
+    flops_share: float = 0.6
+    matmul_shares: dict[str, float] = field(default_factory=dict)
+    attention_share: float = 0.55
     memory_share: float = 0.85
     link_share: float = 0.8
     source: str = "given by the caller"
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "source":
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            if one.name == "source":
                 continue
-            may_be_zero = field.name in ("reserve_bytes", "collective_latency_s")
+            may_be_zero = one.name in ("reserve_bytes", "collective_latency_s", "launch_s")
             for number in value.values() if isinstance(value, dict) else (value,):
                 if not (number > 0 or (may_be_zero and number == 0)):
-                    raise PreflightError(
-                        f"rates: {field.name}={value!r}: expected a positive number"
-                    )
+                    raise PreflightError(f"rates: {one.name}={value!r}: expected a positive number")
 
     def flops_of(self, precision: str) -> float:
         """Matmul peak of a precision, in FLOP/s.
@@ -72,6 +88,25 @@ class Rates:
                 f" {precision!r}; add it"
             )
         return self.flops_per_s[precision]
+
+    def matmul_share(self, flops: float) -> float:
+        """Part of the matmul peak that one matmul of so many FLOPs reaches.
+
+        Example:
+            >>> from fzero.preflight.topology import parse
+            >>> own = {"matmul_shares": {"1024": 0.3, "4096": 0.7}}
+            >>> rates = default_rates(parse("h200:8")).updated(own, "ours")
+            >>> [round(rates.matmul_share(2 * side**3), 2) for side in (512, 2048, 8192)]
+            [0.3, 0.5, 0.7]
+        """
+        if not self.matmul_shares or not flops:
+            return self.flops_share
+        known = sorted((math.log2(float(s)), share) for s, share in self.matmul_shares.items())
+        side = math.log2(flops / 2) / 3
+        for (low, below), (high, above) in itertools.pairwise(known):
+            if low <= side <= high:
+                return below + (above - below) * (side - low) / (high - low)
+        return known[0][1] if side < known[0][0] else known[-1][1]
 
     def to_json(self) -> dict[str, Any]:
         """The rates as a JSON-able dict."""
@@ -92,7 +127,7 @@ class Rates:
             >>> default_rates(parse("h100:8")).updated({"flops_share": 0.5}, "ours").flops_share
             0.5
         """
-        known = [field.name for field in dataclasses.fields(self)]
+        known = [one.name for one in dataclasses.fields(self)]
         if not isinstance(given, dict):
             raise PreflightError(f"rates: {source}: expected an object of {known}, got {given!r}")
         for name, value in given.items():
@@ -102,13 +137,13 @@ class Rates:
                 raise PreflightError(
                     f"rates: {source}: unknown field {name!r}{hint} Expected some of {known}"
                 )
-            by_precision = name == "flops_per_s"
-            if by_precision and isinstance(value, dict):
+            keys = _KEYED.get(name)
+            if keys is not None and isinstance(value, dict):
                 right = all(map(_is_number, value.values()))
             else:
-                right = name == "source" or (not by_precision and _is_number(value))
+                right = name == "source" or (keys is None and _is_number(value))
             if not right:
-                expected = "numbers by precision" if by_precision else "a number"
+                expected = "a number" if keys is None else f"numbers by {keys}"
                 raise PreflightError(f"rates: {source}: {name}={value!r}: expected {expected}")
         changes = {"source": f"{self.source}; {', '.join(given)} from {source}", **given}
         if "flops_per_s" in given:
@@ -130,18 +165,23 @@ def default_rates(topology: Topology) -> Rates:
 
     Source: NVIDIA's data sheets of A100 (2021), H100 SXM (2023), H200 SXM (2024), HGX B200 (2024):
     dense Tensor Core peaks, NVLink (half of the bidirectional rate), memory. Network: one card of
-    200 Gbit/s per A100, of 400 Gbit/s per H100, H200 and B200, as in DGX machines. `flops_share`:
-    0.75 for A100, from torchtitan's Llama 3 8B on 64 A100 (2.755 s a step, 2.767 s said);
-    0.62 for Hoppers of 700 W, from MaxText's Llama 2 7B on 8 H100 (1.535 s; 1.519 s) and its 70B on
-    64 (7.908 s; 8.04 s). Hoppers limited to 500 W reach about 0.48; B200s are assumed to be like
-    A100s.
+    200 Gbit/s per A100, of 400 Gbit/s per H100, H200 and B200, as in DGX machines; PCIe at what
+    copies to pinned memory reach. `flops_share`: from published training runs (docs/published.md):
+    0.60 for A100, from torchtitan's Llama 3 8B on 64; 0.58 for Hoppers of 700 W, between MaxText's
+    Llama 2 7B on 8 and its 70B on 64. (Hoppers limited to 500 W: 0.43.) B200s are assumed to be
+    like A100s. `attention_share`: of FlashAttention 2 on A100s and 3 on H100s, causal, width 128,
+    forwards and back (arXiv:2307.08691, arXiv:2407.08608).
     """
     return _RATES[topology.kind]
 
 
+# Of the dense peak, and that of Hoppers at 700 W; see `default_rates`.
+_SHARE, _HOPPER_SHARE = 0.60, 0.58
+
+
 def _gpu(
     bf16_tflops: float, memory_tb_per_s: float, nvlink_gb_per_s: float, network_gbit_per_s: float,
-    memory_gib: int, sheet: str, flops_share: float = 0.75,
+    pcie_gb_per_s: float, memory_gib: int, sheet: str, flops_share: float = _SHARE,
 ) -> Rates:  # fmt: skip
     return Rates(
         flops_per_s={
@@ -151,20 +191,18 @@ def _gpu(
         host_link_bytes_per_s=nvlink_gb_per_s * 1e9,
         network_bytes_per_s=network_gbit_per_s * 1e9 / 8,
         memory_bytes=memory_gib * 2**30,
+        pinned_bytes_per_s=pcie_gb_per_s * 1e9,
         flops_share=flops_share,
         source=f"{sheet}: dense peaks; NVLink and network in one direction",
     )  # fmt: skip
 
 
-# Of the dense peak at 700 W; see `default_rates`.
-_HOPPER_SHARE = 0.62
-
 _RATES = {
-    "a100-40": _gpu(312, 1.555, 300, 200, 40, "NVIDIA A100 40GB SXM data sheet"),
-    "a100-80": _gpu(312, 2.039, 300, 200, 80, "NVIDIA A100 80GB SXM data sheet"),
-    "h100": _gpu(989.4, 3.35, 450, 400, 80, "NVIDIA H100 SXM data sheet", _HOPPER_SHARE),
-    "h200": _gpu(989.4, 4.8, 450, 400, 141, "NVIDIA H200 SXM data sheet", _HOPPER_SHARE),
-    "b200": _gpu(2250, 8.0, 900, 400, 180, "NVIDIA HGX B200 data sheet"),
+    "a100-40": _gpu(312, 1.555, 300, 200, 25, 40, "NVIDIA A100 40GB SXM data sheet"),
+    "a100-80": _gpu(312, 2.039, 300, 200, 25, 80, "NVIDIA A100 80GB SXM data sheet"),
+    "h100": _gpu(989.4, 3.35, 450, 400, 50, 80, "NVIDIA H100 SXM data sheet", _HOPPER_SHARE),
+    "h200": _gpu(989.4, 4.8, 450, 400, 50, 141, "NVIDIA H200 SXM data sheet", _HOPPER_SHARE),
+    "b200": _gpu(2250, 8.0, 900, 400, 50, 180, "NVIDIA HGX B200 data sheet"),
     # Virtual devices share the machine's cores and its memory, so no number is right: these only
     # let a plan be read. Give rates of your own (or --measure) for more.
     "cpu": Rates(

@@ -18,7 +18,9 @@ RATES = Rates(
     network_bytes_per_s=1e7,
     memory_bytes=10**9,
     collective_latency_s=0.0,
+    launch_s=0.0,
     flops_share=0.5,
+    attention_share=0.25,
     memory_share=0.5,
     link_share=0.5,
 )
@@ -183,3 +185,43 @@ def test_gathered_values_are_alive_from_their_start_to_their_last_reader():
 def test_rates_are_data():
     assert Rates(**RATES.to_json()) == RATES
     assert dataclasses.replace(RATES, memory_bytes=1).memory_bytes == 1
+
+
+# Batch 2, 64 positions, 4 heads of 16: forwards two products of 2 * 2 * 4 * 64 * 64 * 16 FLOPs.
+ATTENTION = """HloModule attention, is_scheduled=true
+
+ENTRY %main (q: bf16[2,64,4,16]) -> bf16[2,4,64,16] {
+  %q = bf16[2,64,4,16]{3,2,1,0} parameter(0)
+  %f = (bf16[2,4,64,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {CONFIG}}
+  ROOT %o = bf16[2,4,64,16]{3,1,2,0} get-tuple-element(%f), index=0
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("config", "seen"),
+    [
+        ('"mask_type": "CAUSAL", "sliding_window_length": 0', 0.5),
+        ('"mask_type": "NO_MASK"', 1.0),
+        # 16 of 64 keys, of which the first rows see fewer: 16 * 64 - 16 * 16 / 2 of 64 * 64.
+        ('"mask_type": "CAUSAL", "sliding_window_length": 16', 0.25 - 1 / 32),
+    ],
+)
+def test_fused_attention_takes_the_time_of_what_its_mask_shows(config, seen):
+    work = kernels(ATTENTION.replace("CONFIG", config)).total()
+    flops = 2 * 2 * 2 * 4 * 64 * 64 * 16
+    assert work.flops == flops  # models are measured by all of it
+    assert work.best_seconds == pytest.approx(seen * flops / 1e9)
+    assert work.likely_seconds == pytest.approx(4 * seen * flops / 1e9)
+
+
+def test_small_matmuls_reach_what_was_measured_of_their_size():
+    rates = dataclasses.replace(RATES, matmul_shares={"8": 0.1, "16": 0.3})
+    work = Kernels(Module(LINKS), rates, "fp32").total()
+    negate = 2 * 2 * 4000 * 4 / 1e9
+    assert work.likely_seconds == pytest.approx(10 * 2 * 8**3 / 1e9 + negate)
+
+
+def test_a_kernel_takes_at_least_its_launch():
+    rates = dataclasses.replace(RATES, launch_s=1.0)
+    assert Kernels(Module(LINKS), rates, "fp32").total().likely_seconds == 2.0

@@ -1,0 +1,69 @@
+"""Measure this device once, for predictions: matmuls, attention, memory, copies, launches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fzero.preflight.tables import table_of, text_of
+
+
+OutOption = Annotated[
+    Path | None,
+    typer.Option(help="Write the rates there, as JSON: `fzero preflight --rates FILE` takes it."),
+]
+SmallOption = Annotated[
+    bool, typer.Option("--small", help="Small sizes, in seconds: a trial, not a calibration.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the rates file, not a table.")]
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.command()
+def calibrate(
+    out: OutOption = None, small: SmallOption = False, as_json: JsonOption = False
+) -> None:
+    """Measure what matmuls, attention, elementwise work, copies and launches reach on this device.
+
+    Takes half a minute on a GPU that nothing else uses. What is measured replaces the shares of
+    the data sheet's peaks that predictions assume.
+    """
+    # jax takes a second to import: after --help.
+    from fzero.preflight.calibrate import SMALL
+    from fzero.preflight.calibrate import calibrate as measure
+
+    found = measure(effort=SMALL if small else None)
+    text = json.dumps(found.rates(), indent=1)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        print(text)
+        return
+    table = table_of(f"{found.device}, {found.date}", "what", "measured", "of the peak")
+    for name, value in found.measured.items():
+        of = f"{value / found.peaks[_precision(name)]:.0%}" if _precision(name) else ""
+        table.add_row(name.replace("/", " "), _shown(name, value), of)
+    print(text_of(table))
+    if out is not None:
+        print(f"\nwritten to {out}")
+
+
+def _precision(name: str) -> str:
+    """What a measurement computed in; empty where it counts no FLOPs."""
+    if name == "attention":
+        return "bf16"
+    return name.removeprefix("matmul ").partition("/")[0] if name.startswith("matmul ") else ""
+
+
+def _shown(name: str, value: float) -> str:
+    if name == "launch":
+        return f"{value * 1e6:.1f} us"
+    return f"{value / 1e12:.2f} TFLOP/s" if _precision(name) else f"{value / 1e9:.1f} GB/s"

@@ -1,0 +1,75 @@
+"""A device measured once, and what predictions make of it. The figures themselves prove nothing."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from typer.testing import CliRunner
+
+import fzero as fz
+from fzero.cli import app
+from fzero.preflight.calibrate import SMALL, Calibration, calibrate
+from fzero.preflight.rates import default_rates
+from fzero.preflight.topology import parse
+
+
+MODEL = fz.Model(
+    lambda rng: ({"w": jnp.zeros((64, 64))}, {}),
+    lambda p, b, batch, rng, train: (jnp.mean(jnp.square(batch["x"] @ p["w"])), b, {}),
+)
+BATCH = {"x": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+
+
+def likely(rates):
+    found = fz.preflight(
+        MODEL, optax.sgd(0.1), fz.Plan(zero=0, data=1), BATCH, "cpu:1", rates=rates
+    )
+    return found.bounds.likely_seconds
+
+
+def test_the_command_writes_rates_that_predictions_take(tmp_path):
+    out = tmp_path / "rates.json"
+    done = CliRunner().invoke(app, ["calibrate", "--small", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    given = json.loads(out.read_text())
+    own = default_rates(parse("cpu:1")).updated(given, str(out))
+    assert "measured on" in own.source
+    assert set(own.matmul_shares) == {str(side) for side in SMALL.sides}
+    assert own.flops_share == max(own.matmul_shares.values())
+    assert likely(own) > 0
+    # Half as fast in all that this step does takes twice as long.
+    slow = {
+        "flops_per_s": {name: rate / 2 for name, rate in own.flops_per_s.items()},
+        "memory_bytes_per_s": own.memory_bytes_per_s / 2,
+        "launch_s": 2 * own.launch_s,
+    }
+    assert likely(own.updated(slow, "slower")) == pytest.approx(2 * likely(own), rel=0.01)
+
+
+def test_a_gpus_shares_are_of_its_data_sheet():
+    measured = {
+        "matmul bf16/1024": 300e12, "matmul bf16/8192": 700e12, "matmul fp32/8192": 400e12,
+        "attention": 500e12, "elementwise": 4.32e12, "to host": 50e9, "from host": 40e9,
+        "launch": 3e-6,
+    }  # fmt: skip
+    sheet = default_rates(parse("h200:1"))
+    found = Calibration("NVIDIA H200", "h200", sheet.flops_per_s, measured, "2026-11-22").rates()
+    own = sheet.updated(found, "a file")
+    assert own.matmul_shares == {"1024": round(300 / 989.4, 4), "8192": round(700 / 989.4, 4)}
+    assert own.flops_share == round(700 / 989.4, 4)
+    assert own.attention_share == round(500 / 989.4, 4)
+    assert own.memory_share == pytest.approx(0.9)
+    assert (own.pinned_bytes_per_s, own.launch_s) == (40e9, 3e-6)
+    assert own.flops_per_s == sheet.flops_per_s
+
+
+def test_a_device_without_a_data_sheet_is_refused():
+    class Unknown:
+        platform, device_kind = "gpu", "NVIDIA T4"
+
+    with pytest.raises(fz.PreflightError, match=r"'NVIDIA T4'.*h200.*rates of your own"):
+        calibrate(Unknown())
