@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -85,7 +86,7 @@ class Calibration:
             result["memory_share"] = round(found["elementwise"] / known.memory_bytes_per_s, 4)
         else:
             result |= {"flops_per_s": self.peaks, "memory_bytes_per_s": found["elementwise"]}
-        return result | {"source": f"{self.device}, measured on {self.date}, jax {jax.__version__}"}
+        return result | {"source": f"{self.device}, measured on {self.date}, jax {version('jax')}"}
 
 
 def calibrate(device: Any = None, effort: Effort | None = None) -> Calibration:
