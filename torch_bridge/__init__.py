@@ -1,5 +1,10 @@
 """PyTorch modules and checkpoints into JAX and back."""
 
+from torch_bridge.adapters.lora import lora as lora
+from torch_bridge.adapters.state import adapter as adapter
+from torch_bridge.adapters.state import merge as merge
+from torch_bridge.adapters.state import unmerge as unmerge
+from torch_bridge.adapters.state import with_adapter as with_adapter
 from torch_bridge.calls import wrap as wrap
 from torch_bridge.convert import Applied as Applied
 from torch_bridge.convert import Converted as Converted
@@ -41,6 +46,7 @@ __all__ = [
     "Moments",
     "Output",
     "Parity",
+    "adapter",
     "batch",
     "causal_lm_loss",
     "checkpoint",
@@ -50,6 +56,8 @@ __all__ = [
     "load",
     "load_into",
     "load_state_dict",
+    "lora",
+    "merge",
     "moments_of",
     "optimizer",
     "parity",
@@ -60,6 +68,8 @@ __all__ = [
     "save",
     "sequential",
     "state_dict",
+    "unmerge",
+    "with_adapter",
     "with_moments",
     "wrap",
     "write",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -20,8 +20,9 @@ from torch_bridge.dtypes import is_float
 from torch_bridge.export.export import export_program
 from torch_bridge.export.hooks import refuse_hooks
 from torch_bridge.export.interpret import missing_operators, refuse_data_dependent, refuse_missing
-from torch_bridge.export.mode import Mode, as_kept, bind_state, build_mode
+from torch_bridge.export.mode import Mode, as_kept, bind_state, build_mode, frozen_dtypes
 from torch_bridge.losses import all_but_the_loss, called_with_batch, module_loss
+from torch_bridge.module.adapters import Adapter, read_adapters
 from torch_bridge.module.initial import COPIED_BYTES, num_bytes, on_host, read_initial, with_masters
 from torch_bridge.module.names import Layout, read_layout
 from torch_bridge.module.signature import CallForm, build_output
@@ -56,7 +57,9 @@ class Converted(Printed):
         layout: names, ties and torch dtypes of every tensor of the module.
         blocks: which blocks were found equal and rolled, and why others were not.
         names: which entries are stacked, and of what.
-        masters: whether `model` gives parameters of 16 bits float32 masters.
+        masters: whether `model` gives trained parameters of 16 bits float32 masters.
+        adapters: what PEFT or `tb.lora` has put into the module, by name.
+        base: what `tb.lora` was given.
     """
 
     frozen: frozenset[str]
@@ -67,6 +70,8 @@ class Converted(Printed):
     _params: dict[str, Any] = field(repr=False)
     _buffers: dict[str, Any] = field(repr=False)
     _graphs: Graphs = field(repr=False)
+    adapters: Mapping[str, Adapter] = field(default_factory=dict, repr=False)
+    base: Converted | None = field(default=None, repr=False)
 
     def _summary(self) -> str:
         shapes = {"params": shapes_of(self._params), "buffers": shapes_of(self._buffers)}
@@ -181,7 +186,8 @@ class Converted(Printed):
         apart = {p: name for p, name in mode.buffers.items() if name not in inside} | kept
         values: dict[str, Any] = {**inputs, **mode.constants}
         values |= rolled.known_sizes(mode.sizes(inputs))
-        values |= bind_state(alone, params, self._params, "params", self.frozen)
+        read_as = frozen_dtypes(self.names.of_entries(mode.param_dtypes), self.frozen)
+        values |= bind_state(alone, params, self._params, "params", self.frozen, read_as)
         casts = self.names.of_entries(mode.buffer_dtypes)
         values |= bind_state(apart, buffers, self._buffers, "buffers", frozenset(), casts)
         return rolled.run(values, values, rng)
@@ -190,7 +196,8 @@ class Converted(Printed):
         """Values of the unrolled graph's placeholders, from leaves under their own names."""
         shapes = {leaf.name: leaf for leaf in self.layout.leaves}
         frozen = frozenset(leaf.name for leaf in self.layout.leaves if leaf.frozen)
-        values = bind_state(mode.params, params, shapes, "params", frozen)
+        read_as = frozen_dtypes(mode.param_dtypes, frozen)
+        values = bind_state(mode.params, params, shapes, "params", frozen, read_as)
         casts = mode.buffer_dtypes
         values.update(bind_state(mode.buffers, buffers, shapes, "buffers", frozenset(), casts))
         values.update(mode.constants)
@@ -209,6 +216,23 @@ class Converted(Printed):
         """Params or buffers of a state under the `state_dict` names of the module's own leaves."""
         return self.names.unstack(links_merged(tree))
 
+    def by_initial(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Initial values under the names of the module's own leaves, read when they are needed."""
+        return self.names.unstack(self._params), self.names.unstack(self._buffers)
+
+    def with_values(self, leaves: Arrays) -> Converted:
+        """The same with other initial values of some of the module's own leaves."""
+        params, buffers = self.by_initial()
+        params = {name: leaves.get(name, value) for name, value in params.items()}
+        buffers = {name: leaves.get(name, value) for name, value in buffers.items()}
+        made = self.by_layer(params, buffers)
+        return replace(self, _params=made[0], _buffers=made[1])
+
+    def read_leaves(self) -> frozenset[str]:
+        """Names of the module's own leaves that a forward reads."""
+        read = (leaf for mode in self._modes.values() for leaf in mode.params.values())
+        return frozenset(read)
+
     def by_layer(self, params: Arrays, buffers: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
         """Leaves under their own names as `self.params` and `self.buffers` have them."""
         return self.names.stack(params), self.names.stack(buffers)
@@ -223,7 +247,7 @@ class Converted(Printed):
 
     def trained(self, params: Arrays) -> dict[str, Any]:
         """Parameters as `model` trains them: with `masters`, those of 16 bits are widened."""
-        return with_masters(params) if self.masters else dict(params)
+        return with_masters(params, self.frozen) if self.masters else dict(params)
 
     def fixed_dims(self) -> tuple[str, ...]:
         """The dims of tensor arguments that the graphs have as in the example.
@@ -396,11 +420,11 @@ def convert(
         train: whether the module is trained. With `False` only the forward in eval mode is
             converted, in half the time, and what only the other one has is no reason to refuse
             (random skips, losses that depend on values).
-        masters: whether parameters of 16 bits are trained as float32, of which every step makes
-            its 16 bits (`fz.Plan(precision="bf16")`): a step of 1e-5 does not change a bfloat16
-            of size 1. They are 4 bytes a parameter instead of 2, sharded as the plan says from
-            stage 1 on; exports have the module's own dtypes again. `False` keeps and updates 16
-            bits. By default there are if the module is trained.
+        masters: whether trained parameters of 16 bits are kept as float32, of which every step
+            makes its 16 bits (`fz.Plan(precision="bf16")`): a step of 1e-5 does not change a
+            bfloat16 of size 1. They are 4 bytes a parameter instead of 2, sharded as the plan says
+            from stage 1 on; exports have the module's own dtypes again. `False` keeps and updates
+            16 bits. By default there are if the module is trained.
         copy: whether the initial values are copied now. If not, they are read from the module's
             memory when a state is made; a module that was changed in place meanwhile is refused.
             By default modules of up to 256 MiB are copied.
@@ -423,47 +447,97 @@ def convert(
     """
     min_layers = fewest_layers(roll)
     module = unwrapped(module)
-    _refuse_untraceable(module)
-    if train:
-        refuse_hooks(module)
-    refuse_wrapped(module)
-    layout = read_layout(module)
-    values = read_initial(module, layout, buffers)
     args, kwargs = torch_pytree.tree_map(_example_leaf, (example_args, example_kwargs))
-    programs = {
-        mode: export_program(module, args, kwargs, mode, batch_dim or 0)
-        for mode in ((True, False) if train else (False,))
-    }
-    for program in programs.values():
-        refuse_data_dependent(program)
-    refuse_missing([missing_operators(program) for program in programs.values()])
-    modes = {
-        train: build_mode(
-            program, layout, CallForm.of(module, args, kwargs, program.call_spec.in_spec)
+    made = _Making(batch_dim, min_layers, train, train if masters is None else masters, copy)
+    return made.of(module, args, kwargs, lambda layout: read_initial(module, layout, buffers))
+
+
+def convert_copy(
+    converted: Converted,
+    change: Callable[[torch.nn.Module], None],
+    values: Callable[[Layout], tuple[dict[str, Any], dict[str, Any]]],
+) -> Converted:
+    """A conversion of the same module, changed.
+
+    Args:
+        converted: a conversion; its `base` this becomes.
+        change: changes a copy of the module, which has no weights, in place.
+        values: initial values of the changed module's leaves, by its layout.
+
+    Raises:
+        ConversionError: no copy of the module could be kept, or the changed one is refused.
+    """
+    again = converted._graphs.again
+    module, args, kwargs = again.original()
+    change(module)
+    both = True in converted._modes
+    made = _Making(again.batch_dim or None, again.min_layers, both, converted.masters, None)
+    with again.device:
+        found = made.of(module, args, kwargs, values)
+    return replace(found, base=converted)
+
+
+@dataclass(frozen=True)
+class _Making:
+    """How a module is converted; see `convert`."""
+
+    batch_dim: int | None
+    min_layers: int
+    train: bool
+    masters: bool
+    copy: bool | None
+
+    def of(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        initial: Callable[[Layout], tuple[dict[str, Any], dict[str, Any]]],
+    ) -> Converted:
+        """The conversion of a module, called as in an example, with initial values by leaf."""
+        _refuse_untraceable(module)
+        if self.train:
+            refuse_hooks(module)
+        refuse_wrapped(module)
+        layout = read_layout(module)
+        values = initial(layout)
+        batch_dim = self.batch_dim or 0
+        programs = {
+            mode: export_program(module, args, kwargs, mode, batch_dim)
+            for mode in ((True, False) if self.train else (False,))
+        }
+        for program in programs.values():
+            refuse_data_dependent(program)
+        refuse_missing([missing_operators(program) for program in programs.values()])
+        modes = {
+            train: build_mode(
+                program, layout, CallForm.of(module, args, kwargs, program.call_spec.in_spec)
+            )
+            for train, program in programs.items()
+        }
+        rolling = roll_blocks(programs, modes, layout, self.min_layers)
+        again = Again(module, args, kwargs, batch_dim, layout, self.min_layers)
+        names = rolling.names
+        params, buffers = names.stack(values[0]), names.stack(values[1])
+        frozen = names.frozen(layout)
+        floats = {name: value.dtype for name, value in params.items() if is_float(value.dtype)}
+        # Frozen ones follow the others: a graph reads them in the dtype that it was traced in.
+        dtypes = {name: dtype for name, dtype in floats.items() if name not in frozen} or floats
+        copy = num_bytes(values[0]) <= COPIED_BYTES if self.copy is None else self.copy
+        converted = Converted(
+            frozen,
+            layout,
+            rolling.blocks,
+            names,
+            self.masters,
+            {name: on_host(value) for name, value in params.items()} if copy else params,
+            {name: on_host(value) for name, value in buffers.items()},
+            Graphs(modes, rolling.graphs, again, dtypes),
+            read_adapters(module, layout),
         )
-        for train, program in programs.items()
-    }
-    rolling = roll_blocks(programs, modes, layout, min_layers)
-    again = Again(module, args, kwargs, batch_dim or 0, layout, min_layers)
-    if copy is None:
-        copy = num_bytes(values[0]) <= COPIED_BYTES
-    names = rolling.names
-    params = names.stack(values[0])
-    dtypes = {name: value.dtype for name, value in params.items() if is_float(value.dtype)}
-    graphs = Graphs(modes, rolling.graphs, again, dtypes)
-    converted = Converted(
-        names.frozen(layout),
-        layout,
-        rolling.blocks,
-        names,
-        train if masters is None else masters,
-        {name: on_host(value) for name, value in params.items()} if copy else params,
-        {name: on_host(value) for name, value in names.stack(values[1]).items()},
-        graphs,
-    )
-    if batch_dim is not None:
-        _refuse_fixed(converted, batch_dim)
-    return converted
+        if self.batch_dim is not None:
+            _refuse_fixed(converted, self.batch_dim)
+        return converted
 
 
 def _of_output(loss: Callable[..., Any], inputs: Callable[[Any], Any]) -> Callable[..., Any]:

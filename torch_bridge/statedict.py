@@ -81,7 +81,7 @@ def state_leaves(
         if isinstance(state_or_params, TrainState):
             require_alive(state_or_params, operation)
     require_on_device(named_leaves({"params": params, "buffers": buffers}), operation)
-    homes = _homes(converted, plan)
+    homes = homes_of(converted, plan)
     params, buffers = (_by_leaf(converted, _in_order(tree, homes)) for tree in (params, buffers))
     persistent = set(converted.layout.order)
     found: list[tuple[Leaf, Any]] = []
@@ -114,7 +114,7 @@ def _by_leaf(converted: Converted | ConvertedSequential, tree: Any) -> dict[str,
     return converted.names.unstack(links_merged(tree), Row)
 
 
-def _homes(converted: Converted | ConvertedSequential, plan: Plan | None) -> Mapping[str, Home]:
+def homes_of(converted: Converted | ConvertedSequential, plan: Plan | None) -> Mapping[str, Home]:
     """Where a pipeline keeps the leaves of each link."""
     if plan is None or plan.pipe == 1 or isinstance(converted, ConvertedSequential):
         return {}

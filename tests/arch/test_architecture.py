@@ -41,7 +41,7 @@ LAYERS = {
         ["convert", "sequential"],
         ["reference", "statedict", "moments", "parity"],
         ["formats", "optim", "training", "calls"],
-        ["lightning"],
+        ["adapters", "lightning"],
         ["cli"],
     ],
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,7 @@ class Mode:
     out_spec: Any
     buffer_dtypes: Mapping[str, Any]  # leaf name -> what it is cast to before it is read
     outputs: tuple[Any, ...]  # (shape, dtype) of each output that is a tensor
+    param_dtypes: Mapping[str, Any]  # leaf name -> what the graph reads it in
 
     def output_shapes(self, inputs: Mapping[str, Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the tensors that the module returns for some inputs, by placeholder."""
@@ -141,6 +142,7 @@ def build_mode(program: torch.export.ExportedProgram, layout: Layout, call: Call
         program.call_spec.out_spec,
         _buffer_dtypes(program, buffers),
         _output_forms(program),
+        _dtypes(program, params),
     )
 
 
@@ -156,6 +158,12 @@ def _output_forms(program: torch.export.ExportedProgram) -> tuple[Any, ...]:
         else ((), canonical(np.asarray(0).dtype))
         for fake in fakes
     )
+
+
+def _dtypes(program: torch.export.ExportedProgram, leaves: Mapping[str, str]) -> dict[str, Any]:
+    """Dtypes of placeholders, by leaf."""
+    values = {n.name: n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"}
+    return {leaf: jax_dtype(values[name].dtype) for name, leaf in leaves.items()}
 
 
 # What hands a tensor on as it is, but for its shape.
@@ -274,7 +282,7 @@ def bind_state(
         example: arrays of the right shapes by leaf name.
         kind: "params" or "buffers", for messages.
         frozen: leaves through which no gradient goes.
-        dtypes: what some leaves are cast to.
+        dtypes: what some leaves are cast to; of parameters, those that are frozen.
 
     Raises:
         ConversionError: a leaf is missing, or has another shape.
@@ -290,6 +298,11 @@ def bind_state(
             )
         values[placeholder] = as_leaf(value, name in frozen, dtypes.get(name))
     return values
+
+
+def frozen_dtypes(dtypes: Mapping[str, Any], frozen: Collection[str]) -> dict[str, Any]:
+    """What frozen parameters are cast to before they are read: what the graph reads them in."""
+    return {name: dtype for name, dtype in dtypes.items() if name in frozen}
 
 
 def as_leaf(value: Any, frozen: bool, dtype: Any = None) -> Any:

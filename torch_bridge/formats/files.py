@@ -14,6 +14,8 @@ from fzero.errors import CheckpointError
 from fzero.plan import Plan
 from torch_bridge.convert import Converted
 from torch_bridge.formats.adam import require_known
+from torch_bridge.formats.adapters import adapter_content, merged_content
+from torch_bridge.formats.peft import write_adapter
 from torch_bridge.formats.read import checkpoint
 from torch_bridge.formats.state import state_content
 from torch_bridge.formats.write import format_of, holds_optimizer, write
@@ -30,6 +32,8 @@ def save(
     max_shard_size: int | str = "5GB",
     optimizer: bool | None = None,
     hyper: Mapping[str, Any] | None = None,
+    merge: bool = False,
+    adapter: str | None = None,
 ) -> None:
     """Write a state as a checkpoint that PyTorch loads; what is there is replaced at the end.
 
@@ -45,13 +49,16 @@ def save(
         converted: the module or chain that the state was made from.
         state_or_params: as for `state_dict`.
         plan: likewise.
-        to: the format, where the path does not say it.
+        to: the format, where the path does not say it. "peft": the adapter alone, into a directory,
+            as PEFT writes it.
         max_shard_size: bytes of weights in one file of a directory, as a number or as "5GB".
         optimizer: whether Adam's moments are written: by default where the format has a place for
             them and the state has them; True demands it.
         hyper: hyperparameters to write beside them, by torch's names (`lr`, `betas`, `eps`,
             `weight_decay`): an optax state does not hold them, and a torch optimizer takes over
             what a checkpoint says. What is not given is torch's default of AdamW.
+        merge: write the module without adapters, with what they add in its weights (`tb.merge`).
+        adapter: which adapter `merge` and "peft" mean, where the module has several.
 
     Raises:
         CheckpointError: an unknown suffix or hyperparameter, or a state that does not fit.
@@ -65,7 +72,17 @@ def save(
         ...     sorted(load(folder + "/model.safetensors"))
         ['bias', 'weight']
     """
+    if to == "peft":
+        if not isinstance(converted, Converted):
+            raise CheckpointError('save: to="peft": expected a converted module with adapters')
+        return write_adapter(path, *adapter_content(converted, state_or_params, plan, adapter))
     to = to or format_of(Path(path))
+    if merge:
+        if optimizer or not isinstance(converted, Converted):
+            raise CheckpointError("save: merge=True: expected a module with adapters, no optimizer")
+        return write(
+            merged_content(converted, state_or_params, plan, adapter), path, to, max_shard_size
+        )
     if optimizer and not holds_optimizer(to):
         raise CheckpointError(f"save: optimizer=True, but {to} has no place for its state")
     wanted = optimizer if holds_optimizer(to) else False

@@ -18,6 +18,7 @@ from fzero.state.replan import replan
 from fzero.state.train_state import TrainState, init
 from torch_bridge.convert import Converted
 from torch_bridge.formats.content import Checkpoint, Optimizer
+from torch_bridge.formats.peft import fit_adapter, is_adapter
 from torch_bridge.formats.read import checkpoint
 from torch_bridge.module.initial import require_values
 from torch_bridge.moments import Moments, with_moments
@@ -47,7 +48,8 @@ def restore(
     that it touches), so that the host never holds more than one shard beside the state.
 
     Args:
-        path: as for `checkpoint`.
+        path: as for `checkpoint`; or, for a module with adapters, a folder with one as PEFT writes
+            it, beside which all weights keep their initial values.
         converted: the module or chain that the checkpoint is of.
         tx: the optimizer; `None` for a state that is only evaluated.
         plan: how to lay the state out.
@@ -85,10 +87,14 @@ def restore(
         >>> state.params["weight"].shape, int(state.step)
         ((2, 3), 0)
     """
-    found = checkpoint(path, key)
-    tensors = _without_prefix(found.by_name(), prefix, found.path)
-    leaves = fit_leaves(converted, tensors, strict, cast)
-    moments = _moments(found, converted, tx, optimizer, names, prefix)
+    moments = None
+    if isinstance(converted, Converted) and converted.adapters and is_adapter(path):
+        where, leaves = str(path), fit_adapter(converted, path)
+    else:
+        found = checkpoint(path, key)
+        where, tensors = found.path, _without_prefix(found.by_name(), prefix, found.path)
+        leaves = fit_leaves(converted, tensors, strict, cast)
+        moments = _moments(found, converted, tx, optimizer, names, prefix)
     params, buffers = initial_leaves(converted)
     for leaf in converted.layout.leaves:
         if leaf.name in leaves:
@@ -96,7 +102,7 @@ def restore(
     try:
         require_values(params, buffers)
     except ConversionError as error:
-        raise CheckpointError(f"{found.path}: not everything is in it; {error}") from None
+        raise CheckpointError(f"{where}: not everything is in it; {error}") from None
     values = nested(converted, params, buffers)
     trained = converted.trained(values[0]), values[1]
     if isinstance(converted, ConvertedSequential):

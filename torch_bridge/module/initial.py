@@ -8,7 +8,7 @@ device there is no value, and whoever asks for one is told so by name: zeros wou
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -142,9 +142,10 @@ def on_host(value: Any) -> Any:
     return array
 
 
-def with_masters(values: Mapping[str, Any]) -> Values:
-    """Parameters as they are trained: those of 16 bits get float32 masters."""
-    return {name: Widened(v) if _is_half(v.dtype) else v for name, v in values.items()}
+def with_masters(values: Mapping[str, Any], frozen: Collection[str] = ()) -> Values:
+    """Parameters as they are trained: those of 16 bits get float32 masters, but for frozen ones."""
+    wide = {name for name, v in values.items() if _is_half(v.dtype)}.difference(frozen)
+    return {name: Widened(v) if name in wide else v for name, v in values.items()}
 
 
 def _is_half(dtype: Any) -> bool:

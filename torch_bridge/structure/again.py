@@ -275,6 +275,19 @@ class Again:
             rolled = rolled and rolled.map_steps(self.change)
         return mode, rolled
 
+    def original(self) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+        """A copy of the module without weights, and arguments like the example's.
+
+        Raises:
+            ConversionError: no copy could be kept.
+        """
+        if self.module is None:
+            raise ConversionError(self.problem)
+        forms, spec = torch_pytree.tree_flatten(self.example)
+        made = [form.zeros(form.shape, None) if isinstance(form, _Form) else form for form in forms]
+        args, kwargs = torch_pytree.tree_unflatten(made, spec)
+        return without_weights(self.module), args, kwargs
+
     def _copy(self, dtype: Any) -> torch.nn.Module:
         """The module without its weights, in a dtype."""
         assert self.module is not None
@@ -309,6 +322,7 @@ class _Form:
     dtype: torch.dtype
     device: torch.device
     learns: bool
+    shape: tuple[int, ...]
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
         return torch.zeros(
@@ -319,7 +333,7 @@ class _Form:
 def _form(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return _Form(leaf.dtype, leaf.device, leaf.requires_grad)
+    return _Form(leaf.dtype, leaf.device, leaf.requires_grad, tuple(leaf.shape))
 
 
 def _float_dtype(value: Any) -> Any:

@@ -24,7 +24,7 @@ import numpy as np
 from fzero.errors import ConversionError
 from fzero.model import Context, Layer, Sequential, Stack
 from torch_bridge.export.interpret import evaluate
-from torch_bridge.export.mode import Mode, TensorInput, as_kept, as_leaf
+from torch_bridge.export.mode import Mode, TensorInput, as_kept, as_leaf, frozen_dtypes
 from torch_bridge.lower.refs import fill, refs
 from torch_bridge.structure.again import Graphs
 from torch_bridge.structure.halves import Halves, Halving, halve
@@ -281,9 +281,11 @@ def _layer(plan: _Plan, index: int, name: str, halving: Halving) -> Layer:
         state = ctx.buffers if buffers else {}
         env.update(rolled.known_sizes(mode.sizes(env)))
         env.update(mode.constants)
+        read_as = frozen_dtypes(mode.param_dtypes, source.frozen)
         for placeholder, leaf in mode.params.items():
             if leaf in params:
-                env[placeholder] = as_leaf(params[leaf], leaf in source.frozen)
+                kept = params[leaf]
+                env[placeholder] = as_leaf(kept, leaf in source.frozen, read_as.get(leaf))
         for placeholder, leaf in mode.buffers.items():
             if leaf in state:
                 env[placeholder] = as_leaf(state[leaf], False, mode.buffer_dtypes.get(leaf))
@@ -326,7 +328,11 @@ def _stack(plan: _Plan, index: int, name: str, halving: Halving) -> Stack:
         loop = rolled.parts[index]
         assert isinstance(loop, Loop)
         state = ctx.buffers if stateful else {}
-        leaves = {leaf: as_leaf(value, leaf in source.frozen) for leaf, value in params.items()}
+        read_as = frozen_dtypes(source.names.of_entries(mode.param_dtypes), source.frozen)
+        leaves = {
+            leaf: as_leaf(value, leaf in source.frozen, read_as.get(leaf))
+            for leaf, value in params.items()
+        }
         casts = source.names.of_entries(mode.buffer_dtypes)
         read = {leaf: as_leaf(value, False, casts.get(leaf)) for leaf, value in state.items()}
         fixed = {**mode.constants, **rolled.known_sizes(mode.sizes(shapes))}

@@ -1,0 +1,302 @@
+"""Adapters: trained as PEFT trains them, over a frozen base, in and out of its files."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import peft
+import pytest
+import torch
+import transformers
+
+import fzero as fz
+import torch_bridge as tb
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion():
+    """Ordinary promotion instead: optax's Adam needs it, and most of these tests train."""
+
+
+pytestmark = pytest.mark.quick
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(8, 16)
+        self.down = torch.nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+        self.head = torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+BATCH = {"x": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)}
+
+
+def squares(forward, batch):
+    return jnp.mean(forward(batch["x"]).astype(jnp.float32) ** 2)
+
+
+@pytest.fixture(scope="module")
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture(scope="module")
+def base(net):
+    return tb.convert(net, torch.zeros(4, 8))
+
+
+@pytest.fixture(scope="module")
+def adapted(base):
+    return tb.lora(base, rank=2, targets=["up", "down"], alpha=4)
+
+
+def trained(converted, plan, steps=2):
+    model, tx = converted.model(squares), optax.adam(1e-2)
+    state, step = fz.init(model, tx, plan), fz.train_step(model, tx, plan)
+    losses = []
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def follows_peft(module, own, loss, batch, torch_loss, tmp_path):
+    """20 steps of AdamW in both; then what each makes of the other's adapter."""
+    tb.save(tmp_path / "start", own, own.params, to="peft")
+    theirs = peft.PeftModel.from_pretrained(module, tmp_path / "start", is_trainable=True)
+    model = own.model(loss)
+    tx, plan = optax.adamw(1e-2, weight_decay=1e-2), fz.Plan(zero=3, min_shard_bytes=0)
+    state, step = fz.init(model, tx, plan), fz.train_step(model, tx, plan)
+    learned = [p for p in theirs.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=1e-2, weight_decay=1e-2)
+    first = None
+    for _ in range(20):
+        state, metrics = step(state, batch)
+        loss = torch_loss(theirs)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        first = loss.item() if first is None else first
+        assert float(metrics["loss"]) == pytest.approx(loss.item(), abs=1e-5)
+    assert loss.item() < first - 0.01
+    want = peft.get_peft_model_state_dict(theirs)
+    got = tb.adapter(own, state)
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        torch.testing.assert_close(got[key], value, atol=1e-5, rtol=0)
+    tb.save(tmp_path / "end", own, state, to="peft")
+    again = peft.PeftModel.from_pretrained(theirs.unload(), tmp_path / "end").merge_and_unload()
+    merged = tb.merge(own, state)
+    assert merged.keys() == again.state_dict().keys()
+    for key, value in again.state_dict().items():
+        torch.testing.assert_close(merged[key], value, atol=1e-6, rtol=0)
+
+
+def test_training_follows_peft_for_20_steps(adapted, net, tmp_path):
+    x = torch.from_numpy(BATCH["x"])
+    follows_peft(
+        copy.deepcopy(net), adapted, squares, BATCH, lambda m: (m(x) ** 2).mean(), tmp_path
+    )
+
+
+@pytest.mark.extended
+def test_training_of_a_llama_follows_peft_for_20_steps(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=3, hidden_size=16, intermediate_size=24, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=32, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    module = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(0, 32, (8, 8))
+    own = tb.lora(tb.convert(module, torch.zeros(2, 8, dtype=torch.long)), rank=4,
+                  targets=["q_proj", "v_proj"], alpha=8)  # fmt: skip
+    assert own.blocks.stacks
+    follows_peft(
+        module, own,
+        lambda forward, batch: tb.causal_lm_loss(forward(batch["ids"]).logits, batch["ids"]),
+        {"ids": ids.numpy().astype(np.int32)},
+        lambda m: m(input_ids=ids, labels=ids).loss, tmp_path,
+    )  # fmt: skip
+
+
+@pytest.mark.extended
+def test_modules_of_peft_convert_as_they_are(tmp_path):
+    config = transformers.GPT2Config(
+        n_layer=3, n_embd=16, n_head=2, vocab_size=32, n_positions=16, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    wanted = peft.LoraConfig(
+        r=2, lora_alpha=6, target_modules=["c_attn"], fan_in_fan_out=True, use_rslora=True,
+        lora_dropout=0.1, init_lora_weights=False,
+    )  # fmt: skip
+    module = peft.get_peft_model(transformers.GPT2LMHeadModel(config).bfloat16(), wanted)
+    converted = tb.convert(module, torch.zeros(2, 8, dtype=torch.long))
+    assert converted.blocks.stacks
+    model = converted.model(
+        lambda forward, batch: tb.causal_lm_loss(forward(batch["ids"]).logits, batch["ids"])
+    )
+    state = fz.init(model, optax.adam(1e-2), fz.Plan(zero=1))
+    kinds = {
+        str(leaf.dtype)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
+        if "lora_" not in jax.tree_util.keystr(path)
+    }
+    assert kinds == {"bfloat16"}  # no master of what is frozen
+    tb.save(tmp_path / "adapter", converted, state, to="peft")
+    written = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (written["r"], written["use_rslora"], written["target_modules"]) == (2, True, ["c_attn"])
+    want = peft.get_peft_model_state_dict(module)
+    got = tb.checkpoint(tmp_path / "adapter/adapter_model.safetensors").tensors
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        assert torch.equal(got[key].tensor(), value)
+    tb.save(tmp_path / "merged.safetensors", converted, state, merge=True)
+    merged = tb.load(tmp_path / "merged.safetensors")
+    want = module.merge_and_unload().state_dict()
+    assert merged.keys() == want.keys()
+    for key, value in want.items():
+        # PEFT rounds the update to bfloat16 before it adds it: at most one more rounding.
+        torch.testing.assert_close(merged[key], value, atol=1e-2, rtol=8e-3)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(fz.Plan(zero=1), marks=pytest.mark.extended),
+        fz.Plan(zero=3, min_shard_bytes=0),
+        pytest.param(fz.Plan(zero=1, pipe=2, microbatches=2), marks=pytest.mark.extended),
+    ],
+)
+def test_only_factors_change_and_have_optimizer_state(adapted, plan):
+    state, losses = trained(adapted, plan)
+    _, want = trained(adapted, fz.Plan(zero=0))
+    np.testing.assert_allclose(losses, want, rtol=1e-6)  # pipelines add up gradients otherwise
+    leaves = tb.state_dict(adapted, state, plan)
+    start = tb.state_dict(adapted, adapted.params)
+    changed = {name for name, value in leaves.items() if not torch.equal(value, start[name])}
+    assert changed == {name for name in leaves if "lora_" in name}
+    moments = jax.tree_util.tree_leaves_with_path(state.opt_state[0].mu)
+    assert moments
+    assert all("lora_" in jax.tree_util.keystr(path) for path, _ in moments)
+
+
+@pytest.mark.extended
+def test_dropout_of_the_updates_input(base):
+    wet = tb.lora(base, rank=2, targets=["up"], dropout=0.5)
+    params = dict(wet.params)
+    params["blocks.*.up.lora_B.default.weight"] = np.ones((4, 16, 2), np.float32)
+    call = lambda key, train: wet.apply(params, {}, BATCH["x"], rng=key, train=train).output  # noqa: E731
+    keys = jax.random.key(0), jax.random.key(1)
+    assert not np.array_equal(call(keys[0], True), call(keys[1], True))
+    np.testing.assert_array_equal(call(keys[0], False), call(None, False))
+
+
+def test_several_adapters_over_one_base(adapted, tmp_path):
+    plan = fz.Plan(zero=3, min_shard_bytes=0)
+    first, _ = trained(adapted, plan, steps=1)
+    second, _ = trained(adapted, plan, steps=3)
+    tb.save(tmp_path / "second", adapted, second, to="peft")
+    own = tb.adapter(adapted, first)
+    other = tb.with_adapter(adapted, first, tmp_path / "second")
+    evaluate = fz.eval_step(adapted.model(squares), plan)
+    want = float(evaluate(second, BATCH)["loss"])
+    assert float(evaluate(other, BATCH)["loss"]) == want != float(evaluate(first, BATCH)["loss"])
+    back = tb.with_adapter(adapted, other, own)
+    assert float(evaluate(back, BATCH)["loss"]) == float(evaluate(first, BATCH)["loss"])
+    shared = back.params["blocks"]["blocks.*.up.base_layer.weight"]
+    assert shared is first.params["blocks"]["blocks.*.up.base_layer.weight"]
+
+
+def test_files_in_and_out(base, adapted, tmp_path):
+    plan, tx = fz.Plan(zero=3, min_shard_bytes=0), optax.adam(1e-2)
+    state, _ = trained(adapted, plan)
+    tb.save(tmp_path / "adapter", adapted, state, to="peft")
+    tb.save(tmp_path / "all.safetensors", adapted, state)
+    want = tb.state_dict(adapted, state)
+    for found in (
+        tb.state_dict(adapted, tb.restore(tmp_path / "adapter", adapted, tx, plan)),
+        tb.state_dict(adapted, tb.restore(tmp_path / "all.safetensors", adapted, tx, plan)),
+    ):
+        assert all(torch.equal(found[name], value) for name, value in want.items())
+    same = tb.lora(base, tmp_path / "adapter")
+    got = tb.adapter(same, same.params)
+    assert all(torch.equal(got[key], value) for key, value in tb.adapter(adapted, state).items())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.extended)]
+)
+def test_merging_and_unmerging_are_exact_to_rounding(net, base, adapted, dtype):
+    if dtype == torch.bfloat16:
+        half = Net().to(dtype)
+        half.load_state_dict(net.state_dict())
+        base = tb.convert(half, torch.zeros(4, 8, dtype=dtype))
+        adapted = tb.lora(base, rank=2, targets=["up", "down"], alpha=4)
+    state, _ = trained(adapted, fz.Plan(zero=0), steps=3)
+    merged = tb.merge(adapted, state)
+    parts = tb.state_dict(adapted, state)
+    up, down = (parts[f"blocks.2.up.lora_{k}.default.weight"].double() for k in "BA")
+    exact = parts["blocks.2.up.base_layer.weight"].double() + 2 * up @ down
+    eps = torch.finfo(dtype).eps  # of numbers below 1: half of it is one rounding
+    torch.testing.assert_close(merged["blocks.2.up.weight"].double(), exact, atol=eps / 2, rtol=0)
+    params, buffers = tb.load_state_dict(base, merged)
+    got = np.asarray(base.apply(params, buffers, BATCH["x"]).output, np.float32)
+    want = fz.predict_step(adapted.model(squares), fz.Plan(zero=0))(state, BATCH)
+    np.testing.assert_allclose(got, np.asarray(want, np.float32), atol=20 * eps)
+    for name, value in tb.unmerge(adapted, merged, state).items():
+        first = tb.state_dict(base, base.params)[name]
+        torch.testing.assert_close(value, first, atol=2 * eps, rtol=2 * eps)
+
+
+def test_other_adapters_are_refused_and_nothing_is_changed(base, adapted, tmp_path):
+    other = tb.lora(base, rank=3, targets=["up"])
+    tb.save(tmp_path / "other", other, other.params, to="peft")
+    state, _ = trained(adapted, fz.Plan(zero=0), steps=1)
+    with pytest.raises(fz.CheckpointError, match=r"(?s)other.*of another base.*missing: .*down"):
+        tb.with_adapter(adapted, state, tmp_path / "other")
+    assert float(fz.eval_step(adapted.model(squares), fz.Plan(zero=0))(state, BATCH)["loss"])
+    config = tmp_path / "other/adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "use_dora": True}))
+    with pytest.raises(fz.CheckpointError, match=r"use_dora.*convert that module"):
+        tb.lora(base, tmp_path / "other")
+    config.write_text("{")
+    with pytest.raises(fz.CheckpointError, match=r"adapter_config.json: expected an adapter's"):
+        tb.lora(base, tmp_path / "other")
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(fz.CheckpointError, match="is a file"):
+        tb.save(tmp_path / "file", adapted, state, to="peft")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_targets_that_name_no_linear_layer_are_refused(base, adapted):
+    with pytest.raises(fz.ConversionError, match=r"\['q_proj'\] name no layer: .*'up', 'down'"):
+        tb.lora(base, targets=["q_proj", "up"])
+    with pytest.raises(fz.ConversionError, match=r"`blocks.0` is a Block: expected a torch.nn.Lin"):
+        tb.lora(base, targets=r"blocks\.\d")
+    with pytest.raises(fz.ConversionError, match="rank=0: expected a whole number"):
+        tb.lora(base, rank=0)
+    with pytest.raises(fz.ConversionError, match=r"has adapters \['default'\] already"):
+        tb.lora(adapted)
+    with pytest.raises(fz.ConversionError, match="the module has no adapters"):
+        tb.merge(base, base.params)

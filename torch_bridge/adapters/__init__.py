@@ -1,0 +1,1 @@
+"""Adapters: low-rank updates of a frozen module, as PEFT has them."""

@@ -1,0 +1,204 @@
+"""`lora`: a converted module with low-rank updates that are trained instead of its weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fzero.errors import CheckpointError, ConversionError
+from torch_bridge.adapters.layer import NAME, Settings, put_in
+from torch_bridge.convert import Converted, convert_copy
+from torch_bridge.formats.peft import fitted, read_config, read_weights
+from torch_bridge.module.adapters import base_name
+from torch_bridge.module.names import Layout, Leaf
+from torch_bridge.module.weights import to_host
+
+
+# What a configuration may say besides the values that `lora` knows: these say nothing.
+_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "bias": (None, "none"),
+    "use_dora": (None, False),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "exclude_modules": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+    "lora_bias": (None, False),
+}
+
+
+def lora(
+    converted: Converted,
+    adapter: str | os.PathLike[str] | None = None,
+    *,
+    rank: int = 8,
+    targets: str | Sequence[str] = "all-linear",
+    alpha: float | None = None,
+    dropout: float = 0.0,
+    rslora: bool = False,
+    seed: int = 0,
+) -> Converted:
+    """A converted module whose weights are frozen, with low-rank updates beside linear layers.
+
+    A layer with an update computes `base(x) + alpha / rank * B(A(dropout(x)))`, with `A` of shape
+    `(rank, in)`, uniform in +-1/sqrt(in), and `B` of `(out, rank)`, zeros: so it starts as it was.
+    The module is exported anew, from the copy without weights that a conversion keeps, and its
+    initial values are those of `converted`. Like any conversion it rolls, shards, pipelines, and is
+    saved. Frozen weights stay in their own dtype and are kept and gathered like others; they have
+    no gradient, no part in reductions and norms, no optimizer state and no master.
+
+    Modules that PEFT has put adapters into need none of this: `tb.convert` takes them as they are.
+
+    Args:
+        converted: what to adapt.
+        adapter: a folder that PEFT wrote (`adapter_config.json`, `adapter_model.safetensors`): its
+            weights are the initial ones, and what it says goes before all the arguments below.
+        rank: columns of each factor.
+        targets: last parts of the names of layers (`["q_proj", "v_proj"]`), a regular expression
+            for whole names, or "all-linear": every linear layer but the one that gives logits.
+        alpha: see above; `rank` by default.
+        dropout: probability that an entry of an update's input is dropped in training.
+        rslora: divide `alpha` by sqrt(rank) instead (arXiv:2312.03732).
+        seed: of the initial values.
+
+    Returns:
+        Another `Converted`, whose `base` is `converted`. Factors are named as in PEFT
+        (`...q_proj.lora_A.default.weight`) and are float32, or of a 64-bit base's dtype.
+
+    Raises:
+        ConversionError: targets that name no linear layer, or one that the module never calls; the
+            module could not be copied when it was converted, or has adapters already.
+        CheckpointError: `adapter` cannot be read, is of another base, or is more than low-rank
+            updates of linear layers.
+
+    Example:
+        >>> import torch, torch_bridge as tb
+        >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+        >>> adapted = lora(tb.convert(net, torch.zeros(2, 3)), rank=1, targets=["2"])
+        >>> sorted(adapted.frozen), adapted.params["2.lora_A.default.weight"].shape
+        (['0.bias', '0.weight', '2.base_layer.bias', '2.base_layer.weight'], (1, 4))
+
+    Source: Hu et al. (arXiv:2106.09685); PEFT's `LoraConfig`.
+    """
+    if converted.adapters:
+        raise ConversionError(
+            f"lora: the module has adapters {sorted(converted.adapters)} already; adapt the one"
+            " without (converted.base), or load other weights with tb.with_adapter"
+        )
+    config: dict[str, Any] = {
+        "r": rank, "lora_alpha": rank if alpha is None else alpha, "lora_dropout": dropout,
+        "use_rslora": rslora, "target_modules": _listed(targets),
+    }  # fmt: skip
+    if adapter is not None:
+        config = _known(read_config(adapter), str(adapter))
+    settings = _settings(config, converted)
+    paths: tuple[str, ...] = ()
+
+    def change(module: torch.nn.Module) -> None:
+        nonlocal paths
+        paths = put_in(module, config["target_modules"], settings)
+        own: Any = module
+        own.peft_config = {NAME: _written(config, module, paths)}
+
+    def values(layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
+        return _initial(converted, layout, seed)
+
+    made = convert_copy(converted, change, values)
+    _require_called(made, paths)
+    if adapter is None:
+        return made
+    found = made.adapters[NAME]
+    shapes = {leaf.name: leaf.shape for leaf in made.layout.leaves}
+    given = fitted(found, shapes, read_weights(adapter), str(adapter))
+    factors = {
+        name: to_host(tensor.cast(settings.dtype).tensor()) for name, tensor in given.items()
+    }
+    return made.with_values(factors)
+
+
+def _listed(targets: str | Sequence[str]) -> Any:
+    return targets if isinstance(targets, str) else list(targets)
+
+
+def _settings(config: Mapping[str, Any], converted: Converted) -> Settings:
+    rank, dropout = config["r"], float(config["lora_dropout"])
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ConversionError(f"lora: rank={rank!r}: expected a whole number of at least 1")
+    if not 0 <= dropout < 1:
+        raise ConversionError(f"lora: dropout={dropout!r}: expected a probability below 1")
+    wide = any(leaf.dtype == torch.float64 for leaf in converted.layout.leaves if leaf.is_param)
+    dtype = torch.float64 if wide else torch.float32
+    return Settings(rank, float(config["lora_alpha"]), dropout, bool(config["use_rslora"]), dtype)
+
+
+def _known(given: dict[str, Any], where: str) -> dict[str, Any]:
+    """A configuration from a file, if it is of low-rank updates of linear layers alone."""
+    if given.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"{where}: peft_type is {given.get('peft_type')!r}: expected LORA. For others: load the"
+            " adapter with peft, and convert that module"
+        )
+    other = {k: given[k] for k, no in _NOTHING.items() if k in given and given[k] not in no}
+    if other:
+        raise CheckpointError(
+            f"{where}: adapter_config.json has {other}, which tb.lora does not know; load the"
+            " adapter with peft.PeftModel.from_pretrained(module, folder, is_trainable=True), and"
+            " convert that module"
+        )
+    missing = [key for key in ("r", "target_modules") if not given.get(key)]
+    if missing:
+        raise CheckpointError(f"{where}: adapter_config.json: expected {missing}, found none")
+    return {"lora_alpha": 8, "lora_dropout": 0.0, "use_rslora": False, **given}
+
+
+def _written(
+    config: Mapping[str, Any], module: torch.nn.Module, paths: Sequence[str]
+) -> dict[str, Any]:
+    """What `adapter_config.json` will say."""
+    own = module.get_submodule(paths[0])
+    return {
+        "peft_type": "LORA", "task_type": None, "bias": "none", "modules_to_save": None,
+        "base_model_name_or_path": getattr(module, "name_or_path", None) or None,
+        "init_lora_weights": True, **config, "fan_in_fan_out": bool(own.fan_in_fan_out),
+    }  # fmt: skip
+
+
+def _initial(
+    converted: Converted, layout: Layout, seed: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Initial values by leaf name: the base's, and an adapter's that changes nothing yet."""
+    old = {**converted.by_initial()[0], **converted.by_initial()[1]}
+    leaf_of = converted.layout.leaf_of()
+    params: dict[str, Any] = {}
+    buffers: dict[str, Any] = {}
+    for number, leaf in enumerate(layout.leaves):
+        source = leaf_of.get(base_name(leaf.name))
+        value = _factor(leaf, seed, number) if source is None else old[source.name]
+        (params if leaf.is_param else buffers)[leaf.name] = value
+    return params, buffers
+
+
+def _factor(leaf: Leaf, seed: int, number: int) -> np.ndarray[Any, Any]:
+    dtype = np.float64 if leaf.dtype == torch.float64 else np.float32
+    if ".lora_B." in f".{leaf.name}":
+        return np.zeros(leaf.shape, dtype)
+    bound = leaf.shape[1] ** -0.5  # torch's own for a linear layer, which PEFT takes
+    drawn = np.random.default_rng([seed, number]).uniform(-bound, bound, leaf.shape)
+    return np.asarray(drawn, dtype)
+
+
+def _require_called(made: Converted, paths: Sequence[str]) -> None:
+    """Refuse a target whose weight the forward reads without calling the layer."""
+    read = made.read_leaves()
+    idle = [t.down for t in made.adapters[NAME].targets if t.down not in read]
+    if idle or not made.adapters[NAME].targets:
+        raise ConversionError(
+            f"lora: the forward never calls the layer of {idle[:5] or list(paths)[:5]}: it reads"
+            " the weight itself, or not at all; choose other targets"
+        )

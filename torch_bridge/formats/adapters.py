@@ -1,0 +1,106 @@
+"""An adapter of a state, and a state with an adapter merged, as contents of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fzero.errors import CheckpointError
+from fzero.plan import Plan
+from torch_bridge.convert import Converted
+from torch_bridge.formats.content import Checkpoint
+from torch_bridge.module.adapters import Adapter, Target, base_name, pick
+from torch_bridge.module.lazy import LazyTensor
+from torch_bridge.module.names import Leaf
+from torch_bridge.statedict import leaf_tensor, saved_dtype, state_leaves
+
+
+def adapter_content(
+    converted: Converted, state_or_params: Any, plan: Plan | None, name: str | None
+) -> tuple[Adapter, dict[str, LazyTensor]]:
+    """An adapter of a state and its tensors by leaf name, each copied when it is read."""
+    found = pick(converted.adapters, name, "save")
+    tensors = by_key(converted, found, state_or_params, plan)
+    return found, {leaf: tensors[key] for leaf, key in found.keys.items()}
+
+
+def by_key(
+    converted: Converted, found: Adapter, state_or_params: Any, plan: Plan | None
+) -> dict[str, LazyTensor]:
+    """The tensors of an adapter by their names in PEFT's files, each copied when it is read."""
+    own = {}
+    for leaf, value in state_leaves(converted, state_or_params, plan, "adapter"):
+        if leaf.name in found.keys:
+            own[found.keys[leaf.name]] = _lazily(leaf, value)
+    return {key: own[key] for key in found.keys.values()}
+
+
+def _lazily(leaf: Leaf, value: Any) -> LazyTensor:
+    return LazyTensor(
+        leaf.name, saved_dtype(leaf, value), leaf.shape, lambda at: leaf_tensor(leaf, value)[at]
+    )
+
+
+def merged_content(
+    converted: Converted, state_or_params: Any, plan: Plan | None, name: str | None
+) -> Checkpoint:
+    """`merge` as the content of a checkpoint; each tensor is made when it is read."""
+    found = plain_adapter(converted, name, "merge")
+    leaves = state_leaves(converted, state_or_params, plan, "merge")
+    values = {leaf.name: (leaf, value) for leaf, value in leaves}
+    targets = {target.weight: target for target in found.targets}
+    own = {leaf for one in converted.adapters.values() for leaf in one.keys}
+    tensors: dict[str, LazyTensor] = {}
+    ties: dict[str, str] = {}
+    order = set(converted.layout.order)
+    for leaf, value in leaves:
+        if leaf.name in own:
+            continue
+        kept = base_name(leaf.saved_name if leaf.saved_name in order else leaf.name)
+        tensors[kept] = _merged(leaf, value, targets.get(leaf.name), values)
+        ties.update({base_name(n): kept for n in leaf.names if n in order and base_name(n) != kept})
+    return Checkpoint("", "state", tensors, ties=ties)
+
+
+def _merged(leaf: Leaf, value: Any, target: Target | None, values: Any) -> LazyTensor:
+    if target is None:
+        return _lazily(leaf, value)
+    dtype = saved_dtype(leaf, value)
+
+    def fetch(at: Any) -> torch.Tensor:
+        whole = wide(leaf_tensor(leaf, value)) + update_of(target, values)
+        return whole.to(dtype)[at]
+
+    return LazyTensor(leaf.name, dtype, leaf.shape, fetch)
+
+
+def update_of(target: Target, values: Mapping[str, tuple[Leaf, Any]]) -> torch.Tensor:
+    """What an adapter adds to a weight, in at least 32 bits."""
+    down, up = (wide(leaf_tensor(*values[name])) for name in (target.down, target.up))
+    product = (up @ down) * target.scaling
+    return product.T if target.transposed else product
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in at least 32 bits."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def plain_adapter(converted: Converted, name: str | None, operation: str) -> Adapter:
+    """An adapter that can be merged.
+
+    Raises:
+        ConversionError: no such adapter.
+        CheckpointError: it is more than low-rank updates of linear layers.
+    """
+    found = pick(converted.adapters, name, operation)
+    if not found.plain:
+        raise CheckpointError(
+            f"{operation}: adapter {found.name!r} is more than low-rank updates of linear layers"
+            " (DoRA, embeddings, biases, modules_to_save, or merged already). Save it"
+            ' (tb.save(folder, converted, state, to="peft")) and merge it with peft:'
+            " PeftModel.from_pretrained(module, folder).merge_and_unload()"
+        )
+    return found

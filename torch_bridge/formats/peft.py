@@ -1,0 +1,128 @@
+"""Adapters in PEFT's format: `adapter_config.json` beside `adapter_model.safetensors`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fzero.errors import CheckpointError
+from torch_bridge.formats.safetensors_files import read_file, write_file
+from torch_bridge.formats.staging import staged_directory
+from torch_bridge.formats.torch_files import read_state_dict
+from torch_bridge.module.adapters import Adapter, pick
+from torch_bridge.module.lazy import LazyTensor
+
+
+CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+
+
+def is_adapter(path: str | os.PathLike[str]) -> bool:
+    """Whether a directory holds an adapter as PEFT writes it."""
+    return (Path(path) / CONFIG).is_file()
+
+
+def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What an adapter's `adapter_config.json` says.
+
+    Raises:
+        CheckpointError: there is none, or it is no JSON object.
+    """
+    path = Path(folder) / CONFIG
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: expected an adapter's configuration: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def read_weights(folder: str | os.PathLike[str]) -> dict[str, LazyTensor]:
+    """The tensors of an adapter, by their names in the file; none is read yet.
+
+    Raises:
+        CheckpointError: there is no such file, or it is damaged.
+    """
+    for name, read in ((WEIGHTS, read_file), (PICKLED, read_state_dict)):
+        path = Path(folder) / name
+        if path.is_file():
+            return read(path)[0]
+    raise CheckpointError(f"{folder}: expected {WEIGHTS} (or {PICKLED}) beside {CONFIG}")
+
+
+def write_adapter(
+    folder: str | os.PathLike[str], adapter: Adapter, tensors: Mapping[str, LazyTensor]
+) -> None:
+    """Writes an adapter as PEFT does; what was there is replaced at the end, or not at all.
+
+    Args:
+        folder: directory; it may hold other files.
+        adapter: what it is.
+        tensors: by leaf name.
+
+    Raises:
+        CheckpointError: the folder is a file.
+    """
+    own = {key: tensors[leaf] for leaf, key in adapter.keys.items()}
+    config = {**adapter.config, "inference_mode": True}
+    with staged_directory(Path(folder), merge=True) as temporary:
+        write_file(temporary / WEIGHTS, own)
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (temporary / CONFIG).write_text(text, encoding="utf-8")
+
+
+def fit_adapter(
+    converted: Any, folder: str | os.PathLike[str], name: str | None = None
+) -> dict[str, LazyTensor]:
+    """The tensors of an adapter in a folder by leaf name, in the leaves' dtypes.
+
+    Args:
+        converted: a converted module with adapters.
+        folder: where it is.
+        name: which of the module's adapters it shall be.
+
+    Raises:
+        CheckpointError: damaged, or it does not fit.
+    """
+    found = pick(converted.adapters, name, "restore")
+    leaves = {leaf.name: leaf for leaf in converted.layout.leaves}
+    shapes = {leaf: leaves[leaf].shape for leaf in found.keys}
+    given = fitted(found, shapes, read_weights(folder), str(folder))
+    return {name: tensor.cast(leaves[name].dtype) for name, tensor in given.items()}
+
+
+def fitted(
+    adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """The values of an adapter by leaf name, from those by their names in PEFT's files.
+
+    Args:
+        adapter: what they are for.
+        shapes: of its leaves, by name.
+        given: arrays, or tensors that are read later.
+        where: what messages begin with.
+
+    Raises:
+        CheckpointError: lists all that does not fit: most likely it is an adapter of another
+            module, or of other targets or rank.
+    """
+    problems = [f"unexpected: `{key}`" for key in given if key not in adapter.keys.values()]
+    found: dict[str, Any] = {}
+    for leaf, key in adapter.keys.items():
+        if key not in given:
+            problems.append(f"missing: `{key}`")
+        elif tuple(given[key].shape) != shapes[leaf]:
+            have = tuple(given[key].shape)
+            problems.append(f"shape: `{key}` is {have}, expected {shapes[leaf]}")
+        else:
+            found[leaf] = given[key]
+    if problems:
+        shown = "\n  ".join(problems[:20])
+        raise CheckpointError(
+            f"{where}: this adapter does not fit the module in {len(problems)} place(s); is it of"
+            f" another base, of other targets or of another rank?\n  {shown}"
+        )
+    return found

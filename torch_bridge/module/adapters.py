@@ -1,0 +1,152 @@
+"""Which adapters a module has: its own leaves' names, and those in PEFT's files."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fzero.errors import ConversionError
+from torch_bridge.module.names import Layout
+
+
+# What PEFT puts before the names of the module that it wraps.
+PREFIX = "base_model.model."
+_BASE = ".base_layer."
+
+
+@dataclass(frozen=True)
+class Target:
+    """A linear layer with a low-rank update.
+
+    Attributes:
+        weight: name of the leaf that is updated.
+        down: name of the first factor, `(rank, in)`.
+        up: name of the second, `(out, rank)`.
+        scaling: what their product is multiplied by.
+        transposed: whether the weight is `(in, out)`.
+    """
+
+    weight: str
+    down: str
+    up: str
+    scaling: float
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One adapter of a converted module.
+
+    Attributes:
+        name: what it is called in the module.
+        config: as in PEFT's `adapter_config.json`.
+        keys: the name in PEFT's files of every leaf that belongs to it.
+        targets: the layers that it updates.
+        plain: whether low-rank updates of linear layers are all that it is.
+    """
+
+    name: str
+    config: Mapping[str, Any] = field(repr=False)
+    keys: Mapping[str, str] = field(repr=False)
+    targets: tuple[Target, ...] = field(repr=False)
+    plain: bool
+
+
+def read_adapters(module: torch.nn.Module, layout: Layout) -> dict[str, Adapter]:
+    """The adapters that PEFT, or `tb.lora`, has put into a module, by name."""
+    configs: Any = getattr(module, "peft_config", None)
+    if not isinstance(configs, Mapping):
+        return {}
+    leaf_of = layout.leaf_of()
+    found: dict[str, Adapter] = {}
+    for name, config in configs.items():
+        keys = {
+            leaf.name: key
+            for leaf in layout.leaves
+            if (key := _file_key(leaf.name, str(name))) is not None
+        }
+        targets, plain = _targets(module, str(name), leaf_of)
+        known = {target.down for target in targets} | {target.up for target in targets}
+        plain = plain and known == set(keys)
+        found[str(name)] = Adapter(str(name), plain_config(config), keys, targets, plain)
+    return found
+
+
+def _file_key(leaf: str, adapter: str) -> str | None:
+    """A leaf's name in PEFT's files, if it belongs to an adapter."""
+    own = re.escape(adapter)
+    if match := re.fullmatch(rf"(.*\.)?(lora_\w+)\.{own}(\..+)?", leaf):
+        key = f"{match[1] or ''}{match[2]}{match[3] or ''}"
+    elif match := re.fullmatch(rf"(.*?)\.modules_to_save\.{own}\.(.+)", leaf):
+        key = f"{match[1]}.{match[2]}"
+    else:
+        return None
+    return key if key.startswith(PREFIX) else PREFIX + key
+
+
+def _targets(
+    module: torch.nn.Module, adapter: str, leaf_of: Mapping[str, Any]
+) -> tuple[tuple[Target, ...], bool]:
+    """The linear layers of an adapter, and whether it is nothing else."""
+    found: dict[str, Target] = {}
+    plain = True
+    for path, part in module.named_modules():
+        factors: Any = getattr(part, "lora_A", None)
+        if not isinstance(factors, torch.nn.ModuleDict) or adapter not in factors:
+            continue
+        weight: Any = getattr(getattr(part, "base_layer", None), "weight", None)
+        names = [f"{path}.base_layer.weight", f"{path}.lora_A.{adapter}.weight"]
+        names.append(f"{path}.lora_B.{adapter}.weight")
+        variant: Any = getattr(part, "lora_variant", None) or {}
+        if getattr(weight, "ndim", 0) != 2 or adapter in variant or getattr(part, "merged", False):
+            plain = False
+            continue
+        base, down, up = (leaf_of[name].name for name in names)
+        scaling: Any = part.scaling
+        transposed = bool(getattr(part, "fan_in_fan_out", False))
+        found[down] = Target(base, down, up, float(scaling[adapter]), transposed)
+    return tuple(found.values()), plain
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """A configuration of PEFT as what its JSON file holds."""
+    values = config.to_dict() if callable(getattr(config, "to_dict", None)) else dict(config)
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, enum.Enum):
+            return value.value
+        if isinstance(value, set | frozenset):
+            return sorted(value)
+        if isinstance(value, Mapping):
+            return {str(k): plain(v) for k, v in value.items()}
+        return [plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+    found: dict[str, Any] = plain(values)
+    return found
+
+
+def base_name(leaf: str) -> str:
+    """What a leaf of the base is called in the module without adapters."""
+    return leaf.removeprefix(PREFIX).replace(_BASE, ".")
+
+
+def pick(adapters: Mapping[str, Adapter], name: str | None, operation: str) -> Adapter:
+    """An adapter by its name, or the only one.
+
+    Raises:
+        ConversionError: there is none of this name, or there are several.
+    """
+    if name is None and len(adapters) == 1:
+        return next(iter(adapters.values()))
+    if name is None or name not in adapters:
+        raise ConversionError(
+            f"{operation}: adapter={name!r}: expected one of {sorted(adapters)}"
+            if adapters
+            else f"{operation}: the module has no adapters; see tb.lora"
+        )
+    return adapters[name]
