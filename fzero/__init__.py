@@ -10,7 +10,9 @@ from fzero.checkpoint.write import wait as wait
 from fzero.errors import BatchError as BatchError
 from fzero.errors import CheckpointError as CheckpointError
 from fzero.errors import ConversionError as ConversionError
+from fzero.errors import DivergenceError as DivergenceError
 from fzero.errors import FzeroError as FzeroError
+from fzero.errors import HostsError as HostsError
 from fzero.errors import PipelineError as PipelineError
 from fzero.errors import PlacementError as PlacementError
 from fzero.errors import PlanError as PlanError
@@ -20,6 +22,8 @@ from fzero.errors import StateConsumedError as StateConsumedError
 from fzero.errors import StateError as StateError
 from fzero.errors import UnusedDevicesWarning as UnusedDevicesWarning
 from fzero.flax import from_flax as from_flax
+from fzero.hosts.join import join as join
+from fzero.hosts.world import World as World
 from fzero.loss_scaling import LossScaling as LossScaling
 from fzero.model import Context as Context
 from fzero.model import Layer as Layer

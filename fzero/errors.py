@@ -41,6 +41,14 @@ class PlacementError(FzeroError, RuntimeError):
     state: Any = None
 
 
+class HostsError(FzeroError, RuntimeError):
+    """Processes cannot find each other, or do not run the same thing."""
+
+
+class DivergenceError(FzeroError, RuntimeError):
+    """A value that should be the same on several devices is not."""
+
+
 class ScheduleError(FzeroError, ValueError):
     """A pipeline schedule is incomplete, out of order, unsafe or deadlocks."""
 

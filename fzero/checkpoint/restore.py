@@ -21,6 +21,7 @@ import tensorstore
 from fzero.checkpoint.write import Checkpoint, array_path, checkpoint, read_meta, wait
 from fzero.compat import is_key
 from fzero.errors import CheckpointError
+from fzero.hosts.doing import doing
 from fzero.model import Model
 from fzero.plan import Plan
 from fzero.precision import LossScale, initial_loss_scale
@@ -38,6 +39,7 @@ from fzero.sharding.split import (
     trained,
 )
 from fzero.state import compute_copy
+from fzero.state.fingerprint import compare
 from fzero.state.train_state import (
     Pending,
     TrainState,
@@ -120,6 +122,16 @@ def restore(
     stored = _Stored(about, blue, _checked_fields(fields), _roots(fresh))
     stored.require_fit()
     key = key_of(rng)
+    compare("restore", blue, seed=key, checkpoint=about.number, step=about.step)
+    with doing("restore"):
+        return _restored(stored, model, plan, key, devices)
+
+
+def _restored(
+    stored: _Stored, model: Model, plan: Plan, key: jax.Array, devices: Sequence[Any] | None
+) -> TrainState:
+    """The state, read."""
+    blue = stored.blue
     new: dict[str, PyTree] = {}
     if not stored.has_all("params", "buffers"):
         made = init(model, None, plan.replace(tiers={}), key, devices=devices)

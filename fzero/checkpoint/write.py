@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 from fzero.axes import DATA
 from fzero.compat import is_key
 from fzero.errors import CheckpointError
+from fzero.hosts.doing import doing
 from fzero.plan import Plan
 from fzero.state.train_state import TrainState, require_alive
 from fzero.storage import disk
@@ -111,6 +112,15 @@ def save(
 
     Source: orbax.checkpoint.CheckpointManager.
     """
+    with doing("save"):
+        return _save(path, state, plan, data_position, keep, asynchronous)
+
+
+def _save(
+    path: str | os.PathLike[str], state: TrainState, plan: Plan, data_position: Any,
+    keep: int | None, asynchronous: bool,
+) -> int:  # fmt: skip
+    """`save`."""
     state = settled(state)
     require_alive(state, "save")
     if keep is not None and keep < 1:

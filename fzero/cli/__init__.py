@@ -18,12 +18,17 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from fzero.errors import FzeroError
+from fzero.hosts.join import fail
 
 
 GROUP = "fzero.commands"
 # fzero's own subcommands, in the notation of entry points: no metadata needed when run from a
 # source tree.
-BUILT_IN = {"calibrate": "fzero.cli.calibrate:app", "schedule": "fzero.cli.schedule:app"}
+BUILT_IN = {
+    "calibrate": "fzero.cli.calibrate:app",
+    "launch": "fzero.cli.launch:app",
+    "schedule": "fzero.cli.schedule:app",
+}
 # What shells expect of a command that was called with something it cannot carry out.
 EXIT_USAGE = 2
 
@@ -79,7 +84,9 @@ def main() -> None:
     try:
         app(prog_name="fzero")
     except FzeroError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        shown = f"{type(error).__name__}: {error}"
+        fail(error, EXIT_USAGE, shown)
+        print(shown, file=sys.stderr)
         sys.exit(EXIT_USAGE)
 
 

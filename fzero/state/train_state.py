@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fzero.axes import PIPE
 from fzero.compat import is_key
 from fzero.errors import PlanError, StateConsumedError, StateError
+from fzero.hosts.doing import doing
 from fzero.model import Model
 from fzero.offload.park import is_parked_so, park
 from fzero.offload.stream import StreamedFunction
@@ -31,6 +32,7 @@ from fzero.sharding.relayout import Kept, copy_leaf, relayout
 from fzero.sharding.split import Split, map_splits, trained, update_dtype
 from fzero.state import compute_copy
 from fzero.state.consumed import given_to
+from fzero.state.fingerprint import compare
 from fzero.storage.tiers import on_device, require_on_device, settled
 from fzero.summary import Printed, summary
 from fzero.tree import PyTree, aliased_leaves, key_name, map_named, named_leaves, path_name
@@ -135,10 +137,12 @@ def init(
     blue = blueprint(model, tx, plan, devices)
     blue.require_optimizer("init")
     key = key_of(rng)
-    if not callable(model.init):
-        return state_of(blue, *_copied(blue, *model.init), key)
-    fields = compiled_fields(blue, "born", _born(blue), key)(key)
-    return _parked(blue, TrainState(**{"opt_state": (), **fields}))
+    compare("init", blue, seed=key)
+    with doing("init"):
+        if not callable(model.init):
+            return state_of(blue, *_copied(blue, *model.init), key)
+        fields = compiled_fields(blue, "born", _born(blue), key)(key)
+        return _parked(blue, TrainState(**{"opt_state": (), **fields}))
 
 
 def key_of(rng: int | jax.Array) -> jax.Array:

@@ -11,12 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fzero.batch import check_batch
+from fzero.batch import Inputs, check_batch
 from fzero.errors import StateError
 from fzero.sharding.blueprint import Blueprint
 from fzero.state import compute_copy
 from fzero.state.surgery import with_scalars_placed
 from fzero.state.train_state import (
+from fzero.hosts.doing import Steps, doing
+from fzero.hosts.join import watch
+from fzero.state.fingerprint import batch_facts, compare
     TrainState,
     compute_of,
     require_alive,
@@ -48,6 +51,7 @@ class Checks:
         self.donate, self.bare = donate, bare
         self._known: weakref.ref[TrainState] | None = None
         self._fits: set[Any] = set()
+        self._compared, self._steps = False, Steps()
 
     def state(self, state: TrainState) -> TrainState:
         """The state with all leaves arrived, and a compute copy that is one of its parameters.
@@ -88,6 +92,29 @@ class Checks:
         """Raises `BatchError` if a batch cannot be divided evenly."""
         group = self.blueprint.group
         check_batch(batch, group.data * group.replica, microbatches)
+
+    @contextlib.contextmanager
+    def running(self, state: TrainState, batch: PyTree, apply: bool = False) -> Iterator[None]:
+        """Runs programs of a step; other processes know that this one does.
+
+        Args:
+            state: the state that it takes.
+            batch: its batch.
+            apply: whether it takes an optimizer step.
+
+        Raises:
+            HostsError: before the first time, if other processes would run something else.
+            StateError: `jax.disable_jit` is on.
+        """
+        step = None
+        if watch() is not None:
+            if not self._compared:
+                compare(self.name, self.blueprint, **batch_facts(Inputs.of(batch).batch))
+                self._compared = True
+            if apply:
+                step = self._steps.number(state.step, apply)
+        with doing(self.name, step), program_runs(self.name):
+            yield
 
     def rows(self, batch: PyTree) -> None:
         """Raises `BatchError` if a batch is none; any number of rows will do."""

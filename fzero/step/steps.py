@@ -18,7 +18,7 @@ from fzero.sharding.homes import stages_of_outputs
 from fzero.sharding.split import layout_leaves
 from fzero.state import compute_copy
 from fzero.state.train_state import TrainState
-from fzero.step.checks import Checks, is_traced, program_runs, require_finite
+from fzero.step.checks import Checks, is_traced, require_finite
 from fzero.step.passes import OneProgram, Pipeline, Values, kept_by, passes_of
 from fzero.step.runners import Divided, Fused, Moment, options_of, runner_of
 from fzero.step.update import Metrics
@@ -77,7 +77,7 @@ class TrainStep:
         state = self._checks.state(state)
         self._checks.batch(batch, self.plan.microbatches)
         fields, moment = self._parts(state)
-        with program_runs(self.name):
+        with self._checks.running(state, batch, self.apply):
             new, metrics = self.runner(fields, moment, self.passes.place(batch))
         if self.donate:
             forget(fields, (new, metrics))
@@ -206,7 +206,7 @@ class EvalStep:
             return self.pure(state, batch)
         state = self._checks.state(state)
         self._checks.batch(batch, 1)
-        with program_runs(self.name):
+        with self._checks.running(state, batch):
             metrics: Metrics = self._program(*self._parts(state), self.passes.place(batch))
         require_finite(self.name, metrics)
         return metrics
@@ -305,7 +305,7 @@ class PredictStep:
         self._checks.rows(batch)
         group = self.blueprint.group
         full, mask = pad_batch(batch, group.data * group.replica)
-        with program_runs(self.name):
+        with self._checks.running(state, batch):
             found = self._program(*self._parts(state), self.passes.place(full))
         real = int(mask.sum())
         return found if real == len(mask) else jax.tree.map(lambda x: x[:real], found)

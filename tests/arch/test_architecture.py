@@ -23,7 +23,7 @@ SOURCES = FZERO + sorted((ROOT / "torch_bridge").rglob("*.py"))
 LAYERS = {
     "fzero": [
         ["errors", "tree", "compat", "keys", "axes"],
-        ["programs", "schedule", "processes"],
+        ["programs", "schedule", "processes", "hosts"],
         ["storage", "optimizer", "loss_scaling", "summary"],
         ["plan", "model", "precision", "batch"],
         ["sharding"],

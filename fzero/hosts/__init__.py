@@ -1,0 +1,1 @@
+"""Several processes: how they find each other, compare what they run, and end together."""

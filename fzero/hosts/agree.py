@@ -1,0 +1,58 @@
+"""What every process must have in common, compared before it matters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fzero.errors import FzeroError, HostsError
+from fzero.hosts.join import watch
+
+
+def exchange(name: str, value: Any) -> list[Any]:
+    """What every process gives under a name, in their order; only its own where it is alone.
+
+    Args:
+        name: of the point that all processes come to.
+        value: anything JSON-able.
+
+    Raises:
+        HostsError: another process came to another point.
+    """
+    others = watch()
+    return [value] if others is None else others.exchange(name, value)
+
+
+def require_same(name: str, facts: dict[str, Any], error: type[FzeroError] = HostsError) -> None:
+    """Refuses, in every process alike, facts that differ between processes.
+
+    Args:
+        name: of the point that all processes come to.
+        facts: JSON-able values by what they are.
+        error: what is raised.
+
+    Raises:
+        FzeroError: names what differs first, and who has what.
+    """
+    everyone = exchange(name, facts)
+    if all(one == everyone[0] for one in everyone):
+        return
+    for what in dict.fromkeys(what for one in everyone for what in one):
+        values = [one.get(what) for one in everyone]
+        if any(value != values[0] for value in values):
+            raise error(
+                f"{name}: processes differ in {what}: {_who_has(values)}. Expected the same in"
+                " every process"
+            )
+
+
+def _who_has(values: list[Any]) -> str:
+    """Values with the processes that have them, the two most common ones in full."""
+    groups: dict[str, list[int]] = {}
+    for process, value in enumerate(values):
+        groups.setdefault("nothing" if value is None else str(value), []).append(process)
+    shown = sorted(groups.items(), key=lambda item: -len(item[1]))[:4]
+    return "; ".join(f"{value} in process {_some(who)}" for value, who in shown)
+
+
+def _some(who: list[int]) -> str:
+    return ", ".join(map(str, who[:4])) + (f" and {len(who) - 4} more" if len(who) > 4 else "")

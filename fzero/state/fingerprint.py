@@ -1,0 +1,91 @@
+"""What processes must have in common to train one state: compared before their first program."""
+
+from __future__ import annotations
+
+import functools
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+
+from fzero.compat import is_key
+from fzero.hosts.agree import require_same
+from fzero.hosts.join import watch
+from fzero.sharding.blueprint import Blueprint
+from fzero.tree import named_leaves
+
+
+WHOLE = (
+    "a host array is the whole global batch, the same in every process; fz.local_batch takes a"
+    " process's own rows"
+)
+PACKAGES = ("fzero", "jax", "jaxlib", "optax", "numpy")
+
+
+def compare(operation: str, blue: Blueprint, **also: Any) -> None:
+    """Refuses to begin where processes would not run the same programs on the same devices.
+
+    Args:
+        operation: what begins, such as `"init"`.
+        blue: the blueprint of the state.
+        **also: further JSON-able facts by name; keys are compared by their bits.
+
+    Raises:
+        HostsError: in every process; names the first difference and who has what.
+    """
+    if watch() is None:
+        return
+    facts: dict[str, Any] = {f"the version of {name}": _version(name) for name in PACKAGES}
+    facts["the source of fzero"] = _source()
+    facts |= {f"plan.{name}": value for name, value in blue.plan.to_json().items()}
+    facts["devices"] = [f"{d.id}: {d.device_kind}" for d in blue.mesh.devices.flat]
+    facts |= {name: _plain(value) for name, value in also.items()}
+    shapes = blue.shapes()
+    for field in ("params", "buffers", "opt_state"):
+        for path, leaf in named_leaves(shapes[field]):
+            facts[f"{field}/{path}"] = f"{leaf.dtype}{list(leaf.shape)}"
+    if not callable(blue.model.init):
+        facts |= {f"the initial value of {p}": _hash(x) for p, x in named_leaves(blue.model.init)}
+    require_same(operation, facts)
+
+
+@functools.cache
+def _source() -> str:
+    """Of all modules: a checkout that is behind has the same version."""
+    digest = xxhash.xxh3_64()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def batch_facts(batch: Any) -> dict[str, Any]:
+    """What is the same in all processes of a batch: shapes, and every value of host arrays."""
+    facts: dict[str, Any] = {}
+    for path, leaf in named_leaves(batch):
+        shape = f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else str(type(leaf))
+        facts[f"batch {path}"] = shape
+        facts[f"the values of batch {path} ({WHOLE})"] = _hash(leaf)
+    return facts
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from its source tree
+        return "unknown"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, jax.Array) and is_key(value):
+        return f"{jax.random.key_impl(value)} {np.asarray(jax.random.key_data(value)).tolist()}"
+    return value
+
+
+def _hash(leaf: Any) -> str | None:
+    """Of a value that this process holds whole."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return None
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(np.asarray(leaf)).tobytes())
