@@ -25,6 +25,7 @@ from fzero.hosts.doing import doing
 from fzero.model import Model
 from fzero.plan import Plan
 from fzero.precision import LossScale, initial_loss_scale
+from fzero.processes import from_host
 from fzero.sharding.blueprint import Blueprint, blueprint, bound_optimizer, initial_shapes
 from fzero.sharding.homes import cut_into_stages
 from fzero.sharding.lazy import Index, LazyArray
@@ -323,7 +324,7 @@ class _Stored:
             found["step"] = copy_leaf(np.asarray(self.about.step), shapes["step"])
         if "rng" in self.fields:
             impl, data = self.meta["rng"]
-            key = jax.device_put(np.asarray(data, np.uint32), shapes["rng"].sharding)
+            key = from_host(np.asarray(data, np.uint32), shapes["rng"].sharding)
             found["rng"] = jax.random.wrap_key_data(key, impl=impl)
         if "loss_scale" in self.fields and state.loss_scale is not None:
             found["loss_scale"] = self._loss_scale(state.loss_scale)
@@ -358,23 +359,26 @@ class _Stored:
             return copy_leaf(np.zeros(to.shape, to.dtype), to)
         number = self.numbers[path]
         try:
-            return relayout(_File(self.about, number, shape, dtype, self.context), old, new, to)
+            return relayout(self._file(number, shape, dtype), old, new, to)
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"restore: {path} of checkpoint {self.about.number} in {self.about.path} cannot be"
                 f" read: {error}"
             ) from error
 
+    def _file(self, number: int, shape: tuple[int, ...], dtype: str) -> _File:
+        about, parts = self.about, self.meta.get("parts", ())
+        where = array_path(about.path, about.number, number, parts)
+        return _File(where, shape, dtype, self.context)
+
 
 class _File(LazyArray):
     """An array of a checkpoint, of which pieces are read."""
 
     def __init__(
-        self, about: Checkpoint, number: int, shape: tuple[int, ...], dtype: str, context: Any
+        self, where: dict[str, Any], shape: tuple[int, ...], dtype: str, context: Any
     ) -> None:
-        self._array = tensorstore.open(
-            array_path(about.path, about.number, number), open=True, read=True, context=context
-        ).result()
+        self._array = tensorstore.open(where, open=True, read=True, context=context).result()
         if tuple(self._array.shape) != shape or self._array.dtype.name != dtype:
             raise ValueError(
                 f"expected {dtype}{list(shape)}, the file has {self._array.dtype.name}"

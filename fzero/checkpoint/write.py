@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from fzero.axes import DATA
+from fzero.checkpoint.parts import FOLDER, PartsHandler, PartsSave, is_elsewhere, part_path, url_of
 from fzero.compat import is_key
 from fzero.errors import CheckpointError
 from fzero.hosts.doing import doing
@@ -128,7 +129,6 @@ def _save(
     fields = {name: getattr(state, name) for name in FIELDS}
     _require_json(data_position)
     leaves = dict(named_leaves(fields))
-    _require_everywhere(leaves)
     mesh = getattr(state.step.sharding, "mesh")  # noqa: B009 (states live on meshes)
     meta = {
         "format": FORMAT,
@@ -143,17 +143,15 @@ def _save(
         ],
     }
     try:
-        arrays = {
-            _key(i): _readable(leaf, name)
-            for i, (name, leaf) in enumerate(leaves.items())
-            if leaf_bytes(leaf)
-        }
+        arrays, parts = _split_by_writer(leaves)
         manager = _manager(path, keep)
         number = _next_number(manager)
         manager.save(
             number,
             args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta)
+                **({"state": ocp.args.PyTreeSave(arrays)} if arrays else {}),
+                **({FOLDER: PartsSave(parts)} if parts else {}),
+                meta=ocp.args.JsonSave({**meta, "parts": sorted(parts)}),
             ),
         )
         if not asynchronous or _EXIT_IS_ABRUPT:
@@ -234,34 +232,33 @@ def checkpoint(path: str | os.PathLike[str], number: int | None = None) -> Check
     )  # fmt: skip
 
 
-def array_path(folder: Path, number: int, array: int) -> dict[str, Any]:
+def array_path(folder: Path, number: int, array: int, parts: Collection[str]) -> dict[str, Any]:
     """Where an array of a checkpoint is, as `tensorstore.open` takes it.
 
     Args:
         folder: the directory of all checkpoints.
         number: the checkpoint.
         array: the leaf's place among all leaves that were saved.
+        parts: keys of those that each process wrote a part of.
 
     Source: orbax writes arrays as zarr into one key-value store (OCDBT).
     """
-    base = f"file://{folder / str(number) / 'state'}/"
+    if _key(array) in parts:
+        return part_path(folder / str(number), _key(array))
+    base = url_of(folder / str(number) / "state")
     kvstore = {"driver": "ocdbt", "base": base, "path": f"{_key(array)}/"}
     return {"driver": "zarr", "kvstore": kvstore}
 
 
-def _require_everywhere(leaves: dict[str, Any]) -> None:
-    """Orbax writes what all processes have a part in, and refuses the rest in its own words."""
-    if jax.process_count() == 1:
-        return
-    for path, leaf in leaves.items():
-        devices: Any = leaf.sharding.device_set if isinstance(leaf, jax.Array) else ()
-        owners = {device.process_index for device in devices}
-        if len(owners) == 1:
-            raise CheckpointError(
-                f"save: {path} lives on devices of process {owners.pop()} alone, as leaves of a"
-                " pipeline's stage do; orbax writes arrays that all processes have a part in."
-                " Expected pipe=1, pipe_backend='spmd', or ranks that are each in several processes"
-            )
+def _split_by_writer(leaves: dict[str, Any]) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    """Leaves by key: those that orbax writes, and those that each process writes its part of."""
+    arrays: dict[str, Any] = {}
+    parts: dict[str, jax.Array] = {}
+    for number, (name, leaf) in enumerate(leaves.items()):
+        if leaf_bytes(leaf):
+            found = _readable(leaf, name)
+            (parts if is_elsewhere(found) else arrays)[_key(number)] = found
+    return arrays, parts
 
 
 def _readable(leaf: Any, name: str) -> Any:
@@ -309,6 +306,7 @@ def _manager(path: str | os.PathLike[str], keep: int | None) -> ocp.CheckpointMa
     handlers = {
         "state": ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False),  # see `array_path`
         "meta": ocp.JsonCheckpointHandler(),
+        FOLDER: PartsHandler(),
     }
     _OPEN[_absolute(path)] = ocp.CheckpointManager(
         _absolute(path), options=options, item_handlers=handlers

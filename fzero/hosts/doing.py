@@ -45,7 +45,8 @@ def doing(action: str, step: int | None = None) -> Iterator[None]:
         raise  # what failed stays named
     else:
         with _NOW.lock:
-            _NOW.action = before if before != "starting" else f"after {action}"
+            within = before != "starting" and not before.startswith("after ")
+            _NOW.action = before if within else f"after {action}"
 
 
 def text(step: int | None, action: str) -> str:

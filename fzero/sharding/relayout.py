@@ -114,7 +114,8 @@ def relayout(source: Any, old: Kept, new: Kept, to: Any) -> jax.Array:
             # The CPU backend adopts aligned numpy memory (jax#37830): it must be one array's alone.
             placed.append(jax.device_put(shard.copy() if number else shard, there))
             placed[-1].block_until_ready()
-    return jax.make_array_from_single_device_arrays(to.shape, to.sharding, placed)
+    # A process without a device of the leaf has nobody to ask for the dtype.
+    return jax.make_array_from_single_device_arrays(to.shape, to.sharding, placed, dtype=to.dtype)
 
 
 def copy_leaf(leaf: Any, to: Any, home: Home | None = None) -> jax.Array:

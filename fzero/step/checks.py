@@ -13,13 +13,13 @@ import jax.numpy as jnp
 
 from fzero.batch import Inputs, check_batch
 from fzero.errors import StateError
-from fzero.sharding.blueprint import Blueprint
-from fzero.state import compute_copy
-from fzero.state.surgery import with_scalars_placed
-from fzero.state.train_state import (
 from fzero.hosts.doing import Steps, doing
 from fzero.hosts.join import watch
+from fzero.sharding.blueprint import Blueprint
+from fzero.state import compute_copy
 from fzero.state.fingerprint import batch_facts, compare
+from fzero.state.surgery import with_scalars_placed
+from fzero.state.train_state import (
     TrainState,
     compute_of,
     require_alive,

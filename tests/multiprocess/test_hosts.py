@@ -1,0 +1,124 @@
+"""Processes find each other, compare what they run, and end together: real ones, on loopback."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import fzero as fz
+from fzero.hosts.world import find_world
+
+
+pytestmark = pytest.mark.multiprocess
+
+WORKER = Path(__file__).with_name("hosts_worker.py")
+TORCHRUN = {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "2"}
+LIMIT_S = 4.0
+
+
+def launch(folder: Path, what: str, processes: int = 2, **env: str):
+    """Runs the worker under `fzero launch`; returns (exit code, what it printed, seconds)."""
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "fzero.cli", "launch", "--processes", str(processes), "--logs",
+         folder / "logs", "--", WORKER, folder, what],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", **env},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - began
+
+
+def log(folder: Path, process: int) -> str:
+    return (folder / "logs" / f"process-{process}.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("environ", "arguments", "expected"),
+    [
+        ({}, {}, ("alone", 1, 0)),
+        (TORCHRUN, {}, ("torchrun", 4, 2)),
+        ({**TORCHRUN, "LOCAL_RANK": "1"}, {}, ("torchrun", 4, 2)),
+        (TORCHRUN, {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1},
+         ("arguments", 2, 1)),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2",
+          "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, {}, ("SLURM", None, None)),
+        # A shell within an allocation of one task is no step of it.
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}, {}, ("alone", 1, 0)),
+        ({"JOB_COMPLETION_INDEX": "0", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, {},
+         ("Kubernetes", None, None)),
+        ({}, {"cluster_detection_method": "mpi4py"}, ("mpi4py", None, None)),
+    ],
+)  # fmt: skip
+def test_a_world_is_found_in_arguments_and_environment(environ, arguments, expected):
+    world = find_world(environ, **arguments)
+    assert (world.source, world.num_processes, world.process_id) == expected
+
+
+def test_torchruns_devices_and_its_own_port_are_respected():
+    world = find_world({**TORCHRUN, "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"})
+    assert world.arguments["coordinator_address"] == "node-0:29501"
+    assert world.arguments["local_device_ids"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("environ", "arguments", "missing"),
+    [
+        ({"MASTER_ADDR": "node-0", "RANK": "1"}, {}, "MASTER_PORT, WORLD_SIZE missing"),
+        ({"WORLD_SIZE": "2"}, {}, "MASTER_ADDR, MASTER_PORT, RANK missing"),
+        ({}, {"coordinator_address": "a:1"}, "num_processes, process_id missing"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, {}, "SLURM_PROCID, SLURM_LOCALID missing"),
+        ({"OMPI_MCA_orte_hnp_uri": "x"}, {}, "OMPI_COMM_WORLD_SIZE"),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1"}, {}, "num_processes, process_id missing"),
+    ],
+)
+def test_half_a_world_is_refused_with_what_is_missing(environ, arguments, missing):
+    with pytest.raises(fz.HostsError, match=re.escape(missing)):
+        find_world(environ, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"RANK": "4"}, "got process 4 of 4"), ({"WORLD_SIZE": "four"}, "WORLD_SIZE='four'")],
+)
+def test_a_wrong_world_is_refused(changed, said):
+    with pytest.raises(fz.HostsError, match=re.escape(said)):
+        find_world({**TORCHRUN, **changed})
+
+
+def lost(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("fzero: process")]
+
+
+KILLS = [
+    ("SIGKILL", 1, 137, r"was lost: killed, out of memory, or its host went down; last heard of"),
+    ("SIGKILL", 0, 137, r"was lost: killed, out of memory, or its host went down; last heard of"),
+    ("SIGSTOP", 1, 75, r"has said nothing for 4 s: stopped, or its host or network is down"),
+    ("SIGSTOP", 0, 75, r"has said nothing for 4 s: stopped, or its host or network is down"),
+    ("raise", 1, 1, r"failed at step 5, .*: ValueError: row 7 of the data is no number"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "victim", "code", "said"),
+    [pytest.param(*kill, marks=[pytest.mark.extended] if number else []) for number, kill in
+     enumerate(KILLS)],
+)  # fmt: skip
+def test_one_lost_process_ends_all_with_a_sentence_that_names_it(tmp_path, how, victim, code, said):
+    found, shown, _ = launch(tmp_path, "dies", HOW=how, VICTIM=str(victim), LIMIT_S=str(LIMIT_S))
+    other = log(tmp_path, 1 - victim)
+    sentence = lost(other)
+    assert len(sentence) == 1, other
+    assert re.search(rf"process {victim} of 2 \(host \S+, pid \d+\) {said}", sentence[0]), sentence
+    assert re.search(r"step [45], (after )?train_step", sentence[0])
+    assert found == code, shown
+    # Shown by the launcher, too; nothing is left running, and the checkpoint of step 3 is whole.
+    assert f"process {victim} of 2 ended first" in shown or how == "SIGSTOP"
+    assert "Traceback" not in other
+    assert fz.checkpoint(tmp_path / "checkpoints").step == 3
