@@ -111,7 +111,3 @@ def _module_file(module: str) -> Path | None:
             if candidate.is_file():
                 return candidate
     return None
-
-
-if __name__ == "__main__":
-    main()

@@ -12,10 +12,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 import optax
 import pytest
-from one_process import BY_FOUR, BY_TWO, CASES, ONE_PROGRAM, free_port, train_all
+from one_process import BY_FOUR, BY_TWO, CASES, ONE_PROGRAM, ORDERS, free_port, train_all
 from support import tiny
 
 import fzero as fz
@@ -157,6 +158,24 @@ def test_two_processes_write_one_checkpoint(one, two):
             for shard in leaf.addressable_shards:
                 expected = one[f"zero3:{name}/{path}@{order[shard.device]}"]
                 assert np.asarray(shard.data).tobytes() == expected.tobytes(), path
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BY_TWO)
+def test_pipelines_over_processes_write_what_one_process_restores(one, two, case):
+    """Leaves at home on one rank, under the same plan and without ranks."""
+    checkpoints = two[1].with_name(case)
+    model, tx, plan = tiny.chain(), optax.adamw(1e-2), tiny.plan(**BY_TWO[case])
+    devices = [jax.devices()[i] for i in ORDERS.get(case, range(8))]
+    state = fz.restore(checkpoints, model, tx, plan, devices=devices)
+    for name in ("params", "opt_state"):
+        for path, leaf in named_leaves(getattr(state, name)):
+            for shard in leaf.addressable_shards:
+                expected = one[f"{case}:{name}/{path}@{devices.index(shard.device)}"]
+                assert np.asarray(shard.data).tobytes() == expected.tobytes(), path
+    other = fz.restore(checkpoints, model, tx, tiny.plan(zero=1, data=2))
+    tiny.same_bits(fz.logical(model, other), fz.logical(model, state))
 
 
 @pytest.mark.multiprocess
