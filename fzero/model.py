@@ -24,6 +24,8 @@ from fzero.summary import Printed, summary
 PyTree = Any
 # How devices' values of buffers become one: one word, or words by path.
 BufferReduce = str | Mapping[str, str]
+# For leaves by path, or by what is searched in paths: the mesh axis that each dim lies along.
+Shard = Mapping[str | re.Pattern[str], Sequence[str | None]]
 InitFn = Callable[[jax.Array], tuple[PyTree, PyTree]]
 Frozen = Collection[str | re.Pattern[str]] | re.Pattern[str] | Callable[[str], bool]
 LossFn = Callable[..., tuple[Any, PyTree, dict[str, Any]]]
@@ -102,6 +104,9 @@ class Model(Printed):
             default, and a step that meets one says so.
         predict: `predict(params, buffers, batch, rng) -> outputs`, for `fz.predict_step`: a pytree
             with a row for each example.
+        shard: which dims of which parameters lie along which further mesh axis of a plan, by their
+            names or by compiled regular expressions that are searched in names:
+            `{"mlp/up": (None, "tensor")}`. What a layer says of its own goes first.
 
     Example:
         >>> import jax.numpy as jnp
@@ -116,6 +121,7 @@ class Model(Printed):
     frozen: Frozen = frozenset()
     buffer_reduce: BufferReduce = field(default_factory=dict)
     predict: Callable[..., Any] | None = None
+    shard: Shard = field(default_factory=dict)
 
     def _summary(self) -> str:
         def name(of: Any) -> str:
@@ -222,6 +228,9 @@ class Layer:
             readers, gradients summed.
         stateful: whether the layer has buffers, such as running statistics.
         buffer_reduce: how devices' values of its buffers become one; see `Model`.
+        shard: which dims of its own parameters lie along which further mesh axis of a plan, by
+            path or compiled regular expression: `{"up": (None, "tensor")}`. An axis that a plan
+            does not have is no split, so that one model runs under all plans.
 
     Example:
         >>> import jax.numpy as jnp
@@ -237,6 +246,7 @@ class Layer:
     reads: Mapping[str, str] = field(default_factory=dict)
     stateful: bool = False
     buffer_reduce: BufferReduce = field(default_factory=dict)
+    shard: Shard = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -261,6 +271,7 @@ class Stack:
             tables). They stay outside the loop: kept once, gradients summed over the layers.
         stateful: whether each layer has buffers.
         buffer_reduce: how devices' values of its buffers become one; see `Model`.
+        shard: which dims of one layer's parameters lie along which further mesh axis; see `Layer`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -274,6 +285,7 @@ class Stack:
     shared: tuple[str, ...] = ()
     stateful: bool = False
     buffer_reduce: BufferReduce = field(default_factory=dict)
+    shard: Shard = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -297,6 +309,8 @@ class Sequential(Model):
         predict: what gives the outputs of `fz.predict_step`, where that is not the chain without
             its loss: links in place of `layers`, by the same names; or a function as `Model` has
             it, which reads all parameters at once and cannot be cut into a pipeline.
+        shard: which dims of which parameters lie along which further mesh axis, by their whole
+            names; of a stack's, the dims of one layer. See `Model`.
 
     Raises:
         PlanError: names are empty, repeated or contain `/`, a Stack has no layers, `reads` names a
@@ -321,6 +335,7 @@ class Sequential(Model):
         init: InitFn | tuple[PyTree, PyTree] | None = None,
         frozen: Frozen = frozenset(),
         predict: Sequence[Layer | Stack] | Callable[..., Any] | None = None,
+        shard: Shard | None = None,
     ) -> None:
         chain = tuple(layers)
         _check_names(chain)
@@ -334,6 +349,7 @@ class Sequential(Model):
         object.__setattr__(self, "frozen", frozen)
         object.__setattr__(self, "predict", predict if callable(predict) else None)
         object.__setattr__(self, "_predict_chain", links)
+        object.__setattr__(self, "shard", shard or {})
         object.__setattr__(self, "buffer_reduce", {})  # each layer says its own
 
     @property

@@ -17,16 +17,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fzero import compat
-from fzero.axes import DATA, PIPE, REPLICA
+from fzero.axes import DATA, FURTHER, PIPE, REPLICA
 from fzero.errors import PlanError, ScheduleError, UnusedDevicesWarning
 from fzero.loss_scaling import LossScaling
+from fzero.policies import as_remat, policy_name
 from fzero.schedule.actions import Schedule
 from fzero.schedule.check import check
 from fzero.schedule.names import BUILDERS, schedule, stages_per_rank
 
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-REMATS = ("layer", "dots", "none", "offload")
 REDUCES = ("microbatch", "step")
 GATHERS = ("eager", "lazy")
 BACKENDS = ("mpmd", "spmd")
@@ -48,6 +48,9 @@ class Plan:
             says so (`interleaved`, `zb_v`).
         replica: sharding groups (mesh axis `replica`). Above 1 this is hybrid sharding: state is
             sharded within a group and replicated across groups.
+        tensor: devices that share out each layer (mesh axis `tensor`): leaves whose model says so
+            (`shard` of `fz.Layer`, `fz.Stack`, `fz.Model`) are split over them, beside ZeRO, and
+            stay so while they are used. A model's functions see whole arrays; XLA divides the work.
         microbatches: pieces a batch is cut into, one after the other on each device.
         precision: `fp32`; `bf16` or `fp16` compute from one fp32 master.
         clip_norm: largest global gradient norm, or `None`.
@@ -125,6 +128,7 @@ class Plan:
     data: int | None = None
     pipe: int = 1
     replica: int = 1
+    tensor: int = 1
     microbatches: int = 1
     precision: str = "fp32"
     clip_norm: float | None = None
@@ -150,10 +154,10 @@ class Plan:
     def __post_init__(self) -> None:
         _expect_choice("zero", self.zero, (0, 1, 2, 3))
         _expect_choice("precision", self.precision, PRECISIONS)
-        object.__setattr__(self, "remat", _remat(self.remat))
+        object.__setattr__(self, "remat", as_remat(self.remat))
         _expect_choice("reduce", self.reduce, REDUCES)
         _expect_choice("gather", self.gather, GATHERS)
-        for name in ("pipe", "replica", "microbatches"):
+        for name in ("pipe", "replica", *FURTHER, "microbatches"):
             _expect_int(name, getattr(self, name), 1)
         if self.data is not None:
             _expect_int("data", self.data, 1)
@@ -186,6 +190,7 @@ class Plan:
         self._check_reduce_dtype()
         self._check_tiers()
         self._check_gather()
+        self._check_further()
         if self.pipe > 1 and self.remat == "offload":
             raise PlanError(
                 "plan: remat='offload' with pipe > 1: what a stage keeps is handed from program to"
@@ -219,6 +224,14 @@ class Plan:
                 f"plan: gather='lazy' with pipe={self.pipe}: the programs of a stage are handed"
                 " whole parameters, or gather them each for itself (zero=3); use gather='eager', or"
                 " zero=3, or pipe=1"
+            )
+
+    def _check_further(self) -> None:
+        named = ", ".join(f"{name}={size}" for name, size in self.further.items())
+        if named and self.pipe > 1:
+            raise PlanError(
+                f"plan: {named} with pipe={self.pipe}: the programs of a pipeline's stages do not"
+                " divide layers yet; use pipe=1, or leave the axis out"
             )
 
     def _check_sparing(self) -> None:
@@ -348,26 +361,31 @@ class Plan:
             >>> Plan(replica=2).sizes(8)
             {'replica': 2, 'data': 4}
         """
-        groups = self.pipe * self.replica
+        further = math.prod(self.further.values())
+        groups = self.pipe * self.replica * further
         axes = {PIPE: self.pipe} if self.pipe > 1 else {}
+        inner = "".join(f" x {name}={size}" for name, size in self.further.items())
         if self.data is not None:
             wanted = groups * self.data
             if wanted > num_devices:
                 pipe = f"pipe={self.pipe} x " if self.pipe > 1 else ""
                 raise PlanError(
-                    f"plan: {pipe}replica={self.replica} x data={self.data} needs {wanted} devices,"
-                    f" but there are {num_devices}; lower one of them, or start more devices (on"
-                    f" CPU: jax.config.update('jax_num_cpu_devices', {wanted}) before the first"
-                    " use)"
+                    f"plan: {pipe}replica={self.replica} x data={self.data}{inner} needs {wanted}"
+                    f" devices, but there are {num_devices}; lower one of them, or start more"
+                    f" devices (on CPU: jax.config.update('jax_num_cpu_devices', {wanted}) before"
+                    " the first use)"
                 )
-            return self._divided({**axes, REPLICA: self.replica, DATA: self.data})
+            return self._divided({**axes, REPLICA: self.replica, DATA: self.data, **self.further})
         if num_devices % groups:
             pipe = f"pipe={self.pipe} x " if self.pipe > 1 else ""
             raise PlanError(
-                f"plan: {num_devices} devices cannot be split into {pipe}replica={self.replica}"
-                f" equal groups; choose a divisor of {num_devices} or set data explicitly"
+                f"plan: {num_devices} devices cannot be split into"
+                f" {pipe}replica={self.replica}{inner} equal groups; choose a divisor"
+                f" of {num_devices} or set data explicitly"
             )
-        return self._divided({**axes, REPLICA: self.replica, DATA: num_devices // groups})
+        return self._divided(
+            {**axes, REPLICA: self.replica, DATA: num_devices // groups, **self.further}
+        )
 
     def _divided(self, sizes: dict[str, int]) -> dict[str, int]:
         if isinstance(self.secondary, int) and sizes[DATA] % self.secondary:
@@ -380,7 +398,8 @@ class Plan:
     def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
         """The device mesh over the first devices given (default: all).
 
-        Axes are `(replica, data)`, with `pipe` before them in a pipeline. A plan for several
+        Axes are `(replica, data)`, with `pipe` before them in a pipeline and what divides layers
+        (`tensor`) behind them. A plan for several
         devices, but not all of them, and no choice of devices: an `UnusedDevicesWarning` says so.
 
         Raises:
@@ -391,7 +410,7 @@ class Plan:
         shape = tuple(sizes.values())
         if devices is None and 1 < math.prod(shape) < len(have):
             warnings.warn(
-                f"plan: pipe={self.pipe} x replica={self.replica} x data={self.data} take"
+                f"plan: {' x '.join(f'{name}={size}' for name, size in sizes.items())} take"
                 f" {math.prod(shape)} of {len(have)} devices; the others are not used. Say"
                 " data=None to use all, or pass the ones that are meant: devices=jax.devices()"
                 f"[:{math.prod(shape)}]",
@@ -400,6 +419,12 @@ class Plan:
             )
         grid = np.asarray(have[: math.prod(shape)], dtype=object).reshape(shape)
         return compat.auto_mesh(grid, tuple(sizes))
+
+    @property
+    def further(self) -> dict[str, int]:
+        """Sizes of the mesh axes beside `pipe`, `replica` and `data` that the plan has."""
+        sizes = {name: getattr(self, name) for name in FURTHER}
+        return {name: size for name, size in sizes.items() if size > 1}
 
     @property
     def mixed(self) -> bool:
@@ -453,7 +478,7 @@ class Plan:
         if isinstance(self.partition, tuple):
             values["partition"] = list(self.partition)
         if callable(self.remat):
-            values["remat"] = _policy_name(self.remat)
+            values["remat"] = policy_name(self.remat)
         values["loss_scale"] = dataclasses.asdict(self.loss_scale)
         values["tiers"] = {name: [tier, share] for name, tier, share in _tiers(self.tiers)}
         return values
@@ -498,43 +523,6 @@ class Plan:
     def replace(self, **changes: Any) -> Plan:
         """The same plan with some values changed (and validated again)."""
         return dataclasses.replace(self, **changes)
-
-
-_POLICIES = "jax.checkpoint_policies."
-
-
-def _remat(given: Any) -> Any:
-    """What `Plan.remat` may be given as: a word, a policy, or the name of one that JSON kept."""
-    if callable(given):
-        name = _public_policy(given)
-        if name.startswith(("save_", "offload_")):
-            raise PlanError(f"plan: remat={_POLICIES}{name}: this makes a policy: call it first")
-        return given
-    if isinstance(given, str) and given.startswith(_POLICIES):
-        return getattr(jax.checkpoint_policies, given.removeprefix(_POLICIES), given)
-    if isinstance(given, str) and "." in given:
-        return given  # a step will ask for the function
-    if not isinstance(given, str) or given not in REMATS:
-        raise PlanError(
-            f"plan: remat={given!r}: expected one of {list(REMATS)} or a policy such as"
-            " jax.checkpoint_policies.dots_saveable"
-        )
-    return given
-
-
-def _public_policy(policy: Callable[..., Any]) -> str:
-    """The name of a policy in `jax.checkpoint_policies`; empty if it has none."""
-    names = [name for name in dir(jax.checkpoint_policies) if not name.startswith("_")]
-    return next((n for n in names if getattr(jax.checkpoint_policies, n) is policy), "")
-
-
-def _policy_name(policy: Callable[..., Any]) -> str:
-    """The qualified name of a policy; jax's own by the names under which they are public."""
-    name = _public_policy(policy)
-    if name:
-        return _POLICIES + name
-    kind = policy if hasattr(policy, "__qualname__") else type(policy)
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _tiers(given: Any) -> tuple[tuple[str, str, float], ...]:

@@ -251,7 +251,7 @@ class _Stored:
         if "grads/total" in self.numbers:
             layouts = trained(old["params"]), trained(blue.params)
             for a, b in zip(*map(layout_leaves, layouts), strict=True):
-                sharding = blue.sharding(b.home, b.spec)
+                sharding = blue.sharding(b.home, b.lies(True))
                 to = jax.ShapeDtypeStruct(b.stored_shape, jnp.float32, sharding=sharding)
                 want("grads/sums", (True, True), a, b, to)
             for name, dtype in (("total", "float32"), ("count", "float32"), ("calls", "int32")):

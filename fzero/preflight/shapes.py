@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fzero.axes import AXES
+from fzero.axes import AXES, manual_axes
 from fzero.batch import Inputs
 from fzero.model import Model, whole_chain
 from fzero.plan import Plan
@@ -89,7 +89,7 @@ def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tu
         mesh=blue.mesh,
         in_specs=(passes.kept_specs(), whole, Inputs.specs(PartitionSpec(AXES), whole), whole),
         out_specs=(),
-        axis_names=set(blue.mesh.axis_names),
+        axis_names=manual_axes(blue.mesh),
         check_vma=False,
     )
     jax.eval_shape(run, kept_by(blue, fields), fields["buffers"], Inputs.of(batch), fields["rng"])

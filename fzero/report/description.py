@@ -51,6 +51,7 @@ class LeafPlan:
         ranks: in a pipeline, the ranks that hold it; of a stack that is cut, each holds its own
             layers, and zeros where others have more.
         tier: where it is kept: `device`, `host` or `disk`.
+        axes: the further mesh axis that each dim lies along, as far as there are any.
     """
 
     state_class: str
@@ -63,6 +64,7 @@ class LeafPlan:
     bytes_per_device: int
     ranks: tuple[int, ...] = ()
     tier: str = "device"
+    axes: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,7 +88,8 @@ class Description:
             none otherwise.
         elements_gathered: elements that one device receives in all-gathers, per step; at most,
             as a compiled step may keep for the backward pass what the forward pass ends with.
-        elements_reduced: elements that one device sends to reduce gradients, per step.
+        elements_reduced: elements that one device sends to reduce gradients, per step. (What XLA
+            sends along further axes, such as `tensor`, follows from activations: `fz.preflight`.)
 
     In a pipeline the last two are those of the device with the most of both. What stages send to
     each other is not among them: activations, their gradients, and tied weights.
@@ -129,7 +132,10 @@ class Description:
             if leaf is None:
                 rows.append((f"... {len(self.leaves) - ROWS:,} more", *[""] * (len(rows[0]) - 1)))
                 continue
-            kept = "whole" if leaf.dim is None else f"dim {leaf.dim} / {self.num_data}"
+            parts = [] if leaf.dim is None else [f"dim {leaf.dim} / {self.num_data}"]
+            parts += [f"dim {dim} / {self.plan.further[axis]} ({axis})"
+                      for dim, axis in enumerate(leaf.axes) if axis is not None]  # fmt: skip
+            kept = ", ".join(parts) or "whole"
             kept += "" if leaf.tier == "device" else f", {leaf.tier}"
             name, shape = f"{leaf.state_class}/{leaf.path}", str(list(leaf.shape))
             ranks = (_ranges(leaf.ranks),) if cut else ()
@@ -143,9 +149,10 @@ class Description:
             totals += [(f"{name} ({tier})", f"{size:,}") for name, size in sizes.items() if size]
         ratio = self.elements_communicated / max(self.num_elements, 1)
         pipe = f"pipe={self.plan.pipe} x " if cut else ""
+        inner = "".join(f" x {name}={size}" for name, size in self.plan.further.items())
         return (
             f"{self.plan}\n{self.num_devices} devices: {pipe}replica={self.num_replica} x"
-            f" data={self.num_data}; Ψ = {self.num_elements:,} parameters\n\n"
+            f" data={self.num_data}{inner}; Ψ = {self.num_elements:,} parameters\n\n"
             f"{table(rows, right=(4 + cut,))}\n\n{table(totals, right=(1,))}\n\n"
             f"gradients: {self.reduction} (reduce={self.plan.reduce!r})\n"
             f"communication per step and device: {ratio:.3f} Ψ = {self.elements_communicated:,}"
@@ -206,7 +213,8 @@ def describe(
     Source: ZeRO, arXiv:1910.02054, sections 5 (bytes kept) and 7 (elements communicated).
     """
     if num_devices is None:
-        named = plan.pipe * plan.data * plan.replica if plan.data else None
+        ways = math.prod(plan.further.values())
+        named = plan.pipe * plan.data * plan.replica * ways if plan.data else None
         num_devices = len(devices) if devices is not None else named or len(jax.devices())
     blue = planned(model, tx, plan, num_devices)
     sizes, stages, layout = dict(blue.mesh.shape), blue.stages, blue.params
@@ -217,7 +225,7 @@ def describe(
     gathered, reduced = _communication(plan, layout, sizes, secondary, stages)
     return Description(
         plan=plan,
-        num_devices=plan.pipe * sizes[DATA] * sizes[REPLICA],
+        num_devices=plan.pipe * sizes[DATA] * sizes[REPLICA] * math.prod(plan.further.values()),
         num_data=sizes[DATA],
         num_replica=sizes[REPLICA],
         num_elements=sum(math.prod(Kept.of(split).logical) for split in layout_leaves(layout)),
@@ -262,6 +270,7 @@ def _planned(blue: Blueprint) -> Iterator[LeafPlan]:
             0 if dim is None or split is None else split.pad, why + _layers(home),
             leaf_bytes(to, to.sharding.shard_shape(to.shape)), () if home is None else home.ranks,
             DEVICE if parking is None else parking.tier,
+            () if split is None else split.axes,
         )  # fmt: skip
 
     for name, layout in (
@@ -315,7 +324,7 @@ def _secondary_bytes(plan: Plan, layout: PyTree, secondary: int, stages: Stages 
     ]  # fmt: skip
     return max(
         sum(
-            math.prod(s.stored_shape) * compute_dtype(plan, s.dtype).itemsize // secondary
+            math.prod(s.stored_shape) // s.ways * compute_dtype(plan, s.dtype).itemsize // secondary
             for s in splits
             if s.dim is not None
         )
@@ -360,7 +369,7 @@ def _of_parts(
     plan: Plan, splits: list[Split], sizes: dict[str, int], secondary: int, passes: int
 ) -> tuple[int, int]:
     data, replica = sizes[DATA], sizes[REPLICA]
-    split = sum(math.prod(s.stored_shape) for s in splits if s.dim is not None)
+    split = sum(math.prod(s.stored_shape) // s.ways for s in splits if s.dim is not None)
     # Stages 0 to 2 gather once a step, lazily or not; stage 3 for every pass of every microbatch,
     # and after the forward pass from the secondary group if there is one.
     gathered, again = split * (data - 1) / data, secondary or data
@@ -370,8 +379,8 @@ def _of_parts(
     # A reduce-scatter within a group, then only the shard crosses groups. Leaves kept whole are
     # all-reduced: a reduce-scatter and an all-gather.
     learnt = [s for s in splits if not s.frozen]
-    split = sum(math.prod(s.stored_shape) for s in learnt if s.dim is not None)
-    whole = sum(math.prod(s.shape) for s in learnt if s.dim is None)
+    split = sum(math.prod(s.stored_shape) // s.ways for s in learnt if s.dim is not None)
+    whole = sum(math.prod(s.shape) // s.ways for s in learnt if s.dim is None)
     scattered = split * (data - 1) / data + 2 * (split / data) * (replica - 1) / replica
     everywhere = 2 * whole * ((data - 1) / data + (replica - 1) / replica)
     reductions = plan.microbatches if plan.reduce == "microbatch" else 1

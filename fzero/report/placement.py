@@ -213,8 +213,14 @@ def _of_leaf(name: str, path: str, leaf: Any) -> LeafPlacement:
 def _of_plan(leaf: LeafPlan, plan: Plan, per_rank: int) -> LeafPlacement:
     ranks = leaf.ranks or range(plan.pipe)
     devices = tuple(rank * per_rank + i for rank in ranks for i in range(per_rank))
-    spec = "whole" if leaf.dim is None else ", ".join(["-"] * leaf.dim + [DATA])
-    groups = per_rank // (plan.replica if leaf.dim is not None else per_rank)
+    axes = [axis or "-" for axis in leaf.axes]
+    if leaf.dim is not None:
+        axes += ["-"] * (leaf.dim + 1 - len(axes))
+        axes[leaf.dim] = DATA
+    spec = ", ".join(axes) or "whole"
+    groups = math.prod(plan.further[axis] for axis in leaf.axes if axis is not None)
+    if leaf.dim is not None:
+        groups *= per_rank // (plan.replica * math.prod(plan.further.values()))
     copies = groups * len(ranks) if leaf.tier == DISK else len(devices)
     size = leaf.bytes_per_device
     return LeafPlacement(

@@ -98,7 +98,7 @@ class Blueprint:
         return self.mesh_of(Home((rank,)))
 
     def sharding(self, home: Home | None, spec: PartitionSpec) -> NamedSharding:
-        """The sharding of a leaf at a home, with a spec over the data axis."""
+        """The sharding of a leaf at a home."""
         if home is not None and home.rows:
             spec = PartitionSpec(PIPE, *spec[1:])
         return NamedSharding(self.mesh_of(home), spec)
@@ -116,7 +116,8 @@ class Blueprint:
         several = len({device.process_index for device in devices}) > 1
         cpu = devices[0].platform == "cpu"
         secondary = secondary_size(self.plan, sizes[DATA], devices)
-        return Group(sizes[DATA], sizes[REPLICA], several and cpu, cpu, secondary)
+        further = tuple(self.plan.further.items())
+        return Group(sizes[DATA], sizes[REPLICA], several and cpu, cpu, secondary, further)
 
     @property
     def prefetch(self) -> bool:
@@ -252,8 +253,8 @@ class Blueprint:
 
     def constrain(self, split: Any, leaf: jax.Array, sharded: bool = True) -> jax.Array:
         """Asks the compiler to keep a logical leaf split (unevenly where it would be padded)."""
-        spec = split.spec if sharded else PartitionSpec()
-        return jax.lax.with_sharding_constraint(leaf, self.sharding(split.home, spec))
+        to = self.sharding(split.home, split.lies(sharded))
+        return jax.lax.with_sharding_constraint(leaf, to)
 
 
 def bound_optimizer(

@@ -118,7 +118,8 @@ def _packed(
 
 
 def _split_dims(split: Split) -> set[int]:
-    dims = set() if split.dim is None else {split.dim}
+    dims = {dim for dim, axis in enumerate(split.axes) if axis is not None}
+    dims |= set() if split.dim is None else {split.dim}
     return dims | ({0} if split.home is not None and split.home.rows else set())
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,7 @@ class Group:
             unrounded values through.
         secondary: neighbours on the data axis that keep a copy of a layer between its passes; 0
             where there is none.
+        further: the mesh axes that XLA divides layers over, and their sizes.
     """
 
     data: int
@@ -28,3 +34,27 @@ class Group:
     ordered: bool = False
     bits: bool = False
     secondary: int = 0
+    further: tuple[tuple[str, int], ...] = ()
+
+    def alone(self, function: Callable[..., Any], specs: Any, out: Any) -> Callable[..., Any]:
+        """A function that runs collectives, with each device's part of its arguments alone.
+
+        Around collectives over the data axis XLA would gather what it divides over further ones, so
+        that whole leaves travelled; a `shard_map` over those as well leaves nothing to decide.
+
+        Args:
+            function: the function.
+            specs: of its arguments, over the further axes; a tuple.
+            out: of its results.
+        """
+        if not self.further:
+            return function
+        names = {name for name, _ in self.further}
+        run: Callable[..., Any] = jax.shard_map(
+            function, in_specs=specs, out_specs=out, axis_names=names, check_vma=False
+        )
+        return run
+
+    def pin(self, value: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """A value divided so over the further axes."""
+        return jax.lax.with_sharding_constraint(value, spec) if self.further else value

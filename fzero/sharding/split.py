@@ -23,6 +23,7 @@ from fzero.errors import PlanError, StateError
 from fzero.model import Model, Stack
 from fzero.plan import Plan
 from fzero.precision import compute_dtype
+from fzero.sharding.axes import Axes, axes_of, num_ways
 from fzero.tree import PyTree, leaf_keys, named_leaves
 
 
@@ -86,6 +87,8 @@ class Split:
         home: the ranks that hold it, in a pipeline.
         frozen: whether no step changes it, so that it has no gradient and no optimizer state.
         owner: the name of the parameter that a leaf of the optimizer's state belongs to, if any.
+        axes: the further mesh axis that each dim lies along, as far as there are any; never `dim`.
+        ways: devices along them that share out the leaf.
     """
 
     path: str
@@ -98,6 +101,8 @@ class Split:
     home: Home | None = None
     frozen: bool = False
     owner: str | None = None
+    axes: tuple[str | None, ...] = ()
+    ways: int = 1
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -112,10 +117,26 @@ class Split:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The leaf's partition spec when it is kept sharded."""
+        """How it is cut over the data axis, where it is kept sharded."""
         if self.dim is None:
             return PartitionSpec()
         return PartitionSpec(*(None,) * self.dim, DATA)
+
+    def lies(self, sharded: bool) -> PartitionSpec:
+        """How it lies over all mesh axes, kept sharded over the data axis or not."""
+        if not sharded or self.dim is None:
+            return PartitionSpec(*self.axes)
+        axes = [*self.axes, *(None,) * (self.dim + 1 - len(self.axes))]
+        axes[self.dim] = DATA
+        return PartitionSpec(*axes)
+
+    def beside(self, ndim: int) -> PartitionSpec:
+        """How it, or one layer of it, lies over the further axes.
+
+        Args:
+            ndim: its number of dims, which tells a layer from the leaf.
+        """
+        return PartitionSpec(*self.axes[len(self.shape) - ndim :])
 
     @property
     def layer_dim(self) -> int | None:
@@ -136,34 +157,43 @@ class Split:
         return jax.lax.slice_in_dim(leaf, 0, self.shape[self.dim], axis=self.dim)
 
 
-def split_leaf(path: str, leaf: Any, parts: int, plan: Plan, stacked: bool = False) -> Split:
+def split_leaf(
+    path: str, leaf: Any, parts: int, plan: Plan, stacked: bool = False, axes: Axes = ()
+) -> Split:
     """Decides how one leaf is cut into `parts`.
 
     The outermost divisible dim is taken: gathering along it concatenates whole blocks of memory.
     A leaf below `plan.min_shard_bytes` stays whole. Where no dim divides, the dim that grows the
-    least is padded.
+    least is padded. Dims that lie along further axes are left alone.
     """
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
-    first = int(stacked)
+    first, ways = int(stacked), num_ways(plan, axes)
+    own = "".join(
+        f"; dim {dim} over {axis}={plan.further[axis]}"
+        for dim, axis in enumerate(axes) if axis is not None
+    )  # fmt: skip
 
     def split(dim: int | None, pad: int, reason: str) -> Split:
-        return Split(path, shape, dtype, dim, pad, stacked, reason)
+        return Split(
+            path, shape, dtype, dim, pad, stacked, reason + own, axes=tuple(axes), ways=ways
+        )
 
     part = shape[first:]
-    size = int(np.prod(part, dtype=np.int64)) * compute_dtype(plan, dtype).itemsize
+    size = int(np.prod(part, dtype=np.int64)) * compute_dtype(plan, dtype).itemsize // ways
     if parts == 1:
         return split(None, 0, "one device on the data axis")
     if not part or 0 in shape:
         return split(None, 0, "scalar" if not part else "no elements")
     if size < plan.min_shard_bytes:
         return split(None, 0, f"{size} bytes: below min_shard_bytes={plan.min_shard_bytes}")
-    if max(part) < parts:
+    free = [dim for dim in range(first, len(shape)) if dim >= len(axes) or axes[dim] is None]
+    if max((shape[dim] for dim in free), default=0) < parts:
         return split(None, 0, f"no dim has {parts} rows to give away")
-    for dim in range(first, len(shape)):
+    for dim in free:
         if shape[dim] % parts == 0:
             return split(dim, 0, f"dim {dim} ({shape[dim]}) divides by {parts}")
     # Relative growth decides: one row of 50257 costs less than one of 25.
-    dim = min(range(first, len(shape)), key=lambda d: ((-shape[d] % parts) / shape[d], d))
+    dim = min(free, key=lambda d: ((-shape[d] % parts) / shape[d], d))
     pad = -shape[dim] % parts
     grown = shape[dim] + pad
     return split(dim, pad, f"no dim divides by {parts}: dim {dim} padded by {pad} to {grown}")
@@ -186,13 +216,13 @@ def split_params(
         parts: devices on the data axis.
         homes: in a pipeline, the home of each link's leaves.
     """
-    stacks = stacked_names(model)
+    stacks, axes = stacked_names(model), axes_of(model, plan, shapes)
     frozen = frozen_names(model, [name for name, _ in named_leaves(shapes)])
 
     def split(keys: tuple[str, ...], name: str, leaf: Any) -> Split:
         link = keys[0] if keys else ""
         home = None if homes is None else homes[link]
-        split = split_leaf(name, kept_shape(leaf, home), parts, plan, link in stacks)
+        split = split_leaf(name, kept_shape(leaf, home), parts, plan, link in stacks, axes[name])
         split = dataclasses.replace(split, home=home)
         return _frozen(split, plan) if name in frozen else split
 
@@ -407,7 +437,7 @@ def stored_shapes(
 
     Args:
         layout: a `Split` per leaf.
-        sharding: the sharding at a home with a spec over the data axis.
+        sharding: the sharding at a home with a spec.
         sharded: whether the leaves are kept sharded over the data axis.
         dtype: maps the dtype of a split to that of the leaf.
     """
@@ -416,7 +446,7 @@ def stored_shapes(
         return jax.ShapeDtypeStruct(
             split.stored_shape if sharded else split.shape,
             split.dtype if dtype is None else dtype(split.dtype),
-            sharding=sharding(split.home, split.spec if sharded else PartitionSpec()),
+            sharding=sharding(split.home, split.lies(sharded)),
         )
 
     return map_splits(stored, layout)

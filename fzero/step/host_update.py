@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from fzero.errors import PlanError
 from fzero.precision import cast_param
@@ -57,7 +57,7 @@ class HostUpdate:
         self._layout = trained(blue.params)
         self._shards = stored_shapes(self._layout, blue.sharding, sharded=True)
         self._divide = jax.jit(self._divided, out_shardings=_shardings(self._shards))
-        whole = jax.tree.map(lambda _: NamedSharding(blue.mesh, PartitionSpec()), self._shards)
+        whole = _shardings(stored_shapes(self._layout, blue.sharding, sharded=False))
         self._gather = jax.jit(Update(blue, lambda value: value).gathered, out_shardings=whole)
 
     def __call__(self, fields: Values, kept: Values) -> tuple[Values, Metrics]:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from fzero.axes import AXES
+from fzero.axes import AXES, manual_axes
 from fzero.batch import Inputs, place_batch
 from fzero.errors import StateError
 from fzero.keys import eval_key
@@ -168,7 +168,7 @@ class OneProgram:
             mesh=self.blueprint.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names=set(self.blueprint.mesh.axis_names),
+            axis_names=manual_axes(self.blueprint.mesh),
             check_vma=False,
         )
 

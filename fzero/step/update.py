@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from fzero.model import Mean
 from fzero.precision import cast_param, next_loss_scale
 from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.group import Group
 from fzero.sharding.split import (
     Split,
     layout_leaves,
@@ -29,7 +30,7 @@ from fzero.sharding.split import (
 )
 from fzero.state.train_state import Pending, logical_view
 from fzero.tree import PyTree
-from fzero.zero.collectives import all_reduce_tree, gather
+from fzero.zero.collectives import all_reduce, all_reduce_tree, gather, sum_over
 
 
 Metrics = dict[str, jax.Array]
@@ -160,14 +161,18 @@ class Update:
                        for s, g in zip(splits, sums, strict=True)]  # fmt: skip
             # Shards are the same in every replica group: sum over the data axis only.
             split = [i for i, s in enumerate(splits) if s.dim is not None]
-            reduced = all_reduce_tree(
-                [squares[i] for i in split], dataclasses.replace(group, replica=1)
-            )
-            for i, square in zip(split, reduced, strict=True):
-                squares[i] = square
+            within = dataclasses.replace(group, replica=1)
+            ways: list[tuple[list[int], Any]] = [(split, lambda flat, _: all_reduce(flat, within))]
+            for axis, size in group.further:
+                own = [i for i, s in enumerate(splits) if axis in s.axes]
+                ways.append((own, partial(_along, axis, size)))
+            for own, add in ways:
+                reduced = all_reduce_tree([squares[i] for i in own], group, add)
+                for i, square in zip(own, reduced, strict=True):
+                    squares[i] = square
             return squares
 
-        found = self._by_mesh(local, sums, PartitionSpec(), count)
+        found = self._by_mesh(local, sums, lambda _: PartitionSpec(), count)
         in_order = [
             square if split.home is None else split.home.restore(square)
             for split, square in zip(layout_leaves(self.layout), found, strict=True)
@@ -236,14 +241,18 @@ class Update:
             return [gather(leaf, s, group) for s, leaf in zip(splits, shards, strict=True)]
 
         treedef = jax.tree.structure(shards)
-        return jax.tree.unflatten(treedef, self._by_mesh(local, shards, PartitionSpec()))
+        return jax.tree.unflatten(treedef, self._by_mesh(local, shards, lambda s: s.lies(False)))
 
     def _by_mesh(
-        self, function: Callable[..., list[Any]], shards: PyTree, out: PartitionSpec, *args: Any
+        self,
+        function: Callable[..., list[Any]],
+        shards: PyTree,
+        out: Callable[[Split], PartitionSpec],
+        *args: Any,
     ) -> list[Any]:
         """Runs `function(splits, shards, *args)` once per mesh, with that mesh's leaves local.
 
-        `shards` are of the trained parameters.
+        `shards` are of the trained parameters; `out` says how results lie, `args` are whole.
 
         (Without a pipeline all leaves are on one mesh.)
         """
@@ -260,8 +269,11 @@ class Update:
             results = jax.shard_map(
                 partial(function, own),
                 mesh=mesh,
-                in_specs=([blue.sharding(s.home, s.spec).spec for s in own], *(out,) * len(args)),
-                out_specs=[blue.sharding(s.home, out).spec for s in own],
+                in_specs=(
+                    [blue.sharding(s.home, s.lies(True)).spec for s in own],
+                    *(PartitionSpec(),) * len(args),
+                ),
+                out_specs=[blue.sharding(s.home, out(s)).spec for s in own],
                 axis_names=set(mesh.axis_names),
                 check_vma=False,
             )([leaves[i] for i in group], *args)
@@ -284,6 +296,11 @@ def apart(function: Callable[[Any], Any], value: Any, unknown: jax.Array) -> Any
     taken = (jax.lax.bitcast_convert_type(unknown, jnp.int32) | 1) != 0
     shape = jax.eval_shape(function, value)
     return jax.lax.cond(taken, function, lambda _: jnp.zeros(shape.shape, shape.dtype), value)
+
+
+def _along(axis: str, size: int, flat: jax.Array, group: Group) -> jax.Array:
+    """The sum over a further axis."""
+    return sum_over(flat, axis, size, group)
 
 
 def _squares(split: Split, total: jax.Array, count: jax.Array, alike: bool) -> jax.Array:

@@ -194,7 +194,9 @@ class DividedUpdate:
         known = {name: jax.tree.map(lambda to: to.sharding, tree)
                  for name, tree in blue.shapes().items()}  # fmt: skip
         known["params"] = trained(blue.params, known["params"])
-        known["sums"] = map_splits(lambda s: blue.sharding(s.home, s.spec), trained(blue.params))
+        known["sums"] = map_splits(
+            lambda s: blue.sharding(s.home, s.lies(True)), trained(blue.params)
+        )
 
         def shardings(name: str, tree: PyTree) -> PyTree:
             if name in known:

@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from fzero.axes import DATA, REPLICA
+from fzero.axes import AXES
 from fzero.model import Layer, Stack
 from fzero.sharding.buffers import declared_reduction
 from fzero.sharding.group import Group
 from fzero.tree import PyTree, is_floating, map_named
-from fzero.zero.collectives import all_reduce_tree
+from fzero.zero.collectives import summed
 
 
 def agreed_buffers(
@@ -40,18 +41,21 @@ def agreed_buffers(
         for i, leaf in enumerate(leaves)
         if how[i] in ("mean", "sum")
     }
-    for i, total in zip(added, all_reduce_tree(list(added.values()), group), strict=True):
+    for i, total in zip(added, summed(list(added.values()), group), strict=True):
         leaves[i] = total / size if how[i] == "mean" else before[i] + total
     done = [
-        leaf if i in added else _largest(leaf).astype(leaf.dtype) for i, leaf in enumerate(leaves)
+        leaf if i in added else _largest(leaf, group).astype(leaf.dtype)
+        for i, leaf in enumerate(leaves)
     ]
     return jax.tree.unflatten(treedef, done)
 
 
-def _largest(leaf: jax.Array) -> jax.Array:
+def _largest(leaf: jax.Array, group: Group) -> jax.Array:
     """The largest of all devices' values; any of them, where all are the same."""
     number = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
-    largest: jax.Array = jax.lax.pmax(number, (REPLICA, DATA))
+    whole = PartitionSpec()
+    run = group.alone(lambda number: jax.lax.pmax(number, AXES), (whole,), whole)
+    largest: jax.Array = run(number)
     return largest
 
 

@@ -6,11 +6,13 @@ within a group first, so that only a shard crosses groups.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from fzero.axes import AXES, DATA, REPLICA
 from fzero.precision import round_to
@@ -133,19 +135,27 @@ def all_reduce(value: jax.Array, group: Group) -> jax.Array:
     return sum_over(inner, REPLICA, group.replica, group)
 
 
-def all_reduce_tree(tree: PyTree, group: Group) -> PyTree:
+def all_reduce_tree(
+    tree: PyTree, group: Group, reduce: Callable[[jax.Array, Group], jax.Array] = all_reduce
+) -> PyTree:
     """The sums over all devices of many small arrays, one collective per dtype."""
     leaves, treedef = jax.tree.flatten(tree)
     out: list[Any] = list(leaves)
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
         where = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
         flat = jnp.concatenate([leaves[i].reshape(-1) for i in where])
-        flat = all_reduce(flat, group)
+        flat = reduce(flat, group)
         start = 0
         for i in where:
             out[i] = flat[start : start + leaves[i].size].reshape(leaves[i].shape)
             start += leaves[i].size
     return jax.tree.unflatten(treedef, out)
+
+
+def summed(tree: PyTree, group: Group) -> PyTree:
+    """The sums over all devices of arrays that no further axis divides."""
+    whole = PartitionSpec()
+    return group.alone(lambda tree: all_reduce_tree(tree, group), (whole,), whole)(tree)
 
 
 def shard_index(group: Group) -> jax.Array:

@@ -23,7 +23,7 @@ from fzero.sharding.split import map_splits, trained
 from fzero.tree import PyTree, named_leaves
 from fzero.zero.buffers import agreed_buffers
 from fzero.zero.chain import eval_forward, holding_forward, train_backward, train_forward
-from fzero.zero.collectives import all_reduce, all_reduce_tree, shard_index
+from fzero.zero.collectives import shard_index, summed
 from fzero.zero.rules import Rules
 
 
@@ -82,7 +82,7 @@ def local_gradients(
     if not rules.reduce:
         rules = dataclasses.replace(rules, reduce=True)
         sums = rules.finish(map_splits(rules.scatter, trained(rules.layout), sums))
-    mean, metrics = all_reduce_tree((mean, metrics), group)
+    mean, metrics = summed((mean, metrics), group)
     return sums, mean, metrics, agreed_buffers(model.layers, buffers, new, group)
 
 
@@ -148,7 +148,7 @@ def loss_seed(
     unscale = None
     if scale is not None and rules.plan.precision == "fp16":
         # Gradients of a sum over tokens overflow fp16 long before those of its mean.
-        count = all_reduce(mean.count.astype(jnp.float32), rules.group)
+        count = summed(mean.count.astype(jnp.float32), rules.group)
         shrink = power_of_two_below(count)
         seed, unscale = scale / shrink, shrink / scale
     return seed.astype(mean.total.dtype), unscale
@@ -168,10 +168,10 @@ def local_evaluation(
     key = block_key(rng, shard_index(rules.group))
     pieces = whole_chain(model.layers)
     mean, metrics = split_loss(eval_forward(pieces, rules, kept, batch, buffers, batch, key))
-    summed: tuple[Mean, dict[str, Mean]] = all_reduce_tree(
+    found: tuple[Mean, dict[str, Mean]] = summed(
         (float_mean(mean), float_means(metrics)), rules.group
     )
-    return summed
+    return found
 
 
 def local_outputs(

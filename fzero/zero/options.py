@@ -91,6 +91,6 @@ def _largest_layer(layout: PyTree, bytes_of: Callable[[Split, int], int]) -> int
     for split in layout_leaves(layout):
         if split.stacked and split.dim is not None:
             name = split.path.split("/")[0]
-            size = bytes_of(split, math.prod(split.stored_shape[1:]))
+            size = bytes_of(split, math.prod(split.stored_shape[1:]) // split.ways)
             layers[name] = layers.get(name, 0) + size
     return max(layers.values(), default=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from fzero import compat
 from fzero.plan import Plan
 from fzero.precision import cast_param, compute_dtype, round_to
 from fzero.sharding.group import Group
-from fzero.sharding.split import Split, map_splits, trained
+from fzero.sharding.split import Split, layout_leaves, map_splits, trained
 from fzero.tree import PyTree
 from fzero.zero.collectives import (
     all_reduce_tree,
@@ -64,7 +65,15 @@ class Rules:
 
         A leaf on the host comes to the device first. `again` marks a backward pass.
         """
-        leaf = compat.to_device(leaf)
+        return self._alone(split, partial(self._fetch, split, again=again), compat.to_device(leaf))
+
+    def _alone(self, split: Split, function: Callable[..., Any], leaf: jax.Array) -> jax.Array:
+        """A function of each device's part of a leaf, or of one layer of it."""
+        spec = split.beside(leaf.ndim)
+        found: jax.Array = self.group.alone(function, (spec,), spec)(leaf)
+        return found
+
+    def _fetch(self, split: Split, leaf: jax.Array, again: bool) -> jax.Array:
         if self.sharded and self.plan.gather_dtype == "int8" and not self.exact:
             dtype = compute_dtype(self.plan, leaf.dtype)
             return self._ready(gather_int8(leaf, split, dtype, self.group, again))
@@ -78,13 +87,19 @@ class Rules:
     def part(self, split: Split, whole: jax.Array) -> jax.Array | None:
         """What this device keeps of a fetched leaf for its backward pass; `None` for nothing."""
         kept = self.sharded and self.group.secondary > 0 and split.dim is not None
-        return part_of(whole, split, self.group) if kept else None
+        if not kept:
+            return None
+        return self._alone(split, lambda leaf: part_of(leaf, split, self.group), whole)
 
     def refetch(self, split: Split, leaf: jax.Array, part: jax.Array | None) -> jax.Array:
         """A leaf ready for use in a backward pass: from the parts that `part` kept, or again."""
         if part is None:
             return self.fetch(split, leaf, again=True)
-        return self._ready(join_parts(part, split, self.group))
+
+        def join(part: jax.Array) -> jax.Array:
+            return self._ready(join_parts(part, split, self.group))
+
+        return self._alone(split, join, part)
 
     def scatter(self, split: Split, grad: jax.Array) -> jax.Array:
         """The reduced shard of a split leaf's gradient. Whole leaves wait for `finish`."""
@@ -92,7 +107,11 @@ class Rules:
         if not self.reduce or split.dim is None:
             return grad
         grad = grad.astype(self.reduced_dtype(split, grad.dtype))
-        return round_to(reduce_scatter(grad, split, self.group), grad.dtype)
+
+        def scatter(grad: jax.Array) -> jax.Array:
+            return round_to(reduce_scatter(grad, split, self.group), grad.dtype)
+
+        return self._alone(split, scatter, grad)
 
     def reduced_dtype(self, split: Split, dtype: Any) -> Any:
         """The dtype in which `scatter` adds the terms of devices, and of what it gives."""
@@ -163,7 +182,10 @@ class Rules:
 
         layout = trained(self.layout)
         map_splits(collect, layout, grads)
-        summed = all_reduce_tree(self.fence(whole), self.group)
+        specs = {s.path: s.lies(False) for s in layout_leaves(layout) if s.path in whole}
+        summed = self.group.alone(
+            lambda whole: all_reduce_tree(whole, self.group), (specs,), specs
+        )(self.fence(whole))  # fmt: skip
         done = {path: round_to(leaf, leaf.dtype) for path, leaf in summed.items()}
         return map_splits(lambda split, grad: done.get(split.path, grad), layout, grads)
 

@@ -523,7 +523,8 @@ def _room(static: _Static, grads: PyTree) -> PyTree:
         shape = list(grad.shape)
         if rules.reduce and split.layer_dim is not None:
             shape[split.layer_dim] = (shape[split.layer_dim] + split.pad) // rules.group.data
-        return jnp.zeros((num, *shape), rules.reduced_dtype(split, grad.dtype))
+        zeros = jnp.zeros((num, *shape), rules.reduced_dtype(split, grad.dtype))
+        return rules.group.pin(zeros, split.lies(False))
 
     return map_splits(room, trained(static.layout), grads)
 

@@ -24,7 +24,7 @@ LAYERS = {
     "fzero": [
         ["errors", "tree", "compat", "keys", "axes"],
         ["programs", "schedule", "processes", "hosts"],
-        ["storage", "optimizer", "loss_scaling", "summary"],
+        ["storage", "optimizer", "loss_scaling", "policies", "summary"],
         ["plan", "model", "precision", "batch"],
         ["sharding"],
         ["zero", "offload"],

@@ -1,0 +1,97 @@
+"""Which dims of a parameter lie along the further axes of a mesh, as its model says.
+
+ZeRO cuts a leaf so that each device keeps a part and gathers the whole to use it. Along a further
+axis (`fzero.axes.FURTHER`) a leaf stays divided while it is used: each device computes with its
+own part, and XLA adds what the arithmetic asks for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fzero.axes import FURTHER
+from fzero.errors import PlanError
+from fzero.model import Model, Shard, Stack
+from fzero.plan import Plan
+from fzero.tree import PyTree, named_leaves
+
+
+# For each dim of a leaf, as far as there are any: the axis that it lies along.
+Axes = tuple[str | None, ...]
+
+
+def axes_of(model: Model, plan: Plan, shapes: PyTree) -> dict[str, Axes]:
+    """For every parameter, by name, the further axis that each of its dims lies along.
+
+    Args:
+        model: the model, which says so (`shard`).
+        plan: the plan; axes that it does not have split nothing.
+        shapes: the parameters' shapes.
+
+    Raises:
+        PlanError: a rule is for no parameter, names an unknown axis or one twice, has too many
+            dims, or a dim does not divide.
+    """
+    leaves = dict(named_leaves(shapes))
+    found: dict[str, Axes] = dict.fromkeys(leaves, ())
+    rules = [("", model.shard, "model")]
+    rules += [(f"{x.name}/", x.shard, f"layer {x.name!r}") for x in model.layers if x.name]
+    stacks = [f"{layer.name}/" for layer in model.layers if isinstance(layer, Stack)]
+    for prefix, shard, who in rules:  # a layer's own are the last, and stay
+        names = [name.removeprefix(prefix) for name in leaves if name.startswith(prefix)]
+        for name, dims in _ruled(shard, names, who).items():
+            path = prefix + name
+            first = int(any(path.startswith(stack) for stack in stacks))
+            found[path] = _axes(path, dims, leaves[path].shape, first, plan)
+    return found
+
+
+def num_ways(plan: Plan, axes: Axes) -> int:
+    """Devices that share out a leaf along its further axes."""
+    return math.prod(plan.further[axis] for axis in axes if axis is not None)
+
+
+def _ruled(shard: Shard, names: Sequence[str], who: str) -> Mapping[str, Sequence[str | None]]:
+    """The names that rules are for; of several rules for one, the first counts."""
+    found: dict[str, Sequence[str | None]] = {}
+    for key, dims in shard.items():
+        if isinstance(key, re.Pattern):
+            own, said = [name for name in names if key.search(name)], key.pattern
+        else:
+            own, said = [name for name in names if name == key], key
+        if not own:
+            raise PlanError(
+                f"model: shard of {who} is for {said!r}, which is no"
+                f" parameter; there are {list(names)[:20]}"
+            )
+        for name in own:
+            found.setdefault(name, dims)
+    return found
+
+
+def _axes(path: str, dims: Any, shape: tuple[int, ...], first: int, plan: Plan) -> Axes:
+    part, own = shape[first:], () if dims is None else dims
+    named = [axis for axis in own if axis is not None] if isinstance(own, list | tuple) else [own]
+    if not isinstance(own, list | tuple) or len(own) > len(part) or len({*named}) < len(named):
+        raise PlanError(
+            f"model: shard of {path}: expected at most one axis or None for each of its dims"
+            f" {list(part)}, none twice, such as (None, 'tensor'); got {dims!r}"
+        )
+    unknown = [axis for axis in named if axis not in FURTHER]
+    if unknown:
+        raise PlanError(
+            f"model: shard of {path} names the mesh axes {unknown}: expected some of"
+            f" {list(FURTHER)} (the data axis is ZeRO's)"
+        )
+    for dim, axis in enumerate(own):
+        size = plan.further.get(axis or "", 1)
+        if part[dim] % size:
+            raise PlanError(
+                f"plan: {axis}={size} does not divide dim {dim} ({part[dim]}) of {path}"
+                f" {list(part)}; choose a divisor, pad the parameter, or leave the dim out of shard"
+            )
+    axes = [None] * first + [axis if axis in plan.further else None for axis in own]
+    return tuple(axes) if any(axes) else ()

@@ -1,0 +1,293 @@
+"""Layers divided over a `tensor` axis beside ZeRO: the numbers of one device, and what is sent."""
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import fzero as fz
+from fzero.preflight import hlo
+from tests.support import quick
+
+
+pytestmark = pytest.mark.quick
+
+D, F, LAYERS, WIDTH = 16, 32, 3, 8
+SHARD = {"up": (None, "tensor"), "bias": ("tensor",), "down": ("tensor", None)}
+# Sums over a dim that is divided add up in another order than on one device.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def block_init(rng):
+    up, down = jax.random.split(rng)
+    return {
+        "scale": jnp.ones(D),
+        "up": 0.3 * jax.random.normal(up, (D, F)),
+        "bias": jnp.zeros(F),
+        "down": 0.3 * jax.random.normal(down, (F, D)),
+    }
+
+
+def block(p, x, ctx):
+    """A residual layer that says nothing of devices."""
+    return x + jnp.tanh((x * p["scale"]) @ p["up"] + p["bias"]) @ p["down"]
+
+
+def chain(shard=SHARD, frozen=frozenset(), rules=None):
+    def dense(name, n, m, read):
+        def apply(p, x, ctx):
+            return read(x) @ p["w"]
+
+        return fz.Layer(name, lambda rng: {"w": 0.3 * jax.random.normal(rng, (n, m))}, apply)
+
+    return fz.Sequential(
+        [
+            dense("enter", WIDTH, D, lambda batch: batch["x"]),
+            fz.Stack("blocks", LAYERS, block_init, block, shard=shard),
+            dense("leave", D, WIDTH, lambda x: x),
+        ],
+        lambda y, batch: fz.Mean(jnp.sum((y - batch["y"]) ** 2), jnp.float32(y.size)),
+        frozen=frozen,
+        shard=rules,
+    )
+
+
+def rows(seed=0, num=16):
+    rng = np.random.default_rng(seed)
+    x, y = rng.standard_normal((2, num, WIDTH)).astype(np.float32)
+    return {"x": x, "y": y}
+
+
+def trained(plan, model, steps=2, devices=None):
+    """`(losses and norms, parameters, evaluation)` after some steps."""
+    tx = optax.adamw(1e-2)
+    with quick.compiles():
+        state = fz.init(model, tx, plan, rng=0, devices=devices)
+        step = fz.train_step(model, tx, plan, devices=devices)
+        numbers = []
+        for seed in range(steps):
+            state, metrics = step(state, rows(seed))
+            numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        found = fz.eval_step(model, plan, devices=devices)(state, rows())
+    if plan.tiers:
+        state = fz.reload(state)
+    params = jax.tree.map(np.asarray, fz.logical(model, state))
+    return np.array(numbers), params, float(found["loss"])
+
+
+def on_one_device(model, **options):
+    return trained(fz.Plan(zero=0, data=1, **options), model, devices=jax.devices()[:1])
+
+
+def agree(found, wanted, **tolerance):
+    for a, b in zip(found, wanted, strict=True):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return on_one_device(chain(), clip_norm=1.0)
+
+
+PLANS = [
+    {"zero": 0},
+    {"zero": 1, "reduce": "step", "microbatches": 2},
+    {"zero": 2, "gather": "lazy", "microbatches": 2},
+    {"zero": 2, "tiers": {"opt_state": "host"}, "stream_bytes": 4096},
+    {"zero": 3, "tensor": 4, "data": 2},
+    pytest.param({"zero": 2}, marks=pytest.mark.extended),
+    pytest.param({"zero": 3, "prefetch": True, "remat": "none"}, marks=pytest.mark.extended),
+    pytest.param({"zero": 3, "secondary": 2, "remat": "dots"}, marks=pytest.mark.extended),
+    pytest.param({"zero": 3, "replica": 2, "data": 2}, marks=pytest.mark.extended),
+    pytest.param({"zero": 3, "remat": "offload"}, marks=pytest.mark.extended),
+    pytest.param({"zero": 3, "tiers": {"opt_state": "disk", "params": "host"}},
+                 marks=pytest.mark.extended),
+    pytest.param({"zero": 2, "tiers": {"opt_state": "host"}, "update_on": "host"},
+                 marks=pytest.mark.extended),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", PLANS, ids=str)
+def test_a_layer_divided_over_devices_trains_as_on_one(options, alone):
+    plan = fz.Plan(**{"data": 4, "tensor": 2, "min_shard_bytes": 0, "clip_norm": 1.0, **options})
+    agree(trained(plan, chain()), alone, **CLOSE)
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.extended)])
+def test_sixteen_bits_round_the_sums_of_devices_once_more(precision):
+    options = {"precision": precision, "loss_scale": fz.LossScaling(initial=16.0)}
+    plan = fz.Plan(zero=3, data=4, tensor=2, min_shard_bytes=0, **options)
+    # Two partial sums are rounded to 8 bits of mantissa before they are added; Adam's first steps
+    # are as long as the rate (0.01) in the direction of the sign, whatever the gradient.
+    agree(trained(plan, chain()), on_one_device(chain(), **options), rtol=2e-2, atol=2.5e-2)
+
+
+def compiled(plan, model=None):
+    model, tx = model or chain(), optax.adamw(1e-2)
+    step = fz.train_step(model, tx, plan)
+    text = step.lower(fz.abstract_state(model, tx, plan), rows()).compile().as_text()
+    return hlo.collectives(text, mesh_axes={"replica": 1, "data": 4, "tensor": 2})
+
+
+def test_stage_3_gathers_and_reduces_parts_of_layers_and_adds_twice_a_layer():
+    """Per layer: each divided leaf gathered twice and reduced once over `data`, half as large; and
+    over `tensor` one sum forward (of `down`'s products), one backward (of the input's gradient)."""
+    found = compiled(fz.Plan(zero=3, data=4, tensor=2, min_shard_bytes=256))
+    matrix = D * F // 2
+    sent = Counter()
+    for c in found:
+        if c.elements == matrix or "tensor" in c.axes:
+            sent[c.kind, c.axes, c.elements] += c.times
+    norm = [key for key in sent if key[0] == "all-reduce" and key[2] <= 3 * LAYERS]
+    for key in norm:  # one number a layer and divided leaf, for the gradient's norm
+        sent.pop(key)
+    assert sent == {
+        ("all-gather", ("data",), matrix): 2 * 2 * LAYERS,
+        ("reduce-scatter", ("data",), matrix): 2 * LAYERS,
+        ("all-reduce", ("tensor",), 16 // 4 * D): 2 * LAYERS,
+    }
+
+
+def test_each_device_keeps_its_share_over_both_axes_and_reports_say_so():
+    plan = fz.Plan(zero=3, data=4, tensor=2, min_shard_bytes=0)
+    model, tx = chain(), optax.adamw(1e-2)
+    state = fz.init(model, tx, plan)
+    up, bias, scale = (state.params["blocks"][name] for name in ("up", "bias", "scale"))
+    assert up.sharding.shard_shape(up.shape) == (LAYERS, D // 4, F // 2)
+    assert bias.sharding.spec == P(None, "tensor")
+    assert scale.sharding.spec == P(None, "data")
+    moment = state.opt_state[0].mu["blocks"]["down"]
+    assert moment.sharding.spec == P(None, "tensor", "data")
+    where = fz.placement(state)
+    assert where.bytes_per_device == fz.placement(plan, model, tx).bytes_per_device
+    assert where.bytes_per_device["params"] == 4 * sum(
+        leaf.size // (2 if "bias" in str(path) else 8 if str(path[0]) == "['blocks']"
+                      and "scale" not in str(path) else 4)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
+    )  # fmt: skip
+    about = fz.describe(plan, model, tx, num_devices=8)
+    assert about.bytes_per_device["total"] == fz.describe(plan, model, tx).bytes_per_device["total"]
+    assert "replica=1 x data=4 x tensor=2" in str(about)
+    assert re.search(r"params/blocks/up .* dim 1 / 4, dim 2 / 2 \(tensor\)", str(about))
+    layout = fz.layout(model, tx, plan)
+    assert layout.mesh.shape == {"replica": 1, "data": 4, "tensor": 2}
+    assert layout.state.params["blocks"]["down"].sharding.spec == P(None, "tensor", "data")
+    assert layout.batch_multiple == 4
+
+
+def test_what_is_communicated_for_zero_is_half_where_two_share_a_layer():
+    model = chain()
+    whole, half = (
+        fz.describe(fz.Plan(data=4, tensor=n, min_shard_bytes=256), model, num_devices=8)
+        for n in (1, 2)
+    )
+    undivided = 2 * WIDTH * D * 3 / 4
+    matrices = 2 * LAYERS * D * F * 3 / 4
+    assert whole.elements_gathered == 2 * (undivided + matrices)
+    assert half.elements_gathered == 2 * (undivided + matrices / 2)
+
+
+def test_states_go_between_axes_and_files_without_losing_a_bit(tmp_path):
+    model, tx = chain(), optax.adamw(1e-2)
+    plans = [
+        fz.Plan(zero=3, data=4, tensor=2, min_shard_bytes=0),
+        fz.Plan(zero=1, data=1, tensor=8, min_shard_bytes=0),
+        fz.Plan(zero=3, data=8, min_shard_bytes=0),
+        fz.Plan(zero=0, data=2, tensor=4, precision="bf16"),
+    ]
+    with quick.compiles():
+        state, _ = fz.train_step(model, tx, plans[0])(fz.init(model, tx, plans[0], rng=1), rows())
+        wanted = jax.tree.map(np.asarray, fz.logical(model, state))
+        moments = jax.tree.map(np.asarray, state.opt_state)
+        for old, new in zip(plans, [*plans[1:], plans[0]], strict=True):
+            fz.save(tmp_path / str(new), state, old)
+            moved = fz.replan(state, model, tx, old, new)
+            read = fz.restore(tmp_path / str(new), model, tx, new)
+            for one in (moved, read):
+                assert jax.tree.all(jax.tree.map(
+                    lambda a, b: np.array_equal(a, np.asarray(b)), wanted, fz.logical(model, one)
+                ))  # fmt: skip
+            assert read.params["blocks"]["up"].sharding == moved.params["blocks"]["up"].sharding
+            state = moved
+    back = jax.tree.map(np.asarray, state.opt_state)
+    assert jax.tree.all(jax.tree.map(np.array_equal, moments, back))
+
+
+def test_a_plain_model_is_divided_by_rules_on_names():
+    def loss(p, buffers, batch, rng, train):
+        hidden = jnp.tanh(batch["x"] @ p["mlp"]["up"])
+        hidden = jax.lax.with_sharding_constraint(hidden, P(None, "tensor"))
+        error = hidden @ p["mlp"]["down"] - batch["y"]
+        return fz.Mean(jnp.sum(error**2), jnp.float32(error.size)), buffers, {}
+
+    def init(rng):
+        up, down = jax.random.split(rng)
+        return {"mlp": {"up": jax.random.normal(up, (WIDTH, F)),
+                        "down": jax.random.normal(down, (F, WIDTH))}}, {}  # fmt: skip
+
+    rules = {"mlp/up": (None, "tensor"), re.compile("down$"): ("tensor",)}
+    divided, plain = fz.Model(init, loss, shard=rules), fz.Model(init, loss)
+    plan = fz.Plan(zero=3, data=4, tensor=2, min_shard_bytes=0)
+    one = on_one_device(fz.Model(init, lambda p, b, batch, rng, train: loss_alone(p, b, batch)))
+    agree(trained(plan, divided), one, **CLOSE)
+    assert plain.shard == {}
+
+
+def loss_alone(p, buffers, batch):
+    error = jnp.tanh(batch["x"] @ p["mlp"]["up"]) @ p["mlp"]["down"] - batch["y"]
+    return fz.Mean(jnp.sum(error**2), jnp.float32(error.size)), buffers, {}
+
+
+def test_frozen_leaves_stay_divided_and_cost_no_gradient():
+    frozen = re.compile("^blocks/(up|down)$")
+    plan = fz.Plan(zero=3, data=4, tensor=2, min_shard_bytes=0)
+    numbers, params, loss = trained(plan, chain(frozen=frozen))
+    agree((numbers, params, loss), on_one_device(chain(frozen=frozen)), **CLOSE)
+    born = fz.logical(chain(), fz.init(chain(), None, plan, rng=0))
+    np.testing.assert_array_equal(params["blocks"]["up"], born["blocks"]["up"])
+
+
+@pytest.mark.parametrize(
+    ("shard", "plan", "message"),
+    [
+        ({"upp": (None, "tensor")}, {}, r"layer 'blocks' is for 'upp', which is no .*'bias'"),
+        ({"up": (None, "model")}, {}, r"blocks/up names the mesh axes \['model'\].*\['tensor'"),
+        ({"up": (None, None, "tensor")}, {}, r"blocks/up: expected at most one axis .* \[16, 32\]"),
+        ({"up": ("tensor", "tensor")}, {}, r"none twice"),
+        ({"up": "tensor"}, {}, r"blocks/up: expected .*\(None, 'tensor'\); got 'tensor'"),
+        ({"up": ("tensor",)}, {"tensor": 5, "data": 1}, r"tensor=5 does not divide dim 0 \(16\)"),
+        (SHARD, {"tensor": 0}, r"tensor=0: expected a whole number of at least 1"),
+        (SHARD, {"tensor": 16, "data": 1}, r"data=1 x tensor=16 needs 16 devices, but there are 8"),
+        (SHARD, {"tensor": 3, "data": None}, r"cannot be split into replica=1 x tensor=3 equal"),
+        (SHARD, {"pipe": 2, "microbatches": 2}, r"tensor=2 with pipe=2: .*use pipe=1"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_with_what_to_do(shard, plan, message):
+    with pytest.raises(fz.PlanError, match=message):
+        fz.init(chain(shard), None, fz.Plan(**{"data": 4, "tensor": 2, **plan}))
+
+
+def test_one_model_runs_under_plans_with_and_without_the_axis():
+    plan = fz.Plan(zero=3, data=2, min_shard_bytes=0)
+    state = fz.init(chain(), None, plan, devices=jax.devices()[:2])
+    assert state.params["blocks"]["up"].sharding.spec == P(None, "data")
+
+
+def test_a_whole_models_rules_yield_to_those_of_a_layer():
+    plan = fz.Plan(zero=3, data=4, tensor=2, min_shard_bytes=0)
+    rules = {re.compile("blocks/(up|scale)"): ("tensor",), "enter/w": (None, "tensor")}
+    params = fz.init(chain(rules=rules), None, plan).params
+    assert params["blocks"]["up"].sharding.spec == P(None, "data", "tensor")
+    assert params["blocks"]["scale"].sharding.spec == P(None, "tensor")
+    assert params["enter"]["w"].sharding.spec == P("data", "tensor")
+
+
+def test_plans_with_the_axis_come_back_from_json():
+    plan = fz.Plan(zero=2, data=4, tensor=2)
+    assert fz.Plan.from_json(plan.to_json()) == plan
+    assert repr(plan) == "Plan(zero=2, data=4, tensor=2)"
