@@ -3,6 +3,8 @@
 # make test-bits   tests that compare the bits of different programs, for several kinds of CPU
 # make test-extended   every example, the other models of the zoo
 # make test-gpu-programs   the compiler for GPUs, then what it makes of large steps; needs no GPU
+# make published   preflight beside published training runs; needs no GPU
+# make gpu   on a machine with a GPU: checks and figures, in parts of nine minutes
 #
 # Needs Python >= 3.11 and make. Variables, as in `make test PYTHON=python3.12 VENV=.venv-3.12`:
 PYTHON ?= python3
@@ -18,7 +20,7 @@ comma := ,
 # Installed again when what is to be installed changes.
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help install demo test test-bits test-extended test-gpu-programs nightly mutants operators lint types clean
+.PHONY: help install demo test test-bits test-extended gpu-programs test-gpu-programs published gpu nightly mutants operators lint types clean
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 .DELETE_ON_ERROR:
@@ -70,14 +72,28 @@ test-bits: install
 # jax complains whenever it starts.
 GPU_VENV := $(VENV)-gpu-programs
 GPU_BIN := $(GPU_VENV)/bin
-test-gpu-programs: install
+gpu-programs: install
 	test -x $(GPU_BIN)/python || $(BIN)/python -m venv $(GPU_VENV)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  $$($(GPU_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	$(GPU_BIN)/python -m pip install --quiet -e '.[preflight]' nvidia-cudnn-cu13 -c constraints.txt
 	@$(GPU_BIN)/python -c 'from fzero.preflight.topology import has_plugin; \
 	  assert has_plugin(), "no CUDA plugin: every test would be skipped"'
+
+test-gpu-programs: gpu-programs
 	$(GPU_BIN)/python -m pytest --durations=5 $(PYTEST_ARGS) tests/gpu_programs
+
+# What preflight says about training runs that others have published: docs/published.md.
+published: gpu-programs
+	PYTHONPATH=. $(GPU_BIN)/python -m benchmarks.published
+
+# On a machine with a GPU, with jax, torch and transformers as they are installed there: nothing is
+# installed. Checks, then figures; call it again for the rest (benchmarks/gpu.py).
+GPU_PYTHON ?= python3
+GPU_OUT ?= runs/gpu.json
+GPU_MINUTES ?= 9
+gpu:
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py --minutes $(GPU_MINUTES) --json $(GPU_OUT)
 
 # Ten times as many random sequences of what can happen to a state, and kills of a process that saves.
 nightly: install mutants

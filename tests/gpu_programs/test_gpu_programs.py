@@ -217,3 +217,18 @@ def test_a_pipeline_of_gpu_programs(compiled):
     sends = [c for c in found.collectives if c.kind == "send"]
     assert [(c.bytes, c.times) for c in sends] == [(4096 * 4096 * 2, 4)]
     assert 0 < found.bounds.likely_mfu < found.bounds.best_mfu < 1
+
+
+def test_an_a100_hides_what_it_sends_too(compiled):
+    sums = compiled(case("llama", "a100-80:8", 8, zero=3, data=8)).traffic
+    assert sums.exposed_bytes <= 0.05 * sums.communicated_bytes
+
+
+def test_a_published_run_is_predicted_within_a_tenth():
+    """docs/published.md has them all; this one set no constant."""
+    from benchmarks import published
+
+    run = published.RUNS["titan-2-13b-op-a100"]
+    assert run.known
+    assert not run.fitted
+    assert run.predicted().bounds.likely_seconds == pytest.approx(run.seconds, rel=0.1)
