@@ -21,6 +21,7 @@ from fzero.errors import ScheduleError as ScheduleError
 from fzero.errors import StateConsumedError as StateConsumedError
 from fzero.errors import StateError as StateError
 from fzero.errors import UnusedDevicesWarning as UnusedDevicesWarning
+from fzero.exchange.attention import attention as attention
 from fzero.flax import from_flax as from_flax
 from fzero.hosts.join import join as join
 from fzero.hosts.world import World as World

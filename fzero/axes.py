@@ -13,7 +13,8 @@ PIPE, REPLICA, DATA = "pipe", "replica", "data"
 # Over which a batch's rows are spread, and gradients summed.
 AXES = (REPLICA, DATA)
 # Over which XLA divides the work of a layer.
-FURTHER = ("tensor",)
+CONTEXT, TENSOR = "context", "tensor"
+FURTHER = (CONTEXT, TENSOR)
 
 
 def manual_axes(mesh: Any) -> set[str]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fzero.axes import AXES
+from fzero.axes import AXES, CONTEXT
 from fzero.errors import BatchError
 from fzero.tree import PyTree, named_leaves, shape_of
 
@@ -191,9 +191,16 @@ def pad_batch(batch: PyTree, multiple: int) -> tuple[PyTree, np.ndarray[Any, Any
     return jax.tree.map(filled, batch, is_leaf=_is_shared), np.arange(size + fill) < size
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Examples spread over all devices, replica-major."""
-    return NamedSharding(mesh, PartitionSpec(AXES))
+def batch_sharding(mesh: Mesh, shape: tuple[int, ...] = ()) -> NamedSharding:
+    """Examples spread over all devices, replica-major, and sequences over those that share them.
+
+    Args:
+        mesh: the devices.
+        shape: a leaf's; its dim 1 is divided, where there is an axis for it that divides it.
+    """
+    size = dict(mesh.shape).get(CONTEXT, 0)
+    divided = size and len(shape) > 1 and not shape[1] % size
+    return NamedSharding(mesh, PartitionSpec(AXES, CONTEXT) if divided else PartitionSpec(AXES))
 
 
 def place_batch(batch: PyTree, mesh: Mesh) -> Inputs:
@@ -207,9 +214,8 @@ def place_batch(batch: PyTree, mesh: Mesh) -> Inputs:
         BatchError: an array of several processes lies on other devices.
     """
     inputs, whole = Inputs.of(batch), NamedSharding(mesh, PartitionSpec())
-    rows = batch_sharding(mesh)
     return Inputs(
-        jax.tree.map(lambda x: _placed(x, rows), inputs.rows),
+        jax.tree.map(lambda x: _placed(x, batch_sharding(mesh, np.shape(x))), inputs.rows),
         jax.tree.map(lambda x: _placed(x, whole), inputs.shared),
         inputs.step,
     )
@@ -240,10 +246,11 @@ def _placed(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 def constrain_batch(batch: PyTree, mesh: Mesh) -> Inputs:
     """A traced batch, its rows over all devices."""
-    sharding, inputs = batch_sharding(mesh), Inputs.of(batch)
-    return inputs.map_rows(
-        lambda x: jax.lax.with_sharding_constraint(jnp.asarray(x), sharding)
-    )  # fmt: skip
+
+    def constrained(x: Any) -> jax.Array:
+        return jax.lax.with_sharding_constraint(jnp.asarray(x), batch_sharding(mesh, x.shape))
+
+    return Inputs.of(batch).map_rows(constrained)
 
 
 def abstract_batch(batch: PyTree, mesh: Mesh) -> Inputs:
@@ -254,9 +261,8 @@ def abstract_batch(batch: PyTree, mesh: Mesh) -> Inputs:
         shape = shape_of(leaf)
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-    rows = batch_sharding(mesh)
     return Inputs(
-        jax.tree.map(lambda x: abstract(x, rows), inputs.rows),
+        jax.tree.map(lambda x: abstract(x, batch_sharding(mesh, np.shape(x))), inputs.rows),
         jax.tree.map(lambda x: abstract(x, whole), inputs.shared),
         jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
     )

@@ -48,6 +48,8 @@ class Plan:
             says so (`interleaved`, `zb_v`).
         replica: sharding groups (mesh axis `replica`). Above 1 this is hybrid sharding: state is
             sharded within a group and replicated across groups.
+        context: devices that share out each sequence (mesh axis `context`): dim 1 of batch leaves
+            that it divides. Functions see whole sequences; `fz.attention` exchanges what it has to.
         tensor: devices that share out each layer (mesh axis `tensor`): leaves whose model says so
             (`shard` of `fz.Layer`, `fz.Stack`, `fz.Model`) are split over them, beside ZeRO, and
             stay so while they are used. A model's functions see whole arrays; XLA divides the work.
@@ -128,6 +130,7 @@ class Plan:
     data: int | None = None
     pipe: int = 1
     replica: int = 1
+    context: int = 1
     tensor: int = 1
     microbatches: int = 1
     precision: str = "fp32"

@@ -124,6 +124,7 @@ EVERY = {
     "data": 4,
     "pipe": 1,
     "replica": 2,
+    "context": 2,
     "tensor": 2,
     "microbatches": 3,
     "precision": "fp16",

@@ -25,8 +25,9 @@ class Layout:
         mesh: the devices: axes `replica` and `data`, with `pipe` before them in a pipeline.
         state: a `jax.ShapeDtypeStruct` with sharding for every leaf of a state, as if all were on
             the device: for `jax.jit(out_shardings=)`, checkpoint libraries, `train_step.lower`.
-        batch_sharding: of a batch's row leaves. A global `jax.Array` in it, or in an equivalent
-            one, is taken as it is: make one with `jax.make_array_from_process_local_data`.
+        batch_sharding: of a batch's row leaves (dim 1 is divided over `context` as well). A global
+            `jax.Array` in it, or in an equivalent one, is taken as it is: make one with
+            `jax.make_array_from_process_local_data`.
         shared_sharding: of what is wrapped in `fz.Shared`.
         batch_multiple: what the number of rows of a training batch must be a multiple of: devices
             times microbatches.

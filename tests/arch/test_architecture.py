@@ -23,7 +23,7 @@ SOURCES = FZERO + sorted((ROOT / "torch_bridge").rglob("*.py"))
 LAYERS = {
     "fzero": [
         ["errors", "tree", "compat", "keys", "axes"],
-        ["programs", "schedule", "processes", "hosts"],
+        ["programs", "schedule", "exchange", "processes", "hosts"],
         ["storage", "optimizer", "loss_scaling", "policies", "summary"],
         ["plan", "model", "precision", "batch"],
         ["sharding"],

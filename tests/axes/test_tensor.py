@@ -256,7 +256,7 @@ def test_frozen_leaves_stay_divided_and_cost_no_gradient():
     ("shard", "plan", "message"),
     [
         ({"upp": (None, "tensor")}, {}, r"layer 'blocks' is for 'upp', which is no .*'bias'"),
-        ({"up": (None, "model")}, {}, r"blocks/up names the mesh axes \['model'\].*\['tensor'"),
+        ({"up": (None, "model")}, {}, r"blocks/up names the mesh axes \['model'\].*'tensor'\]"),
         ({"up": (None, None, "tensor")}, {}, r"blocks/up: expected at most one axis .* \[16, 32\]"),
         ({"up": ("tensor", "tensor")}, {}, r"none twice"),
         ({"up": "tensor"}, {}, r"blocks/up: expected .*\(None, 'tensor'\); got 'tensor'"),

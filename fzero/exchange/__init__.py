@@ -1,0 +1,1 @@
+"""What layers exchange along the axes that divide them."""

@@ -1,0 +1,259 @@
+"""Attention over a sequence that is divided over devices: keys and values go round in a ring.
+
+Every device keeps its queries and sees all keys in turn, those of its neighbour next, while the
+ones it has are computed with. What each block gives is put together by its log-sum-exp, so the
+result is the softmax over all keys. The backward pass goes round once more, and the gradients of
+keys and values travel with them; nothing of a block is kept but the log-sum-exp of its rows.
+
+A causal sequence in `n` pieces gives the first device 1 block to compute and the last one `n`. So
+pieces are cut in halves first and dealt out again, device `i` having halves `i` and `2n - 1 - i`:
+then each device computes two blocks of halves in each round (three in the first).
+
+Source: Ring Attention, arXiv:2310.01889, section 3; the balanced halves are those of Llama 3's
+    context parallelism, arXiv:2407.21783, section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+# Lower than any score; its differences are finite.
+LOW = -1e30
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How pieces of a sequence go round.
+
+    Args:
+        axis: the mesh axis, over which the `shard_map` at hand is manual.
+        size: its devices.
+        causal: whether a position sees none behind it.
+        window: positions that one sees to each side, itself not counted; `None` for all.
+        scale: factor of the scores.
+    """
+
+    axis: str
+    size: int
+    causal: bool
+    window: int | None
+    scale: float
+
+    @property
+    def halves(self) -> bool:
+        """Whether pieces are dealt out in halves. A window is balanced as it is."""
+        return self.causal and self.window is None
+
+    def rounds(self, length: int) -> list[int]:
+        """By how many places keys have been moved on in each round; `length` is a piece's."""
+        if self.window is None:
+            return list(range(self.size))
+        reach = min(-(-self.window // length), self.size - 1)
+        back = list(range(reach + 1))
+        if self.causal:
+            return back
+        return back + [r for r in range(self.size - reach, self.size) if r > reach]
+
+    def blocks(self, moved: int) -> list[tuple[Any, Any]]:
+        """Which parts of the queries meet which parts of the keys in a round."""
+        if not self.halves:
+            return [(0, 0)]
+        if not moved:
+            return [(0, 0), (1, 0), (1, 1)]
+        # Keys of a device before this one: both halves of the queries see the first half of the
+        # keys. Of one behind: the second half of the queries sees all keys.
+        behind = (jax.lax.axis_index(self.axis) < moved).astype(jnp.int32)
+        return [(1, 0), (behind, behind)]
+
+    def positions(self, length: int, moved: int = 0) -> jax.Array:
+        """The places in the whole sequence of parts of `length`: `(parts, length)`.
+
+        Args:
+            length: of each part.
+            moved: by how many places the parts have been moved on.
+        """
+        home = (jax.lax.axis_index(self.axis) - moved) % self.size
+        parts = [home, 2 * self.size - 1 - home] if self.halves else [home]
+        return jnp.stack(parts)[:, None] * length + jnp.arange(length)
+
+    def seen(self, at: Any, to: Any, own: Any, other: Any, moved: int) -> Any:
+        """Which keys a block's queries see; `None` for all.
+
+        Args:
+            at: positions of the queries.
+            to: of the keys.
+            own: segments of the queries, or `None`.
+            other: of the keys.
+            moved: by how many places the keys have been moved on.
+        """
+        far = at[:, None] - to[None, :]
+        seen = None
+        if self.causal and not (self.halves and moved):
+            seen = far >= 0
+        if self.window is not None:
+            near = jnp.abs(far) <= self.window
+            seen = near if seen is None else seen & near
+        seen = None if seen is None else seen[None, None, None]
+        if own is not None:
+            same = (own[:, :, None] == other[:, None, :])[:, None, None]
+            seen = same if seen is None else seen & same
+        return seen
+
+    def deal(self, piece: jax.Array) -> jax.Array:
+        """A piece as its parts `(parts, batch, length, ...)`, dealt out if need be."""
+        if not self.halves:
+            return piece[None]
+        first, second = jnp.split(piece, 2, axis=1)
+        first = jax.lax.ppermute(first, self.axis, [(i, self._home(2 * i)) for i in self._all])
+        second = jax.lax.ppermute(
+            second, self.axis, [(i, self._home(2 * i + 1)) for i in self._all]
+        )
+        return self._ordered(first, second)
+
+    def collect(self, parts: jax.Array) -> jax.Array:
+        """The piece again: undoes `deal`."""
+        if not self.halves:
+            return parts[0]
+        first, second = self._ordered(parts[0], parts[1])
+        first = jax.lax.ppermute(first, self.axis, [(self._home(2 * i), i) for i in self._all])
+        second = jax.lax.ppermute(
+            second, self.axis, [(self._home(2 * i + 1), i) for i in self._all]
+        )
+        return jnp.concatenate([first, second], axis=1)
+
+    @property
+    def _all(self) -> range:
+        return range(self.size)
+
+    def _home(self, half: int) -> int:
+        """The device that a half is dealt to."""
+        return min(half, 2 * self.size - 1 - half)
+
+    def _ordered(self, first: jax.Array, second: jax.Array) -> jax.Array:
+        """Devices with odd numbers have their lower half from the others' second halves."""
+        odd = jax.lax.axis_index(self.axis) % 2 == 1
+        return jnp.stack([jnp.where(odd, second, first), jnp.where(odd, first, second)])
+
+    def moved_on(self, tree: Any, places: int) -> Any:
+        """Every leaf from the device that is so many places before this one."""
+        if not places % self.size:
+            return tree
+        pairs = [(i, (i + places) % self.size) for i in self._all]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree)
+
+
+def ring_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, ring: Ring
+) -> jax.Array:
+    """Attention of this device's queries to all keys.
+
+    Args:
+        q: this device's queries `(batch, length, groups, heads of a group, features)`.
+        k: keys `(batch, length, groups, features)`.
+        v: values, likewise; features may be others.
+        segments: int32 `(batch, length)`: positions see those of their own segment only.
+        ring: how keys go round.
+
+    Returns:
+        `(batch, length, groups, heads of a group, features of v)`, in the dtype of `q`.
+    """
+    parts = [ring.deal(x) for x in (q, k, v)]
+    segments = None if segments is None else ring.deal(segments)
+    return ring.collect(_parts(*parts, segments, ring))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _parts(q: jax.Array, k: jax.Array, v: jax.Array, own: Any, ring: Ring) -> jax.Array:
+    return _forward(q, k, v, own, ring)[0]
+
+
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, own: Any, ring: Ring) -> Any:
+    wide = (*q.shape[:-1], v.shape[-1])
+    out = jnp.zeros(wide, jnp.float32)
+    top, total = jnp.full(q.shape[:-1], LOW, jnp.float32), jnp.zeros(q.shape[:-1], jnp.float32)
+    keys, before = (k, v, own), 0
+    for moved in ring.rounds(_length(q, ring)):
+        keys = ring.moved_on(keys, moved - before)
+        before = moved
+        for a, b in ring.blocks(moved):
+            scores, seen = _scores(q, keys, own, a, b, moved, ring)
+            old = _at(top, a)
+            new = jnp.maximum(old, _rows(jnp.max(scores, -1)))
+            weights = jnp.exp(scores - _columns(new))
+            weights = weights if seen is None else jnp.where(seen, weights, 0)
+            fade = jnp.exp(old - new)
+            given = jnp.einsum("bghqk,bkgf->bqghf", weights, _at(keys[1], b).astype(jnp.float32))
+            out = out.at[a].set(_at(out, a) * fade[..., None] + given)
+            total = total.at[a].set(_at(total, a) * fade + _rows(jnp.sum(weights, -1)))
+            top = top.at[a].set(new)
+    out = out / total[..., None]
+    return out.astype(q.dtype), (q, k, v, own, out, top + jnp.log(total))
+
+
+def _backward(ring: Ring, kept: Any, given: jax.Array) -> Any:
+    q, k, v, own, out, level = kept
+    given = given.astype(jnp.float32)
+    drift = jnp.sum(given * out, -1)
+    dq = jnp.zeros(q.shape, jnp.float32)
+    keys, before = (k, v, own), 0
+    grads = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for moved in ring.rounds(_length(q, ring)):
+        keys, grads = ring.moved_on((keys, grads), moved - before)
+        before = moved
+        dk, dv = grads
+        for a, b in ring.blocks(moved):
+            scores, seen = _scores(q, keys, own, a, b, moved, ring)
+            weights = jnp.exp(scores - _columns(_at(level, a)))
+            weights = weights if seen is None else jnp.where(seen, weights, 0)
+            back = _at(given, a)
+            dv = dv.at[b].add(jnp.einsum("bghqk,bqghf->bkgf", weights, back))
+            pulled = jnp.einsum("bqghf,bkgf->bghqk", back, _at(keys[1], b).astype(jnp.float32))
+            slope = weights * (pulled - _columns(_at(drift, a))) * ring.scale
+            to, at = _at(q, a).astype(jnp.float32), _at(keys[0], b).astype(jnp.float32)
+            dq = dq.at[a].add(jnp.einsum("bghqk,bkgf->bqghf", slope, at))
+            dk = dk.at[b].add(jnp.einsum("bghqk,bqghf->bkgf", slope, to))
+        grads = dk, dv
+    dk, dv = ring.moved_on(grads, -before)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_parts.defvjp(_forward, _backward)
+
+
+def _length(q: jax.Array, ring: Ring) -> int:
+    return q.shape[2] * q.shape[0]
+
+
+def _scores(
+    q: jax.Array, keys: Any, own: Any, a: Any, b: Any, moved: int, ring: Ring
+) -> tuple[jax.Array, Any]:
+    """Scores `(batch, groups, heads, queries, keys)` of a block, and which of them count."""
+    k, _, other = keys
+    scores = jnp.einsum(
+        "bqghf,bkgf->bghqk", _at(q, a), _at(k, b), preferred_element_type=jnp.float32
+    ) * ring.scale  # fmt: skip
+    at, to = _at(ring.positions(q.shape[2]), a), _at(ring.positions(q.shape[2], moved), b)
+    if own is not None:
+        own, other = _at(own, a), _at(other, b)
+    seen = ring.seen(at, to, own, other, moved)
+    return (scores if seen is None else jnp.where(seen, scores, LOW)), seen
+
+
+def _at(parts: jax.Array, index: Any) -> jax.Array:
+    return parts[index]
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    """`(batch, groups, heads, queries)` as `(batch, queries, groups, heads)`."""
+    return jnp.moveaxis(x, 3, 1)
+
+
+def _columns(x: jax.Array) -> jax.Array:
+    """The way back, with a dim for keys."""
+    return jnp.moveaxis(x, 1, 3)[..., None]
