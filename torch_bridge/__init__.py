@@ -6,6 +6,12 @@ from torch_bridge.adapters.state import merge as merge
 from torch_bridge.adapters.state import unmerge as unmerge
 from torch_bridge.adapters.state import with_adapter as with_adapter
 from torch_bridge.calls import wrap as wrap
+from torch_bridge.configs import Imported as Imported
+from torch_bridge.configs import from_accelerate as from_accelerate
+from torch_bridge.configs import from_deepspeed as from_deepspeed
+from torch_bridge.configs import (
+    from_training_arguments as from_training_arguments,
+)
 from torch_bridge.convert import Applied as Applied
 from torch_bridge.convert import Converted as Converted
 from torch_bridge.convert import convert as convert
@@ -42,6 +48,7 @@ __all__ = [
     "Checkpoint",
     "Converted",
     "ConvertedSequential",
+    "Imported",
     "Lightning",
     "Moments",
     "Output",
@@ -52,7 +59,10 @@ __all__ = [
     "checkpoint",
     "convert",
     "fit",
+    "from_accelerate",
+    "from_deepspeed",
     "from_lightning",
+    "from_training_arguments",
     "load",
     "load_into",
     "load_state_dict",

@@ -40,7 +40,7 @@ LAYERS = {
         ["structure"],
         ["convert", "sequential"],
         ["reference", "statedict", "moments", "parity"],
-        ["formats", "optim", "training", "calls"],
+        ["formats", "optim", "training", "calls", "configs"],
         ["adapters", "lightning"],
         ["cli"],
     ],

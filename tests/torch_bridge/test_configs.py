@@ -1,0 +1,221 @@
+"""Configurations of DeepSpeed, Accelerate and the Trainer, as they are published, and bent ones."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import fzero as fz
+import torch_bridge as tb
+from fzero.errors import ConversionError
+from torch_bridge.cli.import_config import app
+from torch_bridge.configs.imported import plan_text
+
+
+DATA = json.loads((pathlib.Path(__file__).parents[1] / "data/configs/published.json").read_text())
+
+
+@pytest.fixture(autouse=True)
+def _as_users_promote():
+    with jax.numpy_dtype_promotion("standard"):  # optax.adam wants it
+        yield
+
+
+def imported(row):
+    if row["kind"] == "accelerate":
+        return tb.from_accelerate(row["config"], auto=DATA["auto"])
+    return tb.from_deepspeed(row["config"], devices=DATA["devices"], auto=DATA["auto"])
+
+
+@pytest.mark.parametrize("row", DATA["configs"], ids=lambda row: row["source"])
+def test_published_configurations(row):
+    if "error" in row:
+        with pytest.raises(ConversionError) as failed:
+            imported(row)
+        assert str(failed.value) == row["error"]
+        return
+    got = imported(row)
+    assert plan_text(got.plan) == row["plan"]
+    # Every key of the file is told of, whichever way.
+    told = {note.key.split(".")[0] for note in got.notes}
+    quiet = {"num_machines", "mixed_precision", "data_types"}
+    assert not {key for key, value in row["config"].items() if value} - told - quiet
+
+
+@pytest.mark.parametrize("case", DATA["rates"]["cases"], ids=lambda case: str(case["params"])[:60])
+def test_rates_are_those_of_deepspeed(case):
+    got = tb.from_deepspeed({
+        "optimizer": {"type": "AdamW", "params": {"lr": DATA["rates"]["lr"]}},
+        "scheduler": {"type": case["type"], "params": case["params"]},
+    })  # fmt: skip
+    rates = [got.schedule(jnp.int32(n)) for n in range(len(case["rates"]))]
+    # Rates are float32 here and float64 there.
+    np.testing.assert_allclose(rates, case["rates"], rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "make"),
+    [
+        ("AdamW", {"lr": 0.1, "weight_decay": 0.1, "betas": [0.8, 0.9]},
+         lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, betas=(0.8, 0.9))),
+        # DeepSpeed's Adam decays as AdamW does unless it is told otherwise.
+        ("Adam", {"lr": 0.1, "weight_decay": 0.1},
+         lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1)),
+        ("Adam", {"lr": 0.1, "weight_decay": 0.1, "adam_w_mode": False},
+         lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1)),
+        ("AdamW", {"lr": 0.1, "torch_adam": True}, lambda p: torch.optim.AdamW(p, lr=0.1)),
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True)),
+    ],
+)  # fmt: skip
+def test_optimizers_are_those_of_torch(name, params, make):
+    tx = tb.from_deepspeed({"optimizer": {"type": name, "params": params}}).tx
+    w = np.array([1.0, -2.0, 0.5], "f")
+    theirs = torch.nn.Parameter(torch.tensor(w))
+    optimizer, ours, state = make([theirs]), jnp.array(w), tx.init(jnp.array(w))
+    for _ in range(4):
+        theirs.grad = 2 * theirs.detach() + 1
+        optimizer.step()
+        updates, state = tx.update(2 * ours + 1, state, ours)
+        ours = ours + updates
+    # optax takes 1 - 0.999**t in float32, torch in float64: 6e-5 of each update of 0.1.
+    np.testing.assert_allclose(ours, theirs.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"zero_optimization": {"stag": 2}}, "zero_optimization.stag is 2.*did you mean 'stage'"),
+        ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, r"pass auto=.*params\.lr"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {}}}, "compressed reductions"),
+        ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "optax.amsgrad"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "keep one"),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, "write 0"),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, "pass devices="),
+        ({"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}, "8-bit"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "device 'cpu'"),
+        ({"curriculum_learning": {"enabled": True}}, "choose your batches"),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "total_num_steps is missing"),
+    ],
+)  # fmt: skip
+def test_what_has_no_counterpart_is_refused_by_its_key(config, words):
+    with pytest.raises(ConversionError, match=words):
+        tb.from_deepspeed(config)
+
+
+def test_batch_sizes_that_do_not_agree():
+    config = {"train_batch_size": 60, "train_micro_batch_size_per_gpu": 4,
+              "gradient_accumulation_steps": 2}  # fmt: skip
+    with pytest.raises(ConversionError, match=r"expected 4 x 2 x 8 devices = 64"):
+        tb.from_deepspeed(config, devices=8)
+    got = tb.from_deepspeed({**config, "train_batch_size": 64}, devices=8)
+    assert (got.plan.microbatches, got.batch_size) == (2, 64)
+
+
+def test_a_state_trains_with_what_a_file_says(tmp_path):
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps({
+        "train_batch_size": 8, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
+    }))  # fmt: skip
+    got = tb.from_deepspeed(file, devices=2)
+    model = fz.Model(
+        lambda rng: ({"w": jnp.zeros(4)}, {}),
+        lambda p, b, batch, rng, train: (jnp.mean((batch["x"] @ p["w"] - 1) ** 2), b, {}),
+    )
+    plan = dataclasses.replace(got.plan, data=2)
+    state, step = fz.init(model, got.tx, plan), fz.train_step(model, got.tx, plan)
+    losses = []
+    for _ in range(20):
+        state, metrics = step(state, {"x": np.ones((8, 4), "f")})
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == losses[1] == 1.0  # DeepSpeed's first updates run at the rate 0
+    assert losses[-1] < 0.2
+
+
+ARGUMENTS = {
+    "learning_rate": 1e-3, "weight_decay": 0.1, "warmup_steps": 3, "max_steps": 10,
+    "adam_beta2": 0.95, "bf16": False, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5,
+    "per_device_train_batch_size": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "constant_with_warmup"])
+def test_rates_are_those_of_the_trainer(kind):
+    got = tb.from_training_arguments({**ARGUMENTS, "lr_scheduler_type": kind}, devices=2)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    theirs = transformers.get_scheduler(kind, optimizer, 3, 10)
+    rates = []
+    for _ in range(11):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    ours = [got.schedule(jnp.int32(n)) for n in range(11)]
+    # float32 here; a cosine near its end is a difference of ones.
+    np.testing.assert_allclose(ours, rates, rtol=1e-6, atol=1e-10)
+    assert (got.plan.microbatches, got.plan.clip_norm, got.batch_size) == (2, 0.5, 16)
+
+
+def test_the_trainer_decays_neither_biases_nor_norms():
+    module = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2)
+    )
+    # With a rate of 1 and no gradient, an update is what the decay takes.
+    tx = tb.from_training_arguments({
+        **ARGUMENTS, "learning_rate": 1.0, "lr_scheduler_type": "constant", "warmup_steps": 0,
+    }).tx  # fmt: skip
+    params = {name: jnp.ones(p.shape) for name, p in module.named_parameters()}
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    decayed = {name for name, update in updates.items() if np.any(update)}
+    norms = {name for name in params if ".ln_" in name or name.endswith("bias")}
+    assert decayed == set(params) - norms
+
+
+def test_arguments_with_a_deepspeed_file_fill_in_its_autos():
+    config = {
+        "zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {
+            "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto",
+            "total_num_steps": "auto"}},
+        "gradient_clipping": "auto", "train_batch_size": "auto",
+    }  # fmt: skip
+    got = tb.from_training_arguments({**ARGUMENTS, "bf16": True, "deepspeed": config}, devices=4)
+    assert (got.plan.zero, got.plan.precision, got.plan.clip_norm) == (3, "bf16", 0.5)
+    assert float(got.schedule(4)) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"optim": "adafactor"}, "expected one of"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "optax.schedules"),
+        ({"max_steps": -1}, "pass num_steps="),
+        ({"bf16": True, "fp16": True}, "keep one"),
+    ],
+)
+def test_arguments_without_counterpart_are_refused(more, words):
+    with pytest.raises(ConversionError, match=words):
+        tb.from_training_arguments({**ARGUMENTS, **more})
+
+
+def test_the_command_prints_the_plan_and_every_key(tmp_path):
+    file = tmp_path / "ds_config.json"
+    file.write_text('{"zero_optimization": {"stage": 1, "overlap_comm": true}, "fp16": {}}')
+    done = CliRunner().invoke(app, [str(file)])
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("fz.Plan(zero=1)")
+    assert "zero_optimization.overlap_comm" in done.output
+    file.write_text("{")
+    failed = CliRunner().invoke(app, [str(file)])
+    assert "expected JSON" in str(failed.exception)

@@ -1,0 +1,209 @@
+"""Accelerate's YAML (`accelerate config`) as a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import fzero as fz
+from torch_bridge.configs.deepspeed import from_deepspeed
+from torch_bridge.configs.imported import Imported
+from torch_bridge.configs.keys import Keys, read
+
+
+_START = "how processes start: fz.join finds its world, fzero launch starts one"
+_STARTS = (
+    "compute_environment", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend",
+    "same_network", "main_training_function", "enable_cpu_affinity", "gpu_ids", "tpu_env",
+    "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm",
+    "mpirun_config", "use_cpu", "debug", "deepspeed_hostfile", "deepspeed_multinode_launcher",
+    "deepspeed_exclusion_filter", "deepspeed_inclusion_filter", "ipex_config", "use_xpu",
+)  # fmt: skip
+_FSDP = {
+    "fsdp_auto_wrap_policy": "what is gathered together follows from the model's layers",
+    "fsdp_transformer_layer_cls_to_wrap": "what is gathered together follows from the layers",
+    "fsdp_min_num_params": "see fz.Plan(min_shard_bytes=)",
+    "fsdp_backward_prefetch": "a layer is gathered one ahead of its use",
+    "fsdp_forward_prefetch": "a layer is gathered one ahead of its use",
+    "fsdp_backward_prefetch_policy": "a layer is gathered one ahead of its use",
+    "fsdp_cpu_ram_efficient_loading": "tb.restore reads into the sharding",
+    "fsdp_sync_module_states": "one initial state for all processes",
+    "fsdp_state_dict_type": "tb.save writes either, from any plan",
+    "fsdp_use_orig_params": "parameters are leaves by their own names",
+    "fsdp_version": "both versions lay out alike here",
+}
+# Strategy to stage, and whether groups are replicated.
+_STRATEGIES = {
+    "FULL_SHARD": (3, False), "SHARD_GRAD_OP": (2, False), "NO_SHARD": (0, False),
+    "HYBRID_SHARD": (3, True), "HYBRID_SHARD_ZERO2": (2, True),
+}  # fmt: skip
+_BY_NUMBER = dict(enumerate(_STRATEGIES, start=1))
+
+
+def from_accelerate(
+    config: str | PathLike[str] | Mapping[str, Any], *, auto: Mapping[str, Any] | None = None
+) -> Imported:
+    """A configuration of Accelerate (FSDP, DeepSpeed or plain data parallelism) as fzero says it.
+
+    Args:
+        config: the YAML file that `accelerate config` wrote, or its content.
+        auto: values for `auto` in the DeepSpeed file that it names, as for `from_deepspeed`.
+
+    Returns:
+        The plan, and what became of each key; an optimizer only where a DeepSpeed file has one.
+
+    Raises:
+        ConversionError: a key that would change numbers and has no counterpart, or that nothing
+            knows.
+
+    Example:
+        >>> got = from_accelerate({"distributed_type": "FSDP", "mixed_precision": "bf16",
+        ...                        "num_processes": 8,
+        ...                        "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}})
+        >>> got.plan.zero, got.plan.data, got.plan.precision
+        (3, 8, 'bf16')
+
+    Source: Accelerate's `ClusterConfig` and its FSDP plugin, huggingface.co/docs/accelerate.
+    """
+    source, values = read(config)
+    keys = Keys(source, values, auto or {})
+    fields: dict[str, Any] = {}
+    kind = str(keys.take("distributed_type", "NO")).upper().replace("FALSE", "NO")  # YAML's no
+    if kind not in ("NO", "FSDP", "DEEPSPEED") and not kind.startswith("MULTI_"):
+        raise keys.error("distributed_type", repr(kind), "expected FSDP, DEEPSPEED or MULTI_GPU")
+    devices, machines = keys.number("num_processes", -1, int), keys.number("num_machines", 1, int)
+    _precision(keys, fields)
+    _parallelism(keys, fields)
+    inner = None
+    if kind == "DEEPSPEED":
+        inner = _deepspeed(keys, config, None if devices < 1 else devices, auto)
+        fields = {**_given(inner.plan), **fields}
+        keys.notes.extend(inner.notes)
+    else:
+        fields.setdefault("zero", 0)
+        keys.note("distributed_type", kind, f"zero={fields['zero']}" if kind != "FSDP" else "")
+    if kind == "FSDP":
+        _fsdp(keys, fields, devices, machines)
+    if devices > 0 and "data" not in fields:
+        fields["data"] = devices // fields.get("replica", 1)
+        keys.note("num_processes", devices, f"data={fields['data']}")
+    for unused in ("fsdp_config", "deepspeed_config", "megatron_lm_config", "fp8_config"):
+        keys.refuse({unused: f"distributed_type is {kind}: take the part out"}, (None, False))
+    keys.without_effect(dict.fromkeys(_STARTS, _START))
+    keys.without_effect({"dynamo_config": "a step is one compiled program"})
+    keys.done()
+    tx, schedule, rows = (None, None, None) if inner is None else (
+        inner.tx, inner.schedule, inner.batch_size
+    )  # fmt: skip
+    return Imported(fz.Plan(**fields), tx, schedule, rows, tuple(keys.notes))
+
+
+def _given(plan: fz.Plan) -> dict[str, Any]:
+    """The fields of a plan that are not the defaults."""
+    default = fz.Plan()
+    names = plan.__dataclass_fields__
+    return {n: getattr(plan, n) for n in names if getattr(plan, n) != getattr(default, n)} | {
+        "zero": plan.zero
+    }
+
+
+def _precision(keys: Keys, fields: dict[str, Any]) -> None:
+    value = str(keys.take("mixed_precision", "no")).lower()
+    if value in ("bf16", "fp16"):
+        fields["precision"] = value
+        keys.note("mixed_precision", value, f"precision={value!r}")
+    elif value not in ("no", "false", "none"):
+        raise keys.error("mixed_precision", repr(value), "expected no, bf16 or fp16")
+    keys.without_effect({"downcast_bf16": "bf16 computes in bf16, float32 stays float32"})
+
+
+def _parallelism(keys: Keys, fields: dict[str, Any]) -> None:
+    part = keys.part("parallelism_config")
+    if part is None:
+        return
+    names = {"dp_replicate": "replica", "dp_shard": "data", "tp": "tensor", "cp": "context"}
+    for theirs, ours in names.items():
+        key = f"parallelism_config_{theirs}_size"
+        size = part.number(key, 1, int)
+        if size == 1:
+            continue
+        if ours not in fz.Plan.__dataclass_fields__:
+            raise part.error(key, str(size), f"this version's plan has no {ours}=: write 1")
+        fields[ours] = size
+        part.note(key, size, f"{ours}={size}")
+    part.refuse({"parallelism_config_sp_size": "no counterpart; write 1"}, (None, 1))
+    part.without_effect(
+        dict.fromkeys(
+            ("parallelism_config_cp_comm_strategy", "parallelism_config_sp_backend",
+             "parallelism_config_cp_backend"), "the plan's axis chooses",
+        )
+    )  # fmt: skip
+    part.done()
+
+
+def _deepspeed(keys: Keys, config: Any, devices: int | None, auto: Any) -> Imported:
+    part = keys.part("deepspeed_config") or Keys(keys.source, {}, keys.auto)
+    part.without_effect(
+        dict.fromkeys(
+            ("zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher",
+             "deepspeed_hostfile", "deepspeed_moe_layer_cls_names"),
+            "tb.restore reads into the sharding; tb.save writes from any",
+        )
+    )  # fmt: skip
+    path = part.take("deepspeed_config_file")
+    if path is not None:
+        part.done()
+        if not isinstance(config, Mapping):
+            path = Path(config).parent / path
+        return from_deepspeed(path, devices=devices, auto=auto)
+    zero: dict[str, Any] = {"stage": part.number("zero_stage", 2, int)}
+    for name in ("optimizer", "param"):
+        where = part.take(f"offload_{name}_device", "none")
+        if where not in ("none", None):
+            zero[f"offload_{name}"] = {"device": where}
+            path = part.take(f"offload_{name}_nvme_path")
+            if path is not None:
+                zero[f"offload_{name}"]["nvme_path"] = path
+    made = {
+        "zero_optimization": zero,
+        "gradient_accumulation_steps": part.number("gradient_accumulation_steps", 1, int),
+        "gradient_clipping": part.number("gradient_clipping", 0.0),
+    }
+    part.done()
+    return from_deepspeed(made, devices=devices, auto=auto)
+
+
+def _fsdp(keys: Keys, fields: dict[str, Any], devices: int, machines: int) -> None:
+    part = keys.part("fsdp_config") or Keys(keys.source, {}, keys.auto)
+    strategy = part.take("fsdp_sharding_strategy")
+    strategy = _BY_NUMBER.get(strategy, strategy)
+    again = part.take("fsdp_reshard_after_forward")
+    if isinstance(again, str) and again.upper() in _STRATEGIES:
+        strategy, again = again.upper(), None
+    if strategy is None:
+        strategy = "SHARD_GRAD_OP" if again in (False, "false") else "FULL_SHARD"
+    if strategy not in _STRATEGIES:
+        raise part.error(
+            "fsdp_sharding_strategy", repr(strategy), f"expected one of {list(_STRATEGIES)}"
+        )
+    fields["zero"], hybrid = _STRATEGIES[strategy]
+    part.note("fsdp_sharding_strategy", strategy, f"zero={fields['zero']}")
+    if hybrid:
+        if devices < 1 or devices % machines:
+            raise keys.error(
+                "num_processes", str(devices), f"{strategy} needs a multiple of num_machines"
+            )
+        fields |= {"replica": machines, "data": devices // machines}
+        part.note("num_machines", machines, f"replica={machines}, data={fields['data']}")
+    if part.take("fsdp_offload_params", False):
+        tiers = {"opt_state": "host"} | ({"params": "host"} if fields["zero"] == 3 else {})
+        fields["tiers"] = tiers
+        part.note("fsdp_offload_params", True, f"tiers={tiers}")
+    fields["remat"] = "layer" if part.take("fsdp_activation_checkpointing", False) else "none"
+    part.note("fsdp_activation_checkpointing", fields["remat"] == "layer",
+              f"remat={fields['remat']!r}")  # fmt: skip
+    part.refuse({"fsdp_ignored_modules": "every leaf has its split"}, (None, False, ""))
+    part.without_effect(_FSDP)
+    part.done()

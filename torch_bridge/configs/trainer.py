@@ -1,0 +1,204 @@
+"""Hugging Face `TrainingArguments` as a plan, an optimizer and a schedule."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import fzero as fz
+from fzero.errors import ConversionError
+from fzero.tree import path_name
+from torch_bridge.configs.accelerate import from_accelerate
+from torch_bridge.configs.deepspeed import from_deepspeed
+from torch_bridge.configs.imported import Imported, Note, Schedule
+from torch_bridge.configs.keys import read
+
+
+# The Trainer decays no biases and no norms, which it knows by their classes; by name these are:
+_NO_DECAY = re.compile(
+    r"(^|[./])(bias|[^./]*(norm|ln_?\d*|ln_f)[^./]*[./](weight|scale))$", re.IGNORECASE
+)
+_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw")
+
+
+def from_training_arguments(
+    arguments: Any, *, devices: int | None = None, num_steps: int | None = None
+) -> Imported:
+    """Hugging Face `TrainingArguments` as fzero says them.
+
+    Args:
+        arguments: the object, its `to_dict()`, or the JSON file that `to_json_string()` wrote.
+        devices: how many the run has; taken for `auto` batch sizes and for `batch_size`.
+        num_steps: updates of the whole run; `max_steps` says so where it is positive. Schedules
+            that end somewhere need it.
+
+    Returns:
+        Plan, AdamW with the Trainer's schedule and its rule of what is not decayed (biases and
+        norms, told by their names), and what became of each argument that matters here.
+
+    Raises:
+        ConversionError: an optimizer, a schedule or a precision without counterpart.
+
+    Example:
+        >>> got = from_training_arguments({"learning_rate": 5e-5, "max_steps": 100, "bf16": True,
+        ...                                "gradient_accumulation_steps": 4}, devices=8)
+        >>> got.plan.microbatches, got.plan.clip_norm, float(got.schedule(0))
+        (4, 1.0, 4.999999873689376e-05)
+
+    Source: transformers' `TrainingArguments`, `Trainer.get_decay_parameter_names` and
+        `transformers.optimization`.
+    """
+    given = arguments.to_dict() if hasattr(arguments, "to_dict") else arguments
+    source, values = read(given)
+    get = values.get
+    steps = num_steps or max(0, int(get("max_steps") or 0))
+    notes: list[Note] = []
+    base = _layout(source, values, devices, steps)
+    fields: dict[str, Any] = {} if base is None else {
+        name: getattr(base.plan, name) for name in base.plan.__dataclass_fields__
+    }  # fmt: skip
+    if base is None:
+        fields["zero"] = 0
+        notes.append(Note("deepspeed, fsdp", None, "zero=0", "data parallel, as the Trainer's own"))
+    else:
+        notes.extend(base.notes)
+    if get("bf16") and get("fp16"):
+        raise ConversionError(f"{source}: bf16 and fp16 are both true: keep one")
+    for name in ("bf16", "fp16"):
+        if get(name):
+            fields["precision"] = name
+            notes.append(Note(name, True, f"precision={name!r}"))
+    fields["microbatches"] = int(get("gradient_accumulation_steps") or 1)
+    notes.append(Note("gradient_accumulation_steps", fields["microbatches"],
+                      f"microbatches={fields['microbatches']}"))  # fmt: skip
+    clip = float(1.0 if get("max_grad_norm") is None else values["max_grad_norm"])
+    fields["clip_norm"] = clip or None
+    notes.append(Note("max_grad_norm", clip, f"clip_norm={clip or None}"))
+    fields["remat"] = "layer" if get("gradient_checkpointing") else "none"
+    notes.append(Note("gradient_checkpointing", bool(get("gradient_checkpointing")),
+                      f"remat={fields['remat']!r}"))  # fmt: skip
+    tx, schedule = (base.tx, base.schedule) if base is not None and base.tx else (None, None)
+    if tx is None:
+        tx, schedule = _optimizer(source, values, steps, notes)
+    rows = get("per_device_train_batch_size")
+    batch = rows * fields["microbatches"] * devices if rows and devices else None
+    return Imported(fz.Plan(**fields), tx, schedule, batch, tuple(notes))
+
+
+def _layout(
+    source: str, values: Mapping[str, Any], devices: int | None, steps: int
+) -> Imported | None:
+    """What a DeepSpeed file or `fsdp` says of the layout; `None` where there is neither."""
+    given: str | PathLike[str] | Mapping[str, Any] | None = values.get("deepspeed")
+    if given:
+        rate, warm = float(values.get("learning_rate", 5e-5)), _warmup(values, steps)
+        auto = {
+            "optimizer.params.lr": rate,
+            "optimizer.params.betas": _betas(values),
+            "optimizer.params.eps": values.get("adam_epsilon", 1e-8),
+            "optimizer.params.weight_decay": values.get("weight_decay", 0.0),
+            "scheduler.params.warmup_min_lr": 0,
+            "scheduler.params.warmup_max_lr": rate,
+            "scheduler.params.warmup_num_steps": max(1, warm),
+            "scheduler.params.total_num_steps": steps,
+            "bf16.enabled": bool(values.get("bf16")),
+            "fp16.enabled": bool(values.get("fp16")),
+            "gradient_clipping": values.get("max_grad_norm", 1.0),
+        }  # fmt: skip
+        return from_deepspeed(given, devices=devices, auto=auto)
+    words = values.get("fsdp") or ""
+    words = words.split() if isinstance(words, str) else [str(word) for word in words]
+    if not words:
+        return None
+    config: dict[str, Any] = {
+        f"fsdp_{key.removeprefix('fsdp_')}": value
+        for key, value in (values.get("fsdp_config") or {}).items()
+        if key not in ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "min_num_params")
+    }
+    for word in words:
+        if word in ("offload",):
+            config["fsdp_offload_params"] = True
+        elif word not in ("auto_wrap",):
+            config["fsdp_sharding_strategy"] = word.upper().replace("ZERO_2", "ZERO2")
+    return from_accelerate(
+        {"distributed_type": "FSDP", "num_processes": devices or -1, "fsdp_config": config}
+    )
+
+
+def _optimizer(
+    source: str, values: Mapping[str, Any], steps: int, notes: list[Note]
+) -> tuple[optax.GradientTransformation, Schedule]:
+    name = str(values.get("optim", "adamw_torch"))
+    if name not in _ADAMW:
+        raise ConversionError(
+            f"{source}: optim is {name!r}: expected one of {list(_ADAMW)}; make others with"
+            " tb.optimizer, or pass any optax transformation to train_step"
+        )
+    schedule = _schedule(source, values, steps)
+    decay = float(values.get("weight_decay") or 0.0)
+    tx = optax.adamw(
+        schedule, *_betas(values),
+        float(values.get("adam_epsilon", 1e-8)), weight_decay=decay, mask=_decayed,
+    )  # fmt: skip
+    notes.append(Note("optim", name, "tx", "biases and norms are not decayed" if decay else ""))
+    notes.append(
+        Note("lr_scheduler_type", str(values.get("lr_scheduler_type", "linear")), "schedule")
+    )
+    return tx, schedule
+
+
+def _decayed(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not _NO_DECAY.search(path_name(path)), params
+    )
+
+
+def _betas(values: Mapping[str, Any]) -> tuple[float, float]:
+    return float(values.get("adam_beta1", 0.9)), float(values.get("adam_beta2", 0.999))
+
+
+def _warmup(values: Mapping[str, Any], steps: int) -> int:
+    count = values.get("warmup_steps") or 0
+    if isinstance(count, float) and 0 < count < 1:
+        return math.ceil(steps * count)
+    return int(count) or math.ceil(steps * float(values.get("warmup_ratio") or 0.0))
+
+
+def _schedule(source: str, values: Mapping[str, Any], steps: int) -> Schedule:
+    name = str(values.get("lr_scheduler_type", "linear"))
+    name = name.rpartition(".")[2].lower()
+    rate, warm = float(values.get("learning_rate", 5e-5)), _warmup(values, steps)
+    if values.get("lr_scheduler_kwargs"):
+        raise ConversionError(f"{source}: lr_scheduler_kwargs: write the schedule with optax")
+    after: dict[str, Callable[[Any], Any]] = {
+        "constant": lambda count: 1.0,
+        "constant_with_warmup": lambda count: 1.0,
+        "linear": lambda count: jnp.maximum(0.0, (steps - count) / max(1, steps - warm)),
+        "cosine": lambda count: jnp.maximum(
+            0.0, 0.5 * (1 + jnp.cos(math.pi * (count - warm) / max(1, steps - warm)))
+        ),
+    }
+    if name not in after:
+        raise ConversionError(
+            f"{source}: lr_scheduler_type is {name!r}: expected one of {list(after)}; write others"
+            " with optax.schedules"
+        )
+    if name in ("linear", "cosine") and not steps:
+        raise ConversionError(
+            f"{source}: max_steps: the schedule {name!r} ends with the run: pass num_steps="
+        )
+    if name == "constant":
+        return lambda count: jnp.float32(rate)
+
+    def moved(count: Any) -> Any:
+        at = jnp.float32(count)
+        return rate * jnp.where(at < warm, at / max(1, warm), after[name](at))
+
+    return moved
