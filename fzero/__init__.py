@@ -26,6 +26,9 @@ from fzero.flax import from_flax as from_flax
 from fzero.hosts.join import join as join
 from fzero.hosts.world import World as World
 from fzero.loss_scaling import LossScaling as LossScaling
+from fzero.losses import CrossEntropy as CrossEntropy
+from fzero.losses import cross_entropy as cross_entropy
+from fzero.losses import linear_cross_entropy as linear_cross_entropy
 from fzero.model import Context as Context
 from fzero.model import Layer as Layer
 from fzero.model import Mean as Mean

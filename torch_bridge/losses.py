@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 
 from fzero.errors import ConversionError
+from fzero.losses import CrossEntropy, cross_entropy, linear_cross_entropy
 from fzero.model import Mean
 
 
 def causal_lm_loss(
-    logits: Any, labels: Any, ignore_index: int = -100, *, shift: bool = True
+    logits: Any,
+    labels: Any,
+    ignore_index: int = -100,
+    *,
+    shift: bool = True,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Mean:
     """Cross entropy of the next token, as a mean over the tokens that count.
 
@@ -21,11 +34,16 @@ def causal_lm_loss(
     input ids themselves; the last position predicts nothing. With `shift=False` the labels are
     already those of each position.
 
+    In the loss of a converted module whose blocks were rolled, logits of which nothing else reads
+    are never there as a whole: the module's last layer and this are `fz.linear_cross_entropy`.
+
     Args:
         logits: `(..., T, V)`, any float dtype; computed in float32.
         labels: integers `(..., T)`; `ignore_index` where a position does not count.
         ignore_index: the label to leave out.
         shift: whether the labels are still to be shifted by one.
+        label_smoothing: this much of the target is spread over the whole vocabulary.
+        z_loss: factor of the squared logsumexp that is added.
 
     Returns:
         An `fzero.Mean`: the summed loss in nats and the number of tokens, both float32.
@@ -42,17 +60,76 @@ def causal_lm_loss(
         raise ValueError(
             f"logits {logits.shape} need labels of shape {logits.shape[:-1]}, got {labels.shape}"
         )
+    labels = jnp.asarray(labels)  # torch's int64 becomes int32
     if shift:
         # The labels move, not the logits: slicing logits would copy the largest array there is.
-        labels = jnp.asarray(labels)  # torch's int64 becomes int32
         fill = jnp.full((*labels.shape[:-1], 1), ignore_index, labels.dtype)
         labels = jnp.concatenate([labels[..., 1:], fill], axis=-1)
-    counted = labels != ignore_index
-    picked = jnp.where(counted, labels, 0)
-    wide = logits.astype(jnp.float32)
-    target = jnp.squeeze(jnp.take_along_axis(wide, picked[..., None], axis=-1), -1)
-    losses = jnp.where(counted, jax.nn.logsumexp(wide, axis=-1) - target, 0.0)
-    return Mean(total=jnp.sum(losses), count=jnp.sum(counted, dtype=jnp.float32))
+    terms = CrossEntropy(ignore_index, label_smoothing, z_loss)
+    if not _marking.get():
+        return cross_entropy(logits, labels, terms)
+    total = LOSS.bind(jnp.asarray(logits), labels, terms=terms)
+    return Mean(total=total, count=terms.count(labels))
+
+
+# While a loss is taken apart its cross entropy is one operation, so that who computes it may see
+# what the logits are made of.
+_marking: ContextVar[bool] = ContextVar("marking", default=False)
+LOSS = core.Primitive("causal_lm_loss")
+
+
+@contextlib.contextmanager
+def marked() -> Iterator[None]:
+    """Within this, `causal_lm_loss` is the operation `LOSS` of logits and labels."""
+    token = _marking.set(True)
+    try:
+        yield
+    finally:
+        _marking.reset(token)
+
+
+@dataclass(frozen=True)
+class Head:
+    """Logits that are not computed: what they are made of.
+
+    Args:
+        x: `(..., D)`.
+        weight: `(V, D)`.
+        bias: `(V,)`, or `None`.
+        soft_cap: see `fz.CrossEntropy`.
+    """
+
+    x: jax.Array
+    weight: jax.Array
+    bias: Any
+    soft_cap: float | None
+
+
+def total_of(logits: jax.Array | Head, labels: jax.Array, *, terms: CrossEntropy) -> jax.Array:
+    """What `LOSS` computes, of logits or of what they are made of."""
+    if not isinstance(logits, Head):
+        return terms.total(logits, labels)
+    terms = replace(terms, soft_cap=logits.soft_cap)
+    args = logits.x, logits.weight, labels
+    return linear_cross_entropy(*args, bias=logits.bias, terms=terms).total
+
+
+def _batched(args: Any, dims: Any, *, terms: CrossEntropy) -> Any:
+    return jax.vmap(partial(total_of, terms=terms), in_axes=dims)(*args), 0
+
+
+def _differentiated(primals: Any, tangents: Any, *, terms: CrossEntropy) -> Any:
+    logits, labels = primals
+    if isinstance(tangents[0], ad.Zero):
+        return total_of(logits, labels, terms=terms), ad.Zero(jax.core.ShapedArray((), jnp.float32))
+    return jax.jvp(lambda x: terms.total(x, labels), (logits,), (tangents[0],))
+
+
+LOSS.def_impl(total_of)
+LOSS.def_abstract_eval(lambda *_, terms: jax.core.ShapedArray((), jnp.float32))
+batching.primitive_batchers[LOSS] = _batched
+ad.primitive_jvps[LOSS] = _differentiated
+mlir.register_lowering(LOSS, mlir.lower_fun(total_of, multiple_results=False))
 
 
 def called_with_batch(batch: Any) -> Any:

@@ -25,7 +25,7 @@ LAYERS = {
         ["errors", "tree", "compat", "keys", "axes"],
         ["programs", "schedule", "exchange", "processes", "hosts"],
         ["storage", "optimizer", "loss_scaling", "policies", "summary"],
-        ["plan", "model", "precision", "batch"],
+        ["plan", "model", "losses", "precision", "batch"],
         ["sharding"],
         ["zero", "offload"],
         ["state"],

@@ -12,7 +12,7 @@ layers differ in a constant, `"number"` counts them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from torch_bridge.export.mode import Mode, TensorInput, as_kept, as_leaf, frozen
 from torch_bridge.lower.refs import fill, refs
 from torch_bridge.structure.again import Graphs
 from torch_bridge.structure.halves import Halves, Halving, halve
+from torch_bridge.structure.heads import find_head
 from torch_bridge.structure.rolled import Loop, Part, Rolled
 from torch_bridge.structure.stacked import Names
 
@@ -294,7 +295,7 @@ def _layer(plan: _Plan, index: int, name: str, halving: Halving) -> Layer:
             assert isinstance(before, Loop)
             env.update(x["shared"])
             env.update({given: x["carry"][place] for given, place in before.ends.items()})
-        evaluate(part.steps, env, ctx.rng)
+        _evaluated(part, rolled, halves.logits if last else (), env, ctx.rng)
         written = {leaf: rolled.updates[leaf] for leaf in buffers if leaf in rolled.updates}
         new = {**state, **as_kept(fill(written, env), state)}
         if last:
@@ -314,6 +315,26 @@ def _layer(plan: _Plan, index: int, name: str, halving: Halving) -> Layer:
     return Layer(
         name, None, apply, reads=plan.reads[index], stateful=bool(buffers), buffer_reduce=same
     )
+
+
+def _evaluated(
+    part: Part, rolled: Rolled, logits: Collection[int], env: dict[str, Any], rng: Any
+) -> None:
+    """Adds what a part computes to `env`; for logits that only a loss reads, their `Head`."""
+    every = [*rolled.outputs, *rolled.updates.values()]
+    found = {
+        rolled.outputs[place].name: head
+        for place in logits
+        if (head := find_head(part.steps, rolled.outputs[place], every)) is not None
+    }
+    skipped = frozenset().union(*(head.skipped for head in found.values()))
+    later = tuple(step for step in part.steps if step.name in skipped)
+    evaluate(tuple(step for step in part.steps if step.name not in skipped), env, rng)
+    heads = {name: head.head(env) for name, head in found.items()}
+    if None in heads.values():
+        evaluate(later, env, rng)
+        return
+    env.update(heads)
 
 
 def _stack(plan: _Plan, index: int, name: str, halving: Halving) -> Stack:

@@ -19,6 +19,7 @@ from jax.interpreters import ad, batching
 from fzero import compat
 from fzero.errors import ConversionError
 from torch_bridge.export.mode import TensorInput
+from torch_bridge.losses import LOSS, Head, marked, total_of
 from torch_bridge.lower.refs import Ref
 from torch_bridge.module.signature import build_output
 from torch_bridge.structure.again import Call, Graphs
@@ -51,10 +52,13 @@ class Halves:
     Attributes:
         call: the graph that runs, and its inputs: what the loss calls `forward` with.
         finish: the loss, given the module's output leaves.
+        logits: places of output leaves that nothing but a cross entropy reads: `finish` takes a
+            `Head` in their stead.
     """
 
     call: Call
     finish: Callable[[Sequence[Any]], Any]
+    logits: frozenset[int] = frozenset()
 
 
 def halve(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -> Halves:
@@ -88,7 +92,8 @@ def halve(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -> Ha
         ]
         return build_output(call.mode.out_spec, leaves)
 
-    closed, shapes = jax.make_jaxpr(lambda b: loss(forward, b), return_shape=True)(batch)
+    with marked():
+        closed, shapes = jax.make_jaxpr(lambda b: loss(forward, b), return_shape=True)(batch)
     if not calls:
         raise NotOneCallError(
             "the loss did not call forward, so that there is nothing to run; expected"
@@ -105,14 +110,25 @@ def halve(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -> Ha
         results = [x for x, leaf in zip(outputs, call.mode.graph.outputs, strict=True)
                    if isinstance(leaf, Ref)]  # fmt: skip
         known = {
-            var: jnp.asarray(x).astype(var.aval.dtype)
+            var: x if isinstance(x, Head) else jnp.asarray(x).astype(var.aval.dtype)
             for var, x in zip(place.outvars, results, strict=True)
         }
         out = _evaluate(closed, leaves, closed.jaxpr.outvars, known)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     inputs = dict(zip(names, given, strict=True))
-    return Halves(call._replace(inputs={**call.inputs, **inputs}), finish)
+    arrays = [i for i, leaf in enumerate(call.mode.graph.outputs) if isinstance(leaf, Ref)]
+    logits = {i for i, var in zip(arrays, place.outvars, strict=True) if _is_logits(closed, var)}
+    return Halves(call._replace(inputs={**call.inputs, **inputs}), finish, frozenset(logits))
+
+
+def _is_logits(closed: Any, var: Any) -> bool:
+    """Whether cross entropies are all that reads a value, and reads it as their logits."""
+    readers = [e for e in closed.jaxpr.eqns if any(a is var for a in e.invars)]
+    returned = any(a is var for a in closed.jaxpr.outvars)
+    return bool(readers) and not returned and all(
+        e.primitive is LOSS and e.invars[0] is var and e.invars[1] is not var for e in readers
+    )  # fmt: skip
 
 
 def predicted(
@@ -166,7 +182,7 @@ def predicted(
             )
         return arrays
 
-    return replace(halves, finish=finish)
+    return replace(halves, finish=finish, logits=frozenset())
 
 
 def _avals(call: Call) -> tuple[Any, ...]:
@@ -252,6 +268,9 @@ def _evaluate(
         )
     for equation in reversed(steps):
         operands = [_value(env, atom) for atom in equation.invars]
+        if equation.primitive is LOSS:
+            env[equation.outvars[0]] = total_of(*operands, **equation.params)
+            continue
         results = compat.run_equation(equation, operands, compat.NameStack())
         env.update(zip(equation.outvars, results, strict=True))
     return [_value(env, atom) for atom in wanted]

@@ -1,0 +1,253 @@
+"""A linear layer and the cross entropy of its output as one function, which never has the output.
+
+Logits are `tokens x vocabulary`, the largest array of a language model by far. Here they exist for
+a chunk of the tokens at a time. Their gradient follows from them alone, so it is computed where
+they are, and multiplied into the gradients of what they were made of: three products of matrices,
+as many as with whole logits, and nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from fzero.errors import PlanError
+from fzero.model import Mean
+
+
+# Bytes of float32 logits that there are at a time. Large enough that products of matrices run at
+# full speed, small beside what a training step keeps anyway.
+CHUNK_BYTES = 2**27
+# A product of fewer rows than this would read the weight more often than it computes with it.
+MIN_ROWS = 128
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """What is computed of the logits.
+
+    Args:
+        ignore_index: the label of positions that do not count.
+        label_smoothing: this much of the target is spread over the whole vocabulary.
+        z_loss: factor of the squared logsumexp that is added.
+        soft_cap: logits are `cap * tanh(logits / cap)`, if not `None`.
+    """
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing <= 1:
+            raise PlanError(f"label_smoothing={self.label_smoothing!r}: expected 0 to 1")
+        if self.z_loss < 0 or (self.soft_cap is not None and self.soft_cap <= 0):
+            raise PlanError(
+                f"z_loss={self.z_loss!r}, soft_cap={self.soft_cap!r}: expected z_loss of at least"
+                " 0, and a soft_cap above 0 or None"
+            )
+
+    def capped(self, logits: jax.Array) -> jax.Array:
+        """Float32 logits with the soft cap."""
+        wide = logits.astype(jnp.float32)
+        return wide if self.soft_cap is None else self.soft_cap * jnp.tanh(wide / self.soft_cap)
+
+    def total(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
+        """The summed loss of logits `(..., V)` and labels `(...)`: a float32 scalar."""
+        wide = self.capped(logits)
+        counted = labels != self.ignore_index
+        picked = jnp.where(counted, labels, 0)
+        found = jnp.squeeze(jnp.take_along_axis(wide, picked[..., None], axis=-1), -1)
+        norm = jax.nn.logsumexp(wide, axis=-1)
+        losses = norm - found
+        if self.label_smoothing:
+            uniform = norm - jnp.mean(wide, axis=-1)
+            losses = (1 - self.label_smoothing) * losses + self.label_smoothing * uniform
+        if self.z_loss:
+            losses = losses + self.z_loss * norm**2
+        return jnp.sum(jnp.where(counted, losses, 0.0))
+
+    def count(self, labels: jax.Array) -> jax.Array:
+        """How many positions count: a float32 scalar."""
+        return jnp.sum(labels != self.ignore_index, dtype=jnp.float32)
+
+    def gradient(self, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`total` of logits `(C, V)`, and its derivative by them, both float32."""
+        wide = self.capped(logits)
+        norm = jax.nn.logsumexp(wide, axis=-1, keepdims=True)
+        target = jax.lax.broadcasted_iota(labels.dtype, wide.shape, 1) == labels[:, None]
+        off = self.label_smoothing / wide.shape[-1]
+        found = jnp.exp(wide - norm) * (1 + 2 * self.z_loss * norm)
+        found = found - jnp.where(target, 1 - self.label_smoothing + off, off)
+        if self.soft_cap is not None:
+            found = found * (1 - (wide / self.soft_cap) ** 2)
+        counted = (labels != self.ignore_index)[:, None]
+        return self.total(logits, labels), jnp.where(counted, found, 0.0)
+
+
+def linear_cross_entropy(
+    x: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    terms: CrossEntropy = CrossEntropy(),
+    chunk: int | None = None,
+) -> Mean:
+    """The cross entropy of `x @ weight.T + bias`, which is never there as a whole.
+
+    As `cross_entropy` of the logits, to float32 rounding; products are accumulated in float32, so
+    16-bit logits are not rounded. Its gradient is that of one pass: it has no further derivatives,
+    and no forward-mode ones.
+
+    Args:
+        x: `(..., D)`.
+        weight: `(V, D)`, as of an embedding or torch's Linear.
+        labels: integers `(...)`; `terms.ignore_index` where a position does not count.
+        bias: `(V,)`, or `None`.
+        terms: label smoothing, z-loss, soft cap: `fz.CrossEntropy`.
+        chunk: tokens at a time; by default so many that their logits are 128 MiB.
+
+    Returns:
+        The summed loss in nats and the number of positions that count, both float32.
+
+    Raises:
+        PlanError: shapes that do not belong together, or `chunk` below 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> mean = linear_cross_entropy(jnp.ones((2, 3, 4)), jnp.zeros((8, 4)),
+        ...                             jnp.full((2, 3), 5))
+        >>> round(float(mean.total / mean.count), 4), float(mean.count)
+        (2.0794, 6.0)
+
+    Source: Hsu et al., Liger Kernel (arXiv:2410.10989), section 3.2, for the gradient in the
+    forward pass.
+    """
+    labels = jnp.asarray(labels)
+    fits = x.shape[:-1] == labels.shape and weight.ndim == 2 and x.shape[-1:] == weight.shape[1:]
+    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
+        raise PlanError(
+            "linear_cross_entropy: expected x (..., D), weight (V, D), labels (...) and bias (V,);"
+            f" got {x.shape}, {weight.shape}, {labels.shape}"
+            f"{'' if bias is None else f' and {bias.shape}'}"
+        )
+    if chunk is not None and chunk < 1:
+        raise PlanError(f"linear_cross_entropy: chunk={chunk}: expected at least one token")
+    dtype = jnp.promote_types(x.dtype, weight.dtype)
+    rows = x.reshape(-1, x.shape[-1]).astype(dtype)
+    flat = labels.reshape(-1)
+    size = min(_rows_of(weight.shape[0]) if chunk is None else chunk, max(flat.size, 1))
+    rows, flat = _padded(rows, flat, size, terms.ignore_index)
+    added = jnp.zeros(weight.shape[:1], dtype) if bias is None else bias.astype(dtype)
+    total = _chunked(terms, size)(rows, weight.astype(dtype), added, flat)
+    return Mean(total=total, count=terms.count(labels))
+
+
+def cross_entropy(
+    logits: jax.Array, labels: jax.Array, terms: CrossEntropy = CrossEntropy()
+) -> Mean:
+    """The cross entropy of logits `(..., V)`; see `linear_cross_entropy`."""
+    return Mean(total=terms.total(logits, labels), count=terms.count(labels))
+
+
+def _rows_of(vocabulary: int) -> int:
+    """Tokens in a chunk: a power of two."""
+    fit = max(CHUNK_BYTES // (4 * vocabulary), MIN_ROWS)
+    return 2 ** int(math.log2(fit))
+
+
+def _padded(
+    rows: jax.Array, labels: jax.Array, size: int, ignore: int
+) -> tuple[jax.Array, jax.Array]:
+    """Rows filled up to whole chunks with some that do not count."""
+    more = -labels.size % size
+    if not more:
+        return rows, labels
+    return jnp.pad(rows, ((0, more), (0, 0))), jnp.pad(labels, (0, more), constant_values=ignore)
+
+
+@lru_cache(maxsize=64)
+def _chunked(terms: CrossEntropy, size: int) -> Callable[..., jax.Array]:
+    """`(rows, weight, bias, labels) -> total`, by chunks of so many rows."""
+
+    def chunks(rows: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return rows.reshape(-1, size, rows.shape[-1]), labels.reshape(-1, size)
+
+    def logits(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+        return _product(x, weight, ((1,), (1,))) + bias.astype(jnp.float32)
+
+    @jax.custom_vjp
+    def total(rows: jax.Array, weight: jax.Array, bias: jax.Array, labels: jax.Array) -> jax.Array:
+        def body(total: jax.Array, xs: Any) -> tuple[jax.Array, None]:
+            x, own = xs
+            return total + terms.total(logits(x, weight, bias), own), None
+
+        return jax.lax.scan(body, jnp.float32(0), chunks(rows, labels))[0]
+
+    def forward(rows: Any, weight: Any, bias: Any, labels: Any) -> tuple[jax.Array, Any]:
+        wanted = rows.perturbed, weight.perturbed, bias.perturbed
+        w, b = weight.value, bias.value
+
+        def body(sums: Any, xs: Any) -> tuple[Any, Any]:
+            x, own = xs
+            loss, slope = terms.gradient(logits(x, w, b), own)
+            slopes = slope.astype(x.dtype)
+            back = _product(slopes, w, ((1,), (0,))).astype(_kept(x)) if wanted[0] else None
+            new = (
+                loss,
+                _product(slopes, x, ((0,), (0,))) if wanted[1] else None,
+                jnp.sum(slope, axis=0) if wanted[2] else None,
+            )
+            return jax.tree.map(jnp.add, sums, new), back
+
+        start = (
+            jnp.float32(0),
+            jnp.zeros(w.shape, jnp.float32) if wanted[1] else None,
+            jnp.zeros(b.shape, jnp.float32) if wanted[2] else None,
+        )
+        (loss, by_weight, by_bias), by_rows = jax.lax.scan(
+            body, start, chunks(rows.value, labels.value)
+        )
+        if by_rows is not None:
+            by_rows = by_rows.reshape(rows.value.shape)
+        # Named, so that a checkpoint policy that keeps names, or anything but data movement, keeps
+        # these: otherwise `jax.checkpoint` keeps what each chunk added, to add it up once more.
+        found = _named((by_rows, by_weight, by_bias))
+        like = tuple(jnp.zeros((), x.dtype) for x in (rows.value, w, b))
+        return _named(loss), (*found, like)
+
+    def backward(kept: Any, seed: Any) -> tuple[Any, ...]:
+        *found, like = kept
+        if isinstance(seed, jax.custom_derivatives.SymbolicZero):
+            return None, None, None, None
+        scaled = [
+            None if x is None else (x.astype(jnp.float32) * seed).astype(to.dtype)
+            for x, to in zip(found, like, strict=True)
+        ]
+        return *scaled, None
+
+    total.defvjp(forward, backward, symbolic_zeros=True)
+    return total
+
+
+def _named(tree: Any) -> Any:
+    return jax.tree.map(lambda x: checkpoint_name(x, "linear_cross_entropy"), tree)
+
+
+def _kept(x: jax.Array) -> Any:
+    """The dtype in which an input's gradient waits for its seed: float16 would lose small ones,
+    which a loss scale is there to save."""
+    return jnp.float32 if x.dtype == jnp.float16 else x.dtype
+
+
+def _product(a: jax.Array, b: jax.Array, dims: tuple[tuple[int, ...], tuple[int, ...]]) -> Any:
+    """A product of matrices, accumulated in float32."""
+    return jax.lax.dot_general(a, b, (dims, ((), ())), preferred_element_type=jnp.float32)

@@ -1,0 +1,133 @@
+"""A head and its cross entropy as one function: the numbers of whole logits, without them."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fzero as fz
+
+
+pytestmark = pytest.mark.quick
+N, D, V = (2, 7), 5, 11
+
+
+def values(dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    x, w, b = rng.normal(size=(*N, D)), rng.normal(size=(V, D)), rng.normal(size=V)
+    labels = rng.integers(0, V, N)
+    labels[0, 2] = labels[1, 6] = -100
+    return [jnp.asarray(v, dtype) for v in (x, w, b)], jnp.asarray(labels, jnp.int32)
+
+
+def reference(terms, x, w, b, labels):
+    """In optax's and plain terms; nothing of it is shared with what is tested."""
+    logits = x.astype(jnp.float32) @ w.astype(jnp.float32).T + b.astype(jnp.float32)
+    if terms.soft_cap:
+        logits = terms.soft_cap * jnp.tanh(logits / terms.soft_cap)
+    target = optax.smooth_labels(jax.nn.one_hot(labels, V), terms.label_smoothing)
+    losses = optax.softmax_cross_entropy(logits, target)
+    losses += terms.z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+    return jnp.sum(jnp.where(labels == -100, 0.0, losses))
+
+
+TERMS = [
+    fz.CrossEntropy(),
+    fz.CrossEntropy(label_smoothing=0.1),
+    fz.CrossEntropy(z_loss=1e-2),
+    fz.CrossEntropy(soft_cap=2.0),
+    fz.CrossEntropy(label_smoothing=0.2, z_loss=1e-2, soft_cap=3.0),
+]
+
+
+@pytest.mark.parametrize("chunk", [None, 3, 14])  # one chunk; filled up; exactly one
+@pytest.mark.parametrize("terms", TERMS)
+def test_values_and_gradients_are_those_of_whole_logits(terms, chunk):
+    args, labels = values()
+
+    def own(*args):
+        x, w, b = args
+        return fz.linear_cross_entropy(x, w, labels, bias=b, terms=terms, chunk=chunk).total
+
+    with jax.numpy_dtype_promotion("strict"):
+        got = jax.jit(jax.value_and_grad(own, argnums=(0, 1, 2)))(*args)
+    want = jax.value_and_grad(partial(reference, terms), argnums=(0, 1, 2))(*args, labels)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)
+    assert float(own(*args)) == pytest.approx(float(want[0]), rel=1e-6)  # not differentiated
+    mean = fz.linear_cross_entropy(args[0], args[1], labels)
+    assert float(mean.count) == 12
+
+
+def test_a_seed_scales_gradients_and_16_bits_keep_small_ones():
+    args, labels = values(np.float16)
+    x, w, _ = args
+
+    def scaled(x, w, seed):
+        return fz.linear_cross_entropy(x * 1e-4, w * 1e-4, labels, chunk=4).total * seed
+
+    got = jax.grad(scaled, argnums=(0, 1))(x, w, jnp.float32(2**12))
+    wide = jax.grad(scaled, argnums=(0, 1))(
+        x.astype(jnp.float32), w.astype(jnp.float32), jnp.float32(2**12)
+    )
+    for one, other in zip(got, wide, strict=True):
+        assert one.dtype == jnp.float16
+        # float16 keeps 11 bits; the small numbers before the seed are below what it has at all
+        np.testing.assert_allclose(np.asarray(one, np.float32), other, rtol=3e-2, atol=2e-4)
+        assert np.count_nonzero(one) > 0.9 * np.count_nonzero(other)
+
+
+def test_frozen_heads_cost_no_gradient():
+    args, labels = values()
+    x, w, _ = args
+
+    def loss(x):
+        return fz.linear_cross_entropy(x, w, labels, chunk=4).total
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(x))
+    products = text.count("dot_general")
+    both = str(
+        jax.make_jaxpr(
+            jax.grad(lambda x, w: fz.linear_cross_entropy(x, w, labels, chunk=4).total, (0, 1))
+        )(x, w)
+    )
+    assert products == both.count("dot_general") - 1
+
+
+def test_no_array_of_logits_is_made():
+    vocabulary, tokens = 4096, 512
+    x = jax.ShapeDtypeStruct((tokens, 64), jnp.float32)
+    w = jax.ShapeDtypeStruct((vocabulary, 64), jnp.float32)
+    labels = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+
+    def chunked(x, w, labels):
+        return fz.linear_cross_entropy(x, w, labels, chunk=64).total
+
+    def whole(x, w, labels):
+        return fz.cross_entropy(x @ w.T, labels).total
+
+    def peak(loss):
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(x, w, labels).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert peak(whole) >= tokens * vocabulary * 4
+    # As a step has it: neither logits nor a copy of the weight's gradient for each chunk are kept.
+    saved = jax.checkpoint(chunked, policy=lambda prim, *_, **__: prim.name != "reshape")
+    assert peak(saved) < tokens * vocabulary * 4
+    assert peak(chunked) < tokens * vocabulary * 4 // 2
+
+
+def test_shapes_that_do_not_belong_together_are_refused():
+    args, labels = values()
+    x, w, b = args
+    with pytest.raises(fz.PlanError, match=r"expected x .* got \(2, 7, 5\), \(5, 11\), \(2, 7\)"):
+        fz.linear_cross_entropy(x, w.T, labels)
+    with pytest.raises(fz.PlanError, match=r"and \(5,\)"):
+        fz.linear_cross_entropy(x, w, labels, bias=b[:5])
+    with pytest.raises(fz.PlanError, match="chunk=0: expected at least one token"):
+        fz.linear_cross_entropy(x, w, labels, chunk=0)
+    with pytest.raises(fz.PlanError, match="label_smoothing=2: expected 0 to 1"):
+        fz.CrossEntropy(label_smoothing=2)

@@ -1,0 +1,79 @@
+"""The last layer of a module, found in its graph, so that its output need not be computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch_bridge.dtypes import is_float
+from torch_bridge.export.interpret import Instruction
+from torch_bridge.losses import Head
+from torch_bridge.lower.refs import Ref, fill, refs
+
+
+# Steps that change no number, or only its dtype: the loss is computed in float32 either way.
+_SAME = ("aten.alias.default", "aten.clone.default", "aten.contiguous.default")
+_CASTS = ("aten._to_copy.default", "aten.to.dtype")
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where logits come from.
+
+    Attributes:
+        skipped: names of the steps that would compute them.
+        parts: input, weight and bias of the linear layer.
+        soft_cap: what they are capped by.
+    """
+
+    skipped: frozenset[str]
+    parts: tuple[Any, Any, Any]
+    soft_cap: float | None
+
+    def head(self, values: Mapping[str, Any]) -> Head | None:
+        """What the logits are made of, if they are what a cross entropy takes."""
+        x, weight, bias = fill(list(self.parts), dict(values))
+        plain = weight.ndim == 2 and (bias is None or bias.ndim == 1) and x.ndim >= 1
+        return Head(x, weight, bias, self.soft_cap) if plain and is_float(x.dtype) else None
+
+
+def find_head(steps: Sequence[Instruction], logits: Any, others: Sequence[Any]) -> Found | None:
+    """The linear layer that gives some logits, if nothing else reads what is computed from it.
+
+    Args:
+        steps: the steps of the last part of a graph.
+        logits: the output in question.
+        others: all outputs and updates of the graph, that one included.
+    """
+    if not isinstance(logits, Ref):
+        return None
+    by_name = {step.name: step for step in steps}
+    readers = Counter(name for s in steps for name in refs((s.args, s.kwargs)))
+    readers.update(refs(list(others)))
+    skipped: set[str] = set()
+    cap: float | None = None
+    place, expected = logits, ""
+    while isinstance(place, Ref) and place.name in by_name and readers[place.name] == 1:
+        step = by_name[place.name]
+        skipped.add(step.name)
+        operator, args = step.operator, step.args
+        if operator == "aten.linear.default" and not expected and not step.kwargs:
+            return Found(frozenset(skipped), (*args, None)[:3], cap)
+        if operator in (*_SAME, *_CASTS):
+            pass
+        elif operator == "aten.mul.Tensor" and cap is None and _is_number(args[1]):
+            cap, expected = float(args[1]), "aten.tanh.default"
+        elif operator == expected == "aten.tanh.default":
+            expected = "aten.div.Tensor"
+        elif operator == expected == "aten.div.Tensor" and args[1] == cap:
+            expected = ""
+        else:
+            return None
+        place = args[0]
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
