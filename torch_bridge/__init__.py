@@ -22,6 +22,9 @@ from torch_bridge.formats.files import save as save
 from torch_bridge.formats.read import checkpoint as checkpoint
 from torch_bridge.formats.restore import restore as restore
 from torch_bridge.formats.write import write as write
+from torch_bridge.generation.generate import Generated as Generated
+from torch_bridge.generation.generate import generate as generate
+from torch_bridge.generation.sampling import Sampling as Sampling
 from torch_bridge.lightning import Lightning as Lightning
 from torch_bridge.lightning import from_lightning as from_lightning
 from torch_bridge.losses import causal_lm_loss as causal_lm_loss
@@ -48,6 +51,7 @@ __all__ = [
     "Checkpoint",
     "Converted",
     "ConvertedSequential",
+    "Generated",
     "Imported",
     "Lightning",
     "Moments",
@@ -63,6 +67,7 @@ __all__ = [
     "from_deepspeed",
     "from_lightning",
     "from_training_arguments",
+    "generate",
     "load",
     "load_into",
     "load_state_dict",

@@ -44,6 +44,8 @@ from torch_bridge.lower.symbolic import python_function
 # Inputs up to this rank have every dim tried as dynamic (tokens, features, sequences); images
 # only the batch: symbolic heights and widths make export slow and specialise anyway.
 _ALL_DYNAMIC_RANK = 3
+# Every dim free, then the batch only, then all fixed (which is said when it is called otherwise).
+_DYNAMIC = ("all", "batch", "none")
 
 
 def export_program(
@@ -53,6 +55,7 @@ def export_program(
     train: bool,
     batch_dim: int = 0,
     check: bool = True,
+    free: Sequence[str] = _DYNAMIC,
 ) -> ExportedProgram:
     """Export a module in train or eval mode; the module is left as it was.
 
@@ -63,6 +66,7 @@ def export_program(
         train: which mode the graph is taken in.
         batch_dim: the dim of every tensor that is kept free if not all can be.
         check: whether the graph of a second call is compared; a module that was, need not be again.
+        free: which sizes are free, of which the first that works is taken: "all", "batch", "none".
 
     Returns:
         The decomposed program, with dynamic sizes wherever the module allows them.
@@ -71,8 +75,8 @@ def export_program(
         ConversionError: export failed, or would have lost a gradient without a word.
     """
     mode = "train" if train else "eval"
-    with untouched(module, train), _quiet():
-        program = _export_pure(module, (args, dict(kwargs)), mode, batch_dim, check)
+    with untouched(module, train), quiet():
+        program = _export_pure(module, (args, dict(kwargs)), mode, (batch_dim, free), check)
         refuse_nameless(program, (*module.named_parameters(), *module.named_buffers()))
         inline_no_grad(program)
         tidy_slices(program.graph_module)
@@ -88,7 +92,7 @@ def export_program(
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep torch's deprecation notices, and the graphs it prints when a try fails, to itself."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -104,7 +108,7 @@ def _export_pure(
     module: torch.nn.Module,
     inputs: tuple[Any, dict[str, Any]],
     mode: str,
-    batch_dim: int,
+    sizes: tuple[int, Sequence[str]],
     check: bool,
 ) -> ExportedProgram:
     """Export, and refuse what the graph would silently lose: gradients, and Python's own state.
@@ -113,10 +117,10 @@ def _export_pure(
     on and changes itself (an attribute, a counter in some object, an iterator, a global, numbers
     from `random` or numpy) then gives another graph.
     """
-    before = PythonState(module)
+    before, (batch_dim, free) = PythonState(module), sizes
     try:
         with watch_state(module) as states:
-            program, dynamic = _export_most_dynamic(module, inputs, mode, batch_dim, _DYNAMIC)
+            program, dynamic = _export_most_dynamic(module, inputs, mode, batch_dim, free)
         after = states[-1] if states else before
         changed = before.changed(after)
         if not (check or changed or before.drew_numbers(after)):
@@ -134,10 +138,6 @@ def _export_pure(
     finally:
         before.restore_random()
     return program
-
-
-# Every dim free, then the batch only, then all fixed (which is said when it is called otherwise).
-_DYNAMIC = ("all", "batch", "none")
 
 
 def _export_most_dynamic(

@@ -1,0 +1,50 @@
+"""transformers' decoders generate the tokens that transformers' own `generate` gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from zoo_decoders import DECODERS, PROMPTS, lively
+from zoo_transformers import ENTRIES
+
+import torch_bridge as tb
+from fzero.errors import ConversionError
+
+
+NEW = 64
+# One with learned positions, one with windows; the others take `make test-extended`.
+CORE = ("gpt2", "mistral")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in CORE else pytest.mark.extended) for x in DECODERS]
+)
+def test_the_tokens_are_those_of_transformers(name: str) -> None:
+    """Of rows of several lengths in one batch; transformers is given one row at a time."""
+    module = lively(DECODERS[name])
+    converted = tb.convert(module, torch.zeros(2, 5, dtype=torch.long), train=False)
+    found = tb.generate(converted, converted.params, PROMPTS, NEW, stop=())
+    for prompt, tokens in zip(PROMPTS, found.tokens, strict=True):
+        expected = module.generate(
+            torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None
+        )[0, len(prompt) :]
+        assert tokens.tolist() == expected.tolist()
+        assert len(set(expected.tolist())) > 2  # not one token again and again
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bert", "BertForMaskedLM: its forward takes no `past_key_values`"),
+        ("mamba", "MambaForCausalLM: its forward takes no `past_key_values`"),
+        pytest.param("t5", "T5ForConditionalGeneration: it has an encoder", marks=pytest.mark.extended),
+        pytest.param("bart", "BartForConditionalGeneration: it has an encoder", marks=pytest.mark.extended),
+    ],
+)
+def test_others_are_refused_by_name(name: str, reason: str) -> None:
+    entry = ENTRIES[name]
+    call = entry.call(2)
+    converted = tb.convert(entry.make(), *call.args, **call.kwargs, train=False)
+    with pytest.raises(ConversionError, match=reason):
+        tb.generate(converted, converted.params, [[3, 4]], 4)

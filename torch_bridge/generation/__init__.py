@@ -1,0 +1,1 @@
+"""Text from a converted decoder: prefill and decode with a static key-value cache."""

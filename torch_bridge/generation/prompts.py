@@ -1,0 +1,128 @@
+"""Prompts of any lengths as one array, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fzero.errors import BatchError
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rows that end in the same column.
+
+    Attributes:
+        ids: int32 `(B, P)`, each prompt at the end of its row, zeros before it.
+        pads: int32 `(B,)`, how many zeros.
+        num: how many rows are prompts; others fill up.
+    """
+
+    ids: np.ndarray[Any, Any]
+    pads: np.ndarray[Any, Any]
+    num: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a decoder takes: tokens from 0 up to `vocabulary`, and so many `positions`, if it is
+    known."""
+
+    vocabulary: int
+    positions: int | None
+
+    @classmethod
+    def of(cls, module: Any) -> Limits:
+        """Those of a transformers model."""
+        config = module.config.get_text_config(decoder=True)
+        positions = getattr(config, "max_position_embeddings", None)
+        table = module.get_input_embeddings()
+        rows = getattr(table, "num_embeddings", None) or config.vocab_size
+        return cls(int(rows), None if positions is None else int(positions))
+
+
+def read_prompts(given: Any, new: int, limits: Limits, multiple: int, step: int) -> Prompts:
+    """Check prompts and put them into one array.
+
+    Args:
+        given: sequences of token numbers, or one array `(B, T)`.
+        new: how many tokens are to follow.
+        limits: what the decoder takes.
+        multiple: the number of rows is one of this, as devices share them.
+        step: the number of columns is one of this, so that few sizes come up.
+
+    Raises:
+        BatchError: names the first prompt that is none, and its place.
+    """
+    if isinstance(given, str) or (len(given) and isinstance(given[0], str)):
+        raise BatchError(
+            "generate: prompts are text: expected token numbers, as tokenizer(text).input_ids"
+        )
+    rows = [_row(number, row, limits.vocabulary) for number, row in enumerate(given)]
+    if not rows:
+        raise BatchError("generate: there are no prompts")
+    if limits.positions is not None:
+        number = max(range(len(rows)), key=lambda n: len(rows[n]))
+        length = len(rows[number])
+        if length + new > limits.positions:
+            raise BatchError(
+                f"generate: prompt {number} has {length} tokens, and {new} are to follow, but the"
+                f" model has {limits.positions} positions; shorten the prompt, or give"
+                f" max_new_tokens={max(limits.positions - length, 0)} or less"
+            )
+    columns = -(-max(map(len, rows)) // step) * step
+    if limits.positions is not None:
+        columns = max(min(columns, limits.positions - new), max(map(len, rows)))
+    num = -(-len(rows) // multiple) * multiple
+    ids = np.zeros((num, columns), np.int32)
+    pads = np.full((num,), columns - 1, np.int32)
+    for number, row in enumerate(rows):
+        ids[number, columns - len(row) :] = row
+        pads[number] = columns - len(row)
+    return Prompts(ids, pads, len(rows))
+
+
+def _row(number: int, row: Any, vocabulary: int) -> np.ndarray[Any, Any]:
+    array = row.numpy() if isinstance(row, torch.Tensor) else np.asarray(row)
+    if array.size == 0:
+        raise BatchError(
+            f"generate: prompt {number} is empty; give at least one token, such as the tokenizer's"
+            " bos_token_id"
+        )
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise BatchError(
+            f"generate: prompt {number}: expected a row of token numbers, got {array.dtype.name}"
+            f" of shape {array.shape}"
+        )
+    wrong = np.flatnonzero((array < 0) | (array >= vocabulary))
+    if wrong.size:
+        place = int(wrong[0])
+        raise BatchError(
+            f"generate: prompt {number} has token {int(array[place])} at place {place}, but the"
+            f" vocabulary of the model is 0 to {vocabulary - 1}"
+        )
+    return array.astype(np.int32)
+
+
+def stop_array(stop: Sequence[int] | None, module: Any, vocabulary: int) -> np.ndarray[Any, Any]:
+    """Tokens that end a row; by default those of the module's own generation config.
+
+    Raises:
+        BatchError: one is not in the vocabulary.
+    """
+    if stop is None:
+        config = getattr(module, "generation_config", None)
+        found = getattr(config, "eos_token_id", None)
+        stop = [] if found is None else [found] if isinstance(found, int) else list(found)
+        stop = [token for token in stop if 0 <= token < vocabulary]
+    for token in stop:
+        if not 0 <= token < vocabulary:
+            raise BatchError(
+                f"generate: stop token {token}: the vocabulary of the model is 0 to"
+                f" {vocabulary - 1}"
+            )
+    return np.asarray(sorted(set(stop)), np.int32)
