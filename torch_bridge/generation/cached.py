@@ -21,9 +21,9 @@ import jax
 import torch
 
 from fzero.errors import ConversionError
-from torch_bridge.export import quiet
+from torch_bridge.export.export import quiet
+from torch_bridge.export.watch import untouched
 from torch_bridge.lower import register_operator
-from torch_bridge.watch import untouched
 
 
 KEYS, VALUES = "cached_keys", "cached_values"

@@ -13,20 +13,19 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from fzero.errors import BatchError, ConversionError, PlacementError
-from fzero.offload.tiers import require_on_device
 from fzero.plan import PIPE
-from fzero.state import TrainState, require_alive
+from fzero.state.train_state import TrainState, require_alive
+from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves
-from torch_bridge.chain import links_merged
 from torch_bridge.convert import Converted
 from torch_bridge.dtypes import canonical, jax_dtype
-from torch_bridge.layout import Layout
-from torch_bridge.stacked import Names
-
-from .programs import Drawn, Programs, Shape, batch_axes
-from .prompts import Limits, Prompts, read_prompts, stop_array
-from .sampling import GREEDY, Draw, Sampling
-from .traced import Decoder
+from torch_bridge.generation.programs import Drawn, Programs, Shape, batch_axes
+from torch_bridge.generation.prompts import Limits, Prompts, read_prompts, stop_array
+from torch_bridge.generation.sampling import GREEDY, Draw, Sampling
+from torch_bridge.generation.traced import Decoder
+from torch_bridge.module.names import Layout
+from torch_bridge.structure.chain import links_merged
+from torch_bridge.structure.stacked import Names
 
 
 # Columns of prompts are a multiple of this: other lengths of prompts then rarely are other

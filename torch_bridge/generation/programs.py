@@ -20,10 +20,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.plan import AXES
-
-from .cached import Sizes
-from .sampling import Draw
-from .traced import Cache, Decoder
+from torch_bridge.generation.cached import Sizes
+from torch_bridge.generation.sampling import Draw
+from torch_bridge.generation.traced import Cache, Decoder
 
 
 @dataclass(frozen=True)

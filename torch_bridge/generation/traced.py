@@ -16,15 +16,22 @@ import jax.numpy as jnp
 import torch
 
 from fzero.errors import ConversionError
-from torch_bridge.again import Again, without_weights
 from torch_bridge.dtypes import jax_dtype, torch_dtype
-from torch_bridge.export import export_program
-from torch_bridge.interpret import missing_operators, refuse_data_dependent, refuse_missing
-from torch_bridge.layout import Layout, read_layout
-from torch_bridge.mode import Mode, build_mode
-from torch_bridge.structure import CallForm
-
-from .cached import KEYS, VALUES, Sizes, Spot, find_spots, refuse_others, with_cache
+from torch_bridge.export.export import export_program
+from torch_bridge.export.interpret import missing_operators, refuse_data_dependent, refuse_missing
+from torch_bridge.export.mode import Mode, build_mode
+from torch_bridge.generation.cached import (
+    KEYS,
+    VALUES,
+    Sizes,
+    Spot,
+    find_spots,
+    refuse_others,
+    with_cache,
+)
+from torch_bridge.module.names import Layout, read_layout
+from torch_bridge.module.signature import CallForm
+from torch_bridge.structure.again import Again, without_weights
 
 
 Cache = dict[str, Any]
