@@ -1,4 +1,4 @@
-"""GPT-2 decoding written by hand in JAX: one list of layers, one cache for each, a loop on device."""
+"""GPT-2 decoding by hand in JAX: a list of layers, a cache for each, a loop on the device."""
 
 from __future__ import annotations
 

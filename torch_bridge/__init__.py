@@ -21,6 +21,7 @@ from torch_bridge.formats.files import load as load
 from torch_bridge.formats.files import save as save
 from torch_bridge.formats.read import checkpoint as checkpoint
 from torch_bridge.formats.restore import restore as restore
+from torch_bridge.formats.stream import stream as stream
 from torch_bridge.formats.write import write as write
 from torch_bridge.generation.generate import Generated as Generated
 from torch_bridge.generation.generate import generate as generate
@@ -83,6 +84,7 @@ __all__ = [
     "save",
     "sequential",
     "state_dict",
+    "stream",
     "unmerge",
     "with_adapter",
     "with_moments",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -98,6 +99,7 @@ def state_leaves(
         if not fits or any(s < n for s, n in zip(stored, leaf.shape, strict=True)):
             raise CheckpointError(f"`{leaf.name}`: expected shape {leaf.shape}, got {stored}")
         whole = value.whole if isinstance(value, Row) else value
+        whole = whole.whole if isinstance(whole, _Layers) else whole
         if isinstance(whole, jax.Array) and not whole.is_fully_addressable:
             raise CheckpointError(
                 f"`{leaf.name}` lives partly on other processes' devices; gather it first "
@@ -105,6 +107,25 @@ def state_leaves(
             )
         found.append((leaf, value))
     return found
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """A cut stack's leaf with its layers in order, each taken out when it is asked for."""
+
+    whole: Any
+    order: np.ndarray[Any, Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.order), *self.whole.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        return self.whole.dtype
+
+    def __getitem__(self, layer: int) -> Any:
+        return self.whole[int(self.order[layer])]
 
 
 def _by_leaf(converted: Converted | ConvertedSequential, tree: Any) -> dict[str, Any]:
@@ -133,7 +154,8 @@ def _in_order(tree: Mapping[str, Any], homes: Mapping[str, Home]) -> dict[str, A
                 " plan as well, or bring the state to one rank with"
                 " fz.replan(state, model, tx, plan, plan.replace(pipe=1))"
             )
-        return homes[link].restore(leaf) if link in homes else leaf
+        home = homes.get(link)
+        return _Layers(leaf, home.order) if home is not None and home.rows else leaf
 
     return {
         key: {name: restored(key, name, leaf) for name, leaf in value.items()}

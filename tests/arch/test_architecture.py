@@ -41,7 +41,7 @@ LAYERS = {
         ["convert", "sequential"],
         ["reference", "statedict", "moments", "parity"],
         ["formats", "optim", "training", "calls", "configs"],
-        ["adapters", "lightning"],
+        ["adapters", "generation", "lightning"],
         ["cli"],
     ],
 }

@@ -70,28 +70,47 @@ class Sizes:
         return self.new if self.prefill else self.length
 
 
+def decoder_in(module: torch.nn.Module) -> torch.nn.Module:
+    """A decoder itself, of one that PEFT has put adapters into."""
+    own: Any = module
+    learned = any(getattr(c, "is_prompt_learning", False) for c in _peft_configs(own))
+    found = own.get_base_model() if hasattr(own, "get_base_model") and not learned else own
+    return found
+
+
+def _peft_configs(module: Any) -> Sequence[Any]:
+    found = getattr(module, "peft_config", None)
+    return list(found.values()) if isinstance(found, dict) else ()
+
+
 def refuse_others(module: torch.nn.Module) -> None:
     """Refuse what has no key-value cache that is handed in.
 
     Raises:
         ConversionError: names the module and what it lacks.
     """
-    name = type(module).__name__
-    config = getattr(module, "config", None)
-    parameters = inspect.signature(module.forward).parameters
-    if config is None or not hasattr(module, "can_generate"):
+    own: Any = decoder_in(module)
+    name = type(own).__name__
+    config = getattr(own, "config", None)
+    parameters = inspect.signature(own.forward).parameters
+    if config is None or not hasattr(own, "can_generate"):
         reason = "it is no model of transformers, so that it is not known how it takes a cache"
     elif getattr(config, "is_encoder_decoder", False):
         reason = "it has an encoder, whose keys and values would have to be cached as well"
+    elif any(getattr(one, "is_prompt_learning", False) for one in _peft_configs(own)):
+        reason = "PEFT learns tokens before its prompts"
     elif "past_key_values" not in parameters or "input_ids" not in parameters:
         reason = "its forward takes no `past_key_values`"
-    elif not module.can_generate():
+    elif not own.can_generate():
         reason = "it gives no logits of a next token (transformers' can_generate() is False)"
     elif getattr(config, "add_cross_attention", False):
         reason = "it attends to another model's states (add_cross_attention)"
     elif not set(_layer_types(config)) <= set(_LAYERS):
         kinds = sorted(set(_layer_types(config)) - set(_LAYERS))
         reason = f"its layers {kinds} keep other things than keys and values"
+    elif not getattr(own, "_can_compile_fullgraph", False):
+        # Where it is not set, a model may count the keys it sees from the end of the cache.
+        reason = "it takes no cache of fixed length (transformers: `_can_compile_fullgraph`)"
     elif not getattr(config, "is_causal", True):
         reason = "its attention is not causal"
     else:
@@ -143,7 +162,8 @@ def find_spots(module: torch.nn.Module) -> tuple[Spot, ...]:
     found: dict[int, list[Spot]] = {}
 
     def seen(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        spot = Spot(running[-1], *((x.shape[1], x.shape[3]) for x in (keys, values)), keys.dtype)
+        own, other = ((x.shape[1], x.shape[3]) for x in (keys, values))
+        spot = Spot(running[-1], own, other, keys.dtype)
         found.setdefault(layer, []).append(spot)
 
     class Seeing(torch.nn.Module):
@@ -175,7 +195,7 @@ def find_spots(module: torch.nn.Module) -> tuple[Spot, ...]:
 
 
 def _num_layers(module: Any) -> int:
-    return len(_layer_types(module.config))
+    return len(_layer_types(decoder_in(module).config))
 
 
 @contextlib.contextmanager
@@ -244,7 +264,6 @@ class _Kept:
 
     Args:
         owner: the module.
-        number: the layer's, in the buffers' names where a module has several.
         sizes: the call's.
         start: tokens in the cache before it.
     """
@@ -255,11 +274,11 @@ class _Kept:
 
     def layer(self) -> Any:
         def write(keys: Any, values: Any) -> Any:
-            old = getattr(self.owner, KEYS), getattr(self.owner, VALUES)
-            self.new = tuple(
-                torch.ops.torch_bridge.cache_write(*pair, self.start)
-                for pair in zip(old, (keys, values), strict=True)
-            )  # type: ignore[assignment]
+            write_to: Any = torch.ops.torch_bridge.cache_write
+            self.new = (
+                write_to(getattr(self.owner, KEYS), keys, self.start),
+                write_to(getattr(self.owner, VALUES), values, self.start),
+            )
             return (keys, values) if self.sizes.prefill else self.new
 
         start = 0 if self.sizes.prefill else self.start
@@ -280,6 +299,7 @@ def _cache(layers: Sequence[Any]) -> Any:
 
 def _run(module: torch.nn.Module, ids: Any, mask: Any, positions: Any, cache: Any) -> torch.Tensor:
     """The logits of each row's last token, `(B, V)`."""
+    module = decoder_in(module)
     parameters = inspect.signature(type(module).forward).parameters
     given: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
     if positions is not None and "position_ids" in parameters:

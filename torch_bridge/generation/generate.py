@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding
 
+from fzero.axes import PIPE
 from fzero.errors import BatchError, ConversionError, PlacementError
-from fzero.plan import PIPE
 from fzero.state.train_state import TrainState, require_alive
 from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves
@@ -123,9 +123,11 @@ def generate(
     programs = _programs(decoder, shape, converted)
     drawn = _drawn(sampling, read, stops)
     tokens, cache = programs.prefill(state, read.ids, read.pads, drawn)
-    filling = np.arange(rows) >= read.num
-    out, _ = programs.decode(state, cache, tokens, read.pads, drawn, filling)
-    return _generated(np.asarray(out), read, stops)
+    out = np.asarray(tokens)[:, None]
+    if max_new_tokens > 1:
+        filling = np.arange(rows) >= read.num
+        out = np.asarray(programs.decode(state, cache, tokens, read.pads, drawn, filling)[0])
+    return _generated(out, read, stops)
 
 
 def _drawn(sampling: Sampling, read: Prompts, stops: np.ndarray[Any, Any]) -> Drawn:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fzero.plan import AXES
+from fzero.axes import AXES
 from torch_bridge.generation.cached import Sizes
 from torch_bridge.generation.sampling import Draw
 from torch_bridge.generation.traced import Cache, Decoder
@@ -86,7 +86,8 @@ class Programs:
 
     def __init__(self, decoder: Decoder, shape: Shape, leaves: Leaves) -> None:
         self.decoder, self.shape, self.leaves = decoder, shape, leaves
-        self._calls = {one: decoder.call(one) for one in (shape.prefill, shape.decode)}
+        sizes = (shape.prefill, shape.decode) if shape.new > 1 else (shape.prefill,)
+        self._calls = {one: decoder.call(one) for one in sizes}
 
     @cached_property
     def prefill(self) -> Any:

@@ -62,9 +62,9 @@ class Sampling:
         """
         if self.greedy:
             return np.zeros((rows, 0), np.uint32)
-        if isinstance(self.seed, int | np.integer):
-            numbers = jnp.arange(rows)
-            keys = jax.vmap(lambda n: jax.random.fold_in(jax.random.key(self.seed), n))(numbers)
+        if not isinstance(self.seed, Sequence):
+            key = jax.random.key(self.seed)
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
         else:
             seeds = np.asarray(self.seed)
             if seeds.shape != (rows,):

@@ -25,6 +25,7 @@ from torch_bridge.generation.cached import (
     VALUES,
     Sizes,
     Spot,
+    decoder_in,
     find_spots,
     refuse_others,
     with_cache,
@@ -92,15 +93,15 @@ class Decoder:
         if again.module is None:
             raise ConversionError(f"generate: {again.problem}")
         refuse_others(again.module)
-        self._again, self.dtype = again, dtype
+        self._module, self.dtype = again.module, dtype
         self.programs: dict[Any, Any] = {}
         self._lock = threading.Lock()
         self._found: dict[Sizes, Traced] = {}
 
     @property
     def module(self) -> Any:
-        """The module, without its weights."""
-        return self._again.module
+        """The decoder, without its weights; of one with PEFT's adapters, that within."""
+        return decoder_in(self._module)
 
     @cached_property
     def spots(self) -> tuple[Spot, ...]:
@@ -108,7 +109,7 @@ class Decoder:
         return find_spots(self._copy())
 
     def _copy(self) -> torch.nn.Module:
-        return without_weights(self.module, self.dtype and torch_dtype(self.dtype))
+        return without_weights(self._module, self.dtype and torch_dtype(self.dtype))
 
     def empty(self, sizes: Sizes) -> Cache:
         """A cache that holds nothing."""

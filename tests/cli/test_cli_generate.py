@@ -1,0 +1,67 @@
+"""`fzero generate`: what PyTorch would write, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from cli_cases import TINY_CONFIG
+from typer.testing import CliRunner
+
+from fzero.errors import BatchError, FzeroError
+from torch_bridge.cli.generate import app
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 of bytes, whose matrices are large enough that it does not repeat itself."""
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**TINY_CONFIG))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(25)
+    module.save_pretrained(path)
+    return path
+
+
+def run(*args: object) -> str:
+    found = CliRunner().invoke(app, [*map(str, args), "--devices", "1"], catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    return found.output
+
+
+@pytest.mark.quick
+def test_a_prompt_goes_on_as_in_transformers(directory: Path) -> None:
+    out = run("--model", directory, "--prompt", "to be", "--prompt", "or", "--max-new-tokens", 6)
+    module = transformers.GPT2LMHeadModel.from_pretrained(directory)
+    expected = ""
+    for text in ("to be", "or"):
+        ids = torch.tensor([list(text.encode())])
+        new = module.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
+        kept = new[: new.index(0)] if 0 in new else new
+        expected += text + bytes(kept).decode(errors="replace") + "\n"
+    assert out == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        (("--prompt", ""), BatchError, "prompt 0 is empty"),
+        (("--prompt", "x" * 30), BatchError, "prompt 0 has 30 tokens, and 64 are to follow"),
+        (("--prompt", "x", "--top-p", "2"), FzeroError, "--top_p=2.0: expected more than 0"),
+    ],
+)
+def test_bad_input_is_named(
+    directory: Path, args: tuple[str, ...], error: type[FzeroError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        run("--model", directory, *args)
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FzeroError, match="nothing is no directory"):
+        run("--model", tmp_path / "nothing", "--prompt", "x")

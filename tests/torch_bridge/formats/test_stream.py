@@ -1,0 +1,143 @@
+"""`tb.stream`: the tensors of `tb.state_dict`, one at a time, from any plan."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+
+import fzero as fz
+import torch_bridge as tb
+from fzero.errors import ConversionError, PlacementError
+
+
+pytestmark = pytest.mark.quick
+WIDTH, LAYERS = 24, 4
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.up(self.norm(x)))
+
+
+class Net(torch.nn.Module):
+    """A tied embedding (of a size that 8 devices do not divide), blocks that roll, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(13, WIDTH)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = torch.nn.Linear(WIDTH, 13, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@functools.cache
+def converted() -> tb.Converted:
+    torch.manual_seed(0)
+    return tb.convert(Net(), torch.zeros(2, 5, dtype=torch.long))
+
+
+@functools.cache
+def state_of(plan: fz.Plan) -> fz.TrainState:
+    model = converted().model(lambda forward, batch: forward(batch).sum())
+    return fz.init(model, None, plan)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        fz.Plan(data=1),
+        fz.Plan(zero=3),
+        fz.Plan(zero=3, precision="bf16", data=4, replica=2),
+        fz.Plan(zero=1, pipe=2, data=2, microbatches=2),
+    ],
+    ids=lambda plan: f"zero {plan.zero}, pipe {plan.pipe}, {plan.precision}",
+)
+def test_any_plan_streams_its_state_dict(plan: fz.Plan) -> None:
+    state = state_of(plan)
+    expected = tb.state_dict(converted(), state, plan)
+    found = list(tb.stream(converted(), state, plan))
+    assert sorted(name for name, _ in found) == sorted(expected)
+    for name, tensor in found:
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_nothing_is_gathered_but_the_tensor_at_hand() -> None:
+    """What lives beside the state meanwhile is one leaf of one layer, on one device."""
+    state = state_of(fz.Plan(zero=3))
+    before = _alive()
+    largest = max(leaf.nbytes // LAYERS for leaf in jax.tree.leaves(state.params))
+    largest = max(largest, 4 * 16 * WIDTH)  # the embedding, padded to rows that 8 divides
+    most = 0
+    for _, tensor in tb.stream(converted(), state):
+        most = max(most, _alive() - before)
+        del tensor
+    assert most <= 3 * largest  # the row that was taken out, where it was gathered, without padding
+    assert _alive() == before
+
+
+def _alive() -> int:
+    return sum(
+        shard.data.nbytes for array in jax.live_arrays() for shard in array.addressable_shards
+    )
+
+
+def test_a_tensor_that_is_whole_on_its_device_is_handed_over_without_a_copy() -> None:
+    state = state_of(fz.Plan(data=1))
+    tensors = dict(tb.stream(converted(), state))
+    leaf = next(
+        leaf for path, leaf in jax.tree.leaves_with_path(state.params) if "embed" in str(path)
+    )
+    assert tensors["embed.weight"].data_ptr() == leaf.unsafe_buffer_pointer()
+    assert tensors["head.weight"].data_ptr() == leaf.unsafe_buffer_pointer()
+
+
+def test_pytorch_loads_what_was_streamed() -> None:
+    module = Net()
+    module.load_state_dict(dict(tb.stream(converted(), state_of(fz.Plan(zero=3)))))
+    ids = torch.arange(10).reshape(2, 5)
+    ours = converted().apply(converted().params, {}, ids.numpy()).output
+    # one forward in each framework
+    np.testing.assert_allclose(module(ids).detach().numpy(), ours, rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_go_alone_or_merged() -> None:
+    adapted = tb.lora(converted(), rank=2, targets=["up"])
+    model = adapted.model(lambda forward, batch: forward(batch).sum())
+    plan, tx = fz.Plan(zero=3), optax.sgd(0.1)
+    state, _ = fz.train_step(model, tx, plan)(
+        fz.init(model, tx, plan), np.arange(40, dtype=np.int32).reshape(8, 5) % 13
+    )
+    alone = dict(tb.stream(adapted, state))
+    assert alone.keys() == tb.adapter(adapted, state).keys()
+    assert all(torch.equal(alone[k], t) for k, t in tb.adapter(adapted, state).items())
+    merged, expected = dict(tb.stream(adapted, state, which="merged")), tb.merge(adapted, state)
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(merged[name], expected[name]) for name in expected)
+    everything = dict(tb.stream(adapted, state, which="all"))
+    assert everything.keys() == tb.state_dict(adapted, state).keys()
+
+
+def test_what_cannot_be_streamed_is_named_before_the_first_pair() -> None:
+    with pytest.raises(ConversionError, match="stream"):
+        tb.stream(converted(), state_of(fz.Plan(data=1)), which="adapter")
+    with pytest.raises(ConversionError, match="which='some'"):
+        tb.stream(converted(), state_of(fz.Plan(data=1)), which="some")  # type: ignore[arg-type]
+    parked = fz.offload(state_of(fz.Plan(zero=3)), "params", to="host")
+    with pytest.raises(PlacementError, match="stream"):
+        tb.stream(converted(), parked)

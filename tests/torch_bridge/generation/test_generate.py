@@ -1,0 +1,240 @@
+"""`tb.generate` on one small GPT-2: layouts of states, sampling, stops, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+from bridge_cases import make_gpt2
+from transformers import GPT2LMHeadModel, TopKLogitsWarper, TopPLogitsWarper
+
+import fzero as fz
+import torch_bridge as tb
+from fzero.errors import BatchError, ConversionError, PlacementError, StateConsumedError
+
+
+pytestmark = pytest.mark.quick
+# As many rows as devices, and of a few sizes in all: each is traced and compiled apart.
+PROMPTS = ([5, 9, 4], [7, 3, 8, 20, 21], [30], [2, 2], [11, 60], [8], [9, 1, 33, 7], [17])
+NEW = 8
+
+
+@pytest.fixture(scope="module")
+def module() -> GPT2LMHeadModel:
+    """One whose tokens vary: its matrices are large."""
+    found = make_gpt2(0.0).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            if parameter.ndim > 1:
+                size = 3 / parameter.shape[-1] ** 0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
+    return found
+
+
+@pytest.fixture(scope="module")
+def converted(module: GPT2LMHeadModel) -> tb.Converted:
+    return tb.convert(module, torch.zeros(2, 8, dtype=torch.long), roll=2)
+
+
+@functools.cache
+def model_of(converted: tb.Converted) -> fz.Model:
+    return converted.model(
+        lambda forward, batch: tb.causal_lm_loss(forward(batch["ids"]).logits, batch["ids"])
+    )
+
+
+@pytest.fixture(scope="module")
+def greedy(converted: tb.Converted) -> list[list[int]]:
+    """New tokens of the conversion's own parameters."""
+    return _lists(tb.generate(converted, converted.params, PROMPTS, NEW, stop=()))
+
+
+def _lists(found: tb.Generated) -> list[list[int]]:
+    return [tokens.tolist() for tokens in found.tokens]
+
+
+def test_rows_of_any_lengths_are_those_of_transformers(
+    module: GPT2LMHeadModel, greedy: list[list[int]]
+) -> None:
+    assert greedy[:3] == [_reference(module, prompt) for prompt in PROMPTS[:3]]
+    assert max(len(set(row)) for row in greedy) > 3
+
+
+def _reference(module: GPT2LMHeadModel, prompt: list[int]) -> list[int]:
+    found = module.generate(
+        torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None
+    )
+    return found[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("plan", [fz.Plan(zero=3), fz.Plan(zero=1, replica=2, data=4)], ids=str)
+def test_any_layout_of_a_state_gives_the_same_tokens(
+    plan: fz.Plan, converted: tb.Converted, greedy: list[list[int]]
+) -> None:
+    state = fz.init(model_of(converted), optax.adamw(1e-3), plan)
+    assert _lists(tb.generate(converted, state, PROMPTS, NEW, stop=())) == greedy
+
+
+def test_what_training_changed_is_what_generates(
+    module: GPT2LMHeadModel, converted: tb.Converted
+) -> None:
+    """A state goes through steps and generations in turn; PyTorch gets its weights and agrees."""
+    plan, tx = fz.Plan(zero=3), optax.sgd(0.3)
+    state = fz.init(model_of(converted), tx, plan)
+    step = fz.train_step(model_of(converted), tx, plan)
+    ids = np.random.default_rng(0).integers(1, 61, (16, 8), dtype=np.int32)
+    before = _lists(tb.generate(converted, state, PROMPTS, NEW, stop=()))
+    consumed, (state, _) = state, step(state, {"ids": ids})
+    after = _lists(tb.generate(converted, state, PROMPTS, NEW, stop=()))
+    trained = GPT2LMHeadModel(module.config).eval()
+    trained.load_state_dict(tb.state_dict(converted, state))
+    assert after[:3] == [_reference(trained, prompt) for prompt in PROMPTS[:3]]
+    assert after != before
+    with pytest.raises(StateConsumedError):
+        tb.generate(converted, consumed, PROMPTS, NEW)
+
+
+def test_the_optimizer_may_be_parked_meanwhile(
+    converted: tb.Converted, greedy: list[list[int]]
+) -> None:
+    state = fz.init(model_of(converted), optax.adamw(1e-3), fz.Plan(zero=3))
+    parked = fz.offload(state, "opt_state", to="host")
+    assert _lists(tb.generate(converted, parked, PROMPTS, NEW, stop=())) == greedy
+    everything = fz.offload(parked, "params", to="host")
+    with pytest.raises(PlacementError, match="generate"):
+        tb.generate(converted, everything, PROMPTS, NEW)
+
+
+def test_a_stop_token_ends_its_row_only(converted: tb.Converted, greedy: list[list[int]]) -> None:
+    stop = greedy[0][2]
+    found = tb.generate(converted, converted.params, PROMPTS, NEW, stop=[stop])
+    for row, tokens, stopped in zip(greedy, _lists(found), found.stopped, strict=True):
+        end = row.index(stop) + 1 if stop in row else NEW
+        assert tokens == row[:end]
+        assert stopped == (stop in row)
+    assert len(found.tokens[0]) <= 3
+    assert found.sequences[1].tolist() == [*PROMPTS[1], *_lists(found)[1]]
+
+
+def test_the_modules_own_stop_token_is_the_default(
+    module: GPT2LMHeadModel, converted: tb.Converted
+) -> None:
+    """transformers stops there, too (`eos_token_id` of its generation config)."""
+    assert module.generation_config.eos_token_id == 0
+    bias = {**converted.params}
+    table = np.array(bias["transformer.wte.weight"])
+    table[0] = 50 * np.mean(np.abs(table)) * np.sign(table[1])
+    loud = {**bias, "transformer.wte.weight": table}
+    free = tb.generate(converted, loud, PROMPTS, NEW, stop=())
+    found = tb.generate(converted, loud, PROMPTS, NEW)
+    for row, tokens in zip(_lists(free), _lists(found), strict=True):
+        assert tokens == (row[: row.index(0) + 1] if 0 in row else row)
+    assert any(found.stopped)
+
+
+SAMPLED = tb.Sampling(temperature=1.5, seed=7)
+
+
+def test_a_seed_gives_the_same_tokens_whatever_the_batch(converted: tb.Converted) -> None:
+    """Numbers are of a prompt's seed and the token's position: not of padding, rows or devices."""
+    seeds = tuple(range(40, 48))
+    first = tb.Sampling(temperature=1.5, seed=seeds)
+    whole = tb.generate(converted, converted.params, PROMPTS, NEW, sampling=first, stop=())
+    others = [[1, 2, 3, 4, 5, 6, 7], *PROMPTS[1:4][::-1], *([[3]] * 4)]
+    second = tb.Sampling(temperature=1.5, seed=(0, *seeds[1:4][::-1], 1, 2, 3, 4))
+    moved = tb.generate(converted, converted.params, others, NEW, sampling=second, stop=())
+    assert _lists(moved)[1:4] == _lists(whole)[1:4][::-1]
+
+
+def test_other_seeds_and_other_prompts_draw_other_numbers(converted: tb.Converted) -> None:
+    same = [PROMPTS[1]] * 8
+    first = tb.generate(converted, converted.params, same, NEW, sampling=SAMPLED, stop=())
+    again = tb.generate(converted, converted.params, same, NEW, sampling=SAMPLED, stop=())
+    other = tb.Sampling(temperature=1.5, seed=8)
+    second = tb.generate(converted, converted.params, same, NEW, sampling=other, stop=())
+    assert _lists(first) == _lists(again)
+    assert _lists(first)[0] != _lists(first)[1]
+    assert _lists(first) != _lists(second)
+
+
+def test_drawn_tokens_follow_the_softmax(module: GPT2LMHeadModel, converted: tb.Converted) -> None:
+    """Of 1024 rows: top-k and top-p leave out the tokens that transformers' processors leave out,
+    and what is left comes as often as it should."""
+    rows, prompt = 1024, [5, 9, 4]
+    with torch.no_grad():
+        logits = module(torch.tensor([prompt])).logits[0, -1] / 2.0
+    for top_k, top_p in ((None, 1.0), (5, 1.0), (None, 0.6), (20, 0.7)):
+        sampling = tb.Sampling(temperature=2.0, top_k=top_k, top_p=top_p)
+        prompts = [prompt] * rows
+        found = tb.generate(converted, converted.params, prompts, 1, sampling=sampling, stop=())
+        counts = np.bincount(np.concatenate(found.tokens), minlength=61) / rows
+        expected = torch.softmax(_processed(logits, top_k, top_p), -1).numpy()
+        assert not counts[expected == 0].any()
+        # five standard deviations of a count
+        assert np.all(np.abs(counts - expected) < 5 * np.sqrt(expected / rows) + 1e-9)
+
+
+def _processed(logits: torch.Tensor, top_k: int | None, top_p: float) -> torch.Tensor:
+    scores, ids = logits[None], torch.zeros(1, 1, dtype=torch.long)
+    if top_k is not None:
+        scores = TopKLogitsWarper(top_k)(ids, scores)
+    return TopPLogitsWarper(top_p)(ids, scores)[0] if top_p < 1 else scores[0]
+
+
+@pytest.mark.extended
+def test_other_precisions(module: GPT2LMHeadModel, converted: tb.Converted) -> None:
+    """In bfloat16 the module runs as PyTorch runs it in bfloat16."""
+    found = tb.generate(converted, converted.params, PROMPTS[:1], 2, stop=(), dtype="bfloat16")
+    half = copy.deepcopy(module).bfloat16()
+    assert _lists(found) == [_reference(half, PROMPTS[0])[:2]]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[3], [4, 61]], r"prompt 1 has token 61 at place 1, .* 0 to 60"),
+        ([[3, -1]], r"prompt 0 has token -1 at place 1"),
+        ([[3], []], r"prompt 1 is empty"),
+        ([], r"there are no prompts"),
+        ([[1] * 30], r"prompt 0 has 30 tokens, and 8 are to follow, .* 32 positions"),
+        ([[0.5]], r"prompt 0: expected a row of token numbers, got float64"),
+        (["a text"], r"prompts are text"),
+    ],
+)
+def test_bad_prompts_are_named(
+    converted: tb.Converted, prompts: list[list[int]], message: str
+) -> None:
+    with pytest.raises(BatchError, match=message):
+        tb.generate(converted, converted.params, prompts, NEW)
+
+
+def test_bad_settings_are_named(converted: tb.Converted) -> None:
+    with pytest.raises(BatchError, match="stop token 99"):
+        tb.generate(converted, converted.params, PROMPTS, NEW, stop=[99])
+    with pytest.raises(BatchError, match="max_new_tokens=0"):
+        tb.generate(converted, converted.params, PROMPTS, 0)
+    for wrong in ({"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            tb.Sampling(**wrong)
+    sampling = tb.Sampling(temperature=1.0, seed=(1, 2))
+    with pytest.raises(ValueError, match="2 seeds for 8 prompts"):
+        tb.generate(converted, converted.params, PROMPTS, NEW, sampling=sampling)
+
+
+def test_modules_without_a_cache_are_named() -> None:
+    plain = tb.convert(torch.nn.Embedding(5, 5), torch.zeros(2, 3, dtype=torch.long), train=False)
+    with pytest.raises(ConversionError, match="Embedding: it is no model of transformers"):
+        tb.generate(plain, plain.params, [[1]], 2)
+
+
+def test_a_second_call_of_the_same_sizes_compiles_nothing(
+    converted: tb.Converted, greedy: list[list[int]]
+) -> None:
+    with jax.no_tracing(True):
+        assert _lists(tb.generate(converted, converted.params, PROMPTS, NEW, stop=())) == greedy

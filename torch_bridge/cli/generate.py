@@ -1,0 +1,83 @@
+"""Write what a model says after a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from torch_bridge.cli.train import Precision
+
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: it wraps, and brackets stay brackets
+)
+
+
+@dataclass(frozen=True)
+class GenerateSettings:
+    """What `fzero generate` was asked for.
+
+    Args:
+        model: a directory, or `hf:DIR`.
+        prompts: texts.
+        max_new_tokens: of each.
+        temperature: as in `tb.Sampling`.
+        top_k: likewise.
+        top_p: likewise.
+        seed: likewise.
+        zero: how the parameters lie on the devices.
+        devices: how many; None: all.
+        precision: what the model computes in.
+    """
+
+    model: str
+    prompts: tuple[str, ...]
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float
+    seed: int
+    zero: int
+    devices: int | None
+    precision: str
+
+
+@app.command("generate")
+def generate(
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", help="A directory of transformers, or one that `fzero train` wrote."
+        ),
+    ],
+    prompt: Annotated[list[str], typer.Option("--prompt", help="A text; once for each.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens after a prompt.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token; 1 draws from the model's own odds.")
+    ] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw from so many tokens only.")] = None,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest of this odds only.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage: 3 divides weights.")] = 0,
+    devices: Annotated[int | None, typer.Option(help="As for `fzero train`.")] = None,
+    precision: Annotated[
+        Precision, typer.Option(help="What the model computes in.")
+    ] = Precision.fp32,
+) -> None:
+    """Print every prompt with what the model writes after it, up to its end token.
+
+    A model without a tokenizer is one of bytes, as `fzero train` trains it.
+    """
+    # torch and transformers take seconds to import.
+    from torch_bridge.cli import generate_run
+
+    generate_run.generate(
+        GenerateSettings(
+            model, tuple(prompt), max_new_tokens, temperature, top_k, top_p, seed, zero, devices,
+            precision.value,
+        )
+    )  # fmt: skip

@@ -1,0 +1,75 @@
+"""`fzero generate`: from a directory and texts to texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import fzero as fz
+import torch_bridge as tb
+from torch_bridge.cli import devices, models
+from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.generate import GenerateSettings
+from torch_bridge.cli.settings import HF_PREFIX
+
+
+# Lengths are free in the conversion's graph; only one of the cache is run.
+_EXAMPLE = 8
+_BYTES = 256
+_DTYPES = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
+
+
+def generate(settings: GenerateSettings) -> None:
+    """Prints each prompt and what follows it.
+
+    Raises:
+        CommandError: there is no such model, or a setting is out of its range.
+        BatchError: a prompt is empty or too long; named.
+        ConversionError: the model cannot generate; named.
+    """
+    try:
+        sampling = tb.Sampling(settings.temperature, settings.top_k, settings.top_p, settings.seed)
+    except ValueError as error:
+        raise CommandError(str(error).replace("Sampling: ", "--", 1)) from error
+    num_devices = devices.configure(settings.devices, settings.precision)
+    directory = Path(settings.model.removeprefix(HF_PREFIX)).expanduser()
+    if not directory.is_dir():
+        raise CommandError(f"--model: {directory} is no directory; expected one with a config.json")
+    loaded = models.load(f"{HF_PREFIX}{directory}", seed=0)
+    encode, decode = _codec(loaded)
+    prompts = [encode(text) for text in settings.prompts]
+    converted = tb.convert(loaded.module, models.example_ids(_EXAMPLE), train=False)
+    plan = fz.Plan(zero=settings.zero, data=num_devices)
+    state = fz.init(converted.model(models.next_token_loss), None, plan)
+    found = tb.generate(
+        converted,
+        state,
+        prompts,
+        settings.max_new_tokens,
+        sampling=sampling,
+        dtype=_DTYPES[settings.precision],
+    )
+    for text, tokens, stopped in zip(settings.prompts, found.tokens, found.stopped, strict=True):
+        print(text + decode(tokens[:-1] if stopped else tokens))
+
+
+def _codec(loaded: models.LoadedModel) -> tuple[Callable[[str], Any], Callable[[Any], str]]:
+    """Texts to tokens and back."""
+    tokenizer = loaded.tokenizer
+    if tokenizer is not None:
+        return (
+            lambda text: tokenizer(text).input_ids,
+            lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
+        )
+    if loaded.vocab_size < _BYTES:
+        raise CommandError(
+            f"--model: {loaded.spec} has no tokenizer, and {loaded.vocab_size} tokens are too few"
+            f" for bytes; expected a tokenizer.json beside it"
+        )
+
+    def decode(tokens: Sequence[int]) -> str:
+        known = bytes(int(token) for token in tokens if token < _BYTES)
+        return known.decode("utf-8", errors="replace")
+
+    return lambda text: list(text.encode("utf-8")), decode
