@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
+from torch_bridge.cli.settings import GenerateSettings
 from torch_bridge.cli.train import Precision
 
 
@@ -15,35 +15,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: it wraps, and brackets stay brackets
 )
-
-
-@dataclass(frozen=True)
-class GenerateSettings:
-    """What `fzero generate` was asked for.
-
-    Args:
-        model: a directory, or `hf:DIR`.
-        prompts: texts.
-        max_new_tokens: of each.
-        temperature: as in `tb.Sampling`.
-        top_k: likewise.
-        top_p: likewise.
-        seed: likewise.
-        zero: how the parameters lie on the devices.
-        devices: how many; None: all.
-        precision: what the model computes in.
-    """
-
-    model: str
-    prompts: tuple[str, ...]
-    max_new_tokens: int
-    temperature: float
-    top_k: int | None
-    top_p: float
-    seed: int
-    zero: int
-    devices: int | None
-    precision: str
 
 
 @app.command("generate")

@@ -10,8 +10,7 @@ import fzero as fz
 import torch_bridge as tb
 from torch_bridge.cli import devices, models
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.generate import GenerateSettings
-from torch_bridge.cli.settings import HF_PREFIX
+from torch_bridge.cli.settings import HF_PREFIX, GenerateSettings
 
 
 # Lengths are free in the conversion's graph; only one of the cache is run.

@@ -165,3 +165,32 @@ def resolve_sources(data: list[str] | None, more: list[str] | None) -> tuple[str
             "--data names a file twice; it could end up in both training and validation"
         )
     return tuple(str(path) for path in paths)
+
+
+@dataclass(frozen=True)
+class GenerateSettings:
+    """What `fzero generate` was asked for.
+
+    Args:
+        model: a directory, or `hf:DIR`.
+        prompts: texts.
+        max_new_tokens: of each.
+        temperature: as in `tb.Sampling`.
+        top_k: likewise.
+        top_p: likewise.
+        seed: likewise.
+        zero: how the parameters lie on the devices.
+        devices: how many; None: all.
+        precision: what the model computes in.
+    """
+
+    model: str
+    prompts: tuple[str, ...]
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float
+    seed: int
+    zero: int
+    devices: int | None
+    precision: str
