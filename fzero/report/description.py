@@ -223,6 +223,7 @@ def describe(
     known = plan.secondary != "host" or devices is not None
     secondary = secondary_size(plan, sizes[DATA], devices) if known else 0
     gathered, reduced = _communication(plan, layout, sizes, secondary, stages)
+    gathered += _gathered_state(blue)
     return Description(
         plan=plan,
         num_devices=plan.pipe * sizes[DATA] * sizes[REPLICA] * math.prod(plan.further.values()),
@@ -363,6 +364,24 @@ def _communication(
         rank[1] += own[1] + tied[1]
     gathered, reduced = max(ranks, key=sum)
     return gathered, reduced
+
+
+def _gathered_state(blue: Blueprint) -> int:
+    """Elements that one device receives where stage 0 updates shards of what it keeps whole."""
+    if not blue.updates_shards or blue.plan.shards("opt_state"):
+        return 0
+    # Of a master beside a compute copy, both are gathered.
+    master = trained(blue.params) if blue.plan.mixed else None
+    splits = [*layout_leaves(blue.opt_state), *layout_leaves(master)]
+
+    def of(rank: int) -> int:
+        own = [s for s in splits if s.dim is not None and (not s.home or rank in s.home.ranks)]
+        sizes = (math.prod(s.stored_shape) // (len(s.home.ranks) if s.home and s.home.rows else 1)
+                 for s in own)  # fmt: skip
+        return sum(sizes)
+
+    most = max(of(rank) for rank in range(blue.plan.pipe))
+    return round(most * (blue.num_data - 1) / blue.num_data)
 
 
 def _of_parts(

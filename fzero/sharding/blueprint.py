@@ -20,6 +20,7 @@ from fzero.model import Model, Stack
 from fzero.optimizer.bound import Optimizer
 from fzero.optimizer.law import require_layers_apart
 from fzero.optimizer.layers import Rows, Scope
+from fzero.optimizer.sums import adds_up
 from fzero.plan import Plan
 from fzero.precision import compute_dtype, initial_loss_scale
 from fzero.processes import require_transfers
@@ -145,9 +146,7 @@ class Blueprint:
         """Raises `PlanError` if a step cannot use the optimizer, or it would mix layers."""
         if self.tx is None:
             return
-        shapes = map_splits(
-            lambda s: jax.ShapeDtypeStruct(s.shape, update_dtype(s.dtype)), trained(self.params)
-        )
+        shapes = map_splits(_updated_shape, trained(self.params))
         self.optimizer.require_usable(shapes)
         require_layers_apart(self.tx, shapes, self.optimizer.scope.stacks, operation)
 
@@ -164,6 +163,28 @@ class Blueprint:
         """What the plan parks between steps, and how it visits the device."""
         return plan_chunks(self.plan, self.params, self.opt_state, self.shapes())
 
+    @cached_property
+    def adds_up(self) -> bool:
+        """Whether the optimizer adds up elements that several devices of the data axis hold.
+
+        (Plans with further axes add up parts of leaves in every stage: they are left alone.)
+        """
+        if self.tx is None or self.num_data == 1 or self.plan.further:
+            return False
+        params = map_splits(_updated_shape, trained(self.params))
+        state = map_splits(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), self.opt_state)
+        return adds_up(self.optimizer, params, state)
+
+    @property
+    def updates_shards(self) -> bool:
+        """Whether a device updates its shard of each leaf, and not all of it.
+
+        Stages that keep optimizer state in shards do. Stage 0 has everything whole, and may as well
+        update it whole, which sends nothing; but an optimizer that adds up elements would add them
+        in another order than other stages do. So there it updates shards, as they do, and gathers.
+        """
+        return self.plan.shards("opt_state") or self.adds_up
+
     @property
     def reads(self) -> tuple[str, ...]:
         """The fields of a state that passes over the model read parameters from."""
@@ -175,10 +196,6 @@ class Blueprint:
     def parks(self, field: str) -> bool:
         """Whether the plan parks leaves of a field of the state."""
         return any(name == field for name, _ in self.chunks.parked)
-
-    def label(self, path: str, home: Home | None) -> str:
-        """What a parameter is updated together with."""
-        return (home.group if home else "") + self.chunks.labels[path]
 
     def replicated(self, leaf: Any) -> jax.ShapeDtypeStruct:
         """The leaf's shape, whole on every device."""
@@ -228,10 +245,10 @@ class Blueprint:
 
     def groups(self) -> dict[str, PyTree]:
         """For every leaf of a state, what it is updated together with."""
-        known = dict(self.chunks.labels)
+        known = self.chunks.labels
 
         def of_param(split: Split) -> str:
-            return self.label(split.path, split.home)
+            return (split.home.group if split.home else "") + known[split.path]
 
         def of_state(split: Split) -> str:
             return (split.home.group if split.home else "") + known.get(split.owner or "", "")
@@ -255,6 +272,11 @@ class Blueprint:
         """Asks the compiler to keep a logical leaf split (unevenly where it would be padded)."""
         to = self.sharding(split.home, split.lies(sharded))
         return jax.lax.with_sharding_constraint(leaf, to)
+
+
+def _updated_shape(split: Split) -> jax.ShapeDtypeStruct:
+    """What an optimizer sees of a leaf."""
+    return jax.ShapeDtypeStruct(split.shape, update_dtype(split.dtype))
 
 
 def bound_optimizer(

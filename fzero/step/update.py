@@ -7,7 +7,7 @@ transformation is right, whether it works leaf by leaf or not.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -42,14 +42,23 @@ class Update:
     Args:
         blue: the blueprint.
         fence: stops the compiler from fusing across; see `fzero.zero.rules.Rules.fence`.
+        groups: what each leaf is updated together with, if not as the blueprint has it.
     """
 
-    def __init__(self, blue: Blueprint, fence: Callable[[PyTree], PyTree]) -> None:
+    def __init__(
+        self,
+        blue: Blueprint,
+        fence: Callable[[PyTree], PyTree],
+        groups: Mapping[str, PyTree] | None = None,
+    ) -> None:
         self.blueprint, self.plan, self.fence = blue, blue.plan, fence
         self.layout = trained(blue.params)
-        # Whether parts are compiled by themselves. (Without a pipeline fences do.)
+        self.groups = blue.groups() if groups is None else groups
+        # Whether parts are compiled by themselves. (Without a pipeline fences do, but for sums.)
         divided = blue.stages is not None or bool(blue.chunks.parked)
-        self.apart = divided and blue.group.bits
+        self.apart = (divided or blue.adds_up) and blue.group.bits
+        # Whether all that an optimizer does is. (What is divided is in several programs anyway.)
+        self.alone = self.apart and not divided
 
     def run(
         self,
@@ -122,11 +131,10 @@ class Update:
     ) -> tuple[dict[str, Any], Metrics]:
         """An optimizer step: new fields of the state, and the step's metrics."""
         plan, blue = self.plan, self.blueprint
-        # Where nothing counts these are NaN, and dropped below: a guard here would round every
-        # step's division otherwise in one program than in those of a pipeline.
-        grads = self._mean_gradients(sums, mean.count, norm)
+        if blue.updates_shards and not plan.shards("opt_state"):
+            return self._as_stage_1(fields, step, sums, mean, changed, metrics, norm)
         new = {**changed, "step": step + 1, "grads": None}
-        new |= self._updated(fields, grads, metrics["loss"])
+        new |= self._updated(fields, sums, mean.count, norm, metrics["loss"])
         counts = mean.count != 0
         norm = jnp.where(counts, norm, 0)
         finite = jnp.isfinite(norm)
@@ -146,6 +154,30 @@ class Update:
         names = ("step", "params", "compute", "opt_state", "buffers", "loss_scale")
         for name in names:
             new[name] = jax.tree.map(_constrained, shapes[name], new[name])
+        return new, metrics
+
+    def _as_stage_1(self, fields: dict[str, Any], *rest: Any) -> tuple[dict[str, Any], Metrics]:
+        """The step of stage 1, for an optimizer that adds elements up; then all is gathered.
+
+        Added up in the order of whole leaves, sums would round otherwise than in other stages.
+        """
+        blue, outer = self.blueprint, self.blueprint.shapes()
+        sharded = dataclasses.replace(blue, plan=self.plan.replace(zero=1, tiers={}))
+        inner = Update(sharded, self.fence, self.groups)
+        layouts = {"params": blue.params, "opt_state": blue.opt_state}
+        cut = [name for name in layouts if sharded.plan.shards(name)]
+
+        def store(name: str) -> PyTree:
+            whole = map_splits(lambda s, leaf: s.store(leaf), layouts[name], fields[name])
+            return jax.tree.map(_constrained, sharded.shapes()[name], whole)
+
+        new, metrics = inner.applied({**fields, **{name: store(name) for name in cut}}, *rest)
+        for name in cut:
+            shards = trained(blue.params, new[name]) if name == "params" else new[name]
+            whole = self.gathered(shards, name)
+            if name == "params":
+                whole = with_frozen(blue.params, whole, new[name])
+            new[name] = jax.tree.map(_constrained, outer[name], whole)
         return new, metrics
 
     def _norm(self, sums: PyTree, count: jax.Array) -> jax.Array:
@@ -180,7 +212,11 @@ class Update:
         return jnp.sqrt(jnp.sum(self.fence(jnp.concatenate(in_order))))
 
     def _mean_gradients(self, sums: PyTree, count: jax.Array, norm: jax.Array) -> PyTree:
-        """Mean gradients in logical shapes, clipped; whole in stage 0, sharded otherwise."""
+        """Mean gradients in logical shapes, clipped; whole where whole leaves are updated.
+
+        Where nothing counts they are NaN, and dropped: a guard here would round every step's
+        division otherwise in one program than in those of a pipeline.
+        """
         blue, clip = self.blueprint, self.plan.clip_norm
         if not self.plan.shards("opt_state"):
             sums = self.gathered(sums)
@@ -197,30 +233,49 @@ class Update:
 
         return map_splits(mean, self.layout, sums)
 
-    def _updated(self, fields: dict[str, Any], grads: PyTree, loss: jax.Array) -> dict[str, Any]:
+    def _updated(
+        self,
+        fields: dict[str, Any],
+        sums: PyTree,
+        count: jax.Array,
+        norm: jax.Array,
+        loss: jax.Array,
+    ) -> dict[str, Any]:
         """New parameters, compute copy and optimizer state."""
         plan, blue = self.plan, self.blueprint
-        params = trained(blue.params, fields["params"])
-        params = logical_view(blue, "params", params, self.layout)
-        sharded = plan.shards("opt_state")
-        if sharded:
-            params = map_splits(blue.constrain, self.layout, params)
-        opt_state = logical_view(blue, "opt_state", fields["opt_state"])
-        updates, opt_state = blue.optimizer.update(grads, opt_state, params, loss)
-        params = optax.apply_updates(params, updates)
+        params, opt_state = trained(blue.params, fields["params"]), fields["opt_state"]
 
         def whole(params: PyTree) -> PyTree:
             return with_frozen(blue.params, params, fields["params"])
 
-        if not sharded:
+        if not blue.updates_shards:
+            grads = self._mean_gradients(sums, count, norm)
+            updates, opt_state = blue.optimizer.update(grads, opt_state, params, loss)
+            params = optax.apply_updates(params, updates)
             compute = self._cast(params, loss) if plan.keeps_compute_copy else None
             return {"params": whole(params), "compute": compute, "opt_state": opt_state}
-        opt_state = map_splits(lambda s, leaf: s.store(leaf), blue.opt_state, opt_state)
-        shards = map_splits(lambda s, leaf: s.store(leaf), self.layout, params)
-        shards = self._pin_shards(shards)
+        if not plan.shards("params"):
+            params = map_splits(lambda s, x: blue.constrain(s, s.store(x)), self.layout, params)
+        given = sums, opt_state, params, count, norm, loss
+        # What is fused with its sums, and so rounds, is then the same in every stage.
+        run = partial(apart, self._of_shards, unknown=loss) if self.alone else self._of_shards
+        shards, opt_state = run(given)
         compute = self.gathered(self._cast(shards, loss)) if plan.keeps_compute_copy else None
         params = shards if plan.shards("params") else self.gathered(shards)
         return {"params": whole(params), "compute": compute, "opt_state": opt_state}
+
+    def _of_shards(self, given: tuple[Any, ...]) -> tuple[PyTree, PyTree]:
+        """New stored shards of parameters and optimizer state, from old ones and gradients."""
+        blue = self.blueprint
+        sums, opt_state, params, count, norm, loss = given
+        grads = self._mean_gradients(sums, count, norm)
+        params = map_splits(lambda s, x: blue.constrain(s, s.logical(x)), self.layout, params)
+        opt_state = logical_view(blue, "opt_state", opt_state)
+        updates, opt_state = blue.optimizer.update(grads, opt_state, params, loss)
+        params = optax.apply_updates(params, updates)
+        opt_state = map_splits(lambda s, leaf: s.store(leaf), blue.opt_state, opt_state)
+        shards = map_splits(lambda s, leaf: s.store(leaf), self.layout, params)
+        return self._pin_shards(shards), opt_state
 
     def _cast(self, tree: PyTree, loss: jax.Array) -> PyTree:
         def cast(leaf: jax.Array) -> jax.Array:
@@ -233,15 +288,21 @@ class Update:
     def _pin_shards(self, tree: PyTree) -> PyTree:
         return map_splits(self.blueprint.constrain, self.layout, tree)
 
-    def gathered(self, shards: PyTree) -> PyTree:
-        """Whole leaves from stored shards of those that are trained, by explicit all-gathers."""
+    def gathered(self, shards: PyTree, field: str = "params") -> PyTree:
+        """Whole leaves from stored shards, by explicit all-gathers.
+
+        Args:
+            shards: of the parameters that are trained, or of another field of the state.
+            field: the field.
+        """
         group = self.blueprint.group
 
         def local(splits: list[Split], shards: list[jax.Array]) -> list[jax.Array]:
             return [gather(leaf, s, group) for s, leaf in zip(splits, shards, strict=True)]
 
         treedef = jax.tree.structure(shards)
-        return jax.tree.unflatten(treedef, self._by_mesh(local, shards, lambda s: s.lies(False)))
+        found = self._by_mesh(local, shards, lambda s: s.lies(False), field=field)
+        return jax.tree.unflatten(treedef, found)
 
     def _by_mesh(
         self,
@@ -249,18 +310,21 @@ class Update:
         shards: PyTree,
         out: Callable[[Split], PartitionSpec],
         *args: Any,
+        field: str = "params",
     ) -> list[Any]:
         """Runs `function(splits, shards, *args)` once per mesh, with that mesh's leaves local.
 
-        `shards` are of the trained parameters; `out` says how results lie, `args` are whole.
-
-        (Without a pipeline all leaves are on one mesh.)
+        `shards` are of the trained parameters, or of another field of the state; `out` says how
+        results lie, `args` are whole. (Without a pipeline all leaves are on one mesh.)
         """
-        blue = self.blueprint
-        splits, leaves = layout_leaves(self.layout), jax.tree.leaves(shards)
+        blue, labels = self.blueprint, self.groups[field]
+        layout = self.layout if field == "params" else getattr(blue, field)
+        if field == "params":
+            labels = trained(blue.params, labels)
+        splits, leaves = layout_leaves(layout), jax.tree.leaves(shards)
         groups: dict[Any, list[int]] = {}
-        for index, split in enumerate(splits):
-            where = split.home and split.home.ranks, blue.label(split.path, split.home)
+        for index, (split, label) in enumerate(zip(splits, jax.tree.leaves(labels), strict=True)):
+            where = split.home and split.home.ranks, label
             groups.setdefault(where, []).append(index)
         found: list[Any] = [None] * len(leaves)
         for group in groups.values():
@@ -287,15 +351,19 @@ def _constrained(to: jax.ShapeDtypeStruct, leaf: jax.Array | None) -> jax.Array 
     return None if leaf is None else jax.lax.with_sharding_constraint(leaf, to.sharding)
 
 
-def apart(function: Callable[[Any], Any], value: Any, unknown: jax.Array) -> Any:
+def apart(function: Callable[[Any], PyTree], value: PyTree, unknown: jax.Array) -> PyTree:
     """Runs a function so that XLA's CPU backend compiles it alike wherever it stands.
 
     That backend drops fences before its last fusions, but fuses nothing into a branch. This branch
     is always taken, which the compiler cannot know: it depends on a float32 scalar.
     """
     taken = (jax.lax.bitcast_convert_type(unknown, jnp.int32) | 1) != 0
-    shape = jax.eval_shape(function, value)
-    return jax.lax.cond(taken, function, lambda _: jnp.zeros(shape.shape, shape.dtype), value)
+    shapes = jax.eval_shape(function, value)
+
+    def never(_: PyTree) -> PyTree:
+        return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+
+    return jax.lax.cond(taken, function, never, value)
 
 
 def _along(axis: str, size: int, flat: jax.Array, group: Group) -> jax.Array:
