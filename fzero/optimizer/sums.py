@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import jax
 
-from fzero.programs.jaxprs import ELEMENTWISE, Program, Step
 from fzero.optimizer.bound import Optimizer
+from fzero.programs.jaxprs import ELEMENTWISE, Program, Step
 from fzero.tree import PyTree
 
 
