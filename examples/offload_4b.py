@@ -4,8 +4,9 @@
 
 Needs a GPU of 80 GB or more, and says so where there is none; `--tiny` does the same in miniature
 on anything. Prints what DeepSpeed's `offload_states` reports for such a model: bytes on the device
-before and after, and GB/s each way; pinned or pageable host memory, waiting for it or not. (Its own
-figures, 4 A100s: 18.2 GB down to 17.7 MB per GPU, 2.45 GB/s to the host and 11.05 GB/s back.)
+before and after, and GB/s each way, by the kind of host memory used (jax's `pinned_host`, or
+memory of the process, which is pageable), waiting for it or not. (DeepSpeed's own figures, 4 A100s:
+18.2 GB down to 17.7 MB per GPU, 2.45 GB/s to the host and 11.05 GB/s back.)
 """
 
 from __future__ import annotations
@@ -119,17 +120,20 @@ for non_blocking in (False, True):
         jax.block_until_ready((state.params, state.opt_state))
         out = time.perf_counter() - start
         left = fz.placement(state).bytes_per_device["total"]
+        kind = " ".join(
+            sorted({leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)})
+        )
         start = time.perf_counter()
         state = fz.reload(state, non_blocking=non_blocking)
         jax.block_until_ready((state.params, state.opt_state))
         back = time.perf_counter() - start
     table.add_row(
-        "pinned", str(non_blocking), f"{left:,}", f"{total / 1e9 / out:.2f}",
+        kind, str(non_blocking), f"{left:,}", f"{total / 1e9 / out:.2f}",
         f"{returned * 1e3:.1f}", f"{total / 1e9 / back:.2f}",
     )  # fmt: skip
 out, back, _ = pageable(state)
 table.add_row(
-    "pageable",
+    "process memory",
     "False",
     "(not released)",
     f"{total / 1e9 / out:.2f}",
@@ -137,6 +141,10 @@ table.add_row(
     f"{total / 1e9 / back:.2f}",
 )
 Console(width=120).print(table)
+device = jax.devices()[0]
+most = (device.memory_stats() or {}).get("peak_bytes_in_use")
+peak = "does not say how much memory was in use" if most is None else f"used {most:,} bytes at most"
+print(f"{device.device_kind}, jax {jax.__version__}, 1 of {len(jax.devices())} devices: {peak}")
 
 state, metrics = step(state, batch)
 print(f"and on: loss {float(metrics['loss']):.3f} after {int(state.step)} steps")

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fzero.axes import AXES, CONTEXT
 from fzero.errors import BatchError
-from fzero.tree import PyTree, named_leaves, shape_of
+from fzero.tree import PyTree, is_plain, named_leaves, shape_of
 
 
 @jax.tree_util.register_dataclass
@@ -113,7 +113,8 @@ def check_batch(batch: PyTree, parts: int, microbatches: int) -> None:
         microbatches: pieces that each device's rows are cut into.
 
     Raises:
-        BatchError: a leaf is no array or a scalar, or leading dims differ or do not divide.
+        BatchError: a leaf is no array or a scalar, is masked or of a dtype that jax does not have,
+            or leading dims differ or do not divide.
     """
     leaves = named_leaves(Inputs.of(batch).rows)
     if not leaves:
@@ -129,6 +130,8 @@ def check_batch(batch: PyTree, parts: int, microbatches: int) -> None:
                 f"batch: {path or 'it'} is a scalar: every leaf needs a leading dim of examples;"
                 " what is no rows is wrapped: fz.Shared(value)"
             )
+    for path, leaf in (*leaves, *named_leaves(Inputs.of(batch).shared)):
+        _require_numbers(leaf, path)
     rows = {path: leaf.shape[0] for path, leaf in leaves}
     if len(set(rows.values())) > 1:
         raise BatchError(
@@ -211,17 +214,23 @@ def place_batch(batch: PyTree, mesh: Mesh) -> Inputs:
     asynchronously, and a loader that refills its buffer must not change a batch under way.
 
     Raises:
-        BatchError: an array of several processes lies on other devices.
+        BatchError: an array of several processes lies on other devices, or a host array has values
+            that its dtype in jax does not hold.
     """
     inputs, whole = Inputs.of(batch), NamedSharding(mesh, PartitionSpec())
     return Inputs(
-        jax.tree.map(lambda x: _placed(x, batch_sharding(mesh, np.shape(x))), inputs.rows),
-        jax.tree.map(lambda x: _placed(x, whole), inputs.shared),
+        _each_placed(inputs.rows, lambda x: batch_sharding(mesh, np.shape(x))),
+        _each_placed(inputs.shared, lambda _: whole),
         inputs.step,
     )
 
 
-def _placed(leaf: Any, sharding: NamedSharding) -> jax.Array:
+def _each_placed(tree: PyTree, sharding: Callable[[Any], NamedSharding]) -> PyTree:
+    leaves = [_placed(leaf, sharding(leaf), path) for path, leaf in named_leaves(tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def _placed(leaf: Any, sharding: NamedSharding, path: str) -> jax.Array:
     if isinstance(leaf, jax.Array):
         if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
@@ -234,14 +243,55 @@ def _placed(leaf: Any, sharding: NamedSharding) -> jax.Array:
         if jax.process_count() == 1 or not leaf.is_fully_addressable:
             moved: jax.Array = jax.device_put(leaf, sharding)
             return moved
-    host = np.array(leaf)
+    host = _copied(leaf, path)
     if jax.process_count() == 1:
         placed: jax.Array = jax.device_put(host, sharding)
         return placed
-    dtype = shape_of(host).dtype
     return jax.make_array_from_callback(
-        host.shape, sharding, lambda index: host[index].astype(dtype), dtype=dtype
+        host.shape, sharding, lambda index: host[index], dtype=host.dtype
     )
+
+
+def _require_numbers(leaf: Any, path: str) -> None:
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise BatchError(
+            f"batch: {path or 'it'} is a masked array, whose mask would be lost: pass .filled(...)"
+            " and the mask as a leaf of its own"
+        )
+    dtype = leaf.dtype
+    known = not is_plain(leaf) or (
+        dtype.isnative and dtype.kind in "biufcV" and dtype.type not in _NOT_OF_JAX
+    )
+    if not known:
+        raise BatchError(
+            f"batch: {path or 'it'} has dtype {dtype}: expected numbers in the machine's order of"
+            " bytes; encode what is none, and convert others with .astype"
+        )
+
+
+# Kinds do not tell them from what jax has: small floats of ml_dtypes are "V" too.
+_NOT_OF_JAX = (np.void, np.longdouble, np.clongdouble)
+
+
+def _copied(leaf: Any, path: str) -> np.ndarray[Any, Any]:
+    """A host array in memory of its own, in the dtype that jax has for it.
+
+    Unless `jax_enable_x64` is set it has 32 bits for 64, and jax wraps integers that do not fit.
+    """
+    host, dtype = np.array(leaf), shape_of(leaf).dtype
+    if dtype == host.dtype:
+        return host
+    with np.errstate(over="ignore"):
+        narrow = host.astype(dtype)
+    integers = np.issubdtype(dtype, np.integer)
+    lost = narrow != host if integers else np.isinf(narrow) & ~np.isinf(host)
+    if np.any(lost):
+        raise BatchError(
+            f"batch: {path or 'it'} has {host[lost][0]}, which {dtype} does not hold, and jax keeps"
+            f" {host.dtype} in {dtype}: say jax.config.update('jax_enable_x64', True), or bring the"
+            " values into its range"
+        )
+    return narrow
 
 
 def constrain_batch(batch: PyTree, mesh: Mesh) -> Inputs:

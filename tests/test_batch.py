@@ -54,7 +54,29 @@ LATER = {
     "list": (changed(x=[1, 2]), ["x/0 is a int", "np.asarray"]),
     "text": (changed(x="abc"), ["x is a str", "np.asarray"]),
     "empty": ({}, ["without leaves"]),
+    "masked": (changed(y=np.ma.masked_less(POINTS["y"], 0)), ["y is a masked array", "filled"]),
+    "words": (changed(word=np.array(["a"] * 16)), ["word has dtype <U1", "encode"]),
+    "objects": (changed(any=np.array([None] * 16)), ["any has dtype object"]),
+    "long": (changed(y=POINTS["y"].astype(np.longdouble)), ["y has dtype float128"]),
+    "days": (changed(day=np.zeros(16, "datetime64[D]")), ["day has dtype datetime64"]),
+    "big-endian": (changed(x=POINTS["x"].astype(">f4")), ["x has dtype >f4", "astype"]),
 }
+# What jax would wrap, or make infinite, without a word.
+NARROWED = {
+    "int64": np.full(16, -(2**40)),
+    "uint64": np.full(16, 2**40, np.uint64),
+    "float64": np.full(16, 1e300),
+}
+
+
+@pytest.mark.parametrize("name", NARROWED)
+def test_values_that_32_bits_do_not_hold_are_refused(model, state, step, name):
+    for wrap in (lambda x: x, fz.Shared):
+        for run in (step, fz.eval_step(model, PLAN)):
+            with pytest.raises(fz.BatchError, match=r"id has .*does not hold.*jax_enable_x64"):
+                run(state, changed(id=wrap(NARROWED[name])))
+    fits = changed(id=np.array([np.inf, *range(15)]) if name == "float64" else np.arange(16))
+    assert np.isfinite(step(state, fits)[1]["loss"])
 
 
 @pytest.mark.parametrize("name", LATER)

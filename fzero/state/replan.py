@@ -151,7 +151,9 @@ def _replanned_compute(
 
 
 def devices_of_state(state: TrainState) -> list[Any]:
-    sharding = state.step.sharding
+    sharding = getattr(state.step, "sharding", None)
+    if sharding is None:  # put in by hand; what comes next says so
+        return list(jax.devices())
     if isinstance(sharding, NamedSharding):
         return list(sharding.mesh.devices.flat)
     return list(sharding.device_set)

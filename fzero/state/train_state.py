@@ -467,9 +467,19 @@ def require_fits(
     have = dict(named_leaves(state.replace(grads=None)))
     problems = [f"{path}: expected, but missing" for path in want if path not in have]
     problems += [f"{path}: not expected" for path in have if path not in want]
+    if not isinstance(state.grads, Pending | None):
+        kind = type(state.grads).__name__
+        problems.append(f"grads: expected None or what accumulate_step left there, got {kind}")
     for path, to in want.items():
         leaf = have.get(path)
         if leaf is None:
+            continue
+        if not hasattr(leaf, "aval" if abstract else "sharding"):
+            kind = type(leaf)
+            problems.append(
+                f"{path}: expected a jax.Array {to.dtype}{list(to.shape)}, got"
+                f" {kind.__module__}.{kind.__qualname__}"
+            )
             continue
         same = leaf.dtype == to.dtype or (is_key(leaf) and is_key(to))  # keys of any kind
         if tuple(leaf.shape) != tuple(to.shape) or not same:
@@ -487,7 +497,8 @@ def require_fits(
         raise StateError(
             f"{operation}: the state is not one of this model, optimizer and plan:\n  {shown}{more}"
             "\nMake it with fz.init(model, tx, plan), or bring it over with"
-            " fz.replan(state, model, tx, old_plan, new_plan)"
+            " fz.replan(state, model, tx, old_plan, new_plan). A leaf put in by hand goes where the"
+            " old one is: jax.device_put(new, old.sharding)"
         )
     if abstract:
         return

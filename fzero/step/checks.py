@@ -68,6 +68,8 @@ class Checks:
         state = compute_copy.settled_state(state)
         require_alive(state, self.name)
         leaves, structure = jax.tree.flatten(state)
+        if not all(hasattr(leaf, "sharding") for leaf in leaves):
+            self._require_fits(state)
         key = structure, tuple((x.shape, x.dtype, x.sharding, tier_of(x)) for x in leaves)
         new = key not in self._fits
         if new:

@@ -1,0 +1,67 @@
+"""Leaves that a user put into a state by hand: what does not fit is refused by name."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import fzero as fz
+from tests.support import tiny
+
+
+pytestmark = pytest.mark.quick
+
+MODEL, TX, PLAN = tiny.regression(), optax.adam(1e-2), tiny.plan(zero=3, data=2)
+DEVICES = jax.devices()[:2]
+EDITS = {
+    "numpy parameters": (
+        lambda state: {"params": jax.device_get(state.params)},
+        r"params/w: expected a jax.Array float32\[16, 13\], got numpy.ndarray(.|\n)*device_put",
+    ),
+    "numpy moments": (
+        lambda state: {"opt_state": jax.device_get(state.opt_state)},
+        r"opt_state/0/mu/w: expected a jax.Array float32\[16, 13\], got numpy.ndarray",
+    ),
+    "a number of steps": (
+        lambda state: {"step": 7},
+        r"step: expected a jax.Array int32\[\], got builtins.int",
+    ),
+    "a seed": (
+        lambda state: {"rng": 5},
+        r"rng: expected a jax.Array key<fry>\[\], got builtins.int",
+    ),
+    "gradients": (
+        lambda state: {"grads": state.params},
+        r"grads: expected None or what accumulate_step left there, got dict",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def given():
+    state = fz.init(MODEL, TX, PLAN, devices=DEVICES)
+    return state, fz.train_step(MODEL, TX, PLAN, devices=DEVICES, donate=False)
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_what_is_no_array_of_the_plan_is_refused_by_name(name, given):
+    state, step = given
+    edit, message = EDITS[name]
+    edited = state.replace(**edit(state))
+    with pytest.raises(fz.StateError, match=f"train_step: (.|\n)*{message}"):
+        step(edited, tiny.points())
+    with pytest.raises(fz.StateError, match=f"replan: (.|\n)*{message}"):
+        fz.replan(edited, MODEL, TX, PLAN, tiny.plan(zero=1, data=2), devices=DEVICES)
+    assert int(step(state, tiny.points())[0].step) == 1  # nothing was lost
+
+
+def test_what_the_message_advises_works(given):
+    state, step = given
+    halved = jax.tree.map(
+        lambda old: jax.device_put(np.asarray(old) / 2, old.sharding), state.params
+    )
+    again, _ = step(state.replace(params=halved), tiny.points())
+    twice, _ = step(
+        state.replace(params=jax.tree.map(lambda x: x / 2, state.params)), tiny.points()
+    )
+    tiny.same_bits(again.params, twice.params)
