@@ -84,6 +84,11 @@ def attention(
     return _joined(out)
 
 
+def divided_sequences() -> bool:
+    """Whether what is traced here belongs to a step that divides sequences over devices."""
+    return CONTEXT in _free_axes()
+
+
 def _check(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: int | None,
     exchange: str,

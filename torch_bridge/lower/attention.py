@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge.dtypes import cast, is_bool
+from torch_bridge.lower.exchanged import exchanged_attention
 from torch_bridge.lower.fused import fused_attention
 from torch_bridge.lower.masks import Pattern, SizeMask
 from torch_bridge.lower.random import dropout_mask
@@ -44,8 +45,9 @@ def attention(
     Shapes: query `(..., H, L, E)`, key `(..., K, S, E)`, value `(..., K, S, V)`; with grouped
     queries H is a multiple of K. A query row whose keys are all masked gives 0, as in torch.
 
-    In programs for GPUs it is cuDNN's kernel where that applies, else products and a softmax. On
-    CPUs those are faster than `jax.nn.dot_product_attention`'s, and their layout is PyTorch's.
+    A sequence that a plan divides is exchanged. In programs for GPUs it is cuDNN's kernel where
+    that applies, else products and a softmax. On CPUs those are faster than
+    `jax.nn.dot_product_attention`'s, and their layout is PyTorch's.
     """
     # PyTorch takes one dtype only. A step in half precision may still bring others: float32 angles
     # have widened what they turn. In torch the module had cast it back.
@@ -55,9 +57,10 @@ def attention(
     shape = (*q.shape[:-1], k.shape[-2])
     attn_mask, pattern = _read_mask(attn_mask, mask_sizes, is_causal, shape)
     if attn_mask is None and dropout_p == 0.0:
-        fused = fused_attention(q, k, v, pattern, scale)
-        if fused is not None:
-            return fused
+        for attend in (exchanged_attention, fused_attention):
+            found = attend(q, k, v, pattern, scale)
+            if found is not None:
+                return found
     groups = q.shape[-3] // k.shape[-3] if enable_gqa and q.ndim > 2 else 1
     if groups > 1:  # head h reads key head h // groups
         q = jnp.reshape(q, (*q.shape[:-3], k.shape[-3], groups, *q.shape[-2:]))

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fzero.exchange.attention import divided_sequences
 from torch_bridge.dtypes import cast, is_complex, is_float, promote, result_dtype
 from torch_bridge.lower.registry import register_operator
 
@@ -17,8 +18,10 @@ from torch_bridge.lower.registry import register_operator
 def linear(x: jax.Array, weight: Any, bias: Any = None) -> jax.Array:
     a, w = promote(x, weight)
     # Rows of tokens: a weight's gradient then contracts over one dim. Over several, XLA's CPU
-    # backend copies a transposed gradient first.
-    rows = jnp.reshape(a, (-1, a.shape[-1])) if a.ndim > 2 and a.size else a
+    # backend copies a transposed gradient first. (A sequence that is divided over devices cannot be
+    # joined with other dims: it would be gathered.)
+    join = a.ndim > 2 and a.size and not divided_sequences()
+    rows = jnp.reshape(a, (-1, a.shape[-1])) if join else a
     out = jax.lax.dot_general(rows, w, (((rows.ndim - 1,), (w.ndim - 1,)), ((), ())))
     out = jnp.reshape(out, (*a.shape[:-1], *w.shape[:-1]))
     return out if bias is None else out + cast(bias, out.dtype)
