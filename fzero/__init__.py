@@ -13,6 +13,7 @@ from fzero.errors import ConversionError as ConversionError
 from fzero.errors import DivergenceError as DivergenceError
 from fzero.errors import FzeroError as FzeroError
 from fzero.errors import HostsError as HostsError
+from fzero.errors import NonFiniteError as NonFiniteError
 from fzero.errors import PipelineError as PipelineError
 from fzero.errors import PlacementError as PlacementError
 from fzero.errors import PlanError as PlanError
@@ -49,11 +50,14 @@ from fzero.report.layout import Layout as Layout
 from fzero.report.layout import layout as layout
 from fzero.report.placement import Placement as Placement
 from fzero.report.placement import placement as placement
+from fzero.sharding.local_batch import local_batch as local_batch
 from fzero.state.move import Phases as Phases
 from fzero.state.move import enter as enter
 from fzero.state.move import offload as offload
 from fzero.state.move import reload as reload
 from fzero.state.replan import replan as replan
+from fzero.state.same import check_finite as check_finite
+from fzero.state.same import check_same as check_same
 from fzero.state.surgery import eval_params as eval_params
 from fzero.state.surgery import with_optimizer as with_optimizer
 from fzero.state.train_state import Pending as Pending

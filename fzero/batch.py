@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fzero.axes import AXES, CONTEXT
 from fzero.errors import BatchError
+from fzero.processes import view
 from fzero.tree import PyTree, is_plain, named_leaves, shape_of
 
 
@@ -64,10 +65,10 @@ class Inputs:
             return batch
 
         def shared(leaf: Any) -> Any:
-            return jax.tree.map(_as_array, leaf.value) if _is_shared(leaf) else None
+            return jax.tree.map(_as_array, leaf.value) if is_shared(leaf) else None
 
-        rows = jax.tree.map(lambda x: None if _is_shared(x) else x, batch, is_leaf=_is_shared)
-        return Inputs(rows, jax.tree.map(shared, batch, is_leaf=_is_shared))
+        rows = jax.tree.map(lambda x: None if is_shared(x) else x, batch, is_leaf=is_shared)
+        return Inputs(rows, jax.tree.map(shared, batch, is_leaf=is_shared))
 
     @staticmethod
     def specs(rows: Any, whole: Any) -> Any:
@@ -91,7 +92,8 @@ class Inputs:
         return dataclasses.replace(self, step=step)
 
 
-def _is_shared(node: Any) -> bool:
+def is_shared(node: Any) -> bool:
+    """Whether a node of a batch is no rows."""
     return isinstance(node, Shared)
 
 
@@ -186,12 +188,12 @@ def pad_batch(batch: PyTree, multiple: int) -> tuple[PyTree, np.ndarray[Any, Any
     fill = -size % multiple
 
     def filled(leaf: Any) -> Any:
-        if _is_shared(leaf) or not fill:
+        if is_shared(leaf) or not fill:
             return leaf
         host = np.asarray(leaf)
         return np.concatenate([host, np.repeat(host[:1], fill, axis=0)])
 
-    return jax.tree.map(filled, batch, is_leaf=_is_shared), np.arange(size + fill) < size
+    return jax.tree.map(filled, batch, is_leaf=is_shared), np.arange(size + fill) < size
 
 
 def batch_sharding(mesh: Mesh, shape: tuple[int, ...] = ()) -> NamedSharding:
@@ -234,6 +236,8 @@ def _placed(leaf: Any, sharding: NamedSharding, path: str) -> jax.Array:
     if isinstance(leaf, jax.Array):
         if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
+        if not leaf.is_fully_addressable and _is_part(sharding, leaf.sharding):
+            return view(leaf, sharding)
         if not leaf.is_fully_addressable and leaf.sharding.device_set != sharding.device_set:
             raise BatchError(
                 f"batch: an array of {leaf.dtype}{list(leaf.shape)} lies on"
@@ -292,6 +296,13 @@ def _copied(leaf: Any, path: str) -> np.ndarray[Any, Any]:
             " values into its range"
         )
     return narrow
+
+
+def _is_part(rank: NamedSharding, of: Any) -> bool:
+    """Whether one rank's rows are what its devices hold of an array of all ranks."""
+    return (
+        isinstance(of, NamedSharding) and rank.device_set < of.device_set and rank.spec == of.spec
+    )
 
 
 def constrain_batch(batch: PyTree, mesh: Mesh) -> Inputs:

@@ -49,6 +49,10 @@ class DivergenceError(FzeroError, RuntimeError):
     """A value that should be the same on several devices is not."""
 
 
+class NonFiniteError(FzeroError, FloatingPointError):
+    """A value of a state is infinite or not a number."""
+
+
 class ScheduleError(FzeroError, ValueError):
     """A pipeline schedule is incomplete, out of order, unsafe or deadlocks."""
 

@@ -8,6 +8,7 @@ programs are not compiled there, and their results are arrays without local shar
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -225,3 +226,32 @@ def _rank_meshes(mesh: Mesh) -> list[Mesh]:
     if mesh.devices.ndim == len(AXES):
         return [mesh]
     return [auto_mesh(devices, mesh.axis_names[1:]) for devices in mesh.devices]
+
+
+def to_first(leaf: jax.Array) -> np.ndarray[Any, Any] | None:
+    """An array of any processes, whole on the host of process 0; `None` in the others.
+
+    Every process calls this for the same arrays in the same order. Each device of the array holds
+    the whole for that long.
+
+    Args:
+        leaf: on any mesh.
+    """
+    mesh = mesh_of(leaf)
+    if not leaf.sharding.is_fully_replicated:
+        leaf = _replicated(mesh)(leaf)
+    owners = {device.process_index for device in mesh.devices.flat}
+    if 0 not in owners:
+        flat = auto_mesh(mesh.devices.reshape(-1), ("all",))
+        there = auto_mesh(np.array(jax.devices()[: flat.size]), ("all",))
+        leaf = send(view(leaf, NamedSharding(flat, WHOLE)), NamedSharding(there, WHOLE))
+    if jax.process_index() != 0:
+        jax.block_until_ready(leaf)
+        return None
+    return np.asarray(leaf.addressable_shards[0].data)
+
+
+@functools.lru_cache(maxsize=64)
+def _replicated(mesh: Mesh) -> Any:
+    """A program that makes arrays of a mesh whole on every device of it."""
+    return jit_on(mesh, lambda x: x, NamedSharding(mesh, WHOLE))

@@ -25,7 +25,7 @@ from fzero.tree import named_leaves, path_name
 from torch_bridge.convert import Converted
 from torch_bridge.module.names import Leaf
 from torch_bridge.sequential import ConvertedSequential
-from torch_bridge.statedict import nested
+from torch_bridge.statedict import has_whole, nested
 from torch_bridge.structure.chain import chain_values
 
 
@@ -324,7 +324,7 @@ class _OnDemand(Mapping[str, np.ndarray[Any, Any]]):
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
         leaf, kept, row = self._kept[name]
         value = kept.value
-        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        if isinstance(value, jax.Array) and not has_whole(value):
             raise CheckpointError(
                 f"the moments of `{name}` live partly on other processes' devices; gather them"
                 " first (jax.experimental.multihost_utils.process_allgather)"

@@ -100,7 +100,7 @@ def state_leaves(
             raise CheckpointError(f"`{leaf.name}`: expected shape {leaf.shape}, got {stored}")
         whole = value.whole if isinstance(value, Row) else value
         whole = whole.whole if isinstance(whole, _Layers) else whole
-        if isinstance(whole, jax.Array) and not whole.is_fully_addressable:
+        if isinstance(whole, jax.Array) and not has_whole(whole):
             raise CheckpointError(
                 f"`{leaf.name}` lives partly on other processes' devices; gather it first "
                 "(jax.experimental.multihost_utils.process_allgather)"
@@ -126,6 +126,12 @@ class _Layers:
 
     def __getitem__(self, layer: int) -> Any:
         return self.whole[int(self.order[layer])]
+
+
+def has_whole(array: jax.Array) -> bool:
+    """Whether this process holds all of an array."""
+    copies = array.is_fully_replicated and array.addressable_shards
+    return array.is_fully_addressable or bool(copies)
 
 
 def _by_leaf(converted: Converted | ConvertedSequential, tree: Any) -> dict[str, Any]:

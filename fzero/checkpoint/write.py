@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Collection, Mapping
@@ -296,6 +297,18 @@ def _key(number: int) -> str:
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
+    """A path as it is known by; an object store's URL would become a directory here.
+
+    Raises:
+        CheckpointError: it is such a URL.
+    """
+    text = os.fspath(path)
+    if "://" in text or re.match(r"(gs|s3):/", text):
+        raise CheckpointError(
+            f"checkpoint: {text}: expected a directory of a file system that every process sees;"
+            " object stores are not supported: mount the bucket (gcsfuse, mountpoint-s3) and give"
+            " its path"
+        )
     return str(Path(path).absolute())
 
 

@@ -129,7 +129,10 @@ def _watched(children: Sequence[subprocess.Popen[bytes]], folder: Path) -> int:
     first = next((n for n in failed if codes[n] != EXIT_PEER_LOST), failed[0])
     code = codes[first] or 0
     ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    said = _log(folder, first).read_text(errors="replace").splitlines()[-SHOWN:]
+    said = _lines(folder, first)[-SHOWN:]
+    others = [n for n in failed if codes[n] == EXIT_PEER_LOST and n != first]
+    if code < 0 and others:  # killed: it had no time for a word, but the others know where it was
+        said += _lines(folder, others[0])[-1:]
     words = "\n".join(f"  {line}" for line in said)
     print(
         f"fzero launch: process {first} of {len(children)} ended first ({ended}). Logs of all are"
@@ -184,6 +187,10 @@ def _ranks(number: int) -> dict[str, str]:
 
 def _log(folder: Path, number: int) -> Path:
     return folder / f"process-{number}.log"
+
+
+def _lines(folder: Path, number: int) -> list[str]:
+    return _log(folder, number).read_text(errors="replace").splitlines()
 
 
 def _free_port() -> int:

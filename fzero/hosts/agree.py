@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from fzero.errors import FzeroError, HostsError
 from fzero.hosts.join import watch
 
@@ -16,10 +18,18 @@ def exchange(name: str, value: Any) -> list[Any]:
         value: anything JSON-able.
 
     Raises:
-        HostsError: another process came to another point.
+        HostsError: another process came to another point, or there are others that did not join.
     """
     others = watch()
-    return [value] if others is None else others.exchange(name, value)
+    if others is not None:
+        return others.exchange(name, value)
+    if jax.process_count() > 1:
+        raise HostsError(
+            f"{name}: expected that all {jax.process_count()} processes have joined each other:"
+            " fz.join() in every process, before the first use of a device (also where"
+            " jax.distributed.initialize was called)"
+        )
+    return [value]
 
 
 def require_same(name: str, facts: dict[str, Any], error: type[FzeroError] = HostsError) -> None:
@@ -33,7 +43,13 @@ def require_same(name: str, facts: dict[str, Any], error: type[FzeroError] = Hos
     Raises:
         FzeroError: names what differs first, and who has what.
     """
-    everyone = exchange(name, facts)
+    require_equal(name, exchange(name, facts), error)
+
+
+def require_equal(
+    name: str, everyone: list[dict[str, Any]], error: type[FzeroError] = HostsError
+) -> None:
+    """Refuses facts that differ; as `require_same`, of what was exchanged already."""
     if all(one == everyone[0] for one in everyone):
         return
     for what in dict.fromkeys(what for one in everyone for what in one):

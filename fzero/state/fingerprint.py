@@ -25,12 +25,13 @@ WHOLE = (
 PACKAGES = ("fzero", "jax", "jaxlib", "optax", "numpy")
 
 
-def compare(operation: str, blue: Blueprint, **also: Any) -> None:
+def compare(operation: str, blue: Blueprint, initial: Any = None, **also: Any) -> None:
     """Refuses to begin where processes would not run the same programs on the same devices.
 
     Args:
         operation: what begins, such as `"init"`.
         blue: the blueprint of the state.
+        initial: a model's initial values, or what makes them.
         **also: further JSON-able facts by name; keys are compared by their bits.
 
     Raises:
@@ -47,8 +48,8 @@ def compare(operation: str, blue: Blueprint, **also: Any) -> None:
     for field in ("params", "buffers", "opt_state"):
         for path, leaf in named_leaves(shapes[field]):
             facts[f"{field}/{path}"] = f"{leaf.dtype}{list(leaf.shape)}"
-    if not callable(blue.model.init):
-        facts |= {f"the initial value of {p}": _hash(x) for p, x in named_leaves(blue.model.init)}
+    if not callable(initial):
+        facts |= {f"the initial value of {p}": _hash(x) for p, x in named_leaves(initial)}
     require_same(operation, facts)
 
 
@@ -85,7 +86,8 @@ def _plain(value: Any) -> Any:
 
 
 def _hash(leaf: Any) -> str | None:
-    """Of a value that this process holds whole."""
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+    """Of a value that this process has in memory, whole."""
+    here = isinstance(leaf, jax.Array) and leaf.is_fully_addressable and not is_key(leaf)
+    if not here and not isinstance(leaf, np.ndarray):
         return None
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(np.asarray(leaf)).tobytes())

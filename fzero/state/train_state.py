@@ -137,7 +137,7 @@ def init(
     blue = blueprint(model, tx, plan, devices)
     blue.require_optimizer("init")
     key = key_of(rng)
-    compare("init", blue, seed=key)
+    compare("init", blue, model.init, seed=key)
     with doing("init"):
         if not callable(model.init):
             return state_of(blue, *_copied(blue, *model.init), key)

@@ -51,6 +51,78 @@ def main() -> None:
     (folder / f"{what}-{world.process_id}.json").write_text(json.dumps(found))
 
 
+def agrees(folder: Path, world: fz.World) -> dict[str, Any]:
+    """Everything that processes compare; what each call that differs between them says."""
+    me, tx, plan = world.process_id, optax.adam(1e-2), fz.Plan(zero=1)
+    assert fz.join() is world
+    said = {
+        "seed": refusal(lambda: fz.init(model(), tx, plan, rng=me)),
+        "plan": refusal(lambda: fz.init(model(), tx, fz.Plan(zero=1, clip_norm=1.0 + me))),
+        "model": refusal(lambda: fz.init(model(4 + me), tx, plan)),
+    }  # fmt: skip
+    state = fz.init(model(), tx, plan)
+    said["order"] = refusal(lambda: fz.init(model(), tx, plan) if me else fz.check_same(state))
+    said["rows as a batch"] = refusal(
+        lambda: fz.train_step(model(), tx, plan)(state, batch(seed=me))
+    )
+    layout, evaluate = fz.layout(model(), tx, plan), fz.eval_step(model(), plan)
+    own = batch(3 - 2 * me, seed=me)  # three rows, and one
+    said["uneven"] = refusal(lambda: fz.local_batch(own, layout))
+    said["dtype"] = refusal(
+        lambda: fz.local_batch({**own, "y": own["y"].astype(np.float16 if me else "f")}, layout)
+    )
+    said["mask"] = refusal(lambda: fz.local_batch(own, layout, mask="x" if me else "mask"))
+    rows = fz.local_batch(own, layout, mask="mask")
+    metrics = evaluate(state, rows)
+    said["loss"] = float(metrics["loss"])
+    said["count"] = float(metrics["count"])
+    none = jax.tree.map(lambda x: x[:0], own)
+    last = fz.local_batch(own if me else none, layout, mask="mask")
+    said["last"] = float(evaluate(state, last)["count"])
+    said["over"] = fz.local_batch(none, layout, mask="mask") is None
+    said["same"] = refusal(lambda: fz.check_same(state))
+    said["other"] = refusal(lambda: fz.check_same(changed(state, "x" if me else "")))
+    said["finite"] = refusal(lambda: fz.check_finite(state))
+    said["nan"] = refusal(lambda: fz.check_finite(changed(state, "nan" if me else "")))
+    return said
+
+
+def changed(state: fz.TrainState, how: str) -> fz.TrainState:
+    """A state whose parameter, kept whole on every device, is another on the last one here."""
+    w = state.params["w"]
+    shards = [np.array(shard.data) for shard in w.addressable_shards]
+    if how:
+        shards[-1][2, 1] = np.nan if how == "nan" else shards[-1][2, 1] + 1e-6
+    devices = [shard.device for shard in w.addressable_shards]
+    arrays = [jax.device_put(x, device) for x, device in zip(shards, devices, strict=True)]
+    new = jax.make_array_from_single_device_arrays(w.shape, w.sharding, arrays)
+    return state.replace(params={"w": new})
+
+
+def exports(folder: Path, world: fz.World) -> dict[str, Any]:
+    """A converted module, its weights on devices of both processes, written by `tb.save`."""
+    import torch
+
+    import torch_bridge as tb
+
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+    converted = tb.convert(module, torch.zeros(2, 6))
+    jax_model = converted.model(lambda forward, b: jnp.mean((forward(b["x"]) - 1) ** 2))
+    tx, plan = optax.adam(1e-2), fz.Plan(zero=3)
+    state = fz.init(jax_model, tx, plan)
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+    assert any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(state.params))
+    state, _ = fz.train_step(jax_model, tx, plan)(state, {"x": x})
+    tb.save(folder / "model.safetensors", converted, state)
+    tb.save(folder / "dcp", converted, state, to="dcp")
+    said = refusal(lambda: tb.save(folder / "nowhere" / "model.safetensors", converted, state))
+    again = tb.restore(folder / "dcp", converted, tx, plan)
+    evaluate = fz.eval_step(jax_model, plan)
+    losses = [float(evaluate(s, {"x": x})["loss"]) for s in (state, again)]
+    return {"said": said, "losses": losses, "step": int(again.step)}
+
+
 def dies(folder: Path, world: fz.World) -> None:
     """Trains until a process goes at step 5, in the way the environment says."""
     tx, plan, how = optax.adam(1e-2), fz.Plan(zero=1, clip_norm=1.0), os.environ["HOW"]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import hosts_worker
+import numpy as np
+import optax
 import pytest
 
 import fzero as fz
@@ -89,6 +94,98 @@ def test_half_a_world_is_refused_with_what_is_missing(environ, arguments, missin
 def test_a_wrong_world_is_refused(changed, said):
     with pytest.raises(fz.HostsError, match=re.escape(said)):
         find_world({**TORCHRUN, **changed})
+
+
+def results(folder: Path, what: str, processes: int = 2) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{what}-{p}.json").read_text()) for p in range(processes)]
+
+
+@pytest.mark.slow
+def test_processes_that_differ_are_refused_in_every_one_by_what_differs(tmp_path):
+    """And rows of one process each make a batch: all in one start, which is what costs."""
+    code, shown, _ = launch(tmp_path, "agrees")
+    assert code == 0, shown
+    said, other = results(tmp_path, "agrees")
+    assert said == other  # the same message in both
+    differ = "HostsError: init: processes differ in "
+    assert said["seed"].startswith(differ + "seed: "), said["seed"]
+    assert said["seed"].endswith("in process 1. Expected the same in every process")
+    assert said["plan"].startswith(differ + "plan.clip_norm: 1.0 in process 0; 2.0 in process 1")
+    assert said["model"].startswith(differ + "params/w: float32[4, 2] in process 0; float32[5, 2]")
+    assert "process 0 to 'check_same', process 1 to 'init'" in said["order"]
+    assert re.match(
+        r"HostsError: train_step: processes differ in the values of batch x \(a host array is the"
+        r" whole global batch.*fz\.local_batch",
+        said["rows as a batch"],
+    )
+    assert "process 0: 3, process 1: 1" in said["uneven"]
+    assert "differ in batch y: float32[2] for each row in process 0; float16[2]" in said["dtype"]
+    assert said["mask"].startswith("BatchError: local_batch: processes differ in what is wrong")
+    rows = [hosts_worker.batch(3, seed=0), hosts_worker.batch(1, seed=1)]
+    whole = {name: np.concatenate([r[name] for r in rows]) for name in ("x", "y")}
+    plan = fz.Plan(zero=1, data=4)
+    state = fz.init(hosts_worker.model(), optax.adam(1e-2), plan)
+    loss = fz.eval_step(hosts_worker.model(), plan)(state, whole)["loss"]
+    # Two more rows are padding, and the sum is taken over other devices' rows.
+    np.testing.assert_allclose(said["loss"], float(loss), rtol=1e-6)
+    assert (said["count"], said["last"], said["over"]) == (4, 1, True)
+    assert said["same"] == said["finite"] == "nothing"
+    assert re.match(
+        r"DivergenceError: check_same: params/w float32\[4, 2\] is not the same on devices that"
+        r" should hold the same: [0-9a-f]{8} on .*; [0-9a-f]{8} on \S+ of process 1\.",
+        said["other"],
+    ), said["other"]
+    assert re.match(
+        r"NonFiniteError: check_finite: params/w float32\[4, 2\] has values that are not finite,"
+        r" first in row 2; on \S+ of process 1$",
+        said["nan"],
+    ), said["nan"]
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_a_state_over_processes_is_written_for_pytorch(tmp_path):
+    """Leaves come to process 0 one at a time; what it cannot write, all processes say."""
+    code, shown, _ = launch(tmp_path, "exports")
+    assert code == 0, shown
+    for one in results(tmp_path, "exports"):
+        assert "there is no directory" in one["said"]
+        assert one["losses"][0] == one["losses"][1]
+        assert one["step"] == 1
+    import torch
+
+    import torch_bridge as tb
+
+    weights = tb.load(tmp_path / "model.safetensors")
+    module = torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+    module.load_state_dict(weights)
+    x = torch.tensor(np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32))
+    loss = torch.mean((module(x) - 1) ** 2)
+    np.testing.assert_allclose(loss.item(), one["losses"][0], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_the_example_runs_under_launch_and_under_torchrun(tmp_path):
+    """The same losses, of two processes that read their own rows; a third start goes on."""
+    script = Path(__file__).parents[2] / "examples" / "cluster" / "train.py"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launched = [sys.executable, "-m", "fzero.cli", "launch", "--processes", "2", "--"]
+    shown = {}
+    for name, command in (("launch", launched), ("torchrun", torchrun)):
+        done = subprocess.run(
+            [*command, script, tmp_path / name],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        shown[name] = re.findall(r"step \d+: loss \d+\.\d+", done.stdout)
+        assert fz.checkpoint(tmp_path / name / "checkpoints").step == 20
+    assert shown["launch"] == shown["torchrun"]
+    assert [line.split(":")[0] for line in shown["launch"]] == ["step 10", "step 20"]
 
 
 def lost(text: str) -> list[str]:

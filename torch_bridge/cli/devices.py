@@ -16,6 +16,11 @@ def configure(num_devices: int | None, precision: str) -> int:
     it changes nothing, and asking first which of the two it is would start jax and make it too
     late.
     """
+    if jax.distributed.is_initialized() and num_devices not in (None, jax.device_count()):
+        raise CommandError(
+            f"--devices {num_devices}: expected none, or all {jax.device_count()} devices of the"
+            f" {jax.process_count()} processes (on CPUs JAX_NUM_CPU_DEVICES says how many each has)"
+        )
     if num_devices is not None:
         if num_devices < 1:
             raise CommandError(f"--devices must be at least 1, got {num_devices}")

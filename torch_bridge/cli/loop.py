@@ -28,6 +28,7 @@ class History:
     validation: list[tuple[int, float]] = field(default_factory=list)
     tokens_per_s: float | None = None
     interrupted: bool = False
+    stopped_by: str = ""
 
     @property
     def steps_done(self) -> int:
@@ -162,7 +163,7 @@ def fit(
     save: Callable[[Any, int], None],
     save_every: int,
 ) -> Any:
-    """Trains `state`; returns the one reached after `num_steps` steps, or at a Ctrl-C.
+    """Trains `state`; returns the one reached after `num_steps` steps, or at a Ctrl-C or SIGTERM.
 
     The validation loss is taken before the first step, every `eval_every` steps (0: never in
     between) and of the state that is returned. Every `save_every` steps (0: never), and at a
@@ -182,6 +183,7 @@ def fit(
             state, metrics = train_step(state, data.train_batch(corpus, seed, done, batch))
             done += 1
             recorder.step(done, metrics)
+            stop.agree()
             if done == num_steps or stop.asked:
                 break
             validates, saves = (every and done % every == 0 for every in (eval_every, save_every))
@@ -193,11 +195,12 @@ def fit(
                     _save(save, state, done, recorder)
                 recorder.resume()
         recorder.pause()
-        history.interrupted = stop.asked and done < num_steps
+        history.interrupted = bool(stop.asked) and done < num_steps
+        history.stopped_by = stop.asked
         if history.interrupted:
             recorder.say(
-                f"Ctrl-C: stopped after step {done}; validating, then writing what was reached "
-                "(Ctrl-C again: end at once and write nothing)"
+                f"{stop.asked}: stopped after step {done}; validating, then writing what was "
+                f"reached ({stop.asked} again: end at once and write nothing)"
             )
             _save(save, state, done, recorder)
         if history.validation[-1][0] != done:

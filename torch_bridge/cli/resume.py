@@ -24,16 +24,19 @@ class Saver:
         settings: the run.
         plan: the plan of its state.
         fingerprint: of the text.
+
+    Attributes:
+        run: what has to be the same to go on.
     """
 
     def __init__(self, settings: TrainSettings, plan: fz.Plan, fingerprint: str) -> None:
         self.folder = settings.out / FOLDER
         self._plan = plan
-        self._run = settings.result() | {"fingerprint": fingerprint}
+        self.run = settings.result() | {"fingerprint": fingerprint}
 
     def save(self, state: fz.TrainState, done: int) -> None:
         """Writes the state after `done` steps, in the background."""
-        position = {"step": done, "run": self._run}
+        position = {"step": done, "run": self.run}
         fz.save(self.folder, state, self._plan, data_position=position, keep=KEEP)
 
     def require_same(self, checkpoint: fz.Checkpoint) -> None:
@@ -45,7 +48,7 @@ class Saver:
         then = checkpoint.data_position["run"]
         differences = [
             f"{name}: {then.get(name)} then, {now} now"
-            for name, now in self._run.items()
+            for name, now in self.run.items()
             if then.get(name) != now
         ]
         if differences:

@@ -13,7 +13,8 @@ import optax
 
 import fzero as fz
 import torch_bridge as tb
-from torch_bridge.cli import check, data, devices, models, outputs, plot, resume
+from fzero.hosts.agree import require_same
+from torch_bridge.cli import check, data, devices, hosts, models, outputs, plot, resume
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.interrupt import EXIT_INTERRUPTED
 from torch_bridge.cli.loop import History, Recorder, evaluate_state, fit
@@ -49,10 +50,12 @@ def train(settings: TrainSettings) -> int:
     Raises:
         CommandError: something that was asked for cannot be done; nothing was trained.
     """
+    world = hosts.join(settings)
     if settings.resume:
         checkpoint = resume.newest(settings.out)
-    else:
+    elif world.process_id == 0:
         outputs.prepare(settings.out, settings.overwrite)
+    own = hosts.own(settings, world)
     num_devices = devices.configure(settings.devices, settings.precision)
     check_batch(settings.batch, num_devices, settings.microbatches)
     plan = settings.plan(num_devices)
@@ -61,18 +64,18 @@ def train(settings: TrainSettings) -> int:
     job = _prepare(loaded, settings.data, plan, rows)
     tx = optimizer(settings.lr, settings.steps)
     saver, history = Saver(settings, plan, job.corpus.fingerprint), History()
+    require_same("fzero train", saver.run)
     if settings.resume:
         saver.require_same(checkpoint)
         state = fz.restore(saver.folder, job.model, tx, plan)
-        history = resume.rewind(settings.out, checkpoint.step, settings.eval_every)
+        history = resume.rewind(own.out, checkpoint.step, settings.eval_every)
     else:
-        shutil.rmtree(saver.folder, ignore_errors=True)  # of the run that this one replaces
+        if world.process_id == 0:
+            shutil.rmtree(saver.folder, ignore_errors=True)  # of the run that this one replaces
         state = fz.init(job.model, tx, plan, settings.seed)
     with (
         display(settings.steps) as shown,
-        (settings.out / outputs.METRICS).open(
-            "a" if settings.resume else "w", encoding="utf-8"
-        ) as sink,
+        (own.out / outputs.METRICS).open("a" if settings.resume else "w", encoding="utf-8") as sink,
     ):
         for line in _describe(job, num_devices):
             shown.line(line)
@@ -93,12 +96,14 @@ def train(settings: TrainSettings) -> int:
             save=saver.save,
             save_every=settings.save_every,
         )
-    _write_model(settings, job, state, num_devices)
+    _write_model(own, job, state, num_devices)
     summary = _summary(settings, job, state, history, num_devices)
     missed = _verify(settings, job, state, history, summary) if settings.verify else []
-    with outputs.staged(settings.out) as scratch:
-        _plot(scratch / outputs.PLOT, job, history, num_devices)
-    outputs.write_json(settings.out / outputs.SUMMARY, summary)
+    if world.process_id == 0:
+        with outputs.staged(settings.out) as scratch:
+            _plot(scratch / outputs.PLOT, job, history, num_devices)
+        outputs.write_json(settings.out / outputs.SUMMARY, summary)
+    fz.wait(saver.folder)
     return _conclude(settings, history, summary, missed)
 
 
@@ -260,6 +265,6 @@ def _conclude(
             f"interrupted: the state after {history.steps_done} of {settings.steps} steps is in "
             f"{settings.out}; the same command with --resume goes on"
         )
-        return EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED if history.stopped_by == "Ctrl-C" else 0
     print(f"written to {settings.out}")
     return 0

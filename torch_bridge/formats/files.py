@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from fzero.errors import CheckpointError
+from fzero.hosts.doing import doing
 from fzero.plan import Plan
 from torch_bridge.convert import Converted
+from torch_bridge.formats.across import by_first
 from torch_bridge.formats.adam import require_known
 from torch_bridge.formats.adapters import adapter_content, merged_content
 from torch_bridge.formats.peft import write_adapter
@@ -37,7 +39,9 @@ def save(
 ) -> None:
     """Write a state as a checkpoint that PyTorch loads; what is there is replaced at the end.
 
-    Leaves are copied to the host one after the other, so that it never holds two of them.
+    Leaves are copied to the host one after the other, so that it never holds two of them. Over
+    several processes every process calls this, leaves come to process 0 one at a time, and that
+    one writes.
 
     In `.safetensors` a tied tensor is stored once, under the name that transformers keeps, with
     its other names in the metadata (as `safetensors.torch.save_model` has it), so that both
@@ -72,6 +76,31 @@ def save(
         ...     sorted(load(folder + "/model.safetensors"))
         ['bias', 'weight']
     """
+    asked: dict[str, Any] = {
+        "to": to,
+        "max_shard_size": max_shard_size,
+        "optimizer": optimizer,
+        "hyper": hyper,
+    }
+    asked |= {"merge": merge, "adapter": adapter}
+    with doing("tb.save"):
+        by_first(lambda state: _save(path, converted, state, plan, **asked), state_or_params)
+
+
+def _save(
+    path: str | os.PathLike[str],
+    converted: Converted | ConvertedSequential,
+    state_or_params: Any,
+    plan: Plan | None,
+    *,
+    to: str | None,
+    max_shard_size: int | str,
+    optimizer: bool | None,
+    hyper: Mapping[str, Any] | None,
+    merge: bool,
+    adapter: str | None,
+) -> None:
+    """`save`, in the process that writes."""
     if to == "peft":
         if not isinstance(converted, Converted):
             raise CheckpointError('save: to="peft": expected a converted module with adapters')
