@@ -36,6 +36,8 @@ from torch_bridge.moments import Moments as Moments
 from torch_bridge.moments import moments_of as moments_of
 from torch_bridge.moments import with_moments as with_moments
 from torch_bridge.optim import optimizer as optimizer
+from torch_bridge.packing import pack as pack
+from torch_bridge.packing import packed_mask as packed_mask
 from torch_bridge.parity import Parity as Parity
 from torch_bridge.parity import parity as parity
 from torch_bridge.sequential import ConvertedSequential as ConvertedSequential
@@ -76,6 +78,8 @@ __all__ = [
     "merge",
     "moments_of",
     "optimizer",
+    "pack",
+    "packed_mask",
     "parity",
     "register_function",
     "register_operator",

@@ -447,7 +447,7 @@ def convert(
     """
     min_layers = fewest_layers(roll)
     module = unwrapped(module)
-    args, kwargs = torch_pytree.tree_map(_example_leaf, (example_args, example_kwargs))
+    args, kwargs = _apart(torch_pytree.tree_map(_example_leaf, (example_args, example_kwargs)))
     made = _Making(batch_dim, min_layers, train, train if masters is None else masters, copy)
     return made.of(module, args, kwargs, lambda layout: read_initial(module, layout, buffers))
 
@@ -590,6 +590,20 @@ def _refuse_fixed(converted: Converted, batch_dim: int) -> None:
             "(a size of 1 always is). Compute with x.shape instead of a number, give an example "
             "with a batch of at least 2, or leave out batch_dim and convert once for each size."
         )
+
+
+def _apart(example: Any) -> Any:
+    """An example in which no tensor is two arguments: torch.export takes such for one."""
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        known = id(leaf) in seen
+        seen.add(id(leaf))
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if known else leaf
+
+    return torch_pytree.tree_map(own, example)
 
 
 def _example_leaf(leaf: Any) -> Any:

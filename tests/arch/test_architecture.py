@@ -34,7 +34,7 @@ LAYERS = {
         ["report", "preflight", "flax", "cli"],
     ],
     "torch_bridge": [
-        ["dtypes", "losses"],
+        ["dtypes", "losses", "packing"],
         ["module", "lower"],
         ["export"],
         ["structure"],

@@ -534,3 +534,18 @@ def test_transposed_convolutions_with_groups_agree(dims: int) -> None:
     kind = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}[dims]
     module = kind(6, 4, 3, stride=2, padding=1, output_padding=1, groups=2, dilation=1)
     check_parity(module, torch.randn(2, 6, *(4, 3, 3)[:dims]))
+
+
+def test_one_tensor_given_as_two_arguments_is_two_arguments():
+    class Difference(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x, y):
+            return (x - y) * self.scale
+
+    same = torch.zeros(2, 3)
+    converted = tb.convert(Difference(), same, same)
+    ones = np.ones((2, 3), np.float32)
+    np.testing.assert_array_equal(converted(ones, 3 * ones), -2 * ones)

@@ -1,0 +1,91 @@
+"""Packed rows: the loss and the gradients of the documents one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import optax
+import pytest
+import torch
+
+import fzero as fz
+import torch_bridge as tb
+
+
+pytestmark = pytest.mark.quick
+V, D = 23, 8
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion():
+    """Ordinary promotion instead, as in training."""
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(D, 3 * D)
+
+    def forward(self, x, mask):
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return x + out.transpose(1, 2).flatten(-2)
+
+
+class Decoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.place = torch.nn.Embedding(V, D), torch.nn.Embedding(16, D)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.head = torch.nn.Linear(D, V)
+
+    def forward(self, ids, positions, mask):
+        x = self.embed(ids) + self.place(positions)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x)
+
+
+def loss(forward, batch):
+    mask = tb.packed_mask(batch["segments"])
+    return tb.causal_lm_loss(forward(batch["ids"], batch["positions"], mask), batch["labels"])
+
+
+def test_the_loss_of_packed_rows_is_that_of_the_documents_one_by_one():
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(1, V, n).tolist() for n in (7, 4, 9, 2, 3, 10, 1)]
+    packed = tb.pack(documents, length=12, rows=8, vocabulary=V)
+    assert sum(map(len, documents)) == np.count_nonzero(packed["segments"])
+    assert packed["segments"].max() > 1  # some rows have several
+    ids = torch.zeros(2, 12, dtype=torch.long)
+    module = Decoder()
+    made = tb.convert(module, ids, ids, torch.ones(2, 1, 12, 12, dtype=torch.bool))
+    model, tx = made.model(loss), optax.sgd(1.0)
+    plan = fz.Plan(zero=3, data=4, min_shard_bytes=0)  # rows with few and with many real tokens
+    state = fz.init(model, tx, plan)
+    state, metrics = fz.train_step(model, tx, plan)(state, packed)
+    total = count = 0
+    for document in documents:  # in PyTorch, each alone
+        own = torch.tensor([document])
+        causal = torch.ones(1, 1, own.shape[1], own.shape[1], dtype=torch.bool).tril()
+        logits = module(own, torch.arange(own.shape[1])[None], causal)[0, :-1]
+        total += torch.nn.functional.cross_entropy(logits, own[0, 1:], reduction="sum")
+        count += len(document) - 1
+    (total / count).backward()
+    assert float(metrics["count"]) == count
+    assert float(metrics["loss"]) == pytest.approx((total / count).item(), rel=1e-5)
+    stepped = tb.state_dict(made, state)
+    for name, parameter in module.named_parameters():
+        want = (parameter - parameter.grad).detach()
+        torch.testing.assert_close(stepped[name], want, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_packed_is_named():
+    with pytest.raises(fz.BatchError, match="document 1 has 5 tokens, but rows have 4"):
+        tb.pack([[1], [1, 2, 3, 4, 5]], length=4)
+    with pytest.raises(fz.BatchError, match="document 0, position 1: token 9 is outside"):
+        tb.pack([[1, 9]], length=4, vocabulary=9)
+    with pytest.raises(fz.BatchError, match="take 2 rows of 4 tokens, but rows=1"):
+        tb.pack([[1, 2, 3], [1, 2]], length=4, rows=1)
+    with pytest.raises(fz.BatchError, match=r"document 0: expected a list of token ids"):
+        tb.pack([["a"]], length=4)

@@ -1,0 +1,133 @@
+"""Documents packed into rows of one length: who belongs to which, and what may see what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fzero.errors import BatchError
+
+
+def pack(
+    documents: Iterable[Sequence[int]],
+    length: int,
+    *,
+    pad: int = 0,
+    ignore_index: int = -100,
+    vocabulary: int | None = None,
+    rows: int | None = None,
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Documents as rows of one length, several in a row where they fit.
+
+    Each document goes into the first row that has room for it, whole. Positions begin at 0 in every
+    document; no label asks a document's last token for the next one's first. With
+    `tb.packed_mask` and `tb.causal_lm_loss` the loss is that of the documents one by one.
+
+    Args:
+        documents: token ids of each.
+        length: tokens in a row.
+        pad: the token that fills rows up.
+        ignore_index: the label of what does not count.
+        vocabulary: number of tokens there are, to find others.
+        rows: how many rows there shall be, the last ones perhaps empty; as many as needed if not
+            given. So batches of one shape can be made, and rows divide over the devices.
+
+    Returns:
+        int32 arrays `(rows, length)`: `ids`; `segments`, the number of the document within its row
+        from 1 on, 0 where the row is filled up; `positions`; and `labels` for
+        `tb.causal_lm_loss(logits, labels)`, which shifts them itself.
+
+    Raises:
+        BatchError: a document is longer than a row, or has a token outside the vocabulary; or they
+            do not fit into `rows`. Names the document.
+
+    Example:
+        >>> packed = pack([[5, 6, 7], [8, 9], [3, 4]], length=5)
+        >>> packed["ids"].tolist()
+        [[5, 6, 7, 8, 9], [3, 4, 0, 0, 0]]
+        >>> packed["segments"].tolist(), packed["labels"][0].tolist()
+        ([[1, 1, 1, 2, 2], [1, 1, 0, 0, 0]], [-100, 6, 7, -100, 9])
+    """
+    found: list[list[np.ndarray[Any, Any]]] = []
+    room: list[int] = []
+    for number, document in enumerate(documents):
+        ids = _checked(number, np.asarray(document), length, vocabulary)
+        if not ids.size:
+            continue
+        place = next((row for row, left in enumerate(room) if left >= ids.size), None)
+        if place is None:
+            place = len(found)
+            found.append([])
+            room.append(length)
+        found[place].append(ids)
+        room[place] -= ids.size
+    if rows is not None and len(found) > rows:
+        raise BatchError(
+            f"pack: the documents take {len(found)} rows of {length} tokens, but rows={rows}; give"
+            " fewer documents, or longer rows"
+        )
+    shape = len(found) if rows is None else rows, length
+    out = {
+        "ids": np.full(shape, pad, np.int32),
+        "segments": np.zeros(shape, np.int32),
+        "positions": np.zeros(shape, np.int32),
+        "labels": np.full(shape, ignore_index, np.int32),
+    }
+    for row, own in enumerate(found):
+        start = 0
+        for number, ids in enumerate(own, 1):
+            there = row, slice(start, start + ids.size)
+            out["ids"][there] = out["labels"][there] = ids
+            out["labels"][row, start] = ignore_index
+            out["segments"][there] = number
+            out["positions"][there] = np.arange(ids.size)
+            start += ids.size
+    return out
+
+
+def packed_mask(segments: Any) -> jax.Array:
+    """What may see what in packed rows: itself and what is before it in the same document.
+
+    What fills a row up sees only what fills it up, and nothing else sees that.
+
+    Args:
+        segments: `(B, T)`, as `pack` gives them.
+
+    Returns:
+        Booleans `(B, 1, T, T)`, True where position i may attend to position j: what
+        `scaled_dot_product_attention`, and the `attention_mask` of transformers' decoders, take.
+
+    Example:
+        >>> packed_mask(np.array([[1, 1, 2]]))[0, 0].astype(int).tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    """
+    given = jnp.asarray(segments)
+    order = jnp.arange(given.shape[-1])
+    same = given[:, :, None] == given[:, None, :]
+    return (same & (order[:, None] >= order[None, :]))[:, None]
+
+
+def _checked(
+    number: int, ids: np.ndarray[Any, Any], length: int, vocabulary: int | None
+) -> np.ndarray[Any, Any]:
+    """A document's tokens, if they are some and fit."""
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise BatchError(
+            f"pack: document {number}: expected a list of token ids, got {ids.dtype} of shape"
+            f" {list(ids.shape)}"
+        )
+    if ids.size > length:
+        raise BatchError(
+            f"pack: document {number} has {ids.size} tokens, but rows have {length}; cut it, or"
+            " make rows longer"
+        )
+    if vocabulary is not None and (wrong := np.flatnonzero((ids < 0) | (ids >= vocabulary))).size:
+        raise BatchError(
+            f"pack: document {number}, position {wrong[0]}: token {ids[wrong[0]]} is outside the"
+            f" vocabulary of {vocabulary}"
+        )
+    return ids.astype(np.int32)
