@@ -8,15 +8,14 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import torch
-from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
 from fzero.model import Model
 from fzero.summary import Printed, summary
 from fzero.tree import shapes_of
 from torch_bridge.dtypes import is_float
+from torch_bridge.export.example import example_tensors, refuse_untraceable
 from torch_bridge.export.export import export_program
 from torch_bridge.export.hooks import refuse_hooks
 from torch_bridge.export.interpret import missing_operators, refuse_data_dependent, refuse_missing
@@ -26,7 +25,6 @@ from torch_bridge.module.adapters import Adapter, read_adapters
 from torch_bridge.module.initial import COPIED_BYTES, num_bytes, on_host, read_initial, with_masters
 from torch_bridge.module.names import Layout, read_layout
 from torch_bridge.module.signature import CallForm, build_output
-from torch_bridge.module.weights import to_torch
 from torch_bridge.module.wrappers import refuse_wrapped, unwrapped
 from torch_bridge.structure.again import Again, Call, Graphs
 from torch_bridge.structure.blocks import Blocks
@@ -447,7 +445,7 @@ def convert(
     """
     min_layers = fewest_layers(roll)
     module = unwrapped(module)
-    args, kwargs = _apart(torch_pytree.tree_map(_example_leaf, (example_args, example_kwargs)))
+    args, kwargs = example_tensors((example_args, example_kwargs))
     made = _Making(batch_dim, min_layers, train, train if masters is None else masters, copy)
     return made.of(module, args, kwargs, lambda layout: read_initial(module, layout, buffers))
 
@@ -495,7 +493,7 @@ class _Making:
         initial: Callable[[Layout], tuple[dict[str, Any], dict[str, Any]]],
     ) -> Converted:
         """The conversion of a module, called as in an example, with initial values by leaf."""
-        _refuse_untraceable(module)
+        refuse_untraceable(module)
         if self.train:
             refuse_hooks(module)
         refuse_wrapped(module)
@@ -569,19 +567,6 @@ def _all(output: Any) -> Any:
     return output
 
 
-def _refuse_untraceable(module: torch.nn.Module) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ConversionError(
-            f"a scripted {module.original_name} has no Python that torch.export could trace;"
-            " convert the module that was scripted"
-        )
-    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-        raise ConversionError(
-            "tb.convert within torch.autocast: torch.export would leave it out. Convert outside of"
-            " it, with fz.Plan(precision=...) for the precision; or enter it in the forward"
-        )
-
-
 def _refuse_fixed(converted: Converted, batch_dim: int) -> None:
     fixed = [name for name in converted.fixed_dims() if name.endswith(f"dim {batch_dim}")]
     if fixed:
@@ -590,22 +575,3 @@ def _refuse_fixed(converted: Converted, batch_dim: int) -> None:
             "(a size of 1 always is). Compute with x.shape instead of a number, give an example "
             "with a batch of at least 2, or leave out batch_dim and convert once for each size."
         )
-
-
-def _apart(example: Any) -> Any:
-    """An example in which no tensor is two arguments: torch.export takes such for one."""
-    seen: set[int] = set()
-
-    def own(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        known = id(leaf) in seen
-        seen.add(id(leaf))
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if known else leaf
-
-    return torch_pytree.tree_map(own, example)
-
-
-def _example_leaf(leaf: Any) -> Any:
-    is_array = isinstance(leaf, np.ndarray | jax.Array) and not isinstance(leaf, torch.Tensor)
-    return to_torch(leaf) if is_array else leaf

@@ -1,0 +1,50 @@
+"""What a module is exported with: its example's tensors, and no surroundings that export loses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch.utils import _pytree as torch_pytree
+
+from fzero.errors import ConversionError
+from torch_bridge.module.weights import to_torch
+
+
+def example_tensors(example: Any) -> Any:
+    """An example with tensors for its arrays, none of which is two arguments.
+
+    torch.export takes one tensor for one argument, wherever it stands.
+    """
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray | jax.Array) and not isinstance(leaf, torch.Tensor):
+            return to_torch(leaf)
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        known = id(leaf) in seen
+        seen.add(id(leaf))
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if known else leaf
+
+    return torch_pytree.tree_map(own, example)
+
+
+def refuse_untraceable(module: torch.nn.Module) -> None:
+    """Refuse what torch.export would leave things out of.
+
+    Raises:
+        ConversionError: a scripted module, or autocast around the conversion.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ConversionError(
+            f"a scripted {module.original_name} has no Python that torch.export could trace;"
+            " convert the module that was scripted"
+        )
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        raise ConversionError(
+            "tb.convert within torch.autocast: torch.export would leave it out. Convert outside of"
+            " it, with fz.Plan(precision=...) for the precision; or enter it in the forward"
+        )
