@@ -23,6 +23,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not for_gpus(config):
+        quick.from_now_on()
     # Tracing allocates much that lives: converting models, 2 % less time than every 700 objects.
     gc.set_threshold(50_000)
     # Many tests compile the same step from different function objects. XLA's cache knows programs
@@ -37,10 +39,14 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
+def for_gpus(config: pytest.Config) -> bool:
+    """Whether programs for GPUs are asked for, which this session then compiles as users do."""
+    return any("gpu_programs" in str(arg) for arg in config.args)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leaves out what takes the compiler for GPUs, unless it is asked for by name."""
-    asked = any("gpu_programs" in str(arg) for arg in config.args)
-    return True if collection_path.name == "gpu_programs" and not asked else None
+    return True if collection_path.name == "gpu_programs" and not for_gpus(config) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -96,6 +102,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Tests marked `quick`, with their fixtures, compile quickly (`support/quick.py`)."""
-    with quick.compiles() if item.get_closest_marker("quick") else nullcontext():
+    """Tests of bits, with their fixtures, compile as users do; all others quickly."""
+    plainly = any(map(item.get_closest_marker, ("bits", "as_users")))
+    with quick.as_users() if plainly else nullcontext():
         return (yield)

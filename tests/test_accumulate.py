@@ -15,8 +15,6 @@ import fzero as fz
 from fzero.preflight import hlo
 
 
-pytestmark = pytest.mark.quick
-
 SGD = optax.sgd(1.0)
 MODEL = tiny.chain()
 # Three batches with different numbers of tokens; together one of 24 rows.

@@ -16,8 +16,6 @@ import fzero as fz
 from fzero.offload.park import unpark
 
 
-pytestmark = pytest.mark.quick
-
 MODEL, TX, BATCH = tiny.chain(2), optax.adam(1e-2), tiny.tokens(4)
 PLAIN = tiny.plan(zero=3, data=2)
 

@@ -13,8 +13,6 @@ import fzero as fz
 from fzero.batch import batch_sharding, check_batch, place_batch
 
 
-pytestmark = pytest.mark.quick
-
 TX = optax.sgd(0.1)
 PLAN = tiny.plan(zero=1, data=4, microbatches=2)
 

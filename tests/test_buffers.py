@@ -78,7 +78,6 @@ PLANS = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("kind", "options", "passes"), PLANS.values(), ids=PLANS)
 def test_a_count_is_the_whole_batch_s(kind, options, passes):
     model, plan = {"plain": _plain, "chain": _chain}[kind](HOW), tiny.plan(**options)

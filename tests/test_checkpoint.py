@@ -21,8 +21,6 @@ import fzero as fz
 from fzero.offload.park import unpark
 
 
-pytestmark = pytest.mark.quick
-
 MODEL, TX, BATCH = tiny.chain(3), optax.adamw(1e-2), tiny.tokens(16)
 PLANS = {
     "zero 0": tiny.plan(zero=0, data=8),

@@ -15,8 +15,6 @@ from support import tiny
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
-
 TX = optax.sgd(0.0)  # steps keep the parameters: a loss is that of the parameters given
 BATCH = tiny.points(4)
 

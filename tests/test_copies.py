@@ -15,9 +15,6 @@ from fzero.tree import named_leaves
 from tests.support import tiny
 
 
-pytestmark = pytest.mark.quick
-
-
 class Recorded(LazyArray):
     """An array that remembers which pieces were asked for."""
 

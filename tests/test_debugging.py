@@ -13,8 +13,6 @@ from fzero.zero.options import compiler_options
 from tests.support import tiny
 
 
-pytestmark = pytest.mark.quick
-
 SGD = optax.sgd(0.1)
 MODEL = tiny.regression()
 POINTS = tiny.points()

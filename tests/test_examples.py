@@ -39,7 +39,6 @@ EXPECTED = {
 
 
 def run_example(name):
-    flags = {"XLA_FLAGS": quick.FLAGS} if name in QUICK else {}
     # From another folder: an example may not rely on where it is started.
     ran = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *ARGUMENTS.get(name, [])],
@@ -47,7 +46,7 @@ def run_example(name):
         text=True,
         timeout=280,
         cwd=os.path.sep,
-        env={**os.environ, **flags},
+        env={**os.environ} if name in QUICK else quick.environment_of_users(),
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout

@@ -15,8 +15,6 @@ from flax import nnx
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
-
 KINDS = ("linen", "nnx")
 NUM_ROWS, NUM_IN, NUM_HIDDEN, NUM_OUT = 32, 8, 16, 8
 

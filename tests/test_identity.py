@@ -56,7 +56,6 @@ PLANS = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
 def test_each_leaf_has_its_own_value_gradient_and_moments(options, tmp_path):
     model, plan = _model(), tiny.plan(**options)
@@ -78,7 +77,6 @@ def test_each_leaf_has_its_own_value_gradient_and_moments(options, tmp_path):
         assert not np.any(mu["a/b"]["c"])
 
 
-@pytest.mark.quick
 def test_both_are_named_in_reports_and_may_be_named_by_users():
     plan = tiny.plan(zero=3, data=2)
     about = fz.describe(plan, _model(), TX)

@@ -13,8 +13,6 @@ from support import tiny
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
-
 TX = optax.sgd(0.0)
 X = np.arange(8 * tiny.D, dtype=np.float32).reshape(8, tiny.D) / 64
 PLANS = {

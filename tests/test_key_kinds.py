@@ -15,7 +15,6 @@ MODEL, TX = tiny.chain(2, tiny.dropped_block), optax.sgd(0.1)
 PLAN = tiny.plan(zero=3, data=2)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_a_key_of_another_kind_is_kept(impl, tmp_path):
     state = fz.init(MODEL, TX, PLAN, rng=jax.random.key(3, impl=impl))

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from support import tiny
 
 import fzero as fz
@@ -86,7 +85,6 @@ def _drawn(plan: fz.Plan) -> dict[str, list[tuple[float, ...]]]:
     return found
 
 
-@pytest.mark.quick
 def test_no_two_places_draw_from_one_key():
     plan = tiny.plan(zero=3, data=2, microbatches=2)
     drawn = _drawn(plan)

@@ -11,9 +11,6 @@ from support import tiny
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
-
-
 def link(name, **options):
     """A layer that adds its weight."""
     return fz.Layer(name, lambda key: {"w": jnp.ones(2)}, lambda p, x, ctx: x + p["w"], **options)

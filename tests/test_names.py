@@ -13,8 +13,6 @@ import fzero as fz
 from tests.support import tiny
 
 
-pytestmark = pytest.mark.quick
-
 WIDTH = 8
 BATCH = {"x": np.ones((8, WIDTH), np.float32)}
 SGD = optax.sgd(0.1)

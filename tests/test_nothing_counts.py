@@ -34,7 +34,6 @@ def _whole(state: fz.TrainState, plan: fz.Plan) -> dict[str, np.ndarray]:
     return tiny.host((whole.step, whole.params, whole.opt_state))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
 def test_the_state_stays_as_it_is(options):
     plan = tiny.plan(**options)

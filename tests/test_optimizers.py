@@ -16,8 +16,6 @@ from support import tiny
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
-
 # Given values: no initial random numbers to compile thirteen times.
 MODEL = fz.Model(jax.device_get(tiny.regression().init(jax.random.key(0))), tiny.regression_loss)
 NUM_STEPS = 5

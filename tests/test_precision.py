@@ -17,8 +17,6 @@ from fzero.precision import LossScale, initial_loss_scale, next_loss_scale
 from fzero.preflight import hlo
 
 
-pytestmark = pytest.mark.quick
-
 TX = optax.adam(1e-2)
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 

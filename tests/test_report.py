@@ -16,8 +16,6 @@ from fzero.preflight import hlo
 from fzero.tree import device_bytes, named_leaves
 
 
-pytestmark = pytest.mark.quick
-
 VOCAB, WIDTH, DEPTH, SEQ = 83, 16, 3, 4  # 83 is odd: the table must be padded
 
 

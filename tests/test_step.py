@@ -14,8 +14,6 @@ from support import tiny
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
-
 # A step of `sgd(1)` moves every parameter by exactly its gradient.
 STILL = optax.sgd(0.0)
 SGD = optax.sgd(1.0)

@@ -16,7 +16,6 @@ import fzero as fz
 from fzero.pipeline import one_f_one_b
 
 
-pytestmark = pytest.mark.quick
 MODEL, TX = tiny.chain(3), optax.adamw(1e-2)
 PLAN = tiny.plan(zero=3, data=4, precision="fp16")
 LINES, COLUMNS = 50, 140

@@ -15,8 +15,6 @@ from fzero.preflight import hlo
 from tests.support import quick
 
 
-pytestmark = pytest.mark.quick
-
 D, F, LAYERS, WIDTH = 16, 32, 3, 8
 SHARD = {"up": (None, "tensor"), "bias": ("tensor",), "down": ("tensor", None)}
 # Sums over a dim that is divided add up in another order than on one device.

@@ -22,7 +22,7 @@ from torch_bridge.cli import data, verify
 from torch_bridge.cli.settings import DataSettings
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.quick]
+pytestmark = pytest.mark.slow
 PNG = b"\x89PNG\r\n\x1a\n"
 
 

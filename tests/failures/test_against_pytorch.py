@@ -24,6 +24,7 @@ from failure_cases import bits, copied, differing
 import fzero as fz
 
 
+pytestmark = pytest.mark.as_users
 # Promised. Losses are about 5, where float32 steps by 5e-7; PyTorch with one thread differs from
 # PyTorch with two by 1e-6, and fzero from either by 2e-6.
 WITHIN = 5e-6

@@ -19,8 +19,6 @@ from failure_cases import STAGES, batch_at, bits, build, tiny_model
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
-
 STEPS = 4
 MODEL, ADAMW = tiny_model(), optax.adamw(1e-2)
 # Runs that moved and runs that did not share their programs.

@@ -15,9 +15,6 @@ from failure_cases import STAGES, bits, differing, fit, tiny_run
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
-
-
 def positions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that fills with the steps whose batches are loaded."""
     loaded: list[int] = []

@@ -31,8 +31,6 @@ import fzero as fz
 from tests.support.memory import resident_bytes
 
 
-pytestmark = pytest.mark.quick
-
 ROOT = Path(__file__).parents[2]
 ROWS, WIDTH = 262144, 8
 STATE_BYTES = 3 * 4 * ROWS * WIDTH  # float32 weights and Adam's two moments

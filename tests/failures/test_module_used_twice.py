@@ -23,8 +23,6 @@ import fzero as fz
 import torch_bridge as tb
 
 
-pytestmark = pytest.mark.quick
-
 WIDTH, ROWS = 8, 16
 
 

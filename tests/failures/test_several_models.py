@@ -14,13 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from failure_cases import Run, bits, build, copied, differing
 
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
 NOISE, POINT, ROWS, ROUNDS = 8, 16, 8, 3
 
 

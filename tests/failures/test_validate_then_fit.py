@@ -18,8 +18,6 @@ from failure_cases import STAGES, Run, batch_at, bits, differing, fit, memory, s
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
-
 ORDERS = ["fit", "validate fit", "fit fit", "fit validate fit", "fit test fit"]
 STEPS = 2
 

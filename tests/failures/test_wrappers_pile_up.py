@@ -20,9 +20,6 @@ from failure_cases import STAGES, batch_at, bits, build, differing, fit, memory,
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
-
-
 @pytest.mark.parametrize("zero", STAGES)
 def test_steps_built_ten_times(zero: int) -> None:
     model, tx, plan = cases.bigram_model(), optax.adam(1e-2), tiny_plan(zero)

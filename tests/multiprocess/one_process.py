@@ -174,10 +174,7 @@ def main() -> None:
         f"127.0.0.1:{port}", int(num_processes), int(process), initialization_timeout=60
     )
     assert len(jax.devices()) == NUM_DEVICES
-    from support import quick
-
-    with quick.compiles():
-        np.savez(out, **train_all(Path(out).with_name("checkpoints"), cases))
+    np.savez(out, **train_all(Path(out).with_name("checkpoints"), cases))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,6 @@ import fzero as fz
 from fzero.tree import named_leaves
 
 
-pytestmark = pytest.mark.quick
-
 WORKER = Path(__file__).with_name("one_process.py")
 IN_TWO = [*CASES, *ONE_PROGRAM, *BY_TWO]
 # Each process compiles a dozen programs, on a machine that runs other things too.

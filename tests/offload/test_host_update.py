@@ -13,8 +13,6 @@ from fzero.storage.tiers import tier_of
 from fzero.tree import named_leaves
 
 
-pytestmark = pytest.mark.quick
-
 MODEL, BATCH, TX = tiny.chain(3), tiny.tokens(16), optax.adamw(1e-2)
 ON_HOST = {"tiers": {"opt_state": "host"}, "update_on": "host"}
 

@@ -20,8 +20,6 @@ from fzero.state import move
 from fzero.tree import named_leaves
 
 
-pytestmark = pytest.mark.quick
-
 MODEL, TX, BATCH = tiny.chain(2), optax.adamw(1e-2), tiny.tokens(16)
 CLASSES = ("params", "compute", "opt_state", "buffers", "grads")
 

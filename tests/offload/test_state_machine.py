@@ -172,7 +172,6 @@ class Machine(RuleBasedStateMachine):
             assert np.asarray(found[path]).tobytes() == np.asarray(leaf).tobytes(), path
 
 
-@pytest.mark.quick
 @pytest.mark.slow
 class TestMachine(Machine.TestCase):
     settings = settings(

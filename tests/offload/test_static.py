@@ -18,8 +18,6 @@ from fzero.storage.tiers import Pieces, pieces_of
 from fzero.tree import named_leaves
 
 
-pytestmark = pytest.mark.quick
-
 MODEL, BATCH = tiny.chain(4), tiny.tokens(16)
 STEPS = 3
 

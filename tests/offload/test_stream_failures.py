@@ -12,8 +12,6 @@ from support import tiny
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
-
 MODEL, TX, BATCH = tiny.chain(4), optax.adam(1e-2), tiny.tokens(8)
 
 

@@ -16,8 +16,6 @@ from support.sample import some
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
-
 # What divides by gradients' sizes, or by their differences, passes on the relative error of the
 # smallest: sums over eight devices are in another order.
 LOOSE = {

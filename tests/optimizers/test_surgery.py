@@ -14,8 +14,6 @@ from support.sample import some
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
-
 PLANS = {
     "plain": {"zero": 1, "data": 4},
     "bf16": {"zero": 1, "data": 2, "precision": "bf16"},

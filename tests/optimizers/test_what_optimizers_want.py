@@ -24,9 +24,6 @@ from support.sample import some
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
-
-
 @pytest.mark.parametrize(
     ("tx", "match"),
     [

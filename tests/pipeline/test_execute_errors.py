@@ -14,8 +14,6 @@ from support import tiny
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
-
 # Stage 1 has half of the stack and the head. One device each: where several wait for each other in
 # a collective and one of them fails, XLA's CPU backend ends the process.
 PLAN = fz.Plan(pipe=2, data=1, microbatches=4, schedule="zb_h1")

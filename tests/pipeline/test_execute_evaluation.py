@@ -15,8 +15,6 @@ from support.sample import some
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
-
 PLANS = {
     "1f1b": tiny.plan(pipe=4, data=2, microbatches=4),
     "zb_v": tiny.plan(pipe=2, data=2, microbatches=4, schedule="zb_v", zero=1, precision="bf16"),

@@ -17,7 +17,6 @@ from support.sample import some
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
 ROWS = 8
 
 

@@ -17,9 +17,6 @@ from support import tiny
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
-
-
 def stepped(plan, scale):
     """Parameters and metrics after one step of plain SGD, from a loss scale."""
     model, tx = tiny.chain(), optax.sgd(1.0)

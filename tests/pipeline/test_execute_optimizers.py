@@ -16,7 +16,6 @@ from support.sample import some
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
 MICROBATCHES = 2
 
 

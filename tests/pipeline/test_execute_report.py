@@ -18,7 +18,6 @@ from fzero.sharding.initial import initial_shapes
 from fzero.tree import named_leaves
 
 
-pytestmark = pytest.mark.quick
 TX = optax.adamw(1e-2)
 
 

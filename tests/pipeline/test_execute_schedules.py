@@ -34,7 +34,6 @@ def check(run, gpipe):
     assert min(norms) < 1 < max(norms)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", [name for name in TRAINING if name != "gpipe"])
 def test_every_schedule_gives_the_same_bits(name, gpipe):
     check(main(name), gpipe)

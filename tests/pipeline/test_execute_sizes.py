@@ -15,8 +15,6 @@ import fzero as fz
 from fzero.pipeline import schedule
 
 
-pytestmark = pytest.mark.quick
-
 # Kinds of schedules with programs of their own: whole backward passes, passes in halves, and both
 # with two stages on a rank.
 SIZES = [

@@ -16,8 +16,6 @@ from fzero.pipeline import slots
 from fzero.preflight import hlo
 
 
-pytestmark = pytest.mark.quick
-
 # name, ranks: always four stages
 SCHEDULES = [
     ("gpipe", 4), ("1f1b", 4), ("eager_1f1b", 4), ("zb_h1", 4), ("zb_h2", 4), ("interleaved", 2),

@@ -55,6 +55,7 @@ def test_where_a_chain_is_cut_changes_no_bit(model, cut_in_two, stages, partitio
     tiny.same_bits(gradients(model, plan(stages, partition=partition), BATCH), cut_in_two)
 
 
+@pytest.mark.as_users
 def test_updates_of_the_same_gradients_are_the_same():
     """Without tied weights, and several microbatches on devices in groups, gradients are."""
     tx = optax.sgd(0.1, momentum=0.9, nesterov=True)

@@ -26,6 +26,7 @@ CASES = {
 }
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("case", some(CASES, "2x2-bf16", "2x2x2-fp16"))
 def test_stages_agree_to_the_bit(case):
     runs = [
@@ -37,7 +38,6 @@ def test_stages_agree_to_the_bit(case):
     assert runs[3].trace[-1]["loss"] < runs[3].trace[0]["loss"]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_is_as_near_as_without_a_pipeline(precision):
     runs = {
@@ -59,7 +59,6 @@ def test_low_precision_is_as_near_as_without_a_pipeline(precision):
 # Clipping by the norm over all stages
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("pipe", "zero"), [(1, 0), (2, 0), (4, 0), (4, 3)])
 def test_the_norm_counts_every_stage_once(pipe, zero):
     """DeepSpeed's pipeline with ZeRO-0 clipped by the first stage's norm: 0.42 for 0.354."""
@@ -120,7 +119,6 @@ def spoilt(name=None, rows=8, seed=0):
     return {key: value.astype(np.float32) for key, value in batch.items()}
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["one", "two"])
 def test_one_stage_that_overflows_stops_them_all(name):
     plan = tiny.plan(pipe=4, data=2, microbatches=2, skip_nonfinite=True)
@@ -143,7 +141,6 @@ def test_one_stage_that_overflows_stops_them_all(name):
     assert still == {"one/z", "two/z"}
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("zero", [1, 3])
 def test_fp16_overflow_changes_nothing_but_the_scale(zero):
     plan = tiny.plan(pipe=2, data=2, microbatches=2, precision="fp16", zero=zero)
@@ -172,7 +169,6 @@ def test_fp16_overflow_changes_nothing_but_the_scale(zero):
 # Exact means and accumulation
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("zero", [0, 3])
 def test_accumulating_and_then_stepping(zero):
     def run(pipe):
@@ -203,7 +199,6 @@ def one_batch():
     return tiny.reference(tied(), tied().init[0], counting(16))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("pipe", "data", "microbatches"), [(2, 4, 2), (4, 1, 8), (2, 1, 16)])
 def test_ragged_tokens_give_the_loss_and_gradient_of_one_big_batch(pipe, data, microbatches):
     loss, grads = one_batch()

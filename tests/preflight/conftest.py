@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import fzero as fz
-from tests.support import quick
 from tests.support.gpt import Size, abstract_batch, gpt
 
 
@@ -43,8 +42,7 @@ def predicted(model, batch):
 
     def get(name: str) -> fz.Preflight:
         if name not in known:
-            with quick.compiles():
-                known[name] = fz.preflight(model, TX, PLANS[name], batch, "cpu:8")
+            known[name] = fz.preflight(model, TX, PLANS[name], batch, "cpu:8")
         return known[name]
 
     return get

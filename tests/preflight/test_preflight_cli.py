@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 import fzero as fz
 from fzero.preflight import topology
-from tests.support import quick
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.preflight import app
 
@@ -72,8 +71,6 @@ def neither():
     return 3
 """
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture(scope="module")
 def factory(tmp_path_factory):
@@ -83,8 +80,7 @@ def factory(tmp_path_factory):
 
 
 def run(*args):
-    with quick.compiles():
-        result = CliRunner().invoke(app, [str(arg) for arg in args])
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == 0, result.output

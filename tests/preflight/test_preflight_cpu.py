@@ -42,8 +42,6 @@ CONTRACT = (
 )  # fmt: skip
 ONE_PROGRAM = ["zero1_bf16", "zero3"]
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.mark.parametrize("name", PLANS)
 def test_state_classes_are_exact(name, model, predicted, held):

@@ -17,9 +17,6 @@ from tests.support import tiny
 from tests.support.gpt import Size, batches, gpt
 
 
-pytestmark = pytest.mark.quick
-
-
 def on_devices() -> dict[tuple[int, int], int]:
     """Bytes by device and buffer of everything that is alive."""
     found = {}

@@ -1,14 +1,16 @@
 """Quick compiles, for tests that would prove the same in programs that are slow or round otherwise.
 
 Nearly all of this suite's time is LLVM's. With these options a step of a tiny model compiles in a
-sixth of the time and runs at about two thirds of the speed (a large one at half). Its sums round
-otherwise, and not alike in all stages: tests that compare the bits of different programs compile as
-users do.
+seventh of the time and runs at about two thirds of the speed (a large one at half). All tests
+compile so, and the processes that they start; what a user gets is what `as_users` compiles. The
+sums round otherwise, and not alike in all stages: tests of such bits are marked `bits`, or
+`as_users` where `make test-bits` need not repeat them.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,19 +27,37 @@ OPTIONS = {
     **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-# The same for a process of its own, as its XLA_FLAGS.
+# What XLA does without them.
+AS_USERS = {
+    "xla_backend_optimization_level": 3,
+    **({"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}),
+    "xla_cpu_parallel_codegen_split_count": 32,
+}
+# The same for a whole process, as its XLA_FLAGS.
 FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
 
 
+def from_now_on() -> None:
+    """All programs of this process and of those that it starts, before jax compiles its first."""
+    given = os.environ.get("XLA_FLAGS", "")
+    if FLAGS not in given:  # a worker has its parent's
+        os.environ["XLA_FLAGS"] = f"{FLAGS} {given}".strip()
+
+
+def environment_of_users() -> dict[str, str]:
+    """This process's environment, for a program that is to compile as users do."""
+    return {**os.environ, "XLA_FLAGS": os.environ.get("XLA_FLAGS", "").replace(FLAGS, "")}
+
+
 @contextmanager
-def compiles(options: dict[str, Any] = OPTIONS) -> Iterator[None]:
-    """Programs of `jax.jit`s made meanwhile compile quickly, whenever they are called."""
+def as_users() -> Iterator[None]:
+    """Programs of `jax.jit`s made meanwhile are compiled as users compile, whenever called."""
     jit = jax.jit
 
     @functools.wraps(jit)
-    def quick(*args: Any, **more: Any) -> Any:
+    def plain(*args: Any, **more: Any) -> Any:
         given = more.pop("compiler_options", None) or {}
-        return jit(*args, compiler_options={**options, **given}, **more)
+        return jit(*args, compiler_options={**AS_USERS, **given}, **more)
 
-    with mock.patch.object(jax, "jit", quick):
+    with mock.patch.object(jax, "jit", plain):
         yield

@@ -58,7 +58,6 @@ def sgd_in_torch(module: nn.Module, ids: np.ndarray[Any, Any], rate: float) -> A
 
 
 @pytest.mark.parametrize("train", [False, True])
-@pytest.mark.quick
 def test_one_row_is_torchs_values_and_gradients(
     gpt2: GPT2LMHeadModel, gpt2_rolled: tb.Converted, train: bool
 ) -> None:
@@ -69,7 +68,6 @@ def test_one_row_is_torchs_values_and_gradients(
     assert times_traced(gpt2_rolled) == traced  # the length is free in this trace too
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "plan",
     [
@@ -95,7 +93,6 @@ def test_a_row_per_device_trains_as_torch_does(
         assert float((after[name] - value).abs().max()) <= 1e-6, name
 
 
-@pytest.mark.quick
 def test_parity_follows_the_sizes() -> None:
     """Also without dropout, which PyTorch and JAX draw differently."""
     module = nn.Sequential(nn.Linear(WIDTH, 4), nn.Dropout(0.5), nn.Tanh())
@@ -104,7 +101,6 @@ def test_parity_follows_the_sizes() -> None:
     assert report.output_train < 1e-6
 
 
-@pytest.mark.quick
 def test_rolled_blocks_with_statistics_and_constants_of_their_own() -> None:
     """Batch norm cannot train on one row, as PyTorch says; it can be evaluated."""
     torch.manual_seed(2)

@@ -86,7 +86,6 @@ class Net(nn.Module):
 X = torch.randn(4, 3, 8, 7, generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.quick
 def test_every_operator_gives_torchs_values_and_gradients() -> None:
     torch.manual_seed(1)
     net = Net()
@@ -106,7 +105,6 @@ class Dims(nn.Module):
         return self.one(x), self.three(y)
 
 
-@pytest.mark.quick
 def test_one_and_three_dims() -> None:
     torch.manual_seed(0)
     check_parity(Dims(), torch.randn(3, 2, 9), torch.randn(3, 2, 5, 4, 6), train=True)
@@ -126,7 +124,6 @@ class OneVolume(nn.Module):
         return self.volume(y) + self.same(y)[:, :5]
 
 
-@pytest.mark.quick
 def test_a_convolution_of_more_dims() -> None:
     torch.manual_seed(0)
     check_parity(OneVolume(), X)
@@ -171,7 +168,6 @@ def test_only_the_images_are_turned(aware: bool, monkeypatch: pytest.MonkeyPatch
     assert (large == [f"{images}x11x11x3"]) == aware, turned
 
 
-@pytest.mark.quick
 def test_moments_have_every_derivative() -> None:
     """A rule of its own leaves out what is zero in the first derivative, and only that."""
 

@@ -19,9 +19,6 @@ import fzero as fz
 import torch_bridge as tb
 
 
-pytestmark = pytest.mark.quick
-
-
 IDS = torch.randint(0, 61, (3, 12), generator=torch.Generator().manual_seed(2))
 
 

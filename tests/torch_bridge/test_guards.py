@@ -17,8 +17,6 @@ import torch_bridge as tb
 from fzero.errors import ConversionError
 
 
-pytestmark = pytest.mark.quick
-
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(7))
 COUNTED = {"calls": 0}
 

@@ -23,9 +23,6 @@ def _strict_promotion():
     """Ordinary promotion instead: optax's Adam needs it, and most of these tests train."""
 
 
-pytestmark = pytest.mark.quick
-
-
 class Block(torch.nn.Module):
     def __init__(self):
         super().__init__()

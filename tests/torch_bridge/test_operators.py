@@ -17,9 +17,6 @@ from torch import nn
 import torch_bridge as tb
 
 
-pytestmark = pytest.mark.quick
-
-
 class Fn(nn.Module):
     """A module out of a function, with one parameter so that there is always a gradient."""
 

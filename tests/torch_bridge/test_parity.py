@@ -24,7 +24,6 @@ from torch_bridge.cli.errors import CommandError
 from torch_bridge.lower.registry import _TABLE, find_lowering
 
 
-pytestmark = pytest.mark.quick
 X = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1)) * 2
 
 

@@ -11,9 +11,6 @@ import fzero as fz
 import torch_bridge as tb
 
 
-pytestmark = pytest.mark.quick
-
-
 def made(tx=None, **options):
     converted = tb.convert(torch.nn.Linear(4, 2), torch.zeros(8, 4))
     model = converted.model(lambda out, batch: jnp.mean((out - batch["y"]) ** 2))

@@ -17,8 +17,6 @@ import torch_bridge as tb
 from fzero.errors import ConversionError
 
 
-pytestmark = pytest.mark.quick
-
 X = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(5)).numpy()
 IDS = np.random.default_rng(0).integers(0, 61, (8, 6)).astype(np.int32)
 PLAN = tiny.plan(zero=3, data=2)

@@ -13,7 +13,6 @@ from torch import nn
 import torch_bridge as tb
 
 
-pytestmark = pytest.mark.quick
 NUM = 4000
 
 

@@ -96,14 +96,12 @@ def test_rolling_can_be_turned_off_or_asked_for(net: Net) -> None:
 
 
 @pytest.mark.parametrize("train", [False, True])
-@pytest.mark.quick
 def test_values_and_gradients_are_torchs(net: Net, rolled: tb.Converted, train: bool) -> None:
     """Each layer divides by a number and multiplies by a constant of its own."""
     check_parity(net, X, train=train, converted=rolled)
 
 
 @pytest.mark.parametrize("train", [False, True])
-@pytest.mark.quick
 def test_a_loop_computes_what_the_blocks_do(rolled: tb.Converted, train: bool) -> None:
     """Up to the last bits: XLA fuses a loop's body otherwise than blocks in a row."""
     plain = unrolled(rolled)
@@ -120,7 +118,6 @@ def test_a_loop_computes_what_the_blocks_do(rolled: tb.Converted, train: bool) -
         assert relative_error(buffers[name], value) <= 1e-6, name
 
 
-@pytest.mark.quick
 def test_gpt2_is_the_same_bit_for_bit(gpt2_rolled: tb.Converted) -> None:
     """Without fusions nothing is left that could round otherwise."""
     plain = unrolled(gpt2_rolled)
@@ -131,7 +128,6 @@ def test_gpt2_is_the_same_bit_for_bit(gpt2_rolled: tb.Converted) -> None:
     np.testing.assert_array_equal(*logits)
 
 
-@pytest.mark.quick
 def test_parity_compares_the_loop(net: Net, rolled: tb.Converted) -> None:
     assert tb.parity(net, rolled, X).agrees
     loop = rolled._rolled[True].parts[1]
@@ -147,7 +143,6 @@ def test_parity_compares_the_loop(net: Net, rolled: tb.Converted) -> None:
     assert report.output_train > 1e-3 > report.output_eval
 
 
-@pytest.mark.quick
 def test_every_layer_drops_values_of_its_own(gpt2_rolled: tb.Converted) -> None:
     class Dropping(nn.Module):
         def __init__(self) -> None:
@@ -189,7 +184,6 @@ def test_a_model_is_a_chain_and_the_head_reads_the_embedding(gpt2_rolled: tb.Con
     assert params["end"].keys() == {"transformer.ln_f.weight", "transformer.ln_f.bias"}
 
 
-@pytest.mark.quick
 def test_chain_and_function_agree(net: Net, rolled: tb.Converted) -> None:
     """Loss, gradients and running statistics, with constants that differ between layers."""
 
@@ -242,7 +236,6 @@ def test_stages_agree_bit_for_bit_with_dropout() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 def test_a_pipeline_trains_as_without(gpt2: GPT2LMHeadModel, gpt2_rolled: tb.Converted) -> None:
     """Tied embeddings on both ranks. Gradients of the two are added per stage: last bits differ."""
     model = gpt2_rolled.model(lm_loss)
@@ -336,7 +329,6 @@ class Other(Block):
         return super().forward(torch.relu(x), shared)
 
 
-@pytest.mark.quick
 def test_blocks_that_alternate_are_layers_of_two() -> None:
     """The blocks left over stay as they are, under their own names."""
     kinds = [Other, *(Other, Block) * 3]

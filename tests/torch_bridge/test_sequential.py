@@ -21,9 +21,6 @@ from fzero.errors import CheckpointError, ConversionError
 from fzero.pipeline import partition
 
 
-pytestmark = pytest.mark.quick
-
-
 IMAGES = torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(1)) * 2 + 1
 IDS = torch.randint(0, 11, (16, 5), generator=torch.Generator().manual_seed(2))
 X = torch.linspace(-1, 2, 12).reshape(3, 4)

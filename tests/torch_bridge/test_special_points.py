@@ -19,8 +19,6 @@ from torch import nn
 import torch_bridge as tb
 
 
-pytestmark = pytest.mark.quick
-
 INF, NAN = float("inf"), float("nan")
 POINTS = torch.tensor([0.0, -0.0, 1, -1, 3, -3, 6, -6, 0.5, -0.5, 20, 20.5, INF, -INF, NAN])
 PROBABILITIES = torch.tensor([0.0, 1.0, 0.5, 1e-7, 1 - 1e-7])

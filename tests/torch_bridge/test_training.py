@@ -17,9 +17,6 @@ import fzero as fz
 import torch_bridge as tb
 
 
-quick = pytest.mark.quick
-
-
 def small() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.BatchNorm1d(6), nn.Linear(6, 3))
@@ -49,7 +46,6 @@ def _promotes() -> Any:
         yield
 
 
-@quick
 def test_a_module_a_loader_and_an_optimizer_are_all_it_takes() -> None:
     loader = DataLoader(data(24), batch_size=8)
     want = trained_by_torch(small(), loader, epochs=2)
@@ -70,7 +66,6 @@ def test_a_module_a_loader_and_an_optimizer_are_all_it_takes() -> None:
         torch.testing.assert_close(module.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-@quick
 def test_rows_that_devices_cannot_share_are_left_out_with_a_word() -> None:
     module = nn.Linear(4, 3)
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -98,7 +93,6 @@ class Scored(nn.Module):
         return {"loss": nn.functional.mse_loss(x, labels), "logits": x}
 
 
-@quick
 def test_a_module_trains_on_its_own_loss_and_takes_stacked_values_back() -> None:
     torch.manual_seed(0)
     module = Scored()
@@ -121,7 +115,6 @@ def test_a_module_trains_on_its_own_loss_and_takes_stacked_values_back() -> None
         tb.load_into(nn.Linear(2, 2), state)
 
 
-@quick
 def test_a_converted_module_is_called_like_one() -> None:
     module = small().eval()
     x = data(8).tensors[0]
@@ -136,7 +129,6 @@ def test_batches_of_loaders_become_arrays() -> None:
     assert nested["a"][0].dtype == jnp.bfloat16
 
 
-@quick
 def test_a_module_that_is_only_evaluated_needs_only_that_mode() -> None:
     class SkipsAtRandom(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -154,7 +146,6 @@ def test_a_module_that_is_only_evaluated_needs_only_that_mode() -> None:
     assert tb.convert(blocks, x, train=False).blocks.stacks
 
 
-@quick
 def test_wrapped_modules_are_unwrapped_or_refused(tmp_path: Path) -> None:
     module, x = small().eval(), data(8).tensors[0]
     want = module(x).detach().numpy()

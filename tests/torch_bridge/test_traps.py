@@ -22,9 +22,6 @@ import torch_bridge as tb
 from fzero.errors import ConversionError
 
 
-pytestmark = pytest.mark.quick
-
-
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
 
 

@@ -10,8 +10,6 @@ from fzero.tree import device_bytes
 from tests.support.gpt import GPT2, Size, gpt, num_params
 
 
-pytestmark = pytest.mark.quick
-
 N = 8
 # Bytes per parameter on one device, AdamW. Mixed precision keeps one fp32 master.
 FORMULAS = {

@@ -12,8 +12,6 @@ from fzero.preflight import hlo
 from tests.support.gpt import GPT2, Size, abstract_batch, gpt, num_params
 
 
-pytestmark = pytest.mark.quick
-
 N = 8
 
 

@@ -17,8 +17,6 @@ from fzero.tree import map_named, named_leaves
 from tests.support import tiny
 
 
-pytestmark = pytest.mark.quick
-
 WIDTH, LAYERS, RANK = 16, 4, 2
 BATCH = {"x": np.random.default_rng(0).standard_normal((16, WIDTH)).astype(np.float32)}
 ADAPTERS = re.compile(r"/(base|table)$")  # all but the adapters

@@ -13,8 +13,6 @@ from support import tiny
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
-
 MODEL, TX, BATCH = tiny.chain(3), optax.adamw(1e-2), tiny.tokens(16)
 
 

@@ -7,6 +7,9 @@ import fzero as fz
 from tests.support.gpt import Size, abstract_batch, gpt
 
 
+pytestmark = pytest.mark.as_users
+
+
 def temporaries(layers, zero=3):
     # Weights dominate: a layer is 12 d² = 192 Ki parameters, its input 8 x 128.
     size = Size(vocab=32, d=128, layers=layers, heads=2, seq=8)

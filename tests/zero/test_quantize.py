@@ -9,9 +9,6 @@ from fzero.zero.quantize import BLOCK, decode, encode, encoded_bytes
 from tests.support.zeropp import image
 
 
-pytestmark = pytest.mark.quick
-
-
 def there_and_back(values):
     rows = jnp.asarray(values).reshape(1, -1)
     sent = jax.jit(encode)(rows)

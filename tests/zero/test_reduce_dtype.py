@@ -56,7 +56,6 @@ PLANS = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
 def test_the_sum_has_float32_s_digits(options):
     """With `None` the sum is rounded to 16 bits: 260 in bfloat16, where one device has 256."""

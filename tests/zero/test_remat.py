@@ -17,8 +17,6 @@ import fzero as fz
 from tests.support import tiny
 
 
-pytestmark = pytest.mark.quick
-
 WIDTH, BLOCKS = 8, 4
 NAMES = [f"block{i}" for i in range(BLOCKS)]
 BATCH = {"x": np.random.default_rng(0).standard_normal((8, WIDTH)).astype(np.float32)}

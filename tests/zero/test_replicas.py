@@ -9,7 +9,6 @@ import fzero as fz
 from tests.support import tiny
 
 
-pytestmark = pytest.mark.quick
 SGD = optax.sgd(1.0)
 
 

@@ -84,7 +84,6 @@ def test_losses_norms_and_states_are_bit_identical(case):
 
 
 @pytest.mark.extended
-@pytest.mark.quick
 @pytest.mark.parametrize("case", AHEAD)
 def test_stages_that_gather_ahead_are_bit_identical(case):
     (*stages, last), apart = AHEAD[case]
@@ -110,7 +109,6 @@ SEVERAL = {
 }  # fmt: skip
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", SEVERAL)
 def test_the_first_of_several_microbatches_gathers_for_all(name):
     """Which then stands before the loop over the others, where the compiler may round otherwise."""
@@ -131,7 +129,6 @@ def test_the_first_of_several_microbatches_gathers_for_all(name):
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 def test_padded_tied_and_clipped():
     """A table of 27 x 13 that two layers read: no dim divides, and each adds its own gradient.
 
@@ -156,7 +153,6 @@ def test_padded_tied_and_clipped():
         agree(one, last)
 
 
-@pytest.mark.quick
 def test_stages_draw_the_same_initial_values():
     model, states = gpt(), {}
     for zero in (0, 1, 2, 3):
@@ -165,7 +161,6 @@ def test_stages_draw_the_same_initial_values():
         tiny.same_bits(states[zero], states[0])
 
 
-@pytest.mark.quick
 def test_reducing_once_a_step_agrees_between_the_stages_that_offer_it():
     runs = {
         zero: train(gpt(), fz.Plan(zero=zero, data=8, microbatches=2, reduce="step",

@@ -10,9 +10,6 @@ import pytest
 from fzero.zero.vjp import Floats, forward, keep_all_but_movement, remat_policy
 
 
-pytestmark = pytest.mark.quick
-
-
 def weights(seed=0, rows=12, columns=20):
     """A matrix whose size nothing else here has, and a bias."""
     rng = np.random.default_rng(seed)

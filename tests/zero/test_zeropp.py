@@ -17,8 +17,6 @@ from tests.support import tiny
 from tests.support.zeropp import sent
 
 
-pytestmark = pytest.mark.quick
-
 TX = optax.adamw(1e-2)
 MESH = {"replica": 1, "data": 8}
 

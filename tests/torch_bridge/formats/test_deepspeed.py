@@ -21,7 +21,6 @@ from torch_bridge.formats.write import write
 from torch_bridge.moments import moments_of
 
 
-pytestmark = pytest.mark.quick
 DATA = Path(__file__).parents[2] / "data" / "checkpoints"
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 

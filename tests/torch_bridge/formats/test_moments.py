@@ -19,9 +19,6 @@ from fzero.tree import named_leaves
 from torch_bridge.moments import Moments, moments_of, with_moments
 
 
-pytestmark = pytest.mark.quick
-
-
 @pytest.fixture(autouse=True)
 def _strict_promotion() -> None:
     """Not here: optax trains, and leaves promotion to JAX."""

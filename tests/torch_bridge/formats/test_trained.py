@@ -26,7 +26,6 @@ from torch_bridge.moments import moments_of
 
 
 pytestmark = [
-    pytest.mark.quick,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 DATA = Path(__file__).parents[2] / "data" / "checkpoints"

@@ -17,7 +17,6 @@ import torch_bridge as tb
 
 
 pytestmark = [
-    pytest.mark.quick,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

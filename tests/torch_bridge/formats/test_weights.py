@@ -25,9 +25,6 @@ from torch_bridge.formats.write import write
 from torch_bridge.module.lazy import LazyTensor, in_memory
 
 
-pytestmark = pytest.mark.quick
-
-
 @pytest.fixture(autouse=True)
 def _strict_promotion() -> None:
     """Not here: optax trains, and leaves promotion to JAX."""

@@ -22,8 +22,6 @@ import torch_bridge as tb
 from fzero.errors import ConversionError
 
 
-pytestmark = pytest.mark.quick
-
 NUM_STEPS = 20
 VOCAB, WIDTH = 11, 8
 

@@ -15,8 +15,6 @@ import torch_bridge as tb
 from fzero.errors import ConversionError
 
 
-pytestmark = pytest.mark.quick
-
 NUM_STEPS = 10
 D = 8
 

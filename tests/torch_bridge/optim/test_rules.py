@@ -14,8 +14,6 @@ import torch_bridge as tb
 from fzero.errors import ConversionError
 
 
-pytestmark = pytest.mark.quick
-
 NUM_STEPS = 20
 SHAPES = {"weight": (5, 4), "bias": (5,), "gain": ()}
 

@@ -16,8 +16,6 @@ from fzero.errors import ConversionError
 from torch_bridge.optim.schedules import follow
 
 
-pytestmark = pytest.mark.quick
-
 NUM_STEPS = 60
 
 

@@ -21,7 +21,6 @@ from zoo_torch import ENTRIES as TORCH
 from zoo_transformers import ENTRIES as TRANSFORMERS
 
 import torch_bridge as tb
-from tests.support import quick
 from torch_bridge.dtypes import jax_dtype
 
 
@@ -67,10 +66,7 @@ def _in_bfloat16(name: str, train: bool) -> Low:
 def test_bfloat16_is_as_exact_as_torchs(name: str) -> None:
     """Both round: neither may be further from float32 than about the other is."""
     exact, call, low, args, kwargs, converted = _in_bfloat16(name, train=False)
-    run = jax.jit(
-        lambda p, b: leaves_of(converted.apply(p, b, *args, **kwargs).output),
-        compiler_options=quick.OPTIONS,
-    )
+    run = jax.jit(lambda p, b: leaves_of(converted.apply(p, b, *args, **kwargs).output))
     got = run(converted.params, converted.buffers)
     with torch.no_grad():
         want = leaves_of(low(*args, **kwargs))
@@ -92,7 +88,7 @@ def test_bfloat16_gradients_are_as_exact_as_torchs(name: str) -> None:
         out = converted.apply(params, converted.buffers, *args, train=True, **kwargs).output
         return sum(jnp.sum(jnp.sin(x.astype(np.float32))) for x in leaves_of(out) if _floats(x))
 
-    ours = jax.jit(jax.grad(loss), compiler_options=quick.OPTIONS)(converted.params)
+    ours = jax.jit(jax.grad(loss))(converted.params)
     ours = converted.by_name(ours)
     grads = []
     for module, a, k in ((low, args, kwargs), (exact, call.args, call.kwargs)):
@@ -141,10 +137,7 @@ def test_a_float32_module_in_16_bits_is_torchs_own(name: str, dtype: torch.dtype
     kwargs = {k: _cast(a, dtype) for k, a in call.kwargs.items()}
     narrow = jax_dtype(dtype)
     params = {k: np.asarray(v).astype(narrow) for k, v in converted.params.items()}
-    run = jax.jit(
-        lambda p, b: leaves_of(converted.apply(p, b, *args, **kwargs).output),
-        compiler_options=quick.OPTIONS,
-    )
+    run = jax.jit(lambda p, b: leaves_of(converted.apply(p, b, *args, **kwargs).output))
     got = run(params, converted.buffers)
     with torch.no_grad():
         want = leaves_of(low(*args, **kwargs))
@@ -198,7 +191,6 @@ def test_float64_agrees_to_twelve_digits() -> None:
         env={
             **os.environ,
             "JAX_ENABLE_X64": "1",
-            "XLA_FLAGS": quick.FLAGS,
             "PYTHONPATH": os.pathsep.join([str(here.parents[2]), str(here.parent), str(here)]),
         },
     )

@@ -15,7 +15,6 @@ import torch
 from parity import leaves_of, numpy_of
 
 import torch_bridge as tb
-from tests.support import quick
 
 
 # The batch of the example and the batch that everything is compared at: never the same.
@@ -161,5 +160,5 @@ def _in_jax(
             "params": optax.apply_updates(params, updates),
         }
 
-    compiled = jax.jit(everything, compiler_options=quick.OPTIONS)
+    compiled = jax.jit(everything)
     return jax.device_get(compiled(converted.params, converted.buffers))
