@@ -199,7 +199,7 @@ def test_a_module_from_a_factory_trains_in_bf16_and_evaluates(
 
 
 def test_ctrl_c_writes_what_was_reached(
-    tmp_path: Path, config_file: Path, texts: list[Path], here: Command
+    tmp_path: Path, config_file: Path, texts: list[Path]
 ) -> None:
     out = tmp_path / "out"
     arguments = [
@@ -234,9 +234,6 @@ def test_ctrl_c_writes_what_was_reached(
     assert [step for step, _ in summary["val_losses"]] == [0, reached]
     module = AutoModelForCausalLM.from_pretrained(out)
     assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
-    # Text, split and weights are all there: the reached state evaluates as training did last.
-    evaluated = here("eval", "--model", out)
-    assert printed_loss(evaluated) == pytest.approx(summary["val_loss_last"], abs=1e-6)
 
 
 @pytest.mark.extended

@@ -45,7 +45,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", some(CASES, "zero 3, fp16", "params too"))
+@pytest.mark.parametrize("case", some(CASES, "zero 3", "zero 3, fp16", "params too"))
 def test_the_numbers_of_an_update_on_the_device(case, apart):
     devices, _ = apart
     options = dict(CASES[case])

@@ -22,7 +22,7 @@ from fzero.offload.park import unpark
 from fzero.tree import named_leaves
 
 
-SEQUENCES = 500 if os.environ.get("FZERO_NIGHTLY") else 50
+SEQUENCES = 500 if os.environ.get("FZERO_NIGHTLY") else 25
 MODEL, TX = tiny.chain(2), optax.adamw(1e-2)
 PLANS = {
     **{f"zero {zero}": tiny.plan(zero=zero, data=4) for zero in range(4)},

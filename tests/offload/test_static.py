@@ -60,7 +60,7 @@ def same_but_for_roundings(found, expected):
 
 @pytest.mark.parametrize(
     ("zero", "precision", "tier"),
-    some(CASES, (1, "fp32", "disk"), (2, "fp32", "host"), (0, "bf16", "disk")),
+    some(CASES, (1, "fp32", "disk"), (2, "fp32", "host"), (0, "bf16", "disk"), (3, "bf16", "host")),
 )
 def test_the_numbers_of_the_plan_without_tiers(zero, precision, tier, tmp_path):
     plan = tiny.plan(zero=zero, data=4, precision=precision, microbatches=2, clip_norm=0.5)
@@ -106,7 +106,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some(OPTIMIZERS, "lion", "lamb", "masked"))
+@pytest.mark.parametrize("name", some(OPTIMIZERS, "adamw", "lion", "lamb", "masked"))
 def test_any_optimizer(name):
     """Within a few roundings: long chains of operations are compiled otherwise for pieces."""
     plan, tx = tiny.plan(zero=3, data=4), OPTIMIZERS[name]()

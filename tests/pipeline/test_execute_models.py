@@ -98,15 +98,18 @@ def compare(model, plan, atol=2e-6):
     return found
 
 
+OTHER_SHAPES = [
+    (2, {"partition": (2, 5), "schedule": "zb_h1"}),
+    (7, {"schedule": "1f1b"}),
+    (2, {"schedule": "interleaved", "data": 2, "zero": 1}),
+    (3, {"schedule": "zb_v", "remat": "none", "microbatches": 1}),
+    (2, {"partition": (5, 2), "remat": "dots", "schedule": "zb_h2", "data": 2}),
+]
+
+
 @pytest.mark.parametrize(
     ("pipe", "options"),
-    [
-        (2, {"partition": (2, 5), "schedule": "zb_h1"}),
-        (7, {"schedule": "1f1b"}),
-        (2, {"schedule": "interleaved", "data": 2, "zero": 1}),
-        (3, {"schedule": "zb_v", "remat": "none", "microbatches": 1}),
-        (2, {"partition": (5, 2), "remat": "dots", "schedule": "zb_h2", "data": 2}),
-    ],
+    some(OTHER_SHAPES, OTHER_SHAPES[0], OTHER_SHAPES[1], mark="nightly"),
     ids=str,
 )
 def test_dicts_tuples_integers_and_other_shapes(pipe, options):

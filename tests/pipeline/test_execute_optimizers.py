@@ -82,8 +82,11 @@ def whole(name):
 
 # Where both ranks have two layers of the stack, in order and out of it.
 # What treats all leaves alike is in the extended suite.
-EXTENDED = [(name, "1f1b") for name in ("schedule", "plateau", "hyperparameters", "bf16-moment")]
-CASES = [(name, "1f1b") for name in OPTIMIZERS] + [("lamb", "interleaved"), ("muon", "interleaved")]
+EXTENDED = [
+    (name, "1f1b")
+    for name in ("schedule", "plateau", "hyperparameters", "bf16-moment", "agc", "masked-decay")
+]
+CASES = [(name, "1f1b") for name in OPTIMIZERS] + [("muon", "interleaved")]
 
 
 @pytest.mark.parametrize(("name", "schedule"), some(CASES, *EXTENDED))

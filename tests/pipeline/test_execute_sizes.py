@@ -10,6 +10,7 @@ import pytest
 from execute_cases import counting, gradients, plan_for, tied, train, untied
 from schedule_cases import TRAINING, read_rows
 from support import tiny
+from support.sample import some
 
 import fzero as fz
 from fzero.pipeline import schedule
@@ -33,7 +34,9 @@ def whole(microbatches):
     return gradients(tied(), tiny.plan(data=1), counting(2 * microbatches))
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "names"), SIZES)
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "names"), some(SIZES, SIZES[0], SIZES[2], SIZES[4], mark="nightly")
+)
 def test_schedules_of_one_size_agree(stages, microbatches, names):
     batch = counting(2 * microbatches)
     runs = [gradients(tied(), plan_for(n, stages, microbatches=microbatches), batch) for n in names]

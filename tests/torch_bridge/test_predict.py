@@ -80,11 +80,15 @@ def test_a_loss_that_calls_forward_twice_says_which_call_is_meant(rolled: tb.Con
         predicted(rolled.model(twice, chain=False), {"x": X})
 
 
+@pytest.fixture(scope="module")
+def gpt2() -> tuple[torch.nn.Module, tb.Converted]:
+    ids, module = torch.from_numpy(IDS).long(), tiny_gpt2(3, 0.0)
+    return module, tb.convert(module, input_ids=ids, labels=ids)
+
+
 @pytest.mark.parametrize("chain", [True, False])
-def test_a_model_output_gives_its_arrays(chain: bool) -> None:
-    ids = torch.from_numpy(IDS).long()
-    module = tiny_gpt2(3, 0.0)
-    converted = tb.convert(module, input_ids=ids, labels=ids)
+def test_a_model_output_gives_its_arrays(gpt2: Any, chain: bool) -> None:
+    ids, (module, converted) = torch.from_numpy(IDS).long(), gpt2
     batch = {"input_ids": IDS, "labels": IDS}
     found = predicted(converted.model("module", chain=chain), batch)
     assert list(found) == ["logits"]  # the loss has no rows

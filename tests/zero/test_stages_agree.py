@@ -32,7 +32,6 @@ AHEAD = {
     "fp32-accumulate-clip": ((0, 1, 2, 3), 1e-5),
     "bf16-clip-remat-none": ((1, 3), 1e-2),
 }
-AS_USERS_COMPILE = "fp32-accumulate-clip"
 TX = optax.adamw(3e-3)
 
 
@@ -73,7 +72,7 @@ def agree(one, other):
 
 @pytest.mark.slow
 @pytest.mark.bits
-@pytest.mark.parametrize("case", some(CASES, "fp16-accumulate"))
+@pytest.mark.parametrize("case", some(CASES, "fp32-accumulate-clip", "fp16-accumulate"))
 def test_losses_norms_and_states_are_bit_identical(case):
     if case.startswith("fp16") and "SSE4_2" in os.environ.get("XLA_FLAGS", ""):
         pytest.skip("XLA compiles no float16 for SSE4.2")
