@@ -58,14 +58,16 @@ test: lint types
 
 # What takes long and is as good as the others.
 test-extended: install
-	$(PYTEST) -m "extended and not nightly" $(PYTEST_ARGS)
+	$(PYTEST) -m "extended and not bits and not nightly" $(PYTEST_ARGS)
 
-# Bits of different programs, on the instruction sets of older CPUs and of this one.
+# Bits of different programs, on the instruction sets of older CPUs and of this one: those of
+# `make test`, and the long ones, which run here only.
 ISAS := SSE4_2 $(if $(shell grep -m1 -o avx2 /proc/cpuinfo 2>/dev/null),AVX2) \
   $(if $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null),AVX512)
 test-bits: install
 	@set -e; for isa in $(ISAS); do echo "--xla_cpu_max_isa=$$isa"; \
-	  XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=$$isa" $(PYTEST) -m "bits and not extended and not nightly" $(PYTEST_ARGS); done
+	  XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=$$isa" $(PYTEST) --dist load -m "bits and not nightly" \
+	  $(PYTEST_ARGS) $$(grep -rl --include='test_*.py' 'mark\.bits' tests); done
 
 # Programs for GPUs, compiled on any Linux machine and read; `make test` leaves them out. In an
 # environment of its own, on top of the other: with jax's CUDA plugin but without a GPU's libraries,

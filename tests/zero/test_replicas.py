@@ -7,6 +7,7 @@ import pytest
 
 import fzero as fz
 from tests.support import tiny
+from tests.support.sample import some
 
 
 SGD = optax.sgd(1.0)
