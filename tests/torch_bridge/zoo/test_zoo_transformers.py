@@ -9,13 +9,25 @@ import zoo_checks as checks
 from zoo_entries import Result, evaluate
 from zoo_transformers import ENTRIES, ROLLED
 
+from tests.support.sample import some
 
-# One of each kind; the others take `make test-extended`.
-CORE = ("gpt2", "llama", "bert", "vit", "resnet", "bloom")
-every_model = pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=() if x in CORE else pytest.mark.extended) for x in ENTRIES],
-)
+
+# One of each kind (GPT-2 has tests/torch_bridge/test_gpt2.py). `make test-extended` has those with
+# operators that these have not, `make nightly` the others.
+CORE = ("llama", "bert", "resnet", "bloom")
+OF_A_KIND = (
+    "qwen2", "qwen3", "mistral", "phi", "gpt_neox", "opt", "roberta", "distilbert", "albert",
+    "electra", "bart", "deit",
+)  # fmt: skip
+
+
+def mark(name: str) -> list[pytest.MarkDecorator]:
+    if name in CORE:
+        return []
+    return [pytest.mark.nightly if name in OF_A_KIND else pytest.mark.extended]
+
+
+every_model = pytest.mark.parametrize("name", [pytest.param(x, marks=mark(x)) for x in ENTRIES])
 
 
 @functools.cache
@@ -55,7 +67,7 @@ def test_one_conversion_serves_every_batch_size(name: str) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", some(ENTRIES, *(set(ENTRIES) - set(CORE)), mark="nightly"))
 def test_a_batch_of_one(name: str) -> None:
     checks.check_row(ENTRIES[name])
 
