@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Generator
 from contextlib import nullcontext
@@ -20,11 +21,13 @@ from tests.support import quick
 
 
 jax.config.update("jax_num_cpu_devices", 8)
+# Programs for GPUs are compiled as users compile, and in a session of their own.
+FOR_GPUS = any("gpu_programs" in arg for arg in sys.argv)
+if not FOR_GPUS:  # here, as conftests of folders may start jax
+    quick.from_now_on()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not for_gpus(config):
-        quick.from_now_on()
     # Tracing allocates much that lives: converting models, 2 % less time than every 700 objects.
     gc.set_threshold(50_000)
     # Many tests compile the same step from different function objects. XLA's cache knows programs
@@ -39,14 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def for_gpus(config: pytest.Config) -> bool:
-    """Whether programs for GPUs are asked for, which this session then compiles as users do."""
-    return any("gpu_programs" in str(arg) for arg in config.args)
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leaves out what takes the compiler for GPUs, unless it is asked for by name."""
-    return True if collection_path.name == "gpu_programs" and not for_gpus(config) else None
+    return True if collection_path.name == "gpu_programs" and not FOR_GPUS else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

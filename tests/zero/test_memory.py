@@ -4,6 +4,7 @@ import optax
 import pytest
 
 import fzero as fz
+from fzero.state.train_state import lower_init
 from tests.support.gpt import Size, abstract_batch, gpt
 
 
@@ -46,7 +47,7 @@ def test_initialising_never_holds_a_whole_large_leaf():
         lambda p, b, batch, rng, train: (jnp.sum(p["w"]), b, {}),
     )
     plan = fz.Plan(zero=3, data=8)
-    lowered = fz.state.lower_init(model, optax.adamw(1e-3), plan)
+    lowered = lower_init(model, optax.adamw(1e-3), plan)
     memory = lowered.compile().memory_analysis()
     whole = 4096 * 1024 * 4
     assert memory.output_size_in_bytes < 3 * whole / 8 * 1.01 + 64
