@@ -19,6 +19,7 @@ from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.interrupt import EXIT_INTERRUPTED
 from torch_bridge.cli.loop import History, Recorder, evaluate_state, fit
 from torch_bridge.cli.models import LoadedModel
+from torch_bridge.cli.plan_file import RUN_FILE, made_by_optax
 from torch_bridge.cli.progress import display
 from torch_bridge.cli.resume import Saver
 from torch_bridge.cli.settings import DataSettings, EvalSettings, TrainSettings, check_batch
@@ -57,12 +58,11 @@ def train(settings: TrainSettings) -> int:
         outputs.prepare(settings.out, settings.overwrite)
     own = hosts.own(settings, world)
     num_devices = devices.configure(settings.devices, settings.precision)
-    check_batch(settings.batch, num_devices, settings.microbatches)
     plan = settings.plan(num_devices)
+    rows = check_batch(settings.batch, plan)
+    tx = optimizer(settings)
     loaded = models.load(settings.model, settings.seed)
-    rows = settings.batch // (num_devices * settings.microbatches)
     job = _prepare(loaded, settings.data, plan, rows)
-    tx = optimizer(settings.lr, settings.steps)
     saver, history = Saver(settings, plan, job.corpus.fingerprint), History()
     require_same("fzero train", saver.run)
     if settings.resume:
@@ -72,6 +72,7 @@ def train(settings: TrainSettings) -> int:
     else:
         if world.process_id == 0:
             shutil.rmtree(saver.folder, ignore_errors=True)  # of the run that this one replaces
+            outputs.write_json(settings.out / RUN_FILE, settings.to_json())
         state = fz.init(job.model, tx, plan, settings.seed)
     with (
         display(settings.steps) as shown,
@@ -90,7 +91,7 @@ def train(settings: TrainSettings) -> int:
             recorder,
             num_steps=settings.steps,
             batch=settings.batch,
-            eval_batch=rows * num_devices,
+            eval_batch=_eval_batch(job),
             eval_every=settings.eval_every,
             seed=settings.seed,
             save=saver.save,
@@ -110,12 +111,12 @@ def train(settings: TrainSettings) -> int:
 def evaluate(settings: EvalSettings) -> None:
     """Prints the validation loss of a model."""
     num_devices = devices.configure(settings.devices, settings.precision)
-    check_batch(settings.batch, num_devices)
     plan = fz.Plan(zero=settings.zero, data=num_devices, precision=settings.precision)
+    rows = check_batch(settings.batch, plan)
     loaded = models.load(settings.model, seed=0)
     if settings.weights is not None:
         models.load_weights(loaded.module, settings.weights)
-    job = _prepare(loaded, settings.data, plan, settings.batch // num_devices)
+    job = _prepare(loaded, settings.data, plan, rows)
     state = fz.init(job.model, None, plan, 0)
     loss = evaluate_state(fz.eval_step(job.model, plan), state, job.corpus, settings.batch)
     print(
@@ -126,17 +127,34 @@ def evaluate(settings: EvalSettings) -> None:
         print("not the validation text of the training run: the two losses cannot be compared")
 
 
-def optimizer(lr: float, num_steps: int) -> optax.GradientTransformation:
-    """AdamW; the learning rate rises for a twentieth of the steps, then falls as a cosine."""
+def optimizer(settings: TrainSettings) -> optax.GradientTransformation:
+    """What the run's file names; else AdamW, whose rate rises for a twentieth of the steps, then
+    falls as a cosine."""
+    lr, num_steps = settings.lr, settings.steps
+    if settings.schedule is not None:
+        rate = made_by_optax("schedule", settings.schedule)
+    else:
+        rate = _schedule(lr, num_steps)
+    if settings.optimizer is not None:
+        return made_by_optax("optimizer", settings.optimizer, learning_rate=rate)
+    return optax.adamw(rate, b2=0.95, weight_decay=0.01)
+
+
+def _schedule(lr: float, num_steps: int) -> optax.Schedule:
     warmup = max(1, round(WARMUP_SHARE * num_steps))
-    schedule = optax.warmup_cosine_decay_schedule(
+    return optax.warmup_cosine_decay_schedule(
         init_value=lr / warmup,
         peak_value=lr,
         warmup_steps=warmup,
         decay_steps=max(num_steps, warmup + 1),
         end_value=lr * FINAL_SHARE,
     )
-    return optax.adamw(schedule, b2=0.95, weight_decay=0.01)
+
+
+def _eval_batch(job: _Job) -> int:
+    """Sequences of an evaluation: what devices see at once; a pipeline's microbatches together."""
+    shards = (job.plan.data or 1) * job.plan.replica
+    return job.rows * shards * (job.plan.microbatches if job.plan.pipe > 1 else 1)
 
 
 def _prepare(loaded: LoadedModel, text: DataSettings, plan: fz.Plan, rows: int) -> _Job:
@@ -165,13 +183,13 @@ def _write_model(settings: TrainSettings, job: _Job, state: Any, num_devices: in
         factory=None if loaded.config is not None else loaded.spec,
         data=settings.data,
         batch=job.rows * num_devices,
-        zero=settings.zero,
+        zero=job.plan.zero,
         devices=num_devices,
         precision=settings.precision,
         fingerprint=job.corpus.fingerprint,
     )
     with outputs.staged(settings.out) as scratch:
-        tb.save(scratch / outputs.WEIGHTS, job.converted, state)
+        tb.save(scratch / outputs.WEIGHTS, job.converted, state, plan=job.plan)
         if loaded.config is not None:
             loaded.config.architectures = [type(loaded.module).__name__]
             loaded.config.save_pretrained(scratch)
@@ -225,7 +243,9 @@ def _verify(
     # fp32 on both sides, also after training in a lower precision: what is compared is the way
     # through the file.
     with jax.default_matmul_precision("highest"):
-        output, _ = jax.jit(job.converted.apply)(fz.logical(job.model, state), state.buffers, ids)
+        # Stages of a pipeline have meshes of their own: one program takes what the host has.
+        values = jax.device_get((fz.logical(job.model, state, job.plan), state.buffers))
+        output, _ = jax.jit(job.converted.apply)(*values, ids)
     factory = None if job.loaded.config is not None else job.loaded.spec
     figures = check.in_torch(
         settings.out, factory, job.corpus, ids, np.asarray(models.logits_of(output))

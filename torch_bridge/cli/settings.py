@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import fzero as fz
 from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.plan_file import RUN
 
 
 STDLIB = "stdlib"
@@ -49,7 +52,7 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """One `fzero train` as data; the fields are the flags of the command."""
+    """One `fzero train` as data: its flags, and what a file said beside them."""
 
     model: str
     data: DataSettings
@@ -57,23 +60,44 @@ class TrainSettings:
     steps: int
     batch: int  # sequences per step, over all devices and microbatches
     lr: float
-    zero: int
-    gather: str
     devices: int | None
-    microbatches: int
-    precision: str
-    clip: float | None
     eval_every: int
     seed: int
+    plan_fields: Mapping[str, Any]  # of `fz.Plan`
     overwrite: bool = False
     verify: bool = False
     save_every: int = 0  # steps between checkpoints; 0: only when Ctrl-C ends the run
     resume: bool = False
+    optimizer: Mapping[str, Any] | None = None  # an optax function's name and arguments
+    schedule: Mapping[str, Any] | None = None
+
+    @property
+    def precision(self) -> str:
+        """What the plan computes in."""
+        return str(self.plan_fields.get("precision", "fp32"))
 
     def result(self) -> dict[str, Any]:
         """What the final weights depend on. Another layout of the state only rounds otherwise."""
-        names = ("model", "steps", "batch", "lr", "precision", "clip", "seed")
-        return {name: getattr(self, name) for name in names} | {"seq": self.data.seq}
+        names = ("model", "steps", "batch", "lr", "precision", "seed")
+        kept = {name: getattr(self, name) for name in names}
+        more = {"optimizer": self.optimizer, "schedule": self.schedule}
+        return (
+            kept
+            | {"clip": self.plan_fields.get("clip_norm"), "seq": self.data.seq}
+            | {name: dict(value) for name, value in more.items() if value}
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The run as a file that `--plan` reads; without its directory."""
+        data = self.data.to_json()
+        run = {name: getattr(self, name) for name in RUN}
+        more = {"optimizer": self.optimizer, "schedule": self.schedule}
+        return {
+            "run": {name: value for name, value in run.items() if value is not None},
+            "data": data,
+            "plan": dict(self.plan_fields),
+            **{name: dict(value) for name, value in more.items() if value},
+        }
 
     def check(self) -> None:
         """Refuses what cannot work, before anything is loaded.
@@ -88,28 +112,33 @@ class TrainSettings:
         for flag, number in (
             ("--steps", self.steps),
             ("--batch", self.batch),
-            ("--microbatches", self.microbatches),
+            ("--microbatches", self.plan_fields.get("microbatches", 1)),
         ):
             if number < 1:
                 raise CommandError(f"{flag} must be at least 1, got {number}")
-        if self.lr <= 0 or (self.clip is not None and self.clip <= 0):
-            raise CommandError(f"--lr and --clip must be positive, got {self.lr} and {self.clip}")
+        clip = self.plan_fields.get("clip_norm")
+        if self.lr <= 0 or (clip is not None and clip <= 0):
+            raise CommandError(f"--lr and --clip must be positive, got {self.lr} and {clip}")
         self.plan(None)
 
     def plan(self, num_devices: int | None) -> fz.Plan:
-        """The plan of the flags.
+        """The plan of the flags; its data axis takes what other axes leave of the devices.
 
         Raises:
+            CommandError: other axes do not divide the devices.
             PlanError: it excludes itself.
         """
-        return fz.Plan(
-            zero=self.zero,
-            gather=self.gather,
-            data=num_devices,
-            microbatches=self.microbatches,
-            precision=self.precision,
-            clip_norm=self.clip,
-        )
+        plan = fz.Plan.from_json(dict(self.plan_fields))
+        if num_devices is None or plan.data is not None:
+            return plan
+        axes = (f for f in ("pipe", "replica", "tensor", "context", "expert") if hasattr(plan, f))
+        others = math.prod(getattr(plan, axis) for axis in axes)
+        if num_devices % others:
+            raise CommandError(
+                f"--devices {num_devices} must be a multiple of {others}, the product of the plan's"
+                " other axes"
+            )
+        return plan.replace(data=num_devices // others)
 
 
 @dataclass(frozen=True)
@@ -126,17 +155,23 @@ class EvalSettings:
     fingerprint: str | None  # of the validation sequences of the training run, where known
 
 
-def check_batch(batch: int, num_devices: int, microbatches: int = 1) -> None:
-    """Refuses a batch that does not split evenly; names the two nearest sizes that do."""
-    unit = num_devices * microbatches
+def check_batch(batch: int, plan: fz.Plan) -> int:
+    """Refuses a batch that does not split evenly, with the two nearest sizes that do.
+
+    Returns:
+        Sequences that a device sees at once.
+    """
+    shards = (plan.data or 1) * plan.replica
+    unit = shards * plan.microbatches
     if batch < 1 or batch % unit:
         below = batch // unit * unit
         nearest = f"{below} or {below + unit}" if below else f"{unit}"
         raise CommandError(
-            f"--batch {batch} must be a multiple of {unit} = --devices {num_devices} x "
-            f"--microbatches {microbatches}: every device takes equally many sequences; "
+            f"--batch {batch} must be a multiple of {unit} = {shards} devices of the data axis x "
+            f"--microbatches {plan.microbatches}: every device takes equally many sequences; "
             f"use --batch {nearest}"
         )
+    return batch // unit
 
 
 def resolve_sources(data: list[str] | None, more: list[str] | None) -> tuple[str, ...]:

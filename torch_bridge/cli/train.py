@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.plan_file import SECTIONS, Sections, read_run, set_fields
 from torch_bridge.cli.settings import (
     BATCH,
     EVAL_SEQUENCES,
@@ -40,6 +43,15 @@ ModelOption = Annotated[
         "--model",
         help="hf:DIR (config.json, with or without weights), hf:CONFIG.json (random weights from "
         "the seed), or path/to/file.py:factory, a function that returns a torch.nn.Module.",
+    ),
+]
+TrainedModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="hf:DIR (config.json, with or without weights), hf:CONFIG.json (random weights from "
+        "the seed), or path/to/file.py:factory, a function that returns a torch.nn.Module.",
+        show_default=False,
     ),
 ]
 DataOption = Annotated[
@@ -112,6 +124,20 @@ VerifyOption = Annotated[
     ),
 ]
 
+PlanOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        help="A run in TOML or JSON: [run], [data], [plan] (any field of fz.Plan), [optimizer] and "
+        "[schedule] (an optax function's name and arguments). Flags go before it.",
+        show_default=False,
+    ),
+]
+PlanSetOption = Annotated[
+    list[str] | None,
+    typer.Option("--plan-set", help="A field of the plan, over all else: pipe=4."),
+]
+
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -121,8 +147,9 @@ app = typer.Typer(
 
 @app.command()
 def train(
-    model: ModelOption,
+    context: typer.Context,
     out: OutOption,
+    model: TrainedModelOption = None,
     data: DataOption = None,
     more_data: MoreData = None,
     steps: StepsOption = 200,
@@ -138,6 +165,8 @@ def train(
     eval_every: EvalEveryOption = 100,
     eval_sequences: EvalSequencesOption = EVAL_SEQUENCES,
     seed: SeedOption = 0,
+    plan: PlanOption = None,
+    plan_set: PlanSetOption = None,
     overwrite: OverwriteOption = False,
     verify: VerifyOption = False,
     save_every: SaveEveryOption = 0,
@@ -146,31 +175,59 @@ def train(
     """Train a PyTorch language model on text, and write a checkpoint that PyTorch loads.
 
     --out gets model.safetensors and config.json (transformers loads them with from_pretrained),
-    metrics.jsonl, loss.png and summary.json. Ctrl-C stops after the current step and writes what
-    was reached, and a checkpoint that --resume goes on from as if nothing had been.
+    metrics.jsonl, loss.png, summary.json, and run.json, which --plan runs again. Ctrl-C stops after
+    the current step and writes what was reached, and a checkpoint that --resume goes on from as if
+    nothing had been.
     """
+    flags: dict[str, dict[str, Any]] = {
+        "run": {
+            "model": model, "steps": steps, "batch": batch, "lr": lr, "devices": devices,
+            "eval_every": eval_every, "seed": seed, "save_every": save_every, "verify": verify,
+        },
+        "data": {"seq": seq, "eval_sequences": eval_sequences},
+        "plan": {
+            "zero": zero, "gather": gather.value, "microbatches": microbatches,
+            "precision": precision.value, "clip": clip,
+        },
+    }  # fmt: skip
+    sections = resolved(context, flags, plan, plan_set)
+    told = sections["data"].pop("sources", None)
+    given = data is not None or more_data is not None
+    sources = resolve_sources(*((data, more_data) if given or told is None else (told, None)))
+    run = sections["run"]
+    if run["model"] is None:
+        raise CommandError("--model is missing: give it, or [run] model in --plan's file")
     settings = TrainSettings(
-        model=model,
-        data=DataSettings(resolve_sources(data, more_data), seq, eval_sequences),
+        data=DataSettings(sources, **sections["data"]),
         out=out,
-        steps=steps,
-        batch=batch,
-        lr=lr,
-        zero=zero,
-        gather=gather.value,
-        devices=devices,
-        microbatches=microbatches,
-        precision=precision.value,
-        clip=clip,
-        eval_every=eval_every,
-        seed=seed,
+        plan_fields=sections["plan"],
+        optimizer=sections["optimizer"] or None,
+        schedule=sections["schedule"] or None,
         overwrite=overwrite,
-        verify=verify,
-        save_every=save_every,
         resume=resume,
+        **run,
     )
     settings.check()
     # torch and transformers take seconds to import: after what can be refused without them.
-    from torch_bridge.cli import run
+    from torch_bridge.cli import run as runs
 
-    raise typer.Exit(run.train(settings))
+    raise typer.Exit(runs.train(settings))
+
+
+def resolved(
+    context: typer.Context,
+    flags: Mapping[str, Mapping[str, Any]],
+    file: Path | None,
+    assignments: list[str] | None,
+) -> Sections:
+    """A run's sections: defaults, below the file, below flags that were given, below --plan-set."""
+    sections = dict.fromkeys(SECTIONS) if file is None else read_run(file)
+    sections = {name: dict(section or {}) for name, section in sections.items()}
+    for name, values in flags.items():
+        for flag, value in values.items():
+            source = context.get_parameter_source(flag)
+            field = "clip_norm" if flag == "clip" else flag
+            if field not in sections[name] or getattr(source, "name", "") == "COMMANDLINE":
+                sections[name][field] = value
+    set_fields(sections, assignments or [])
+    return sections

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,18 +62,8 @@ class Imported:
             table.add_row(note.key, f"{note.value}", note.became or "-", note.why)
         out = io.StringIO()
         console = Console(file=out, width=110, highlight=False, markup=False, emoji=False)
-        console.print(plan_text(self.plan))
+        console.print(f"fz.{self.plan!r}")
         if self.batch_size is not None:
             console.print(f"batches of {self.batch_size} rows")
         console.print(table)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()
-
-
-def plan_text(plan: fz.Plan) -> str:
-    """A plan as the call that makes it, with what differs from the defaults."""
-    fields = [
-        f"{field.name}={getattr(plan, field.name)!r}"
-        for field in dataclasses.fields(plan)
-        if getattr(plan, field.name) != getattr(fz.Plan(), field.name) or field.name == "zero"
-    ]
-    return f"fz.Plan({', '.join(fields)})"

@@ -1,0 +1,103 @@
+"""A run in a file: sections `run`, `data`, `plan`, `optimizer` and `schedule`, in TOML or JSON."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import fzero as fz
+from torch_bridge.cli.errors import CommandError
+
+
+RUN_FILE = "run.json"
+SECTIONS = ("run", "data", "plan", "optimizer", "schedule")
+RUN = (
+    "model", "steps", "batch", "lr", "devices", "eval_every", "seed", "save_every", "verify",
+)  # fmt: skip
+DATA = ("sources", "seq", "eval_sequences")
+PLAN = tuple(fz.Plan.__dataclass_fields__)
+# Optimizers and schedules are functions of optax, named as there.
+NAMED = ("optimizer", "schedule")
+
+Sections = dict[str, dict[str, Any]]
+
+
+def read_run(path: Path) -> Sections:
+    """The sections of a run's file.
+
+    Raises:
+        CommandError: no such file, no TOML or JSON, or an unknown section or key: with the nearest
+            one.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise CommandError(f"--plan {path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise CommandError(f"--plan {path}: expected {kind}: {error}") from error
+    _known(f"--plan {path}: section", values, SECTIONS)
+    for name, section in values.items():
+        if not isinstance(section, dict):
+            raise CommandError(f"--plan {path}: {name} is {section!r}: expected a section [{name}]")
+        known = {"run": RUN, "data": DATA, "plan": PLAN}.get(name)
+        if known is not None:
+            _known(f"--plan {path}: [{name}]", section, known)
+        elif not isinstance(section.get("name"), str):
+            raise CommandError(f"--plan {path}: [{name}] has no name of an optax function")
+    return {name: dict(values.get(name, {})) for name in SECTIONS}
+
+
+def set_fields(sections: Sections, assignments: Iterable[str]) -> None:
+    """Sets fields of the plan from `name=value`; values in JSON, or words."""
+    for text in assignments:
+        name, sign, value = text.partition("=")
+        if not sign:
+            raise CommandError(f"--plan-set {text}: expected name=value")
+        _known("--plan-set", [name], PLAN)
+        try:
+            sections["plan"][name] = json.loads(value)
+        except ValueError:
+            sections["plan"][name] = value
+
+
+def made_by_optax(kind: str, section: Mapping[str, Any], **more: Any) -> Any:
+    """What an optax function makes of a section's arguments.
+
+    Args:
+        kind: `optimizer` or `schedule`.
+        section: `name` and the function's arguments.
+        more: further arguments.
+
+    Raises:
+        CommandError: no such function, or arguments that it does not have.
+    """
+    import optax.contrib
+
+    arguments = {key: value for key, value in section.items() if key != "name"} | more
+    name = section["name"]
+    function: Any = getattr(optax, name, None) or getattr(optax.contrib, name, None)
+    if not callable(function):
+        names = [n for n in (*dir(optax), *dir(optax.contrib)) if n.islower()]
+        _known(f"[{kind}] name", [name], names)
+    known = list(inspect.signature(function).parameters)
+    _known(f"[{kind}] {name}:", arguments, known)
+    try:
+        return function(**arguments)
+    except (TypeError, ValueError) as error:
+        raise CommandError(f"[{kind}] {name}: {error}") from error
+
+
+def _known(where: str, names: Iterable[str], known: Iterable[str]) -> None:
+    known = list(known)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {sorted(known)[:40]}"
+            raise CommandError(f"{where} {name!r} is unknown; {hint}")
