@@ -27,6 +27,7 @@ from torch_bridge.export.in_place import remove_hidden_aliases, replace_fresh_wr
 from torch_bridge.export.nameless import refuse_nameless
 from torch_bridge.export.no_grad import inline_no_grad
 from torch_bridge.export.slices import tidy_slices
+from torch_bridge.export.stand_ins import stand_ins
 from torch_bridge.export.watch import (
     PythonState,
     failing_place,
@@ -149,7 +150,7 @@ def _export_most_dynamic(
 ) -> tuple[ExportedProgram, str]:
     """The program with the first kind of free dims that works, and that kind."""
     last: Exception | None = None
-    with watch_functions() as functions, watch_gradients():
+    with watch_functions() as functions, watch_gradients(), stand_ins():
         for dynamic in kinds:
             shapes = _dynamic_shapes(module, inputs, dynamic, batch_dim)
             try:

@@ -249,7 +249,6 @@ for _name, _fn in {
     "erfc": jax.lax.erfc,
     "erfinv": jax.lax.erf_inv,
     "lgamma": jax.lax.lgamma,
-    "digamma": jax.lax.digamma,
     "sigmoid": jax.nn.sigmoid,
     "sinc": jnp.sinc,
 }.items():

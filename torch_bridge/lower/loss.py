@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from torch_bridge.dtypes import promote
+from torch_bridge.dtypes import cast, is_float, promote
+from torch_bridge.lower.activation import log_softmax
 from torch_bridge.lower.registry import register_operator
 
 
@@ -94,3 +95,37 @@ def smooth_l1_loss(
     if beta == 0:
         return _reduce(gap, reduction)
     return _reduce(jnp.where(gap < beta, 0.5 * gap * gap / beta, gap - 0.5 * beta), reduction)
+
+
+@register_operator("aten.cross_entropy_loss.default")
+def cross_entropy_loss(
+    x: jax.Array,
+    target: Any,
+    weight: Any = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> jax.Array:
+    """Shapes: x `(N, C, *rest)` or `(C,)`; target of classes `(N, *rest)`, or like x."""
+    axis = 1 if x.ndim > 1 else 0
+    classes = x.shape[axis]
+    logs = log_softmax(x, axis)
+    scale: Any = 1
+    if weight is not None:
+        scale = jnp.reshape(cast(weight, x.dtype), (-1, *(1,) * (x.ndim - axis - 1)))
+    if is_float(target):
+        shares = cast(target, x.dtype) * (1 - label_smoothing) + label_smoothing / classes
+        losses = -jnp.sum(logs * shares * scale, axis=axis)
+        number = max(x.size // classes, 1) if classes else 1
+        return jnp.sum(losses) / number if reduction == _MEAN else _reduce(losses, reduction)
+    found, total = nll_loss_forward(logs, target, weight, reduction, ignore_index)
+    if not label_smoothing:
+        return found
+    kept = target != ignore_index
+    smooth = jnp.where(kept, -jnp.sum(logs * scale, axis=axis), jnp.zeros((), x.dtype))
+    if reduction == _MEAN:
+        number = total if weight is not None else jnp.sum(kept.astype(x.dtype))
+        smooth = jnp.sum(smooth) / number
+    else:
+        smooth = _reduce(smooth, reduction)
+    return (1 - label_smoothing) * found + label_smoothing / classes * smooth

@@ -103,11 +103,15 @@ def min_dim(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, j
 
 @register_operator("aten.argmax.default")
 def argmax(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.Array:
+    if not x.ndim:
+        return jnp.zeros((), canonical("int64"))
     return jnp.argmax(x, axis=dim, keepdims=keepdim).astype(canonical("int64"))
 
 
 @register_operator("aten.argmin.default")
 def argmin(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.Array:
+    if not x.ndim:
+        return jnp.zeros((), canonical("int64"))
     return jnp.argmin(x, axis=dim, keepdims=keepdim).astype(canonical("int64"))
 
 

@@ -20,7 +20,13 @@ def scatter_reduce(
     x: jax.Array, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True
 ) -> jax.Array:
     src = cast(src[tuple(slice(n) for n in index.shape)], x.dtype)
-    where = along(x, dim, index)
+    return reduce_into(x, along(x, dim, index), src, reduce, include_self)
+
+
+def reduce_into(
+    x: jax.Array, where: tuple[Any, ...], src: jax.Array, reduce: str, include_self: bool
+) -> jax.Array:
+    """Values reduced into the places of an index: sum, mean, prod, amax or amin."""
     if reduce in ("amax", "amin"):
         return _extreme(x, where, src, reduce == "amax", include_self)
     if reduce == "prod":

@@ -189,14 +189,6 @@ def diagonal(x: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> jax
     return jnp.diagonal(x, offset, dim1, dim2)
 
 
-@register_operator("aten.unfold.default")
-def unfold(x: jax.Array, dimension: int, size: int, step: int) -> jax.Array:
-    axis = dimension % x.ndim
-    starts = np.arange(0, x.shape[axis] - size + 1, step)
-    windows = jnp.take(x, starts[:, None] + np.arange(size), axis=axis)
-    return jnp.moveaxis(windows, axis + 1, -1)
-
-
 _PAD_MODES = {"reflect": "reflect", "circular": "wrap"}
 
 

@@ -4,6 +4,7 @@
 # (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import jax.scipy.special as jsp
 import numpy as np
 
-from torch_bridge.dtypes import cast, is_float, promote, promote_float
+from torch_bridge.dtypes import accumulation_dtype, cast, is_float, promote, promote_float
 from torch_bridge.lower.reduce import vector_norm
 from torch_bridge.lower.registry import register_operator
 
@@ -21,8 +22,8 @@ _fn: Any
 
 
 for _name, _fn in {
-    "i0": jsp.i0,
-    "special_i0": jsp.i0,
+    "i0": lambda x: _i0(x),
+    "special_i0": lambda x: _i0(x),
     "special_i0e": jsp.i0e,
     "special_i1": jsp.i1,
     "special_i1e": jsp.i1e,
@@ -37,7 +38,6 @@ for _name, _fn in {
 
 for _name, _fn in {
     "special_xlog1py": jsp.xlog1py,
-    "special_zeta": jsp.zeta,
     "igamma": jsp.gammainc,
     "igammac": jsp.gammaincc,
     "logaddexp": jnp.logaddexp,
@@ -46,10 +46,61 @@ for _name, _fn in {
     register_operator(f"aten.{_name}.default")(lambda x, y, fn=_fn: fn(*promote_float(x, y)))
 
 
+@jax.custom_jvp
+def _i0(x: jax.Array) -> jax.Array:
+    return jsp.i0(x)
+
+
+# jax's own slope is a difference of large numbers.
+_i0.defjvp(lambda x, dx: (_i0(x[0]), jsp.i1(x[0]) * dx[0]))
+
+
+@register_operator(
+    "aten.special_zeta.default", "aten.special_zeta.self_scalar", "aten.special_zeta.other_scalar"
+)
+def zeta(x: Any, q: Any) -> jax.Array:
+    return jsp.zeta(*promote_float(x, q))
+
+
 @register_operator("aten.polygamma.default")
 def polygamma(n: int, x: jax.Array) -> jax.Array:
-    (wide,) = promote_float(x)
-    return jax.lax.digamma(wide) if n == 0 else jsp.polygamma(np.int32(n), wide)
+    return _polygamma(n, *promote_float(x))
+
+
+@register_operator("aten.digamma.default")
+def digamma(x: jax.Array) -> jax.Array:
+    return _polygamma(0, *promote_float(x))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _polygamma(n: int, x: jax.Array) -> jax.Array:
+    """The nth derivative of digamma. Left of 0 by reflection, from the nearest pole as torch."""
+    wide = cast(x, accumulation_dtype(x))
+    left = wide < 0
+    away = jnp.where(left, 1 - wide, wide)
+    positive = jax.lax.digamma(away) if n == 0 else jsp.polygamma(np.int32(n), away)
+    turned = (-1) ** n * positive - _cotangents(n, wide - jnp.round(wide))
+    found = jnp.where(left, turned, positive)
+    pole = (wide <= 0) & (wide == jnp.round(wide))
+    if n:
+        at_pole: Any = jnp.inf if n % 2 else -jnp.inf
+    else:
+        at_pole = jnp.where(wide == 0, jnp.where(jnp.signbit(wide), jnp.inf, -jnp.inf), jnp.nan)
+    return jnp.where(pole, at_pole, found).astype(x.dtype)
+
+
+_polygamma.defjvp(
+    lambda n, x, dx: (_polygamma(n, x[0]), (_polygamma(n + 1, x[0]) * dx[0]).astype(x[0].dtype))
+)
+
+
+def _cotangents(n: int, x: jax.Array) -> jax.Array:
+    """The nth derivative of pi cot(pi x), a polynomial in the cotangent."""
+    factors = np.polynomial.Polynomial([0.0, np.pi])
+    for _ in range(n):
+        factors = factors.deriv() * np.polynomial.Polynomial([-np.pi, 0.0, -np.pi])
+    cotangent = 1 / jnp.tan(np.asarray(np.pi, x.dtype) * x)
+    return jnp.polyval(jnp.asarray(factors.coef[::-1], x.dtype), cotangent)
 
 
 @register_operator("aten.mvlgamma.default")
@@ -150,7 +201,23 @@ def _shifted(fn: Any, x: Any, y: Any) -> jax.Array:
 
 @register_operator("aten.logcumsumexp.default")
 def logcumsumexp(x: jax.Array, dim: int) -> jax.Array:
-    return jax.lax.associative_scan(jnp.logaddexp, x, axis=dim % x.ndim) if x.ndim else x
+    return _log_sums(dim % x.ndim, x) if x.ndim else x
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _log_sums(axis: int, x: jax.Array) -> jax.Array:
+    return jax.lax.associative_scan(jnp.logaddexp, x, axis=axis)
+
+
+@_log_sums.defjvp
+def _log_sums_jvp(axis: int, values: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """d out_j = sum over i <= j of softmax(x_0 .. x_j)_i dx_i."""
+    (x,), (dx,) = values, tangents
+    places = np.arange(x.shape[axis])
+    rows = jnp.moveaxis(x, axis, -1)[..., None, :]
+    weights = jax.nn.softmax(rows, axis=-1, where=places[:, None] >= places)
+    slope = jnp.einsum("...ij,...j->...i", weights, jnp.moveaxis(dx, axis, -1))
+    return _log_sums(axis, x), jnp.moveaxis(slope, -1, axis).astype(x.dtype)
 
 
 @register_operator("aten.dist.default")

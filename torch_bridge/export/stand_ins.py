@@ -1,0 +1,226 @@
+"""What torch.export cannot trace although its sizes are fixed, traced in another form.
+
+Some of PyTorch's own functions ask for a value on their way (a check of an argument, a hint, a
+count of batches), or have no rule for their shapes. While a module is exported, the same in other
+operators stands in for each of them, or one operator of this package that has a lowering.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.nn.modules import transformer
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+
+_LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")
+_TABLE: dict[Any, Callable[..., Any]] = {}
+
+
+def _instead_of(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def add(fn: Callable[..., Any]) -> Callable[..., Any]:
+        _TABLE.update(dict.fromkeys(functions, fn))
+        return fn
+
+    return add
+
+
+class _Mode(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _TABLE.get(func, func)(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def stand_ins() -> Iterator[None]:
+    """While a module is exported: each function of the table is traced as what stands for it."""
+    forward, hint = _BatchNorm.forward, transformer._detect_is_causal_mask
+    fast = torch.backends.mha.get_fastpath_enabled()
+
+    def counted(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if self.training and self.track_running_stats and self.momentum is None:
+            return _batch_norm_of_all(self, x)
+        return forward(self, x)
+
+    _BatchNorm.forward = counted  # type: ignore[method-assign]
+    # A hint only: the mask itself is applied either way.
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    # Inference's own kernel, which takes ragged tensors where there is padding.
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with _Mode():
+            yield
+    finally:
+        _BatchNorm.forward = forward  # type: ignore[method-assign]
+        transformer._detect_is_causal_mask = hint
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _batch_norm_of_all(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """`BatchNorm(momentum=None)`: running statistics are averages over all batches so far."""
+    self._check_input_dim(x)
+    out = F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+    with torch.no_grad():
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / self.num_batches_tracked.to(self.running_mean.dtype)
+        rest = [d for d in range(x.ndim) if d != 1]
+        var, mean = torch.var_mean(x.to(self.running_mean.dtype), rest)
+        self.running_mean.copy_(self.running_mean + (mean - self.running_mean) * share)
+        self.running_var.copy_(self.running_var + (var - self.running_var) * share)
+    return out
+
+
+@_instead_of(F.gaussian_nll_loss)
+def _gaussian_nll_loss(
+    input: torch.Tensor, target: torch.Tensor, var: Any, full: bool = False, eps: float = 1e-6,
+    reduction: str = "mean",
+) -> torch.Tensor:  # fmt: skip
+    if isinstance(var, float):
+        var = var * torch.ones_like(input)
+    elif var.shape != input.shape and input.shape[:-1] == var.shape:
+        var = var.unsqueeze(-1)
+    # The bound has no gradient of its own.
+    var = var + (var.clamp(min=eps) - var).detach()
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return _reduced(loss, reduction)
+
+
+def _reduced(loss: torch.Tensor, reduction: str) -> torch.Tensor:
+    if reduction == "none":
+        return loss
+    return loss.mean() if reduction == "mean" else loss.sum()
+
+
+@_instead_of(F.linear_cross_entropy)
+def _linear_cross_entropy(
+    input: torch.Tensor, linear_weight: torch.Tensor, target: torch.Tensor, *,
+    linear_bias: Any = None, ignore_index: int | None = None, options: Any = None, **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
+    sizes = linear_weight.shape[1:-1]
+    weight = linear_weight.reshape(-1, linear_weight.shape[-1])
+    bias = None if linear_bias is None else linear_bias.reshape(-1)
+    logits = F.linear(input, weight, bias)
+    if sizes:
+        logits = logits.reshape(*logits.shape[:-1], linear_weight.shape[0], *sizes)
+    if ignore_index is not None:
+        kwargs["ignore_index"] = ignore_index
+    return F.cross_entropy(logits, target, **kwargs)
+
+
+@_instead_of(torch.take, torch.Tensor.take)
+def _take(input: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return input.reshape(-1)[index]
+
+
+@_instead_of(torch.combinations)
+def _combinations(
+    input: torch.Tensor, r: int = 2, with_replacement: bool = False
+) -> torch.Tensor:
+    rows = range(int(input.shape[0]))
+    kind = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = torch.tensor(list(kind(rows, r)), dtype=torch.int64).reshape(-1, r)
+    return input[places] if r else input[:0]
+
+
+_LIBRARY.define(
+    "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths,"
+    " int blank, bool zero_infinity) -> Tensor"
+)
+
+
+@torch.library.register_fake("torch_bridge::ctc_loss", lib=_LIBRARY)
+def _ctc_shape(
+    log_probs: torch.Tensor, targets: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    return log_probs.new_empty(log_probs.shape[1:-1])
+
+
+@_instead_of(F.ctc_loss, torch.ctc_loss)
+def _ctc_loss(
+    log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any,
+    blank: int = 0, reduction: Any = "mean", zero_infinity: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    lengths = [
+        n if isinstance(n, torch.Tensor) else torch.tensor(n, dtype=torch.int64)
+        for n in (input_lengths, target_lengths)
+    ]
+    losses = torch.ops.torch_bridge.ctc_loss(log_probs, targets, *lengths, blank, zero_infinity)
+    reduction = reduction if isinstance(reduction, str) else ("none", "mean", "sum")[reduction]
+    if reduction == "mean":
+        losses = losses / lengths[1].reshape(losses.shape).clamp(min=1).to(losses.dtype)
+    return _reduced(losses, reduction)
+
+
+@_instead_of(torch.narrow, torch.Tensor.narrow)
+def _narrow(input: torch.Tensor, dim: int, start: Any, length: int) -> torch.Tensor:
+    if isinstance(start, torch.Tensor):
+        return input.index_select(dim, start + torch.arange(length))
+    return torch.ops.aten.narrow(input, dim, start, length)
+
+
+def _edges(x: torch.Tensor, bins: Sequence[int], range_: Sequence[float] | None) -> list[Any]:
+    """Equal bins of every column, over its values where no range is given."""
+    found = []
+    for i, count in enumerate(bins):
+        if range_ is not None:
+            low, high = (x.new_tensor(v) for v in range_[2 * i : 2 * i + 2])
+        else:
+            low, high = x[:, i].min(), x[:, i].max()
+        flat = low == high
+        low, high = torch.where(flat, low - 0.5, low), torch.where(flat, high + 0.5, high)
+        steps = torch.arange(count + 1, dtype=x.dtype) / count
+        found.append(torch.cat([low + (high - low) * steps[:-1], high.reshape(1)]))
+    return found
+
+
+def _counted(x: torch.Tensor, edges: Sequence[torch.Tensor], weight: Any, density: bool) -> Any:
+    """How many rows (or how much weight) each box of the edges holds."""
+    sizes = [e.shape[0] - 1 for e in edges]
+    place = torch.zeros(x.shape[0], dtype=torch.int64)
+    inside = torch.ones(x.shape[0], dtype=torch.bool)
+    for i, (bounds, size) in enumerate(zip(edges, sizes, strict=True)):
+        column = x[:, i].contiguous()
+        inside = inside & (column >= bounds[0]) & (column <= bounds[-1])
+        bin_ = (torch.searchsorted(bounds.contiguous(), column, right=True) - 1).clamp(0, size - 1)
+        place = place * size + bin_
+    amounts = torch.ones_like(x[:, 0]) if weight is None else weight.reshape(-1)
+    amounts = torch.where(inside, amounts, torch.zeros_like(amounts))
+    counts = x.new_zeros(math.prod(sizes)).index_add(0, place, amounts).reshape(sizes)
+    if density:
+        counts = counts / counts.sum()
+        for i, bounds in enumerate(edges):
+            shape = [1] * len(sizes)
+            shape[i] = sizes[i]
+            counts = counts / bounds.diff().reshape(shape)
+    return counts
+
+
+@_instead_of(torch.histogramdd)
+def _histogramdd(
+    input: torch.Tensor, bins: Any, range: Any = None, weight: Any = None, density: bool = False
+) -> Any:
+    x = input.detach().reshape(-1, input.shape[-1])
+    if isinstance(bins, int):
+        bins = [bins] * x.shape[-1]
+    tensors = isinstance(bins[0], torch.Tensor)
+    edges = list(bins) if tensors else _edges(x, bins, range)
+    return torch.return_types.histogramdd((_counted(x, edges, weight, density), edges))
+
+
+@_instead_of(torch.histogram, torch.Tensor.histogram)
+def _histogram(
+    input: torch.Tensor, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False
+) -> Any:
+    x = input.detach().reshape(-1, 1)
+    edges = [bins] if isinstance(bins, torch.Tensor) else _edges(x, [bins], range)
+    return torch.return_types.histogram((_counted(x, edges, weight, density), edges[0]))

@@ -1,0 +1,135 @@
+"""Places given by flat or strided indices: take, put, index_reduce, as_strided, mode."""
+
+# mypy: allow-untyped-calls, no-warn-return-any
+# (parts of jax.numpy have no types, or are typed as Any)
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from torch_bridge.dtypes import canonical, cast
+from torch_bridge.lower.registry import register_operator
+from torch_bridge.lower.scatter import reduce_into
+
+
+@register_operator("aten.take.default")
+def take(x: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.take(jnp.ravel(x), index)
+
+
+@register_operator("aten.put.default")
+def put(x: jax.Array, index: jax.Array, source: Any, accumulate: bool = False) -> jax.Array:
+    where = jnp.ravel(x).at[jnp.ravel(index)]
+    values = jnp.ravel(cast(source, x.dtype))
+    return jnp.reshape(where.add(values) if accumulate else where.set(values), x.shape)
+
+
+@register_operator("aten.index_reduce.default")
+def index_reduce(
+    x: jax.Array, dim: int, index: jax.Array, source: Any, reduce: str, *, include_self: bool = True
+) -> jax.Array:
+    if not x.ndim:
+        whole = index_reduce(x[None], 0, jnp.ravel(index), jnp.ravel(source), reduce,
+                             include_self=include_self)  # fmt: skip
+        return whole[0]
+    where = (slice(None),) * (dim % x.ndim) + (jnp.ravel(index),)
+    return reduce_into(x, where, cast(source, x.dtype), reduce, include_self)
+
+
+def _strided(size: Sequence[int], stride: Sequence[int], offset: int) -> Any:
+    places = np.asarray(offset)
+    for n, step in zip(size, stride, strict=True):
+        places = places[..., None] + np.arange(n) * step
+    return places.astype(np.int32)
+
+
+@register_operator("aten.as_strided.default", "aten.as_strided_copy.default")
+def as_strided(
+    x: jax.Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> jax.Array:
+    """Of a tensor whose elements lie in order; convert refuses any other (`views`)."""
+    return jnp.take(jnp.ravel(x), _strided(size, stride, storage_offset or 0))
+
+
+@register_operator("aten.as_strided_scatter.default")
+def as_strided_scatter(
+    x: jax.Array, src: Any, size: Sequence[int], stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> jax.Array:  # fmt: skip
+    where = jnp.ravel(x).at[_strided(size, stride, storage_offset or 0)]
+    return jnp.reshape(where.set(cast(src, x.dtype)), x.shape)
+
+
+@register_operator("aten.mode.default")
+def mode(x: jax.Array, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    """The most frequent value, of several the smallest, and the last place where it stands."""
+    if not x.ndim:
+        return x, jnp.zeros((), canonical("int64"))
+    order = jnp.argsort(jax.lax.stop_gradient(x), axis=dim, stable=True)
+    ordered = jnp.moveaxis(jnp.take_along_axis(jax.lax.stop_gradient(x), order, axis=dim), dim, -1)
+    count = ordered.shape[-1]
+    same = ordered[..., 1:] == ordered[..., :-1]
+    place = jnp.arange(count, dtype=np.int32)
+    starts = jnp.concatenate([jnp.ones((*same.shape[:-1], 1), bool), ~same], -1)
+    begin = jax.lax.cummax(jnp.where(starts, place, 0), axis=ordered.ndim - 1)
+    # At the end of a run its length stands; the first of the longest wins.
+    last = jnp.argmax(place - begin, axis=-1, keepdims=True)
+    index = jnp.take_along_axis(order, jnp.moveaxis(last, -1, dim), axis=dim)
+    value = jnp.take_along_axis(x, index, axis=dim)
+    index = index.astype(canonical("int64"))
+    return (value, index) if keepdim else (jnp.squeeze(value, dim), jnp.squeeze(index, dim))
+
+
+@register_operator("aten.unfold.default")
+def unfold(x: jax.Array, dimension: int, size: int, step: int) -> jax.Array:
+    if not x.ndim:
+        return jnp.reshape(x, (1,))[:size]
+    axis = dimension % x.ndim
+    starts = np.arange(0, x.shape[axis] - size + 1, step)
+    windows = jnp.take(x, starts[:, None] + np.arange(size), axis=axis)
+    return jnp.moveaxis(windows, axis + 1, -1)
+
+
+def fractional_starts(n: int, out: int, kernel: int, sample: jax.Array) -> jax.Array:
+    """Where the windows of fractional pooling start. Shapes: sample `(...)`, result `(..., out)`."""
+    if out == 1:
+        return jnp.full((*sample.shape, 1), n - kernel, np.int32)
+    alpha = (n - kernel) / (out - 1)
+    steps = jnp.arange(out - 1)
+    first = jnp.trunc(sample * jnp.asarray(alpha, sample.dtype))[..., None]
+    starts = jnp.trunc((steps + sample[..., None]) * jnp.asarray(alpha, sample.dtype)) - first
+    return jnp.concatenate(
+        [starts.astype(np.int32), jnp.full((*sample.shape, 1), n - kernel, np.int32)], -1
+    )
+
+
+@register_operator("aten.fractional_max_pool2d.default", "aten.fractional_max_pool3d.default")
+def fractional_max_pool(
+    x: jax.Array, kernel: Sequence[int], output_size: Sequence[int], samples: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Values and flat indices into the plane. Shapes: x `([N,] C, *plane)`, samples `(N, C, dims)`."""
+    dims = len(output_size)
+    plane, lead = x.shape[-dims:], x.shape[:-dims]
+    # torch draws the last dim's number first.
+    flat: Any = jnp.zeros((*lead, *(1,) * (2 * dims)), np.int32)
+    for i in range(dims):
+        sample = jnp.reshape(samples[..., dims - 1 - i], lead)
+        starts = fractional_starts(plane[i], output_size[i], kernel[i], sample)
+        reach = starts[..., None] + jnp.arange(kernel[i], dtype=np.int32)
+        shape = [1] * (2 * dims)
+        shape[i], shape[dims + i] = output_size[i], kernel[i]
+        flat = flat + jnp.reshape(reach, (*lead, *shape)) * math.prod(plane[i + 1 :])
+    flat = jnp.reshape(flat, (*lead, math.prod(output_size), math.prod(kernel)))
+    values = jnp.take_along_axis(
+        jnp.reshape(x, (*lead, 1, -1)), jnp.reshape(flat, (*lead, 1, -1)), axis=-1
+    ).reshape(flat.shape)
+    best = jnp.argmax(jax.lax.stop_gradient(values), axis=-1, keepdims=True)
+    shape = [*lead, *output_size]
+    picked = jnp.take_along_axis(values, best, axis=-1).reshape(shape)
+    index = jnp.take_along_axis(flat, best, axis=-1).reshape(shape)
+    return picked, index.astype(canonical("int64"))
