@@ -31,6 +31,7 @@ from typing import Any
 
 import jax
 import torch
+from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
 
@@ -113,6 +114,8 @@ def modules(samples: int) -> Iterator[Entry]:
                     given, forward = sample.constructor_input, sample.forward_input
                     module = info.module_cls(*given.args, **given.kwargs).train(training)
                     called, tensors = _call(module, forward.args, forward.kwargs)
+                    if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
+                        called(*tensors)  # a lazy module takes its sizes from the first batch
                     random = training and _is_random(module)
                     check(Sample(called.train(training), tensors, RTOL[torch.float32], random))
 
@@ -139,7 +142,7 @@ def markdown(rows: Rows) -> str:
         "# PyTorch's operators",
         "",
         "Written by `make operators` (benchmarks/operators.py): the entries of PyTorch's own",
-        "`op_db` and `module_db`, each converted and compared with PyTorch in values and gradients.",
+        "`op_db` and `module_db`, each converted and compared with PyTorch: values and gradients.",
         "`refused` means that `tb.convert` raises ConversionError with the reason given here.",
     ]
     for dtype, found in rows.items():

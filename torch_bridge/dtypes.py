@@ -15,6 +15,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from fzero.errors import ConversionError
+
 
 _PAIRS: tuple[tuple[torch.dtype, Any], ...] = (
     (torch.float32, np.float32),
@@ -56,7 +58,9 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
         'bfloat16'
     """
     if dtype not in _TO_NUMPY:
-        raise TypeError(f"no JAX dtype has the bits of {dtype}; quantised tensors are not covered")
+        raise ConversionError(
+            f"no JAX dtype has the bits of {dtype}; quantised tensors are not covered"
+        )
     found: np.dtype[Any] = _TO_NUMPY[dtype]
     return found
 

@@ -81,6 +81,8 @@ def evaluate(
             kwargs["key"] = jax.random.fold_in(rng, step.draw)
         try:
             values[step.name] = call(step.fn, args, kwargs)
+        except NotImplementedError as error:
+            raise ConversionError(f"{step.operator} in {step.where}: {error}") from error
         except Exception as error:
             error.add_note(f"while evaluating {step.operator} in {step.where}")
             raise

@@ -131,7 +131,7 @@ def shape_rules(
         if environment is not None:
             guards = tuple(guard.expr for guard in environment.guards)
     ranges = {
-        symbol: (int(limits.lower), _finite(limits.upper))
+        symbol: (_finite(limits.lower) or 0, _finite(limits.upper))
         for symbol, limits in program.range_constraints.items()
     }
     return ShapeRules(tuple(paths), tuple(shapes), ranges, guards)

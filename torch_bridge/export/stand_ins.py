@@ -19,6 +19,8 @@ from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from fzero.errors import ConversionError
+
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")
 _TABLE: dict[Any, Callable[..., Any]] = {}
@@ -119,13 +121,41 @@ def _linear_cross_entropy(
 
 @_instead_of(torch.take, torch.Tensor.take)
 def _take(input: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return input.reshape(-1)[index]
+    return input.reshape(-1).index_select(0, index.reshape(-1)).reshape(index.shape)
+
+
+@_instead_of(torch.as_strided, torch.Tensor.as_strided)
+def _as_strided(
+    input: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> torch.Tensor:
+    """Strides are over a tensor's memory, and here a tensor is its elements in order."""
+    memory = input.untyped_storage().nbytes() // input.element_size()
+    if not input.is_contiguous() or memory != input.numel():
+        raise ConversionError(
+            "as_strided of a view: its strides count over memory of which an array in JAX holds"
+            " only the view's own elements. Call .contiguous().clone() first, or index."
+        )
+    return torch.ops.aten.as_strided(input, size, stride, storage_offset)
+
+
+@_instead_of(torch.linalg.lstsq)
+def _lstsq(
+    A: torch.Tensor, B: torch.Tensor, *, rcond: float | None = None, driver: str | None = None
+) -> Any:
+    rows, columns = A.shape[-2:]
+    vectors = B.ndim == A.ndim - 1 and B.shape == A.shape[:-1] and B.ndim != A.ndim
+    right = B.unsqueeze(-1) if vectors else B
+    solution = torch.linalg.pinv(A) @ right
+    residuals = solution.new_empty((0,))
+    if rows > columns:
+        residuals = (A @ solution - right).abs().square().sum(-2)
+    rank = torch.linalg.matrix_rank(A)
+    made = (solution.squeeze(-1) if vectors else solution, residuals, rank, A.new_empty((0,)))
+    return torch.return_types.linalg_lstsq(made)
 
 
 @_instead_of(torch.combinations)
-def _combinations(
-    input: torch.Tensor, r: int = 2, with_replacement: bool = False
-) -> torch.Tensor:
+def _combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
     rows = range(int(input.shape[0]))
     kind = itertools.combinations_with_replacement if with_replacement else itertools.combinations
     places = torch.tensor(list(kind(rows, r)), dtype=torch.int64).reshape(-1, r)
@@ -139,9 +169,7 @@ _LIBRARY.define(
 
 
 @torch.library.register_fake("torch_bridge::ctc_loss", lib=_LIBRARY)
-def _ctc_shape(
-    log_probs: torch.Tensor, targets: torch.Tensor, *rest: Any
-) -> torch.Tensor:
+def _ctc_shape(log_probs: torch.Tensor, targets: torch.Tensor, *rest: Any) -> torch.Tensor:
     return log_probs.new_empty(log_probs.shape[1:-1])
 
 

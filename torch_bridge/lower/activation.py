@@ -122,12 +122,12 @@ def softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
     # `_softmax` has a bool (half_to_float) in third place; False there means the same dtype.
     out = jax_dtype(dtype) if dtype is not None and not isinstance(dtype, bool) else x.dtype
     wide = cast(x, accumulation_dtype(cast(x, out)))
-    return jax.nn.softmax(wide, axis=dim).astype(out)
+    return jax.nn.softmax(wide, axis=dim if x.ndim else None).astype(out)
 
 
 @register_operator("aten._safe_softmax.default")
 def safe_softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
-    dead = jnp.all(x == -jnp.inf, axis=dim, keepdims=True)
+    dead = jnp.all(x == -jnp.inf, axis=dim if x.ndim else None, keepdims=True)
     return jnp.where(dead, 0.0, softmax(jnp.where(dead, 0.0, x), dim, dtype))
 
 
@@ -135,4 +135,4 @@ def safe_softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
 def log_softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
     out = jax_dtype(dtype) if dtype is not None and not isinstance(dtype, bool) else x.dtype
     wide = cast(x, accumulation_dtype(cast(x, out)))
-    return jax.nn.log_softmax(wide, axis=dim).astype(out)
+    return jax.nn.log_softmax(wide, axis=dim if x.ndim else None).astype(out)

@@ -94,6 +94,18 @@ def new_zeros(x: jax.Array, size: Sequence[int], dtype: Any = None, **_: Any) ->
     return jnp.zeros(tuple(size), x.dtype if dtype is None else jax_dtype(dtype))
 
 
+@register_operator("aten.new_empty_strided.default")
+def new_empty_strided(
+    x: jax.Array, size: Sequence[int], stride: Any, dtype: Any = None, **_: Any
+) -> jax.Array:
+    return new_zeros(x, size, dtype)
+
+
+@register_operator("aten.empty_strided.default")
+def empty_strided(size: Sequence[int], stride: Any, dtype: Any = None, **_: Any) -> jax.Array:
+    return zeros(size, dtype=dtype)
+
+
 @register_operator("aten.new_ones.default")
 def new_ones(x: jax.Array, size: Sequence[int], dtype: Any = None, **_: Any) -> jax.Array:
     return jnp.ones(tuple(size), x.dtype if dtype is None else jax_dtype(dtype))

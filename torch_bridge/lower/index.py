@@ -103,6 +103,9 @@ def scatter_add(x: jax.Array, dim: int, index: Any, src: Any) -> jax.Array:
 
 @register_operator("aten.index_add.default")
 def index_add(x: jax.Array, dim: int, index: Any, source: Any, alpha: Any = 1) -> jax.Array:
+    if not x.ndim:
+        whole = index_add(x[None], 0, jnp.ravel(index), jnp.ravel(source), alpha)
+        return whole[0]
     where = (slice(None),) * (dim % x.ndim) + (index,)
     return x.at[where].add(cast(source, x.dtype) * alpha)
 

@@ -362,19 +362,40 @@ def cond(x: jax.Array, p: Any = None) -> jax.Array:
 
 @register_operator("aten.linalg_pinv.default", "aten.pinverse.default")
 def pinv(x: jax.Array, rcond: float = 1e-15, hermitian: bool = False) -> jax.Array:
-    return _LA.pinv(x, rtol=rcond, hermitian=hermitian)
+    if hermitian:
+        return _hermitian_pinv(x, 0.0, rcond)
+    return _LA.pinv(x, rtol=rcond)
 
 
 @register_operator("aten.linalg_pinv.atol_rtol_float", "aten.linalg_pinv.atol_rtol_tensor")
 def pinv_bounded(
     x: jax.Array, *, atol: Any = None, rtol: Any = None, hermitian: bool = False
 ) -> jax.Array:
-    largest = svdvals(x)[..., 0] if x.size else jnp.zeros(())
     if rtol is None:
         rtol = 0.0 if atol is not None else max(x.shape[-2:]) * float(jnp.finfo(x.dtype).eps)
-    bound = jnp.maximum(0.0 if atol is None else atol, rtol * largest)
+    atol = 0.0 if atol is None else atol
+    if hermitian:
+        return _hermitian_pinv(x, atol, rtol)
+    largest = svdvals(x)[..., 0] if x.size else jnp.zeros(())
+    bound = jnp.maximum(atol, rtol * largest)
     share = jax.lax.stop_gradient(bound / jnp.where(largest == 0, 1, largest))
-    return _LA.pinv(x, rtol=share, hermitian=hermitian)
+    return _LA.pinv(x, rtol=share)
+
+
+def _hermitian_pinv(x: jax.Array, atol: Any, rtol: Any) -> jax.Array:
+    """By eigenvalues of the matrix that the lower triangle stands for; the gradient is torch's, of
+    any matrix."""
+    if not x.size:
+        return x
+    fixed = jax.lax.stop_gradient(x)
+    values, vectors = eigh(fixed)
+    size = jnp.abs(values)
+    bound = jnp.maximum(atol, rtol * jnp.max(size, axis=-1, keepdims=True))
+    kept = size > jax.lax.stop_gradient(bound)
+    inverse = jnp.where(kept, 1 / jnp.where(kept, values, 1), 0).astype(x.dtype)
+    found = (vectors * inverse[..., None, :]) @ jnp.conj(jnp.swapaxes(vectors, -1, -2))
+    general = _LA.pinv(x + (_mirrored(fixed, False) - fixed))
+    return found + (general - jax.lax.stop_gradient(general))
 
 
 @register_operator("aten.linalg_matrix_rank.default")

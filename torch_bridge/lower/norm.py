@@ -175,6 +175,15 @@ def batch_norm_functional(
     )
 
 
+@register_operator("aten._batch_norm_with_update_functional.default")
+def batch_norm_with_update(
+    x: jax.Array, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:  # fmt: skip
+    found = batch_norm_functional(x, weight, bias, running_mean, running_var, True, momentum, eps)
+    return *found[:3], jnp.zeros((0,), jnp.uint8), *found[3:]
+
+
 @register_operator("aten._native_batch_norm_legit_no_training.default")
 @takes_last
 def batch_norm_no_training(

@@ -96,7 +96,7 @@ def unfold(x: jax.Array, dimension: int, size: int, step: int) -> jax.Array:
 
 
 def fractional_starts(n: int, out: int, kernel: int, sample: jax.Array) -> jax.Array:
-    """Where the windows of fractional pooling start. Shapes: sample `(...)`, result `(..., out)`."""
+    """Where windows of fractional pooling start. Shapes: sample `(...)`, result `(..., out)`."""
     if out == 1:
         return jnp.full((*sample.shape, 1), n - kernel, np.int32)
     alpha = (n - kernel) / (out - 1)
@@ -112,7 +112,7 @@ def fractional_starts(n: int, out: int, kernel: int, sample: jax.Array) -> jax.A
 def fractional_max_pool(
     x: jax.Array, kernel: Sequence[int], output_size: Sequence[int], samples: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Values and flat indices into the plane. Shapes: x `([N,] C, *plane)`, samples `(N, C, dims)`."""
+    """Values and flat indices. Shapes: x `([N,] C, *plane)`, samples `(N, C, dims)`."""
     dims = len(output_size)
     plane, lead = x.shape[-dims:], x.shape[:-dims]
     # torch draws the last dim's number first.

@@ -107,6 +107,8 @@ def index_copy(x: jax.Array, dim: int, index: Any, source: Any) -> jax.Array:
 
 @register_operator("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
 def index_fill(x: jax.Array, dim: int, index: Any, value: Any) -> jax.Array:
+    if not x.ndim:
+        return index_fill(x[None], 0, index, value)[0]
     where = (slice(None),) * (dim % x.ndim) + (index,)
     return x.at[where].set(cast(value, x.dtype))
 
@@ -164,9 +166,28 @@ def searchsorted(
     side: str | None = None,
     sorter: Any = None,
 ) -> jax.Array:
-    if sorted_sequence.ndim != 1 or sorter is not None:
-        raise NotImplementedError("searchsorted in rows of their own, or with a sorter")
-    return bucketize(x, sorted_sequence, out_int32=out_int32, right=right or side == "right")
+    if sorter is not None:
+        sorted_sequence = jnp.take_along_axis(sorted_sequence, sorter, axis=-1)
+    right = right or side == "right"
+    if sorted_sequence.ndim == 1:
+        return bucketize(x, sorted_sequence, out_int32=out_int32, right=right)
+
+    def one(edges: jax.Array, values: jax.Array) -> jax.Array:
+        return bucketize(values, edges, out_int32=out_int32, right=right)
+
+    for _ in sorted_sequence.shape[:-1]:
+        one = jax.vmap(one)
+    return one(sorted_sequence, x)
+
+
+@register_operator("aten.searchsorted.Scalar")
+def searchsorted_number(sorted_sequence: jax.Array, x: Any, **kwargs: Any) -> jax.Array:
+    return searchsorted(sorted_sequence, jnp.asarray(x, sorted_sequence.dtype), **kwargs)
+
+
+@register_operator("aten.bucketize.Scalar")
+def bucketize_number(x: Any, boundaries: jax.Array, **kwargs: Any) -> jax.Array:
+    return bucketize(jnp.asarray(x, boundaries.dtype), boundaries, **kwargs)
 
 
 @register_operator("aten.bucketize.Tensor")

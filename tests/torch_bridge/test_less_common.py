@@ -1,0 +1,191 @@
+"""Operators that torch.export cannot trace, or that JAX has no function for: equal to torch."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from parity import check_parity, relative_error
+from torch import nn
+
+import torch_bridge as tb
+from fzero.errors import ConversionError
+
+
+class Fn(nn.Module):
+    def __init__(self, fn: Any) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.fn = fn
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> Any:
+        return self.fn(x * self.scale, *rest)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_grids_are_read_as_torch_reads_them() -> None:
+    grid = draw(2, 3, 4, 2, seed=1)  # some positions lie outside [-1, 1]
+
+    def every_kind(x: torch.Tensor) -> Any:
+        kinds = itertools.product(
+            ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection"), (True, False)
+        )
+        return tuple(
+            F.grid_sample(x, grid, mode=m, padding_mode=p, align_corners=a) for m, p, a in kinds
+        )
+
+    check_parity(Fn(every_kind), draw(2, 3, 5, 6))
+
+
+def test_positions_of_a_grid_have_gradients() -> None:
+    image = draw(2, 3, 5, 6)
+    check_parity(
+        Fn(lambda g: tuple(
+            F.grid_sample(image, g, padding_mode=p, align_corners=False)
+            for p in ("zeros", "border", "reflection")
+        )),
+        draw(2, 3, 4, 2, seed=1),
+    )  # fmt: skip
+
+
+def test_segments_bags_and_places() -> None:
+    lengths = torch.tensor([2, 0, 3, 1])
+    bags, offsets = torch.tensor([1, 3, 3, 0, 2, 5]), torch.tensor([0, 2, 2])
+    index = torch.tensor([0, 2, 2])
+    samples = torch.rand(1, 6, 2, generator=torch.Generator().manual_seed(2))
+
+    def every_kind(x: torch.Tensor) -> Any:
+        reduced = [torch.segment_reduce(x, kind, lengths=lengths) for kind in ("sum", "max", "min")]
+        bagged = [
+            F.embedding_bag(bags, x, offsets, mode=m, padding_idx=p)
+            for m in ("sum", "mean", "max")
+            for p in (None, 3)
+        ]
+        folded = [
+            x.index_reduce(0, index, x[:3] * 2, kind, include_self=own)
+            for kind in ("prod", "mean", "amax", "amin")
+            for own in (True, False)
+        ]
+        image = x.reshape(1, 6, 4, 1).expand(1, 6, 4, 5).cumsum(3)
+        pooled = F.fractional_max_pool2d(
+            image, 2, output_size=(2, 3), return_indices=True, _random_samples=samples
+        )
+        return (
+            *reduced, *bagged, *folded, *pooled, x.take(bags), x.put(bags[:2], x[0, :2]),
+            x.round().mode(0), x.contiguous().clone().as_strided((3, 3), (2, 4), 1),
+            torch.logcumsumexp(x * 30, 0), F.pdist(x), torch.combinations(x[:, 0], 2),
+            x.narrow(0, torch.tensor(2), 3), torch.linalg.lstsq(x, x[:, :1] + 1).solution,
+            torch.histogram(x.detach(), 5)[0], torch.searchsorted(x.detach().sort(1)[0], x[:, :2]),
+        )  # fmt: skip
+
+    check_parity(Fn(every_kind), draw(6, 4), gradient_rtol=2e-4)
+
+
+def test_a_view_has_no_strides_here() -> None:
+    with pytest.raises(ConversionError, match="as_strided of a view"):
+        tb.convert(Fn(lambda x: x.t().as_strided((2, 2), (1, 2))), torch.ones(4, 6))
+
+
+@pytest.mark.parametrize("kind", ["padded", "joined"])
+def test_ctc_loss(kind: str) -> None:
+    targets = torch.tensor([[1, 2, 2], [3, 1, 0]])
+    targets = targets if kind == "padded" else torch.tensor([1, 2, 2, 3])
+    lengths = torch.tensor([3, 1])
+
+    def losses(x: torch.Tensor) -> Any:
+        logs = x.log_softmax(-1)
+        # The second sequence cannot be emitted in no step at all: infinite, or 0 where asked.
+        hopeless = torch.tensor([6, 0])
+        return (
+            F.ctc_loss(logs, targets, torch.tensor([6, 4]), lengths),
+            F.ctc_loss(logs, targets, (6, 4), lengths, reduction="none"),
+            F.ctc_loss(logs, targets, hopeless, lengths, reduction="none", zero_infinity=True),
+        )
+
+    check_parity(Fn(losses), draw(6, 2, 4))
+
+
+def test_running_averages_over_all_batches() -> None:
+    module = nn.BatchNorm1d(3, momentum=None)
+    module(draw(5, 3, seed=4))  # a batch before the conversion counts
+    converted = tb.convert(module, draw(4, 3))
+    buffers = converted.buffers
+    for seed in (1, 2):
+        x = draw(4, 3, seed=seed)
+        out, buffers = converted.apply(converted.params, buffers, x.numpy(), train=True)
+        want = module.train()(x).detach()
+        assert relative_error(out, want) < 2e-5
+    for name, value in module.named_buffers():
+        assert relative_error(buffers[name], value) < 2e-6, name
+
+
+def test_transformers_with_padding() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    padding = torch.tensor([[False, False, True], [False, True, True]])
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.TransformerEncoder(layer, 2)
+
+        def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+            out = self.inner(x, src_key_padding_mask=padding)
+            return torch.where(padding[..., None], 0.0, out)  # torch's eval mode leaves it out
+
+    for train in (False, True):
+        check_parity(Padded(), draw(2, 3, 8), padding, train=train)
+
+
+def test_gaussian_loss_of_bounded_variances() -> None:
+    var = torch.tensor([[1e-9, 0.5, 2.0]] * 2)
+    check_parity(Fn(lambda x: F.gaussian_nll_loss(x, x.detach() * 0.5, var, full=True)), draw(2, 3))
+
+
+BESSEL = ["bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "modified_bessel_k0",
+          "modified_bessel_k1", "scaled_modified_bessel_k0", "airy_ai"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BESSEL)
+def test_bessel_functions(name: str) -> None:
+    x = torch.linspace(-30, 30, 601)
+    fn = getattr(torch.special, name)
+    got = np.asarray(tb.convert(Plain(fn), x, train=False)(x.numpy()))
+    want = fn(x.double()).numpy()
+    narrow = fn(x).numpy()  # what overflows in float32 does so here
+    known = np.isfinite(want) & np.isfinite(narrow)
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(narrow))
+    # Of values of size one, in single precision; the largest argument is rounded to 2e-6.
+    gap = np.abs(got[known] - want[known]) / np.maximum(np.abs(want[known]), 1)
+    assert gap.max() < 5e-6
+
+
+class Plain(nn.Module):
+    def __init__(self, fn: Any) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.fn(x)
+
+
+@pytest.mark.parametrize("order", [0, 1, 2, 3])
+def test_polygamma_left_of_zero(order: int) -> None:
+    x = torch.tensor([-8.478374, -3.001, -0.5, 0.3, 4.0])
+    module = Plain(lambda x: torch.polygamma(order, x))
+    converted = tb.convert(module, x, train=False)
+    value, slope = jax.vjp(lambda x: converted(x), jnp.asarray(x.numpy()))
+    wide = x.double().requires_grad_()
+    want = torch.polygamma(order, wide)
+    # x has 24 bits: near the pole at -3 that leaves about 4 digits of the distance to it.
+    assert np.allclose(value, want.detach(), rtol=2e-5)
+    slopes = torch.autograd.grad(want.sum(), wide)[0]
+    assert np.allclose(slope(jnp.ones(5))[0], slopes, rtol=2e-5)
