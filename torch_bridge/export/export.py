@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import io
 import logging
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -141,6 +142,10 @@ def _export_pure(
     return program
 
 
+# What an export puts in the place of PyTorch's own functions is of one export at a time.
+_EXPORTING = threading.RLock()
+
+
 def _export_most_dynamic(
     module: torch.nn.Module,
     inputs: tuple[Any, dict[str, Any]],
@@ -150,7 +155,7 @@ def _export_most_dynamic(
 ) -> tuple[ExportedProgram, str]:
     """The program with the first kind of free dims that works, and that kind."""
     last: Exception | None = None
-    with watch_functions() as functions, watch_gradients(), stand_ins():
+    with _EXPORTING, watch_functions() as functions, watch_gradients(), stand_ins():
         for dynamic in kinds:
             shapes = _dynamic_shapes(module, inputs, dynamic, batch_dim)
             try:

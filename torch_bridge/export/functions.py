@@ -7,6 +7,7 @@ traced as a single operator instead, which the JAX function then computes.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +70,7 @@ def _bloom_gelu(x: jax.Array) -> jax.Array:
 _KNOWN: dict[str, Rule] = {"transformers.models.bloom.modeling_bloom.GeLUFunction": _bloom_gelu}
 # Graphs name their calls by number, so that a graph holds no class of the user's.
 _CALLS: list[_Call] = []
+_NUMBERING = threading.Lock()
 
 
 def register_function(function: type[torch.autograd.Function], jax_fn: Rule) -> None:
@@ -113,8 +115,11 @@ def watch_functions() -> Iterator[list[str]]:
     seen: list[str] = []
     base = torch.autograd.Function
     original = base.__dict__["apply"]
+    exporting = threading.get_ident()
 
     def spy(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != exporting:  # another thread trains meanwhile
+            return original.__get__(None, cls)(*args, **kwargs)
         if cls in _RULES and not kwargs:
             return _traced(cls, args, _RULES[cls])
         name = f"{cls.__module__}.{cls.__qualname__}"
@@ -185,11 +190,12 @@ def _traced(cls: Any, args: tuple[Any, ...], rule: Rule) -> Any:
 
 def _numbered(call: _Call) -> int:
     """The number of a call; equal calls have one, so that equal blocks have equal graphs."""
-    for number, known in enumerate(_CALLS):
-        if known.key == call.key:
-            return number
-    _CALLS.append(call)
-    return len(_CALLS) - 1
+    with _NUMBERING:
+        for number, known in enumerate(_CALLS):
+            if known.key == call.key:
+                return number
+        _CALLS.append(call)
+        return len(_CALLS) - 1
 
 
 def _forward(tensors: Sequence[torch.Tensor], sizes: Sequence[Any], call: int) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,18 +54,28 @@ def watch_gradients() -> Iterator[None]:
     kind = torch.inference_mode
     register, enter, leave = torch.Tensor.register_hook, kind.__enter__, kind.__exit__
     entered: list[Any] = []
+    exporting = threading.get_ident()
+
+    def elsewhere() -> bool:
+        return threading.get_ident() != exporting
 
     def refuse(self: torch.Tensor, hook: Any) -> Any:
+        if elsewhere():  # another thread trains meanwhile
+            return register(self, hook)
         frame = sys._getframe(1)
         raise ConversionError(
             f"the forward registers a gradient hook (Tensor.register_hook).\n  at: File"
             f' "{frame.f_code.co_filename}", line {frame.f_lineno}\n  {_REMEDY}'
         )
 
-    def enter_region(self: Any) -> None:
+    def enter_region(self: Any) -> Any:
+        if elsewhere():
+            return enter(self)
         entered.append(torch.set_grad_enabled(not self.mode))
 
-    def leave_region(self: Any, *error: Any) -> None:
+    def leave_region(self: Any, *error: Any) -> Any:
+        if elsewhere():
+            return leave(self, *error)
         entered.pop().__exit__(*error)
 
     torch.Tensor.register_hook = refuse  # type: ignore[method-assign]

@@ -25,7 +25,7 @@ from torch_bridge.export.shapes import ShapeRules, as_dim, shape_rules
 from torch_bridge.lower.spectral import torch_gradient
 from torch_bridge.module.names import Layout
 from torch_bridge.module.signature import CallForm, check_constant, check_output_spec
-from torch_bridge.module.weights import to_host
+from torch_bridge.module.weights import to_host, to_numpy
 
 
 Arrays = Mapping[str, Any]
@@ -252,7 +252,8 @@ def _leaf_paths(call: CallForm) -> list[str]:
 
 def _as_input(path: str, value: Any, dtype: np.dtype[Any]) -> jax.Array:
     if isinstance(value, torch.Tensor):
-        value = to_host(value)
+        value = to_numpy(value) if value.dtype == torch.int64 else to_host(value)
+    _refuse_cut(path, value)
     if value is None or isinstance(value, str | Mapping | list | tuple):
         raise ConversionError(
             f"argument `{path}`: expected an array of {dtype.name} as in the example, got "
@@ -264,6 +265,20 @@ def _as_input(path: str, value: Any, dtype: np.dtype[Any]) -> jax.Array:
             f"argument `{path}`: expected {dtype.name} as in the example, got {array.dtype.name}"
         )
     return array.astype(dtype)
+
+
+def _refuse_cut(path: str, value: Any) -> None:
+    """Refuse whole numbers that JAX would cut to 32 bits without a word."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or not value.size:
+        return
+    limits = np.iinfo(canonical(value.dtype))
+    low, high = int(value.min()), int(value.max())
+    if low < limits.min or high > limits.max:
+        raise ConversionError(
+            f"argument `{path}`: {low} to {high} do not fit into {limits.dtype.name}, which JAX"
+            " holds instead of 64 bits; jax.config.update('jax_enable_x64', True), or hash them"
+            " to a smaller range first"
+        )
 
 
 def bind_state(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -47,7 +48,11 @@ def stand_ins() -> Iterator[None]:
     forward, hint = _BatchNorm.forward, transformer._detect_is_causal_mask
     fast = torch.backends.mha.get_fastpath_enabled()
 
+    exporting = threading.get_ident()
+
     def counted(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if threading.get_ident() != exporting:  # another thread trains meanwhile
+            return forward(self, x)
         if self.training and self.track_running_stats and self.momentum is None:
             return _batch_norm_of_all(self, x)
         return forward(self, x)

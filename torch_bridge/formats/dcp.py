@@ -28,6 +28,7 @@ from fzero.errors import CheckpointError
 from fzero.sharding.lazy import Index
 from torch_bridge.formats.adam import MOMENTS, groups_of, one_step, step_of
 from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
+from torch_bridge.formats.torch_files import cause_of
 from torch_bridge.module.lazy import LazyTensor
 
 
@@ -49,8 +50,9 @@ _CLASSES = {
 }  # fmt: skip
 # What frameworks call the optimizer's part of the saved tree.
 _OPTIMIZER = re.compile(r"(optim|optimizers?|opt_state)\.")
-# Some hundred bytes for each chunk: a model of ten thousand tensors on a thousand ranks.
-_METADATA_BYTES = 4 * 2**30
+# Some two hundred bytes for each chunk: a thousand tensors on six hundred ranks. A file made to
+# harm becomes objects of some sixty times its size before anything can be said about it.
+_METADATA_BYTES = 128 * 2**20
 
 
 class _Unpickler(pickle._Unpickler):
@@ -134,7 +136,12 @@ def _metadata(folder: Path) -> Any:
     path = folder / METADATA
     try:
         if path.stat().st_size > _METADATA_BYTES:
-            raise ValueError(f"{path.stat().st_size:,} bytes, which is absurd")
+            raise ValueError(
+                f"{path.stat().st_size:,} bytes, and more than {_METADATA_BYTES:,} are not read:"
+                " an index of that size is damaged, or made to take all memory. If it is yours,"
+                " write the checkpoint from fewer ranks, or as one file with"
+                " torch.distributed.checkpoint.format_utils.dcp_to_torch_save"
+            )
         with path.open("rb") as file:
             found = _Unpickler(file).load()
         for name in ("state_dict_metadata", "storage_data"):
@@ -267,7 +274,13 @@ class _Chunks:
             with path.open("rb") as opened:
                 opened.seek(offset)
                 content = io.BytesIO(opened.read(length))
-            found = torch.load(content, map_location="cpu", weights_only=True)
+            try:
+                found = torch.load(content, map_location="cpu", weights_only=True)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{self.folder.name}/{file}: what lies at byte {offset:,} cannot be read as"
+                    f" plain tensors: {cause_of(error)}"
+                ) from None
             self.last = (where, found.detach() if isinstance(found, torch.Tensor) else found)
         return self.last[1]
 

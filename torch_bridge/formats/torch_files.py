@@ -9,6 +9,7 @@ own pages.
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 import zipfile
 import zlib
@@ -65,13 +66,23 @@ def load_plain(path: Path, stand_ins: Mapping[str, type] | None = None) -> Any:
     except CheckpointError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines()
         raise CheckpointError(
             f"{path.name}: cannot be read as plain tensors. Files that need unpickling of code "
             "are refused, because reading them runs whatever they contain; save "
             "module.state_dict() with torch.save instead. torch says: "
-            f"{lines[0] if lines else type(error).__name__}"
-        ) from error
+            f"{cause_of(error)}"
+        ) from None
+
+
+_ADVICE = re.compile(r"weights[_ ]only|safe_globals|trust the source", re.IGNORECASE)
+
+
+def cause_of(error: Exception) -> str:
+    """What torch says is wrong, without its advice to read the file as code."""
+    text = str(error).split("WeightsUnpickler error:")[-1]
+    sentences = re.split(r"(?<=[.!?])\s+|\n", text)
+    kept = [s.strip() for s in sentences if s.strip() and not _ADVICE.search(s)]
+    return kept[0] if kept else type(error).__name__
 
 
 def _refuse_globals(path: Path, known: Collection[str]) -> None:

@@ -1,4 +1,8 @@
-"""Reading and writing by index. Indices outside the tensor: torch raises, here they read NaN."""
+"""Reading and writing by index.
+
+Indices outside the tensor: torch raises, here they read NaN (whole numbers: the smallest of their
+dtype), and what would be written there is dropped.
+"""
 
 # mypy: allow-untyped-calls, no-warn-return-any
 # (parts of jax.numpy have no types, or are typed as Any)
@@ -25,7 +29,7 @@ def embedding(
 ) -> jax.Array:
     if scale_grad_by_freq:
         raise NotImplementedError("Embedding(scale_grad_by_freq=True): its gradient is not covered")
-    rows = jnp.take(weight, indices, axis=0)
+    rows = jnp.take(weight, _not_negative(indices, weight.shape[0]), axis=0)
     if padding_idx < 0:
         return rows
     padded = jnp.expand_dims(indices == padding_idx, -1)
@@ -42,7 +46,7 @@ def _indexers(x: jax.Array, indices: Sequence[Any]) -> tuple[Any, ...]:
 
 @register_operator("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index(x: jax.Array, indices: Sequence[Any]) -> jax.Array:
-    return x[_indexers(x, indices)]
+    return jnp.asarray(x).at[_indexers(x, indices)].get(mode="fill")
 
 
 @register_operator("aten.index_put.default", "aten._unsafe_index_put.default")
@@ -61,7 +65,7 @@ def index_put(
 
 @register_operator("aten.index_select.default")
 def index_select(x: jax.Array, dim: int, index: Any) -> jax.Array:
-    return jnp.take(x, index, axis=dim) if x.ndim else x
+    return jnp.take(x, _not_negative(index, x.shape[dim]), axis=dim) if x.ndim else x
 
 
 def along(x: jax.Array, dim: int, index: Any) -> tuple[Any, ...]:
@@ -74,7 +78,16 @@ def along(x: jax.Array, dim: int, index: Any) -> tuple[Any, ...]:
 
 @register_operator("aten.gather.default")
 def gather(x: jax.Array, dim: int, index: Any, sparse_grad: bool = False) -> jax.Array:
-    return x[along(x, dim, index)] if x.ndim else x
+    return (
+        jnp.asarray(x).at[along(x, dim, _not_negative(index, x.shape[dim]))].get(mode="fill")
+        if x.ndim
+        else x
+    )
+
+
+def _not_negative(index: Any, size: int) -> Any:
+    """Negative indices, which torch takes in `x[i]` only, as what is outside."""
+    return jnp.where(index < 0, jnp.asarray(size, index.dtype), index)
 
 
 @register_operator("aten.take_along_dim.default")

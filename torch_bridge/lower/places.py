@@ -100,7 +100,7 @@ def fractional_starts(n: int, out: int, kernel: int, sample: jax.Array) -> jax.A
     if out == 1:
         return jnp.full((*sample.shape, 1), n - kernel, np.int32)
     alpha = (n - kernel) / (out - 1)
-    steps = jnp.arange(out - 1)
+    steps = jnp.arange(out - 1, dtype=sample.dtype)
     first = jnp.trunc(sample * jnp.asarray(alpha, sample.dtype))[..., None]
     starts = jnp.trunc((steps + sample[..., None]) * jnp.asarray(alpha, sample.dtype)) - first
     return jnp.concatenate(

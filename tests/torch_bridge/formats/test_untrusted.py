@@ -1,0 +1,63 @@
+"""Files from strangers, and other threads: nothing is run, advised or taken from them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_bridge as tb
+from fzero.errors import CheckpointError
+
+
+class Stranger:
+    def __reduce__(self) -> object:
+        return (os.getcwd, ())
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_an_error_never_advises_to_run_the_file(tmp_path: Path, zipped: bool) -> None:
+    path = tmp_path / "m.pt"
+    torch.save({"w": torch.ones(2), "x": Stranger()}, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError) as caught:
+        tb.checkpoint(path)
+    error: BaseException | None = caught.value
+    while error is not None:  # tracebacks show causes, too
+        for advice in ("weights_only", "safe_globals", "trust"):
+            assert advice not in str(error)
+        error = error.__cause__
+
+
+def test_an_index_of_absurd_size_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / ".metadata").open("wb") as file:
+        file.write(pickle.dumps({}))
+        file.truncate(129 * 2**20)
+    with pytest.raises(CheckpointError, match="are not read"):
+        tb.checkpoint(tmp_path)
+
+
+def test_another_thread_trains_while_a_module_is_exported() -> None:
+    """What is put in the place of torch's functions is seen by the exporting thread only."""
+    found: list[float] = []
+
+    def train() -> None:
+        x = torch.ones(2, requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda g: g * 3)
+        y.sum().backward()
+        assert x.grad is not None
+        found.append(float(x.grad[0]))
+
+    class Meanwhile(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            thread = threading.Thread(target=train)
+            thread.start()
+            thread.join()
+            return x + 1
+
+    tb.convert(Meanwhile(), torch.ones(2, 3), train=False)
+    assert set(found) == {6.0}
