@@ -61,7 +61,7 @@ def watch_gradients() -> Iterator[None]:
 
     def refuse(self: torch.Tensor, hook: Any) -> Any:
         if elsewhere():  # another thread trains meanwhile
-            return register(self, hook)
+            return register(self, hook)  # type: ignore[no-untyped-call]
         frame = sys._getframe(1)
         raise ConversionError(
             f"the forward registers a gradient hook (Tensor.register_hook).\n  at: File"

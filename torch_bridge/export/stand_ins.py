@@ -57,7 +57,7 @@ def stand_ins() -> Iterator[None]:
             return _batch_norm_of_all(self, x)
         return forward(self, x)
 
-    _BatchNorm.forward = counted  # type: ignore[method-assign]
+    _BatchNorm.forward = counted  # type: ignore[method-assign, assignment]
     # A hint only: the mask itself is applied either way.
     transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
     # Inference's own kernel, which takes ragged tensors where there is padding.
@@ -156,7 +156,8 @@ def _lstsq(
         residuals = (A @ solution - right).abs().square().sum(-2)
     rank = torch.linalg.matrix_rank(A)
     made = (solution.squeeze(-1) if vectors else solution, residuals, rank, A.new_empty((0,)))
-    return torch.return_types.linalg_lstsq(made)
+    kinds: Any = torch.return_types
+    return kinds.linalg_lstsq(made)
 
 
 @_instead_of(torch.combinations)
@@ -173,9 +174,11 @@ _LIBRARY.define(
 )
 
 
-@torch.library.register_fake("torch_bridge::ctc_loss", lib=_LIBRARY)
 def _ctc_shape(log_probs: torch.Tensor, targets: torch.Tensor, *rest: Any) -> torch.Tensor:
     return log_probs.new_empty(log_probs.shape[1:-1])
+
+
+torch.library.register_fake("torch_bridge::ctc_loss", _ctc_shape, lib=_LIBRARY)
 
 
 @_instead_of(F.ctc_loss, torch.ctc_loss)
@@ -247,7 +250,7 @@ def _histogramdd(
         bins = [bins] * x.shape[-1]
     tensors = isinstance(bins[0], torch.Tensor)
     edges = list(bins) if tensors else _edges(x, bins, range)
-    return torch.return_types.histogramdd((_counted(x, edges, weight, density), edges))
+    return torch.return_types.histogramdd((_counted(x, edges, weight, density), tuple(edges)))
 
 
 @_instead_of(torch.histogram, torch.Tensor.histogram)
