@@ -107,7 +107,7 @@ def test_ctc_loss(kind: str) -> None:
         hopeless = torch.tensor([6, 0])
         return (
             F.ctc_loss(logs, targets, torch.tensor([6, 4]), lengths),
-            F.ctc_loss(logs, targets, (6, 4), lengths, reduction="none"),
+            F.ctc_loss(logs, targets, (6, 4), (3, 1), reduction="none"),
             F.ctc_loss(logs, targets, hopeless, lengths, reduction="none", zero_infinity=True),
         )
 

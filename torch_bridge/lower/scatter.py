@@ -65,8 +65,9 @@ def _extreme(
     own = start == best
     equal = given == best[where]
     number = own.astype(x.dtype).at[where].add(equal.astype(x.dtype))
-    zeros = jnp.where(own, x - jax.lax.stop_gradient(x), jnp.zeros((), x.dtype))
-    zeros = zeros.at[where].add(jnp.where(equal, src - given, jnp.zeros((), x.dtype)))
+    none = jnp.zeros((), x.dtype)
+    zeros = jnp.where(own & jnp.isfinite(best), x - jax.lax.stop_gradient(x), none)
+    zeros = zeros.at[where].add(jnp.where(equal & jnp.isfinite(given), src - given, none))
     return best + zeros / jnp.maximum(number, jnp.ones((), x.dtype))
 
 
