@@ -74,7 +74,9 @@ def load_plain(path: Path, stand_ins: Mapping[str, type] | None = None) -> Any:
         ) from None
 
 
-_ADVICE = re.compile(r"weights[_ ]only|safe_globals|trust the source", re.IGNORECASE)
+_ADVICE = re.compile(
+    r"weights[_ ]only|safe_globals|trust(ed)? |can result in arbitrary", re.IGNORECASE
+)
 
 
 def cause_of(error: Exception) -> str:

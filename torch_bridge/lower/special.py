@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -78,7 +79,11 @@ def _polygamma(n: int, x: jax.Array) -> jax.Array:
     wide = cast(x, accumulation_dtype(x))
     left = wide < 0
     away = jnp.where(left, 1 - wide, wide)
-    positive = jax.lax.digamma(away) if n == 0 else jsp.polygamma(np.int32(n), away)
+    if n == 0:
+        positive = jax.lax.digamma(away)
+    else:
+        order = jnp.asarray(n + 1, away.dtype)
+        positive = float((-1) ** (n + 1) * math.factorial(n)) * jsp.zeta(order, away)
     turned = (-1) ** n * positive - _cotangents(n, wide - jnp.round(wide))
     found = jnp.where(left, turned, positive)
     pole = (wide <= 0) & (wide == jnp.round(wide))
