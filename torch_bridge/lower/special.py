@@ -104,7 +104,10 @@ def _cotangents(n: int, x: jax.Array) -> jax.Array:
     factors = np.polynomial.Polynomial([0.0, np.pi])
     for _ in range(n):
         factors = factors.deriv() * np.polynomial.Polynomial([-np.pi, 0.0, -np.pi])
-    cotangent = 1 / jnp.tan(np.asarray(np.pi, x.dtype) * x)
+    # From the nearer of pole and zero: both are exact there.
+    pi, near = np.asarray(np.pi, x.dtype), jnp.abs(x) < 0.25
+    to_zero = jnp.tan(pi * jnp.where(near, 0.0, 0.5 - jnp.abs(x))) * jnp.sign(x)
+    cotangent = jnp.where(near, 1 / jnp.tan(pi * jnp.where(near, x, 0.25)), to_zero)
     return jnp.polyval(jnp.asarray(factors.coef[::-1], x.dtype), cotangent)
 
 
