@@ -55,7 +55,8 @@ def main() -> int:
             left = end - time.monotonic()
             if left < min(LEAST_SECONDS, part.seconds):
                 break
-            _run(part, min(left, part.limit), args.tiny, report, file)
+            # A CPU that others use has no usual time.
+            _run(part, left if args.tiny else min(left, part.limit), args.tiny, report, file)
     return _said(report, chosen)
 
 

@@ -142,8 +142,9 @@ def _tier(name: str, more: dict[str, Any]) -> dict[str, Any]:
         str(leaf.sharding.memory_kind)
         for leaf in jax.tree.leaves(there.state.opt_state) if isinstance(leaf, jax.Array)
     })  # fmt: skip
-    # An update on the host's cores rounds as they do.
-    bar = 1e-3 if "update_on" in more else 1e-6
+    # Pieces may round a product and a sum twice where one program does it once, which bf16 shows;
+    # an update on the host's cores rounds as they do.
+    bar = 1e-3
     placed = fz.placement(there.state)
     return {
         "right": max(gaps) <= bar, "gap": max(gaps), "bar": bar, "opt_state_kinds": kinds,

@@ -31,12 +31,16 @@ class Work:
         bytes: of device memory read and written.
         best_seconds: at the peaks.
         likely_seconds: at the shares of them that programs reach.
+        product_seconds: of them, of matmuls other than fused attention.
+        attention_seconds: of them, of fused attention.
     """
 
     flops: int = 0
     bytes: int = 0
     best_seconds: float = 0.0
     likely_seconds: float = 0.0
+    product_seconds: float = 0.0
+    attention_seconds: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -44,6 +48,8 @@ class Work:
             self.bytes + other.bytes,
             self.best_seconds + other.best_seconds,
             self.likely_seconds + other.likely_seconds,
+            self.product_seconds + other.product_seconds,
+            self.attention_seconds + other.attention_seconds,
         )
 
     def times(self, count: int) -> Work:
@@ -53,6 +59,8 @@ class Work:
             count * self.bytes,
             count * self.best_seconds,
             count * self.likely_seconds,
+            count * self.product_seconds,
+            count * self.attention_seconds,
         )
 
 
@@ -99,7 +107,9 @@ class Kernels:
         computing = flops * (1.0 if seen is None else seen) / self.flops_per_s
         moving = moved / rates.memory_bytes_per_s
         likely = max(computing / share, moving / rates.memory_share, rates.launch_s)
-        return Work(flops, moved, max(computing, moving), likely)
+        products = likely if flops and seen is None else 0.0
+        attention = 0.0 if seen is None else likely
+        return Work(flops, moved, max(computing, moving), likely, products, attention)
 
     def _bytes(self, comp: Computation, i: Instruction) -> int:
         results = sum(a.bytes for a in i.arrays)

@@ -13,13 +13,13 @@ import jax
 import optax
 
 from fzero.batch import Inputs, abstract_batch, check_batch
-from fzero.errors import PreflightError
 from fzero.model import Model
 from fzero.plan import Plan
 from fzero.precision import compute_dtype
 from fzero.preflight.bounds import bounds
 from fzero.preflight.kernels import Work
 from fzero.preflight.links import CollectiveUse, traffic
+from fzero.preflight.parked import on_the_device, parked
 from fzero.preflight.program import Compiled, Target
 from fzero.preflight.rates import Rates, default_rates
 from fzero.preflight.result import Memory, PipelineSummary, Preflight
@@ -70,7 +70,7 @@ def preflight(
         The prediction, per device and step; `str()` of it is tables, `.to_json()` a dict.
 
     Raises:
-        PreflightError: an unknown topology, no compiler for it, or a plan of parked leaves.
+        PreflightError: an unknown topology, or no compiler for it.
         PlanError: the plan does not fit the devices.
         BatchError: the batch does not fit the plan.
 
@@ -88,25 +88,64 @@ def preflight(
         where, where.devices(), default_rates(where) if rates is None else rates, plan.precision
     )
     started = time.perf_counter()
-    if plan.tiers:
-        raise PreflightError(
-            "preflight: a plan with tiers streams its update in many programs, and memory other"
-            " than the device's is unknown to a described GPU; ask about plan.replace(tiers=())"
-            " and take from fz.placement(plan, model, tx) what tiers spare"
-        )
     sizes = plan.sizes(where.num_devices)
-    num_devices = plan.pipe * sizes["data"] * sizes["replica"]
+    num_devices = math.prod((plan.pipe, sizes["data"], sizes["replica"], *plan.further.values()))
     devices = target.devices[:num_devices]
-    step = train_step(model, tx, plan, devices=devices)
+    step = train_step(model, tx, on_the_device(plan), devices=devices)
     fields = step.blueprint.shapes()
     shapes = jax.tree.map(shape_of, Inputs.of(batch))
     parts = sizes["data"] * sizes["replica"]
     check_batch(shapes, parts, plan.microbatches)
-    where_kept = placement(plan, model, tx, num_devices=num_devices)
+    where_kept = placement(step.plan, model, tx, num_devices=num_devices)
     predictor = _Predictor(target, step, fields, shapes, parts, where_kept)
     found = predictor.one_program() if step.blueprint.one_mesh else predictor.pipeline()
+    if plan.tiers:
+        elsewhere = placement(plan, model, tx, num_devices=num_devices)
+        found = _parking(found, plan, elsewhere, gradient_bytes(step.blueprint, step.plan))
     spent = time.perf_counter() - started - found.compile_seconds
-    return dataclasses.replace(found, trace_seconds=spent)
+
+    def again(plan: Plan) -> Preflight:
+        return preflight(model, tx, plan, batch, where, rates=target.rates)
+
+    return dataclasses.replace(found, trace_seconds=spent, again=again)
+
+
+def _parking(found: Preflight, plan: Plan, where: Placement, gradients: int) -> Preflight:
+    """The prediction of a plan that parks leaves, from that of the same with all on the device."""
+    b, memory = found.bounds, found.memory
+    away = parked(plan, where, found.rates, gradients, found.work.likely_seconds)
+    moved = away.host_bytes + away.disk_bytes
+    scale = {
+        name: seconds / (seconds + away.seconds)
+        for name in ("best", "likely", "serial")
+        for seconds in (getattr(b, f"{name}_seconds"),)
+    }
+    later = {f"{name}_seconds": getattr(b, f"{name}_seconds") + away.seconds for name in scale}
+    slower = {f"{name}_mfu": getattr(b, f"{name}_mfu") * share for name, share in scale.items()}
+    longest = max(b.compute_seconds, b.memory_seconds, b.link_seconds, b.bubble_seconds)
+    limit = "parked" if away.seconds > longest else b.limit
+    note = (
+        f"{moved:,} bytes are kept elsewhere; what they take is the plan's arithmetic at"
+        f" {found.rates.pinned_bytes_per_s / 1e9:.0f} GB/s to the host"
+        + (f" and {found.rates.disk_bytes_per_s / 1e9:.0f} GB/s to disk" if away.disk_bytes else "")
+        + (
+            "; the optimizer's own time on the host's cores is not known"
+            if plan.update_on == "host" else ""
+        )
+    )  # fmt: skip
+    return dataclasses.replace(
+        found,
+        plan=plan,
+        parked=away,
+        memory=dataclasses.replace(
+            memory,
+            state={name: where.bytes_per_device[name] for name in memory.state},
+            temporaries=memory.temporaries + away.visiting_bytes,
+            peak=max(0, memory.peak - moved) + away.visiting_bytes,
+        ),
+        bounds=dataclasses.replace(b, **later, **slower, limit=limit),
+        notes=(*found.notes, note),
+    )
 
 
 class _Predictor:
@@ -195,7 +234,11 @@ class _Predictor:
             [run.stages[e.action.stage].programs[e.action.kind] for e in row]
             for row in run.timeline.rank_events
         ]
-        work = [sum((program.work for program in own), Work()) for own in programs]
+        updates = compiler.update_work
+        work = [
+            sum((program.work for program in own), update)
+            for own, update in zip(programs, updates, strict=True)
+        ]
         gradients = sum(stage.sums_bytes for stage in run.stages if stage.rank == full)
         saved = run.saved_bytes[full]
         memory = Memory(
@@ -218,8 +261,8 @@ class _Predictor:
                      key=lambda sums: sums.seconds)  # fmt: skip
         notes = [
             "bytes are those of the fullest rank, traffic that of the rank with the most, work that"
-            " of the busiest; of the optimizer's own programs memory alone is read (collectives"
-            " marked * are arithmetic)"
+            " of the busiest; the optimizer's programs run one after the other (collectives marked"
+            " * are arithmetic)"
         ]
         return self._result(
             [program for own in programs for program in own],
@@ -231,8 +274,12 @@ class _Predictor:
             notes,
             self._summary(run, peaks),
             (
-                run.best_seconds + update.exposed_best_seconds,
-                run.timeline.makespan_s + update.exposed_seconds,
+                run.best_seconds
+                + update.exposed_best_seconds
+                + max(own.best_seconds for own in updates),
+                run.timeline.makespan_s
+                + update.exposed_seconds
+                + max(own.likely_seconds for own in updates),
             ),
         )
 
@@ -276,6 +323,7 @@ class _Predictor:
             compile_seconds=compile_seconds,
             trace_seconds=0.0,
             notes=tuple(notes),
+            work=work,
         )
 
     def _state_bytes(self, devices: range) -> dict[str, int]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
 
+from fzero.errors import PreflightError
 from fzero.plan import Plan
 from fzero.preflight.bounds import Bounds
+from fzero.preflight.costs import Explanation, costs_of, explain
+from fzero.preflight.kernels import Work
 from fzero.preflight.links import CollectiveUse, Traffic
+from fzero.preflight.parked import Parked
 from fzero.preflight.rates import Rates
 from fzero.preflight.tables import duration, merged, size, table_of, text_of
 from fzero.preflight.topology import Topology
@@ -109,6 +114,9 @@ class Preflight:
         compile_seconds: what XLA took.
         trace_seconds: what tracing and lowering took.
         notes: what to know about these numbers.
+        work: of one device's kernels, the busiest rank's in a pipeline.
+        parked: what is kept elsewhere, where the plan has tiers.
+        again: predicts the same step under another plan; see `explain`.
     """
 
     plan: Plan
@@ -126,6 +134,40 @@ class Preflight:
     compile_seconds: float
     trace_seconds: float
     notes: tuple[str, ...] = ()
+    work: Work = field(default_factory=Work)
+    parked: Parked | None = None
+    again: Callable[[Plan], Preflight] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def parked_seconds(self) -> float:
+        """What parking likely adds to the step."""
+        return 0.0 if self.parked is None else self.parked.seconds
+
+    def explain(self, most: int = 6) -> Explanation:
+        """Where the step's time goes, and plans that would take less, each compiled and ranked.
+
+        Args:
+            most: plans to try against the three largest costs (and the memory, where the plan does
+                not fit). Each takes as long as this prediction did.
+
+        Returns:
+            Costs and plans; `str()` of it is tables.
+
+        Raises:
+            PreflightError: this prediction was not made by `fz.preflight`.
+
+        Example:
+            >>> import jax.numpy as jnp, numpy as np, optax, fzero as fz
+            >>> model = fz.Model(lambda rng: ({"w": jnp.zeros((64, 64))}, {}),
+            ...     lambda p, b, batch, rng, train: (jnp.mean(batch["x"] @ p["w"]), b, {}))
+            >>> batch = {"x": np.ones((8, 64), np.float32)}
+            >>> found = fz.preflight(model, optax.sgd(0.1), fz.Plan(data=1), batch, "cpu:1")
+            >>> found.explain(most=1).costs[0].seconds > 0
+            True
+        """
+        if self.again is None:
+            raise PreflightError("explain: expected a prediction that fz.preflight made")
+        return explain(self, self.again, most)
 
     @property
     def fits(self) -> bool:
@@ -183,6 +225,8 @@ class Preflight:
             "bounds": dataclasses.asdict(self.bounds),
             "pipeline": None if self.pipeline is None else dataclasses.asdict(self.pipeline),
             "rates": self.rates.to_json(),
+            "costs": [dataclasses.asdict(cost) for cost in costs_of(self)],
+            "parked": None if self.parked is None else dataclasses.asdict(self.parked),
             "compile_seconds": self.compile_seconds,
             "trace_seconds": self.trace_seconds,
             "notes": list(self.notes),
@@ -199,6 +243,8 @@ def _share(part: float, whole: float) -> str:
 def rendered(found: Preflight) -> str:
     """The prediction as text."""
     parts = [heading(found), memory_table(found), collectives_table(found), time_table(found)]
+    if found.parked is not None:
+        parts.append(parked_table(found.parked))
     if found.pipeline is not None:
         parts.append(pipeline_table(found))
     return text_of(*parts, *(f"note: {note}" for note in found.notes))
@@ -279,6 +325,19 @@ def collectives_table(found: Preflight) -> Table:
             f" card carries {size(sums.network_bytes)}"
         )
     table.caption_justify = "left"
+    return table
+
+
+def parked_table(away: Parked) -> Table:
+    """What is kept elsewhere, and what bringing it costs."""
+    table = table_of("kept elsewhere, per device", "what", "")
+    table.add_row("in host memory", size(away.host_bytes))
+    table.add_row("on disk", size(away.disk_bytes))
+    table.add_row("on the device at once", size(away.visiting_bytes))
+    table.add_row("to the device, in a step", duration(away.up_seconds))
+    table.add_row("from the device", duration(away.down_seconds))
+    table.add_row("of that beside computation", duration(away.hidden_seconds))
+    table.add_row("adds", duration(away.seconds))
     return table
 
 

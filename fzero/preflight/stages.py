@@ -13,6 +13,7 @@ from fzero.batch import Inputs
 from fzero.pipeline.execute import Executor
 from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, unmarked
 from fzero.precision import compute_dtype
+from fzero.preflight.kernels import Work
 from fzero.preflight.links import CollectiveUse, traffic
 from fzero.preflight.program import Compiled, Target
 from fzero.schedule.actions import Action, Kind
@@ -89,6 +90,8 @@ class StageCompiler:
         self.blue: Blueprint = executor.blue
         self.plan = executor.plan
         self.seconds = 0.0
+        # Of the update's programs, per rank; known once `update_bytes` compiled them.
+        self.update_work = [Work()] * self.plan.pipe
         self._known: dict[str, Compiled] = {}
 
     def run(self, fields: dict[str, Any], batch: Inputs) -> PipelineRun:
@@ -151,6 +154,7 @@ class StageCompiler:
             size = found.temporary_bytes + found.output_bytes - found.alias_bytes
             for rank in ranks:
                 if not devices.isdisjoint(blue.rank_mesh(rank).devices.flat):
+                    self.update_work[rank] += found.work
                     most[rank] = max(most[rank], sums_of[rank] + size)
         return tuple(most)
 

@@ -146,8 +146,9 @@ def test_a_pipeline_is_simulated_with_the_costs_of_its_programs(predicted):
         assert end - start == pytest.approx(own.stage_seconds[action.stage][action.kind])
     assert own.makespan_seconds == max(end for _, end in done.values())
     (update,) = [c for c in found.collectives if c.estimated]
+    # The optimizer's programs come last.
     likely = own.makespan_seconds + update.exposed_seconds
-    assert found.bounds.likely_seconds == pytest.approx(likely, rel=0.05)
+    assert likely < found.bounds.likely_seconds < 1.5 * likely
     assert 1.0 <= found.compiled_flops / found.model_flops <= 2.0
     assert max(own.peak_bytes_per_rank) == found.memory.peak
     sends = [c for c in found.collectives if c.kind == "send"]
@@ -163,12 +164,6 @@ def test_too_little_memory_does_not_fit(predicted):
     assert found.spare_bytes == 100_000 - found.memory.peak
     assert "does NOT fit" in str(found)
     assert "does not fit" in page(found)
-
-
-def test_parked_leaves_are_refused_with_what_to_ask_instead(model, batch):
-    plan = fz.Plan(zero=3, data=8, tiers={"opt_state": "host"})
-    with pytest.raises(fz.PreflightError, match=r"plan.replace\(tiers=\(\)\)"):
-        fz.preflight(model, TX, plan, batch, "cpu:8")
 
 
 def test_a_batch_that_does_not_divide_is_refused(model):

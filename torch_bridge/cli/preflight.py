@@ -64,6 +64,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 HtmlOption = Annotated[
     Path | None, typer.Option(help="Write a report there: one page that needs nothing else.")
 ]
+ExplainOption = Annotated[
+    bool,
+    typer.Option("--explain", help="Try plans against the three largest costs; print them ranked."),
+]
 RatesOption = Annotated[
     Path | None,
     typer.Option(help="JSON of fz.Rates' fields that differ from the GPU's own, flops_share say."),
@@ -112,6 +116,7 @@ def preflight(
     more_sweep: MoreSweep = None,
     measure: MeasureOption = False,
     rates: RatesOption = None,
+    explain: ExplainOption = False,
 ) -> None:
     """Compile a training step for GPUs that need not be here, and say what it will do.
 
@@ -143,6 +148,7 @@ def preflight(
         sweep=(*(sweep or []), *(more_sweep or [])),
         measure=measure,
         rates=rates,
+        explain=explain,
     )
     settings.check()
     # torch and transformers take seconds to import: after what can be refused without them.

@@ -75,12 +75,16 @@ def _start(topology: Topology, measures: bool) -> None:
 
 def _print(settings: PreflightSettings, found: fz.Preflight, measured: Measured | None) -> None:
     if settings.as_json:
-        extra = {} if measured is None else {"measured": vars(measured)}
+        extra: dict[str, Any] = {} if measured is None else {"measured": vars(measured)}
+        if settings.explain:
+            extra["explanation"] = found.explain().to_json()
         print(json.dumps(found.to_json() | extra))
         return
     print(found)
     if measured is not None:
         print(f"\n{compared(found, measured)}")
+    if settings.explain:
+        print(f"\n{found.explain()}")
     if settings.html is not None:
         print(f"\nwritten to {settings.html}")
 

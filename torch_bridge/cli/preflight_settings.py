@@ -40,6 +40,7 @@ class PreflightSettings:
     sweep: tuple[str, ...] = ()
     measure: bool = False
     rates: Path | None = None
+    explain: bool = False
 
     def check(self) -> None:
         """Refuses what cannot work, before anything is imported or loaded.
@@ -59,8 +60,8 @@ class PreflightSettings:
         for flag, number, least in (("--batch", self.batch, 1), ("--seq", self.seq, 2)):
             if number < least:
                 raise CommandError(f"{flag} must be at least {least}, got {number}")
-        if choices and (self.measure or self.html is not None):
-            other = "--measure" if self.measure else "--html"
+        if choices and (self.measure or self.explain or self.html is not None):
+            other = "--measure" if self.measure else "--explain" if self.explain else "--html"
             raise CommandError(
                 f"{other} is about one plan, --sweep about many; first find the plan, then ask"
             )

@@ -1,0 +1,81 @@
+"""Plans that park leaves: what a step of theirs needs, from the step that keeps all on the device.
+
+A described GPU has no memory but its own, so such a step's pieces cannot be compiled for it. What
+is compiled is the same step with everything on the device; bytes then move by the plan's
+arithmetic, and every byte that visits takes the link's rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fzero.plan import Plan
+from fzero.preflight.rates import Rates
+from fzero.report.placement import Placement
+from fzero.storage.tiers import DISK, HOST
+
+
+@dataclass(frozen=True)
+class Parked:
+    """What a plan keeps elsewhere between steps, per device.
+
+    Args:
+        host_bytes: in pinned memory.
+        disk_bytes: on a drive.
+        visiting_bytes: most bytes of them on the device at once.
+        up_seconds: to bring what a step reads.
+        down_seconds: to take away what it writes.
+        hidden_seconds: of the longer way, beside computation.
+        seconds: what parking likely adds to the step.
+    """
+
+    host_bytes: int
+    disk_bytes: int
+    visiting_bytes: int
+    up_seconds: float
+    down_seconds: float
+    hidden_seconds: float
+    seconds: float
+
+
+def on_the_device(plan: Plan) -> Plan:
+    """The plan with nothing parked."""
+    return plan.replace(tiers={}, update_on="device")
+
+
+def parked(
+    plan: Plan, where: Placement, rates: Rates, gradient_bytes: int, computing_seconds: float
+) -> Parked:
+    """What parking costs a step.
+
+    Optimizer state and masters visit during the update, piece by piece, which comes after the
+    gradients: their ways up and down run beside each other and beside the update's own work, which
+    is short. Parameters come for every pass and hide behind its layers.
+
+    Args:
+        plan: the plan.
+        where: where its leaves are.
+        rates: of one device.
+        gradient_bytes: of one device's summed gradients.
+        computing_seconds: of a step's kernels, which parameters that come for passes hide behind.
+    """
+    link = rates.pinned_bytes_per_s
+    by_class = {HOST: where.host_bytes_per_device, DISK: where.disk_bytes_per_device}
+    on_host, on_disk = (by_class[tier]["total"] for tier in (HOST, DISK))
+    visiting = min(2 * plan.stream_bytes, on_host + on_disk) if plan.update_on == "device" else 0
+    if plan.update_on == "host":
+        # Gradients go down and parameters up; the optimizer state stays where it is.
+        up = down = gradient_bytes / link
+        update = up + down
+    else:
+        # A drive does one at a time.
+        disk = 2 * on_disk / rates.disk_bytes_per_s
+        up = down = (on_host + on_disk) / link
+        # The first piece arrives and the last one leaves beside nothing.
+        update = max(up, disk) + visiting / link
+    passes = hidden = 0.0
+    if "params" in [part[0] for part in plan.tiers]:
+        # Each pass, forwards and backwards, brings them again.
+        passes = 2 * plan.microbatches * by_class[HOST]["params"] / link
+        hidden = min(passes, computing_seconds)
+    return Parked(on_host, on_disk, visiting, up + passes, down, hidden, update + passes - hidden)

@@ -1,0 +1,129 @@
+"""Where a step's time goes and what would change it; plans whose state is elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import optax
+import pytest
+
+import fzero as fz
+from fzero.preflight.rates import default_rates
+from fzero.preflight.topology import parse
+from tests.support import tiny
+
+
+pytestmark = pytest.mark.quick
+
+TX = optax.adamw(1e-3)
+RATES = dataclasses.replace(
+    default_rates(parse("cpu:2")), pinned_bytes_per_s=1e6, disk_bytes_per_s=5e5
+)
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """The prediction of the tiny chain under a plan; compiled once each."""
+    known = {}
+
+    def get(rates=RATES, **plan):
+        key = str(plan), rates.source, rates.pinned_bytes_per_s, rates.memory_bytes
+        if key not in known:
+            made = tiny.plan(**{"zero": 3, "data": 2, **plan})
+            known[key] = fz.preflight(tiny.chain(), TX, made, tiny.tokens(8), "cpu:2", rates=rates)
+        return known[key]
+
+    return get
+
+
+def test_costs_are_all_of_the_step(asked):
+    for plan in ({}, {"tiers": {"opt_state": "host"}}):
+        found = asked(**plan)
+        costs = found.explain(most=0).costs
+        assert sum(cost.seconds for cost in costs) == pytest.approx(found.bounds.likely_seconds)
+        assert [cost.seconds for cost in costs] == sorted((c.seconds for c in costs), reverse=True)
+    kinds = {cost.kind for cost in costs}
+    assert {"products", "recomputed", "elementwise", "gathers", "reductions", "parked"} <= kinds
+
+
+def test_plans_against_the_largest_costs_are_compiled_and_ranked(asked):
+    found = asked(microbatches=2)
+    said = found.explain(most=3)
+    largest = [cost.kind for cost in said.costs[:3]]
+    assert len(said.changes) == 3
+    assert {change.against for change in said.changes} <= set(largest)
+    compiled = [change.found for change in said.changes if change.found is not None]
+    seconds = [one.bounds.likely_seconds for one in compiled]
+    assert seconds == sorted(seconds)
+    # Each is what asking for that plan gives.
+    first = next(change for change in said.changes if change.found is not None)
+    again = asked(microbatches=2, **first.fields) if "microbatches" not in first.fields else None
+    if again is not None:
+        assert again.bounds.likely_seconds == first.found.bounds.likely_seconds
+    fewer = next(c for c in said.changes if c.fields == {"microbatches": 1})
+    assert fewer.found.traffic.communicated_bytes < found.traffic.communicated_bytes
+    text = str(said)
+    assert "microbatches=1" in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+    assert len(said.to_json()["changes"]) == 3
+
+
+def test_a_plan_that_does_not_fit_is_answered_with_smaller_ones(asked):
+    found = asked(remat="none", rates=dataclasses.replace(RATES, memory_bytes=1000))
+    said = found.explain(most=1)
+    (change,) = said.changes
+    assert (change.against, change.fields) == ("memory", {"remat": "layer"})
+    assert said.best is None  # nor does that fit
+
+
+def test_a_parked_optimizer_state_leaves_the_device_and_takes_the_link(asked):
+    here, there = asked(), asked(tiers={"opt_state": "host"})
+    parked = there.parked
+    assert parked.host_bytes == here.memory.state["opt_state"] - there.memory.state["opt_state"]
+    assert parked.host_bytes > 0.9 * here.memory.state["opt_state"]
+    assert there.memory.peak == here.memory.peak - parked.host_bytes + parked.visiting_bytes
+    # The first piece arrives, and the last one leaves, beside nothing.
+    seconds = (parked.host_bytes + parked.visiting_bytes) / 1e6
+    assert parked.seconds == pytest.approx(seconds)
+    likely = there.bounds.likely_seconds
+    assert likely == pytest.approx(here.bounds.likely_seconds + seconds)
+    assert there.bounds.likely_mfu == pytest.approx(
+        here.bounds.likely_mfu * here.bounds.likely_seconds / likely
+    )
+    assert there.bounds.limit == "parked"
+    assert "kept elsewhere" in str(there)
+    assert there.plan.tiers
+
+
+def test_a_drive_does_one_at_a_time(asked):
+    parked = asked(tiers={"opt_state": "disk"}).parked
+    assert parked.host_bytes == 0
+    assert parked.seconds == pytest.approx(
+        2 * parked.disk_bytes / 5e5 + parked.visiting_bytes / 1e6
+    )
+
+
+def test_an_update_on_the_host_sends_gradients_and_parameters(asked):
+    found = asked(tiers={"opt_state": "host"}, update_on="host")
+    assert found.parked.seconds == pytest.approx(2 * found.memory.gradients / 1e6)
+    assert found.parked.visiting_bytes == 0
+    assert "host's cores is not known" in found.notes[-1]
+
+
+def test_parked_parameters_come_for_every_pass_and_hide_behind_it(asked):
+    slow = asked(tiers={"params": "host"}).parked
+    fast = asked(
+        tiers={"params": "host"}, rates=dataclasses.replace(RATES, pinned_bytes_per_s=1e15)
+    )
+    assert slow.hidden_seconds == pytest.approx(asked().work.likely_seconds)
+    assert slow.up_seconds == pytest.approx(3 * slow.host_bytes / 1e6)
+    assert fast.parked.seconds < 1e-6
+
+
+def test_pipelines_and_tiers_are_asked_about_together():
+    plan = tiny.plan(zero=3, data=1, pipe=2, microbatches=2, tiers={"opt_state": "host"})
+    found = fz.preflight(tiny.chain(), TX, plan, tiny.tokens(8), "cpu:2", rates=RATES)
+    assert found.pipeline is not None
+    assert found.parked.host_bytes > 0
+    costs = found.explain(most=0).costs
+    assert sum(cost.seconds for cost in costs) == pytest.approx(found.bounds.likely_seconds)
