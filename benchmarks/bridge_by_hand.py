@@ -44,7 +44,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return fused(q, k, v, is_causal=True)
     groups = q.shape[1] // k.shape[1]
     q = q.reshape(q.shape[0], k.shape[1], groups, *q.shape[2:])
-    scores = jnp.einsum("bhgqe,bhke->bhgqk", q, k) / np.sqrt(q.shape[-1])
+    scores = jnp.einsum("bhgqe,bhke->bhgqk", q, k) / float(np.sqrt(q.shape[-1]))
     seq = scores.shape[-1]
     scores = jnp.where(np.tril(np.ones((seq, seq), bool)), scores, -jnp.inf)
     out = jnp.einsum("bhgqk,bhke->bhgqe", jax.nn.softmax(scores, axis=-1), v)
@@ -230,7 +230,7 @@ def vit_loss(
     def attend_all(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         if q.dtype.itemsize == 2 and jax.default_backend() == "gpu":
             return fused(q, k, v, is_causal=False)
-        scores = jnp.einsum("bhqe,bhke->bhqk", q, k) / np.sqrt(q.shape[-1])
+        scores = jnp.einsum("bhqe,bhke->bhqk", q, k) / float(np.sqrt(q.shape[-1]))
         return jnp.einsum("bhqk,bhke->bhqe", jax.nn.softmax(scores, axis=-1), v)
 
     def block(x: jax.Array, p: Any) -> tuple[jax.Array, None]:

@@ -261,7 +261,11 @@ def _two(joined: bool) -> dict[str, Any]:
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = [child.communicate(timeout=100) for child in children]
+    try:
+        said = [child.communicate(timeout=300) for child in children]
+    finally:
+        for child in children:
+            child.kill()  # those that hang; the others have ended
     found = [
         next((line for line in out.splitlines() if line.startswith("LOSSES")), "")
         for out, _ in said
