@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fzero.errors import BatchError, PlanError, PreflightError, ScheduleError
 from fzero.plan import Plan
 from fzero.preflight.tables import duration, size, table_of, text_of
 
 
-if TYPE_CHECKING:
-    from fzero.preflight.result import Preflight
+# `fz.Preflight`, whose module imports this one.
+Preflight = Any
 
 
 @dataclass(frozen=True)
