@@ -18,7 +18,7 @@ from fzero.plan import Plan
 from fzero.precision import compute_dtype
 from fzero.preflight.bounds import bounds
 from fzero.preflight.kernels import Work
-from fzero.preflight.links import CollectiveUse, traffic
+from fzero.preflight.links import CollectiveUse, Traffic, traffic
 from fzero.preflight.parked import on_the_device, parked
 from fzero.preflight.program import Compiled, Target
 from fzero.preflight.rates import Rates, default_rates
@@ -148,6 +148,16 @@ def _parking(found: Preflight, plan: Plan, where: Placement, gradients: int) -> 
     )
 
 
+def _makespans(run: PipelineRun, update: Traffic, updates: Sequence[Work]) -> tuple[float, float]:
+    """Seconds of a pipeline's step, at best and likely: its schedule, then the optimizer's turn."""
+    best = run.best_seconds + update.exposed_best_seconds
+    likely = run.timeline.makespan_s + update.exposed_seconds
+    return (
+        best + max(own.best_seconds for own in updates),
+        likely + max(own.likely_seconds for own in updates),
+    )
+
+
 class _Predictor:
     def __init__(
         self,
@@ -273,14 +283,7 @@ class _Predictor:
             compiler.seconds,
             notes,
             self._summary(run, peaks),
-            (
-                run.best_seconds
-                + update.exposed_best_seconds
-                + max(own.best_seconds for own in updates),
-                run.timeline.makespan_s
-                + update.exposed_seconds
-                + max(own.likely_seconds for own in updates),
-            ),
+            _makespans(run, update, updates),
         )
 
     def _result(
