@@ -249,7 +249,6 @@ def _explain(error: Exception, mode: str, module: torch.nn.Module) -> str:
     if "item()" in str(error) or "data-dependent" in str(error).lower():
         hint = (
             "\n  Control flow and sizes must not depend on tensor values (use torch.where, or a "
-            "size that is known before). BatchNorm(momentum=None) counts batches in a tensor: "
-            "give it a momentum."
+            "size that is known before)."
         )
     return f"torch.export cannot trace the {mode} forward: {cause}{where}{hint}"
