@@ -215,4 +215,4 @@ for _name, _fn in {
     if "chebyshev" in _name:
         register_operator(
             *(f"aten.special_shifted_{_name}.{o}" for o in ("default", "x_scalar", "n_scalar"))
-        )(_polynomial(*_fn, shifted=True))
+        )(_polynomial(_fn[0], _fn[1], shifted=True))

@@ -116,7 +116,7 @@ def cross_entropy_loss(
     if is_float(target):
         shares = cast(target, x.dtype) * (1 - label_smoothing) + label_smoothing / classes
         losses = -jnp.sum(logs * shares * scale, axis=axis)
-        number = max(x.size // classes, 1) if classes else 1
+        number: Any = max(x.size // classes, 1) if classes else 1
         return jnp.sum(losses) / number if reduction == _MEAN else _reduce(losses, reduction)
     found, total = nll_loss_forward(logs, target, weight, reduction, ignore_index)
     if not label_smoothing:

@@ -18,6 +18,15 @@ from torch_bridge.lower.reduce import vector_norm
 from torch_bridge.lower.registry import register_operator
 
 
+@jax.custom_jvp
+def _i0(x: jax.Array) -> jax.Array:
+    return jsp.i0(x)
+
+
+# jax's own slope is a difference of large numbers.
+_i0.defjvp(lambda x, dx: (_i0(x[0]), jsp.i1(x[0]) * dx[0]))
+
+
 _name: str
 _fn: Any
 
@@ -45,15 +54,6 @@ for _name, _fn in {
     "logaddexp2": jnp.logaddexp2,
 }.items():
     register_operator(f"aten.{_name}.default")(lambda x, y, fn=_fn: fn(*promote_float(x, y)))
-
-
-@jax.custom_jvp
-def _i0(x: jax.Array) -> jax.Array:
-    return jsp.i0(x)
-
-
-# jax's own slope is a difference of large numbers.
-_i0.defjvp(lambda x, dx: (_i0(x[0]), jsp.i1(x[0]) * dx[0]))
 
 
 @register_operator(
