@@ -41,7 +41,7 @@ def test_directories_are_shared(tmp_path):
     """Two processes with state in one directory do not see each other's."""
     (handle,) = disk.write([jnp.arange(3.0)], tmp_path, ["w"])
     code = (
-        "import sys, jax.numpy as jnp; from fzero.offload import disk;"
+        "import sys, jax.numpy as jnp; from fzero.storage import disk;"
         "h = disk.write([jnp.arange(5.0)], sys.argv[1], ['w']); print(float(disk.read(h)[0].sum()))"
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True,
