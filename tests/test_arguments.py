@@ -74,6 +74,8 @@ CASES = {
     "logical": lambda s, p, f: fz.logical(MODEL, s, p),
     "with_optimizer": lambda s, p, f: fz.with_optimizer(s, MODEL, TX, optax.sgd(0.1), p),
     "eval_params": lambda s, p, f: fz.eval_params(s, MODEL, TX, p, lambda opt, params: params),
+    "check_same": lambda s, p, f: fz.check_same(s),
+    "check_finite": lambda s, p, f: fz.check_finite(s),
     "placement": lambda s, p, f: str(fz.placement(s)),
     "train_step": lambda s, p, f: stepped(fz.train_step, s, p),
     "accumulate_step": lambda s, p, f: stepped(fz.accumulate_step, s, p),

@@ -138,7 +138,8 @@ class Converted(Printed):
         Example:
             >>> module = torch.nn.Linear(3, 2)
             >>> converted = convert(module, torch.zeros(4, 3))
-            >>> out, buffers = converted.apply(converted.params, {}, np.ones((5, 3), np.float32))
+            >>> rows = jax.numpy.ones((5, 3))
+            >>> out, buffers = converted.apply(converted.params, {}, rows)
             >>> out.shape
             (5, 2)
         """

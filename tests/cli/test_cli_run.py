@@ -95,7 +95,7 @@ def test_the_directory_is_one_that_transformers_loads(trained: tuple[Path, Run])
     assert (out / "loss.png").read_bytes().startswith(PNG)
     assert sorted(path.name for path in out.iterdir()) == [
         "checkpoints", "config.json", "fzero.json", "loss.png", "metrics.jsonl",
-        "model.safetensors", "summary.json",
+        "model.safetensors", "run.json", "summary.json",
     ]  # fmt: skip
     config = json.loads((out / "config.json").read_text())
     assert {name: config[name] for name in TINY_CONFIG} == TINY_CONFIG

@@ -153,7 +153,9 @@ def test_each_device_orthogonalises_its_own_layers(zero):
     tx, one = fz.per_layer(optax.contrib.muon(1e-2)), 5 * 3 * 2 * 64**3
     per_device, moves = cost(tx, zero, 8) - cost(optax.sgd(1e-2), zero, 8)
     assert one <= per_device < 1.2 * one
-    assert moves <= 2
+    # There and back, and on CPUs the norms of the layers, whose update is compiled apart there
+    # (fzero/optimizer/sums.py); stage 0 gathers the momentum, too.
+    assert moves <= (4 if zero == 0 else 3)
 
 
 def test_uneven_numbers_of_layers_are_divided_too():
