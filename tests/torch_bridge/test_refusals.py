@@ -280,3 +280,13 @@ def test_autocast_counts_within_a_forward_only() -> None:
         pytest.raises(ConversionError, match=r"within torch\.autocast: .*Convert outside of it"),
     ):
         tb.convert(nn.Linear(4, 2), X)
+
+
+class HermitianInverse(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.pinv(x, hermitian=True)
+
+
+def test_an_inverse_whose_gradient_would_be_wrong_is_refused() -> None:
+    with pytest.raises(ConversionError, match=r"pinv\(hermitian=True\).*use hermitian=False"):
+        tb.convert(HermitianInverse(), torch.eye(3))(np.eye(3, dtype="f"))

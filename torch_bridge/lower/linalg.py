@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import jax.scipy.linalg as jsl
 
+from fzero.errors import ConversionError
 from torch_bridge.dtypes import canonical, cast, is_complex, jax_dtype
 from torch_bridge.lower.reduce import vector_norm
 from torch_bridge.lower.registry import register_operator
@@ -363,7 +364,7 @@ def cond(x: jax.Array, p: Any = None) -> jax.Array:
 @register_operator("aten.linalg_pinv.default", "aten.pinverse.default")
 def pinv(x: jax.Array, rcond: float = 1e-15, hermitian: bool = False) -> jax.Array:
     if hermitian:
-        return _hermitian_pinv(x, 0.0, rcond)
+        _refuse_hermitian()
     return _LA.pinv(x, rtol=rcond)
 
 
@@ -375,27 +376,18 @@ def pinv_bounded(
         rtol = 0.0 if atol is not None else max(x.shape[-2:]) * float(jnp.finfo(x.dtype).eps)
     atol = 0.0 if atol is None else atol
     if hermitian:
-        return _hermitian_pinv(x, atol, rtol)
+        _refuse_hermitian()
     largest = svdvals(x)[..., 0] if x.size else jnp.zeros(())
     bound = jnp.maximum(atol, rtol * largest)
     share = jax.lax.stop_gradient(bound / jnp.where(largest == 0, 1, largest))
     return _LA.pinv(x, rtol=share)
 
 
-def _hermitian_pinv(x: jax.Array, atol: Any, rtol: Any) -> jax.Array:
-    """By eigenvalues of the matrix that the lower triangle stands for; the gradient is torch's, of
-    any matrix."""
-    if not x.size:
-        return x
-    fixed = jax.lax.stop_gradient(x)
-    values, vectors = eigh(fixed)
-    size = jnp.abs(values)
-    bound = jnp.maximum(atol, rtol * jnp.max(size, axis=-1, keepdims=True))
-    kept = size > jax.lax.stop_gradient(bound)
-    inverse = jnp.where(kept, 1 / jnp.where(kept, values, 1), 0).astype(x.dtype)
-    found = (vectors * inverse[..., None, :]) @ jnp.conj(jnp.swapaxes(vectors, -1, -2))
-    general = _LA.pinv(x + (_mirrored(fixed, False) - fixed))
-    return found + (general - jax.lax.stop_gradient(general))
+def _refuse_hermitian() -> None:
+    raise ConversionError(
+        "linalg.pinv(hermitian=True): its gradient is not known to be PyTorch's here; use"
+        " hermitian=False, which is right for every matrix"
+    )
 
 
 @register_operator("aten.linalg_matrix_rank.default")
