@@ -101,6 +101,8 @@ class Watch:
 
     def failed(self, error: BaseException) -> bool:
         """Tells that this process fails; whether it is the one whose failure ends the run."""
+        if self._ended.is_set():  # somebody else's failure, which this one may follow from
+            return bool(self._verdict["process"] == self.process)
         if self._over.is_set() or self._line is None:
             return True
         kind = type(error).__name__
