@@ -23,11 +23,11 @@ ARGUMENTS = {"offload_4b.py": ["--tiny"]}
 
 # A line of each example's output, with the figures that say that it did its work.
 EXPECTED = {
-    "alexnet_pipeline.py": r"largest difference between the loss curves: .* \(bound 1e-05\)",
+    "alexnet_pipeline.py": r"losses of 2 and 4 stages are the same to the bit",
     "gpt2_pipeline.py": r"largest difference between the loss curves: .* \(bound 1e-05\)",
     "offload_4b.py": r"and on: loss 5\.\d+ after 2 steps",
     "tensor_parallel.py": r"largest difference between 8 devices and one: .* \(bound 1e-05\)",
-    "rlhf_offload.py": r"the same losses, bit for bit, as without offload",
+    "rlhf_offload.py": r"rewards rise .*; the same losses, bit for bit, as without offload",
     "lightning_validate_then_fit.py": r"all 8 losses are those of fit alone, bit for bit",
     "quickstart.py": r"loss 0\.\d+ -> 0\.0\d+ after 50 steps of ZeRO-3",
     "flax_digits.py": r"held-out accuracy 0\.9[5-9]\d after 84 steps",
