@@ -50,6 +50,14 @@ def test_a_row_that_is_wrong_is_the_exit_status(tmp_path):
 
 
 @pytest.mark.extended
+def test_parts_that_were_wrong_once_run_at_tiny_sizes(tmp_path):
+    out = tmp_path / "gpu.json"
+    said = gpu(out, "--minutes", "9", "--only", "tiers", "processes", "calibrate")
+    assert said.returncode == 0, said.stdout[-3000:] + said.stderr[-3000:]
+    assert set(json.loads(out.read_text())["parts"]) == {"tiers", "processes", "calibrate"}
+
+
+@pytest.mark.nightly  # a quarter of an hour
 def test_the_whole_order_runs_at_tiny_sizes(tmp_path):
     out = tmp_path / "gpu.json"
     said = gpu(out, "--minutes", "30")
