@@ -73,7 +73,9 @@ def test_stage_3_hides_what_it_sends(name, compiled):
     assert sums.exposed_bytes <= 0.05 * sums.communicated_bytes
     # Harder: with a matmul beside it. What is not, stands at the ends of the chain: the input
     # table's gather and its gradient's reduction, the first layer's gather, the last reduction.
-    assert sums.without_matmul_bytes <= 0.065 * sums.communicated_bytes
+    # Llama 8B: 2 x 1.05 GB and 2 x 0.44 GB of 41.2 GB are 7.2 % (6.5 % while scores were multiplied
+    # by hand: one of the four had such a product beside it; cuDNN's attention is no matmul here).
+    assert sums.without_matmul_bytes <= 0.0725 * sums.communicated_bytes
     loops = [c for c in found.collectives if c.in_loop]
     assert loops
     assert not [c for c in loops if not c.num_matmuls]
