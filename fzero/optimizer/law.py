@@ -155,7 +155,9 @@ class _Comparison:
         leaves = jax.tree_util.tree_flatten_with_path(stacked)[0]
         names = [[path_name(path) for path, _ in one] for one in (leaves, nodes)]
         if names[0] != names[1]:
-            other = sorted(set(names[0]) ^ set(names[1]), key=self._is_of_parameter) or names[0]
+            # In an order of its own: of a set, each process would name another leaf.
+            differ = sorted(set(names[0]) ^ set(names[1]))
+            other = sorted(differ, key=self._is_of_parameter) or names[0]
             raise _Differs(f"{field}/{other[-1]} is kept for the one, not for the other")
         return [
             self._leaf(f"{field}/{name}", i, leaf, node)
