@@ -47,8 +47,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path.name == "gpu_programs" and not FOR_GPUS else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first: the last worker to finish should not have begun with them."""
+ELSEWHERE = Path(__file__).with_name("elsewhere.txt")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what `elsewhere.txt` lists, and puts files with slow tests first.
+
+    The last worker to finish should not have begun with a slow file.
+    """
+    lines = [line for line in ELSEWHERE.read_text().splitlines() if not line.startswith("#")]
+    listed = {line.split(maxsplit=1)[1] for line in lines}
+    here = {item.nodeid: item for item in items}
+    for name in listed & set(here):
+        here[name].add_marker(pytest.mark.extended)
+    # A case that was renamed would come back into `make test` without a word.
+    files = {name.partition("::")[0] for name in here}
+    gone = sorted(name for name in listed - set(here) if name.partition("::")[0] in files)
+    if gone and not any("::" in arg for arg in config.args):
+        raise pytest.UsageError(f"{ELSEWHERE.name}: no such cases: {', '.join(gone)}")
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
