@@ -15,6 +15,10 @@ from torch_bridge.configs import (
 from torch_bridge.convert import Applied as Applied
 from torch_bridge.convert import Converted as Converted
 from torch_bridge.convert import convert as convert
+from torch_bridge.documents.batches import grain_batches as grain_batches
+from torch_bridge.documents.rows import Rows as Rows
+from torch_bridge.documents.tokens import Document as Document
+from torch_bridge.documents.tokens import read_documents as read_documents
 from torch_bridge.export.functions import register_function as register_function
 from torch_bridge.formats.content import Checkpoint as Checkpoint
 from torch_bridge.formats.files import load as load
@@ -54,12 +58,14 @@ __all__ = [
     "Checkpoint",
     "Converted",
     "ConvertedSequential",
+    "Document",
     "Generated",
     "Imported",
     "Lightning",
     "Moments",
     "Output",
     "Parity",
+    "Rows",
     "adapter",
     "batch",
     "causal_lm_loss",
@@ -71,6 +77,7 @@ __all__ = [
     "from_lightning",
     "from_training_arguments",
     "generate",
+    "grain_batches",
     "load",
     "load_into",
     "load_state_dict",
@@ -81,6 +88,7 @@ __all__ = [
     "pack",
     "packed_mask",
     "parity",
+    "read_documents",
     "register_function",
     "register_operator",
     "registered_operators",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ def pack(
     ignore_index: int = -100,
     vocabulary: int | None = None,
     rows: int | None = None,
+    labels: Iterable[Sequence[int]] | None = None,
+    alone: bool = False,
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Documents as rows of one length, several in a row where they fit.
 
@@ -35,6 +38,9 @@ def pack(
         vocabulary: number of tokens there are, to find others.
         rows: how many rows there shall be, the last ones perhaps empty; as many as needed if not
             given. So batches of one shape can be made, and rows divide over the devices.
+        labels: of each document, where they are not its tokens: `ignore_index` where a token is not
+            to be learned.
+        alone: give every document a row of its own.
 
     Returns:
         int32 arrays `(rows, length)`: `ids`; `segments`, the number of the document within its row
@@ -42,8 +48,8 @@ def pack(
         `tb.causal_lm_loss(logits, labels)`, which shifts them itself.
 
     Raises:
-        BatchError: a document is longer than a row, or has a token outside the vocabulary; or they
-            do not fit into `rows`. Names the document.
+        BatchError: a document is longer than a row, has a token outside the vocabulary, or labels
+            of another number; or they do not fit into `rows`. Names the document.
 
     Example:
         >>> packed = pack([[5, 6, 7], [8, 9], [3, 4]], length=5)
@@ -52,18 +58,22 @@ def pack(
         >>> packed["segments"].tolist(), packed["labels"][0].tolist()
         ([[1, 1, 1, 2, 2], [1, 1, 0, 0, 0]], [-100, 6, 7, -100, 9])
     """
-    found: list[list[np.ndarray[Any, Any]]] = []
-    room: list[int] = []
-    for number, document in enumerate(documents):
+    found: list[list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]] = []
+    # How much room each row has. Grown by doubling: a list would be searched in Python.
+    room = np.zeros(64, np.int64)
+    given: Iterable[Any] = itertools.repeat(None) if labels is None else labels
+    for number, (document, own) in enumerate(zip(documents, given, strict=labels is not None)):
         ids = _checked(number, np.asarray(document), length, vocabulary)
+        wanted = ids if own is None else _labels(number, np.asarray(own), ids)
         if not ids.size:
             continue
-        place = next((row for row, left in enumerate(room) if left >= ids.size), None)
-        if place is None:
-            place = len(found)
+        fits = room[: len(found)] >= ids.size
+        place = len(found) if alone or not fits.any() else int(np.argmax(fits))
+        if place == len(found):
+            room = np.pad(room, (0, len(room))) if place == len(room) else room
             found.append([])
-            room.append(length)
-        found[place].append(ids)
+            room[place] = length
+        found[place].append((ids, wanted))
         room[place] -= ids.size
     if rows is not None and len(found) > rows:
         raise BatchError(
@@ -77,11 +87,11 @@ def pack(
         "positions": np.zeros(shape, np.int32),
         "labels": np.full(shape, ignore_index, np.int32),
     }
-    for row, own in enumerate(found):
+    for row, documents_of in enumerate(found):
         start = 0
-        for number, ids in enumerate(own, 1):
+        for number, (ids, wanted) in enumerate(documents_of, 1):
             there = row, slice(start, start + ids.size)
-            out["ids"][there] = out["labels"][there] = ids
+            out["ids"][there], out["labels"][there] = ids, wanted
             out["labels"][row, start] = ignore_index
             out["segments"][there] = number
             out["positions"][there] = np.arange(ids.size)
@@ -109,6 +119,17 @@ def packed_mask(segments: Any) -> jax.Array:
     order = jnp.arange(given.shape[-1])
     same = given[:, :, None] == given[:, None, :]
     return (same & (order[:, None] >= order[None, :]))[:, None]
+
+
+def _labels(
+    number: int, labels: np.ndarray[Any, Any], ids: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    if labels.shape != ids.shape:
+        raise BatchError(
+            f"pack: document {number} has {ids.size} tokens, but labels of shape"
+            f" {list(labels.shape)}; expected one for each"
+        )
+    return labels.astype(np.int32)
 
 
 def _checked(

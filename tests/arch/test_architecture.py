@@ -35,7 +35,7 @@ LAYERS = {
     ],
     "torch_bridge": [
         ["dtypes", "losses", "packing"],
-        ["module", "lower"],
+        ["module", "lower", "documents"],
         ["export"],
         ["structure"],
         ["convert", "sequential"],

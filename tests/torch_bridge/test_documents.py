@@ -1,0 +1,162 @@
+"""Documents: conversations, completions and texts as tokens, rows and batches."""
+
+from __future__ import annotations
+
+import json
+
+import datasets
+import numpy as np
+import optax
+import pytest
+
+import fzero as fz
+import torch_bridge as tb
+from tests.support.tokens import MARKED, VOCABULARY, byte_tokenizer
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Où?"},
+    {"role": "assistant", "content": "Là."},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "Here, still."},
+]
+
+
+def written(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def learned(tokenizer, document):
+    kept = [int(token) for token in document.labels if token != -100]
+    assert kept == [int(t) for t, label in zip(document.ids, document.labels, strict=True)
+                    if label != -100]  # fmt: skip
+    return tokenizer.decode(kept)
+
+
+def test_of_a_conversation_the_assistants_words_are_learned(tmp_path):
+    path = written(tmp_path / "chat.jsonl", {"messages": CHAT}, {"messages": CHAT[1:3]})
+    tokenizer = byte_tokenizer()
+    first, second = tb.read_documents(path, tokenizer, vocabulary=VOCABULARY)
+    whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert tokenizer.decode(first.ids) == whole
+    assert learned(tokenizer, first) == "Là.<|end|>\nHere, still.<|end|>\n"
+    assert learned(tokenizer, second) == "Là.<|end|>\n"
+    # transformers' own masks, where the template marks what the assistant writes
+    for own, other in ((byte_tokenizer(MARKED), None), (tokenizer, MARKED)):
+        marked = tb.read_documents(path, own, template=other)
+        for one, same in zip(marked, (first, second), strict=True):
+            np.testing.assert_array_equal(one.ids, same.ids)
+            np.testing.assert_array_equal(one.labels, same.labels)
+
+
+def test_completions_and_texts_end_with_the_end_token(tmp_path):
+    tokenizer = byte_tokenizer(None)
+    path = written(tmp_path / "rows.jsonl", {"prompt": "1 + 1 =", "completion": " 2"},
+                   {"text": "All of it."})  # fmt: skip
+    pair, text = tb.read_documents([path], tokenizer)
+    assert tokenizer.decode(pair.ids) == "1 + 1 = 2<|end|>"
+    assert learned(tokenizer, pair) == " 2<|end|>"
+    assert learned(tokenizer, text) == "All of it.<|end|>"
+    assert (pair.where, text.where) == (f"{path}:1", f"{path}:2")
+
+
+def test_datasets_on_disk_are_read_like_files(tmp_path):
+    records = [{"messages": CHAT}, {"messages": CHAT[1:3]}]
+    datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "saved"))
+    want = tb.read_documents(written(tmp_path / "chat.jsonl", *records), byte_tokenizer())
+    got = tb.read_documents(tmp_path / "saved", byte_tokenizer())
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one.labels, other.labels)
+    assert got[1].where == f"{tmp_path / 'saved'}, row 1"
+    datasets.DatasetDict(train=datasets.Dataset.from_list(records)).save_to_disk(
+        str(tmp_path / "splits")
+    )
+    with pytest.raises(fz.BatchError, match=r"several splits, \['train'\]: expected one"):
+        tb.read_documents(tmp_path / "splits", byte_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"text": "a"', "expected one JSON object on this line"),
+        ("[1]", "expected a JSON object, got list"),
+        ('{"txt": "a"}', 'expected one of "messages".* got the fields txt'),
+        ('{"text": "a", "prompt": "b"}', "got the fields prompt, text"),
+        ('{"prompt": "b"}', '"completion": expected a string, got none'),
+        ('{"text": 3}', '"text": expected a string, got int'),
+        ('{"messages": []}', "expected a list of messages, got an empty one"),
+        ('{"messages": [{"content": "x"}]}', "message 0: expected an object with"),
+        ('{"messages": [{"role": "assistant"}]}', 'message 0: it has no "content"'),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "nothing to learn.*'user'"),
+    ],
+)
+def test_what_cannot_be_read_is_named_by_its_line(tmp_path, line, told):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "good"}\n\n' + line + "\n")
+    with pytest.raises(fz.BatchError, match=rf"bad\.jsonl:3: .*{told}"):
+        tb.read_documents(path, byte_tokenizer())
+
+
+def test_templates_and_tokens_that_do_not_fit_are_named(tmp_path):
+    path = written(tmp_path / "chat.jsonl", {"messages": CHAT})
+    with pytest.raises(fz.BatchError, match=r"chat\.jsonl:1: has messages, but .* no chat templ"):
+        tb.read_documents(path, byte_tokenizer(None))
+    with pytest.raises(fz.BatchError, match=r"chat\.jsonl:1: the chat template refuses it: no sy"):
+        tb.read_documents(path, byte_tokenizer("{{ raise_exception('no system') }}"))
+    with pytest.raises(fz.BatchError, match=r"jsonl:1: token 256 \('<.start.>', number 0 of the"):
+        tb.read_documents(path, byte_tokenizer(), vocabulary=256)
+    forgets = "{% for m in messages %}{{ loop.revindex }}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(fz.BatchError, match=r"jsonl:1: message 2: .* otherwise once it is there"):
+        tb.read_documents(path, byte_tokenizer(forgets))
+    with pytest.raises(fz.BatchError, match=r"none\.jsonl: cannot be read"):
+        tb.read_documents(tmp_path / "none.jsonl", byte_tokenizer())
+
+
+def test_rows_hold_documents_with_what_is_learned(tmp_path):
+    path = written(tmp_path / "rows.jsonl", *({"prompt": "ab", "completion": c} for c in "wxyz"))
+    tokenizer = byte_tokenizer()
+    documents = tb.read_documents(path, tokenizer)
+    rows = tb.Rows.of(documents, length=8)
+    assert (len(rows), rows.num_tokens, rows.num_learned) == (2, 16, 8)
+    assert rows.values["segments"].tolist() == [[1] * 4 + [2] * 4] * 2
+    assert tokenizer.decode(rows[0]["ids"]) == "abw<|end|>abx<|end|>"
+    apart = tb.Rows.of(documents, length=8, packed=False)
+    assert (len(apart), apart.num_tokens, apart.num_learned) == (4, 16, 8)
+    with pytest.raises(fz.BatchError, match=r"rows\.jsonl:1: 4 tokens, but rows have 3"):
+        tb.Rows.of(documents, length=3)
+    assert len(tb.Rows.of(documents, length=3, too_long="skip")) == 0
+    cut = tb.Rows.of(documents, length=3, too_long="cut")
+    assert (len(cut), cut.cut, cut.num_learned) == (4, 4, 4)
+
+
+def test_batches_go_on_in_another_number_of_processes(tmp_path):
+    path = written(tmp_path / "rows.jsonl", *({"text": f"number {n}"} for n in range(7)))
+    rows = tb.Rows.of(tb.read_documents(path, byte_tokenizer()), length=12)
+    model = fz.Model(
+        lambda rng: ({"w": np.ones(4, np.float32)}, {}),
+        lambda p, b, *_: ((p["w"] ** 2).sum(), b, {}),
+    )
+    plan, tx = fz.Plan(data=2), optax.sgd(0.1)
+    one = tb.grain_batches(rows, 4, seed=3)
+    for step in range(3):  # into the second epoch
+        np.testing.assert_array_equal(next(one)["ids"], rows.batch(3, step, 4)["ids"])
+    fz.save(
+        tmp_path / "saved",
+        fz.init(model, tx, plan),
+        plan,
+        data_position=one.get_state(),
+        asynchronous=False,
+    )
+    position = fz.checkpoint(tmp_path / "saved").data_position
+    parts = [tb.grain_batches(rows, 4, seed=3, process=n, num_processes=2) for n in range(2)]
+    for part in parts:
+        part.set_state(position)
+    for step in (3, 4):
+        joined = np.concatenate([next(part)["ids"] for part in parts])
+        np.testing.assert_array_equal(joined, rows.batch(3, step, 4)["ids"])
+    seen = np.concatenate([rows.batch(3, step, 7)["ids"] for step in range(2)])
+    assert sorted(map(bytes, seen)) == sorted(2 * list(map(bytes, rows.values["ids"])))
+    with pytest.raises(fz.BatchError, match="7 rows in batches of 4 over 3 processes"):
+        tb.grain_batches(rows, 4, process=0, num_processes=3)

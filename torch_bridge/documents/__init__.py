@@ -1,0 +1,1 @@
+"""Documents to train on: records, their tokens, and rows and batches of them."""

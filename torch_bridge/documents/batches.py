@@ -1,0 +1,94 @@
+"""Batches of rows by `grain`: read ahead by threads, a part for each process."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax
+
+from fzero.errors import BatchError
+from torch_bridge.documents.rows import Batch, Rows
+
+
+def grain_batches(
+    rows: Rows,
+    size: int,
+    *,
+    seed: int = 0,
+    steps: int | None = None,
+    process: int | None = None,
+    num_processes: int | None = None,
+    threads: int = 2,
+) -> Any:
+    """An iterator of `grain` over batches, each process with its own rows of each.
+
+    Batch k is a function of seed and k, whatever the number of processes: the rows of process 0,
+    then those of process 1, and so on, are those of `rows.batch(seed, k, size)`. So the iterator's
+    position is the number of batches taken, the same in every process; saved with the state, it is
+    where any number of processes goes on:
+
+        fz.save(path, state, plan, data_position=iterator.get_state())
+        iterator.set_state(fz.checkpoint(path).data_position)
+
+    Args:
+        rows: what batches are made of.
+        size: rows in a batch, over all processes.
+        seed: of the order, which is another in every epoch.
+        steps: how many batches there are; without end if not given.
+        process: which process this is, as jax counts them if not given.
+        num_processes: how many there are, likewise.
+        threads: that read ahead.
+
+    Returns:
+        A `grain.DatasetIterator` of dicts of arrays; `fz.local_batch` makes global ones of them.
+
+    Raises:
+        BatchError: there are no rows, they do not divide over the processes, or `grain` is missing.
+
+    Example:
+        >>> import numpy as np
+        >>> from torch_bridge.documents.tokens import Document
+        >>> one = [Document(np.array([n, n]), np.array([n, n]), "") for n in range(6)]
+        >>> rows = Rows.of(one, length=2)
+        >>> iterator = grain_batches(rows, 4, process=1, num_processes=2)
+        >>> bool((next(iterator)["ids"] == rows.batch(0, 0, 4)["ids"][2:]).all())
+        True
+        >>> iterator.get_state()["next_index"]
+        1
+    """
+    try:
+        import grain
+    except ImportError as error:
+        raise BatchError("grain_batches takes the package grain: pip install grain") from error
+    process = jax.process_index() if process is None else process
+    count = jax.process_count() if num_processes is None else num_processes
+    if not 0 <= process < count:
+        raise BatchError(f"grain_batches: process={process}: expected 0 to {count - 1}")
+    if not len(rows) or size < 1 or size % count:
+        raise BatchError(
+            f"grain_batches: {len(rows)} rows in batches of {size} over {count} processes: expected"
+            " some rows, and a size that the processes divide"
+        )
+    own = size // count
+    part = slice(process * own, (process + 1) * own)
+    source = _Steps(rows, size, seed, part, sys.maxsize if steps is None else steps)
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 1))
+    return iter(grain.MapDataset.source(source).to_iter_dataset(options))
+
+
+class _Steps:
+    """Batches by their number, as grain takes them."""
+
+    def __init__(self, rows: Rows, size: int, seed: int, part: slice, steps: int) -> None:
+        self._rows, self._size, self._seed = rows, size, seed
+        self._part, self._steps = part, steps
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __getitem__(self, step: int) -> Batch:
+        return self._rows.batch(self._seed, int(step), self._size, self._part)
+
+    def __repr__(self) -> str:  # grain checks that a position is of the same data
+        return f"rows {self._rows.fingerprint}, batches of {self._size}, seed {self._seed}"
