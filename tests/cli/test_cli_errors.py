@@ -15,6 +15,7 @@ from rich.console import Console
 
 from fzero import cli
 from torch_bridge.cli import check, devices, interrupt, outputs, progress
+from torch_bridge.cli.gauge import Gauge
 
 
 def refusal(here: Command, *args: object) -> str:
@@ -186,9 +187,10 @@ def test_a_bar_on_a_terminal_shows_loss_rate_and_remaining_time() -> None:
     with progress.display(20, console) as shown:
         shown.step(5, 2.5, 12345.6)
         shown.line("step 5  validation loss 2.25")
-        shown.step(10, 1.5, 12345.6)
+        shown.step(10, 1.5, 12345.6, Gauge(2e9, 1e14, 3 * 2**20).words(12345.6))
     text = screen.getvalue()
-    for part in ("10/20", "loss 1.5000", "12,346 tokens/s", "left", "validation loss 2.25"):
+    for part in ("10/20", "loss 1.5000", "12,346 tokens/s", "MFU 25%", "3.0 MiB/device", "left",
+                 "validation loss 2.25"):  # fmt: skip
         assert part in text
 
 

@@ -52,7 +52,7 @@ def test_sigterm_saves_in_all_processes_and_one_goes_on(tmp_path, config_file, t
     assert summary["devices"]["count"] == 2
     assert f"SIGTERM: stopped after step {reached};" in shown
     assert "the same command with --resume goes on" in shown
-    assert sorted(path.name for path in out.iterdir())[-1] == "summary.json"
+    assert (out / "summary.json").exists()
     # One process with both devices has all that two had: the run goes on where it was.
     process = start(1, out, "--resume", *arguments)
     try:

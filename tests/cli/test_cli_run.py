@@ -84,6 +84,22 @@ def test_metrics_hold_every_step_and_every_validation(trained: tuple[Path, Run])
     assert entries[-1]["val_loss"] == summary["val_loss_last"]
 
 
+def test_timings_say_what_all_of_the_time_went_to(trained: tuple[Path, Run]) -> None:
+    out, _ = trained
+    entries = [json.loads(line) for line in (out / "timings.jsonl").read_text().splitlines()]
+    what = [(entry["what"], entry["step"]) for entry in entries if "seconds" in entry]
+    assert what == [
+        ("validation", 0), ("first step", 1), ("step", 2), ("step", 3), ("validation", 3),
+        ("step", 4), ("checkpoint", 4), ("step", 5), ("step", 6), ("validation", 6),
+    ]  # fmt: skip
+    assert all(entry["seconds"] > 0 for entry in entries if "seconds" in entry)
+    # What a device keeps, as the summary has it.
+    places = [entry for entry in entries if entry["what"] == "placement"]
+    assert [entry["step"] for entry in places] == [0, 3, 6]
+    held = {k: v for k, v in summary_of(out)["bytes_per_device"].items() if v}
+    assert [entry["bytes_per_device"]["device"] for entry in places] == [held] * 3
+
+
 def test_the_directory_is_one_that_transformers_loads(trained: tuple[Path, Run]) -> None:
     out, _ = trained
     module = AutoModelForCausalLM.from_pretrained(out)
@@ -95,7 +111,7 @@ def test_the_directory_is_one_that_transformers_loads(trained: tuple[Path, Run])
     assert (out / "loss.png").read_bytes().startswith(PNG)
     assert sorted(path.name for path in out.iterdir()) == [
         "checkpoints", "config.json", "fzero.json", "loss.png", "metrics.jsonl",
-        "model.safetensors", "run.json", "summary.json",
+        "model.safetensors", "run.json", "summary.json", "timings.jsonl",
     ]  # fmt: skip
     config = json.loads((out / "config.json").read_text())
     assert {name: config[name] for name in TINY_CONFIG} == TINY_CONFIG
@@ -119,6 +135,8 @@ def test_what_is_printed_without_a_terminal(trained: tuple[Path, Run]) -> None:
     lines = trained[1].stdout.splitlines()
     assert sum(line.startswith("step ") and "/6  loss" in line for line in lines) == 6
     assert sum("  validation loss " in line for line in lines) == 3
+    # CPUs have no peak to be a share of, and do not say what is in use.
+    assert sum("GFLOP/s" in line and "KiB/device of state" in line for line in lines) == 5
     assert lines[-1] == f"written to {trained[0]}"
     assert "\x1b" not in trained[1].stdout
 

@@ -12,8 +12,10 @@ from typing import Any, TextIO
 from fzero import CheckpointError
 from torch_bridge.cli import data
 from torch_bridge.cli.data import Batch, Corpus
+from torch_bridge.cli.gauge import Gauge
 from torch_bridge.cli.interrupt import StopOnInterrupt
 from torch_bridge.cli.progress import Display
+from torch_bridge.cli.timings import Timings
 
 
 TrainStep = Callable[[Any, Batch], tuple[Any, dict[str, Any]]]
@@ -68,12 +70,28 @@ class Recorder:
 
     Reading a metric waits for its step. Doing so only when the next step has been dispatched keeps
     the devices busy, and keeps at most two steps in flight.
+
+    Args:
+        sink: takes the lines of metrics.jsonl.
+        display: shows steps.
+        tokens_per_step: of the global batch.
+        history: of the run that this one goes on with.
+        gauge: what to show of the devices.
+        timings: takes note of what took how long.
     """
 
     def __init__(
-        self, sink: TextIO, display: Display, tokens_per_step: int, history: History | None = None
+        self,
+        sink: TextIO,
+        display: Display,
+        tokens_per_step: int,
+        history: History | None = None,
+        gauge: Gauge | None = None,
+        timings: Timings | None = None,
     ) -> None:
         self.history = history or History()
+        self.timings = timings or Timings()
+        self._gauge = gauge or Gauge()
         self._compiled = False
         self._sink = sink
         self._display = display
@@ -92,6 +110,7 @@ class Recorder:
 
     def validation(self, done: int, loss: float) -> None:
         """After `done` steps the validation loss was `loss`."""
+        self.timings.done("validation", done)
         self.history.validation.append((done, loss))
         self._write({"step": done, "val_loss": _finite(loss)})
         self._display.line(f"step {done}  validation loss {loss:.6f}")
@@ -117,10 +136,12 @@ class Recorder:
         done, metrics = self._pending
         self._pending = None
         values = {name: float(value) for name, value in metrics.items() if value.ndim == 0}
+        self.timings.done("step" if self._compiled else "first step", done)
         self._meter.count_step()
         self.history.losses.append((done, values["loss"]))
         self._write({"step": done} | {name: _finite(value) for name, value in values.items()})
-        self._display.step(done, values["loss"], self._meter.rate)
+        rate = self._meter.rate
+        self._display.step(done, values["loss"], rate, self._gauge.words(rate))
 
     def _write(self, entry: dict[str, Any]) -> None:
         # One write per line, flushed: whoever follows the file never sees half an entry.
@@ -173,6 +194,7 @@ def fit(
 
     def validate() -> None:
         recorder.validation(done, evaluate_state(eval_step, state, corpus, eval_batch))
+        recorder.timings.placed(state, done)
 
     with StopOnInterrupt() as stop:
         done = history.steps_done
@@ -214,6 +236,7 @@ def _save(save: Callable[[Any, int], None], state: Any, done: int, recorder: Rec
         save(state, done)
     except CheckpointError as error:
         recorder.say(f"step {done}  no checkpoint: {error}")
+    recorder.timings.done("checkpoint", done)
 
 
 def _finite(value: float) -> float | None:

@@ -19,6 +19,7 @@ from torch_bridge.cli.settings import DataSettings
 
 WEIGHTS = "model.safetensors"
 METRICS = "metrics.jsonl"
+TIMINGS = "timings.jsonl"
 PLOT = "loss.png"
 SUMMARY = "summary.json"
 # How the run cut its text and laid out its state: the defaults of `fzero eval`.

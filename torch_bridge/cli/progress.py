@@ -25,8 +25,8 @@ class Display(Protocol):
         trace: TracebackType | None,
     ) -> None: ...
 
-    def step(self, step: int, loss: float, tokens_per_s: float | None) -> None:
-        """Step number `step` (from 1) is done."""
+    def step(self, step: int, loss: float, tokens_per_s: float | None, gauge: str = "") -> None:
+        """Step number `step` (from 1) is done; `gauge` says how the devices do."""
 
     def line(self, text: str) -> None:
         """A line that stays."""
@@ -46,11 +46,12 @@ class _Bar:
             BarColumn(),
             TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[rate]} tokens/s"),
+            TextColumn("{task.fields[gauge]}"),
             TimeRemainingColumn(compact=True),
             TextColumn("left"),
             console=console,
         )
-        self._task = self._progress.add_task("train", total=num_steps, loss="-", rate="-")
+        self._task = self._progress.add_task("train", total=num_steps, loss="-", rate="-", gauge="")
 
     def __enter__(self) -> Display:
         self._progress.start()
@@ -64,9 +65,9 @@ class _Bar:
     ) -> None:
         self._progress.stop()
 
-    def step(self, step: int, loss: float, tokens_per_s: float | None) -> None:
+    def step(self, step: int, loss: float, tokens_per_s: float | None, gauge: str = "") -> None:
         self._progress.update(
-            self._task, completed=step, loss=f"{loss:.4f}", rate=_rate(tokens_per_s)
+            self._task, completed=step, loss=f"{loss:.4f}", rate=_rate(tokens_per_s), gauge=gauge
         )
 
     def line(self, text: str) -> None:
@@ -90,10 +91,11 @@ class _Plain:
     ) -> None:
         return None
 
-    def step(self, step: int, loss: float, tokens_per_s: float | None) -> None:
+    def step(self, step: int, loss: float, tokens_per_s: float | None, gauge: str = "") -> None:
         if step == 1 or step % self._interval == 0 or step == self._num_steps:
             self.line(
                 f"step {step}/{self._num_steps}  loss {loss:.4f}  {_rate(tokens_per_s)} tokens/s"
+                f"{'  ' if gauge else ''}{gauge}"
             )
 
     def line(self, text: str) -> None:

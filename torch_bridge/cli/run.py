@@ -16,6 +16,7 @@ import torch_bridge as tb
 from fzero.hosts.agree import require_same
 from torch_bridge.cli import check, data, devices, hosts, models, outputs, plot, resume
 from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.gauge import gauge_of
 from torch_bridge.cli.interrupt import EXIT_INTERRUPTED
 from torch_bridge.cli.loop import History, Recorder, evaluate_state, fit
 from torch_bridge.cli.models import LoadedModel
@@ -23,6 +24,7 @@ from torch_bridge.cli.plan_file import RUN_FILE, made_by_optax
 from torch_bridge.cli.progress import display
 from torch_bridge.cli.resume import Saver
 from torch_bridge.cli.settings import DataSettings, EvalSettings, TrainSettings, check_batch
+from torch_bridge.cli.timings import timings
 
 
 WARMUP_SHARE = 0.05
@@ -77,12 +79,16 @@ def train(settings: TrainSettings) -> int:
     with (
         display(settings.steps) as shown,
         (own.out / outputs.METRICS).open("a" if settings.resume else "w", encoding="utf-8") as sink,
+        timings(own.out / outputs.TIMINGS, settings.resume) as times,
     ):
         for line in _describe(job, num_devices):
             shown.line(line)
         if settings.resume:
             shown.line(f"resumed after step {checkpoint.step} of {settings.steps}")
-        recorder = Recorder(sink, shown, settings.batch * settings.data.seq, history)
+        tokens = settings.batch * settings.data.seq
+        first = data.train_batch(job.corpus, settings.seed, 0, settings.batch)
+        gauge = gauge_of(job.model, plan, first, tokens, num_devices, state)
+        recorder = Recorder(sink, shown, tokens, history, gauge, times)
         state = fit(
             state,
             fz.train_step(job.model, tx, plan),

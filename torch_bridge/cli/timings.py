@@ -1,0 +1,66 @@
+"""What took how long in a run: lines of timings.jsonl, beside metrics.jsonl."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import fzero as fz
+from torch_bridge.cli import gauge
+
+
+class Timings:
+    """Writes what was done since the last line, so that all lines together are the whole time.
+
+    Args:
+        sink: takes lines of JSON; None: nothing is written.
+    """
+
+    def __init__(self, sink: TextIO | None = None) -> None:
+        self._sink = sink
+        self._mark = time.perf_counter()
+
+    def done(self, what: str, step: int) -> float:
+        """What ended now, after so many steps; returns the seconds since what ended before it."""
+        now = time.perf_counter()
+        seconds, self._mark = now - self._mark, now
+        self._write({"what": what, "step": step, "seconds": round(seconds, 6)})
+        return seconds
+
+    def placed(self, state: fz.TrainState, step: int) -> None:
+        """Where the state is after so many steps, and what arrays take on the fullest device."""
+        if self._sink is None:
+            return
+        where = fz.placement(state)
+        tiers = {
+            "device": where.bytes_per_device,
+            "host": where.host_bytes_per_device,
+            "disk": where.disk_bytes_per_device,
+        }
+        held = {tier: {k: v for k, v in sizes.items() if v} for tier, sizes in tiers.items()}
+        self._write(
+            {"what": "placement", "step": step, "bytes_per_device": held}
+            | {"bytes_in_use": gauge.bytes_in_use(), "peak_bytes": gauge.peak_bytes()}
+        )
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        # One write per line, flushed: a run that is killed leaves all but the line it was in.
+        if self._sink is not None:
+            self._sink.write(json.dumps(entry) + "\n")
+            self._sink.flush()
+
+
+@contextlib.contextmanager
+def timings(path: Path, again: bool) -> Iterator[Timings]:
+    """The timings of a run; a resumed one goes on below those of the first.
+
+    Args:
+        path: the file.
+        again: whether the run was resumed.
+    """
+    with path.open("a" if again else "w", encoding="utf-8") as sink:
+        yield Timings(sink)
