@@ -135,6 +135,25 @@ def test_a_stale_copy_is_not_believed_twice():
     assert float(evaluate(stale, BATCH)["loss"]) != float(evaluate(state, BATCH)["loss"])
 
 
+@pytest.mark.parametrize("name", ["zero 1, bf16", "zero 3, fp32", "mpmd"])
+def test_an_edit_in_a_state_s_own_dicts_is_seen(name):
+    """A step does not take a state that it knows for what it was."""
+    plan = tiny.plan(**PLANS[name])
+    evaluate, step = steps(plan)
+    state, _ = step(fz.init(MODEL, TX, plan), BATCH)
+    want = losses(plan, by_replace(state))
+    state, _ = step(state, BATCH)  # the step's own state, which it looks at no more
+    evaluate(state, BATCH)
+    for link in state.params.values():
+        link.update(edited(link))
+    assert float(step(state, BATCH)[1]["loss"]) == want[1]
+    assert float(evaluate(state, BATCH)["loss"]) == want[0]
+    state.params["one"]["w"] = np.zeros((tiny.D, tiny.D), np.float32)
+    for run in (step, evaluate):
+        with pytest.raises(fz.StateError, match=r"params/one/w: expected a jax.Array"):
+            run(state, BATCH)
+
+
 def test_an_edit_is_replanned_saved_and_accumulated(tmp_path):
     plan = tiny.plan(zero=1, data=2, precision="bf16")
     state = fz.init(MODEL, TX, plan)

@@ -34,7 +34,7 @@ class Checks:
     """The checks of one step.
 
     A state that passed, or that the step itself returned, is looked at again only for what can
-    change: whether it was given away since.
+    change: whether it was given away since, and whether its dicts hold other leaves.
 
     Args:
         blue: the blueprint.
@@ -49,7 +49,7 @@ class Checks:
     ) -> None:
         self.blueprint, self.name, self.reads = blue, name, tuple(reads)
         self.donate, self.bare = donate, bare
-        self._known: weakref.ref[TrainState] | None = None
+        self._known: tuple[weakref.ref[TrainState], list[weakref.ref[Any]]] | None = None
         self._fits: set[Any] = set()
         self._compared, self._steps = False, Steps()
 
@@ -62,7 +62,7 @@ class Checks:
             PlacementError: a leaf that the step needs is parked.
         """
         state = with_scalars_placed(state, self.blueprint)
-        if self._known is not None and self._known() is state:
+        if self._trusted(state):
             require_alive(state, self.name)
             return state
         state = compute_copy.settled_state(state)
@@ -88,7 +88,17 @@ class Checks:
 
     def trust(self, state: TrainState) -> None:
         """Says that a state fits."""
-        self._known = weakref.ref(state)
+        self._known = weakref.ref(state), [weakref.ref(leaf) for leaf in jax.tree.leaves(state)]
+
+    def _trusted(self, state: TrainState) -> bool:
+        """Whether this very state fitted, with the leaves that it has now."""
+        if self._known is None or self._known[0]() is not state:
+            return False
+        leaves = jax.tree.leaves(state)
+        had = self._known[1]
+        return len(leaves) == len(had) and all(
+            ref() is leaf for ref, leaf in zip(had, leaves, strict=True)
+        )
 
     def batch(self, batch: PyTree, microbatches: int) -> None:
         """Raises `BatchError` if a batch cannot be divided evenly."""

@@ -222,7 +222,7 @@ def test_flat_tensors_are_used_up(tmp_path: Path) -> None:
         tb.checkpoint(step)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 3, 16])
 def test_paddings_inside_a_group(tmp_path: Path, ranks: int) -> None:
     """`parameter_alignment` leaves room behind parameters, so that the next one is aligned."""
     state = random_state()
