@@ -42,15 +42,8 @@ from fzero.sharding.split import Split, layout_leaves, map_splits, trained
 from fzero.tree import PyTree
 from fzero.zero.at_use import gather_at_use
 from fzero.zero.rules import Rules
-from fzero.zero.stack import (
-    StackHalf,
-    StackLink,
-    stack_backward,
-    stack_eval,
-    stack_forward,
-    stack_input_backward,
-    stack_weight_backward,
-)
+from fzero.zero.stack import StackLink, stack_backward, stack_eval, stack_forward
+from fzero.zero.stack_halves import StackHalf, stack_input_backward, stack_weight_backward
 from fzero.zero.vjp import Floats, Pullback, forward, remat_policy
 
 

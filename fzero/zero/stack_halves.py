@@ -1,0 +1,92 @@
+"""The backward pass of a stack in the two halves that some pipeline schedules run apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fzero.programs.halves import Rest
+from fzero.tree import PyTree
+from fzero.zero.look_ahead import look_ahead
+from fzero.zero.stack import StackLink
+from fzero.zero.stack_layer import LayerProgram, at_row, join_rows
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["program", "values", "rest", "parts"],
+    meta_fields=[],
+)
+@dataclass(frozen=True, eq=False)
+class StackHalf:
+    """What the weights' gradients of a stack take, once its input's gradient is known.
+
+    Args:
+        program: the program of one layer.
+        values: per layer, stacked, what the second half reads.
+        rest: the second half of one layer.
+        parts: per layer, stacked, this device's parts of its weights.
+    """
+
+    program: LayerProgram
+    values: list[Any]
+    rest: Rest
+    parts: PyTree
+
+    def with_inputs(self, batch: PyTree, rng: jax.Array | None) -> StackHalf:
+        """As `StackLink.with_inputs`."""
+        program = dataclasses.replace(self.program, batch=batch, rng=rng)
+        return dataclasses.replace(self, program=program)
+
+
+def stack_input_backward(
+    link: StackLink, shards: PyTree, cotangent: Any
+) -> tuple[StackHalf, list[Any]]:
+    """The first half of `stack_backward`: cotangents of the input's floating-point leaves."""
+    program, layers = link.program, link.program.static
+    rules = layers.rules
+    shards, saved = rules.fence((shards, link.saved))
+    before, saved = join_rows(*link.saved), join_rows(*saved)
+    cell: list[tuple[Rest, list[int | None]]] = []
+
+    def fetch(k: Any) -> PyTree:
+        parts = jax.tree.map(lambda leaf: at_row(leaf, k), saved[1])
+        return layers.refetch(shards, parts, k)
+
+    def back(cts: Any, weights: PyTree, k: Any, apart: bool) -> tuple[Any, list[Any]]:
+        kept = jax.tree.map(lambda leaf: at_row(leaf, k), saved[0])
+        cts, values, rest = program.input_half(weights, kept, cts)
+        # What is only passed on need not be copied through the loop.
+        index = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(kept))}
+        cell.append((rest, [index.get(id(value)) for value in values]))
+        return cts, [value for value in values if id(value) not in index]
+
+    cts = rules.fence(program.split_cotangent(cotangent))
+    num, ahead = layers.piece.num_layers, rules.prefetch
+    cts, (found, _) = look_ahead(num, fetch, back, cts, ahead=ahead, reverse=True, apart=False)
+    rest, marks = cell[-1]
+    own, computed = jax.tree.leaves(before[0]), iter(found)
+    values = [next(computed) if mark is None else own[mark] for mark in marks]
+    # The second half reads none of what the first did.
+    bare = dataclasses.replace(program, shared=[], shared_rest=[], buffers=None)
+    return StackHalf(bare, values, rest, before[1]), program.join_cotangent(cts)
+
+
+def stack_weight_backward(half: StackHalf, shards: PyTree) -> PyTree:
+    """The second half of `stack_backward`: gradients of a piece's parameters, stacked."""
+    layers = half.program.static
+
+    def plain(_: None, xs: Any) -> tuple[None, PyTree]:
+        k, values, parts = xs
+        # Where no gradient reads the weights, as in chains of matmuls, the gathers fall away.
+        weights = layers.refetch(shards, parts, k)
+        return None, layers.scatter(half.program.weight_half(half.rest, values, weights))
+
+    xs = (jnp.arange(layers.piece.num_layers), half.values, half.parts)
+    _, grads = jax.lax.scan(plain, None, xs, reverse=True)
+    return grads

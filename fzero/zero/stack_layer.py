@@ -1,0 +1,250 @@
+"""One layer of a stack as a program that a loop runs: its weights, and both its passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fzero.model import Context, Piece, Stack, apply_layer, split_shared
+from fzero.precision import COMPUTE_DTYPES
+from fzero.programs.halves import Rest, first_half
+from fzero.sharding.buffers import require_reductions
+from fzero.sharding.split import Split, map_splits, trained, with_frozen
+from fzero.tree import PyTree, shapes_of
+from fzero.zero.rules import Rules
+from fzero.zero.vjp import Floats, forward, remat_policy
+
+
+@dataclass(frozen=True, eq=False)
+class StackLayers:
+    """Layers of a stack: what is fixed when they are traced, and how their weights come and go.
+
+    Args:
+        rules: how weights are fetched and gradients reduced.
+        piece: which layers.
+        carry: the structure of what each takes and gives.
+        like: its shapes: (floating-point leaves, others).
+        shared: the structure of what all of them read.
+        train: whether in training mode.
+    """
+
+    rules: Rules
+    piece: Piece
+    carry: Floats
+    like: tuple[list[Any], list[Any]]
+    shared: Floats
+    train: bool
+
+    @property
+    def stack(self) -> Stack:
+        """The stack itself."""
+        assert isinstance(self.piece.layer, Stack)
+        return self.piece.layer
+
+    @property
+    def layout(self) -> PyTree:
+        """A `Split` for each of the stack's leaves."""
+        return self.rules.layout[self.piece.layer.name]
+
+    def fetch(self, shards: PyTree, k: Any) -> PyTree:
+        """Layer k's parameters, ready for use."""
+        row = self.piece.row
+        return map_splits(
+            lambda split, leaf: self.rules.fetch(split, at_row(leaf, row + k)), self.layout, shards
+        )
+
+    def refetch(self, shards: PyTree, parts: PyTree, k: Any) -> PyTree:
+        """Layer k's parameters, ready for use in a backward pass."""
+        row = self.piece.row
+        return map_splits(
+            lambda split, leaf, part: self.rules.refetch(split, at_row(leaf, row + k), part),
+            self.layout, shards, parts,
+        )  # fmt: skip
+
+    def parts(self, weights: PyTree) -> PyTree:
+        """This device's parts of a layer's parameters."""
+        return map_splits(self.rules.part, self.layout, weights)
+
+    def scatter(self, grads: PyTree) -> PyTree:
+        """The reduced gradients of a layer."""
+        return map_splits(self.rules.scatter, trained(self.layout), grads)
+
+    def room(self, grads: PyTree) -> PyTree:
+        """Room for every layer's reduced gradient."""
+        rules, num = self.rules, self.piece.num_layers
+
+        def room(split: Split, grad: jax.Array) -> jax.Array:
+            shape = list(grad.shape)
+            if rules.reduce and split.layer_dim is not None:
+                shape[split.layer_dim] = (shape[split.layer_dim] + split.pad) // rules.group.data
+            zeros = jnp.zeros((num, *shape), rules.reduced_dtype(split, grad.dtype))
+            return rules.group.pin(zeros, split.lies(False))
+
+        return map_splits(room, trained(self.layout), grads)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["shared", "shared_rest", "batch", "rng", "buffers"],
+    meta_fields=["static"],
+)
+@dataclass(frozen=True, eq=False)
+class LayerProgram:
+    """One layer of a stack as `(weights, carry, shared) -> carry`, with gradients.
+
+    A pytree, like everything that a forward pass leaves for its backward pass, so that the two may
+    be compiled apart.
+    """
+
+    static: StackLayers
+    shared: list[Any]
+    shared_rest: list[Any]
+    batch: Any  # (rows, step number), or `None`
+    rng: jax.Array | None
+    buffers: PyTree
+
+    @staticmethod
+    def of(rules: Rules, piece: Piece, x: Any, ctx: Context) -> tuple[LayerProgram, Any]:
+        """The program, and what the first layer gets."""
+        assert isinstance(piece.layer, Stack)
+        carry, shared = split_shared(piece.layer, x)
+        structure, start, rest = Floats.of(carry)
+        shared_def, floats, shared_rest = Floats.of(shared)
+        like = shapes_of((start, rest))
+        static = StackLayers(rules, piece, structure, like, shared_def, ctx.train)
+        inputs = ctx.batch, ctx.step
+        made = LayerProgram(static, floats, shared_rest, inputs, ctx.rng, ctx.buffers)
+        return made, (start, rest)
+
+    def apply(
+        self, weights: PyTree, floats: list[Any], shared: list[Any], rest: list[Any], k: Any
+    ) -> tuple[list[Any], tuple[list[Any], PyTree]]:
+        """One layer: floats out, and (other leaves, new buffers)."""
+        static = self.static
+        piece = static.piece
+        state = jax.tree.map(lambda leaf: at_row(leaf, piece.row + k), self.buffers)
+        assert self.rng is not None
+        carry = static.carry.join(floats, rest)
+        fixed = static.shared.join(shared, self.shared_rest)
+        (batch, step), dtype = self.batch, COMPUTE_DTYPES[static.rules.plan.precision]
+        ctx = Context(batch, self.rng, static.train, None, dtype, step)
+        ctx = ctx.at(piece.number + k, state)
+        if not static.rules.alone:
+            require_reductions(static.stack, weights, {**carry, **fixed} if fixed else carry, ctx)
+        y, buffers = apply_layer(static.stack, weights, carry, fixed, ctx)
+        out, y_floats, y_rest = Floats.of(y)
+        if out != static.carry:
+            raise TypeError(
+                f"stack {static.stack.name!r}: a layer's output must have its input's structure and"
+                f" dtypes: expected {static.carry.treedef}, got {out.treedef}"
+            )
+        return y_floats, (y_rest, buffers)
+
+    def forward(self, weights: PyTree, x: Any, k: Any) -> tuple[Any, Any, PyTree]:
+        """One layer in the forward pass: `(x, what to keep, new buffers)`."""
+        floats, rest = x
+        plan = self.static.rules.plan
+        if plan.keeps_inputs:
+            y, (y_rest, buffers) = self.apply(weights, floats, self.shared, rest, k)
+            return (y, y_rest), (floats, rest, k), buffers
+        own = trained(self.static.layout, weights)
+        y, (y_rest, buffers), pullback, residuals = forward(
+            lambda w, f, s: self.apply(self._with_frozen(w, weights), f, s, rest, k),
+            (own, floats, self.shared),
+            self._known(weights),
+            remat_policy(plan.remat),
+        )
+        return (y, y_rest), (pullback, residuals), buffers
+
+    def backward(self, weights: PyTree, kept: Any, cotangent: Any) -> tuple[Any, Any, Any]:
+        """One layer in the backward pass: gradients of (trained weights, carry, shared)."""
+        if self.static.rules.plan.keeps_inputs:
+            floats, rest, k = kept
+            _, pull, _ = jax.vjp(
+                lambda w, f, s: self.apply(self._with_frozen(w, weights), f, s, rest, k),
+                trained(self.static.layout, weights), floats, self.shared, has_aux=True,
+            )  # fmt: skip
+            grads: tuple[Any, Any, Any] = pull(cotangent)
+            return grads
+        pullback, residuals = kept
+        grads = pullback.run(residuals, self._known(weights), cotangent)
+        return grads
+
+    def input_half(self, weights: PyTree, kept: Any, cts: Any) -> tuple[Any, list[Any], Rest]:
+        """The first half of `backward`: new cotangents, and what the second half takes."""
+        leaves, treedef = jax.tree.flatten(weights)
+        rules, rng = self.static.rules, self.rng
+        assert rng is not None
+
+        def whole(leaves: list[Any]) -> Any:
+            grads, dx, ds = self.backward(jax.tree.unflatten(treedef, leaves), kept, cts[0])
+            return jax.tree.leaves(grads), (dx, ds)
+
+        (dx, ds), values, rest = first_half(whole, leaves, lambda run: rules.apart(run, rng))
+        return rules.fence((dx, [a + b for a, b in zip(cts[1], ds, strict=True)])), values, rest
+
+    def weight_half(self, rest: Rest, values: list[Any], weights: PyTree) -> PyTree:
+        """The second half of `backward`: gradients of the weights."""
+        leaves, own = jax.tree.leaves(weights), trained(self.static.layout, weights)
+        assert self.rng is not None
+        grads = self.static.rules.apart(lambda: rest.run(values, leaves), self.rng)
+        return jax.tree.unflatten(jax.tree.structure(own), grads)
+
+    def joined(self, floats: list[Any], rest: list[Any]) -> Any:
+        """The stack's output from its last layer's."""
+        static = self.static
+        carry = static.carry.join(floats, rest)
+        if not static.stack.shared:
+            return carry
+        return {**carry, **static.shared.join(self.shared, self.shared_rest)}
+
+    def split_cotangent(self, cotangent: list[Any]) -> tuple[list[Any], list[Any]]:
+        """A cotangent of the stack's output, as those of the carry and of the shared leaves."""
+        if not self.static.stack.shared:
+            return cotangent, []
+        structure, _, rest = Floats.of(self.joined(*self.static.like))
+        carry, shared = split_shared(self.static.stack, structure.join(cotangent, rest))
+        return Floats.of(carry)[1], Floats.of(shared)[1]
+
+    def join_cotangent(self, cts: tuple[list[Any], list[Any]]) -> list[Any]:
+        """The cotangent of the stack's input from those of the carry and of the shared leaves."""
+        if not self.static.stack.shared:
+            return cts[0]
+        carry = self.static.carry.join(cts[0], self.static.like[1])
+        return Floats.of({**carry, **self.static.shared.join(cts[1], self.shared_rest)})[1]
+
+    def _with_frozen(self, own: PyTree, weights: PyTree) -> PyTree:
+        return with_frozen(self.static.layout, own, weights)
+
+    def _known(self, weights: PyTree) -> list[Any]:
+        return [
+            *jax.tree.leaves(weights), *self.shared, *self.shared_rest,
+            *jax.tree.leaves(self.batch),
+        ]  # fmt: skip
+
+
+def at_row(leaf: jax.Array, k: Any) -> jax.Array:
+    """Row k of a leaf of all layers."""
+    return jax.lax.dynamic_index_in_dim(leaf, k, keepdims=False)
+
+
+def put_row(done: PyTree, one: PyTree, k: Any) -> PyTree:
+    """All layers' arrays with layer k's put in; `None` where nobody wants them."""
+    if done is None:
+        return None
+    return jax.tree.map(
+        lambda all_, own: jax.lax.dynamic_update_index_in_dim(all_, own, k, 0), done, one
+    )
+
+
+def join_rows(looped: PyTree, last: PyTree) -> PyTree:
+    """All layers' arrays from those of the looped layers and the last one's, where it is apart."""
+    if last is None:
+        return looped
+    if looped is None:
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], last)
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, jnp.asarray(b)[None]]), looped, last)
