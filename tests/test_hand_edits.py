@@ -9,8 +9,6 @@ import fzero as fz
 from tests.support import tiny
 
 
-pytestmark = pytest.mark.quick
-
 MODEL, TX, PLAN = tiny.regression(), optax.adam(1e-2), tiny.plan(zero=3, data=2)
 DEVICES = jax.devices()[:2]
 EDITS = {

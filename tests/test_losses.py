@@ -11,7 +11,6 @@ import pytest
 import fzero as fz
 
 
-pytestmark = pytest.mark.quick
 N, D, V = (2, 7), 5, 11
 
 

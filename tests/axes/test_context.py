@@ -10,10 +10,7 @@ from jax.sharding import PartitionSpec as P
 import fzero as fz
 from fzero.compat import auto_mesh
 from fzero.preflight import hlo
-from tests.support import quick
 
-
-pytestmark = pytest.mark.quick
 
 ROWS, LENGTH, HEADS, GROUPS, FEATURES, OUT = 2, 24, 4, 2, 4, 3
 
@@ -68,7 +65,7 @@ def divided_attention(context, tensor, **options):
         out = fz.attention(q, k, v, segments=segments, **options)
         return jnp.sum(out * given), out
 
-    with quick.compiles(), jax.set_mesh(mesh):
+    with jax.set_mesh(mesh):
         grads, out = jax.jit(jax.grad(run, (0, 1, 2), has_aux=True))(q, k, v)
     return out, grads
 
@@ -213,14 +210,13 @@ def text(seed=0, rows=8, length=32):
 
 def trained(plan, model, steps=2, devices=None):
     tx = optax.adamw(1e-2)
-    with quick.compiles():
-        state = fz.init(model, tx, plan, rng=0, devices=devices)
-        step = fz.train_step(model, tx, plan, devices=devices)
-        numbers = []
-        for seed in range(steps):
-            state, metrics = step(state, text(seed))
-            numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-        found = fz.eval_step(model, plan, devices=devices)(state, text())
+    state = fz.init(model, tx, plan, rng=0, devices=devices)
+    step = fz.train_step(model, tx, plan, devices=devices)
+    numbers = []
+    for seed in range(steps):
+        state, metrics = step(state, text(seed))
+        numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    found = fz.eval_step(model, plan, devices=devices)(state, text())
     return np.array(numbers), jax.tree.map(np.asarray, fz.logical(model, state)), found["loss"]
 
 

@@ -10,10 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fzero as fz
 import torch_bridge as tb
 from fzero.preflight import hlo
-from tests.support import quick
 
-
-pytestmark = pytest.mark.quick
 
 VOCAB, LENGTH = 64, 32
 
@@ -34,14 +31,13 @@ def model():
 
 def numbers(model, plan, devices=None):
     tx = optax.adamw(1e-3)
-    with quick.compiles():
-        state = fz.init(model, tx, plan, devices=devices)
-        step = fz.train_step(model, tx, plan, devices=devices)
-        found = []
-        for seed in range(2):
-            ids = np.random.default_rng(seed).integers(0, VOCAB, (4, LENGTH), dtype=np.int32)
-            state, metrics = step(state, {"ids": ids})
-            found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    state = fz.init(model, tx, plan, devices=devices)
+    step = fz.train_step(model, tx, plan, devices=devices)
+    found = []
+    for seed in range(2):
+        ids = np.random.default_rng(seed).integers(0, VOCAB, (4, LENGTH), dtype=np.int32)
+        state, metrics = step(state, {"ids": ids})
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     return np.array(found), jax.tree.map(np.asarray, fz.logical(model, state))
 
 
@@ -62,9 +58,8 @@ def test_its_attention_exchanges_heads_and_nothing_gathers_sequences(model):
     only the rows that are added into the token table's gradient are gathered, and labels."""
     tx, plan = optax.adamw(1e-3), fz.Plan(data=2, context=4)
     batch = {"ids": jax.ShapeDtypeStruct((4, LENGTH), np.int32)}
-    with quick.compiles():
-        step = fz.train_step(model, tx, plan)
-        compiled = step.lower(fz.abstract_state(model, tx, plan), batch).compile()
+    step = fz.train_step(model, tx, plan)
+    compiled = step.lower(fz.abstract_state(model, tx, plan), batch).compile()
     found = hlo.collectives(compiled.as_text(), mesh_axes={"replica": 1, "data": 2, "context": 4})
     exchanged = [c for c in found if c.kind == "all-to-all"]
     assert sum(c.times for c in exchanged) == 2 * 2 * 4

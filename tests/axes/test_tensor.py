@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import fzero as fz
 from fzero.preflight import hlo
-from tests.support import quick
 
 
 D, F, LAYERS, WIDTH = 16, 32, 3, 8
@@ -64,14 +63,13 @@ def rows(seed=0, num=16):
 def trained(plan, model, steps=2, devices=None):
     """`(losses and norms, parameters, evaluation)` after some steps."""
     tx = optax.adamw(1e-2)
-    with quick.compiles():
-        state = fz.init(model, tx, plan, rng=0, devices=devices)
-        step = fz.train_step(model, tx, plan, devices=devices)
-        numbers = []
-        for seed in range(steps):
-            state, metrics = step(state, rows(seed))
-            numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-        found = fz.eval_step(model, plan, devices=devices)(state, rows())
+    state = fz.init(model, tx, plan, rng=0, devices=devices)
+    step = fz.train_step(model, tx, plan, devices=devices)
+    numbers = []
+    for seed in range(steps):
+        state, metrics = step(state, rows(seed))
+        numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    found = fz.eval_step(model, plan, devices=devices)(state, rows())
     if plan.tiers:
         state = fz.reload(state)
     params = jax.tree.map(np.asarray, fz.logical(model, state))
@@ -198,20 +196,19 @@ def test_states_go_between_axes_and_files_without_losing_a_bit(tmp_path):
         fz.Plan(zero=3, data=8, min_shard_bytes=0),
         fz.Plan(zero=0, data=2, tensor=4, precision="bf16"),
     ]
-    with quick.compiles():
-        state, _ = fz.train_step(model, tx, plans[0])(fz.init(model, tx, plans[0], rng=1), rows())
-        wanted = jax.tree.map(np.asarray, fz.logical(model, state))
-        moments = jax.tree.map(np.asarray, state.opt_state)
-        for old, new in zip(plans, [*plans[1:], plans[0]], strict=True):
-            fz.save(tmp_path / str(new), state, old)
-            moved = fz.replan(state, model, tx, old, new)
-            read = fz.restore(tmp_path / str(new), model, tx, new)
-            for one in (moved, read):
-                assert jax.tree.all(jax.tree.map(
-                    lambda a, b: np.array_equal(a, np.asarray(b)), wanted, fz.logical(model, one)
-                ))  # fmt: skip
-            assert read.params["blocks"]["up"].sharding == moved.params["blocks"]["up"].sharding
-            state = moved
+    state, _ = fz.train_step(model, tx, plans[0])(fz.init(model, tx, plans[0], rng=1), rows())
+    wanted = jax.tree.map(np.asarray, fz.logical(model, state))
+    moments = jax.tree.map(np.asarray, state.opt_state)
+    for old, new in zip(plans, [*plans[1:], plans[0]], strict=True):
+        fz.save(tmp_path / str(new), state, old)
+        moved = fz.replan(state, model, tx, old, new)
+        read = fz.restore(tmp_path / str(new), model, tx, new)
+        for one in (moved, read):
+            assert jax.tree.all(jax.tree.map(
+                lambda a, b: np.array_equal(a, np.asarray(b)), wanted, fz.logical(model, one)
+            ))  # fmt: skip
+        assert read.params["blocks"]["up"].sharding == moved.params["blocks"]["up"].sharding
+        state = moved
     back = jax.tree.map(np.asarray, state.opt_state)
     assert jax.tree.all(jax.tree.map(np.array_equal, moments, back))
 

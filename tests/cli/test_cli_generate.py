@@ -34,7 +34,6 @@ def run(*args: object) -> str:
     return found.output
 
 
-@pytest.mark.quick
 def test_a_prompt_goes_on_as_in_transformers(directory: Path) -> None:
     out = run("--model", directory, "--prompt", "to be", "--prompt", "or", "--max-new-tokens", 6)
     module = transformers.GPT2LMHeadModel.from_pretrained(directory)

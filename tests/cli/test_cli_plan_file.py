@@ -9,8 +9,6 @@ import pytest
 from cli_cases import TINY_CONFIG, Command
 
 
-pytestmark = pytest.mark.quick
-
 RUN = """
 [run]
 steps = 3

@@ -13,8 +13,6 @@ from fzero.preflight.topology import parse
 from tests.support import tiny
 
 
-pytestmark = pytest.mark.quick
-
 TX = optax.adamw(1e-3)
 RATES = dataclasses.replace(
     default_rates(parse("cpu:2")), pinned_bytes_per_s=1e6, disk_bytes_per_s=5e5

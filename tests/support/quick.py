@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -35,10 +35,6 @@ AS_USERS = {
 }
 # The same for a whole process, as its XLA_FLAGS.
 FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
-
-
-# Every program does by now; until its last use is gone.
-compiles = nullcontext
 
 
 def from_now_on() -> None:

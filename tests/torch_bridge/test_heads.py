@@ -13,7 +13,6 @@ import fzero as fz
 import torch_bridge as tb
 
 
-pytestmark = pytest.mark.quick
 V = 512
 
 

@@ -11,7 +11,6 @@ import fzero as fz
 import torch_bridge as tb
 
 
-pytestmark = pytest.mark.quick
 V, D = 23, 8
 
 

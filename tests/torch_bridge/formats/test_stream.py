@@ -15,7 +15,6 @@ import torch_bridge as tb
 from fzero.errors import ConversionError, PlacementError
 
 
-pytestmark = pytest.mark.quick
 WIDTH, LAYERS = 24, 4
 
 

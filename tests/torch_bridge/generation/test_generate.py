@@ -18,7 +18,6 @@ import torch_bridge as tb
 from fzero.errors import BatchError, ConversionError, PlacementError, StateConsumedError
 
 
-pytestmark = pytest.mark.quick
 # As many rows as devices, and of a few sizes in all: each is traced and compiled apart.
 PROMPTS = ([5, 9, 4], [7, 3, 8, 20, 21], [30], [2, 2], [11, 60], [8], [9, 1, 33, 7], [17])
 NEW = 8

@@ -20,7 +20,6 @@ CORE = ("mistral",)
 DULL = ("gemma2", "gemma3")
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x in CORE else pytest.mark.extended) for x in DECODERS]
 )
