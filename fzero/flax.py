@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fzero.errors import StateError
-from fzero.model import Context, Mean, Model, split_loss
+from fzero.links import Context, Mean, split_loss
+from fzero.model import Model
 from fzero.precision import called_with
 from fzero.tree import PyTree, is_floating, named_leaves, shape_of
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from fzero.errors import PlanError
-from fzero.model import Mean
+from fzero.links import Mean
 
 
 # Bytes of float32 logits that there are at a time. Large enough that products of matrices run at

@@ -20,20 +20,12 @@ from fzero import compat
 from fzero.axes import DATA, FURTHER, PIPE, REPLICA
 from fzero.errors import PlanError, ScheduleError, UnusedDevicesWarning
 from fzero.loss_scaling import LossScaling
+from fzero.plan_exclusions import check_exclusions
+from fzero.plan_values import as_tiers, check_values, expect_choice
 from fzero.policies import as_remat, policy_name
 from fzero.schedule.actions import Schedule
 from fzero.schedule.check import check
 from fzero.schedule.names import BUILDERS, schedule, stages_per_rank
-
-
-PRECISIONS = ("fp32", "bf16", "fp16")
-REDUCES = ("microbatch", "step")
-GATHERS = ("eager", "lazy")
-BACKENDS = ("mpmd", "spmd")
-TIERS = ("device", "host", "disk")
-PARKED = ("opt_state", "master", "params")
-GATHER_DTYPES = ("int8",)
-REDUCE_DTYPES = ("fp32",)
 
 
 @dataclass(frozen=True, repr=False)
@@ -155,170 +147,19 @@ class Plan:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        _expect_choice("zero", self.zero, (0, 1, 2, 3))
-        _expect_choice("precision", self.precision, PRECISIONS)
         object.__setattr__(self, "remat", as_remat(self.remat))
-        _expect_choice("reduce", self.reduce, REDUCES)
-        _expect_choice("gather", self.gather, GATHERS)
-        for name in ("pipe", "replica", *FURTHER, "microbatches"):
-            _expect_int(name, getattr(self, name), 1)
-        if self.data is not None:
-            _expect_int("data", self.data, 1)
-        _expect_int("min_shard_bytes", self.min_shard_bytes, 0)
-        _expect_int("stream_bytes", self.stream_bytes, 1)
-        object.__setattr__(self, "tiers", _tiers(self.tiers))
-        _expect_choice("update_on", self.update_on, ("device", "host"))
-        if not isinstance(self.loss_scale, LossScaling):
-            raise PlanError(
-                f"plan: loss_scale={self.loss_scale!r}: expected a fz.LossScaling, such as"
-                " fz.LossScaling(initial=2**12)"
-            )
-        for name in ("prefetch", "skip_nonfinite", "deterministic"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and (name, value) != ("prefetch", None):
-                raise PlanError(f"plan: {name}={value!r}: expected True or False")
-        number = isinstance(self.clip_norm, int | float) and not isinstance(self.clip_norm, bool)
-        if self.clip_norm is not None and not (number and self.clip_norm > 0):
-            raise PlanError(
-                f"plan: clip_norm={self.clip_norm!r}: expected a positive number, or None for no"
-                " clipping"
-            )
-        _expect_choice("pipe_backend", self.pipe_backend, BACKENDS)
+        object.__setattr__(self, "tiers", as_tiers(self.tiers))
         if not isinstance(self.partition, str):
             object.__setattr__(self, "partition", tuple(self.partition))
-            for size in self.partition:
-                _expect_int("partition", size, 1)
+        check_values(self)
+        check_exclusions(self)
         self._check_schedule()
-        self._check_sparing()
-        self._check_reduce_dtype()
-        self._check_tiers()
-        self._check_gather()
-        self._check_further()
-        if self.pipe > 1 and self.remat == "offload":
-            raise PlanError(
-                "plan: remat='offload' with pipe > 1: what a stage keeps is handed from program to"
-                " program on the device; use remat='layer'"
-            )
-        if self.pipe > 1 and self.reduce == "step":
-            raise PlanError(
-                "plan: reduce='step' keeps whole gradients of every stage until the last"
-                " microbatch; a pipeline reduces each: use reduce='microbatch'"
-            )
-        if self.reduce == "step" and self.zero >= 2:
-            raise PlanError(
-                f"plan: reduce='step' keeps whole gradients on every device, which zero={self.zero}"
-                " promises not to do; use reduce='microbatch', or zero=0 or 1"
-            )
-
-    def _check_gather(self) -> None:
-        if self.gather == "eager":
-            return
-        if self.zero not in (1, 2):
-            why = (
-                "stage 0 has no shards to gather" if self.zero == 0
-                else "stage 3 gathers layer by layer in every pass as it is"
-            )  # fmt: skip
-            raise PlanError(
-                f"plan: gather='lazy' with zero={self.zero}: {why}; leave gather out, or use zero=1"
-                " or 2"
-            )
-        if self.pipe > 1:
-            raise PlanError(
-                f"plan: gather='lazy' with pipe={self.pipe}: the programs of a stage are handed"
-                " whole parameters, or gather them each for itself (zero=3); use gather='eager', or"
-                " zero=3, or pipe=1"
-            )
-
-    def _check_further(self) -> None:
-        named = ", ".join(f"{name}={size}" for name, size in self.further.items())
-        if named and self.pipe > 1:
-            raise PlanError(
-                f"plan: {named} with pipe={self.pipe}: the programs of a pipeline's stages do not"
-                " divide layers yet; use pipe=1, or leave the axis out"
-            )
-
-    def _check_sparing(self) -> None:
-        if self.gather_dtype is not None:
-            _expect_choice("gather_dtype", self.gather_dtype, GATHER_DTYPES)
-        if self.secondary not in (None, "host"):
-            if not isinstance(self.secondary, int):
-                raise PlanError(
-                    f"plan: secondary={self.secondary!r}: expected a number of devices, 'host' or"
-                    " None"
-                )
-            _expect_int("secondary", self.secondary, 2)
-        for name in ("gather_dtype", "secondary"):
-            value = getattr(self, name)
-            if value is not None and self.zero != 3:
-                raise PlanError(
-                    f"plan: {name}={value!r} with zero={self.zero}: it is about the gathers of each"
-                    " pass, which only zero=3 has; use zero=3, or leave it out"
-                )
-        if self.secondary is not None and self.pipe > 1 and self.pipe_backend == "spmd":
-            raise PlanError(
-                f"plan: secondary={self.secondary!r} with pipe_backend='spmd', whose backward pass"
-                " runs the forward again and so gathers from all devices anyway; use"
-                " pipe_backend='mpmd', or leave it out"
-            )
-
-    def _check_reduce_dtype(self) -> None:
-        if self.reduce_dtype is None:
-            return
-        if self.reduce_dtype == "int8":
-            raise PlanError(
-                "plan: reduce_dtype='int8' is no more (fzero 0.1 had it): use gather_dtype='int8'"
-                " with zero=3 to send fewer bytes, or reduce='step' to reduce once a step"
-            )
-        _expect_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
-
-    def _check_tiers(self) -> None:
-        tiers = {name: tier for name, tier, _ in _tiers(self.tiers)}
-        if "master" in tiers and not self.keeps_compute_copy:
-            raise PlanError(
-                f"plan: tiers={{'master': ...}}: with precision={self.precision!r} and"
-                f" zero={self.zero} the only parameters are those that the forward pass reads;"
-                " leave it out, or park 'params' (zero=3 or gather='lazy')"
-            )
-        self._check_update_on()
-        if "params" not in tiers:
-            return
-        if not self.gathers_at_use or self.pipe > 1 or tiers["params"] == "disk":
-            raise PlanError(
-                f"plan: tiers={{'params': {tiers['params']!r}}} with zero={self.zero} and"
-                f" pipe={self.pipe}: parameters visit the device layer by layer from the host, with"
-                " zero=3 (or gather='lazy') and pipe=1; park 'opt_state' or 'master' instead"
-            )
-
-    def _check_update_on(self) -> None:
-        if self.update_on == "device":
-            return
-        if self.tier("opt_state") != ("host", 1.0) or self.tier("params")[0] == "disk":
-            raise PlanError(
-                "plan: update_on='host' computes where the optimizer state is, and the plan keeps"
-                f" tiers={ {name: tier for name, *tier in _tiers(self.tiers)} }: say"
-                " tiers={'opt_state': 'host'}, with nothing on disk"
-            )
-        if self.zero == 0 or self.pipe > 1:
-            raise PlanError(
-                f"plan: update_on='host' with zero={self.zero} and pipe={self.pipe}: expected zero"
-                " of 1 to 3, which divides the update over the devices, and pipe=1; use"
-                " update_on='device', where parked leaves visit the device"
-            )
 
     def _check_schedule(self) -> None:
-        if self.schedule is not None and not isinstance(self.schedule, str | Schedule):
-            raise PlanError(
-                f"plan: schedule={self.schedule!r}: expected a name or a fzero.pipeline.Schedule"
-            )
         if self.pipe == 1:
             if isinstance(self.schedule, str):
-                _expect_choice("schedule", self.schedule, tuple(BUILDERS))
+                expect_choice("schedule", self.schedule, tuple(BUILDERS))
             return
-        if self.pipe_backend == "spmd" and self.schedule not in (None, "gpipe"):
-            raise PlanError(
-                f"plan: schedule={self.schedule!r}: pipe_backend='spmd' runs GPipe's order only;"
-                " leave schedule out, or use pipe_backend='mpmd'"
-            )
         try:
             made = self.build_schedule()
             if isinstance(self.schedule, Schedule):
@@ -470,7 +311,7 @@ class Plan:
         The rest is on the device.
         """
         master = "master" if state_class == "params" and self.keeps_compute_copy else state_class
-        shares = {name: (tier, share) for name, tier, share in _tiers(self.tiers)}
+        shares = {name: (tier, share) for name, tier, share in as_tiers(self.tiers)}
         return shares.get(master, ("device", 1.0))
 
     def to_json(self) -> dict[str, Any]:
@@ -483,7 +324,7 @@ class Plan:
         if callable(self.remat):
             values["remat"] = policy_name(self.remat)
         values["loss_scale"] = dataclasses.asdict(self.loss_scale)
-        values["tiers"] = {name: [tier, share] for name, tier, share in _tiers(self.tiers)}
+        values["tiers"] = {name: [tier, share] for name, tier, share in as_tiers(self.tiers)}
         return values
 
     @classmethod
@@ -528,41 +369,9 @@ class Plan:
         return dataclasses.replace(self, **changes)
 
 
-def _tiers(given: Any) -> tuple[tuple[str, str, float], ...]:
-    """What `Plan.tiers` may be given as, in one form that can be compared and hashed."""
-    if isinstance(given, list | tuple):
-        given = {name: (tier, share) for name, tier, share in given}
-    found = []
-    for name, value in given.items():
-        _expect_choice("tiers", name, PARKED)
-        share: Any = 1.0
-        if isinstance(value, list | tuple) and len(value) == 2:
-            value, share = value
-        elif isinstance(value, int | float):
-            value, share = "host", value
-        if value not in TIERS or not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise PlanError(
-                f"plan: tiers[{name!r}]={given[name]!r}: expected one of {list(TIERS)}, a share"
-                " from 0 to 1 (of the bytes, on the host), or a pair of both"
-            )
-        if value != "device" and share > 0:
-            found.append((name, value, float(share)))
-    return tuple(sorted(found))
-
-
 @lru_cache(maxsize=256)
 def _proven(name: str, stages: int, microbatches: int) -> Schedule:
     """A schedule by name, built and proven once for its sizes: plans are made by the dozen."""
     made = schedule(name, stages=stages, microbatches=microbatches)
     check(made)
     return made
-
-
-def _expect_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices or type(value) is not type(choices[0]):
-        raise PlanError(f"plan: {name}={value!r}: expected one of {list(choices)}")
-
-
-def _expect_int(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PlanError(f"plan: {name}={value!r}: expected a whole number of at least {least}")

@@ -15,8 +15,8 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from fzero.errors import ConversionError
+from fzero.links import Mean
 from fzero.losses import CrossEntropy, cross_entropy, linear_cross_entropy
-from fzero.model import Mean
 
 
 def causal_lm_loss(

@@ -14,7 +14,8 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
-from fzero.model import Context, Layer, Sequential, layer_params
+from fzero.links import Context, Layer, layer_params
+from fzero.model import Sequential
 from fzero.summary import Printed
 from torch_bridge.convert import Applied, Converted, convert
 from torch_bridge.module.initial import read_values, with_masters

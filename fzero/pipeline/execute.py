@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.errors import PipelineError
-from fzero.model import Mean
+from fzero.links import Mean
 from fzero.pipeline.gather import Gatherer
 from fzero.pipeline.programs import StagePrograms, unmarked
 from fzero.processes import from_host

@@ -12,7 +12,7 @@ from fzero.axes import AXES
 from fzero.batch import Inputs, place_batch
 from fzero.compat import is_key
 from fzero.errors import PlanError
-from fzero.model import Stack
+from fzero.links import Stack
 from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, pack, unpack
 from fzero.processes import at_home, jit_on, joined, mesh_of, send, view
 from fzero.sharding.blueprint import Blueprint

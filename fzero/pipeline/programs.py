@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fzero.axes import AXES
 from fzero.batch import Inputs
 from fzero.keys import block_key
-from fzero.model import Mean, split_loss
+from fzero.links import Mean, split_loss
 from fzero.processes import jit_on, send
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.homes import stage_tree

@@ -20,7 +20,7 @@ from fzero.axes import PIPE
 from fzero.batch import Inputs
 from fzero.errors import PlanError
 from fzero.keys import block_key
-from fzero.model import Mean, split_loss
+from fzero.links import Mean, split_loss
 from fzero.precision import compute_dtype
 from fzero.sharding.homes import Stages, stage_tree
 from fzero.sharding.split import Split, map_splits, trained

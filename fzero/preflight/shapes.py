@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec
 
 from fzero.axes import AXES, manual_axes
 from fzero.batch import Inputs
-from fzero.model import Model, whole_chain
+from fzero.model import Model
+from fzero.pieces import whole_chain
 from fzero.plan import Plan
 from fzero.precision import compute_dtype
 from fzero.programs.flops import flops

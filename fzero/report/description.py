@@ -18,7 +18,8 @@ import numpy as np
 import optax
 
 from fzero.axes import DATA, REPLICA
-from fzero.model import Model, Piece
+from fzero.model import Model
+from fzero.pieces import Piece
 from fzero.plan import Plan
 from fzero.precision import compute_dtype
 from fzero.sharding.blueprint import Blueprint, planned, secondary_size

@@ -14,7 +14,8 @@ from typing import Any
 
 from fzero.axes import FURTHER
 from fzero.errors import PlanError
-from fzero.model import Model, Shard, Stack
+from fzero.links import Shard, Stack
+from fzero.model import Model
 from fzero.plan import Plan
 from fzero.tree import PyTree, named_leaves
 

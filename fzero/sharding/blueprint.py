@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fzero.axes import DATA, PIPE, REPLICA
 from fzero.compat import abstract_mesh, ranks_mesh
 from fzero.errors import PlanError, StateError
-from fzero.model import Model, Stack
+from fzero.links import Stack
+from fzero.model import Model
 from fzero.optimizer.bound import Optimizer
 from fzero.optimizer.law import require_layers_apart
 from fzero.optimizer.layers import Rows, Scope

@@ -16,7 +16,8 @@ import jax
 
 from fzero.axes import AXES
 from fzero.errors import StateError
-from fzero.model import Context, Layer, Model, Stack
+from fzero.links import Context, Layer, Stack
+from fzero.model import Model
 from fzero.programs.jaxprs import Program, Var
 from fzero.tree import PyTree, is_floating, is_plain, named_leaves
 

@@ -17,17 +17,16 @@ from typing import Any
 import jax
 
 from fzero.errors import PlanError
-from fzero.model import (
+from fzero.links import (
     Context,
     Layer,
-    Model,
-    Piece,
-    Sequential,
     Stack,
     apply_layer,
     layer_params,
     split_shared,
 )
+from fzero.model import Model, Sequential
+from fzero.pieces import Piece
 from fzero.programs.flops import flops
 from fzero.sharding.initial import initial_shapes
 from fzero.tree import PyTree, shape_of

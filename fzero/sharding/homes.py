@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fzero.errors import PlanError
-from fzero.model import Model, Piece, Stack, subtree
+from fzero.links import Stack, subtree
+from fzero.model import Model
+from fzero.pieces import Piece
 from fzero.plan import Plan
 from fzero.schedule.actions import Schedule
 from fzero.sharding.cut import Partition, partition

@@ -9,7 +9,8 @@ import jax
 from jax.extend import core
 
 from fzero.errors import StateError
-from fzero.model import InitFn, Model
+from fzero.model import Model
+from fzero.pieces import InitFn
 from fzero.tree import PyTree, aliased_leaves, shapes_of
 
 

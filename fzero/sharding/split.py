@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.axes import DATA
 from fzero.errors import PlanError, StateError
-from fzero.model import Model, Stack
+from fzero.links import Stack
+from fzero.model import Model
 from fzero.plan import Plan
 from fzero.precision import compute_dtype
 from fzero.sharding.axes import Axes, axes_of, num_ways

@@ -18,7 +18,7 @@ from fzero.axes import AXES, manual_axes
 from fzero.batch import Inputs, place_batch
 from fzero.errors import StateError
 from fzero.keys import eval_key
-from fzero.model import Mean
+from fzero.links import Mean
 from fzero.pipeline.execute import Executor
 from fzero.pipeline.spmd import spmd_evaluation, spmd_gradients, spmd_outputs
 from fzero.processes import repeated

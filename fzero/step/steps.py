@@ -9,7 +9,7 @@ import jax
 
 from fzero.batch import Inputs, abstract_batch, constrain_batch, pad_batch
 from fzero.errors import PlanError, StateError
-from fzero.model import Mean
+from fzero.links import Mean
 from fzero.offload.stream import StreamedFunction
 from fzero.pipeline.execute import Executor
 from fzero.processes import spread

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from fzero.model import Mean
+from fzero.links import Mean
 from fzero.precision import cast_param, next_loss_scale
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.group import Group

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from fzero.axes import AXES
-from fzero.model import Layer, Stack
+from fzero.links import Layer, Stack
 from fzero.sharding.buffers import declared_reduction
 from fzero.sharding.group import Group
 from fzero.tree import PyTree, is_floating, map_named

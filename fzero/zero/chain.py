@@ -24,17 +24,16 @@ from typing import Any, TypeVar
 import jax
 
 from fzero.batch import opened
-from fzero.model import (
+from fzero.links import (
     Context,
     Layer,
     Mean,
-    Piece,
     Stack,
     apply_layer,
     layer_params,
-    run_chain,
     split_loss,
 )
+from fzero.pieces import Piece, run_chain
 from fzero.precision import COMPUTE_DTYPES, cast_input, compute_dtype
 from fzero.programs.halves import Rest, first_half, unfenced
 from fzero.sharding.buffers import require_reductions

@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from fzero.batch import Inputs
 from fzero.errors import StateError
 from fzero.keys import block_key
-from fzero.model import Mean, Model, split_loss, whole_chain
+from fzero.links import Mean, split_loss
+from fzero.model import Model
+from fzero.pieces import whole_chain
 from fzero.precision import power_of_two_below
 from fzero.sharding.split import map_splits, trained
 from fzero.tree import PyTree, named_leaves

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from fzero import compat
-from fzero.model import Context, Piece
+from fzero.links import Context
+from fzero.pieces import Piece
 from fzero.tree import PyTree
 from fzero.zero.look_ahead import look_ahead
 from fzero.zero.rules import Rules

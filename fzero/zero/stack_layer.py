@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fzero.model import Context, Piece, Stack, apply_layer, split_shared
+from fzero.links import Context, Stack, apply_layer, split_shared
+from fzero.pieces import Piece
 from fzero.precision import COMPUTE_DTYPES
 from fzero.programs.halves import Rest, first_half
 from fzero.sharding.buffers import require_reductions

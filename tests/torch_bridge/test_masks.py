@@ -18,7 +18,7 @@ from torch import nn
 from transformers import GPT2LMHeadModel
 
 import torch_bridge as tb
-from fzero.model import Context
+from fzero.links import Context
 from torch_bridge.export.interpret import Instruction
 from torch_bridge.lower.attention import attention
 from torch_bridge.lower.fused import fused_attention

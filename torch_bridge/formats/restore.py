@@ -11,7 +11,8 @@ import numpy as np
 import optax
 
 from fzero.errors import CheckpointError, ConversionError
-from fzero.model import Mean, Model, Sequential
+from fzero.links import Mean
+from fzero.model import Model, Sequential
 from fzero.plan import Plan
 from fzero.sharding.relayout import copy_leaf
 from fzero.state.replan import replan

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fzero.errors import ConversionError
-from fzero.model import Context, Layer, Sequential, Stack
+from fzero.links import Context, Layer, Stack
+from fzero.model import Sequential
 from torch_bridge.export.interpret import evaluate
 from torch_bridge.export.mode import Mode, TensorInput, as_kept, as_leaf, frozen_dtypes
 from torch_bridge.lower.refs import fill, refs

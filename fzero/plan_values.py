@@ -1,0 +1,124 @@
+"""What each field of a plan may be, on its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fzero.axes import FURTHER
+from fzero.errors import PlanError
+from fzero.loss_scaling import LossScaling
+from fzero.schedule.actions import Schedule
+
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+TIERS = ("device", "host", "disk")
+PARKED = ("opt_state", "master", "params")
+
+# What may be said, for each field that takes one of a few words or numbers.
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "zero": (0, 1, 2, 3),
+    "precision": PRECISIONS,
+    "reduce": ("microbatch", "step"),
+    "reduce_dtype": (None, "fp32"),
+    "gather": ("eager", "lazy"),
+    "gather_dtype": (None, "int8"),
+    "update_on": ("device", "host"),
+    "pipe_backend": ("mpmd", "spmd"),
+    "prefetch": (None, True, False),
+    "skip_nonfinite": (True, False),
+    "deterministic": (True, False),
+}
+# The least whole number that may be said.
+LEAST = {
+    **dict.fromkeys(("pipe", "replica", *FURTHER, "microbatches", "data"), 1),
+    "min_shard_bytes": 0,
+    "stream_bytes": 1,
+}
+
+
+def check_values(plan: Any) -> None:
+    """Refuses a plan with a field that is out of range.
+
+    Raises:
+        PlanError: it says which, what was expected and what came.
+    """
+    if plan.reduce_dtype == "int8":
+        raise PlanError(
+            "plan: reduce_dtype='int8' is no more (fzero 0.1 had it): use gather_dtype='int8'"
+            " with zero=3 to send fewer bytes, or reduce='step' to reduce once a step"
+        )
+    for name, choices in CHOICES.items():
+        expect_choice(name, getattr(plan, name), choices)
+    for name, least in LEAST.items():
+        value = getattr(plan, name)
+        if (name, value) != ("data", None):
+            expect_int(name, value, least)
+    if not isinstance(plan.loss_scale, LossScaling):
+        raise PlanError(
+            f"plan: loss_scale={plan.loss_scale!r}: expected a fz.LossScaling, such as"
+            " fz.LossScaling(initial=2**12)"
+        )
+    number = isinstance(plan.clip_norm, int | float) and not isinstance(plan.clip_norm, bool)
+    if plan.clip_norm is not None and not (number and plan.clip_norm > 0):
+        raise PlanError(
+            f"plan: clip_norm={plan.clip_norm!r}: expected a positive number, or None for no"
+            " clipping"
+        )
+    if plan.secondary not in (None, "host"):
+        if not isinstance(plan.secondary, int):
+            raise PlanError(
+                f"plan: secondary={plan.secondary!r}: expected a number of devices, 'host' or None"
+            )
+        expect_int("secondary", plan.secondary, 2)
+    if not isinstance(plan.partition, str):
+        for size in plan.partition:
+            expect_int("partition", size, 1)
+    if plan.schedule is not None and not isinstance(plan.schedule, str | Schedule):
+        raise PlanError(
+            f"plan: schedule={plan.schedule!r}: expected a name or a fzero.pipeline.Schedule"
+        )
+
+
+def as_tiers(given: Any) -> tuple[tuple[str, str, float], ...]:
+    """What `Plan.tiers` may be given as, in one form that can be compared and hashed."""
+    if isinstance(given, list | tuple):
+        given = {name: (tier, share) for name, tier, share in given}
+    found = []
+    for name, value in given.items():
+        expect_choice("tiers", name, PARKED)
+        share: Any = 1.0
+        if isinstance(value, list | tuple) and len(value) == 2:
+            value, share = value
+        elif isinstance(value, int | float):
+            value, share = "host", value
+        if value not in TIERS or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise PlanError(
+                f"plan: tiers[{name!r}]={given[name]!r}: expected one of {list(TIERS)}, a share"
+                " from 0 to 1 (of the bytes, on the host), or a pair of both"
+            )
+        if value != "device" and share > 0:
+            found.append((name, value, float(share)))
+    return tuple(sorted(found))
+
+
+def expect_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Refuses a value that is none of the choices, or of another type (`True` for 1).
+
+    Raises:
+        PlanError: it says what was expected.
+    """
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        named = [choice for choice in choices if choice is not None]
+        switch = all(isinstance(choice, bool) for choice in named)
+        expected = "True or False" if switch else f"one of {named}"
+        raise PlanError(f"plan: {name}={value!r}: expected {expected}")
+
+
+def expect_int(name: str, value: Any, least: int) -> None:
+    """Refuses what is not a whole number of at least `least`.
+
+    Raises:
+        PlanError: it says what was expected.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PlanError(f"plan: {name}={value!r}: expected a whole number of at least {least}")
