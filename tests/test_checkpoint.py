@@ -387,15 +387,3 @@ def test_kills_at_random_moments_lose_nothing(tmp_path):
         assert all(expected[path].tobytes() == found[path].tobytes() for path in expected)
     nursery.stdin.close()
     assert nursery.wait(timeout=60) == 0
-
-
-@pytest.mark.parametrize("path", ["gs://bucket/run", "s3://bucket/run", Path("gs://bucket/run")])
-def test_an_object_store_is_refused_by_name_and_no_directory_is_made(tmp_path, monkeypatch, path):
-    monkeypatch.chdir(tmp_path)
-    plan = tiny.plan(zero=0, data=1)
-    state = fz.init(tiny.regression(), None, plan)
-    with pytest.raises(fz.CheckpointError, match="object stores are not supported"):
-        fz.save(path, state, plan)
-    with pytest.raises(fz.CheckpointError, match="object stores are not supported"):
-        fz.restore(path, tiny.regression(), None, plan)
-    assert not list(tmp_path.iterdir())

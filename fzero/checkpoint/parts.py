@@ -20,11 +20,40 @@ import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
+from fzero.checkpoint.urls import kvstore
+
 
 FOLDER = "parts"
 # A chunk is compressed in memory, and read whole for any piece of it.
 CHUNK_BYTES = 64 * 2**20
 _Shards = list[tuple[tuple[slice, ...], np.ndarray[Any, Any]]]
+
+
+@dataclass
+class Part:
+    """One process's part of an array, in its memory.
+
+    Args:
+        shape: of the whole.
+        chunk: of what is written at once; whole shards, or rows of them.
+        shards: where they belong, and their values.
+    """
+
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    shards: _Shards
+
+
+def part_of(leaf: Any) -> Part:
+    """What this process writes of an array: of each piece, one process's first copy.
+
+    Args:
+        leaf: an array on devices, or one that every process has on its host.
+    """
+    if isinstance(leaf, jax.Array):
+        return Part(leaf.shape, _chunk(leaf), _own_shards(leaf))
+    own = [((slice(None),) * leaf.ndim, leaf)] if jax.process_index() == 0 else []
+    return Part(leaf.shape, _rows(leaf.shape, leaf.dtype.itemsize), own)
 
 
 def is_elsewhere(leaf: Any) -> bool:
@@ -43,13 +72,7 @@ def part_path(folder: PurePath, key: str) -> dict[str, Any]:
         folder: of one checkpoint.
         key: the leaf's.
     """
-    return {"driver": "zarr", "kvstore": url_of(folder / FOLDER / key)}
-
-
-def url_of(folder: Any) -> str:
-    """A directory as tensorstore takes it."""
-    text = str(folder)
-    return f"{text if '://' in text else f'file://{text}'}/"
+    return {"driver": "zarr", "kvstore": kvstore(folder / FOLDER / key)}
 
 
 class PartsHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
@@ -59,12 +82,11 @@ class PartsHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         """Copies the shards to the host; they are written when the directory is there."""
         for leaf in args.leaves.values():
             leaf.copy_to_host_async()
-        own = {key: _own_shards(leaf) for key, leaf in args.leaves.items()}
-        about = {key: (leaf.shape, _chunk(leaf)) for key, leaf in args.leaves.items()}
+        own = {key: part_of(leaf) for key, leaf in args.leaves.items()}
 
         async def write() -> None:
             for key in list(own):
-                await _write(directory, key, *about[key], own.pop(key))
+                await write_part(kvstore(directory / key), own.pop(key))
 
         return [CommitFutureAwaitingContractedSignals(write(), name="fzero_parts")]
 
@@ -100,27 +122,35 @@ def _own_shards(leaf: jax.Array) -> _Shards:
 
 def _chunk(leaf: jax.Array) -> tuple[int, ...]:
     """The shape of a chunk: a shard, or equal rows of it."""
-    rows, *rest = leaf.sharding.shard_shape(leaf.shape) or (1,)
-    size = rows * int(np.prod(rest)) * leaf.dtype.itemsize
+    return _rows(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize)
+
+
+def _rows(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    rows, *rest = shape or (1,)
+    size = rows * int(np.prod(rest)) * itemsize
     while size > CHUNK_BYTES and rows % 2 == 0:
         rows, size = rows // 2, size // 2
-    return (rows, *rest)[: leaf.ndim]
+    return (rows, *rest)[: len(shape)]
 
 
-async def _write(
-    directory: Any, key: str, shape: tuple[int, ...], chunk: tuple[int, ...], shards: _Shards
-) -> None:
-    if not shards:
+async def write_part(kvstore: Any, part: Part) -> None:
+    """Writes one process's part of an array.
+
+    Args:
+        kvstore: where the array is, as tensorstore takes it.
+        part: what to write.
+    """
+    if not part.shards:
         return
     spec = {
         "driver": "zarr",
-        "kvstore": url_of(directory / key),
+        "kvstore": kvstore,
         "metadata": {"compressor": {"id": "zstd", "level": 1}},
     }
     # Whoever comes first writes the description; the others find the same one.
     array = await tensorstore.open(
-        spec, create=True, open=True, dtype=tensorstore.dtype(shards[0][1].dtype), shape=shape,
-        chunk_layout=tensorstore.ChunkLayout(chunk_shape=chunk),
+        spec, create=True, open=True, dtype=tensorstore.dtype(part.shards[0][1].dtype),
+        shape=part.shape, chunk_layout=tensorstore.ChunkLayout(chunk_shape=part.chunk),
     )  # fmt: skip
-    for index, value in shards:
+    for index, value in part.shards:
         await array[index].write(value)

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 import tensorstore
 
-from fzero.checkpoint.write import Checkpoint, array_path, checkpoint, read_meta, wait
+from fzero.checkpoint.write import Checkpoint, array_path, checkpoint, first_says, read_meta, wait
 from fzero.compat import is_key
 from fzero.errors import CheckpointError
 from fzero.hosts.doing import doing
@@ -80,7 +80,7 @@ def restore(
     (`state.error`) is left out, with a `UserWarning`.
 
     Args:
-        path: the directory given to `save`.
+        path: what `save` was given.
         model: the model of the state.
         tx: its optimizer; `None` restores a state that is only evaluated.
         plan: the plan wanted.
@@ -118,6 +118,7 @@ def restore(
         ((2, 3), 1.0)
     """
     wait(path)
+    number = first_says(lambda: checkpoint(path, number).number)
     about = checkpoint(path, number)
     blue = blueprint(model, tx, plan, devices)
     stored = _Stored(about, blue, _checked_fields(fields), _roots(fresh))

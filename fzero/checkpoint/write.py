@@ -11,10 +11,9 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import re
 import sys
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,9 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from fzero.axes import DATA
-from fzero.checkpoint.parts import FOLDER, PartsHandler, PartsSave, is_elsewhere, part_path, url_of
+from fzero.checkpoint import objects
+from fzero.checkpoint.parts import FOLDER, PartsHandler, PartsSave, is_elsewhere, part_path
+from fzero.checkpoint.urls import folder_of, is_url, kvstore
 from fzero.compat import is_key
 from fzero.errors import CheckpointError
 from fzero.hosts.doing import doing
@@ -41,7 +42,7 @@ from fzero.tree import leaf_bytes, named_leaves
 FORMAT = 1
 # What follows from other fields is not written.
 FIELDS = ("params", "opt_state", "buffers", "loss_scale", "grads")
-_OPEN: dict[str, ocp.CheckpointManager] = {}
+_OPEN: dict[str, Any] = {}  # what writes into a path, until it has written
 # Python 3.12.0 and 3.12.1 start no thread once the main one has ended: a writer could not finish.
 _EXIT_IS_ABRUPT = (3, 12) <= sys.version_info < (3, 12, 2)
 
@@ -84,7 +85,8 @@ def save(
     """Writes a checkpoint. The state stays as it is and may be stepped at once.
 
     Args:
-        path: a directory for checkpoints of one run; made if it is not there.
+        path: a directory for checkpoints of one run, made if it is not there; or a folder of an
+            object store, `gs://bucket/run` or `s3://bucket/run`.
         state: the state. Leaves that are parked, by the plan or by hand, are read where they are.
         plan: its plan.
         data_position: anything JSON-able that says where the data was, for `checkpoint`.
@@ -144,17 +146,8 @@ def _save(
         ],
     }
     try:
-        arrays, parts = _split_by_writer(leaves)
-        manager = _manager(path, keep)
-        number = _next_number(manager)
-        manager.save(
-            number,
-            args=ocp.args.Composite(
-                **({"state": ocp.args.PyTreeSave(arrays)} if arrays else {}),
-                **({FOLDER: PartsSave(parts)} if parts else {}),
-                meta=ocp.args.JsonSave({**meta, "parts": sorted(parts)}),
-            ),
-        )
+        begin = _to_objects if is_url(path) else _to_directory
+        number = begin(path, leaves, meta, keep)
         if not asynchronous or _EXIT_IS_ABRUPT:
             wait(path)
     except (OSError, ValueError, TypeError) as error:
@@ -162,6 +155,37 @@ def _save(
             f"save: expected to write a checkpoint to {os.fspath(path)}: {error}. Earlier"
             " checkpoints are untouched"
         ) from error
+    return number
+
+
+def _to_directory(
+    path: str | os.PathLike[str], leaves: dict[str, Any], meta: dict[str, Any], keep: int | None
+) -> int:
+    """Begins to write with orbax; the checkpoint's number."""
+    arrays, parts = _split_by_writer(leaves)
+    manager = _manager(path, keep)
+    number = first_says(lambda: _after(manager.latest_step()))
+    manager.save(
+        number,
+        args=ocp.args.Composite(
+            **({"state": ocp.args.PyTreeSave(arrays)} if arrays else {}),
+            **({FOLDER: PartsSave(parts)} if parts else {}),
+            meta=ocp.args.JsonSave({**meta, "parts": sorted(parts)}),
+        ),
+    )
+    return number
+
+
+def _to_objects(
+    path: str | os.PathLike[str], leaves: dict[str, Any], meta: dict[str, Any], keep: int | None
+) -> int:
+    """Begins to write into an object store; the checkpoint's number."""
+    arrays, parts = _split_by_writer(leaves)
+    wait(path)
+    url = _absolute(path)
+    number = first_says(lambda: objects.next_number(url))
+    meta |= {"parts": sorted({**arrays, **parts})}
+    _OPEN[url] = objects.Writer(url, number, {**arrays, **parts}, meta, keep)
     return number
 
 
@@ -216,10 +240,8 @@ def checkpoint(path: str | os.PathLike[str], number: int | None = None) -> Check
         ...     print(fz.checkpoint(path).leaves)
         {'params/w': ((8, 2), 'float32')}
     """
-    folder = Path(_absolute(path))
-    found = (
-        sorted(int(x.name) for x in folder.iterdir() if x.name.isdigit()) if folder.is_dir() else []
-    )
+    folder = folder_of(_absolute(path)) if is_url(path) else Path(_absolute(path))
+    found = _whole(folder)
     if not found or number not in (None, *found):
         raise CheckpointError(
             f"restore: expected a checkpoint {'' if number is None else f'{number} '}in {folder},"
@@ -246,9 +268,9 @@ def array_path(folder: Path, number: int, array: int, parts: Collection[str]) ->
     """
     if _key(array) in parts:
         return part_path(folder / str(number), _key(array))
-    base = url_of(folder / str(number) / "state")
-    kvstore = {"driver": "ocdbt", "base": base, "path": f"{_key(array)}/"}
-    return {"driver": "zarr", "kvstore": kvstore}
+    base = kvstore(folder / str(number) / "state")
+    inner = {"driver": "ocdbt", "base": base, "path": f"{_key(array)}/"}
+    return {"driver": "zarr", "kvstore": inner}
 
 
 def _split_by_writer(leaves: dict[str, Any]) -> tuple[dict[str, Any], dict[str, jax.Array]]:
@@ -278,13 +300,41 @@ def _readable(leaf: Any, name: str) -> Any:
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
-def _next_number(manager: ocp.CheckpointManager) -> int:
-    """The number of a new checkpoint: that of the first process, which writes the directory."""
-    newest = manager.latest_step()
-    number = 0 if newest is None else newest + 1
-    if jax.process_count() > 1:
-        number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
-    return number
+def first_says(find: Callable[[], int]) -> int:
+    """What process 0 finds, in every process: directories may not look alike everywhere yet.
+
+    Raises:
+        CheckpointError: process 0 failed; there with its own words.
+    """
+    if jax.process_count() == 1:
+        return find()
+    found, problem = -1, None
+    try:
+        found = find() if jax.process_index() == 0 else -1
+    except (OSError, ValueError, CheckpointError) as error:
+        problem = error
+    said = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
+    if problem is not None:
+        raise problem
+    if said < 0:
+        raise CheckpointError("checkpoint: process 0 found none, or could not look; it says why")
+    return said
+
+
+def _after(newest: int | None) -> int:
+    return 0 if newest is None else newest + 1
+
+
+def _whole(folder: Any) -> list[int]:
+    """The checkpoints of a path that are complete, in order."""
+    if is_url(folder):
+        try:
+            return objects.numbers(str(folder))
+        except OSError as error:
+            raise CheckpointError(f"restore: {folder} cannot be read: {error}") from error
+    if not folder.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit())
 
 
 def _dtype(name: str) -> Any:
@@ -297,19 +347,8 @@ def _key(number: int) -> str:
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
-    """A path as it is known by; an object store's URL would become a directory here.
-
-    Raises:
-        CheckpointError: it is such a URL.
-    """
-    text = os.fspath(path)
-    if "://" in text or re.match(r"(gs|s3):/", text):
-        raise CheckpointError(
-            f"checkpoint: {text}: expected a directory of a file system that every process sees;"
-            " object stores are not supported: mount the bucket (gcsfuse, mountpoint-s3) and give"
-            " its path"
-        )
-    return str(Path(path).absolute())
+    """A path as it is known by."""
+    return str(folder_of(os.fspath(path))) if is_url(path) else str(Path(path).absolute())
 
 
 def _manager(path: str | os.PathLike[str], keep: int | None) -> ocp.CheckpointManager:
@@ -334,7 +373,11 @@ def read_meta(folder: Path, number: int) -> Mapping[str, Any]:
         CheckpointError: it cannot be read, or another version of fzero wrote it.
     """
     try:
-        meta = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(folder / str(number) / "meta")
+        if is_url(folder):
+            meta = objects.read_meta(str(folder), number)
+        else:
+            reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
+            meta = reader.restore(folder / str(number) / "meta")
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"restore: checkpoint {number} in {folder} cannot be read: {error}"

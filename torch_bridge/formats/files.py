@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fzero.checkpoint.urls import is_url
 from fzero.errors import CheckpointError
 from fzero.hosts.doing import doing
 from fzero.plan import Plan
@@ -19,6 +20,7 @@ from torch_bridge.formats.adam import require_known
 from torch_bridge.formats.adapters import adapter_content, merged_content
 from torch_bridge.formats.peft import write_adapter
 from torch_bridge.formats.read import checkpoint
+from torch_bridge.formats.remote import fetched, sent
 from torch_bridge.formats.state import state_content
 from torch_bridge.formats.write import format_of, holds_optimizer, write
 from torch_bridge.sequential import ConvertedSequential
@@ -49,7 +51,8 @@ def save(
 
     Args:
         path: file to write, whose suffix says the format, or a directory: then as Hugging Face
-            does, in shards with an index where the weights do not fit into one file.
+            does, in shards with an index where the weights do not fit into one file. Also in an
+            object store, `s3://` or `gs://`, by way of process 0's disk; a folder there is new.
         converted: the module or chain that the state was made from.
         state_or_params: as for `state_dict`.
         plan: likewise.
@@ -101,6 +104,11 @@ def _save(
     adapter: str | None,
 ) -> None:
     """`save`, in the process that writes."""
+    if is_url(path):
+        asked: dict[str, Any] = {"to": to, "max_shard_size": max_shard_size, "hyper": hyper}
+        asked |= {"optimizer": optimizer, "merge": merge, "adapter": adapter}
+        with sent(str(path)) as local:
+            return _save(local, converted, state_or_params, plan, **asked)
     if to == "peft":
         if not isinstance(converted, Converted):
             raise CheckpointError('save: to="peft": expected a converted module with adapters')
@@ -141,6 +149,9 @@ def load(path: str | os.PathLike[str], key: str | None = None) -> dict[str, torc
         Traceback (most recent call last):
         fzero.errors.CheckpointError: nowhere.pt: no such file
     """
+    if is_url(path):
+        with fetched(str(path)) as local:
+            return load(local, key)
     found = checkpoint(path, key)
     tensors = {name: lazy.tensor().clone() for name, lazy in found.tensors.items()}
     return {**tensors, **{name: tensors[kept] for name, kept in found.ties.items()}}

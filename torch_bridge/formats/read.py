@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fzero.checkpoint.urls import is_url
 from fzero.errors import CheckpointError
 from torch_bridge.formats.content import Checkpoint
 from torch_bridge.formats.dcp import is_dcp, read_dcp
@@ -43,6 +44,10 @@ def checkpoint(path: str | os.PathLike[str], key: str | None = None) -> Checkpoi
         >>> found.format, {name: tensor.shape for name, tensor in found.tensors.items()}
         ('torch', {'weight': (2, 3), 'bias': (2,)})
     """
+    if is_url(path):
+        raise CheckpointError(
+            f"{path}: what is in an object store is read by tb.restore and tb.load, or copied first"
+        )
     source = Path(path)
     try:
         return _directory(source) if source.is_dir() and key is None else _file(source, key)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 
+from fzero.checkpoint.urls import is_url
 from fzero.errors import CheckpointError, ConversionError
 from fzero.links import Mean
 from fzero.model import Model, Sequential
@@ -21,6 +22,7 @@ from torch_bridge.convert import Converted
 from torch_bridge.formats.content import Checkpoint, Optimizer
 from torch_bridge.formats.peft import fit_adapter, is_adapter
 from torch_bridge.formats.read import checkpoint
+from torch_bridge.formats.remote import fetched
 from torch_bridge.module.initial import require_values
 from torch_bridge.moments import Moments, with_moments
 from torch_bridge.sequential import ConvertedSequential
@@ -50,7 +52,8 @@ def restore(
 
     Args:
         path: as for `checkpoint`; or, for a module with adapters, a folder with one as PEFT writes
-            it, beside which all weights keep their initial values.
+            it, beside which all weights keep their initial values. From an object store (`s3://`,
+            `gs://`) every process copies it to its host's disk first.
         converted: the module or chain that the checkpoint is of.
         tx: the optimizer; `None` for a state that is only evaluated.
         plan: how to lay the state out.
@@ -88,6 +91,11 @@ def restore(
         >>> state.params["weight"].shape, int(state.step)
         ((2, 3), 0)
     """
+    if is_url(path):
+        asked: dict[str, Any] = {"rng": rng, "devices": devices, "optimizer": optimizer}
+        asked |= {"names": names, "prefix": prefix, "strict": strict, "cast": cast}
+        with fetched(str(path)) as local:
+            return restore(local, converted, tx, plan, **asked, chain=chain, key=key)
     moments = None
     if isinstance(converted, Converted) and converted.adapters and is_adapter(path):
         where, leaves = str(path), fit_adapter(converted, path)

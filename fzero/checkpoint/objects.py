@@ -1,0 +1,192 @@
+"""Checkpoints in object stores (`gs://`, `s3://`), which rename nothing and have no directories.
+
+Tensorstore reads and writes the stores. Every process writes its own shards, as the parts of
+`checkpoint.parts`, then a mark of its own below `marks/NUMBER/`. A checkpoint is whole, and not
+there before, once all its marks are: so nobody has to wait for anybody while data is written, and a
+kill at any moment leaves the checkpoint before. Numbers are never used twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import tensorstore
+
+from fzero.checkpoint.parts import FOLDER, Part, part_of, write_part
+from fzero.checkpoint.urls import kvstore
+
+
+MARKS = "marks"
+# Looking whether the others have written: seldom enough to cost nothing, often beside writing.
+LOOK_S = 0.2
+_Found = TypeVar("_Found")
+
+
+def numbers(url: str) -> list[int]:
+    """Checkpoints of a folder that are whole, in order."""
+    return [number for number, whole in _known(_open(url)).items() if whole]
+
+
+def next_number(url: str) -> int:
+    """A number that no checkpoint of a folder has, whole or not."""
+    return max(_known(_open(url)), default=-1) + 1
+
+
+def read_meta(url: str, number: int) -> Any:
+    """What was written beside the arrays of a checkpoint."""
+    found = _say(lambda: _open(url).read(f"{MARKS}/{number}/meta").result())
+    if found.state != "value":
+        raise ValueError(f"there is no {MARKS}/{number}/meta")
+    return json.loads(found.value)
+
+
+class Writer:
+    """Writes one checkpoint in the background; every process has one.
+
+    Args:
+        url: the folder of all checkpoints.
+        number: of this one, the same in every process.
+        leaves: arrays by key; copied at once.
+        meta: what process 0 writes beside them.
+        keep: how many of the newest checkpoints stay.
+    """
+
+    def __init__(
+        self, url: str, number: int, leaves: Mapping[str, Any], meta: Any, keep: int | None
+    ) -> None:
+        for leaf in leaves.values():
+            if isinstance(leaf, jax.Array):
+                leaf.copy_to_host_async()
+        parts = {key: part_of(leaf) for key, leaf in leaves.items()}
+        self._error: Exception | None = None
+        self._job = _Job(url, number, parts, meta, keep)
+        # No daemon: the interpreter ends when the checkpoint is written.
+        self._thread = threading.Thread(target=self._run, name="fzero-objects", daemon=False)
+        self._thread.start()
+
+    def wait_until_finished(self) -> None:
+        """Until the checkpoint is whole: all processes have written.
+
+        Raises:
+            Exception: what kept it from becoming whole.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _run(self) -> None:
+        try:
+            _write(self._job)
+        except Exception as error:
+            self._error = error
+
+
+@dataclass
+class _Job:
+    """What one process writes."""
+
+    url: str
+    number: int
+    parts: dict[str, Part]
+    meta: Any
+    keep: int | None
+
+
+def _write(job: _Job) -> None:
+    """Shards, the mark, until the marks of all are there; then what is too old goes."""
+    me, num = jax.process_index(), jax.process_count()
+    store, marks = _open(job.url), f"{MARKS}/{job.number}/"
+
+    def mark(name: str, value: bytes = b"") -> None:
+        _say(lambda: store.write(marks + name, value).result())
+
+    try:
+        asyncio.run(_write_parts(f"{job.url}/{job.number}/{FOLDER}", job.parts))
+        if me == 0:
+            mark("meta", json.dumps(job.meta).encode())
+        mark(f"done-{me}-of-{num}")
+    except Exception as error:
+        mark(f"failed-{me}", str(error).encode())  # the others stop waiting
+        raise
+    _wait_for_all(store, marks, num)
+    if me == 0:
+        _remove_old(store, job.number, job.keep)
+
+
+async def _write_parts(folder: str, parts: dict[str, Part]) -> None:
+    for key in list(parts):
+        try:
+            await write_part(kvstore(f"{folder}/{key}"), parts.pop(key))
+        except Exception as error:  # tensorstore has one kind of error for each code
+            raise OSError(str(error)) from error
+
+
+def _wait_for_all(store: Any, marks: str, num: int) -> None:
+    while True:
+        names = [key.removeprefix(marks) for key in _list(store, marks)]
+        failed = [name for name in names if name.startswith("failed-")]
+        if failed:
+            who = failed[0].removeprefix("failed-")
+            why = store.read(marks + failed[0]).result().value.decode()
+            raise OSError(f"process {who} could not write its part: {why}")
+        if sum(name.startswith("done-") for name in names) == num:
+            return
+        time.sleep(LOOK_S)
+
+
+def _remove_old(store: Any, newest: int, keep: int | None) -> None:
+    """Removes what ended unfinished before a checkpoint, and whole ones that are too many.
+
+    All processes have finished what came before it, or they would not write it.
+    """
+    known = _known(store)
+    whole = [number for number, is_whole in known.items() if is_whole]
+    stay = whole if keep is None else whole[-keep:]
+    for number in known:
+        if number < newest and number not in stay:
+            for prefix in (f"{MARKS}/{number}/", f"{number}/"):  # first it is no longer whole
+                _say(store.delete_range(_below(prefix)).result)
+
+
+def _known(store: Any) -> dict[int, bool]:
+    """Every number that was begun, in order, and whether its checkpoint is whole."""
+    marks: dict[int, list[str]] = {}
+    for key in _list(store, f"{MARKS}/"):
+        _, number, name = key.split("/", 2)
+        marks.setdefault(int(number), []).append(name)
+    return {number: _is_whole(names) for number, names in sorted(marks.items())}
+
+
+def _is_whole(names: list[str]) -> bool:
+    done = [name for name in names if name.startswith("done-")]
+    return "meta" in names and bool(done) and len(done) == int(done[0].rpartition("-")[2])
+
+
+def _list(store: Any, prefix: str) -> list[str]:
+    return [key.decode() for key in _say(store.list(_below(prefix)).result)]
+
+
+def _below(prefix: str) -> Any:
+    return tensorstore.KvStore.KeyRange(prefix, f"{prefix[:-1]}0")  # "0" follows "/"
+
+
+def _open(url: str) -> Any:
+    return _say(lambda: tensorstore.KvStore.open(kvstore(url)).result())
+
+
+def _say(call: Callable[[], _Found]) -> _Found:
+    """A call of tensorstore, which has one kind of error for each code."""
+    try:
+        return call()
+    except Exception as error:
+        raise OSError(str(error)) from error

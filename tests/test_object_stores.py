@@ -1,0 +1,122 @@
+"""Checkpoints in an object store: whole or not there, as in directories."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+import pytest
+import tensorstore
+from support import tiny
+from support.object_store import object_store
+
+import fzero as fz
+
+
+URL = "s3://bucket/runs/one"
+
+
+@pytest.fixture(scope="module")
+def store():
+    """A bucket, found by this process's environment."""
+    with object_store() as environ, pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        spec = {
+            "driver": "s3", "bucket": "bucket", "endpoint": environ["AWS_ENDPOINT_URL"],
+            "aws_region": "us-east-1",
+        }  # fmt: skip
+        yield tensorstore.KvStore.open(spec).result()
+
+
+def keys(store, prefix: str) -> list[str]:
+    return [key.decode() for key in store.list().result() if key.decode().startswith(prefix)]
+
+
+@pytest.mark.extended
+def test_a_state_goes_to_an_object_store_and_comes_back_under_another_plan(store):
+    """A pipeline's leaves, bf16 and keys too; the newest that is whole counts."""
+    model, tx = tiny.chain(), optax.adamw(1e-2)
+    plan = tiny.plan(zero=3, data=2, pipe=2, microbatches=2, precision="bf16")
+    other = tiny.plan(zero=1, data=4, precision="bf16")
+    state, step = fz.init(model, tx, plan), fz.train_step(model, tx, plan)
+    state, _ = step(state, tiny.tokens(16))
+    assert fz.save(URL, state, plan, data_position={"row": 7}) == 0
+    expected = jax.device_get(fz.logical(model, state, plan))
+    again, _ = step(state, tiny.tokens(16))  # which takes the state: it was copied
+    fz.wait(URL)
+    about = fz.checkpoint(URL)
+    assert (about.number, about.step, about.plan) == (0, 1, plan)
+    assert about.data_position == {"row": 7}
+    assert URL in str(about)
+    restored = fz.restore(URL, model, tx, other)
+    tiny.same_bits(fz.logical(model, restored, other), expected)
+
+    # One that was killed while it was written: never there, its number is not used again.
+    store.write("runs/one/marks/1/meta", b"{}").result()
+    store.write("runs/one/1/parts/000000/0.0", b"half").result()
+    assert fz.checkpoint(URL).number == 0
+    assert fz.save(f"{URL}/", again, plan, keep=1, asynchronous=False) == 2
+    assert fz.checkpoint(URL).step == 2
+    assert not keys(store, "runs/one/1/")
+    assert not keys(store, "runs/one/0/")
+    assert not keys(store, "runs/one/marks/0/")
+    with pytest.raises(
+        fz.CheckpointError, match=r"expected a checkpoint 0 in s3://bucket/runs/one"
+    ):
+        fz.restore(URL, model, tx, plan, number=0)
+
+
+@pytest.mark.extended
+def test_checkpoints_of_pytorch_go_to_an_object_store(store):
+    import torch
+
+    import torch_bridge as tb
+
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    converted = tb.convert(module, torch.zeros(2, 4))
+    model = converted.model(lambda forward, batch: forward(batch["x"]).mean())
+    plan, tx = fz.Plan(zero=3, data=2), optax.adam(1e-2)
+    state, _ = fz.train_step(model, tx, plan)(
+        fz.init(model, tx, plan), {"x": np.ones((4, 4), np.float32)}
+    )
+    expected = {name: np.asarray(x) for name, x in tb.state_dict(converted, state).items()}
+    file, folder = "s3://bucket/torch/model.safetensors", "s3://bucket/torch/dcp"
+    tb.save(file, converted, state)
+    tb.save(folder, converted, state, to="dcp")
+    loaded = tb.load(file)
+    assert all(expected[name].tobytes() == x.numpy().tobytes() for name, x in loaded.items())
+    again = tb.restore(folder, converted, tx, plan)
+    tiny.same_shards(again.opt_state, state.opt_state)
+    with pytest.raises(fz.CheckpointError, match=r"torch/dcp: is a folder that is there"):
+        tb.save(folder, converted, state, to="dcp")
+    with pytest.raises(fz.CheckpointError, match=r"^s3://bucket/torch/other\.pt: no such file"):
+        tb.restore("s3://bucket/torch/other.pt", converted, tx, plan)
+    with pytest.raises(fz.CheckpointError, match=r"gs://.* takes the package gcsfs"):
+        tb.load("gs://bucket/model.pt")
+
+
+@pytest.mark.extended
+def test_what_the_store_refuses_is_said_and_nothing_is_whole(store):
+    model, plan = tiny.chain(), fz.Plan(data=1)
+    state = fz.init(model, None, plan)
+    with pytest.raises(fz.CheckpointError, match=r"s3://nobody/run(.|\n)*NoSuchBucket"):
+        fz.save("s3://nobody/run", state, plan, asynchronous=False)
+    with pytest.raises(fz.CheckpointError, match="found none"):
+        fz.checkpoint("s3://bucket/never")
+    number = fz.save("s3://bucket/lost", state, plan, asynchronous=False)
+    lost = next(key for key in keys(store, "lost/0/parts/") if key.endswith("/.zarray"))
+    store.write(lost, None).result()
+    with pytest.raises(fz.CheckpointError, match=r"params/\S+ of checkpoint 0 in s3://bucket/lost"):
+        fz.restore("s3://bucket/lost", model, None, plan, number=number)
+
+
+@pytest.mark.parametrize("path", ["gs://bucket", "http://host/run", "s3:/bucket/run"])
+def test_other_urls_are_refused_by_name(path):
+    """A pathlib.Path takes a slash out of a URL, and would become a directory here."""
+    plan = fz.Plan(data=1)
+    model = fz.Model(lambda rng: ({"w": np.ones(2)}, {}), lambda *_: None)
+    with pytest.raises(fz.CheckpointError, match=r"expected a directory, or gs:// or s3://"):
+        fz.save(path, fz.init(model, None, plan), plan)
+    with pytest.raises(fz.CheckpointError, match=r"expected a directory, or gs:// or s3://"):
+        fz.checkpoint(path)

@@ -1,0 +1,97 @@
+"""PyTorch's checkpoints in object stores: by way of this host's disk, with fsspec."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from fzero.errors import CheckpointError
+
+
+# What makes a folder a checkpoint is sent last.
+_LAST = ("latest", ".metadata")
+_LIBRARIES = {"s3": "s3fs", "gs": "gcsfs"}
+
+
+@contextlib.contextmanager
+def fetched(url: str) -> Iterator[Path]:
+    """A file or folder of an object store, copied to this host's disk for as long as it is read.
+
+    Raises:
+        CheckpointError: nothing is there, or it cannot be read. Errors of the reader name the URL.
+    """
+    url = url.rstrip("/")
+    with tempfile.TemporaryDirectory(prefix="fzero-") as folder:
+        local = Path(folder) / url.rpartition("/")[2]
+        with _said(url, "read"):
+            store = _store(url)
+            if not store.exists(url):
+                raise CheckpointError(f"{url}: no such file")
+            store.get(f"{url}/" if store.isdir(url) else url, str(local), recursive=True)
+        try:
+            yield local
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(str(local), url)) from error
+
+
+@contextlib.contextmanager
+def sent(url: str) -> Iterator[Path]:
+    """Where to write what shall be in an object store; it is sent when all of it is written.
+
+    A file is there whole or not at all, and replaces what had its name. A folder has to be new; the
+    files that say what is in it are sent last.
+
+    Raises:
+        CheckpointError: it cannot be written, or is a folder that is there.
+    """
+    url = url.rstrip("/")
+    with tempfile.TemporaryDirectory(prefix="fzero-") as folder:
+        local = Path(folder) / url.rpartition("/")[2]
+        with _said(url, "written"):
+            store = _store(url)
+            if store.isdir(url):
+                raise CheckpointError(f"{url}: is a folder that is there; expected a new one")
+        try:
+            yield local
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(str(local), url)) from error
+        with _said(url, "written"):
+            for path in _in_order(local):
+                inner = path.relative_to(local).as_posix()
+                store.put_file(str(path), url if path == local else f"{url}/{inner}")
+
+
+def _in_order(local: Path) -> list[Path]:
+    if local.is_file():
+        return [local]
+    files = sorted(path for path in local.rglob("*") if path.is_file())
+    return sorted(files, key=lambda path: path.name in _LAST or path.name.endswith(".index.json"))
+
+
+def _store(url: str) -> Any:
+    scheme = url.partition("://")[0]
+    try:
+        return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
+    except ImportError as error:
+        raise CheckpointError(
+            f"{url}: reading and writing {scheme}:// takes the package {_LIBRARIES[scheme]}, which"
+            f" is not installed: pip install {_LIBRARIES[scheme]}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _said(url: str, what: str) -> Iterator[None]:
+    """What a store's client raises has no class in common."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{url}: cannot be {what}: {type(error).__name__}: {error}"
+        ) from error
