@@ -30,6 +30,7 @@ from fzero.sharding.split import (
 )
 from fzero.state.train_state import Pending, logical_view
 from fzero.tree import PyTree
+from fzero.zero.bits import apart
 from fzero.zero.collectives import all_reduce, all_reduce_tree, gather, sum_over
 
 
@@ -41,7 +42,7 @@ class Update:
 
     Args:
         blue: the blueprint.
-        fence: stops the compiler from fusing across; see `fzero.zero.rules.Rules.fence`.
+        fence: stops the compiler from fusing across; see `fzero.zero.bits`.
         groups: what each leaf is updated together with, if not as the blueprint has it.
     """
 
@@ -258,8 +259,8 @@ class Update:
             params = map_splits(lambda s, x: blue.constrain(s, s.store(x)), self.layout, params)
         given = sums, opt_state, params, count, norm, loss
         # What is fused with its sums, and so rounds, is then the same in every stage.
-        run = partial(apart, self._of_shards, unknown=loss) if self.alone else self._of_shards
-        shards, opt_state = run(given)
+        run = partial(self._of_shards, given)
+        shards, opt_state = apart(run, loss) if self.alone else run()
         compute = self.gathered(self._cast(shards, loss)) if plan.keeps_compute_copy else None
         params = shards if plan.shards("params") else self.gathered(shards)
         return {"params": whole(params), "compute": compute, "opt_state": opt_state}
@@ -279,11 +280,11 @@ class Update:
 
     def _cast(self, tree: PyTree, loss: jax.Array) -> PyTree:
         def cast(leaf: jax.Array) -> jax.Array:
-            return cast_param(self.plan, leaf)
+            run = partial(cast_param, self.plan, leaf)
+            # The update is compiled by itself, or it would round otherwise where a copy is kept.
+            return apart(run, loss) if self.apart else run()
 
-        # The update is compiled by itself, or it would round otherwise where a copy is kept.
-        return jax.tree.map(lambda leaf: apart(cast, leaf, loss) if self.apart else cast(leaf),
-                            tree)  # fmt: skip
+        return jax.tree.map(cast, tree)
 
     def _pin_shards(self, tree: PyTree) -> PyTree:
         return map_splits(self.blueprint.constrain, self.layout, tree)
@@ -351,21 +352,6 @@ def _constrained(to: jax.ShapeDtypeStruct, leaf: jax.Array | None) -> jax.Array 
     return None if leaf is None else jax.lax.with_sharding_constraint(leaf, to.sharding)
 
 
-def apart(function: Callable[[Any], PyTree], value: PyTree, unknown: jax.Array) -> PyTree:
-    """Runs a function so that XLA's CPU backend compiles it alike wherever it stands.
-
-    That backend drops fences before its last fusions, but fuses nothing into a branch. This branch
-    is always taken, which the compiler cannot know: it depends on a float32 scalar.
-    """
-    taken = (jax.lax.bitcast_convert_type(unknown, jnp.int32) | 1) != 0
-    shapes = jax.eval_shape(function, value)
-
-    def never(_: PyTree) -> PyTree:
-        return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-
-    return jax.lax.cond(taken, function, never, value)
-
-
 def _along(axis: str, size: int, flat: jax.Array, group: Group) -> jax.Array:
     """The sum over a further axis."""
     return sum_over(flat, axis, size, group)
@@ -385,5 +371,5 @@ def _squares(split: Split, total: jax.Array, count: jax.Array, alike: bool) -> j
     if not alike:
         return of(total, int(split.stacked)).reshape(-1)
     if split.stacked:
-        return jax.lax.map(lambda row: apart(of, row, count), total)
-    return apart(of, total, count).reshape(-1)
+        return jax.lax.map(lambda row: apart(lambda: of(row), count), total)
+    return apart(lambda: of(total), count).reshape(-1)

@@ -19,6 +19,7 @@ from fzero.precision import round_to
 from fzero.sharding.group import Group
 from fzero.sharding.split import Split
 from fzero.tree import PyTree
+from fzero.zero.bits import add_in_order, as_bits, from_bits
 from fzero.zero.quantize import decode, encode
 
 
@@ -37,7 +38,7 @@ def gather(shard: jax.Array, split: Split, group: Group, again: bool = False) ->
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 def _gather_bits(shard: jax.Array, group: Group, dim: int, again: bool) -> jax.Array:
-    return _from_bits(_all_gather(_as_bits(shard, group), dim, again), shard.dtype)
+    return from_bits(_all_gather(as_bits(shard, group), dim, again), shard.dtype)
 
 
 @_gather_bits.defjvp
@@ -87,9 +88,9 @@ def join_parts(part: jax.Array, split: Split, group: Group) -> jax.Array:
     size = group.secondary
     neighbours = [list(range(at, at + size)) for at in range(0, group.data, size)]
     whole = jax.lax.all_gather(
-        _as_bits(part, group), DATA, axis=dim, tiled=True, axis_index_groups=neighbours
+        as_bits(part, group), DATA, axis=dim, tiled=True, axis_index_groups=neighbours
     )
-    return _without_pad(_from_bits(whole, part.dtype), dim, split)
+    return _without_pad(from_bits(whole, part.dtype), dim, split)
 
 
 def _split_dim(leaf: jax.Array, split: Split) -> int | None:
@@ -169,16 +170,16 @@ def sum_over(value: jax.Array, axis: str, size: int, group: Group) -> jax.Array:
         return value
     if not group.ordered:
         return jax.lax.psum(value, axis)
-    parts = jax.lax.all_gather(_as_bits(value, group), axis)
-    return _add_in_order(_from_bits(parts, value.dtype), size)
+    parts = jax.lax.all_gather(as_bits(value, group), axis)
+    return add_in_order(from_bits(parts, value.dtype), size)
 
 
 def _scatter_sum(grad: jax.Array, dim: int, group: Group) -> jax.Array:
     if not group.ordered:
         return jax.lax.psum_scatter(grad, DATA, scatter_dimension=dim, tiled=True)
-    bits = _as_bits(_for_each_device(grad, dim, group), group)
-    pieces = _from_bits(jax.lax.all_to_all(bits, DATA, 0, 0), grad.dtype)
-    return _add_in_order(pieces, group.data)
+    bits = as_bits(_for_each_device(grad, dim, group), group)
+    pieces = from_bits(jax.lax.all_to_all(bits, DATA, 0, 0), grad.dtype)
+    return add_in_order(pieces, group.data)
 
 
 def _for_each_device(whole: jax.Array, dim: int, group: Group) -> jax.Array:
@@ -186,22 +187,3 @@ def _for_each_device(whole: jax.Array, dim: int, group: Group) -> jax.Array:
     rows = whole.shape[dim] // group.data
     pieces = whole.reshape(*whole.shape[:dim], group.data, rows, *whole.shape[dim + 1 :])
     return jnp.moveaxis(pieces, dim, 0)
-
-
-def _add_in_order(parts: jax.Array, size: int) -> jax.Array:
-    """The sum over dim 0; 16-bit floats in float32, as the CPU backend does within a process."""
-    wide = parts if parts.dtype.itemsize != 2 else parts.astype(jnp.float32)
-    total = wide[0]
-    for index in range(1, size):
-        total = total + wide[index]
-    return total.astype(parts.dtype)
-
-
-def _as_bits(value: jax.Array, group: Group) -> jax.Array:
-    if group.bits and value.dtype.itemsize == 2:
-        return jax.lax.bitcast_convert_type(value, jnp.uint16)
-    return value
-
-
-def _from_bits(value: jax.Array, dtype: Any) -> jax.Array:
-    return value if value.dtype == dtype else jax.lax.bitcast_convert_type(value, dtype)

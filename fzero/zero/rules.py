@@ -16,6 +16,7 @@ from fzero.precision import cast_param, compute_dtype, round_to
 from fzero.sharding.group import Group
 from fzero.sharding.split import Split, layout_leaves, map_splits, trained
 from fzero.tree import PyTree
+from fzero.zero import bits
 from fzero.zero.collectives import (
     all_reduce_tree,
     gather,
@@ -81,8 +82,7 @@ class Rules:
         return self._ready(gather(leaf, split, self.group, again) if self.sharded else leaf)
 
     def _ready(self, whole: jax.Array) -> jax.Array:
-        whole = self.fence(whole)
-        return compat.row_major(whole) if self.fenced and self.group.bits else whole
+        return bits.row_major(bits.fence(whole), self.group) if self.fenced else whole
 
     def part(self, split: Split, whole: jax.Array) -> jax.Array | None:
         """What this device keeps of a fetched leaf for its backward pass; `None` for nothing."""
@@ -119,45 +119,15 @@ class Rules:
         return jnp.float32 if now and self.plan.reduce_dtype == "fp32" else dtype
 
     def fence(self, value: PyTree) -> PyTree:
-        """Stops the compiler from fusing across; the value is the same.
-
-        What lies between a fetch and a scatter is then compiled alike in every stage, wherever
-        weights come from and gradients go. Without it XLA may skip the rounding of a cast whose
-        result is widened again (`xla_allow_excess_precision`), in one stage and not in another.
-        """
-        if not self.fenced:
-            return value
-        fenced: PyTree = jax.lax.optimization_barrier(value)
-        return fenced
+        """The same value; what lies between a fetch and a scatter is compiled alike in all stages,
+        wherever weights come from and gradients go (`fzero.zero.bits`)."""
+        return bits.fence(value) if self.fenced else value
 
     def apart(self, function: Callable[[], PyTree], rng: jax.Array) -> PyTree:
-        """Runs a function that is compiled alike wherever it stands.
-
-        A fence does it on GPUs. XLA's CPU backend drops fences before its last fusions, but never
-        fuses into a branch, so there the function is one, taken always: which the compiler cannot
-        know, because it depends on a key.
-        """
+        """Runs a function that is compiled alike wherever it stands (`fzero.zero.bits`)."""
         if not self.group.bits:
-            return jax.lax.optimization_barrier(function())
-        shapes = jax.eval_shape(lambda: _plain(function()))
-        kinds: list[Any] = []
-
-        def run() -> PyTree:
-            out = function()
-            kinds.extend(jax.random.key_impl(x) if compat.is_key(x) else None
-                         for x in jax.tree.leaves(out))  # fmt: skip
-            return _plain(out)
-
-        taken = (jax.random.key_data(rng).reshape(-1)[0] | 1) != 0
-        out = jax.lax.cond(
-            taken, run, lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        )
-        leaves, treedef = jax.tree.flatten(out)
-        keyed = [
-            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
-            for x, impl in zip(leaves, kinds, strict=False)
-        ]
-        return jax.tree.unflatten(treedef, keyed)
+            return bits.fence(function())
+        return bits.apart(function, jax.random.key_data(rng).reshape(-1)[0])
 
     @property
     def fenced(self) -> bool:
@@ -188,7 +158,3 @@ class Rules:
         )(self.fence(whole))  # fmt: skip
         done = {path: round_to(leaf, leaf.dtype) for path, leaf in summed.items()}
         return map_splits(lambda split, grad: done.get(split.path, grad), layout, grads)
-
-
-def _plain(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jax.random.key_data(x) if compat.is_key(x) else x, tree)

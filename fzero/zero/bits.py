@@ -1,0 +1,99 @@
+"""All that makes programs round alike, and what goes wrong without it.
+
+Equal arithmetic is not yet equal bits: a compiler may fuse, and so round, one program otherwise
+than another. Stages, schedules and numbers of processes give the same bits because of
+
+- `fence`, around what lies between a fetch and a scatter. Without it XLA skips the rounding of a
+  cast whose result is widened again (`xla_allow_excess_precision`), in one stage, not in another;
+- `apart`, where XLA's CPU backend is concerned, which drops fences before its last fusions. Without
+  it the halves of a backward pass, norms and casts contract products and sums as they happen to be
+  fused: schedules of a pipeline, and stages, differ in the last bit;
+- `row_major`, on CPUs, of gathered weights. Without it the compiler picks a memory layout that
+  suits where a weight comes from, and a matmul adds in another order for another layout;
+- `as_bits` and `from_bits`, around what CPUs send in 16 bits. Without them the backend widens such
+  a collective to float32 and drops the casts around it: twice the bytes, and values that were never
+  rounded get through;
+- `add_in_order`, between CPU processes. Without it gloo's rings add in an order that depends on how
+  devices are spread over processes;
+- `fzero.precision.round_to`, everywhere: a cast that is an operation of its own.
+
+Tests marked `bits` compare such programs; `make test-bits` runs them for other instruction sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fzero import compat
+from fzero.sharding.group import Group
+from fzero.tree import PyTree
+
+
+def fence(value: PyTree) -> PyTree:
+    """Stops the compiler from fusing across; the value is the same."""
+    fenced: PyTree = jax.lax.optimization_barrier(value)
+    return fenced
+
+
+def apart(function: Callable[[], PyTree], unknown: jax.Array) -> PyTree:
+    """Runs a function so that XLA's CPU backend compiles it alike wherever it stands.
+
+    It fuses nothing into a branch. This one is always taken, which it cannot know.
+
+    Args:
+        function: what to run; it may give random keys, too.
+        unknown: a scalar of 32 bits that no compiler can foresee.
+    """
+    shapes = jax.eval_shape(lambda: _without_keys(function()))
+    kinds: list[Any] = []
+
+    def run() -> PyTree:
+        out = function()
+        kinds.extend(jax.random.key_impl(x) if compat.is_key(x) else None
+                     for x in jax.tree.leaves(out))  # fmt: skip
+        return _without_keys(out)
+
+    def never() -> PyTree:
+        return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+
+    taken = (jax.lax.bitcast_convert_type(unknown, jnp.int32) | 1) != 0
+    leaves, treedef = jax.tree.flatten(jax.lax.cond(taken, run, never))
+    keyed = [
+        x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+        for x, impl in zip(leaves, kinds, strict=False)
+    ]
+    return jax.tree.unflatten(treedef, keyed)
+
+
+def _without_keys(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jax.random.key_data(x) if compat.is_key(x) else x, tree)
+
+
+def row_major(value: jax.Array, group: Group) -> jax.Array:
+    """A weight whose memory layout does not hang on where it comes from."""
+    return compat.row_major(value) if group.bits else value
+
+
+def as_bits(value: jax.Array, group: Group) -> jax.Array:
+    """What is sent: 16-bit floats as integers, where the backend would widen them."""
+    if group.bits and value.dtype.itemsize == 2:
+        return jax.lax.bitcast_convert_type(value, jnp.uint16)
+    return value
+
+
+def from_bits(value: jax.Array, dtype: Any) -> jax.Array:
+    """What was sent by `as_bits`."""
+    return value if value.dtype == dtype else jax.lax.bitcast_convert_type(value, dtype)
+
+
+def add_in_order(parts: jax.Array, size: int) -> jax.Array:
+    """The sum over dim 0; 16-bit floats in float32, as the CPU backend does within a process."""
+    wide = parts if parts.dtype.itemsize != 2 else parts.astype(jnp.float32)
+    total = wide[0]
+    for index in range(1, size):
+        total = total + wide[index]
+    return total.astype(parts.dtype)

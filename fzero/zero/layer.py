@@ -1,0 +1,169 @@
+"""A layer outside of stacks: its forward pass, and its backward pass, whole or in halves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+
+from fzero.links import (
+    Context,
+    Layer,
+    Mean,
+    apply_layer,
+    layer_params,
+    split_loss,
+)
+from fzero.programs.halves import Rest, first_half, unfenced
+from fzero.sharding.buffers import require_reductions
+from fzero.tree import PyTree
+from fzero.zero.fetched import Fetched, Parts, Sums, trained_leaves
+from fzero.zero.vjp import Floats, Pullback, forward, remat_policy
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["residuals", "parts"],
+    meta_fields=["layer", "pullback"],
+)
+@dataclass(frozen=True, eq=False)
+class Link:
+    """What a layer leaves for its backward pass: never a gathered weight.
+
+    Args:
+        layer: the layer.
+        pullback: its backward pass.
+        residuals: what that reads besides weights.
+        parts: of the leaves that this layer is the first to read again.
+    """
+
+    layer: Layer
+    pullback: Pullback
+    residuals: list[Any]
+    parts: Parts
+
+
+@dataclass(frozen=True)
+class End:
+    """What the last link of a chain gives: the loss and the model's own metrics."""
+
+    mean: Mean
+    metrics: dict[str, Any]
+
+
+def layer_forward(
+    layer: Layer,
+    fetched: Fetched,
+    x: Any,
+    ctx: Context,
+    differentiable: bool,
+    end: list[End] | None,
+) -> tuple[Link, Any, PyTree]:
+    """Runs a layer in training mode: `(link, x, new buffers)`; the last one puts its `End` in."""
+    structure, floats, rest = Floats.of(x, differentiable)
+    cell: dict[str, Any] = {}  # static facts learnt while tracing
+    treedef = jax.tree.structure(layer_params(layer, fetched.kept))
+    learnt = trained_leaves(fetched.rules, layer)
+
+    def run(weights: list[Any], own: list[Any], floats: list[Any]) -> tuple[Any, Any]:
+        weights = list(weights)
+        for i, weight in zip(learnt, own, strict=True):
+            weights[i] = weight
+        params = jax.tree.unflatten(treedef, weights)
+        own = structure.join(floats, rest)
+        if not fetched.rules.alone:
+            require_reductions(layer, params, own, ctx)
+        y, buffers = apply_layer(layer, params, own, {}, ctx)
+        if end is not None:
+            mean, metrics = split_loss(y)
+            return mean.total, (mean.count, metrics, buffers)
+        cell["out"], y_floats, y_rest = Floats.of(y)
+        return y_floats, (y_rest, buffers)
+
+    def of_weights(weights: list[Any]) -> PyTree:
+        policy = remat_policy(fetched.rules.plan.remat)
+        primals = [weights[i] for i in learnt], floats
+        y, aux, cell["pullback"], kept = forward(partial(run, weights), primals, weights, policy)
+        return y, aux, kept
+
+    y, aux, kept = fetched.run(layer, of_weights)
+    link = Link(layer, cell["pullback"], kept, fetched.new_parts(layer, cell["pullback"]))
+    if end is not None:
+        count, metrics, buffers = aux
+        end.append(End(Mean(y, count), metrics))
+        return link, None, buffers
+    y_rest, buffers = aux
+    return link, cell["out"].join(y, y_rest), buffers
+
+
+def layer_backward(
+    fetched: Fetched, link: Link, cotangent: Any, sums: Sums, rng: jax.Array | None
+) -> Any:
+    """The cotangent of a layer's input; the gradients of its leaves go to `sums`."""
+    rules = fetched.rules
+    if rules.halves:
+        half, cotangent = layer_input_backward(fetched, link, cotangent, rng)
+        layer_weight_backward(fetched, half, sums, rng)
+        return cotangent
+    # The fence keeps what the forward pass computes out of the backward pass's fusions, and the
+    # gathers from starting before there is anything to differentiate.
+    residuals, cotangent = rules.fence((link.residuals, cotangent))
+
+    def of_weights(weights: list[Any]) -> PyTree:
+        return link.pullback.run(residuals, weights, cotangent)
+
+    finish = sums.taker(link.layer)
+    _, cotangent = fetched.run(link.layer, of_weights, residuals, finish)
+    return cotangent
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "rest", "parts"],
+    meta_fields=["layer"],
+)
+@dataclass(frozen=True, eq=False)
+class Half:
+    """What the weights' gradients of a layer take, once its input's gradient is known."""
+
+    layer: Layer
+    values: list[Any]
+    rest: Rest
+    parts: Parts
+
+
+def layer_input_backward(
+    fetched: Fetched, link: Link, cotangent: Any, rng: jax.Array | None
+) -> tuple[Half, Any]:
+    """The first half of `layer_backward`: the cotangent of the input, and what is left to do."""
+    rules = fetched.rules
+    assert rng is not None
+    residuals, cotangent = rules.fence((link.residuals, cotangent))
+    cell: list[Rest] = []
+
+    def of_weights(weights: list[Any]) -> PyTree:
+        def whole(weights: list[Any]) -> Any:
+            grads, dx = link.pullback.run(residuals, weights, cotangent)
+            return list(grads), dx
+
+        dx, values, rest = first_half(whole, weights, lambda run: rules.apart(run, rng))
+        cell.append(rest)
+        return dx, values
+
+    cotangent, values = fetched.run(link.layer, of_weights, residuals)
+    values = unfenced(values, residuals, link.residuals)
+    return Half(link.layer, values, cell[-1], link.parts), cotangent
+
+
+def layer_weight_backward(fetched: Fetched, half: Half, sums: Sums, rng: jax.Array | None) -> None:
+    """The second half of `layer_backward`: gradients of the layer's leaves, which go to `sums`."""
+    rules = fetched.rules
+    assert rng is not None
+    values = rules.fence(half.values)
+
+    def of_weights(weights: list[Any]) -> tuple[list[Any], tuple[()]]:
+        return rules.apart(lambda: half.rest.run(values, weights), rng), ()
+
+    fetched.run(half.layer, of_weights, values, sums.taker(half.layer))
