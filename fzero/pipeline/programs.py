@@ -26,7 +26,6 @@ from fzero.sharding.homes import stage_tree
 from fzero.sharding.split import Split, map_splits, trained
 from fzero.tree import PyTree
 from fzero.zero.chain import (
-    End,
     eval_forward,
     input_backward,
     train_backward,
@@ -37,6 +36,7 @@ from fzero.zero.chain import (
 )
 from fzero.zero.collectives import all_reduce_tree, shard_index
 from fzero.zero.grads import float_mean, float_means, loss_seed, require_rows, unscaled
+from fzero.zero.layer import End
 from fzero.zero.options import compiler_options
 from fzero.zero.rules import Rules
 

@@ -26,9 +26,10 @@ from fzero.sharding.homes import Stages, stage_tree
 from fzero.sharding.split import Split, map_splits, trained
 from fzero.tree import PyTree, shapes_of
 from fzero.zero.buffers import agreed_buffers
-from fzero.zero.chain import End, eval_forward, train_backward, train_forward
+from fzero.zero.chain import eval_forward, train_backward, train_forward
 from fzero.zero.collectives import all_reduce_tree, shard_index, sum_over
 from fzero.zero.grads import float_mean, float_means, loss_seed, require_rows, unscaled
+from fzero.zero.layer import End
 from fzero.zero.rules import Rules
 from fzero.zero.vjp import Floats
 

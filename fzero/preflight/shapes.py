@@ -22,7 +22,8 @@ from fzero.sharding.initial import initial_shapes
 from fzero.sharding.split import layout_leaves, split_params, trained
 from fzero.step.passes import OneProgram, kept_by
 from fzero.tree import PyTree, leaf_bytes
-from fzero.zero.chain import End, kept_parts, train_forward, without_inputs
+from fzero.zero.chain import kept_parts, train_forward, without_inputs
+from fzero.zero.layer import End
 from fzero.zero.rules import Rules
 
 
