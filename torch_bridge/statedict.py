@@ -15,7 +15,8 @@ from fzero.errors import CheckpointError
 from fzero.plan import Plan
 from fzero.sharding.homes import cut_into_stages
 from fzero.sharding.split import Home
-from fzero.state.train_state import TrainState, require_alive
+from fzero.state.require import require_alive
+from fzero.state.train_state import TrainState
 from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves
 from torch_bridge.convert import Converted

@@ -17,7 +17,9 @@ import torch
 from fzero.axes import PIPE
 from fzero.errors import CheckpointError, ConversionError
 from fzero.plan import Plan
-from fzero.state.train_state import TrainState, init, require_alive
+from fzero.state.new import init
+from fzero.state.require import require_alive
+from fzero.state.train_state import TrainState
 from fzero.step import train_step
 from torch_bridge.convert import Converted, convert
 from torch_bridge.losses import called_with_batch

@@ -41,9 +41,7 @@ from fzero.sharding.split import (
 )
 from fzero.state import compute_copy
 from fzero.state.fingerprint import compare
-from fzero.state.train_state import (
-    Pending,
-    TrainState,
+from fzero.state.new import (
     compute_of,
     init,
     key_of,
@@ -51,6 +49,7 @@ from fzero.state.train_state import (
     parked_leaf,
     state_of,
 )
+from fzero.state.train_state import Pending, TrainState
 from fzero.tree import PyTree, map_named, named_leaves
 
 

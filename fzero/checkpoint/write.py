@@ -31,7 +31,8 @@ from fzero.compat import is_key
 from fzero.errors import CheckpointError
 from fzero.hosts.doing import doing
 from fzero.plan import Plan
-from fzero.state.train_state import TrainState, require_alive
+from fzero.state.require import require_alive
+from fzero.state.train_state import TrainState
 from fzero.storage import disk
 from fzero.storage.disk import DiskArray
 from fzero.storage.tiers import Pieces, settled

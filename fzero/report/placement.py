@@ -16,7 +16,8 @@ from fzero.errors import PlacementError
 from fzero.model import Model
 from fzero.plan import Plan
 from fzero.report.description import LeafPlan, describe, table
-from fzero.state.train_state import TrainState, require_alive
+from fzero.state.require import require_alive
+from fzero.state.train_state import TrainState
 from fzero.storage.tiers import DEVICE, DISK, HOST, TIERS, on_device, tier_of
 from fzero.tree import leaf_bytes, named_leaves
 

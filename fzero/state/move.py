@@ -21,7 +21,8 @@ import jax
 from fzero.errors import PlacementError
 from fzero.state.compute_copy import inherit
 from fzero.state.consumed import give_away, take_back
-from fzero.state.train_state import TrainState, require_alive
+from fzero.state.require import require_alive
+from fzero.state.train_state import TrainState
 from fzero.storage import disk
 from fzero.storage.disk import DiskArray
 from fzero.storage.tiers import (

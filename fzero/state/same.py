@@ -16,7 +16,8 @@ from fzero.errors import DivergenceError, NonFiniteError
 from fzero.hosts.agree import exchange
 from fzero.hosts.doing import doing
 from fzero.processes import jit_on, mesh_of
-from fzero.state.train_state import TrainState, require_alive
+from fzero.state.require import require_alive
+from fzero.state.train_state import TrainState
 from fzero.storage.tiers import DEVICE, tier_of
 from fzero.tree import PyTree, named_leaves
 

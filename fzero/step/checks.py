@@ -18,14 +18,10 @@ from fzero.hosts.join import watch
 from fzero.sharding.blueprint import Blueprint
 from fzero.state import compute_copy
 from fzero.state.fingerprint import batch_facts, compare
+from fzero.state.new import compute_of
+from fzero.state.require import require_alive, require_fits, require_unaliased
 from fzero.state.surgery import with_scalars_placed
-from fzero.state.train_state import (
-    TrainState,
-    compute_of,
-    require_alive,
-    require_fits,
-    require_unaliased,
-)
+from fzero.state.train_state import TrainState
 from fzero.storage.tiers import tier_of
 from fzero.tree import PyTree, same_object
 

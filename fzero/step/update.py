@@ -28,7 +28,8 @@ from fzero.sharding.split import (
     update_dtype,
     with_frozen,
 )
-from fzero.state.train_state import Pending, logical_view
+from fzero.state.logical import logical_view
+from fzero.state.train_state import Pending
 from fzero.tree import PyTree
 from fzero.zero.bits import apart
 from fzero.zero.collectives import all_reduce, all_reduce_tree, gather, sum_over

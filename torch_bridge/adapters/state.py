@@ -14,7 +14,8 @@ from fzero.errors import CheckpointError
 from fzero.plan import Plan
 from fzero.sharding.lazy import LazyArray
 from fzero.sharding.relayout import copy_leaf
-from fzero.state.train_state import TrainState, require_alive
+from fzero.state.require import require_alive
+from fzero.state.train_state import TrainState
 from torch_bridge.convert import Converted
 from torch_bridge.formats.adapters import by_key, merged_content, plain_adapter, update_of, wide
 from torch_bridge.formats.peft import fitted, read_weights

@@ -18,7 +18,8 @@ from fzero.errors import CheckpointError
 from fzero.hosts.agree import exchange
 from fzero.hosts.join import watch
 from fzero.processes import to_first
-from fzero.state.train_state import TrainState, require_alive
+from fzero.state.require import require_alive
+from fzero.state.train_state import TrainState
 
 
 FIELDS = ("params", "opt_state", "buffers")

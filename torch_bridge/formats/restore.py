@@ -16,8 +16,9 @@ from fzero.links import Mean
 from fzero.model import Model, Sequential
 from fzero.plan import Plan
 from fzero.sharding.relayout import copy_leaf
+from fzero.state.new import init
 from fzero.state.replan import replan
-from fzero.state.train_state import TrainState, init
+from fzero.state.train_state import TrainState
 from torch_bridge.convert import Converted
 from torch_bridge.formats.content import Checkpoint, Optimizer
 from torch_bridge.formats.peft import fit_adapter, is_adapter

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 
 from fzero.axes import PIPE
 from fzero.errors import BatchError, ConversionError, PlacementError
-from fzero.state.train_state import TrainState, require_alive
+from fzero.state.require import require_alive
+from fzero.state.train_state import TrainState
 from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves
 from torch_bridge.convert import Converted

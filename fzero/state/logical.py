@@ -1,0 +1,92 @@
+"""Leaves as they are kept, and in their own shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fzero.axes import PIPE
+from fzero.errors import StateError
+from fzero.model import Model
+from fzero.plan import Plan
+from fzero.sharding.blueprint import Blueprint, initial_shapes
+from fzero.sharding.homes import cut_into_stages
+from fzero.sharding.relayout import Kept, relayout
+from fzero.sharding.split import Split, map_splits
+from fzero.state.require import require_alive
+from fzero.state.train_state import TrainState
+from fzero.storage.tiers import require_on_device, settled
+from fzero.tree import PyTree, key_name, named_leaves, path_name
+
+
+def store(blue: Blueprint, name: str, logical: PyTree) -> PyTree:
+    """Logical leaves of a state class as they are kept."""
+    if not blue.plan.shards(name):
+        return logical
+    return map_splits(lambda split, leaf: split.store(leaf), getattr(blue, name), logical)
+
+
+def logical_view(blue: Blueprint, name: str, stored: PyTree, layout: PyTree = None) -> PyTree:
+    """Kept leaves of a state class in their own shapes (inside jit).
+
+    Args:
+        blue: the blueprint.
+        name: the state class.
+        stored: its leaves.
+        layout: a `Split` for each, if they are not all.
+    """
+    if not blue.plan.shards(name):
+        return stored
+
+    def view(split: Split, leaf: jax.Array) -> jax.Array:
+        return blue.constrain(split, split.logical(leaf)) if split.pad else leaf
+
+    return map_splits(view, getattr(blue, name) if layout is None else layout, stored)
+
+
+def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree:
+    """The parameters in their own shapes, without the padding of sharded leaves.
+
+    Args:
+        model: the state's model.
+        state: the state.
+        plan: its plan; needed in a pipeline, to put the layers of cut stacks in order.
+
+    Returns:
+        A params tree; leaves without padding are the state's own arrays. No dim of a padded leaf
+        divides by the devices: without its padding every device has all of it.
+
+    Raises:
+        StateConsumedError: the state was given to a step.
+        StateError: the state is a pipeline's and no plan was given.
+    """
+    state = settled(state)
+    require_alive(state, "logical")
+    require_on_device(named_leaves({"params": state.params}), "logical")
+    shapes, _ = initial_shapes(model)
+    homes = None
+    if plan is not None and plan.pipe > 1:
+        homes = cut_into_stages(model, plan).homes
+
+    def own(path: Any, leaf: Any, to: Any) -> jax.Array:
+        home = homes[key_name(path[0])] if homes else None
+        if home is None and PIPE in getattr(leaf.sharding, "spec", ()):
+            raise StateError(
+                f"logical: the layers of {path_name(path)} are spread over the ranks of a pipeline:"
+                " pass the state's plan as well, or bring the state to one rank with"
+                " fz.replan(state, model, tx, plan, plan.replace(pipe=1))"
+            )
+        spec = PartitionSpec(None, *leaf.sharding.spec[1:]) if home and home.rows else None
+        shape = (len(home.rows), *to.shape[1:]) if home and home.rows else to.shape
+        if leaf.shape == to.shape and spec is None:
+            return leaf
+        if leaf.shape != shape:
+            spec = PartitionSpec()
+        whole = NamedSharding(leaf.sharding.mesh, spec or PartitionSpec())
+        old = Kept(shape, leaf.shape, home.rows if home else ())
+        there = jax.ShapeDtypeStruct(to.shape, leaf.dtype, sharding=whole)
+        return relayout(leaf, old, Kept.whole(to.shape), there)
+
+    return jax.tree_util.tree_map_with_path(own, state.params, shapes)

@@ -1,0 +1,284 @@
+"""A new state: born in its sharding, or derived from parameters that are there."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fzero.compat import is_key
+from fzero.errors import PlanError, StateError
+from fzero.hosts.doing import doing
+from fzero.model import Model
+from fzero.offload.park import is_parked_so, park
+from fzero.offload.stream import StreamedFunction
+from fzero.plan import Plan
+from fzero.precision import cast_param, initial_loss_scale
+from fzero.programs.places import placed_with_key
+from fzero.sharding.blueprint import Blueprint, blueprint
+from fzero.sharding.initial import initializer
+from fzero.sharding.relayout import copy_leaf
+from fzero.sharding.split import map_splits, trained, update_dtype
+from fzero.state import compute_copy
+from fzero.state.fingerprint import compare
+from fzero.state.logical import logical_view, store
+from fzero.state.train_state import TrainState
+from fzero.tree import PyTree, map_named, named_leaves
+
+
+def init(
+    model: Model,
+    tx: optax.GradientTransformation | None,
+    plan: Plan,
+    rng: int | jax.Array = 0,
+    *,
+    devices: Sequence[Any] | None = None,
+) -> TrainState:
+    """A new state, every array born in its sharding.
+
+    Args:
+        model: what to train.
+        tx: any optax transformation; `None` for a state that is only evaluated.
+        plan: how to lay it out.
+        rng: seed or `jax.random.key`.
+        devices: devices to use; all by default.
+
+    Returns:
+        The state. Shapes and shardings are those of `abstract_state`.
+
+    Raises:
+        PlanError: the plan does not fit the devices.
+        StateError: two initial leaves share memory, or a parameter is not floating point.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, fzero as fz
+        >>> model = fz.Model(lambda rng: ({"w": jnp.zeros((8, 2))}, {}),
+        ...                  lambda p, b, batch, rng, train: (jnp.mean(batch["x"] @ p["w"]), b, {}))
+        >>> state = fz.init(model, optax.adam(1e-3), fz.Plan(zero=1, data=1), rng=0)
+        >>> int(state.step), state.params["w"].shape
+        (0, (8, 2))
+    """
+    blue = blueprint(model, tx, plan, devices)
+    blue.require_optimizer("init")
+    key = key_of(rng)
+    compare("init", blue, model.init, seed=key)
+    with doing("init"):
+        if not callable(model.init):
+            return state_of(blue, *_copied(blue, *model.init), key)
+        fields = compiled_fields(blue, "born", _born(blue), key)(key)
+        return _parked(blue, TrainState(**{"opt_state": (), **fields}))
+
+
+def key_of(rng: int | jax.Array) -> jax.Array:
+    """The random key that a user gave, or of the seed.
+
+    Raises:
+        StateError: it is neither.
+    """
+    if not isinstance(rng, jax.Array | np.ndarray):
+        return jax.random.key(rng)
+    if is_key(rng) and not rng.shape:
+        return jnp.asarray(rng)
+    if not rng.shape and jnp.issubdtype(rng.dtype, jnp.integer):
+        return jax.random.key(rng)
+    raise StateError(
+        f"init: rng: expected a seed or one key of jax.random.key, got {rng.dtype}"
+        f"{list(rng.shape)}; make a key of jax.random.PRNGKey with jax.random.wrap_key_data"
+    )
+
+
+def state_of(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -> TrainState:
+    """A new state of parameters and buffers that lie on the device as the plan keeps them."""
+    derived = partial(_derived_from_kept, blue)
+    fields = compiled_fields(blue, "derived", derived, params, key)(params, key)
+    fields |= {"params": params, "buffers": buffers}
+    return _parked(blue, TrainState(**{"opt_state": (), **fields}))
+
+
+def _parked(blue: Blueprint, state: TrainState) -> TrainState:
+    """A new state with leaves where the plan keeps them; a parked `opt_state` was never made."""
+    if blue.parks("opt_state"):
+        state = state.replace(opt_state=parked_opt_state(blue, state.params))
+    if blue.chunks.parked:
+        params = parked_field(blue, "params", state.params)
+        state = dataclasses.replace(state, params=params)
+    compute_copy.pair(state.params, state.compute)
+    return state
+
+
+def compiled_fields(
+    blue: Blueprint, name: str, function: Callable[..., Any], *args: Any
+) -> Callable[..., Any]:
+    """A function of the key and placed leaves that gives fields of the state, compiled once."""
+    shapes = blue.shapes()
+    key = name, *(jax.random.key_impl(x) for x in jax.tree.leaves(args) if is_key(x))
+
+    def shardings(out: dict[str, Any]) -> dict[str, Any]:
+        return {n: jax.tree.map(lambda to: to.sharding, shapes[n]) for n in out}
+
+    if key not in blue.programs:
+        if blue.one_mesh:
+            out = shardings(jax.eval_shape(function, *args))
+            blue.programs[key] = jax.jit(function, out_shardings=out)
+        else:
+            blue.programs[key] = placed_with_key(function, args, shardings, blue.mesh)
+    found: Callable[..., Any] = blue.programs[key]
+    return found
+
+
+def _copied(blue: Blueprint, params: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree]:
+    shapes = blue.shapes()
+    kept = map_splits(
+        lambda split, leaf, to: copy_leaf(leaf, to, split.home), blue.params, params,
+        shapes["params"],
+    )  # fmt: skip
+    if blue.stages is None:
+        return kept, jax.tree.map(lambda x, to: copy_leaf(x, to), buffers, shapes["buffers"])
+    homes = blue.stages.homes
+    return kept, {
+        name: jax.tree.map(
+            lambda x, to, home=homes[name]: copy_leaf(x, to, home), tree, shapes["buffers"][name]
+        )
+        for name, tree in buffers.items()
+    }
+
+
+def lower_init(
+    model: Model,
+    tx: optax.GradientTransformation | None,
+    plan: Plan,
+    *,
+    devices: Sequence[Any] | None = None,
+) -> Any:
+    """The program that `init` runs for a model whose `init` is a function, lowered.
+
+    For reading its memory before it runs. Args and Raises as for `init`.
+    """
+    blue = blueprint(model, tx, plan, devices)
+    if not blue.one_mesh:
+        raise PlanError("lower_init: a pipeline's state is made by several programs; use pipe=1")
+    key = jax.random.key(0)
+    return compiled_fields(blue, "born", _born(blue), key).lower(key)  # type: ignore[attr-defined]
+
+
+def _born(blue: Blueprint) -> Callable[[jax.Array], dict[str, Any]]:
+    make = initializer(blue.model)
+
+    def born(key: jax.Array) -> dict[str, Any]:
+        params, buffers = make(key)
+        params, buffers = _arranged(blue, params, buffers)
+        kept = {"params": store(blue, "params", params), "buffers": buffers}
+        return kept | _derived(blue, params, key)
+
+    return born
+
+
+def _arranged(blue: Blueprint, params: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree]:
+    """A model's leaves with the layers of cut stacks in the rows where they are kept."""
+    if blue.stages is None:
+        return params, buffers
+    homes = blue.stages.homes
+    return tuple(
+        {name: jax.tree.map(homes[name].arrange, tree) for name, tree in part.items()}
+        for part in (params, buffers)
+    )  # type: ignore[return-value]
+
+
+def abstract_state(
+    model: Model,
+    tx: optax.GradientTransformation | None,
+    plan: Plan,
+    *,
+    devices: Sequence[Any] | None = None,
+) -> TrainState:
+    """The state's shapes, dtypes and shardings, without allocating anything.
+
+    Args and Raises as for `init`.
+
+    Returns:
+        A `TrainState` of `jax.ShapeDtypeStruct`s, fit for `train_step(...).lower`.
+    """
+    return TrainState(**blueprint(model, tx, plan, devices).shapes())
+
+
+def compute_of(blue: Blueprint, params: PyTree) -> PyTree:
+    """The compute copy of kept parameters, in any tier, where the plan has one."""
+    if not blue.plan.keeps_compute_copy:
+        return None
+    return compute_copy.recast(params, blue.shapes()["compute"])
+
+
+def _cast(blue: Blueprint, params: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: cast_param(blue.plan, leaf), trained(blue.params, params))
+
+
+def _derived(blue: Blueprint, params: PyTree, key: jax.Array) -> dict[str, Any]:
+    """All fields that follow from logical parameters and the key."""
+    fields: dict[str, Any] = {}
+    if not blue.parks("opt_state"):
+        opt_state = () if blue.tx is None else new_opt_state(blue, params)
+        fields["opt_state"] = store(blue, "opt_state", opt_state)
+    return fields | {
+        "step": jnp.zeros((), jnp.int32),
+        "compute": _cast(blue, params) if blue.plan.keeps_compute_copy else None,
+        "rng": key,
+        "loss_scale": initial_loss_scale(blue.plan),
+    }
+
+
+def _derived_from_kept(blue: Blueprint, kept: PyTree, key: jax.Array) -> dict[str, Any]:
+    return _derived(blue, logical_view(blue, "params", kept), key)
+
+
+def folder_of(blue: Blueprint) -> str:
+    """Where a plan's parked leaves go on disk."""
+    return blue.plan.disk_path or tempfile.gettempdir()
+
+
+def parked_field(blue: Blueprint, name: str, tree: PyTree) -> PyTree:
+    """A field of the state with leaves where the plan keeps them; those on the device are given."""
+    return map_named(lambda path, leaf: parked_leaf(blue, name, path, leaf), tree)
+
+
+def parked_leaf(blue: Blueprint, name: str, path: str, leaf: Any) -> Any:
+    """A leaf of a field where the plan keeps it; one on the device is given."""
+    parking = blue.chunks.parked.get((name, path))
+    if parking is None or is_parked_so(leaf, parking):
+        return leaf
+    return park(leaf, parking, folder_of(blue))
+
+
+def parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
+    """A new optimizer state, made chunk by chunk."""
+    assert blue.tx is not None
+    groups = blue.groups()
+    shapes = blue.shapes()
+
+    def make(params: PyTree) -> PyTree:
+        return store(blue, "opt_state", new_opt_state(blue, logical_view(blue, "params", params)))
+
+    def parked(out: PyTree) -> list[Any]:
+        return [blue.chunks.parked.get(("opt_state", path)) for path, _ in named_leaves(out)]
+
+    none = [None] * len(jax.tree.leaves(params))
+    stream = StreamedFunction(
+        make, (shapes["params"],),
+        lambda _: jax.tree.map(lambda to: to.sharding, shapes["opt_state"]), blue.mesh,
+        groups=(groups["params"],), cuts=none, parked=none, out_parked=parked,
+        out_groups=lambda _: jax.tree.leaves(groups["opt_state"]), what="init",
+        path=blue.plan.disk_path,
+    )  # fmt: skip
+    return stream(params)
+
+
+def new_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
+    """The optimizer's state for logical parameters; gradients come in `update_dtype`."""
+    own = trained(blue.params, params)
+    return blue.optimizer.init(jax.tree.map(lambda p: p.astype(update_dtype(p.dtype)), own))

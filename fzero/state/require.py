@@ -1,0 +1,115 @@
+"""What an operation requires of the state that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from fzero.compat import is_key
+from fzero.errors import StateConsumedError, StateError
+from fzero.sharding.blueprint import Blueprint
+from fzero.state.consumed import given_to
+from fzero.state.train_state import Pending, TrainState
+from fzero.storage.tiers import on_device, require_on_device
+from fzero.tree import aliased_leaves, named_leaves
+
+
+def consumed_by(state: TrainState) -> str | None:
+    """What consumed a state, in words; `None` for a live one."""
+    leaves = jax.tree.leaves((state.params, state.compute, state.opt_state, state.buffers))
+    for leaf in (*leaves, *jax.tree.leaves(state.grads)):
+        if given_to(leaf):
+            return given_to(leaf)
+        if hasattr(leaf, "is_deleted") and leaf.is_deleted():
+            # Steps keep the step count and the key, so a consumed state still knows.
+            return (
+                f"step {int(state.step) + 1} (train_step or accumulate_step), taken with it or with"
+                " a state that shares its arrays (by fz.replan or replace)"
+            )
+    return None
+
+
+def require_alive(state: TrainState, operation: str) -> None:
+    """Raises `StateConsumedError` if the state was given away."""
+    by = consumed_by(state)
+    if by is not None:
+        raise StateConsumedError(
+            f"{operation}: this state was consumed by {by}: its memory now belongs to the state"
+            " which that returned, or to its error's .state. Use that one, or pass donate=False"
+            " there to keep both"
+        )
+
+
+def require_fits(
+    state: TrainState,
+    blue: Blueprint,
+    operation: str,
+    reads: Sequence[str] | None = None,
+    abstract: bool = False,
+) -> None:
+    """Raises `StateError` if the state is not one of this model, optimizer and plan.
+
+    And `PlacementError` if leaves of the fields in `reads` (all by default) are parked, other than
+    those which the plan parks. Of an `abstract` state only shapes and dtypes are known.
+    """
+    expected = TrainState(**blue.shapes(), grads=None)
+    want = dict(named_leaves(expected))
+    have = dict(named_leaves(state.replace(grads=None)))
+    problems = [f"{path}: expected, but missing" for path in want if path not in have]
+    problems += [f"{path}: not expected" for path in have if path not in want]
+    if not isinstance(state.grads, Pending | None):
+        kind = type(state.grads).__name__
+        problems.append(f"grads: expected None or what accumulate_step left there, got {kind}")
+    for path, to in want.items():
+        leaf = have.get(path)
+        if leaf is None:
+            continue
+        if not hasattr(leaf, "aval" if abstract else "sharding"):
+            kind = type(leaf)
+            problems.append(
+                f"{path}: expected a jax.Array {to.dtype}{list(to.shape)}, got"
+                f" {kind.__module__}.{kind.__qualname__}"
+            )
+            continue
+        same = leaf.dtype == to.dtype or (is_key(leaf) and is_key(to))  # keys of any kind
+        if tuple(leaf.shape) != tuple(to.shape) or not same:
+            problems.append(
+                f"{path}: expected {to.dtype}{list(to.shape)}, got {leaf.dtype}{list(leaf.shape)}"
+            )
+        elif abstract:
+            continue
+        elif not on_device(leaf.sharding).is_equivalent_to(to.sharding, len(to.shape)):
+            mesh = dict(to.sharding.mesh.shape)
+            problems.append(f"{path}: expected {to.sharding.spec} on {mesh}, got {leaf.sharding}")
+    if problems:
+        shown = "\n  ".join(problems[:8])
+        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise StateError(
+            f"{operation}: the state is not one of this model, optimizer and plan:\n  {shown}{more}"
+            "\nMake it with fz.init(model, tx, plan), or bring it over with"
+            " fz.replan(state, model, tx, old_plan, new_plan). A leaf put in by hand goes where the"
+            " old one is: jax.device_put(new, old.sharding)"
+        )
+    if abstract:
+        return
+    # What the plan parks may be anywhere: it visits the device in any case.
+    fields = [
+        name for name in vars(state)
+        if not blue.parks(name) and (reads is None or name in reads)
+    ]  # fmt: skip
+    needed = named_leaves({name: getattr(state, name) for name in fields})
+    require_on_device(needed, operation)
+
+
+def require_unaliased(state: TrainState, operation: str) -> None:
+    """Raises `StateError` if two leaves of a state are one array."""
+    given = state.replace(step=None, rng=None)
+    groups = aliased_leaves(given)
+    if groups:
+        raise StateError(
+            f"{operation}: these leaves are one array: "
+            + "; ".join(" = ".join(paths) for paths in groups)
+            + ". Donating the state would give one buffer away twice: copy one of them"
+            " (jnp.array(leaf, copy=True)), or build the step with donate=False"
+        )
