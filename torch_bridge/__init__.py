@@ -12,9 +12,9 @@ from torch_bridge.configs import from_deepspeed as from_deepspeed
 from torch_bridge.configs import (
     from_training_arguments as from_training_arguments,
 )
-from torch_bridge.convert import Applied as Applied
-from torch_bridge.convert import Converted as Converted
 from torch_bridge.convert import convert as convert
+from torch_bridge.converted import Applied as Applied
+from torch_bridge.converted import Converted as Converted
 from torch_bridge.documents.batches import grain_batches as grain_batches
 from torch_bridge.documents.rows import Rows as Rows
 from torch_bridge.documents.tokens import Document as Document

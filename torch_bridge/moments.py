@@ -22,7 +22,7 @@ from fzero.sharding.relayout import copy_leaf
 from fzero.state.consumed import given_to
 from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves, path_name
-from torch_bridge.convert import Converted
+from torch_bridge.converted import Converted
 from torch_bridge.module.names import Leaf
 from torch_bridge.sequential import ConvertedSequential
 from torch_bridge.statedict import has_whole, nested

@@ -18,7 +18,7 @@ from rich.table import Table
 from torch.utils._pytree import tree_map
 
 from fzero.errors import ConversionError
-from torch_bridge.convert import Converted
+from torch_bridge.converted import Converted
 from torch_bridge.module.initial import read_values
 from torch_bridge.module.names import read_layout
 from torch_bridge.module.weights import to_torch

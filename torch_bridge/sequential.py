@@ -17,7 +17,8 @@ from fzero.errors import ConversionError
 from fzero.links import Context, Layer, layer_params
 from fzero.model import Sequential
 from fzero.summary import Printed
-from torch_bridge.convert import Applied, Converted, convert
+from torch_bridge.convert import convert
+from torch_bridge.converted import Applied, Converted
 from torch_bridge.module.initial import read_values, with_masters
 from torch_bridge.module.names import Layout, Leaf, find_leaves, read_layout
 from torch_bridge.module.weights import to_torch

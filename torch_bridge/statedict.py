@@ -19,7 +19,7 @@ from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves
-from torch_bridge.convert import Converted
+from torch_bridge.converted import Converted
 from torch_bridge.dtypes import torch_dtype
 from torch_bridge.module.lazy import LazyTensor, in_memory
 from torch_bridge.module.names import Leaf

@@ -21,7 +21,8 @@ from fzero.state.new import init
 from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
 from fzero.step import train_step
-from torch_bridge.convert import Converted, convert
+from torch_bridge.convert import convert
+from torch_bridge.converted import Converted
 from torch_bridge.losses import called_with_batch
 from torch_bridge.module.names import named_tensors
 from torch_bridge.module.weights import to_host, to_torch

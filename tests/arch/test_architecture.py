@@ -56,7 +56,7 @@ LAYERS = {
         ["module", "lower", "documents"],
         ["export"],
         ["structure"],
-        ["convert", "sequential"],
+        ["converted", "convert", "sequential"],
         ["reference", "statedict", "moments", "parity"],
         ["formats", "optim", "training", "calls", "configs"],
         ["adapters", "generation", "lightning"],
@@ -177,7 +177,7 @@ def test_no_private_jax_and_version_tests_in_one_place():
 
 
 def test_modules_and_functions_stay_small():
-    large = [str(path) for path in SOURCES if len(path.read_text().splitlines()) > 600]
+    large = [str(path) for path in SOURCES if len(path.read_text().splitlines()) > 500]
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

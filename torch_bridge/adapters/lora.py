@@ -11,7 +11,8 @@ import torch
 
 from fzero.errors import CheckpointError, ConversionError
 from torch_bridge.adapters.layer import NAME, Settings, put_in
-from torch_bridge.convert import Converted, convert_copy
+from torch_bridge.convert import convert_copy
+from torch_bridge.converted import Converted
 from torch_bridge.formats.peft import fitted, read_config, read_weights
 from torch_bridge.module.adapters import base_name
 from torch_bridge.module.names import Layout, Leaf

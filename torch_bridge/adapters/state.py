@@ -16,7 +16,7 @@ from fzero.sharding.lazy import LazyArray
 from fzero.sharding.relayout import copy_leaf
 from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
-from torch_bridge.convert import Converted
+from torch_bridge.converted import Converted
 from torch_bridge.formats.adapters import by_key, merged_content, plain_adapter, update_of, wide
 from torch_bridge.formats.peft import fitted, read_weights
 from torch_bridge.module.adapters import base_name, pick

@@ -9,7 +9,7 @@ import torch
 
 from fzero.errors import CheckpointError
 from fzero.plan import Plan
-from torch_bridge.convert import Converted
+from torch_bridge.converted import Converted
 from torch_bridge.formats.content import Checkpoint
 from torch_bridge.module.adapters import Adapter, Target, base_name, pick
 from torch_bridge.module.lazy import LazyTensor

@@ -14,7 +14,7 @@ from fzero.checkpoint.urls import is_url
 from fzero.errors import CheckpointError
 from fzero.hosts.doing import doing
 from fzero.plan import Plan
-from torch_bridge.convert import Converted
+from torch_bridge.converted import Converted
 from torch_bridge.formats.across import by_first
 from torch_bridge.formats.adam import require_known
 from torch_bridge.formats.adapters import adapter_content, merged_content

@@ -19,7 +19,7 @@ from fzero.sharding.relayout import copy_leaf
 from fzero.state.new import init
 from fzero.state.replan import replan
 from fzero.state.train_state import TrainState
-from torch_bridge.convert import Converted
+from torch_bridge.converted import Converted
 from torch_bridge.formats.content import Checkpoint, Optimizer
 from torch_bridge.formats.peft import fit_adapter, is_adapter
 from torch_bridge.formats.read import checkpoint

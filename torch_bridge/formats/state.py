@@ -10,7 +10,7 @@ import torch
 from fzero.errors import CheckpointError
 from fzero.plan import Plan
 from fzero.state.train_state import TrainState
-from torch_bridge.convert import Converted
+from torch_bridge.converted import Converted
 from torch_bridge.formats.content import Checkpoint, Optimizer
 from torch_bridge.module.lazy import LazyTensor
 from torch_bridge.module.names import Leaf

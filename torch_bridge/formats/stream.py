@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from fzero.errors import ConversionError
 from fzero.plan import Plan
-from torch_bridge.convert import Converted
+from torch_bridge.converted import Converted
 from torch_bridge.formats.adapters import merged_content
 from torch_bridge.formats.content import Checkpoint
 from torch_bridge.module.adapters import pick

@@ -17,16 +17,8 @@ import torch
 from fzero.errors import CheckpointError
 from torch_bridge.formats.adam import MOMENTS, groups_of, one_step, step_of
 from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
-from torch_bridge.formats.deepspeed import (
-    STAND_INS,
-    Files,
-    absent_names,
-    frozen_weights,
-    load_model,
-    own_weights,
-    shape_of,
-    shared_names,
-)
+from torch_bridge.formats.deepspeed import absent_names, frozen_weights, own_weights, shared_names
+from torch_bridge.formats.deepspeed_files import STAND_INS, Files, load_model, shape_of
 from torch_bridge.formats.torch_files import is_dense, load_plain, write_plain
 from torch_bridge.module.lazy import LazyTensor, flat_piece, in_memory
 

@@ -18,7 +18,7 @@ from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves
-from torch_bridge.convert import Converted
+from torch_bridge.converted import Converted
 from torch_bridge.dtypes import canonical, jax_dtype
 from torch_bridge.generation.programs import Drawn, Programs, Shape, batch_axes
 from torch_bridge.generation.prompts import Limits, Prompts, read_prompts, stop_array

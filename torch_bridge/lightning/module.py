@@ -10,7 +10,8 @@ import optax
 import torch
 
 from fzero.model import Model
-from torch_bridge.convert import Converted, convert
+from torch_bridge.convert import convert
+from torch_bridge.converted import Converted
 from torch_bridge.lightning.configure import configured
 from torch_bridge.lightning.hooks import check_hooks
 from torch_bridge.lightning.predict import predicting

@@ -11,7 +11,8 @@ import torch
 
 from fzero.errors import ConversionError
 from fzero.model import Model, Sequential
-from torch_bridge.convert import Converted, convert
+from torch_bridge.convert import convert
+from torch_bridge.converted import Converted
 from torch_bridge.lightning.hooks import own_method
 from torch_bridge.lightning.steps import as_prediction
 

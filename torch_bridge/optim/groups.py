@@ -14,7 +14,7 @@ from fzero.errors import ConversionError
 from fzero.optimizer.layers import is_layers
 from fzero.optimizer.per_layer import per_layer
 from fzero.tree import key_name, path_name
-from torch_bridge.convert import Converted
+from torch_bridge.converted import Converted
 from torch_bridge.optim.reach import reached
 from torch_bridge.optim.rules import find_rule, sees_matrices
 from torch_bridge.optim.schedules import follow

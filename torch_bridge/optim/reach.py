@@ -6,7 +6,7 @@ JAX their gradient is zero, and decay would move them.
 
 from __future__ import annotations
 
-from torch_bridge.convert import Converted
+from torch_bridge.converted import Converted
 from torch_bridge.export.interpret import Graph
 from torch_bridge.lower.refs import refs
 from torch_bridge.sequential import ConvertedSequential
