@@ -27,6 +27,7 @@ GROUP = "fzero.commands"
 BUILT_IN = {
     "calibrate": "fzero.cli.calibrate:app",
     "launch": "fzero.cli.launch:app",
+    "report": "fzero.cli.report:app",
     "schedule": "fzero.cli.schedule:app",
 }
 # What shells expect of a command that was called with something it cannot carry out.

@@ -39,6 +39,7 @@ __all__ = [
     "Partition",
     "Piece",
     "Proof",
+    "Recording",
     "Schedule",
     "Slots",
     "Timeline",
@@ -54,6 +55,7 @@ __all__ = [
     "one_f_one_b",
     "partition",
     "plot",
+    "recorded",
     "schedule",
     "simulate",
     "slots",
@@ -64,11 +66,12 @@ __all__ = [
 
 
 # A schedule is data that plans are made of; a partition is made of models, which lie above plans.
-# So what is in `cut` is imported when it is asked for.
-_LAZY = ("Partition", "Piece", "partition")
+# So what is above is imported when it is asked for.
+_LAZY = dict.fromkeys(("Partition", "Piece", "partition"), "fzero.sharding.cut")
+_LAZY |= dict.fromkeys(("Recording", "recorded"), "fzero.pipeline.record")
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(importlib.import_module("fzero.sharding.cut"), name)
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

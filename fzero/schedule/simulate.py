@@ -13,7 +13,7 @@ from fzero.schedule.actions import Action, Kind, Schedule
 from fzero.schedule.order import Placed, Value, align, gives, is_aligned, needs, require_run
 
 
-Mode = Literal["async", "lockstep"]
+Mode = Literal["async", "lockstep", "measured"]
 _T = TypeVar("_T")
 
 
@@ -168,12 +168,12 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step: what runs when, and what is held.
+    """A step, simulated or measured: what runs when, and what is held.
 
     Attributes:
         schedule: what was simulated; on the lock-step grid when mode is `lockstep`.
         cost: the costs it was simulated with.
-        mode: `async` or `lockstep`.
+        mode: `async`, `lockstep`, or `measured` (`fzero.pipeline.recorded`): its cost has medians.
         events: all actions, ordered by rank and then time.
     """
 

@@ -49,7 +49,7 @@ LAYERS = {
         ["state"],
         ["checkpoint", "pipeline"],
         ["step"],
-        ["report", "preflight", "flax", "cli"],
+        ["report", "preflight", "runs", "flax", "cli"],
     ],
     "torch_bridge": [
         ["dtypes", "losses", "packing"],

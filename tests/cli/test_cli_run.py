@@ -110,7 +110,7 @@ def test_the_directory_is_one_that_transformers_loads(trained: tuple[Path, Run])
                                stored["transformer.wpe.weight"], rtol=0, atol=0)  # fmt: skip
     assert (out / "loss.png").read_bytes().startswith(PNG)
     assert sorted(path.name for path in out.iterdir()) == [
-        "checkpoints", "config.json", "fzero.json", "loss.png", "metrics.jsonl",
+        "about.json", "checkpoints", "config.json", "fzero.json", "loss.png", "metrics.jsonl",
         "model.safetensors", "run.json", "summary.json", "timings.jsonl",
     ]  # fmt: skip
     config = json.loads((out / "config.json").read_text())

@@ -13,15 +13,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fzero.runs.files import METRICS as METRICS
+from fzero.runs.files import RUN as RUN
+from fzero.runs.files import SUMMARY as SUMMARY
+from fzero.runs.files import TIMINGS as TIMINGS
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.settings import DataSettings
 
 
 WEIGHTS = "model.safetensors"
-METRICS = "metrics.jsonl"
-TIMINGS = "timings.jsonl"
 PLOT = "loss.png"
-SUMMARY = "summary.json"
 # How the run cut its text and laid out its state: the defaults of `fzero eval`.
 RECORD = "fzero.json"
 PACKAGES = ("fzero", "jax", "jaxlib", "numpy", "optax", "torch", "transformers", "safetensors")

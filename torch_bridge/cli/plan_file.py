@@ -14,7 +14,6 @@ import fzero as fz
 from torch_bridge.cli.errors import CommandError
 
 
-RUN_FILE = "run.json"
 SECTIONS = ("run", "data", "plan", "optimizer", "schedule")
 RUN = (
     "model", "steps", "batch", "lr", "devices", "eval_every", "seed", "save_every", "verify",

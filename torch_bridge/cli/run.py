@@ -14,13 +14,13 @@ import optax
 import fzero as fz
 import torch_bridge as tb
 from fzero.hosts.agree import require_same
-from torch_bridge.cli import check, data, devices, hosts, models, outputs, plot, resume
+from torch_bridge.cli import about, check, data, devices, hosts, models, outputs, plot, resume
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.gauge import gauge_of
+from torch_bridge.cli.gauge import Gauge, gauge_of
 from torch_bridge.cli.interrupt import EXIT_INTERRUPTED
 from torch_bridge.cli.loop import History, Recorder, evaluate_state, fit
 from torch_bridge.cli.models import LoadedModel
-from torch_bridge.cli.plan_file import RUN_FILE, made_by_optax
+from torch_bridge.cli.plan_file import made_by_optax
 from torch_bridge.cli.progress import display
 from torch_bridge.cli.resume import Saver
 from torch_bridge.cli.settings import DataSettings, EvalSettings, TrainSettings, check_batch
@@ -74,7 +74,7 @@ def train(settings: TrainSettings) -> int:
     else:
         if world.process_id == 0:
             shutil.rmtree(saver.folder, ignore_errors=True)  # of the run that this one replaces
-            outputs.write_json(settings.out / RUN_FILE, settings.to_json())
+            outputs.write_json(settings.out / outputs.RUN, settings.to_json())
         state = fz.init(job.model, tx, plan, settings.seed)
     with (
         display(settings.steps) as shown,
@@ -85,13 +85,13 @@ def train(settings: TrainSettings) -> int:
             shown.line(line)
         if settings.resume:
             shown.line(f"resumed after step {checkpoint.step} of {settings.steps}")
-        tokens = settings.batch * settings.data.seq
-        first = data.train_batch(job.corpus, settings.seed, 0, settings.batch)
-        gauge = gauge_of(job.model, plan, first, tokens, num_devices, state)
-        recorder = Recorder(sink, shown, tokens, history, gauge, times)
+        gauge = _gauge(settings, job, state, num_devices)
+        if world.process_id == 0 and not settings.resume:
+            about.write(own.out, job.model, tx, plan, num_devices, gauge)
+        recorder = Recorder(sink, shown, settings.batch * settings.data.seq, history, gauge, times)
         state = fit(
             state,
-            fz.train_step(job.model, tx, plan),
+            about.Observed(fz.train_step(job.model, tx, plan), own.out, settings.steps),
             fz.eval_step(job.model, plan),
             job.corpus,
             recorder,
@@ -155,6 +155,12 @@ def _schedule(lr: float, num_steps: int) -> optax.Schedule:
         decay_steps=max(num_steps, warmup + 1),
         end_value=lr * FINAL_SHARE,
     )
+
+
+def _gauge(settings: TrainSettings, job: _Job, state: fz.TrainState, num_devices: int) -> Gauge:
+    first = data.train_batch(job.corpus, settings.seed, 0, settings.batch)
+    tokens = settings.batch * settings.data.seq
+    return gauge_of(job.model, job.plan, first, tokens, num_devices, state)
 
 
 def _eval_batch(job: _Job) -> int:

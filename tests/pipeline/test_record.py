@@ -1,0 +1,66 @@
+"""A pipeline's step as it ran: every action, in an order that the schedule allows."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import optax
+import pytest
+from execute_cases import counting, tied
+from support import tiny
+
+import fzero as fz
+from fzero.pipeline import recorded, simulate
+from fzero.schedule.order import gives, needs
+
+
+TX = optax.sgd(1e-2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_recorded_step_has_every_action_once_and_in_order(schedule):
+    plan = tiny.plan(pipe=4, data=2, microbatches=4, schedule=schedule)
+    state, step = fz.init(tied(), TX, plan), fz.train_step(tied(), TX, plan)
+    state, _ = step(state, counting(8))
+    began = time.perf_counter()
+    with recorded(step) as recording:
+        state, _ = step(state, counting(8))
+    took, timeline = time.perf_counter() - began, recording.timeline()
+    assert timeline.mode == "measured"
+    assert sorted(e.action for e in timeline.events) == sorted(
+        action for row in plan.build_schedule().ranks for action in row if action is not None
+    )
+    assert 0 == min(e.start_s for e in timeline.events) < timeline.makespan_s < took
+    ends = {gives(e.action): e.end_s for e in timeline.events}
+    for rank, row in enumerate(timeline.rank_events):
+        for before, after in itertools.pairwise(row):
+            assert after.rank == rank
+            assert before.end_s <= after.start_s <= after.end_s
+    for event in timeline.events:
+        for value in needs(event.action, 4):
+            assert ends[value] <= event.start_s
+    # On paper, with the medians of what was measured, nothing waits for the host.
+    paper = simulate(timeline.schedule, timeline.cost)
+    assert {e.action for e in paper.events} == {e.action for e in timeline.events}
+    for stage in range(4):
+        own = sorted(
+            e.end_s - e.start_s for e in timeline.events if str(e.action)[:2] == f"{stage}F"
+        )
+        assert own[0] <= timeline.cost.per_stage[stage].f <= own[-1]
+    # Afterwards nothing is recorded any more.
+    step(state, counting(8))
+    assert recording.timeline() == timeline
+
+
+def test_only_a_pipeline_of_several_programs_is_recorded():
+    for options in ({}, {"pipe": 2, "data": 2, "pipe_backend": "spmd", "microbatches": 2}):
+        step = fz.train_step(tied(), TX, tiny.plan(**options))
+        refused = pytest.raises(fz.PipelineError, match="expected a step of several programs")
+        with refused, recorded(step):
+            pass
+    step = fz.train_step(tied(), TX, tiny.plan(pipe=2, data=2, microbatches=2))
+    with recorded(step) as recording:
+        pass
+    with pytest.raises(fz.PipelineError, match="expected one training step"):
+        recording.timeline()
