@@ -125,9 +125,10 @@ def initial_loss_scale(plan: Plan) -> LossScale | None:
     """The loss scale a new state starts with; `None` when the plan never skips a step."""
     if not plan.skips:
         return None
-    zero = jnp.zeros((), jnp.int32)
     start = plan.loss_scale.initial if plan.precision == "fp16" else 1.0
-    return LossScale(jnp.float32(start), zero, zero + plan.loss_scale.hysteresis, zero)
+    # Each an array of its own: a step gives them away.
+    none, skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
+    return LossScale(jnp.float32(start), none, jnp.int32(plan.loss_scale.hysteresis), skipped)
 
 
 def next_loss_scale(plan: Plan, old: LossScale, finite: jax.Array) -> LossScale:

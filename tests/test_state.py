@@ -442,6 +442,32 @@ def test_a_step_refuses_aliased_leaves_of_a_shape_it_knows():
         step(state.replace(opt_state=(twisted, *state.opt_state[1:])), BATCH)
 
 
+def test_a_step_refuses_other_arrays_of_the_same_memory():
+    """Two objects, one buffer, as `jax.device_put` to an equal sharding may give them."""
+    plan = plan_of("z0-d1")
+    step = fz.train_step(MODEL, TX, plan)
+    state, _ = step(fz.init(MODEL, TX, plan), BATCH)
+    moments, w = state.opt_state[0], state.params["w"]
+    shards = [shard.data for shard in w.addressable_shards]
+    twin = jax.make_array_from_single_device_arrays(w.shape, w.sharding, shards)
+    mu = {**moments.mu, "w": twin}
+    twisted = state.replace(opt_state=(moments._replace(mu=mu), *state.opt_state[1:]))
+    with pytest.raises(fz.StateError, match="params/w = opt_state/0/mu/w"):
+        step(twisted, BATCH)
+    assert int(step(state, BATCH)[0].step) == 2
+
+
+@pytest.mark.parametrize("options", [{"precision": "fp16"}, {"skip_nonfinite": True}])
+def test_counters_that_begin_with_a_plan_are_given_away_one_by_one(options):
+    """What `replan` makes anew shares no memory, whether a step knows its shapes or not."""
+    old = plan_of("z0-d1")
+    new = old.replace(**options)
+    step = fz.train_step(MODEL, TX, new)
+    for _ in range(2):
+        state = fz.replan(fz.init(MODEL, TX, old), MODEL, TX, old, new)
+        assert np.isfinite(float(step(state, BATCH)[1]["loss"]))
+
+
 def test_the_state_is_immutable():
     with pytest.raises(AttributeError):
         made("z0").step = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 
@@ -102,9 +102,17 @@ def require_fits(
     require_on_device(needed, operation)
 
 
-def require_unaliased(state: TrainState, operation: str) -> None:
-    """Raises `StateError` if two leaves of a state are one array."""
+def require_unaliased(state: TrainState, operation: str, of: Collection[Any] | None = None) -> None:
+    """Raises `StateError` if two leaves of a state are one array.
+
+    Args:
+        state: the state.
+        operation: what needs it, for the message.
+        of: shapes and dtypes to look at; all by default.
+    """
     given = state.replace(step=None, rng=None)
+    if of is not None:
+        given = jax.tree.map(lambda x: x if (x.shape, x.dtype) in of else None, given)
     groups = aliased_leaves(given)
     if groups:
         raise StateError(

@@ -67,16 +67,26 @@ class Checks:
         if not all(hasattr(leaf, "sharding") for leaf in leaves):
             self._require_fits(state)
         key = structure, tuple((x.shape, x.dtype, x.sharding, tier_of(x)) for x in leaves)
-        new = key not in self._fits
-        if new:
+        if key not in self._fits:
             self._require_fits(state)
-        if self.donate and (new or same_object(leaves)):
-            require_unaliased(state, self.name)
+        if self.donate:
+            require_unaliased(state, self.name, self._suspects(leaves))
         self._fits.add(key)
         if state.compute is None or compute_copy.is_current(state.params, state.compute):
             self.trust(state)
             return state
         return dataclasses.replace(state, compute=compute_of(self.blueprint, state.params))
+
+    def _suspects(self, leaves: Sequence[Any]) -> set[Any] | None:
+        """Shapes and dtypes that leaves which share memory may have; `None` for any.
+
+        Asking every leaf for its address takes longer than a small step. Those of the last state
+        that fitted share nothing with each other; one put in since can with one of its shape.
+        """
+        if self._known is None or same_object(leaves):
+            return None
+        known = {id(ref()) for ref in self._known[1]}
+        return {(x.shape, x.dtype) for x in leaves if id(x) not in known}
 
     def traced(self, state: TrainState) -> None:
         """Raises `StateError` if a traced state has other leaves, shapes or dtypes."""
