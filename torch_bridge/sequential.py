@@ -292,7 +292,7 @@ def _places(
             places.append(place)
             keepers.setdefault(place.leaf.name, []).append(label)
     for (label, one), leaves in zip(converted.items(), found, strict=True):
-        for name in _updated(one):
+        for name in sorted(_updated(one)):
             if len(keepers[leaves[name].name]) > 1:
                 raise ConversionError(
                     f"module {label!r} updates the buffer `{name}`, which it shares with"

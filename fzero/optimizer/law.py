@@ -245,7 +245,7 @@ class _Comparison:
 
     def _mixing(self, term: int) -> str | None:
         return next(
-            (self.follow.mixing[t] for t in self.terms.reads(term) if t in self.follow.mixing), None
+            (self.follow.mixing[t] for t in sorted(self.terms.reads(term)) if t in self.follow.mixing), None
         )
 
     def _require_zeros(

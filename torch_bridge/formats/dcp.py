@@ -342,8 +342,9 @@ def _optimizer(
     if not moments:
         return None
     for name, entry in moments.items():
-        if wanted - set(entry):
-            return f"{folder.name}: the state of `{name}` has no {', '.join(wanted - set(entry))}"
+        lost = sorted(wanted - set(entry))
+        if lost:
+            return f"{folder.name}: the state of `{name}` has no {', '.join(lost)}"
     lazies = {key: {name: entry[key][1] for name, entry in moments.items()} for key in MOMENTS}
     if any(lazy is None for values in lazies.values() for lazy in values.values()):
         return f"{folder.name}: the moments are no tensors"

@@ -204,8 +204,8 @@ class _Plan:
 
     def _check_places(self, mode: Mode, rolled: Rolled) -> None:
         """Whether a graph for other sizes finds its leaves where the example's graphs have them."""
-        for name in {*mode.params.values(), *mode.buffers.values()} - {*self.stacked}:
-            for index in _readers(mode, rolled, name):
+        for name in sorted({*mode.params.values(), *mode.buffers.values()} - {*self.stacked}):
+            for index in sorted(_readers(mode, rolled, name)):
                 link = self.links[index]
                 owned = self.owner.get(name) == link or name in self.reads[index]
                 if not owned or (name in rolled.updates and _writer(rolled, name) != index):

@@ -261,7 +261,7 @@ def roll(
     updates = {leaf: value for leaf, value in trace.updates.items() if leaf not in inside}
     used = {name for part in parts for name in _inner(part)}
     used |= set(refs((trace.graph.outputs, updates)))
-    known = {name: trace.known[name].size for name in used if name in trace.known}
+    known = {name: trace.known[name].size for name in sorted(used) if name in trace.known}
     sizes = {name: size for name, size in known.items() if size is not None}
     rolled = Rolled(tuple(parts), trace.graph.outputs, updates, sizes)
     _check_sizes(trace, rolled, runs)
