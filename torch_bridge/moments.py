@@ -272,8 +272,8 @@ def _given(leaves: Mapping[str, Leaf], moments: Moments) -> dict[str, str]:
     problems: list[str] = []
     if moments.step < 0:
         problems.append(f"step: expected at least 0, got {moments.step}")
-    one_sided = set(moments.exp_avg) ^ set(moments.exp_avg_sq)
-    problems += [f"`{name}`: exp_avg and exp_avg_sq must both be given" for name in sorted(one_sided)]
+    one_sided = sorted(set(moments.exp_avg) ^ set(moments.exp_avg_sq))
+    problems += [f"`{name}`: exp_avg and exp_avg_sq must both be given" for name in one_sided]
     known = {alias: name for name, leaf in leaves.items() for alias in leaf.names}
     found: dict[str, str] = {}
     for name in moments.exp_avg:

@@ -244,9 +244,8 @@ class _Comparison:
         return f"{path}: {what} is computed otherwise ({found})"
 
     def _mixing(self, term: int) -> str | None:
-        return next(
-            (self.follow.mixing[t] for t in sorted(self.terms.reads(term)) if t in self.follow.mixing), None
-        )
+        mixing = self.follow.mixing
+        return next((mixing[t] for t in sorted(self.terms.reads(term)) if t in mixing), None)
 
     def _require_zeros(
         self, state: Sequence[_Leaf], born: Sequence[Value], new: Sequence[Value]
