@@ -40,7 +40,7 @@ def test_processes_with_other_hashes_compile_the_same(kind, tmp_path):
         place = tmp_path / seed
         environment = {
             **os.environ, "PYTHONHASHSEED": seed, "JAX_DUMP_IR_TO": str(place / "ir"),
-            "JAX_DUMP_IR_MODES": "stablehlo",
+            "JAX_DUMP_IR_MODES": "stablehlo", "JAX_NUM_CPU_DEVICES": "4",
             "PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent))),
         }  # fmt: skip
         children[place] = subprocess.Popen(

@@ -10,17 +10,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import jax
-
-
-jax.config.update("jax_num_cpu_devices", 4)
-
 import jax.numpy as jnp
 import numpy as np
 import optax
-from support import tiny
 
 import fzero as fz
+from support import tiny
 
 
 def native() -> tuple[Any, Any, Any]:
