@@ -1,4 +1,4 @@
-"""Measure this device once, for predictions: matmuls, attention, memory, copies, launches."""
+"""Measure this device once, for predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run, or two compared, as one HTML page; a step as a trace."""
+"""Draw a run, or two compared, as one HTML page."""
 
 from __future__ import annotations
 

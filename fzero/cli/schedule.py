@@ -1,4 +1,4 @@
-"""Build, draw, check and compare pipeline schedules; no device needed."""
+"""Build, draw, check and compare pipeline schedules."""
 
 from __future__ import annotations
 

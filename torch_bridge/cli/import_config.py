@@ -1,4 +1,4 @@
-"""Say in fzero's words what a configuration of DeepSpeed, Accelerate or the Trainer says."""
+"""Translate a configuration of DeepSpeed or Accelerate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say what a training step needs and how long it takes, before anyone pays for GPUs."""
+"""Say what a training step needs, and how long it takes."""
 
 from __future__ import annotations
 
