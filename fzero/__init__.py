@@ -65,6 +65,7 @@ from fzero.state.surgery import eval_params as eval_params
 from fzero.state.surgery import with_optimizer as with_optimizer
 from fzero.state.train_state import Pending as Pending
 from fzero.state.train_state import TrainState as TrainState
+from fzero.state.which import averaged as averaged
 from fzero.step import accumulate_step as accumulate_step
 from fzero.step import eval_step as eval_step
 from fzero.step import predict_step as predict_step

@@ -88,7 +88,7 @@ class Plan:
             The numbers are the same. A device keeps that share of all layers per microbatch under
             way. `None`, or one group of all: weights are gathered again from where they are kept.
         tiers: where parts of the state are kept between steps: `{"opt_state": "host"}`. Parts are
-            `opt_state`, `master` (fp32 parameters beside a compute copy) and `params`; tiers are
+            `opt_state`, `ema`, `master` (fp32 parameters beside a compute copy), `params`; tiers:
             `host` (pinned memory), `disk`, a number (the largest leaves, until that share of the
             bytes is on the host), or a pair `("disk", 0.5)`. The rest is on the device. A step lets
             such leaves visit the device piece by piece.
@@ -100,6 +100,11 @@ class Plan:
         disk_path: the directory for what is kept on disk: on a fast drive of each machine. The
             system's directory for temporary files if not given, which may be kept in memory.
         loss_scale: how fp16's loss scale moves; other precisions have none.
+        ema: the decay of exponential moving averages of the trained parameters, such as 0.999, or
+            `None` for none. They begin at the initial parameters; each optimizer step makes them
+            `average + (1 - ema) * (parameter - average)`, in float32. They are kept in shards from
+            zero=1 on, as the optimizer state is, and change no other number.
+            `eval_step(which="ema")`, `fz.averaged` and `tb.save(which="ema")` use them.
         skip_nonfinite: in fp32 and bf16, leave the state as it is when a gradient is not finite.
             (fp16 always does, and lowers its loss scale.)
         deterministic: on GPUs, run after run gives the same bits: XLA takes only kernels that add
@@ -143,6 +148,7 @@ class Plan:
     update_on: str = "device"
     disk_path: str | None = None
     loss_scale: LossScaling = field(default_factory=LossScaling)
+    ema: float | None = None
     skip_nonfinite: bool = False
     deterministic: bool = False
 
@@ -292,13 +298,13 @@ class Plan:
         return self.precision == "fp16" or self.skip_nonfinite
 
     def shards(self, state_class: str) -> bool:
-        """Whether leaves of a state class (`params`, `compute`, `opt_state`, `grads`) are kept
-        sharded between steps."""
+        """Whether leaves of a state class (`params`, `compute`, `opt_state`, `ema`, `grads`) are
+        kept sharded between steps."""
         if state_class == "params":
             return self.gathers_at_use or (self.mixed and self.zero >= 1)
-        return {"compute": False, "opt_state": self.zero >= 1, "grads": self.reduce != "step"}[
-            state_class
-        ]
+        if state_class in ("opt_state", "ema"):
+            return self.zero >= 1
+        return {"compute": False, "grads": self.reduce != "step"}[state_class]
 
     @property
     def keeps_inputs(self) -> bool:

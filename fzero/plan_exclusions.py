@@ -77,9 +77,16 @@ EXCLUSIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (
         lambda p: p.update_on == "host"
-        and (p.tier("opt_state") != ("host", 1.0) or p.tier("params")[0] == "disk"),
+        and (
+            p.tier("opt_state") != ("host", 1.0)
+            or "disk" in (p.tier("params")[0], p.tier("ema")[0])
+        ),
         "update_on='host' computes where the optimizer state is, and the plan keeps tiers={tiers}:"
         " say tiers={{'opt_state': 'host'}}, with nothing on disk",
+    ),
+    (
+        lambda p: "ema" in _parked(p) and p.ema is None,
+        "tiers={{'ema': ...}}, but the plan keeps no averages; say ema=0.999, or leave it out",
     ),
     (
         lambda p: p.update_on == "host" and (p.zero == 0 or p.pipe > 1),

@@ -12,7 +12,7 @@ from fzero.schedule.actions import Schedule
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 TIERS = ("device", "host", "disk")
-PARKED = ("opt_state", "master", "params")
+PARKED = ("opt_state", "ema", "master", "params")
 
 # What may be said, for each field that takes one of a few words or numbers.
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -63,6 +63,12 @@ def check_values(plan: Any) -> None:
         raise PlanError(
             f"plan: clip_norm={plan.clip_norm!r}: expected a positive number, or None for no"
             " clipping"
+        )
+    number = isinstance(plan.ema, int | float) and not isinstance(plan.ema, bool)
+    if plan.ema is not None and not (number and 0 < plan.ema < 1):
+        raise PlanError(
+            f"plan: ema={plan.ema!r}: expected a decay between 0 and 1, such as 0.999, or None for"
+            " no averages"
         )
     if plan.secondary not in (None, "host"):
         if not isinstance(plan.secondary, int):

@@ -17,7 +17,7 @@ from fzero.offload.park import unpark
 
 
 MODEL, TX, BATCH = tiny.chain(2), optax.adam(1e-2), tiny.tokens(4)
-PLAIN = tiny.plan(zero=3, data=2)
+PLAIN = tiny.plan(zero=3, data=2, ema=0.9)
 
 
 @functools.cache
@@ -28,7 +28,7 @@ def plans(folder):
         "host": PLAIN.replace(tiers={"opt_state": "host"}, **parked),
         "brought back": PLAIN.replace(tiers={"opt_state": "host"}, **parked),
         "disk": PLAIN.replace(tiers={"opt_state": "disk"}, **parked),
-        "pipeline": tiny.plan(zero=3, data=2, pipe=2, microbatches=2, **parked),
+        "pipeline": PLAIN.replace(pipe=2, microbatches=2, **parked),
     }
 
 
@@ -74,6 +74,7 @@ CASES = {
     "logical": lambda s, p, f: fz.logical(MODEL, s, p),
     "with_optimizer": lambda s, p, f: fz.with_optimizer(s, MODEL, TX, optax.sgd(0.1), p),
     "eval_params": lambda s, p, f: fz.eval_params(s, MODEL, TX, p, lambda opt, params: params),
+    "averaged": lambda s, p, f: fz.averaged(s, MODEL, p),
     "check_same": lambda s, p, f: fz.check_same(s),
     "check_finite": lambda s, p, f: fz.check_finite(s),
     "placement": lambda s, p, f: str(fz.placement(s)),

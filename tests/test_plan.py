@@ -143,6 +143,7 @@ EVERY = {
     "update_on": "host",
     "disk_path": "somewhere",
     "loss_scale": fz.LossScaling(initial=2**12, growth_steps=7, hysteresis=3, minimum=2.0),
+    "ema": 0.999,
     "skip_nonfinite": True,
     "deterministic": True,
 }

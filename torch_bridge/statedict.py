@@ -17,6 +17,7 @@ from fzero.sharding.homes import cut_into_stages
 from fzero.sharding.split import Home
 from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
+from fzero.state.which import read_from
 from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves
 from torch_bridge.converted import Converted
@@ -31,7 +32,11 @@ from torch_bridge.structure.stacked import Row
 
 
 def state_dict(
-    converted: Converted | ConvertedSequential, state_or_params: Any, plan: Plan | None = None
+    converted: Converted | ConvertedSequential,
+    state_or_params: Any,
+    plan: Plan | None = None,
+    *,
+    which: str = "params",
 ) -> dict[str, torch.Tensor]:
     """All entries of the module's `state_dict`, with the values of a state.
 
@@ -41,6 +46,7 @@ def state_dict(
             parameters, in which case the buffers are the module's initial ones. Leaves may be
             sharded, and longer than their logical shape along a dim (padding is cut off).
         plan: the state's plan; needed in a pipeline, to put the layers of cut stacks in order.
+        which: of a `TrainState`, the `params` or their moving averages (`ema`).
 
     Returns:
         Tensors that share no memory with the state, in the module's own order. Tied names hold
@@ -61,6 +67,7 @@ def state_dict(
         {'weight': (2, 3), 'bias': (2,)}
     """
     made: dict[str, torch.Tensor] = {}
+    state_or_params = read_from(state_or_params, which, "state_dict")
     for leaf, value in state_leaves(converted, state_or_params, plan, "state_dict"):
         made.update(dict.fromkeys(leaf.names, leaf_tensor(leaf, value)))
     return {name: made[name] for name in converted.layout.order}

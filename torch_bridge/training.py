@@ -20,6 +20,7 @@ from fzero.plan import Plan
 from fzero.state.new import init
 from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
+from fzero.state.which import read_from
 from fzero.step import train_step
 from torch_bridge.convert import convert
 from torch_bridge.converted import Converted
@@ -174,12 +175,13 @@ def _whole_rows(tree: Any, parts: int) -> Any:
 _BLOCKS = re.compile(r"\*|\[(\d+):(\d+)(?::(\d+))?\]")
 
 
-def load_into(module: torch.nn.Module, state: Any) -> torch.nn.Module:
+def load_into(module: torch.nn.Module, state: Any, *, which: str = "params") -> torch.nn.Module:
     """Write a state's parameters and buffers into the module that it was converted from.
 
     Args:
         module: the module; its tensors keep their memory, dtypes and devices.
         state: a `TrainState`, or anything with `.params` and `.buffers`, on devices or the host.
+        which: of a `TrainState`, the `params` or their moving averages (`ema`).
 
     Returns:
         The module.
@@ -199,6 +201,7 @@ def load_into(module: torch.nn.Module, state: Any) -> torch.nn.Module:
     """
     if isinstance(state, TrainState):
         require_alive(state, "load_into")
+    state = read_from(state, which, "load_into")
     module = unwrapped(module)
     tensors = named_tensors(module)
     values: dict[str, Any] = {}

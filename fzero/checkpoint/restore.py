@@ -27,6 +27,7 @@ from fzero.plan import Plan
 from fzero.precision import LossScale, initial_loss_scale
 from fzero.processes import from_host
 from fzero.sharding.blueprint import Blueprint, blueprint, bound_optimizer, initial_shapes
+from fzero.sharding.chunks import OWNED
 from fzero.sharding.homes import cut_into_stages
 from fzero.sharding.lazy import Index, LazyArray
 from fzero.sharding.relayout import Kept, copy_leaf, relayout
@@ -35,6 +36,7 @@ from fzero.sharding.split import (
     layout_leaves,
     map_splits,
     owner_of,
+    split_averages,
     split_opt_state,
     split_params,
     trained,
@@ -49,12 +51,13 @@ from fzero.state.new import (
     parked_leaf,
     state_of,
 )
+from fzero.state.replan import averages_at
 from fzero.state.train_state import Pending, TrainState
 from fzero.tree import PyTree, map_named, named_leaves
 
 
 # What may be taken out of a checkpoint.
-FIELDS = ("params", "opt_state", "buffers", "step", "rng", "loss_scale", "grads")
+FIELDS = ("params", "opt_state", "ema", "buffers", "step", "rng", "loss_scale", "grads")
 # How a leaf was kept, and how it shall be.
 Want = tuple[Kept, Kept, Any]
 
@@ -87,7 +90,8 @@ def restore(
         devices: devices to use; all by default.
         fields: which parts of the state are taken, of `FIELDS`; all by default. The others are new,
             as `fz.init` makes them: `("params", "buffers")` starts another training, with any
-            optimizer, from these weights.
+            optimizer, from these weights. Averages (`ema`) that the checkpoint has not begin at its
+            parameters; those that the plan has not are left out.
         fresh: paths of parameters and buffers, or of subtrees of them (`"head"`), that stay new:
             they may differ, or be on one side only. So do their moments.
         rng: seed or key for whatever is new, as for `fz.init`.
@@ -144,7 +148,9 @@ def _restored(
     else:
         state = state_of(blue, params, buffers, key)
         opt_state = stored.field("opt_state", state.opt_state)
-    return dataclasses.replace(state, opt_state=opt_state, **stored.rest(state))
+    begun = () if stored.has_all("ema") else averages_at(blue, state.params)
+    averages = stored.field("ema", begun)
+    return dataclasses.replace(state, opt_state=opt_state, ema=averages, **stored.rest(state))
 
 
 def _derived(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -> TrainState:
@@ -223,8 +229,10 @@ class _Stored:
         blue, model, was, parts = self.blue, self.blue.model, self.about.plan, self.meta["data"]
         shapes, _ = initial_shapes(model)
         homes = cut_into_stages(model, was).homes if was.pipe > 1 else None
-        old = {"params": split_params(model, shapes, was, parts, homes), "opt_state": ()}
-        new = {"params": blue.params, "opt_state": blue.opt_state}
+        params = split_params(model, shapes, was, parts, homes)
+        averages = None if blue.ema is None else split_averages(params)
+        old = {"params": params, "opt_state": (), "ema": averages}
+        new = {name: getattr(blue, name) for name in old}
         if blue.tx is not None:
             make = bound_optimizer(blue.tx, model, homes).init
             old["opt_state"] = split_opt_state(make, old["params"], was, parts)
@@ -264,6 +272,9 @@ class _Stored:
         field, _, inner = path.partition("/")
         if field not in self.fields or (field == "opt_state" and self.blue.tx is None):
             return False
+        # Averages of a run that had none begin at its parameters; a plan without them leaves them.
+        if field == "ema" and (self.blue.ema is None or path not in self.numbers):
+            return False
         if field in ("params", "buffers"):
             return not any(f"{inner}/".startswith(f"{root}/") for root in self.fresh)
         return not any(f"/{root}/" in f"/{inner}/" for root in self.fresh)
@@ -275,7 +286,7 @@ class _Stored:
 
     def require_fit(self) -> None:
         """Raises `CheckpointError` if a leaf that is taken does not fit model and optimizer."""
-        compared = ("params", "opt_state", "buffers", "grads")
+        compared = ("params", *OWNED, "buffers", "grads")
         have = {p for p in self.numbers if self._takes(p) and p.split("/")[0] in compared}
         # Moments from before a parameter was frozen stay where they are.
         frozen = {split.path for split in layout_leaves(self.blue.params) if split.frozen}
@@ -311,7 +322,7 @@ class _Stored:
                 return kept[0]
             value = self._leaf(f"{name}/{path}")
             # Parameters are cast and make the optimizer's state before they are parked.
-            return parked_leaf(self.blue, name, path, value) if name == "opt_state" else value
+            return parked_leaf(self.blue, name, path, value) if name in OWNED else value
 
         shapes = self.blue.shapes()[name]
         return map_named(leaf, shapes, *([new] if jax.tree.leaves(new) else []))

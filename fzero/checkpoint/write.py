@@ -42,7 +42,7 @@ from fzero.tree import leaf_bytes, named_leaves
 
 FORMAT = 1
 # What follows from other fields is not written.
-FIELDS = ("params", "opt_state", "buffers", "loss_scale", "grads")
+FIELDS = ("params", "opt_state", "ema", "buffers", "loss_scale", "grads")
 _OPEN: dict[str, Any] = {}  # what writes into a path, until it has written
 # Python 3.12.0 and 3.12.1 start no thread once the main one has ended: a writer could not finish.
 _EXIT_IS_ABRUPT = (3, 12) <= sys.version_info < (3, 12, 2)

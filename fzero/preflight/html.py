@@ -15,7 +15,7 @@ _LABEL = 120
 # Okabe and Ito's colours (and Tol's wine), which people with any colour vision can tell apart.
 _COLOURS = {
     "params": "#0072B2", "compute": "#56B4E9", "opt_state": "#009E73", "buffers": "#999999",
-    "grads": "#CC79A7", "batch": "#F0E442", "saved activations": "#E69F00",
+    "ema": "#117733", "grads": "#CC79A7", "batch": "#F0E442", "saved activations": "#E69F00",
     "secondary shards": "#882255",
     "gradients": "#CC79A7", "temporaries": "#D55E00", "reserve": "#555555", "free": "#eeeeee",
 }  # fmt: skip

@@ -23,6 +23,7 @@ from fzero.pieces import Piece
 from fzero.plan import Plan
 from fzero.precision import compute_dtype
 from fzero.sharding.blueprint import Blueprint, planned, secondary_size
+from fzero.sharding.chunks import OWNED
 from fzero.sharding.homes import Stages, stage_tree
 from fzero.sharding.relayout import Kept
 from fzero.sharding.split import Home, Split, layout_leaves, trained
@@ -40,7 +41,7 @@ class LeafPlan:
     """How one leaf will be kept between steps.
 
     Args:
-        state_class: `params`, `compute`, `opt_state`, `buffers` or `error`.
+        state_class: `params`, `compute`, `opt_state`, `ema` or `buffers`.
         path: path in its tree.
         shape: logical shape.
         dtype: dtype it is kept in.
@@ -220,7 +221,8 @@ def describe(
     blue = planned(model, tx, plan, num_devices)
     sizes, stages, layout = dict(blue.mesh.shape), blue.stages, blue.params
     leaves = tuple(_planned(blue))
-    counted = ["params", "compute", *(["opt_state"] if tx is not None else []), "buffers"]
+    trains = {"opt_state": tx is not None, "ema": plan.ema is not None}
+    counted = ["params", "compute", *(name for name in OWNED if trains[name]), "buffers"]
     known = plan.secondary != "host" or devices is not None
     secondary = secondary_size(plan, sizes[DATA], devices) if known else 0
     gathered, reduced = _communication(plan, layout, sizes, secondary, stages)
@@ -275,9 +277,9 @@ def _planned(blue: Blueprint) -> Iterator[LeafPlan]:
             () if split is None else split.axes,
         )  # fmt: skip
 
-    for name, layout in (
-        ("params", blue.params), ("compute", trained(blue.params)), ("opt_state", blue.opt_state)
-    ):  # fmt: skip
+    own = {name: getattr(blue, name) for name in OWNED}
+    layouts = {"params": blue.params, "compute": trained(blue.params), **own}
+    for name, layout in layouts.items():
         if shapes[name] is None:
             continue
         leaves = jax.tree.leaves(shapes[name])
@@ -373,7 +375,7 @@ def _gathered_state(blue: Blueprint) -> int:
         return 0
     # Of a master beside a compute copy, both are gathered.
     master = trained(blue.params) if blue.plan.mixed else None
-    splits = [*layout_leaves(blue.opt_state), *layout_leaves(master)]
+    splits = [*layout_leaves(blue.opt_state), *layout_leaves(blue.ema), *layout_leaves(master)]
 
     def of(rank: int) -> int:
         own = [s for s in splits if s.dim is not None and (not s.home or rank in s.home.ranks)]

@@ -22,7 +22,7 @@ from fzero.storage.tiers import DEVICE, DISK, HOST, TIERS, on_device, tier_of
 from fzero.tree import leaf_bytes, named_leaves
 
 
-CLASSES = ("params", "compute", "opt_state", "buffers", "grads")
+CLASSES = ("params", "compute", "opt_state", "ema", "buffers", "grads")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LeafPlacement:
     """Where one leaf is.
 
     Args:
-        state_class: `params`, `compute`, `opt_state`, `buffers`, `grads` or `error`.
+        state_class: `params`, `compute`, `opt_state`, `ema`, `buffers` or `grads`.
         path: path in its tree.
         shape: shape as stored, padding included.
         dtype: its dtype.

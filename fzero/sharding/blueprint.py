@@ -26,7 +26,7 @@ from fzero.plan import Plan
 from fzero.precision import compute_dtype, initial_loss_scale
 from fzero.processes import require_transfers
 from fzero.sharding.buffers import check_buffers
-from fzero.sharding.chunks import Chunks, plan_chunks
+from fzero.sharding.chunks import OWNED, Chunks, plan_chunks
 from fzero.sharding.group import Group
 from fzero.sharding.homes import Stages, cut_into_stages
 from fzero.sharding.initial import initial_shapes as initial_shapes
@@ -37,6 +37,7 @@ from fzero.sharding.split import (
     kept_shape,
     layout_leaves,
     map_splits,
+    split_averages,
     split_opt_state,
     split_params,
     stored_shapes,
@@ -137,6 +138,11 @@ class Blueprint:
         return split_opt_state(self.optimizer.init, self.params, self.plan, self.num_data)
 
     @cached_property
+    def ema(self) -> PyTree:
+        """A `Split` for every average of the plan's; `None` where it has none."""
+        return None if self.plan.ema is None else split_averages(self.params)
+
+    @cached_property
     def optimizer(self) -> Optimizer:
         """The optimizer, told which leaves are stacks."""
         assert self.tx is not None
@@ -162,7 +168,8 @@ class Blueprint:
     @cached_property
     def chunks(self) -> Chunks:
         """What the plan parks between steps, and how it visits the device."""
-        return plan_chunks(self.plan, self.params, self.opt_state, self.shapes())
+        owned = {name: getattr(self, name) for name in OWNED}
+        return plan_chunks(self.plan, self.params, owned, self.shapes())
 
     @cached_property
     def adds_up(self) -> bool:
@@ -224,7 +231,10 @@ class Blueprint:
             "step": self.replicated(jax.ShapeDtypeStruct((), jnp.int32)),
             "params": stored_shapes(self.params, sharding, plan.shards("params")),
             "compute": compute,
-            "opt_state": stored_shapes(self.opt_state, sharding, plan.shards("opt_state")),
+            **{
+                name: stored_shapes(getattr(self, name), sharding, plan.shards(name))
+                for name in OWNED
+            },
             "buffers": self._buffers(),
             "rng": self.replicated(jax.eval_shape(lambda: jax.random.key(0))),
             "loss_scale": jax.tree.map(self.replicated, scale),
@@ -265,7 +275,7 @@ class Blueprint:
         return {
             "params": params,
             "compute": trained(self.params, params) if self.plan.keeps_compute_copy else None,
-            "opt_state": map_splits(of_state, self.opt_state),
+            **{name: map_splits(of_state, getattr(self, name)) for name in OWNED},
             "buffers": buffers,
         }
 

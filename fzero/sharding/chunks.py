@@ -12,8 +12,10 @@ from fzero.storage.tiers import DEVICE, cut_of, largest
 from fzero.tree import PyTree, device_bytes, is_plain, named_leaves
 
 
+# The parts of a state that only updates read, each leaf of which belongs to a parameter (or none).
+OWNED = ("opt_state", "ema")
 # The parts of a state that may be parked by a plan.
-FIELDS = ("params", "opt_state")
+FIELDS = ("params", *OWNED)
 
 
 @dataclass(frozen=True)
@@ -49,19 +51,22 @@ class Chunks:
 
 
 def plan_chunks(
-    plan: Plan, layout: PyTree, opt_state: PyTree, shapes: Mapping[str, PyTree]
+    plan: Plan, layout: PyTree, owned: Mapping[str, PyTree], shapes: Mapping[str, PyTree]
 ) -> Chunks:
     """Divides what a plan parks into chunks of at most `plan.stream_bytes` per device.
 
     Args:
         plan: the plan.
         layout: a `Split` for every parameter.
-        opt_state: the same for the optimizer's state.
+        owned: the same for each of `OWNED`.
         shapes: shapes and shardings of the state's fields, as if on the device.
     """
     params = dict(named_leaves(shapes["params"]))
     splits = {split.path: split for split in layout_leaves(layout)}
-    owners = {split.path: split.owner for split in layout_leaves(opt_state)}
+    owners = {
+        (field, split.path): split.owner
+        for field, leaves in owned.items() for split in layout_leaves(leaves)
+    }  # fmt: skip
     sizes = dict.fromkeys(splits, 0)
     found: list[tuple[str, str, str, Any]] = []  # field, path, owner, leaf
     for field in FIELDS:
@@ -74,7 +79,7 @@ def plan_chunks(
             leaves = {path: leaf for path, leaf in leaves.items() if not splits[path].frozen}
         bytes_of = {path: device_bytes(leaf) for path, leaf in leaves.items()}
         for path in largest(bytes_of, share):
-            owner = path if field == "params" else owners[path]
+            owner = path if field == "params" else owners[field, path]
             if owner is not None:
                 found.append((field, path, owner, leaves[path]))
                 # No update sees what is frozen.

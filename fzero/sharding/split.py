@@ -345,6 +345,18 @@ def split_opt_state(
     return _mapped(split, shapes)
 
 
+def split_averages(params: PyTree) -> PyTree:
+    """The layout of averages of the trained parameters: each lies as its parameter, in float32."""
+
+    def split(own: Split) -> Split:
+        why = f"as {own.path}"
+        return dataclasses.replace(
+            own, dtype=update_dtype(own.dtype), reason=why, owner=own.path
+        )  # fmt: skip
+
+    return map_splits(split, trained(params))
+
+
 def _layout_keys(layout: PyTree) -> list[tuple[str, ...]]:
     return leaf_keys(map_splits(lambda split: split.path, layout))
 

@@ -54,6 +54,7 @@ _FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "master": (("params",),),
     "compute": (("compute",), ("params",)),
     "opt_state": (("opt_state",),),
+    "ema": (("ema",),),
     "buffers": (("buffers",),),
     "grads": (("grads",),),
 }
@@ -64,7 +65,7 @@ _WORDS = {
     "lp_params": "compute",
     "lp_grads": "grads",
 }
-CLASSES = ("params", "compute", "opt_state", "buffers", "grads")
+CLASSES = ("params", "compute", "opt_state", "ema", "buffers", "grads")
 
 
 def offload(
@@ -87,10 +88,10 @@ def offload(
     Args:
         state: the state.
         include: what to move: any of `params` (with the compute copy, where there is one),
-            `master` (the fp32 parameters), `compute`, `opt_state`, `buffers`, `grads` (an
-            accumulation in progress), `error` (what 8-bit reductions owe); DeepSpeed's
-            `hp_params`, `lp_params`, `optim_states` and `lp_grads` are understood. All of them by
-            default. Step count, random key and loss scale, a few bytes, stay.
+            `master` (the fp32 parameters), `compute`, `opt_state`, `ema` (averages), `buffers`,
+            `grads` (an accumulation in progress); DeepSpeed's `hp_params`, `lp_params`,
+            `optim_states` and `lp_grads` are understood. All of them by default. Step count, random
+            key and loss scale, a few bytes, stay.
         to: `host` (pinned memory) or `disk`.
         where: a regular expression; only leaves whose path (`opt_state/0/mu/blocks/w`) contains a
             match are moved.
@@ -188,10 +189,12 @@ class Phases:
 
     train: dict[str, str] = dataclasses.field(default_factory=dict)
     generate: dict[str, str] = dataclasses.field(
-        default_factory=lambda: dict.fromkeys(("opt_state", "grads"), HOST)
+        default_factory=lambda: dict.fromkeys(("opt_state", "ema", "grads"), HOST)
     )
     idle: dict[str, str] = dataclasses.field(
-        default_factory=lambda: dict.fromkeys(("params", "opt_state", "buffers", "grads"), HOST)
+        default_factory=lambda: dict.fromkeys(
+            ("params", "opt_state", "ema", "buffers", "grads"), HOST
+        )
     )
 
     def __post_init__(self) -> None:

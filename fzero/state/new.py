@@ -27,6 +27,7 @@ from fzero.sharding.initial import initializer
 from fzero.sharding.relayout import copy_leaf
 from fzero.sharding.split import map_splits, trained, update_dtype
 from fzero.state import compute_copy
+from fzero.state.averages import start
 from fzero.state.fingerprint import compare
 from fzero.state.logical import logical_view, store
 from fzero.state.train_state import TrainState
@@ -108,7 +109,8 @@ def _parked(blue: Blueprint, state: TrainState) -> TrainState:
         state = state.replace(opt_state=parked_opt_state(blue, state.params))
     if blue.chunks.parked:
         params = parked_field(blue, "params", state.params)
-        state = dataclasses.replace(state, params=params)
+        averages = parked_field(blue, "ema", state.ema)
+        state = dataclasses.replace(state, params=params, ema=averages)
     compute_copy.pair(state.params, state.compute)
     return state
 
@@ -225,7 +227,9 @@ def _derived(blue: Blueprint, params: PyTree, key: jax.Array) -> dict[str, Any]:
     if not blue.parks("opt_state"):
         opt_state = () if blue.tx is None else new_opt_state(blue, params)
         fields["opt_state"] = store(blue, "opt_state", opt_state)
+    averages = start(blue.ema, trained(blue.params, params))
     return fields | {
+        "ema": None if averages is None else store(blue, "ema", averages),
         "step": jnp.zeros((), jnp.int32),
         "compute": _cast(blue, params) if blue.plan.keeps_compute_copy else None,
         "rng": key,

@@ -42,6 +42,7 @@ def replan(
     Values are bit-identical. What already lies where the new plan wants it is not copied: the two
     states share it, and a step that is given one of them consumes it for both (`donate=False`
     keeps it). Replanning twice is replanning once. What was parked by hand stays in its tier.
+    Averages that only the new plan has begin at the parameters; a plan without `ema` drops them.
 
     Args:
         state: a state of `old_plan`.
@@ -68,6 +69,7 @@ def replan(
     fields: dict[str, Any] = {"grads": None}
     for name in ("params", "opt_state"):
         fields[name] = _replanned(getattr(state, name), name, old, new, shapes[name])
+    fields["ema"] = _replanned_averages(state, old, new, fields["params"])
     fields["buffers"] = _replanned_buffers(state, old, new, shapes["buffers"])
     for name in ("step", "rng"):
         fields[name] = jax.tree.map(
@@ -98,9 +100,33 @@ def _replanned(tree: PyTree, name: str, old: Blueprint, new: Blueprint, shapes: 
     def move(a: Split, b: Split, leaf: Any, to: Any) -> Any:
         by_plan = (name, a.path) in old.chunks.parked
         parking = new.chunks.parked.get((name, b.path), _by_hand(leaf, by_plan))
-        return _moved(leaf, Kept.of(a, was), Kept.of(b, now), to, parking, new)
+        return relaid(leaf, Kept.of(a, was), Kept.of(b, now), to, parking, new)
 
     return map_splits(move, getattr(old, name), getattr(new, name), tree, shapes)
+
+
+def _replanned_averages(
+    state: TrainState, old: Blueprint, new: Blueprint, params: PyTree
+) -> PyTree:
+    """Averages as the new plan keeps them; where only that has any, they begin at `params`."""
+    if new.ema is None:
+        return None
+    if old.ema is None:
+        return averages_at(new, params)
+    return _replanned(state.ema, "ema", old, new, new.shapes()["ema"])
+
+
+def averages_at(blue: Blueprint, params: PyTree) -> PyTree:
+    """Averages that begin at kept parameters, in any tier; they share no memory with them."""
+    sharded = blue.plan.shards("params"), blue.plan.shards("ema")
+
+    def copy(own: Split, to: Any, split: Split, leaf: Any) -> Any:
+        parking = blue.chunks.parked.get(("ema", own.path))
+        here = jnp.array(unpark(leaf), to.dtype, copy=True)
+        return relaid(here, Kept.of(split, sharded[0]), Kept.of(own, sharded[1]), to, parking, blue)
+
+    kept = trained(blue.params, params)
+    return map_splits(copy, blue.ema, blue.shapes()["ema"], trained(blue.params), kept)
 
 
 def _by_hand(leaf: Any, by_plan: bool) -> Parking | None:
@@ -109,10 +135,19 @@ def _by_hand(leaf: Any, by_plan: bool) -> Parking | None:
     return None if by_plan or tier == DEVICE else Parking(tier)
 
 
-def _moved(
+def relaid(
     leaf: Any, old: Kept, new: Kept, to: Any, parking: Parking | None, blue: Blueprint
 ) -> Any:
-    """A leaf of a state as another plan keeps it; the state's own stays as it is."""
+    """A leaf of a state as another plan keeps it; the state's own stays as it is.
+
+    Args:
+        leaf: the leaf, in any tier.
+        old: how it is kept.
+        new: how it shall be kept.
+        to: shape, dtype and sharding wanted, as if on the device.
+        parking: where it shall be parked, if it shall.
+        blue: the blueprint of the plan wanted.
+    """
     stays = old.alike(new) and on_device(leaf.sharding) == to.sharding
     if stays and parking is not None and is_parked_so(leaf, parking):
         return leaf
@@ -129,7 +164,7 @@ def _replanned_buffers(state: TrainState, old: Blueprint, new: Blueprint, shapes
         name = key_name(path[0])
         was = Kept.at(old.home_of(name), leaf.shape)
         now = Kept.at(new.home_of(name), to.shape)
-        return _moved(leaf, was, now, to, _by_hand(leaf, False), new)
+        return relaid(leaf, was, now, to, _by_hand(leaf, False), new)
 
     return jax.tree_util.tree_map_with_path(move, state.buffers, shapes)
 

@@ -18,7 +18,8 @@ from fzero.tree import aliased_leaves, named_leaves
 
 def consumed_by(state: TrainState) -> str | None:
     """What consumed a state, in words; `None` for a live one."""
-    leaves = jax.tree.leaves((state.params, state.compute, state.opt_state, state.buffers))
+    own = state.params, state.compute, state.opt_state, state.buffers, state.ema
+    leaves = jax.tree.leaves(own)
     for leaf in (*leaves, *jax.tree.leaves(state.grads)):
         if given_to(leaf):
             return given_to(leaf)

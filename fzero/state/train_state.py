@@ -50,8 +50,9 @@ class TrainState(Printed):
         rng: key from which every layer's key is folded; never changes.
         loss_scale: fp16's loss scale and the count of skipped steps, or `None`.
         grads: an accumulation in progress, or `None`.
+        ema: moving averages of the trained parameters in float32 (`Plan(ema=0.999)`), or `None`.
 
-    A leaf of `params` or `opt_state` that no dim divides is stored with zeros at its end;
+    A leaf of `params`, `opt_state` or `ema` that no dim divides is stored with zeros at its end;
     `fz.describe` names such leaves, `fz.logical` gives their own shapes back.
     """
 
@@ -63,6 +64,7 @@ class TrainState(Printed):
     rng: jax.Array
     loss_scale: LossScale | None
     grads: Pending | None = None
+    ema: PyTree = None
 
     def _summary(self) -> str:
         return summary("TrainState", vars(self))
@@ -71,6 +73,9 @@ class TrainState(Printed):
         """The same state with some fields changed.
 
         New `params` are cast into a new `compute` where the state has one, unless it is given too.
+        Everything else stays: moments and averages go on from what they were. For averages that
+        begin again at new parameters, `fz.replan(state.replace(params=..., ema=None), model, tx,
+        plan.replace(ema=None), plan)`.
         """
         new = dataclasses.replace(self, **changes)
         if "params" not in changes or "compute" in changes or self.compute is None:

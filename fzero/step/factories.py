@@ -79,13 +79,21 @@ def accumulate_step(
     return TrainStep(blueprint(model, tx, plan, devices), donate, apply=False)
 
 
-def eval_step(model: Model, plan: Plan, *, devices: Sequence[Any] | None = None) -> EvalStep:
+def eval_step(
+    model: Model,
+    plan: Plan,
+    *,
+    devices: Sequence[Any] | None = None,
+    which: str = "params",
+) -> EvalStep:
     """Builds an evaluation step.
 
     Args:
         model: the model.
         plan: the plan of the states to evaluate.
         devices: devices to use; all by default.
+        which: the parameters it reads: those trained (`params`), or with `Plan(ema=0.999)` their
+            moving averages (`ema`), laid out as parameters for each call.
 
     Returns:
         `step(state, batch) -> metrics`, with `loss`, its `count` and the model's own metrics as
@@ -94,10 +102,16 @@ def eval_step(model: Model, plan: Plan, *, devices: Sequence[Any] | None = None)
     Raises:
         As `train_step`.
     """
-    return EvalStep(blueprint(model, None, plan, devices))
+    return EvalStep(blueprint(model, None, plan, devices), which)
 
 
-def predict_step(model: Model, plan: Plan, *, devices: Sequence[Any] | None = None) -> PredictStep:
+def predict_step(
+    model: Model,
+    plan: Plan,
+    *,
+    devices: Sequence[Any] | None = None,
+    which: str = "params",
+) -> PredictStep:
     """Builds a step that gives the model's outputs for each example, in evaluation mode.
 
     Outputs are those of `Model(predict=)` or `Sequential(predict=)`, or what a `Sequential`'s chain
@@ -107,6 +121,8 @@ def predict_step(model: Model, plan: Plan, *, devices: Sequence[Any] | None = No
         model: the model.
         plan: the plan of the states.
         devices: devices to use; all by default.
+        which: the parameters it reads: those trained (`params`), or with `Plan(ema=0.999)` their
+            moving averages (`ema`), laid out as parameters for each call.
 
     Returns:
         `step(state, batch) -> outputs`: a pytree whose leaves have a row for each example, spread
@@ -131,4 +147,4 @@ def predict_step(model: Model, plan: Plan, *, devices: Sequence[Any] | None = No
         >>> predict(fz.init(model, None, plan), {"x": np.ones((5, 2), np.float32)}).shape
         (5, 3)
     """
-    return PredictStep(blueprint(model, None, plan, devices))
+    return PredictStep(blueprint(model, None, plan, devices), which)

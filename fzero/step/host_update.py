@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from fzero.errors import PlanError
 from fzero.precision import cast_param
 from fzero.sharding.blueprint import Blueprint, blueprint
+from fzero.sharding.chunks import OWNED
 from fzero.sharding.split import map_splits, stored_shapes, trained, with_frozen
 from fzero.step.update import Metrics, Update
 from fzero.storage.tiers import host_sharding
@@ -71,21 +72,22 @@ class HostUpdate:
         params = trained(self.blueprint.params, fields["params"])
         params = self._divide(params) if whole else params
         # A copy in any case: the program writes the new state over it.
-        opt_state = self._down(fields["opt_state"], may_alias=False)
+        old = {name: fields[name] for name in OWNED}
+        owned = self._down(old, may_alias=False)
         if self.donate:
-            jax.block_until_ready(opt_state)
-            for leaf in jax.tree.leaves(fields["opt_state"]):
+            jax.block_until_ready(owned)
+            for leaf in jax.tree.leaves(old):
                 leaf.delete()
         rest = {name: fields[name] for name in ("buffers", "grads", "loss_scale")}
         rest = self._down({"params": params, **rest})
-        new, metrics = self._program(opt_state, rest, self._down(kept))
+        new, metrics = self._program(owned, rest, self._down(kept))
         new = self._up(new)
         if "params" in new:
             new["params"] = with_frozen(self.blueprint.params, new["params"], fields["params"])
         return new, self._on_device(metrics)
 
-    def _run(self, opt_state: PyTree, rest: Values, kept: Values) -> tuple[Values, Metrics]:
-        fields = {**rest, "opt_state": opt_state, "compute": None}
+    def _run(self, owned: Values, rest: Values, kept: Values) -> tuple[Values, Metrics]:
+        fields = {**rest, **owned, "compute": None}
         new, metrics = self._update.run(
             fields, kept["step"], kept["sums"], kept["mean"], kept["own"], kept["changed"], True
         )
@@ -109,8 +111,8 @@ class HostUpdate:
         plan, shapes = self.blueprint.plan, self.blueprint.shapes()
         out = {name: self._on_device(new[name]) for name in ("step", "buffers", "loss_scale")}
         out["grads"], out["compute"] = None, None
-        for name in ("params", "opt_state"):
-            if name == "opt_state" or plan.shards("params"):
+        for name in ("params", *OWNED):
+            if name in OWNED or plan.shards("params"):
                 kept = self._kept(name, shapes[name])
                 kept = trained(self.blueprint.params, kept) if name == "params" else kept
                 out[name] = jax.device_put(new[name], kept)

@@ -14,10 +14,12 @@ from fzero.offload.stream import StreamedFunction
 from fzero.pipeline.execute import Executor
 from fzero.processes import spread
 from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.chunks import OWNED
 from fzero.sharding.homes import stages_of_outputs
 from fzero.sharding.split import layout_leaves
 from fzero.state import compute_copy
 from fzero.state.train_state import TrainState
+from fzero.state.which import chosen, reads_of, require_known
 from fzero.step.checks import Checks, is_traced, require_finite
 from fzero.step.passes import OneProgram, Pipeline, Values, kept_by, passes_of
 from fzero.step.runners import Divided, Fused, Moment, options_of, runner_of
@@ -66,7 +68,7 @@ class TrainStep:
         reads = [*blue.reads, "buffers"]
         # An accumulation leaves the rest alone, wherever it is.
         reads += ["loss_scale", "grads"]
-        reads += ["params", "compute", "opt_state"] if apply else []
+        reads += ["params", "compute", *OWNED] if apply else []
         self._reads = tuple(dict.fromkeys(reads))
         self._checks = Checks(blue, self.name, self._reads, donate, bare=False)
 
@@ -181,6 +183,7 @@ class EvalStep:
 
     Args:
         blue: the blueprint.
+        which: the parameters that it reads.
 
     Attributes:
         num_traces: how often a program of it was traced.
@@ -190,21 +193,22 @@ class EvalStep:
         traces = f"{self.num_traces} programs traced"
         return f"{self.name}({self.plan!r}; {traces})\n{self.blueprint.model!r}"
 
-    def __init__(self, blue: Blueprint) -> None:
+    def __init__(self, blue: Blueprint, which: str = "params") -> None:
         self.blueprint, self.plan, self.name = blue, blue.plan, "eval_step"
-        self.num_traces = 0
+        require_known(which, blue, self.name)
+        self.num_traces, self.which = 0, which
         self.passes = passes_of(blue, self._traced)
         self._program: Any = self._dispatched
         if isinstance(self.passes, OneProgram):
             self._program = jax.jit(self._evaluated, compiler_options=options_of(blue) or None)
-        reads = (*blue.reads, "buffers")
+        reads = (*reads_of(blue, which), "buffers")
         self._checks = Checks(blue, self.name, reads, donate=False, bare=True)
 
     def __call__(self, state: TrainState, batch: PyTree) -> Metrics:
         """Evaluates; see `fzero.eval_step`."""
         if is_traced(state, batch):
             return self.pure(state, batch)
-        state = self._checks.state(state)
+        state = chosen(self._checks.state(state), self.blueprint, self.which)
         self._checks.batch(batch, 1)
         with self._checks.running(state, batch):
             metrics: Metrics = self._program(*self._parts(state), self.passes.place(batch))
@@ -224,6 +228,7 @@ class EvalStep:
             raise PlanError(f"eval_step.pure: {_MANY}")
         self._checks.traced(state)
         self._checks.batch(batch, 1)
+        state = chosen(state, self.blueprint, self.which)
         parts = self._parts(_recast(state, self.blueprint))
         return self._evaluated(*parts, constrain_batch(batch, self.blueprint.mesh))
 
@@ -275,6 +280,7 @@ class PredictStep:
 
     Args:
         blue: the blueprint.
+        which: the parameters that it reads.
 
     Attributes:
         num_traces: how often its program was traced.
@@ -283,25 +289,26 @@ class PredictStep:
         PlanError: the model does not say what its outputs are, or not for a pipeline.
     """
 
-    def __init__(self, blue: Blueprint) -> None:
+    def __init__(self, blue: Blueprint, which: str = "params") -> None:
         _ = blue.model.predictor  # says so now if there is none
+        require_known(which, blue, "predict_step")
         if blue.stages is not None:
             stages = stages_of_outputs(blue.stages, blue.model)
             blue = dataclasses.replace(blue, stages=stages)
         self.blueprint, self.plan, self.name = blue, blue.plan, "predict_step"
-        self.num_traces = 0
+        self.num_traces, self.which = 0, which
         self.passes = passes_of(blue, self._traced)
         self._program: Any = self._outputs
         if isinstance(self.passes, OneProgram):
             self._program = jax.jit(self._traced_outputs, compiler_options=options_of(blue) or None)
-        reads = "compute" if blue.plan.keeps_compute_copy else "params", "params", "buffers"
+        reads = (*reads_of(blue, which), "params", "buffers")
         self._checks = Checks(blue, self.name, reads, donate=False, bare=True)
 
     def __call__(self, state: TrainState, batch: PyTree) -> PyTree:
         """Outputs of a batch; see `fzero.predict_step`."""
         if is_traced(state, batch):
             return self.pure(state, batch)
-        state = self._checks.state(state)
+        state = chosen(self._checks.state(state), self.blueprint, self.which)
         self._checks.rows(batch)
         group = self.blueprint.group
         full, mask = pad_batch(batch, group.data * group.replica)
@@ -316,6 +323,7 @@ class PredictStep:
             raise PlanError(f"predict_step.pure: {_MANY}")
         self._checks.traced(state)
         self._checks.batch(batch, 1)
+        state = chosen(state, self.blueprint, self.which)
         parts = self._parts(_recast(state, self.blueprint))
         return self._traced_outputs(*parts, constrain_batch(batch, self.blueprint.mesh))
 

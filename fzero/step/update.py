@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from fzero.links import Mean
 from fzero.precision import cast_param, next_loss_scale
 from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.chunks import OWNED
 from fzero.sharding.group import Group
 from fzero.sharding.split import (
     Split,
@@ -28,6 +29,7 @@ from fzero.sharding.split import (
     update_dtype,
     with_frozen,
 )
+from fzero.state import averages
 from fzero.state.logical import logical_view
 from fzero.state.train_state import Pending
 from fzero.tree import PyTree
@@ -144,7 +146,7 @@ class Update:
         new["loss_scale"] = None
         # A batch in which nothing counts, all padding, takes no step.
         taken = counts & finite if plan.skips else counts
-        kept = ("params", "compute", "opt_state", "buffers")
+        kept = ("params", "compute", *OWNED, "buffers")
         old = {**{name: fields[name] for name in kept}, "step": step}
         for name, value in old.items():
             new[name] = jax.tree.map(partial(jnp.where, taken), new[name], value)
@@ -153,8 +155,7 @@ class Update:
             metrics["skipped"] = new["loss_scale"].skipped.astype(jnp.float32)
             metrics["loss_scale"] = fields["loss_scale"].scale
         shapes = blue.shapes()
-        names = ("step", "params", "compute", "opt_state", "buffers", "loss_scale")
-        for name in names:
+        for name in ("step", *kept, "loss_scale"):
             new[name] = jax.tree.map(_constrained, shapes[name], new[name])
         return new, metrics
 
@@ -166,7 +167,7 @@ class Update:
         blue, outer = self.blueprint, self.blueprint.shapes()
         sharded = dataclasses.replace(blue, plan=self.plan.replace(zero=1, tiers={}))
         inner = Update(sharded, self.fence, self.groups)
-        layouts = {"params": blue.params, "opt_state": blue.opt_state}
+        layouts = {name: getattr(blue, name) for name in ("params", *OWNED)}
         cut = [name for name in layouts if sharded.plan.shards(name)]
 
         def store(name: str) -> PyTree:
@@ -243,9 +244,10 @@ class Update:
         norm: jax.Array,
         loss: jax.Array,
     ) -> dict[str, Any]:
-        """New parameters, compute copy and optimizer state."""
+        """New parameters, compute copy, optimizer state and averages."""
         plan, blue = self.plan, self.blueprint
         params, opt_state = trained(blue.params, fields["params"]), fields["opt_state"]
+        ema = fields["ema"]
 
         def whole(params: PyTree) -> PyTree:
             return with_frozen(blue.params, params, fields["params"])
@@ -254,30 +256,46 @@ class Update:
             grads = self._mean_gradients(sums, count, norm)
             updates, opt_state = blue.optimizer.update(grads, opt_state, params, loss)
             params = optax.apply_updates(params, updates)
+            ema = self._averaged(ema, params, loss)
             compute = self._cast(params, loss) if plan.keeps_compute_copy else None
-            return {"params": whole(params), "compute": compute, "opt_state": opt_state}
+            return {"params": whole(params), "compute": compute, "opt_state": opt_state, "ema": ema}
         if not plan.shards("params"):
             params = map_splits(lambda s, x: blue.constrain(s, s.store(x)), self.layout, params)
-        given = sums, opt_state, params, count, norm, loss
+        given = sums, opt_state, ema, params, count, norm, loss
         # What is fused with its sums, and so rounds, is then the same in every stage.
         run = partial(self._of_shards, given)
-        shards, opt_state = apart(run, loss) if self.alone else run()
+        shards, opt_state, ema = apart(run, loss) if self.alone else run()
         compute = self.gathered(self._cast(shards, loss)) if plan.keeps_compute_copy else None
         params = shards if plan.shards("params") else self.gathered(shards)
-        return {"params": whole(params), "compute": compute, "opt_state": opt_state}
+        return {"params": whole(params), "compute": compute, "opt_state": opt_state, "ema": ema}
 
-    def _of_shards(self, given: tuple[Any, ...]) -> tuple[PyTree, PyTree]:
-        """New stored shards of parameters and optimizer state, from old ones and gradients."""
+    def _of_shards(self, given: tuple[Any, ...]) -> tuple[PyTree, PyTree, PyTree]:
+        """New stored shards of parameters, optimizer state and averages."""
         blue = self.blueprint
-        sums, opt_state, params, count, norm, loss = given
+        sums, opt_state, ema, params, count, norm, loss = given
         grads = self._mean_gradients(sums, count, norm)
         params = map_splits(lambda s, x: blue.constrain(s, s.logical(x)), self.layout, params)
         opt_state = logical_view(blue, "opt_state", opt_state)
         updates, opt_state = blue.optimizer.update(grads, opt_state, params, loss)
         params = optax.apply_updates(params, updates)
+        ema = self._averaged(logical_view(blue, "ema", ema), params, loss)
         opt_state = map_splits(lambda s, leaf: s.store(leaf), blue.opt_state, opt_state)
+        ema = map_splits(lambda s, leaf: s.store(leaf), blue.ema, ema)
         shards = map_splits(lambda s, leaf: s.store(leaf), self.layout, params)
-        return self._pin_shards(shards), opt_state
+        return self._pin_shards(shards), opt_state, ema
+
+    def _averaged(self, ema: PyTree, params: PyTree, loss: jax.Array) -> PyTree:
+        """Averages with new parameters in them."""
+        if ema is None:
+            return None
+
+        def moved(ema: PyTree, params: PyTree) -> PyTree:
+            run = partial(averages.moved, ema, params, self.plan.ema)
+            # Compiled by itself: fused with the update, it would round otherwise than elsewhere.
+            return apart(run, loss) if self.blueprint.group.bits else run()
+
+        # Leaf by leaf where they may be in several programs.
+        return jax.tree.map(moved, ema, params) if self.apart else moved(ema, params)
 
     def _cast(self, tree: PyTree, loss: jax.Array) -> PyTree:
         def cast(leaf: jax.Array) -> jax.Array:

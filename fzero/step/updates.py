@@ -13,7 +13,7 @@ from fzero.offload.piecewise import Cut
 from fzero.offload.stream import StreamedFunction
 from fzero.programs.places import PlacedFunction
 from fzero.sharding.blueprint import Blueprint
-from fzero.sharding.chunks import Parking
+from fzero.sharding.chunks import OWNED, Parking
 from fzero.sharding.split import layout_leaves, map_splits, owner_of, trained, with_frozen
 from fzero.step.update import Metrics, Update
 from fzero.storage.tiers import on_device
@@ -163,12 +163,15 @@ class DividedUpdate:
         blue = self.blueprint
         shapes = dict(named_leaves(blue.shapes()["params"]))
 
-        owners = {split.path: split.owner for split in layout_leaves(blue.opt_state)}
+        owners = {
+            (field, split.path): split.owner
+            for field in OWNED for split in layout_leaves(getattr(blue, field))
+        }  # fmt: skip
 
         def cut(path: str, leaf: Any) -> Cut | None:
             _, name, *rest = path.split("/")
             own = "/".join(rest)
-            owner = owners[own] if name == "opt_state" else owner_of(own, blue.chunks.cuts)
+            owner = owners[name, own] if name in OWNED else owner_of(own, blue.chunks.cuts)
             if owner is None or owner not in blue.chunks.cuts:
                 return None
             found = Cut(*blue.chunks.cuts[owner])

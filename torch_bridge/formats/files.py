@@ -14,6 +14,7 @@ from fzero.checkpoint.urls import is_url
 from fzero.errors import CheckpointError
 from fzero.hosts.doing import doing
 from fzero.plan import Plan
+from fzero.state.which import read_from
 from torch_bridge.converted import Converted
 from torch_bridge.formats.across import by_first
 from torch_bridge.formats.adam import require_known
@@ -38,6 +39,7 @@ def save(
     hyper: Mapping[str, Any] | None = None,
     merge: bool = False,
     adapter: str | None = None,
+    which: str = "params",
 ) -> None:
     """Write a state as a checkpoint that PyTorch loads; what is there is replaced at the end.
 
@@ -65,6 +67,8 @@ def save(
             `weight_decay`): an optax state does not hold them, and a torch optimizer takes over
             what a checkpoint says. What is not given is torch's default of AdamW.
         merge: write the module without adapters, with what they add in its weights (`tb.merge`).
+        which: of a `TrainState`, the `params` or their moving averages (`ema`), which have no
+            moments.
         adapter: which adapter `merge` and "peft" mean, where the module has several.
 
     Raises:
@@ -87,7 +91,8 @@ def save(
     }
     asked |= {"merge": merge, "adapter": adapter}
     with doing("tb.save"):
-        by_first(lambda state: _save(path, converted, state, plan, **asked), state_or_params)
+        chosen = read_from(state_or_params, which, "save")
+        by_first(lambda state: _save(path, converted, state, plan, **asked), chosen)
 
 
 def _save(
