@@ -1,5 +1,6 @@
 """ZeRO, mixed precision and exact accumulation as pure functions over one immutable state."""
 
+from fzero.axes import Parts as Parts
 from fzero.batch import Shared as Shared
 from fzero.batch import pad_batch as pad_batch
 from fzero.checkpoint.restore import restore as restore

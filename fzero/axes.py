@@ -6,7 +6,11 @@ group (`data`) are neighbours. What divides a layer itself sends most: its devic
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+import jax
 
 
 PIPE, REPLICA, DATA = "pipe", "replica", "data"
@@ -15,6 +19,36 @@ AXES = (REPLICA, DATA)
 # Over which XLA divides the work of a layer.
 CONTEXT, TENSOR = "context", "tensor"
 FURTHER = (CONTEXT, TENSOR)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """An entry of `shard` for a dim that is made of parts, such as heads.
+
+    Where an axis does not divide their number the dim stays whole, on every device; an axis that is
+    named alone has to divide the dim.
+
+    Args:
+        axis: the mesh axis that the dim lies along.
+        num: how many parts there are.
+
+    Example:
+        >>> shard = {"wq": (None, Parts("tensor", 8)), "wk": (None, Parts("tensor", 2))}
+    """
+
+    axis: str
+    num: int
+
+    def under(self, sizes: Mapping[str, int]) -> str | None:
+        """The axis, if it divides the parts in a mesh of these sizes."""
+        return None if self.num % sizes.get(self.axis, 1) else self.axis
+
+
+def free_axes() -> dict[str, int]:
+    """Sizes of the mesh axes that XLA divides over where this is traced."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = dict(mesh.shape)
+    return {name: sizes[name] for name in FURTHER if name in mesh.auto_axes}
 
 
 def manual_axes(mesh: Any) -> set[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fzero.axes import Parts
 from fzero.errors import PlanError
 from fzero.keys import layer_key
 from fzero.tree import PyTree
@@ -19,7 +20,7 @@ from fzero.tree import PyTree
 # How devices' values of buffers become one: one word, or words by path.
 BufferReduce = str | Mapping[str, str]
 # For leaves by path, or by what is searched in paths: the mesh axis that each dim lies along.
-Shard = Mapping[str | re.Pattern[str], Sequence[str | None]]
+Shard = Mapping[str | re.Pattern[str], Sequence[str | Parts | None]]
 
 
 @jax.tree_util.register_dataclass

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from fzero.axes import free_axes
 from fzero.errors import PlanError
 from fzero.links import Mean
 
@@ -63,8 +64,7 @@ class CrossEntropy:
         """The summed loss of logits `(..., V)` and labels `(...)`: a float32 scalar."""
         wide = self.capped(logits)
         counted = labels != self.ignore_index
-        picked = jnp.where(counted, labels, 0)
-        found = jnp.squeeze(jnp.take_along_axis(wide, picked[..., None], axis=-1), -1)
+        found = picked(wide, jnp.where(counted, labels, 0))
         norm = jax.nn.logsumexp(wide, axis=-1)
         losses = norm - found
         if self.label_smoothing:
@@ -90,6 +90,17 @@ class CrossEntropy:
             found = found * (1 - (wide / self.soft_cap) ** 2)
         counted = (labels != self.ignore_index)[:, None]
         return self.total(logits, labels), jnp.where(counted, found, 0.0)
+
+
+def picked(values: jax.Array, labels: jax.Array, axis: int = -1) -> jax.Array:
+    """The value at each label along an axis: `values` without that axis."""
+    if not free_axes():
+        return jnp.squeeze(jnp.take_along_axis(values, jnp.expand_dims(labels, axis), axis), axis)
+    # Where a vocabulary may lie divided: a sum of one number and zeros, to which each device adds
+    # its own words. (XLA's partitioner aborts on some gathers from divided logits.)
+    words = jax.lax.broadcasted_iota(labels.dtype, values.shape, axis % values.ndim)
+    here = words == jnp.expand_dims(labels, axis)
+    return jnp.sum(jnp.where(here, values, jnp.zeros((), values.dtype)), axis=axis)
 
 
 def linear_cross_entropy(

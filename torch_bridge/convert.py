@@ -21,6 +21,7 @@ from torch_bridge.module.names import Layout, read_layout
 from torch_bridge.module.signature import CallForm
 from torch_bridge.module.wrappers import refuse_wrapped, unwrapped
 from torch_bridge.structure.again import Again, Graphs
+from torch_bridge.structure.divide import read_parallel
 from torch_bridge.structure.rolling import fewest_layers, roll_blocks
 
 
@@ -168,6 +169,7 @@ class _Making:
             layout,
             rolling.blocks,
             names,
+            read_parallel(module, programs[False], modes[False], layout, names),
             self.masters,
             {name: on_host(value) for name, value in params.items()} if copy else params,
             {name: on_host(value) for name, value in buffers.items()},

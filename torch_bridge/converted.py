@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fzero.errors import ConversionError
+from fzero.links import Shard
 from fzero.model import Model
 from fzero.summary import Printed, summary
 from fzero.tree import shapes_of
@@ -23,6 +24,7 @@ from torch_bridge.module.signature import build_output
 from torch_bridge.structure.again import Call, Graphs
 from torch_bridge.structure.blocks import Blocks
 from torch_bridge.structure.chain import Source, chain_values, links_merged, make_chain
+from torch_bridge.structure.divide import Parallel
 from torch_bridge.structure.halves import Halving, predicted
 from torch_bridge.structure.rolled import Rolled
 from torch_bridge.structure.stacked import Names
@@ -48,6 +50,7 @@ class Converted(Printed):
         layout: names, ties and torch dtypes of every tensor of the module.
         blocks: which blocks were found equal and rolled, and why others were not.
         names: which entries are stacked, and of what.
+        parallel: what a plan with `tensor` divides, how and why, and what it does not.
         masters: whether `model` gives trained parameters of 16 bits float32 masters.
         adapters: what PEFT or `tb.lora` has put into the module, by name.
         base: what `tb.lora` was given.
@@ -57,6 +60,7 @@ class Converted(Printed):
     layout: Layout
     blocks: Blocks
     names: Names = field(repr=False)
+    parallel: Parallel = field(repr=False)
     masters: bool
     _params: dict[str, Any] = field(repr=False)
     _buffers: dict[str, Any] = field(repr=False)
@@ -348,7 +352,13 @@ class Converted(Printed):
 
         initial = self.trained(self._params), dict(self._buffers)
         same, predict = self._same_anywhere(), partial(self._predict, predicting)
-        return Model(initial, step_loss, self.frozen, same, predict)
+        return Model(initial, step_loss, self.frozen, same, predict, self._whole_shard())
+
+    def _whole_shard(self) -> Shard:
+        """The rules of `parallel` for leaves that are no layer of a stack."""
+        stacked = {one.name for one in self.names.stacked}
+        rules = self.parallel.shard.items()
+        return {name: (None, *dims) if name in stacked else dims for name, dims in rules}
 
     def _predict(
         self, predicting: Halving, params: Arrays, buffers: Arrays, batch: Any, rng: Any
@@ -374,7 +384,8 @@ class Converted(Printed):
     def _source(self) -> Source:
         params = self.trained(self._params)
         same = self._same_anywhere()
-        return Source(self._graphs, params, self._buffers, self.names, self.frozen, same)
+        graphs, shard = self._graphs, self.parallel.shard
+        return Source(graphs, params, self._buffers, self.names, self.frozen, same, shard)
 
 
 def _of_output(loss: Callable[..., Any], inputs: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
-from fzero.links import Context, Layer, layer_params
+from fzero.links import Context, Layer, Shard, layer_params
 from fzero.model import Sequential
 from fzero.summary import Printed
 from torch_bridge.convert import convert
@@ -342,7 +342,8 @@ def _layer(
 
     # The initial values of all layers are given to the Sequential at once.
     same = converted._same_anywhere()
-    return Layer(name, None, apply, reads=reads, stateful=stateful, buffer_reduce=same)
+    shard: Shard = {own: d for own, d in converted.parallel.shard.items() if own not in reads}
+    return Layer(name, None, apply, reads, stateful, same, shard)
 
 
 def _one(x: Any) -> tuple[Any]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from fzero.axes import CONTEXT, FURTHER, TENSOR
+from fzero.axes import CONTEXT, TENSOR, free_axes
 from fzero.errors import PlanError
 from fzero.exchange.ring import Ring, ring_attention
 
@@ -66,7 +66,7 @@ def attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     window = None if window is not None and window >= q.shape[1] - 1 else window
     q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-    axes = _free_axes()
+    axes = free_axes()
     size = axes.get(CONTEXT, 1)
     ring = Ring(CONTEXT, size, causal, window, scale)
     if size == 1:
@@ -86,7 +86,7 @@ def attention(
 
 def divided_sequences() -> bool:
     """Whether what is traced here belongs to a step that divides sequences over devices."""
-    return CONTEXT in _free_axes()
+    return CONTEXT in free_axes()
 
 
 def _check(
@@ -107,13 +107,6 @@ def _check(
         raise PlanError(f"attention: window={window}: expected at least 0, or None")
     if exchange not in EXCHANGES:
         raise PlanError(f"attention: exchange={exchange!r}: expected one of {list(EXCHANGES)}")
-
-
-def _free_axes() -> dict[str, int]:
-    """Sizes of the mesh axes that XLA divides over where this is traced."""
-    mesh = jax.sharding.get_abstract_mesh()
-    sizes = dict(mesh.shape)
-    return {name: sizes[name] for name in FURTHER if name in mesh.auto_axes}
 
 
 def _exchange(wanted: str, q: jax.Array, v: jax.Array, groups: int, ring: Ring) -> str:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fzero.axes import FURTHER
+from fzero.axes import FURTHER, Parts
 from fzero.errors import PlanError
 from fzero.links import Shard, Stack
 from fzero.model import Model
@@ -55,9 +55,11 @@ def num_ways(plan: Plan, axes: Axes) -> int:
     return math.prod(plan.further[axis] for axis in axes if axis is not None)
 
 
-def _ruled(shard: Shard, names: Sequence[str], who: str) -> Mapping[str, Sequence[str | None]]:
+def _ruled(
+    shard: Shard, names: Sequence[str], who: str
+) -> Mapping[str, Sequence[str | Parts | None]]:
     """The names that rules are for; of several rules for one, the first counts."""
-    found: dict[str, Sequence[str | None]] = {}
+    found: dict[str, Sequence[str | Parts | None]] = {}
     for key, dims in shard.items():
         if isinstance(key, re.Pattern):
             own, said = [name for name in names if key.search(name)], key.pattern
@@ -75,6 +77,8 @@ def _ruled(shard: Shard, names: Sequence[str], who: str) -> Mapping[str, Sequenc
 
 def _axes(path: str, dims: Any, shape: tuple[int, ...], first: int, plan: Plan) -> Axes:
     part, own = shape[first:], () if dims is None else dims
+    if isinstance(own, list | tuple):
+        own = [dim.under(plan.further) if isinstance(dim, Parts) else dim for dim in own]
     named = [axis for axis in own if axis is not None] if isinstance(own, list | tuple) else [own]
     if not isinstance(own, list | tuple) or len(own) > len(part) or len({*named}) < len(named):
         raise PlanError(

@@ -1,10 +1,11 @@
-"""Converted models under plans that divide sequences: the numbers of one device."""
+"""Converted models under plans that divide layers and sequences: the numbers of one device."""
 
 import jax
 import numpy as np
 import optax
 import pytest
 import torch
+from jax.sharding import PartitionSpec as P
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fzero as fz
@@ -12,14 +13,14 @@ import torch_bridge as tb
 from fzero.preflight import hlo
 
 
-VOCAB, LENGTH = 64, 32
+VOCAB, LENGTH, LAYERS = 64, 32, 2
 
 
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        hidden_size=16, intermediate_size=32, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=64,
     )  # fmt: skip
     module = LlamaForCausalLM(config)
@@ -41,15 +42,29 @@ def numbers(model, plan, devices=None):
     return np.array(found), jax.tree.map(np.asarray, fz.logical(model, state))
 
 
-def test_a_converted_model_trains_on_divided_sequences_as_on_one_device(model):
-    """Rotary angles, the causal mask and shifted labels are those of whole sequences."""
-    divided = numbers(model, fz.Plan(zero=3, data=2, context=4, min_shard_bytes=0))
-    alone = numbers(model, fz.Plan(zero=0, data=1), jax.devices()[:1])
+@pytest.fixture(scope="module")
+def alone(model):
+    return numbers(model, fz.Plan(zero=0, data=1), jax.devices()[:1])
+
+
+def agree(divided, alone):
     # Sums in another order; Adam's first steps amplify what is near zero.
     np.testing.assert_allclose(divided[0], alone[0], rtol=1e-5)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), divided[1], alone[1]
     )
+
+
+PLANS = [
+    {"data": 2, "context": 4},
+    pytest.param({"data": 2, "context": 2, "tensor": 2}, marks=pytest.mark.extended),
+]
+
+
+@pytest.mark.parametrize("axes", PLANS, ids=str)
+def test_a_converted_model_trains_on_divided_sequences_as_on_one_device(model, alone, axes):
+    """Rotary angles, the causal mask and shifted labels are those of whole sequences."""
+    agree(numbers(model, fz.Plan(zero=3, min_shard_bytes=0, **axes)), alone)
 
 
 @pytest.mark.extended
@@ -66,3 +81,70 @@ def test_its_attention_exchanges_heads_and_nothing_gathers_sequences(model):
     assert {c.elements for c in exchanged} == {2 * LENGTH // 4 * 16}
     gathered = [c for c in found if c.kind == "all-gather" and c.elements > 2 * LENGTH]
     assert all("scatter-add" in c.op_name and c.times == 1 for c in gathered)
+
+
+def test_a_converted_llama_is_divided_as_transformers_says(model, alone):
+    """Two key heads: four devices leave keys and values whole, and divide all else."""
+    plan = fz.Plan(zero=3, data=2, tensor=4, min_shard_bytes=0)
+    layout = fz.layout(model, optax.adamw(1e-3), plan).state.params
+    spec = {name.removeprefix("model.layers.0."): x.sharding.spec for name, x in layout.items()}
+    assert spec["self_attn.q_proj.weight"] == spec["mlp.up_proj.weight"] == P("tensor", "data")
+    assert spec["self_attn.o_proj.weight"] == spec["mlp.down_proj.weight"] == P("data", "tensor")
+    assert spec["self_attn.k_proj.weight"] == P("data")
+    assert spec["model.embed_tokens.weight"] == spec["lm_head.weight"] == P("tensor", "data")
+    agree(numbers(model, plan), alone)
+
+
+@pytest.mark.extended
+def test_a_divided_head_gives_its_loss_without_its_logits(model):
+    """Over `tensor`: two sums of activations a layer forward, two backward, one each of the token
+    table and the head; and of the loss a few numbers for each token. Never logits."""
+    tx, plan = optax.adamw(1e-3), fz.Plan(data=2, tensor=2)
+    batch = {"ids": jax.ShapeDtypeStruct((4, LENGTH), np.int32)}
+    devices = jax.devices()[:4]
+    step = fz.train_step(model, tx, plan, devices=devices)
+    state = fz.abstract_state(model, tx, plan, devices=devices)
+    text = step.lower(state, batch).compile().as_text()
+    found = hlo.collectives(text, mesh_axes={"replica": 1, "data": 2, "tensor": 2})
+    over = [c for c in found if "tensor" in c.axes]
+    tokens, width = 2 * LENGTH, 16
+    # (Sums at the same place are sent as one: those of the gradients by two and three products.)
+    sums = sum(c.times * c.elements for c in over if c.elements > 200)
+    assert {c.kind for c in over} == {"all-reduce"}
+    assert sums == tokens * width * (LAYERS * (2 + 3 + 2) + 2)
+    assert max(c.elements for c in over) < tokens * VOCAB
+
+
+def test_what_is_divided_is_said_with_its_reason():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(40, 8)
+            self.gate, self.up = torch.nn.Linear(8, 24), torch.nn.Linear(8, 24, bias=False)
+            self.down = torch.nn.Linear(24, 8)
+            self.cut = torch.nn.Linear(8, 48)
+            self.alone = torch.nn.Linear(8, 8)
+            self.norm = torch.nn.LayerNorm(8)
+
+        def forward(self, ids):
+            x = self.norm(self.table(ids))
+            x = x + self.down(torch.relu(self.gate(x)) * self.up(x))
+            a, b = self.cut(x).chunk(2, dim=-1)
+            x = x + self.down(a * b)
+            return (x + self.alone(x)).mean(1)
+
+    said = str(tb.convert(Net(), torch.zeros(2, 5, dtype=torch.long)).parallel)
+    assert said.splitlines() == [
+        "table.weight: vocabulary, dim 0 of 40 parts (graph)",
+        "gate.weight: columns, dim 0 of 24 parts (graph)",
+        "gate.bias: with its columns, dim 0 of 24 parts (graph)",
+        "up.weight: columns, dim 0 of 24 parts (graph)",
+        "down.weight: rows, dim 1 of 24 parts (graph)",
+        "cut.weight: columns, gathered, dim 0 of 48 parts (graph)",
+        "cut.bias: with its columns, dim 0 of 48 parts (graph)",
+        "down.bias: whole: no product that is divided reads it",
+        "alone.weight: whole: add joins it with features that are not divided",
+        "alone.bias: whole: no product that is divided reads it",
+        "norm.weight: whole: no product that is divided reads it",
+        "norm.bias: whole: no product that is divided reads it",
+    ]

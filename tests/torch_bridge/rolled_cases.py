@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import torch_bridge as tb
+from torch_bridge.structure.divide import Parallel
 from torch_bridge.structure.stacked import Names
 
 
@@ -81,5 +82,6 @@ def unrolled(converted: tb.Converted) -> tb.Converted:
         _params=converted.by_name(converted._params),
         _buffers=converted.by_name(converted._buffers),
         names=Names(),
+        parallel=Parallel(),
         _graphs=converted._graphs.unrolled(),
     )

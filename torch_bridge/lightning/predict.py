@@ -61,7 +61,8 @@ def _form(model: Model) -> Any:
 
 def _with_predict(model: Model, predict: Any) -> Model:
     if isinstance(model, Sequential):
-        return Sequential(model.layers, init=model.init, frozen=model.frozen, predict=predict)
+        layers, given = model.layers, model.init
+        return Sequential(layers, None, given, model.frozen, predict, model.shard)
     return dataclasses.replace(model, predict=predict)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fzero.losses import picked as pick_label
 from torch_bridge.dtypes import cast, is_float, promote
 from torch_bridge.lower.activation import log_softmax
 from torch_bridge.lower.registry import register_operator
@@ -31,7 +32,7 @@ def nll_loss_forward(
     axis = 1 if x.ndim > 1 else 0
     kept = target != ignore_index
     safe = jnp.where(kept, target, 0)
-    picked = -jnp.squeeze(jnp.take_along_axis(x, jnp.expand_dims(safe, axis), axis=axis), axis)
+    picked = -pick_label(x, safe, axis)
     scale = kept.astype(x.dtype)
     if weight is not None:
         scale = scale * jnp.take(weight.astype(x.dtype), safe)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fzero.errors import ConversionError
-from fzero.links import Context, Layer, Stack
+from fzero.links import Context, Layer, Shard, Stack
 from fzero.model import Sequential
 from torch_bridge.export.interpret import evaluate
 from torch_bridge.export.mode import Mode, TensorInput, as_kept, as_leaf, frozen_dtypes
@@ -50,6 +50,7 @@ class Source:
         names: the stacked leaves among them.
         frozen: parameters that no step changes.
         same: `fz.Model`'s `buffer_reduce` for its buffers.
+        shard: which dims of its parameters lie along which axis of a plan.
     """
 
     graphs: Graphs
@@ -58,6 +59,7 @@ class Source:
     names: Names
     frozen: frozenset[str]
     same: Mapping[str, str]
+    shard: Shard
 
 
 # Under this name a zero of the dtype that the module computes in is handed on, where that is not
@@ -83,7 +85,8 @@ def make_chain(source: Source, loss: Loss, predicting: Halving) -> Sequential:
     params, buffers = plan.by_link(source.params), plan.by_link(source.buffers)
     frozen = frozenset(f"{plan.owner[name]}/{name}" for name in source.frozen)
     trained, predict = (_links(plan, way) for way in (partial(halve, loss), predicting))
-    return Sequential(trained, init=(params, buffers), frozen=frozen, predict=predict)
+    shard: Shard = {f"{plan.owner[str(k)]}/{k}": dims for k, dims in source.shard.items()}
+    return Sequential(trained, None, (params, buffers), frozen, predict, shard)
 
 
 def _links(plan: _Plan, halving: Halving) -> list[Layer | Stack]:

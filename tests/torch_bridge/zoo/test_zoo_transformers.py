@@ -77,3 +77,16 @@ def test_equal_blocks_are_rolled(name: str) -> None:
     """So the other tests compare loops with PyTorch, for the models that have enough layers."""
     stacks = [run.name for run in result_of(name).converted.blocks.stacks]
     assert stacks == list(ROLLED.get(name, ()))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=[] if x == "bert" else [
+            pytest.mark.extended if x in ("gpt2", "t5", "bloom") else pytest.mark.nightly
+        ])
+        for x in ENTRIES
+    ],
+)  # fmt: skip
+def test_divided_over_two_devices_it_trains_as_on_one(name: str) -> None:
+    checks.check_divided(result_of(name), ENTRIES[name])

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import torch
-from parity import relative_error
-from zoo_entries import Entry, Result, evaluate
+from parity import leaves_of, numpy_of, relative_error
+from zoo_entries import LEARNING_RATE, TEST_BATCH, Entry, Result, evaluate
 
+import fzero as fz
 import torch_bridge as tb
 
 
@@ -89,3 +93,36 @@ def _real(got: Any, want: Any) -> tuple[Any, Any]:
     if np.iscomplexobj(want):
         return tuple(np.stack([x.real, x.imag]) for x in (got, want))  # type: ignore[return-value]
     return got, want
+
+
+def check_divided(result: Result, entry: Entry) -> None:
+    """Loss, gradients and one update, with every layer shared out over two devices.
+
+    What is divided, and why what is not is not, is said of every parameter.
+    """
+    parallel = result.converted.parallel
+    said = {one.name: one.why for one in (*parallel.divided, *parallel.whole)}
+    assert said.keys() == result.converted.params.keys()
+    assert all(said.values())
+    call = entry.call(TEST_BATCH)
+    args, kwargs = numpy_of(call.args), numpy_of(dict(call.kwargs))
+
+    def loss(out: Any, batch: Any) -> Any:
+        floats = [leaf for leaf in leaves_of(out) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        # Not linear, so that every gradient depends on every value.
+        return sum(jnp.mean(jnp.tanh(leaf) ** 2) for leaf in floats)
+
+    model = result.converted.model(loss, inputs=lambda batch: (batch["args"], batch["kwargs"]))
+    tx, found = optax.sgd(LEARNING_RATE), []
+    for plan in (fz.Plan(zero=0, data=1, tensor=2), fz.Plan(zero=0, data=1)):
+        devices = jax.devices()[: plan.tensor]
+        state = fz.init(model, tx, plan, rng=0, devices=devices)
+        step = fz.train_step(model, tx, plan, devices=devices)
+        state, metrics = step(state, {"args": args, "kwargs": kwargs})
+        numbers = [float(metrics["loss"]), float(metrics["grad_norm"])]
+        found.append((numbers, result.converted.by_name(jax.device_get(state.params))))
+    (divided, updated), (alone, wanted) = found
+    np.testing.assert_allclose(divided, alone, rtol=2e-5)
+    for name, value in wanted.items():
+        scale = max(float(np.max(np.abs(value), initial=0.0)), 1e-3)
+        np.testing.assert_allclose(updated[name], value, rtol=0, atol=2e-5 * scale, err_msg=name)

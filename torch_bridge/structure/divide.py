@@ -1,0 +1,224 @@
+"""Which weights of a module are divided over a `tensor` axis: found in its graph, or told by it.
+
+transformers says of many architectures which modules are divided by columns and by rows
+(`base_model_tp_plan`); what it names is divided so. All else is found in the graph (`flow.py`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fzero.axes import TENSOR, Parts
+from torch_bridge.export.mode import Mode, TensorInput
+from torch_bridge.module.names import Layout, Leaf
+from torch_bridge.structure.flow import Found, Walk
+from torch_bridge.structure.flow_rules import rule_of
+from torch_bridge.structure.stacked import Names
+
+
+@dataclass(frozen=True)
+class Divided:
+    """One parameter that a `tensor` axis divides.
+
+    Attributes:
+        name: its name in the conversion's `params`.
+        dim: the dim that is divided (of one layer, where it is stacked).
+        parts: heads, features or words: the axis has to divide their number, or it stays whole.
+        how: `columns`, `rows`, `vocabulary`, ...
+        why: who says so.
+    """
+
+    name: str
+    dim: int
+    parts: int
+    how: str
+    why: str
+
+    @property
+    def rule(self) -> tuple[str | Parts | None, ...]:
+        """Its entry in `shard` of a model."""
+        return (*(None,) * self.dim, Parts(TENSOR, self.parts))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One parameter that stays whole, and why."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How `Plan(tensor=n)` divides a converted module; `print` shows it.
+
+    Numbers never depend on it: what is not divided, or not evenly, is computed by every device.
+
+    Attributes:
+        divided: parameters that are divided.
+        whole: all others.
+
+    Example:
+        >>> found = Parallel((Divided("up.weight", 0, 24, "columns", "graph"),),
+        ...                  (Kept("norm.weight", "not a product's"),))
+        >>> print(found)
+        up.weight: columns, dim 0 of 24 parts (graph)
+        norm.weight: whole: not a product's
+    """
+
+    divided: tuple[Divided, ...] = ()
+    whole: tuple[Kept, ...] = ()
+
+    @property
+    def shard(self) -> dict[str | re.Pattern[str], Sequence[str | Parts | None]]:
+        """The rules, by parameter."""
+        return {one.name: one.rule for one in self.divided}
+
+    def __str__(self) -> str:
+        lines: dict[str, None] = {}
+        for cut in self.divided:
+            text = f"{cut.how}, dim {cut.dim} of {cut.parts} parts ({cut.why})"
+            lines[f"{_starred(cut.name)}: {text}"] = None
+        for kept in self.whole:
+            lines[f"{_starred(kept.name)}: whole: {kept.why}"] = None
+        return "\n".join(lines) or "no parameters"
+
+
+def _starred(name: str) -> str:
+    """A name without the numbers of blocks, which all say the same."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def read_parallel(
+    module: torch.nn.Module,
+    program: torch.export.ExportedProgram,
+    mode: Mode,
+    layout: Layout,
+    names: Names,
+) -> Parallel:
+    """What a `tensor` axis divides of a module.
+
+    Args:
+        module: the module, which may have a plan of transformers.
+        program: its graph.
+        mode: what was made of that.
+        layout: its leaves.
+        names: which of them are stacked.
+    """
+    tokens = frozenset(
+        i.placeholder for i in mode.inputs if isinstance(i, TensorInput) and i.dtype.kind == "i"
+    )
+    found = _follow(program.graph, mode.params, tokens)
+    told = _told(module)
+    decided = {leaf.name: _decide(leaf, found, told) for leaf in layout.leaves if leaf.is_param}
+    divided: list[Divided] = []
+    whole: list[Kept] = []
+    inside = names.place_of()
+    alone = {name: [one] for name, one in decided.items() if name not in inside}
+    stacked = {
+        one.name: [decided[leaf.name] for leaf in one.leaves]
+        for one in names.stacked
+        if one.is_param
+    }
+    for name, ways in (alone | stacked).items():
+        first = ways[0]
+        cuts = {(one.dim, one.parts) if isinstance(one, Divided) else None for one in ways}
+        if len(cuts) > 1:
+            whole.append(Kept(name, "its layers differ"))
+        elif isinstance(first, Divided):
+            divided.append(replace(first, name=name))
+        else:
+            whole.append(replace(first, name=name))
+    return Parallel(tuple(divided), tuple(whole))
+
+
+def _follow(
+    graph: torch.fx.Graph, leaves: Mapping[str, str], tokens: frozenset[str]
+) -> tuple[Found, dict[str, tuple[str, bool]]]:
+    """The graph followed until nothing stops, and what stopped on the way."""
+    stops: dict[str, tuple[str, bool]] = {}
+    while True:
+        gathered = frozenset(name for name, (_, cut) in stops.items() if cut)
+        found = Walk(leaves, tokens, frozenset(stops), gathered).run(graph, rule_of)
+        for leaf, cuts in found.cuts.items():
+            if len({cut.dim for cut in cuts}) > 1:
+                found.stops.setdefault(leaf, ("it is used along several dims", False))
+        new = {name: stop for name, stop in found.stops.items() if name not in stops}
+        if not new:
+            return found, stops
+        stops |= new
+
+
+def _decide(
+    leaf: Leaf,
+    found: tuple[Found, Mapping[str, tuple[str, bool]]],
+    told: Mapping[str, str],
+) -> Divided | Kept:
+    flow, stops = found
+    cuts = flow.cuts.get(leaf.name, set())
+    dims = {cut.dim for cut in cuts}
+    parts = math.gcd(
+        *(cut.parts for cut in cuts),
+        *(flow.parts.get(source, 0) for cut in cuts for source in cut.sources),
+        flow.parts.get(leaf.name, 0),
+        flow.parts.get(f"gathered {leaf.name}", 0) if len(leaf.shape) == 1 else 0,
+    )
+    style = next((told[name] for name in _modules(leaf) if name in told), None)
+    plan = None if style is None else _styled(leaf, style)
+    if plan is not None:
+        dim, how = plan
+        own = parts if dims == {dim} else leaf.shape[dim]
+        how = min(cut.how for cut in cuts) if dims == {dim} else how
+        return Divided(leaf.name, dim, own, how, f"transformers: {style}")
+    if len(dims) == 1:
+        how = min(cut.how for cut in cuts)
+        return Divided(leaf.name, dims.pop(), parts, how, "graph")
+    if style is not None:
+        return Kept(leaf.name, f"transformers: {style}")
+    why = stops.get(leaf.name, ("no product that is divided reads it", False))[0]
+    return Kept(leaf.name, "it is used along several dims" if dims else why)
+
+
+def _modules(leaf: Leaf) -> list[str]:
+    return [name.rpartition(".")[0] for name in leaf.names] + list(leaf.names)
+
+
+# What transformers' words mean for the weight of a Linear, which is (out, in).
+_STYLES = {
+    "colwise": (0, "columns"),
+    "colwise_gather_output": (0, "columns, gathered"),
+    "rowwise": (1, "rows"),
+    "rowwise_split_input": (1, "rows"),
+    "embedding_rowwise": (0, "vocabulary"),
+    "embedding_colwise": (1, "columns, gathered"),
+}
+
+
+def _styled(leaf: Leaf, style: str) -> tuple[int, str] | None:
+    """The dim that a word of transformers divides of a leaf; None: it stays whole."""
+    dim, how = _STYLES.get(style, (None, ""))
+    if dim is None or len(leaf.shape) > 2 or (len(leaf.shape) == 1 and dim == 1):
+        return None
+    return dim, how
+
+
+def _told(module: torch.nn.Module) -> dict[str, str]:
+    """transformers' plans of a module and those inside it: the style of each module they name."""
+    found: dict[str, str] = {}
+    paths = [name for name, _ in [*module.named_modules(), *module.named_parameters()]]
+    for path, part in module.named_modules():
+        plan: Any = getattr(part, "_tp_plan", None)
+        if not isinstance(plan, Mapping) or not plan:
+            continue
+        prefix = f"{path}." if path else ""
+        for pattern, style in plan.items():
+            for name in fnmatch.filter(paths, prefix + pattern):
+                found.setdefault(name, str(style))
+    return found
