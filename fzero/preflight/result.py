@@ -19,6 +19,7 @@ from fzero.preflight.parked import Parked
 from fzero.preflight.rates import Rates
 from fzero.preflight.tables import duration, merged, size, table_of, text_of
 from fzero.preflight.topology import Topology
+from fzero.summary import as_html
 
 
 # What jax gives XLA of a GPU's memory unless told otherwise.
@@ -234,6 +235,9 @@ class Preflight:
 
     def __str__(self) -> str:
         return rendered(self)
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
 
 
 def _share(part: float, whole: float) -> str:

@@ -28,6 +28,7 @@ from fzero.sharding.homes import Stages, stage_tree
 from fzero.sharding.relayout import Kept
 from fzero.sharding.split import Home, Split, layout_leaves, trained
 from fzero.storage.tiers import DEVICE
+from fzero.summary import as_html
 from fzero.tree import PyTree, leaf_bytes, named_leaves
 from fzero.zero.quantize import BLOCK, encoded_bytes
 
@@ -125,6 +126,9 @@ class Description:
             f"Description({self.plan!r}, {self.num_devices} devices, {len(self.leaves)} leaves,"
             f" {self.num_elements:,} parameters; bytes per device: {kept})"
         )
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
 
     def __str__(self) -> str:
         cut = self.plan.pipe > 1

@@ -15,6 +15,7 @@ from fzero.model import Model
 from fzero.plan import Plan
 from fzero.sharding.blueprint import blueprint
 from fzero.state.train_state import TrainState
+from fzero.summary import as_html
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,9 @@ class Layout:
     batch_sharding: NamedSharding
     shared_sharding: NamedSharding
     batch_multiple: int
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
 
     @property
     def shardings(self) -> Any:

@@ -19,6 +19,7 @@ from fzero.report.description import LeafPlan, describe, table
 from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import DEVICE, DISK, HOST, TIERS, on_device, tier_of
+from fzero.summary import as_html
 from fzero.tree import leaf_bytes, named_leaves
 
 
@@ -117,6 +118,9 @@ class Placement:
 
     def __repr__(self) -> str:
         return str(self)
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
 
     def __str__(self) -> str:
         number = f"bytes in {self.num_devices} device{'s' * (self.num_devices != 1)}"

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, get_args
 
 from fzero.errors import ScheduleError
 from fzero.schedule.grid import format_grid
+from fzero.schedule.html import coloured
 from fzero.schedule.serialize import Source, Text, read_csv, read_json, write_csv, write_json
 
 
@@ -18,6 +19,8 @@ Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+# Ranks that are printed: with the heading, a screen.
+_MOST_RANKS = 40
 
 
 class Action(NamedTuple):
@@ -235,7 +238,12 @@ class Schedule:
         )
 
     def __str__(self) -> str:
-        return format_grid(self.ranks)
+        text = format_grid(self.ranks[:_MOST_RANKS])
+        more = self.num_ranks - _MOST_RANKS
+        return text if more <= 0 else f"{text}\n... {more} more ranks"
+
+    def _repr_html_(self) -> str:
+        return coloured(str(self))
 
 
 def _parse_row(row: Iterable[Text]) -> list[Cell]:

@@ -9,6 +9,8 @@ Position = tuple[int, int]
 
 # A grid of 4-character cells this wide still fits a 200-column terminal; wider ones are cut.
 MAX_COLUMNS = 32
+# Numbers of a list that are printed.
+_SHOWN = 8
 
 
 def format_grid(rows: Sequence[Sequence[object]], marks: Collection[Position] = ()) -> str:
@@ -67,3 +69,15 @@ def _text(
         return ">?<" if (rank, cell) in marks else ""
     text = "." if row[cell] is None else str(row[cell])
     return f">{text}<" if (rank, cell) in marks else text
+
+
+def short(values: Sequence[object]) -> str:
+    """A list as text, of a long one the beginning and the number.
+
+    Example:
+        >>> short([1, 2]), short(range(100))
+        ('[1, 2]', '[0, 1, 2, 3, 4, 5, 6, 7, ... 92 more]')
+    """
+    first = ", ".join(map(str, values[:_SHOWN]))
+    more = len(values) - _SHOWN
+    return f"[{first}]" if more <= 0 else f"[{first}, ... {more} more]"

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from fzero.schedule.actions import Schedule
+from fzero.schedule.grid import short
 from fzero.schedule.instructions import intervals
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Slots:
     """The slots of a schedule.
 
@@ -24,6 +25,9 @@ class Slots:
     def per_stage(self) -> list[int]:
         """Number of live activations at the peak of each stage, which no assignment can beat."""
         return [max(row, default=-1) + 1 for row in self.assignment]
+
+    def __repr__(self) -> str:
+        return f"Slots({len(self.assignment)} stages, per_stage={short(self.per_stage)})"
 
 
 def slots(schedule: Schedule, *, receive_first: bool = False) -> Slots:

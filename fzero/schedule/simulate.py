@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from fzero.errors import ScheduleError
 from fzero.schedule.actions import Action, Kind, Schedule
+from fzero.schedule.grid import short
 from fzero.schedule.order import Placed, Value, align, gives, is_aligned, needs, require_run
 
 
@@ -166,7 +167,7 @@ class Level(NamedTuple):
     live_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
     """A step, simulated or measured: what runs when, and what is held.
 
@@ -181,6 +182,13 @@ class Timeline:
     cost: Cost
     mode: Mode
     events: tuple[Event, ...]
+
+    def __repr__(self) -> str:
+        return (
+            f"Timeline({self.schedule!r}, {self.mode}, makespan_s={self.makespan_s:.4g},"
+            f" bubble_fraction={self.bubble_fraction:.4g},"
+            f" peak_live_per_rank={short(self.peak_live_per_rank)})"
+        )
 
     @cached_property
     def rank_events(self) -> tuple[tuple[Event, ...], ...]:

@@ -28,7 +28,9 @@ from fzero.links import (
 from fzero.model import Model, Sequential
 from fzero.pieces import Piece
 from fzero.programs.flops import flops
+from fzero.schedule.grid import short
 from fzero.sharding.initial import initial_shapes
+from fzero.summary import as_html
 from fzero.tree import PyTree, shape_of
 
 
@@ -37,7 +39,11 @@ METHODS = ("uniform", "parameters", "cost", "type:REGEX")
 _LOSS = "loss"
 
 
-@dataclass(frozen=True)
+# Stages that are printed: a screen.
+_MOST_STAGES = 40
+
+
+@dataclass(frozen=True, repr=False)
 class Partition:
     """A chain cut into stages.
 
@@ -72,6 +78,12 @@ class Partition:
             for stage in self.stages
         )
 
+    def __repr__(self) -> str:
+        return f"Partition({self.num_stages} stages, {self.quantity}, sizes={short(self.sizes)})"
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
+
     def __str__(self) -> str:
         balanced = self.quantity != "layers"
         rows = [["stage", "layers", *([self.quantity] if balanced else [])]]
@@ -79,9 +91,13 @@ class Partition:
             rows.append([str(index), str(size), *([f"{load:,}"] if balanced else [])])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         links = ["links", *(", ".join(map(_label, stage)) for stage in self.stages)]
-        return "\n".join(
+        lines = [
             "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=True)), text])
             for row, text in zip(rows, links, strict=True)
+        ]
+        more = self.num_stages - _MOST_STAGES
+        return "\n".join(
+            lines[: _MOST_STAGES + 1] + ([f"... {more} more stages"] if more > 0 else [])
         )
 
 

@@ -1,0 +1,28 @@
+"""A grid of actions for a notebook: its text, each kind of action in its colour."""
+
+from __future__ import annotations
+
+import html
+import re
+
+
+# As in `plot`.
+COLOURS = {"F": "#56B4E9", "B": "#009E73", "I": "#2E8B70", "W": "#E69F00"}
+_ACTION = re.compile(r"\b\d+([FBIW])\d+\b")
+
+
+def coloured(text: str) -> str:
+    """The lines of a grid as HTML.
+
+    Args:
+        text: what `format_grid` gives.
+
+    Example:
+        >>> coloured("rank 0: 0F0")
+        '<pre>rank 0: <span style="background:#56B4E9">0F0</span></pre>'
+    """
+
+    def mark(found: re.Match[str]) -> str:
+        return f'<span style="background:{COLOURS[found[1]]}">{found[0]}</span>'
+
+    return f"<pre>{_ACTION.sub(mark, html.escape(text))}</pre>"

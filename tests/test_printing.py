@@ -1,0 +1,132 @@
+"""What prints fits a screen, however large it is; what a notebook shows is the same, in a box."""
+
+from __future__ import annotations
+
+import html
+import inspect
+import io
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+import fzero as fz
+import fzero.pipeline as fp
+import torch_bridge as tb
+
+
+# A terminal: longer lines wrap.
+LINES, COLUMNS = 50, 200
+# More leaves, ranks and microbatches than a screen has lines or columns.
+MANY = 120
+TX = optax.adamw(1e-2)
+
+
+def weights(rng):
+    return {"w": jnp.zeros((8, 8))}
+
+
+def chain() -> fz.Sequential:
+    link = lambda p, x, ctx: x @ p["w"]  # noqa: E731
+    layers = [fz.Layer(f"layer_with_a_long_name_{i}", weights, link) for i in range(MANY)]
+    stack = fz.Stack("blocks", MANY, weights, link)
+    return fz.Sequential([*layers, stack], lambda x, batch: jnp.mean(x))
+
+
+def small() -> fz.Model:
+    return fz.Model(
+        lambda rng: (weights(rng), {}),
+        lambda p, b, batch, rng, train: (jnp.mean(batch["x"] @ p["w"]), b, {}),
+    )
+
+
+BATCH = {"x": np.ones((8, 8), np.float32)}
+PLAN = fz.Plan(zero=3, data=8, min_shard_bytes=0)
+LARGE = fp.one_f_one_b(64, MANY)
+
+# A large one of every public class.
+FZERO = {
+    "Checkpoint": lambda: fz.Checkpoint(
+        Path("/runs/a"), 3, 7, PLAN, {"step": 7}, {f"w{i}": ((8, 8), "float32") for i in range(MANY)}
+    ),
+    "Context": lambda: fz.Context(BATCH, None, True),
+    "CrossEntropy": lambda: fz.CrossEntropy(label_smoothing=0.1),
+    "Description": lambda: fz.describe(PLAN, chain(), TX),
+    "Layer": lambda: chain().layers[0],
+    "Layout": lambda: fz.layout(chain(), TX, PLAN),
+    "LossScaling": fz.LossScaling,
+    "Mean": lambda: fz.Mean(jnp.float32(1), jnp.float32(2)),
+    "Model": small,
+    "Phases": fz.Phases,
+    "Placement": lambda: fz.placement(PLAN, chain(), TX),
+    "Plan": lambda: fz.Plan(pipe=64, microbatches=MANY, schedule=LARGE, tiers={"params": "host"}),
+    "Preflight": lambda: fz.preflight(small(), TX, fz.Plan(data=1), BATCH, "cpu:1"),
+    "Rates": lambda: fz.preflight(small(), TX, fz.Plan(data=1), BATCH, "cpu:1").rates,
+    "Sequential": chain,
+    "Shared": lambda: fz.Shared(np.ones((1000, 1000), np.float32)),
+    "Stack": lambda: chain().layers[-1],
+    "TrainState": lambda: fz.abstract_state(chain(), TX, PLAN),
+    "World": lambda: fz.World("alone", 1, 0, {}),
+}  # fmt: skip
+PIPELINE = {
+    "Action": lambda: fp.Action("F", 0, 0),
+    "Cost": lambda: fp.Cost(per_stage=(1.0,) * 64),
+    "Partition": lambda: fp.partition(chain(), 64),
+    "Proof": lambda: fp.check(LARGE),
+    "Schedule": lambda: LARGE,
+    "Slots": lambda: fp.slots(LARGE),
+    "Timeline": lambda: fp.simulate(LARGE),
+}
+BRIDGE = {
+    "Converted": lambda: tb.convert(torch.nn.Linear(8, 8), torch.zeros(2, 8)),
+    "Imported": lambda: tb.from_deepspeed({"zero_optimization": {"stage": 3}}),
+    "Sampling": tb.Sampling,
+}  # fmt: skip
+# Made only within a call, or in a file of its own, and shown there.
+ELSEWHERE = {"Pending", "Piece", "Recording"}
+TABLE = {**FZERO, **PIPELINE, **BRIDGE}
+
+
+def test_every_public_class_is_in_the_table():
+    for module, table in ((fz, FZERO), (fp, PIPELINE)):
+        names = module.__all__ if hasattr(module, "__all__") else vars(module)
+        classes = {
+            name
+            for name in names
+            if not name.startswith("_")
+            and inspect.isclass(kind := getattr(module, name))
+            and not issubclass(kind, Exception)
+        }
+        assert classes - ELSEWHERE == set(table)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_it_fits_a_screen(name):
+    made = TABLE[name]()
+    for text in (str(made), repr(made)):
+        lines = text.splitlines()
+        wrapped = sum(max(1, -(-len(line) // COLUMNS)) for line in lines)
+        assert wrapped <= LINES, f"{wrapped} lines, {len(text)} characters: {text[:300]}"
+        assert type(made).__name__ in repr(made) or len(lines) > 1 or name == "Action"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["TrainState", "Model", "Plan", "Schedule", "Placement", "Layout", "Description", "Preflight"],
+)
+def test_a_notebook_shows_what_print_shows(name):
+    import xml.etree.ElementTree as ElementTree
+
+    made = TABLE[name]()
+    root = ElementTree.parse(io.StringIO(made._repr_html_())).getroot()
+    assert root.tag == "pre"
+    assert "".join(root.itertext()) == html.unescape(str(made))
+
+
+def test_actions_are_coloured_in_a_notebook():
+    text = fp.zb_h1(2, 2)._repr_html_()
+    assert text.count("background:#56B4E9") == 4  # two forwards on each of two ranks
+    assert len({part[:7] for part in text.split("background:")[1:]}) >= 3
