@@ -50,7 +50,7 @@ LARGE = fp.one_f_one_b(64, MANY)
 # A large one of every public class.
 FZERO = {
     "Checkpoint": lambda: fz.Checkpoint(
-        Path("/runs/a"), 3, 7, PLAN, {"step": 7}, {f"w{i}": ((8, 8), "float32") for i in range(MANY)}
+        Path("a"), 3, 7, PLAN, None, {f"w{i}": ((8, 8), "float32") for i in range(MANY)}
     ),
     "Context": lambda: fz.Context(BATCH, None, True),
     "CrossEntropy": lambda: fz.CrossEntropy(label_smoothing=0.1),
@@ -62,7 +62,7 @@ FZERO = {
     "Model": small,
     "Phases": fz.Phases,
     "Placement": lambda: fz.placement(PLAN, chain(), TX),
-    "Plan": lambda: fz.Plan(pipe=64, microbatches=MANY, schedule=LARGE, tiers={"params": "host"}),
+    "Plan": lambda: fz.Plan(pipe=64, microbatches=MANY, schedule=LARGE, clip_norm=1.0),
     "Preflight": lambda: fz.preflight(small(), TX, fz.Plan(data=1), BATCH, "cpu:1"),
     "Rates": lambda: fz.preflight(small(), TX, fz.Plan(data=1), BATCH, "cpu:1").rates,
     "Sequential": chain,
