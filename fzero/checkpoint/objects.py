@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
-import tensorstore
 
 from fzero.checkpoint.parts import FOLDER, Part, part_of, write_part
 from fzero.checkpoint.urls import kvstore
@@ -177,10 +176,14 @@ def _list(store: Any, prefix: str) -> list[str]:
 
 
 def _below(prefix: str) -> Any:
+    import tensorstore
+
     return tensorstore.KvStore.KeyRange(prefix, f"{prefix[:-1]}0")  # "0" follows "/"
 
 
 def _open(url: str) -> Any:
+    import tensorstore
+
     return _say(lambda: tensorstore.KvStore.open(kvstore(url)).result())
 
 

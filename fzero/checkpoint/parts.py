@@ -9,16 +9,12 @@ has written) stays orbax's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-import tensorstore
-from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from fzero.checkpoint.urls import kvstore
 
@@ -75,42 +71,6 @@ def part_path(folder: PurePath, key: str) -> dict[str, Any]:
     return {"driver": "zarr", "kvstore": kvstore(folder / FOLDER / key)}
 
 
-class PartsHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
-    """Writes this process's shards of leaves; reading is `restore`'s."""
-
-    async def async_save(self, directory: Any, args: PartsSave) -> list[Future]:
-        """Copies the shards to the host; they are written when the directory is there."""
-        for leaf in args.leaves.values():
-            leaf.copy_to_host_async()
-        own = {key: part_of(leaf) for key, leaf in args.leaves.items()}
-
-        async def write() -> None:
-            for key in list(own):
-                await write_part(kvstore(directory / key), own.pop(key))
-
-        return [CommitFutureAwaitingContractedSignals(write(), name="fzero_parts")]
-
-    def save(self, directory: Any, args: PartsSave) -> None:
-        """Writes at once."""
-        raise NotImplementedError("checkpoints are written in the background")
-
-    def restore(self, directory: Any, args: Any = None) -> Any:
-        """Nothing: leaves are read piece by piece."""
-        raise NotImplementedError("leaves are read piece by piece")
-
-
-@ocp.args.register_with_handler(PartsHandler, for_save=True, for_restore=True)
-@dataclass
-class PartsSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """What `PartsHandler` writes.
-
-    Args:
-        leaves: arrays by key; every process has all keys.
-    """
-
-    leaves: Mapping[str, jax.Array]
-
-
 def _own_shards(leaf: jax.Array) -> _Shards:
     """The shards that this process writes: of each piece, one process's first copy."""
     return [
@@ -140,6 +100,8 @@ async def write_part(kvstore: Any, part: Part) -> None:
         kvstore: where the array is, as tensorstore takes it.
         part: what to write.
     """
+    import tensorstore
+
     if not part.shards:
         return
     spec = {

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tensorstore
 
 from fzero.checkpoint.write import Checkpoint, array_path, checkpoint, first_says, read_meta, wait
 from fzero.compat import is_key
@@ -205,6 +204,8 @@ class _Stored:
     def __init__(
         self, about: Checkpoint, blue: Blueprint, fields: tuple[str, ...], fresh: tuple[str, ...]
     ) -> None:
+        import tensorstore
+
         self.about, self.blue, self.fields, self.fresh = about, blue, fields, fresh
         self.meta = read_meta(about.path, about.number)
         self.numbers = {path: number for number, path in enumerate(about.leaves)}
@@ -389,6 +390,8 @@ class _File(LazyArray):
     def __init__(
         self, where: dict[str, Any], shape: tuple[int, ...], dtype: str, context: Any
     ) -> None:
+        import tensorstore
+
         self._array = tensorstore.open(where, open=True, read=True, context=context).result()
         if tuple(self._array.shape) != shape or self._array.dtype.name != dtype:
             raise ValueError(

@@ -9,6 +9,7 @@ there to wherever another plan keeps it.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import sys
@@ -20,12 +21,11 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from fzero.axes import DATA
 from fzero.checkpoint import objects
-from fzero.checkpoint.parts import FOLDER, PartsHandler, PartsSave, is_elsewhere, part_path
+from fzero.checkpoint.parts import is_elsewhere, part_path
 from fzero.checkpoint.urls import folder_of, is_url, kvstore
 from fzero.compat import is_key
 from fzero.errors import CheckpointError
@@ -163,17 +163,12 @@ def _to_directory(
     path: str | os.PathLike[str], leaves: dict[str, Any], meta: dict[str, Any], keep: int | None
 ) -> int:
     """Begins to write with orbax; the checkpoint's number."""
+    from fzero.checkpoint.manager import items
+
     arrays, parts = _split_by_writer(leaves)
     manager = _manager(path, keep)
     number = first_says(lambda: _after(manager.latest_step()))
-    manager.save(
-        number,
-        args=ocp.args.Composite(
-            **({"state": ocp.args.PyTreeSave(arrays)} if arrays else {}),
-            **({FOLDER: PartsSave(parts)} if parts else {}),
-            meta=ocp.args.JsonSave({**meta, "parts": sorted(parts)}),
-        ),
-    )
+    manager.save(number, args=items(arrays, parts, {**meta, "parts": sorted(parts)}))
     return number
 
 
@@ -186,6 +181,7 @@ def _to_objects(
     url = _absolute(path)
     number = first_says(lambda: objects.next_number(url))
     meta |= {"parts": sorted({**arrays, **parts})}
+    _finish_at_exit()
     _OPEN[url] = objects.Writer(url, number, {**arrays, **parts}, meta, keep)
     return number
 
@@ -352,18 +348,13 @@ def _absolute(path: str | os.PathLike[str]) -> str:
     return str(folder_of(os.fspath(path))) if is_url(path) else str(Path(path).absolute())
 
 
-def _manager(path: str | os.PathLike[str], keep: int | None) -> ocp.CheckpointManager:
+def _manager(path: str | os.PathLike[str], keep: int | None) -> Any:
     """A writer for a path; the one before has finished."""
+    from fzero.checkpoint.manager import open_manager
+
     wait(path)
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-    handlers = {
-        "state": ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False),  # see `array_path`
-        "meta": ocp.JsonCheckpointHandler(),
-        FOLDER: PartsHandler(),
-    }
-    _OPEN[_absolute(path)] = ocp.CheckpointManager(
-        _absolute(path), options=options, item_handlers=handlers
-    )
+    _finish_at_exit()
+    _OPEN[_absolute(path)] = open_manager(_absolute(path), keep)
     return _OPEN[_absolute(path)]
 
 
@@ -373,12 +364,13 @@ def read_meta(folder: Path, number: int) -> Mapping[str, Any]:
     Raises:
         CheckpointError: it cannot be read, or another version of fzero wrote it.
     """
+    from fzero.checkpoint.manager import read_json
+
     try:
         if is_url(folder):
             meta = objects.read_meta(str(folder), number)
         else:
-            reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
-            meta = reader.restore(folder / str(number) / "meta")
+            meta = read_json(folder / str(number) / "meta")
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"restore: checkpoint {number} in {folder} cannot be read: {error}"
@@ -414,6 +406,11 @@ def _finish() -> None:
         wait(path)
 
 
-# At exit the interpreter first ends all thread pools, and only then calls what `atexit` knows: too
-# late for a writer that still needs a pool. What is registered here is called before the pools end.
-getattr(threading, "_register_atexit", atexit.register)(_finish)
+@functools.cache
+def _finish_at_exit() -> None:
+    """Has `_finish` called before thread pools end, which is the first thing at exit.
+
+    What `atexit` knows is called too late for a writer that still needs a pool. What is registered
+    here is called before what was registered earlier, so a writer's own imports come first.
+    """
+    getattr(threading, "_register_atexit", atexit.register)(_finish)

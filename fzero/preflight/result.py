@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from fzero.errors import PreflightError
 from fzero.plan import Plan
@@ -20,6 +18,10 @@ from fzero.preflight.rates import Rates
 from fzero.preflight.tables import duration, merged, size, table_of, text_of
 from fzero.preflight.topology import Topology
 from fzero.summary import as_html
+
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 # What jax gives XLA of a GPU's memory unless told otherwise.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Iterable
-from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from fzero.preflight.links import CollectiveUse
+
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 WIDTH = 100
@@ -19,6 +19,8 @@ WIDTH = 100
 
 def text_of(*parts: Any) -> str:
     """Tables and lines as plain text."""
+    from rich.console import Console
+
     out = io.StringIO()
     console = Console(file=out, width=WIDTH, highlight=False, markup=False, emoji=False)
     for part in parts:
@@ -52,6 +54,9 @@ def duration(seconds: float) -> str:
 
 def table_of(title: str, *columns: str, left: int = 1) -> Table:
     """An empty table; the first `left` columns hold words, the others numbers."""
+    from rich import box
+    from rich.table import Table
+
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False,
         padding=(0, 1, 0, 0),

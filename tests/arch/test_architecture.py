@@ -164,6 +164,17 @@ print(float(metrics["loss"]))
     assert done.stdout.strip() == "4.0", done.stderr
 
 
+# What takes long to import, and is imported when it is first used.
+LATE = {"flax", "matplotlib", "orbax", "rich", "tensorstore", "torch", "transformers", "typer"}
+
+
+def test_fzero_imports_nothing_slow():
+    code = "import sys, fzero; print(*{name.split('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "fzero" in done.stdout.split(), done.stderr
+    assert not LATE & set(done.stdout.split())
+
+
 def test_no_private_jax_and_version_tests_in_one_place():
     private = [str(path) for path in SOURCES if "jax._src" in path.read_text()]
     versions = [
