@@ -9,11 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, AxisType, Mesh
-
-
-NameStack = source_info_util.NameStack
 
 
 def auto_mesh(grid: np.ndarray[Any, Any], axes: Sequence[str]) -> Mesh:
@@ -47,7 +43,7 @@ def is_key(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-def run_equation(equation: Any, values: Sequence[Any], scope: NameStack) -> list[Any]:
+def run_equation(equation: Any, values: Sequence[Any], scope: Sequence[Any]) -> list[Any]:
     """Applies one equation of a jaxpr to values, in the context it was traced in.
 
     That is its settings, and where it stood: `jax.named_scope`s and the line of its source, which
@@ -58,12 +54,14 @@ def run_equation(equation: Any, values: Sequence[Any], scope: NameStack) -> list
     Args:
         equation: the equation.
         values: its operands.
-        scope: names around the call that it was inlined from.
+        scope: stacks of names around the calls that it was inlined from, the outermost first.
     """
+    from jax.extend import source_info_util  # with all of `jax.extend`: slow
+
     params = equation.primitive.get_bind_params(equation.params)
     functions, params = params if isinstance(params, tuple) else ((), params)
     source = equation.source_info
-    names = source_info_util.current_name_stack() + scope + source.name_stack
+    names = sum((*scope, source.name_stack), start=source_info_util.current_name_stack())
     with source_info_util.user_context(source.traceback, name_stack=names), equation.ctx.manager:
         out = equation.primitive.bind(*functions, *values, **params)
     return list(out) if equation.primitive.multiple_results else [out]

@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from fzero.axes import DATA
 from fzero.checkpoint import objects
@@ -305,6 +304,8 @@ def first_says(find: Callable[[], int]) -> int:
     """
     if jax.process_count() == 1:
         return find()
+    from jax.experimental import multihost_utils
+
     found, problem = -1, None
     try:
         found = find() if jax.process_index() == 0 else -1

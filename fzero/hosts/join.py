@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from fzero.errors import HostsError
 from fzero.hosts.watch import Watch, end_with, install
@@ -183,6 +182,8 @@ def _watched(world: World, limit_s: float, address: str | None) -> Watch:
     if len(set(counts.values())) > 1:
         each = ", ".join(f"process {p}: {n}" for p, n in sorted(counts.items()))
         raise HostsError(f"join: expected equally many devices in every process, got {each}")
+    from jax.experimental import multihost_utils
+
     watch = Watch(world.process_id, world.num_processes, socket.gethostname(), limit_s)
     note = {}
     if world.process_id == 0:

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
 
 from fzero.programs.jaxprs import ELEMENTWISE, Step
 from fzero.tree import is_plain
@@ -26,6 +25,8 @@ _LIGHT = ELEMENTWISE | frozenset(
 
 def frozen(value: Any) -> Hashable:
     """An operation's parameters (or a constant) as a value that is equal for equal ones."""
+    from jax.extend import core
+
     if isinstance(value, Mapping):
         return tuple(sorted((str(name), frozen(part)) for name, part in value.items()))
     if isinstance(value, core.ClosedJaxpr):
@@ -50,6 +51,8 @@ def frozen(value: Any) -> Hashable:
 
 def bodies(equation: Any) -> list[Any]:
     """The programs that an operation runs."""
+    from jax.extend import core
+
     leaves = jax.tree.leaves(
         list(equation.params.values()),
         is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr),

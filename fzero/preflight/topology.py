@@ -10,7 +10,6 @@ from importlib import resources
 from typing import Any
 
 import jax
-from jax.experimental import topologies
 
 from fzero.errors import PreflightError
 
@@ -64,6 +63,8 @@ class Topology:
         if not self.is_gpu:
             return self._cpu_devices()
         require_plugin(self)
+        from jax.experimental import topologies
+
         shape = f"1x{self.num_hosts}x{self.per_host}"
         try:
             found = topologies.get_topology_desc(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
 def flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
@@ -26,7 +28,7 @@ def flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
         >>> flops(jax.make_jaxpr(lambda x, w: jnp.tanh(x @ w))(jnp.ones((2, 3)), jnp.ones((3, 5))))
         60
     """
-    inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
     return sum(_equation_flops(equation) for equation in inner.eqns)
 
 
@@ -44,6 +46,8 @@ def _equation_flops(equation: Any) -> int:
 
 def _jaxprs(params: Any) -> Iterator[Jaxpr | ClosedJaxpr]:
     """Every jaxpr among an equation's parameters, whatever the primitive calls it."""
+    from jax.extend.core import ClosedJaxpr, Jaxpr
+
     for value in params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, Jaxpr | ClosedJaxpr):

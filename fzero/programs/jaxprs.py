@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend import core
 
 from fzero import compat
 
@@ -20,8 +19,6 @@ _CALLS = _CHECKPOINTS | frozenset(
     ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 )
 
-
-_NO_NAMES = compat.NameStack()
 
 # Each element of the result depends on the same element of the operands alone.
 ELEMENTWISE = frozenset(
@@ -62,7 +59,7 @@ class Step:
     equation: Any
     operands: list[Any]
     results: list[Var]
-    scope: compat.NameStack = _NO_NAMES
+    scope: tuple[Any, ...] = ()
 
     def run(self, values: list[Any]) -> list[Any]:
         """Applies the operation to values."""
@@ -90,10 +87,10 @@ class Program:
             env[var]: value for var, value in zip(jaxpr.constvars, consts, strict=True)
         }
         self.inputs: list[Var] = [env[var] for var in jaxpr.invars]
-        self._inline(jaxpr, env, _NO_NAMES)
+        self._inline(jaxpr, env, ())
         self.outputs = [_operand(env, atom) for atom in jaxpr.outvars]
 
-    def _inline(self, jaxpr: Any, env: dict[Any, Any], names: compat.NameStack) -> None:
+    def _inline(self, jaxpr: Any, env: dict[Any, Any], names: tuple[Any, ...]) -> None:
         for equation in jaxpr.eqns:
             operands = [_operand(env, atom) for atom in equation.invars]
             body = next(
@@ -114,7 +111,7 @@ class Program:
             inner = getattr(body, "jaxpr", body)
             scope: dict[Any, Any] = dict(zip(inner.constvars, consts, strict=True))
             scope.update(zip(inner.invars, operands, strict=True))
-            self._inline(inner, scope, names + equation.source_info.name_stack)
+            self._inline(inner, scope, (*names, equation.source_info.name_stack))
             outputs = [_operand(scope, atom) for atom in inner.outvars]
             env.update(zip(equation.outvars, outputs, strict=True))
 
@@ -133,7 +130,9 @@ class Program:
 
 
 def _operand(env: dict[Any, Any], atom: Any) -> Any:
-    return atom.val if isinstance(atom, core.Literal) else env[atom]
+    from jax.extend.core import Literal
+
+    return atom.val if isinstance(atom, Literal) else env[atom]
 
 
 def needed(steps: Sequence[Step], outputs: Iterable[Any]) -> set[int]:

@@ -6,7 +6,6 @@ import weakref
 from typing import Any
 
 import jax
-from jax.extend import core
 
 from fzero.errors import StateError
 from fzero.model import Model
@@ -74,7 +73,9 @@ def initializer(model: Model) -> InitFn:
     def born(rng: jax.Array) -> tuple[PyTree, PyTree]:
         if rng.dtype != closed.in_avals[0].dtype:
             return init(rng)  # a key of another kind draws other numbers, in another program
-        leaves = core.jaxpr_as_fun(closed)(rng)
+        from jax.extend.core import jaxpr_as_fun
+
+        leaves = jaxpr_as_fun(closed)(rng)
         values: tuple[PyTree, PyTree] = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
         return values
 

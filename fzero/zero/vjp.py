@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 
 from fzero.errors import PlanError
 from fzero.programs.jaxprs import Program, Step, Var, has_checkpoint, needed, run_steps
@@ -141,6 +140,8 @@ def forward(
     Returns:
         `(out, aux, pullback, kept)`; `kept` holds no known array.
     """
+    from jax.extend.core import jaxpr_as_fun
+
     traced, shapes = jax.make_jaxpr(function, return_shape=True)(*primals)
     treedef = jax.tree.structure(shapes)
     pulled: list[Any] = []

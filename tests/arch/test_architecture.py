@@ -165,11 +165,14 @@ print(float(metrics["loss"]))
 
 
 # What takes long to import, and is imported when it is first used.
-LATE = {"flax", "matplotlib", "orbax", "rich", "tensorstore", "torch", "transformers", "typer"}
+LATE = {
+    "flax", "jax.experimental.topologies", "jax.extend", "matplotlib", "orbax", "rich",
+    "tensorstore", "torch", "transformers", "typer",
+}  # fmt: skip
 
 
 def test_fzero_imports_nothing_slow():
-    code = "import sys, fzero; print(*{name.split('.')[0] for name in sys.modules})"
+    code = "import sys, fzero; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert "fzero" in done.stdout.split(), done.stderr
     assert not LATE & set(done.stdout.split())

@@ -239,7 +239,7 @@ def _inlined(closed: Any, leaves: Sequence[Any]) -> Any:
                 inner = getattr(body, "jaxpr", body)
                 results = run(inner, getattr(body, "consts", ()), operands)
             else:
-                results = compat.run_equation(equation, operands, compat.NameStack())
+                results = compat.run_equation(equation, operands, ())
             env.update(zip(equation.outvars, results, strict=True))
         return [_value(env, atom) for atom in jaxpr.outvars]
 
@@ -271,6 +271,6 @@ def _evaluate(
         if equation.primitive is LOSS:
             env[equation.outvars[0]] = total_of(*operands, **equation.params)
             continue
-        results = compat.run_equation(equation, operands, compat.NameStack())
+        results = compat.run_equation(equation, operands, ())
         env.update(zip(equation.outvars, results, strict=True))
     return [_value(env, atom) for atom in wanted]
