@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+GUARANTEES = (ROOT / "docs/guarantees.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -49,3 +50,18 @@ def test_links_lead_somewhere(page):
 def test_tests_that_pages_name_exist(page):
     named = re.findall(r"`(tests/[\w/.]+)`", page.read_text())
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_every_guarantee_names_tests_by_their_paths():
+    rows = re.findall(r"^\| (?!guarantee|report|---)(.+) \| (.+) \|$", GUARANTEES, re.MULTILINE)
+    assert len(rows) > 50
+    for what, shown in rows:
+        named = [name for name in shown.split("`")[1::2] if not name.startswith("make ")]
+        assert named, what
+        for name in named:
+            place = ROOT / name
+            assert name.startswith(("tests/", "examples/")), f"{what}: {name}"
+            assert place.exists(), f"{what}: {name}"
+            files = [place] if place.is_file() else list(place.rglob("test_*.py"))
+            code = "".join(file.read_text() for file in files)
+            assert name.startswith("examples/") or re.search(r"def test_|\.TestCase", code), name
