@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import numpy as np
 import optax
@@ -94,6 +100,28 @@ def test_checkpoints_of_pytorch_go_to_an_object_store(store):
         tb.restore("s3://bucket/torch/other.pt", converted, tx, plan)
     with pytest.raises(fz.CheckpointError, match=r"gs://.* takes the package gcsfs"):
         tb.load("gs://bucket/model.pt")
+
+
+@pytest.mark.extended
+@pytest.mark.multiprocess
+def test_processes_write_their_parts_of_one_checkpoint_into_a_store(store, tmp_path):
+    """It is whole when both have written; one process restores it."""
+    worker = Path(__file__).parent / "multiprocess" / "hosts_worker.py"
+    url = "s3://bucket/two"
+    done = subprocess.run(
+        [sys.executable, "-m", "fzero.cli", "launch", "--processes", "2", "--logs",
+         tmp_path / "logs", "--", worker, tmp_path, "stores"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "STORE": url},
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads((tmp_path / f"stores-{p}.json").read_text()) for p in range(2)]
+    assert found[0] == found[1]
+    assert (found[0]["numbers"], found[0]["whole"]) == ([0, 1], 1)
+    assert found[0]["losses"][0] == found[0]["losses"][1]
+    marks = sorted(key.rpartition("/")[2] for key in keys(store, "two/marks/"))
+    assert marks == ["done-0-of-2", "done-1-of-2", "meta"]
+    assert fz.checkpoint(url).step == 1
 
 
 @pytest.mark.extended

@@ -82,9 +82,11 @@ def local_batch(rows: PyTree, layout: BatchLayout, mask: str | None = None) -> P
     else:
         size = step * math.ceil(max(counts) / step)
         rows = {**rows, mask: np.ones(_count(own), bool)}
-    order = sorted(devices, key=lambda device: (device.process_index, device.id))
-    flat = NamedSharding(auto_mesh(np.array(order), ("rows",)), PartitionSpec("rows"))
-    if {sum(d.process_index == p for d in order) for p in range(len(counts))} != {each}:
+    # Rows lie in the order of the processes; devices in that of the plan, as programs want them.
+    flat = NamedSharding(auto_mesh(devices, ("rows",)), PartitionSpec("rows"))
+    owners = [device.process_index for device in devices]
+    order = tuple(int(place) for place in np.argsort(owners, kind="stable"))
+    if {owners.count(process) for process in range(len(counts))} != {each}:
         raise BatchError("local_batch: expected the plan to use equally many devices of every one")
 
     def placed(leaf: Any) -> jax.Array:
@@ -92,7 +94,7 @@ def local_batch(rows: PyTree, layout: BatchLayout, mask: str | None = None) -> P
         whole = jax.make_array_from_process_local_data(
             flat, host, (size * len(counts), *host.shape[1:])
         )
-        return _moved(flat, sharding)(whole)
+        return _moved(sharding, order)(whole)
 
     return jax.tree.map(lambda x: x if is_shared(x) else placed(x), rows, is_leaf=is_shared)
 
@@ -145,6 +147,18 @@ def _filled(host: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
 
 
 @functools.lru_cache(maxsize=16)
-def _moved(flat: NamedSharding, to: NamedSharding) -> Any:
-    """A program that takes rows to where the plan has them."""
-    return jax.jit(lambda x: x, out_shardings=to)
+def _moved(to: NamedSharding, order: tuple[int, ...]) -> Any:
+    """A program that takes rows to where the plan has them.
+
+    Args:
+        to: the plan's sharding of rows.
+        order: of each piece of the result, the piece that it is of what lies on the devices.
+    """
+
+    def move(x: jax.Array) -> jax.Array:
+        if order == tuple(range(len(order))):
+            return x
+        pieces = x.reshape(len(order), -1, *x.shape[1:])
+        return pieces[np.array(order)].reshape(x.shape)
+
+    return jax.jit(move, out_shardings=to)

@@ -16,12 +16,12 @@ import pytest
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.extended]
 
 
-def start(processes: int, out: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(processes: int, out: Path, *arguments: str, devices: int = 2) -> subprocess.Popen[str]:
     command = [
         sys.executable, "-m", "fzero.cli", "launch", "--processes", str(processes), "--logs",
         str(out.with_name(f"logs-{processes}")), "--", "train", "--out", str(out), *arguments,
     ]  # fmt: skip
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(2 // processes)}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices // processes)}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
     )
@@ -69,3 +69,61 @@ def test_sigterm_saves_in_all_processes_and_one_goes_on(tmp_path, config_file, t
     assert f"resumed after step {reached} of 2000" in shown
     losses = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [e["step"] for e in losses if "loss" in e][: reached + 5] == list(range(1, reached + 6))
+
+
+def test_a_killed_run_goes_on_with_more_processes_and_fewer(tmp_path, config_file, texts):
+    """Each time on as many devices: the losses of a run that nothing interrupted, in their order.
+
+    What two processes add is added in another order than in one, so losses agree to rounding; a
+    batch that is left out or seen twice would be far off.
+    """
+    arguments = [
+        "--model", f"hf:{config_file}", "--data", str(texts[0]), str(texts[1]), "--steps", "60",
+        "--batch", "4", "--seq", "16", "--eval-every", "0", "--eval-sequences", "3",
+        "--zero", "2", "--seed", "3", "--save-every", "3",
+    ]  # fmt: skip
+    out, straight = tmp_path / "out", tmp_path / "straight"
+    for processes, stop_at in ((2, 8), (4, 16)):
+        resumed = ["--resume"] if processes > 2 else []
+        code, shown = killed_at(stop_at, start(processes, out, *resumed, *arguments, devices=4))
+        assert code == 137, shown
+        assert "was lost: killed, out of memory, or its host went down" in shown
+    for folder, resumed in ((out, ["--resume"]), (straight, [])):
+        process = start(1, folder, *resumed, *arguments, devices=4)
+        shown, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, shown
+    losses = [in_order(folder / "metrics.jsonl") for folder in (out, straight)]
+    assert [step for step, _ in losses[0]] == list(range(1, 61))
+    for (step, found), (_, expected) in zip(*losses, strict=True):
+        assert abs(found / expected - 1) < 1e-5, step
+    ends = [json.loads((f / "summary.json").read_text())["val_loss_last"] for f in (out, straight)]
+    assert abs(ends[0] / ends[1] - 1) < 1e-5
+
+
+def in_order(metrics: Path) -> list[tuple[int, float]]:
+    entries = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
+
+
+def killed_at(step: int, launcher: subprocess.Popen[str]) -> tuple[int, str]:
+    """Kills the last process once a step is in the metrics and a checkpoint is there."""
+    out = Path(launcher.args[launcher.args.index("--out") + 1])  # type: ignore[union-attr]
+    try:
+        deadline = time.monotonic() + 300
+        while not (out / "metrics.jsonl").exists() or not reached(out, step):
+            assert launcher.poll() is None, launcher.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        shown, _ = launcher.communicate(timeout=300)
+        return launcher.returncode, shown
+    finally:
+        launcher.kill()
+
+
+def reached(out: Path, step: int) -> bool:
+    lines = (out / "metrics.jsonl").read_text().split("\n")[:-1]
+    done = max((json.loads(line)["step"] for line in lines if line), default=0)
+    whole = [int(p.name) for p in (out / "checkpoints").glob("*") if p.name.isdigit()]
+    return done >= step and bool(whole)

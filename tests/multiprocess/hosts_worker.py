@@ -123,6 +123,18 @@ def exports(folder: Path, world: fz.World) -> dict[str, Any]:
     return {"said": said, "losses": losses, "step": int(again.step)}
 
 
+def stores(folder: Path, world: fz.World) -> dict[str, Any]:
+    """A state whose shards are on both processes, to an object store and back."""
+    tx, plan, url = optax.adam(1e-2), fz.Plan(zero=3, min_shard_bytes=0), os.environ["STORE"]
+    step = fz.train_step(model(), tx, plan)
+    state, _ = step(fz.init(model(), tx, plan), batch())
+    numbers = [fz.save(url, state, plan, keep=1) for _ in range(2)]
+    again = fz.restore(url, model(), tx, plan)
+    evaluate = fz.eval_step(model(), plan)
+    losses = [float(evaluate(s, batch())["loss"]) for s in (state, again)]
+    return {"numbers": numbers, "losses": losses, "whole": fz.checkpoint(url).number}
+
+
 def dies(folder: Path, world: fz.World) -> None:
     """Trains until a process goes at step 5, in the way the environment says."""
     tx, plan, how = optax.adam(1e-2), fz.Plan(zero=1, clip_norm=1.0), os.environ["HOW"]

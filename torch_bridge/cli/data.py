@@ -77,13 +77,24 @@ def load(settings: DataSettings, tokenizer: Any = None) -> Corpus:
     )
 
 
-def train_batch(corpus: Corpus, seed: int, step: int, size: int) -> Batch:
+def train_batch(
+    corpus: Corpus, seed: int, step: int, size: int, part: tuple[int, int] = (0, 1)
+) -> Batch:
     """The batch of step `step`, from (seed, step) alone: no step needs those before it.
 
     Each epoch visits every sequence once, in an order drawn from (seed, epoch).
+
+    Args:
+        corpus: the text.
+        seed: of the order.
+        step: from 0.
+        size: sequences in the batch of all processes, which divide it.
+        part: this process and how many there are: only its own sequences are gathered, and those of
+            all, in their order, are the batch of one.
     """
     num_sequences = len(corpus.train)
-    positions = np.arange(step * size, (step + 1) * size)
+    own = size // part[1]
+    positions = step * size + part[0] * own + np.arange(own)
     rows = [
         _order(seed, int(p) // num_sequences, num_sequences)[p % num_sequences] for p in positions
     ]
@@ -91,12 +102,21 @@ def train_batch(corpus: Corpus, seed: int, step: int, size: int) -> Batch:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def validation_batches(corpus: Corpus, size: int) -> Iterator[Batch]:
-    """The validation sequences in batches of one size; rows that fill the last count nothing."""
-    for start in range(0, len(corpus.validation), size):
-        tokens = corpus.validation[start : start + size]
-        labels = corpus.labels[start : start + size]
-        missing = ((0, size - len(tokens)), (0, 0))
+def validation_batches(
+    corpus: Corpus, size: int, part: tuple[int, int] = (0, 1)
+) -> Iterator[Batch]:
+    """The validation sequences in batches of one size; rows that fill the last count nothing.
+
+    Args:
+        corpus: the text.
+        size: sequences in the batch of all processes, which divide it.
+        part: as for `train_batch`.
+    """
+    own = size // part[1]
+    for start in range(part[0] * own, len(corpus.validation) + part[0] * own, size):
+        tokens = corpus.validation[start : start + own]
+        labels = corpus.labels[start : start + own]
+        missing = ((0, own - len(tokens)), (0, 0))
         yield {
             "input_ids": np.pad(tokens, missing),
             "labels": np.pad(labels, missing, constant_values=IGNORED),

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import math
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import jax
 
 import fzero as fz
-from torch_bridge.cli import outputs
+from torch_bridge.cli import data, outputs
+from torch_bridge.cli.data import Batch, Corpus
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.settings import TrainSettings
 
@@ -37,3 +43,37 @@ def own(settings: TrainSettings, world: fz.World) -> TrainSettings:
     if settings.resume and (settings.out / outputs.METRICS).exists():
         shutil.copy(settings.out / outputs.METRICS, scratch / outputs.METRICS)
     return dataclasses.replace(settings, out=scratch)
+
+
+class Feed:
+    """Batches of a text, of which each process gathers its own sequences.
+
+    Where the processes do not divide a batch as the plan does, each gathers all of it, and keeps
+    what its devices take.
+
+    Args:
+        corpus: the text.
+        layout: of the training.
+    """
+
+    def __init__(self, corpus: Corpus, layout: fz.Layout) -> None:
+        self.corpus, self._layout = corpus, layout
+
+    def train(self, seed: int, step: int, size: int) -> Any:
+        """As `data.train_batch`."""
+        part = self._part(size)
+        return self._placed(data.train_batch(self.corpus, seed, step, size, part), part)
+
+    def validation(self, size: int) -> Iterator[Any]:
+        """As `data.validation_batches`."""
+        part = self._part(size)
+        for batch in data.validation_batches(self.corpus, size, part):
+            yield self._placed(batch, part)
+
+    def _part(self, size: int) -> tuple[int, int]:
+        devices = self._layout.batch_sharding.mesh.devices.size
+        even = size % math.lcm(self._layout.batch_multiple, devices) == 0
+        return (jax.process_index(), jax.process_count()) if even else (0, 1)
+
+    def _placed(self, batch: Batch, part: tuple[int, int]) -> Any:
+        return fz.local_batch(batch, self._layout) if part[1] > 1 else batch

@@ -10,16 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from fzero import CheckpointError
-from torch_bridge.cli import data
-from torch_bridge.cli.data import Batch, Corpus
 from torch_bridge.cli.gauge import Gauge
+from torch_bridge.cli.hosts import Feed
 from torch_bridge.cli.interrupt import StopOnInterrupt
 from torch_bridge.cli.progress import Display
 from torch_bridge.cli.timings import Timings
 
 
-TrainStep = Callable[[Any, Batch], tuple[Any, dict[str, Any]]]
-EvalStep = Callable[[Any, Batch], dict[str, Any]]
+TrainStep = Callable[[Any, Any], tuple[Any, dict[str, Any]]]
+EvalStep = Callable[[Any, Any], dict[str, Any]]
 
 
 @dataclass
@@ -151,11 +150,11 @@ class Recorder:
         self._sink.flush()
 
 
-def evaluate_state(eval_step: EvalStep, state: Any, corpus: Corpus, batch: int) -> float:
+def evaluate_state(eval_step: EvalStep, state: Any, feed: Feed, batch: int) -> float:
     """The validation loss in nats per predicted token; an exact mean for any batch size."""
     total = count = 0.0
     ahead: dict[str, Any] | None = None
-    for rows in data.validation_batches(corpus, batch):
+    for rows in feed.validation(batch):
         # One batch ahead of what is read: the devices stay busy, and never more than two programs
         # are queued.
         ahead, ready = eval_step(state, rows), ahead
@@ -175,7 +174,7 @@ def fit(
     state: Any,
     train_step: TrainStep,
     eval_step: EvalStep,
-    corpus: Corpus,
+    feed: Feed,
     recorder: Recorder,
     *,
     num_steps: int,
@@ -195,7 +194,7 @@ def fit(
     history = recorder.history
 
     def validate() -> None:
-        recorder.validation(done, evaluate_state(eval_step, state, corpus, eval_batch))
+        recorder.validation(done, evaluate_state(eval_step, state, feed, eval_batch))
         recorder.timings.placed(state, done)
 
     with StopOnInterrupt() as stop:
@@ -204,7 +203,7 @@ def fit(
         if validated is None or (eval_every and done % eval_every == 0 and validated != done):
             validate()
         while done < num_steps and not stop.asked:
-            state, metrics = train_step(state, data.train_batch(corpus, seed, done, batch))
+            state, metrics = train_step(state, feed.train(seed, done, batch))
             done += 1
             recorder.step(done, metrics)
             stop.agree()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import fzero as fz
+from fzero.hosts.agree import exchange
 from torch_bridge.cli import outputs
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.loop import History
@@ -60,18 +61,25 @@ class Saver:
 
 
 def newest(out: Path) -> fz.Checkpoint:
-    """What a run can be resumed from.
+    """What a run can be resumed from; process 0 says what is there.
 
     Raises:
-        CommandError: there is nothing.
+        CommandError: there is nothing, or nothing that `fzero train` wrote.
     """
+    number, why = None, ""
     try:
-        found = fz.checkpoint(out / FOLDER)
+        number = fz.checkpoint(out / FOLDER).number
     except fz.CheckpointError as error:
+        why = str(error)
+    number, why = exchange("resume", (number, why))[0]
+    if number is None:
         raise CommandError(
-            f"--resume: {error}; a run writes checkpoints with --save-every, and when Ctrl-C ends"
-            " it"
-        ) from error
+            f"--resume: {why}; a run writes checkpoints with --save-every, and when Ctrl-C ends it"
+        )
+    try:
+        found = fz.checkpoint(out / FOLDER, number)
+    except fz.CheckpointError as error:
+        raise CommandError(f"--resume: {error}") from error
     if not isinstance(found.data_position, dict) or "run" not in found.data_position:
         raise CommandError(f"--resume: {out / FOLDER} was not written by `fzero train`")
     return found

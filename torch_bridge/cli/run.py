@@ -69,7 +69,7 @@ def train(settings: TrainSettings) -> int:
     require_same("fzero train", saver.run)
     if settings.resume:
         saver.require_same(checkpoint)
-        state = fz.restore(saver.folder, job.model, tx, plan)
+        state = fz.restore(saver.folder, job.model, tx, plan, number=checkpoint.number)
         history = resume.rewind(own.out, checkpoint.step, settings.eval_every)
     else:
         if world.process_id == 0:
@@ -93,7 +93,7 @@ def train(settings: TrainSettings) -> int:
             state,
             about.Observed(fz.train_step(job.model, tx, plan), own.out, settings.steps),
             fz.eval_step(job.model, plan),
-            job.corpus,
+            hosts.Feed(job.corpus, fz.layout(job.model, tx, plan)),
             recorder,
             num_steps=settings.steps,
             batch=settings.batch,
@@ -124,7 +124,8 @@ def evaluate(settings: EvalSettings) -> None:
         models.load_weights(loaded.module, settings.weights)
     job = _prepare(loaded, settings.data, plan, rows)
     state = fz.init(job.model, None, plan, 0)
-    loss = evaluate_state(fz.eval_step(job.model, plan), state, job.corpus, settings.batch)
+    feed = hosts.Feed(job.corpus, fz.layout(job.model, None, plan))
+    loss = evaluate_state(fz.eval_step(job.model, plan), state, feed, settings.batch)
     print(
         f"validation loss {loss:.6f}  "
         f"({len(job.corpus.validation)} sequences of {settings.data.seq} tokens)"

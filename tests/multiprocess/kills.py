@@ -1,0 +1,202 @@
+"""Kills processes of runs at random moments, over and over, and says what became of the runs.
+
+    python tests/multiprocess/kills.py --kills 200 --processes 2 --seed 0 --out results.json
+
+A run is a pipeline over processes (hand-overs), with rows that each process reads for itself
+(collectives), a checkpoint every third step (saving) and every start from the newest one
+(restoring). One random process gets SIGKILL: half of the time at a moment after its start, half of
+the time at one after a step. Then all have to end by themselves, and the run is started again.
+After `--each` kills it may finish, and has to have the bits of a run that nobody killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+
+NUM_STEPS = 60
+SAVE_EVERY = 3
+# Compiling on a machine that does other things, too.
+START_LIMIT_S = 300.0
+# From a kill to the end of all others; more is a hang.
+END_LIMIT_S = 60.0
+
+
+def worker(folder: Path) -> None:
+    """One process of a run: from the newest checkpoint to the last step."""
+    import jax
+    import numpy as np
+    import optax
+    import xxhash
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from support import tiny
+
+    import fzero as fz
+
+    world = fz.join()
+    devices, pipe = len(jax.devices()), 2
+    plan = tiny.plan(zero=2, pipe=pipe, data=devices // pipe, microbatches=2, schedule="zb_h1")
+    model, tx, checkpoints = tiny.chain(), optax.adamw(1e-2), folder / "checkpoints"
+    try:
+        state, done = fz.restore(checkpoints, model, tx, plan), 0
+        done = int(state.step)
+    except fz.CheckpointError as error:
+        if "found none" not in str(error):
+            raise  # one that is there has to be whole
+        state, done = fz.init(model, tx, plan), 0
+    step, layout = fz.train_step(model, tx, plan), fz.layout(model, tx, plan)
+    while done < NUM_STEPS:
+        batch = tiny.tokens(8, seed=done)
+        own = 8 // world.num_processes
+        part = slice(world.process_id * own, (world.process_id + 1) * own)
+        state, metrics = step(state, fz.local_batch({k: x[part] for k, x in batch.items()}, layout))
+        jax.block_until_ready(metrics)
+        done += 1
+        (folder / f"at-{world.process_id}").write_text(str(done))
+        if done % SAVE_EVERY == 0:
+            fz.save(checkpoints, state, plan, keep=2)
+    fz.wait(checkpoints)
+    digest = xxhash.xxh3_64()
+    for leaf in jax.tree.leaves((state.params, state.opt_state)):
+        for shard in leaf.addressable_shards:
+            digest.update(np.ascontiguousarray(np.asarray(shard.data)).tobytes())
+    (folder / f"end-{world.process_id}").write_text(digest.hexdigest())
+
+
+def start(folder: Path, processes: int) -> subprocess.Popen[str]:
+    """Starts a run, or goes on with it."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "fzero.cli", "launch", "--processes", str(processes), "--logs",
+               str(folder / "logs"), "--", __file__, "worker", str(folder)]  # fmt: skip
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(4 // processes)}
+    log = (folder / "launch.log").open("a")
+    return subprocess.Popen(command, env=env, stdout=log, stderr=log, text=True)
+
+
+def number(path: Path) -> int:
+    """What a file says, or 0."""
+    text = path.read_text() if path.exists() else ""
+    return int(text or 0)
+
+
+def newest(folder: Path) -> int:
+    """The newest checkpoint's number, or -1."""
+    found = (folder / "checkpoints").glob("*")
+    return max((int(p.name) for p in found if p.name.isdigit()), default=-1)
+
+
+def kill_once(folder: Path, processes: int, rng: random.Random, start_s: float) -> dict[str, Any]:
+    """One start and one kill; what happened."""
+    for path in folder.glob("at-*"):
+        path.unlink()
+    launcher, began, victim = start(folder, processes), time.monotonic(), rng.randrange(processes)
+    if rng.random() < 0.5:
+        moment, at = rng.uniform(0.2, start_s), 0
+    else:
+        moment, at = rng.uniform(0.0, 0.5), rng.randrange(1, 9)
+    mark, first = folder / "at-0", 0
+    while launcher.poll() is None and time.monotonic() - began < START_LIMIT_S:
+        first = first or number(mark)  # the first step that this start took
+        if at == 0 or (first and number(mark) >= first + at - 1):
+            break
+        time.sleep(0.01)
+    time.sleep(moment)
+    listed = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    children = [int(pid) for pid in (listed.read_text().split() if listed.exists() else ())]
+    if launcher.poll() is not None or len(children) != processes:
+        launcher.wait(timeout=START_LIMIT_S)
+        return {"kind": "missed", "code": launcher.returncode}
+    before = newest(folder)
+    os.kill(children[victim], signal.SIGKILL)
+    killed = time.monotonic()
+    hung = False
+    try:
+        launcher.wait(timeout=END_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        hung = True
+        launcher.terminate()
+        for pid in children:
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGKILL)
+        launcher.wait(timeout=END_LIMIT_S)
+    return {
+        "kind": "kill", "after": "step" if at else "start", "victim": victim, "hung": hung,
+        "seconds": round(time.monotonic() - killed, 3), "code": launcher.returncode,
+        "lost": newest(folder) < before,
+    }  # fmt: skip
+
+
+def finish(folder: Path, processes: int) -> tuple[list[str], float]:
+    """Lets a run end; the hashes of its processes, and the seconds."""
+    began = time.monotonic()
+    code = start(folder, processes).wait(timeout=4 * START_LIMIT_S)
+    assert code == 0, (folder / "launch.log").read_text()[-4000:]
+    ends = [(folder / f"end-{p}").read_text() for p in range(processes)]
+    return ends, time.monotonic() - began
+
+
+def rounds(
+    root: Path, kills: int, processes: int, each: int, seed: int, seconds: float
+) -> dict[str, Any]:
+    """Runs that are killed `each` times, until there have been enough kills or time is up."""
+    rng, began = random.Random(seed), time.monotonic()
+    expected, start_s = finish(root / "straight", processes)
+    found: list[dict[str, Any]] = []
+    same = 0
+    runs = 0
+    while len(found) < kills and time.monotonic() - began < seconds:
+        folder = root / f"run-{runs}"
+        runs += 1
+        for _ in range(min(each, kills - len(found))):
+            one = kill_once(folder, processes, rng, start_s / 2)
+            if one["kind"] == "kill":
+                found.append(one)
+        same += finish(folder, processes)[0] == expected
+    waits = sorted(one["seconds"] for one in found)
+    return {
+        "processes": processes, "seed": seed, "kills": len(found), "runs": runs,
+        "runs bit for bit": same, "hung": sum(one["hung"] for one in found),
+        "lost": sum(one["lost"] for one in found),
+        "after a start": sum(one["after"] == "start" for one in found),
+        "seconds from kill to end, median": waits[len(waits) // 2] if waits else None,
+        "seconds from kill to end, most": waits[-1] if waits else None,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--each", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=86400)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="fzero-kills-") as folder:
+        found = rounds(
+            Path(folder), options.kills, options.processes, options.each, options.seed,
+            options.seconds,
+        )  # fmt: skip
+    text = json.dumps(found, indent=1)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        worker(Path(sys.argv[2]))
+    else:
+        main()
