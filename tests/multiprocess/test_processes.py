@@ -157,7 +157,10 @@ def test_four_processes_give_the_bits_of_one(one, four, case):
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.extended
-@pytest.mark.parametrize(("processes", "more"), [(2, MORE_BY_TWO), (4, MORE_BY_FOUR)])
+@pytest.mark.parametrize(
+    ("processes", "more"),
+    [(2, MORE_BY_TWO), pytest.param(4, MORE_BY_FOUR, marks=pytest.mark.nightly)],
+)
 def test_schedules_tiers_accumulation_and_own_rows_over_processes(tmp_path, processes, more):
     """V-shaped schedules and one out of a file, parked states, rows of each process's own."""
     several = joined(run(tmp_path, processes, cases=[*more]))
