@@ -17,7 +17,7 @@ from fzero.schedule.simulate import Timeline
 RUNS = ("#0072B2", "#D55E00")
 CLASSES = {
     "params": "#0072B2", "compute": "#56B4E9", "opt_state": "#009E73", "buffers": "#999999",
-    "grads": "#CC79A7", "error": "#882255",
+    "ema": "#F0E442", "grads": "#CC79A7", "error": "#882255",
 }  # fmt: skip
 ACTIONS = {"F": "#56B4E9", "B": "#009E73", "I": "#2E8B70", "W": "#E69F00"}
 TIMES = {
