@@ -241,6 +241,24 @@ def test_files_in_and_out(base, adapted, tmp_path):
     assert all(torch.equal(got[key], value) for key, value in tb.adapter(adapted, state).items())
 
 
+def test_rank_stabilised_updates_are_divided_by_the_root_of_the_rank(base):
+    own = tb.lora(base, rank=4, targets=["up"], alpha=3, rslora=True)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: np.ones_like(leaf) if "lora_B" in str(path) else np.asarray(leaf),
+        own.params,
+    )
+    parts, merged = tb.state_dict(own, params), tb.merge(own, params)
+    name = "blocks.1.up"
+    up, down = (parts[f"{name}.lora_{k}.default.weight"] for k in "BA")
+    want = parts[f"{name}.base_layer.weight"] + 3 / 2 * up @ down
+    torch.testing.assert_close(merged[f"{name}.weight"], want, atol=1e-6, rtol=0)
+    whole, buffers = tb.load_state_dict(base, merged)
+    np.testing.assert_allclose(
+        own.apply(params, own.buffers, BATCH["x"]).output,
+        base.apply(whole, buffers, BATCH["x"]).output, atol=1e-5,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.extended)]
 )

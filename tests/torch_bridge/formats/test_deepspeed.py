@@ -347,6 +347,7 @@ def test_universal_files_are_what_deepspeeds_loader_looks_for(tmp_path: Path) ->
     assert tuple(map(int, model[DS_VERSION].split("."))) >= (0, 14, 0)
     common = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=True)
     assert common[OPTIMIZER_STATE_DICT][PARAM_GROUPS]
+    assert common[DS_VERSION] == model[DS_VERSION]
     for name, shape in model[PARAM_SHAPES][0].items():
         # `load_hp_checkpoint_state` takes every file for a state, and loads it by its key.
         files = {path.stem: torch.load(path, weights_only=True)
