@@ -25,6 +25,7 @@ from fzero.errors import StateError as StateError
 from fzero.errors import UnusedDevicesWarning as UnusedDevicesWarning
 from fzero.exchange.attention import attention as attention
 from fzero.flax import from_flax as from_flax
+from fzero.float8.recipe import Float8 as Float8
 from fzero.hosts.join import join as join
 from fzero.hosts.world import World as World
 from fzero.links import Context as Context

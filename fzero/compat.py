@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -56,15 +57,27 @@ def run_equation(equation: Any, values: Sequence[Any], scope: Sequence[Any]) -> 
         values: its operands.
         scope: stacks of names around the calls that it was inlined from, the outermost first.
     """
-    from jax.extend import source_info_util  # with all of `jax.extend`: slow
-
     params = equation.primitive.get_bind_params(equation.params)
     functions, params = params if isinstance(params, tuple) else ((), params)
+    with standing(equation, scope):
+        out = equation.primitive.bind(*functions, *values, **params)
+    return list(out) if equation.primitive.multiple_results else [out]
+
+
+@contextmanager
+def standing(equation: Any, scope: Sequence[Any] = ()) -> Iterator[None]:
+    """Where an equation stood and its settings, for what is traced in its place.
+
+    Args:
+        equation: the equation.
+        scope: stacks of names around the calls that it was inlined from, the outermost first.
+    """
+    from jax.extend import source_info_util  # with all of `jax.extend`: slow
+
     source = equation.source_info
     names = sum((*scope, source.name_stack), start=source_info_util.current_name_stack())
     with source_info_util.user_context(source.traceback, name_stack=names), equation.ctx.manager:
-        out = equation.primitive.bind(*functions, *values, **params)
-    return list(out) if equation.primitive.multiple_results else [out]
+        yield
 
 
 def to_device(value: jax.Array) -> jax.Array:

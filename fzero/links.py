@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 from fzero.axes import Parts
 from fzero.errors import PlanError
+from fzero.float8.products import in_float8
+from fzero.float8.recipe import Float8
 from fzero.keys import layer_key
 from fzero.tree import PyTree
 
@@ -78,6 +80,7 @@ class Context:
         buffers: this layer's buffers (`None` unless the layer is stateful).
         dtype: what the plan's precision casts parameters to; `None`: they keep their own.
         step: int32 scalar, optimizer steps taken (for schedules in a loss); `None` outside steps.
+        products: which products with parameters run in 8 bits; `None`: none.
     """
 
     batch: PyTree
@@ -86,6 +89,7 @@ class Context:
     buffers: PyTree = None
     dtype: Any = None
     step: Any = None
+    products: Float8 | None = None
 
     def at(self, number: Any, buffers: PyTree = None) -> Context:
         """The context of layer `number` of the chain, from that of the microbatch."""
@@ -226,7 +230,13 @@ def apply_layer(
 ) -> tuple[Any, PyTree]:
     """One layer of a link: `(new carry, new buffers)`."""
     x = {**carry, **shared} if shared else carry
-    out = layer.apply(params, x, ctx)
+
+    def apply(params: PyTree, x: Any) -> Any:
+        return layer.apply(params, x, ctx)
+
+    if ctx.products is not None:
+        apply = in_float8(apply, layer.name, ctx.products)
+    out = apply(params, x)
     y, buffers = out if layer.stateful else (out, ctx.buffers)
     if shared:
         y = {key: value for key, value in y.items() if key not in shared}

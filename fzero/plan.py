@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from fzero import compat
 from fzero.axes import DATA, FURTHER, PIPE, REPLICA
 from fzero.errors import PlanError, ScheduleError, UnusedDevicesWarning
+from fzero.float8.recipe import Float8
 from fzero.loss_scaling import LossScaling
 from fzero.plan_exclusions import check_exclusions
 from fzero.plan_values import as_tiers, check_values, expect_choice
@@ -47,7 +48,8 @@ class Plan:
             (`shard` of `fz.Layer`, `fz.Stack`, `fz.Model`) are split over them, beside ZeRO, and
             stay so while they are used. A model's functions see whole arrays; XLA divides the work.
         microbatches: pieces a batch is cut into, one after the other on each device.
-        precision: `fp32`; `bf16` or `fp16` compute from one fp32 master.
+        precision: `fp32`; `bf16` or `fp16` compute from one fp32 master; `fp8`: `bf16`, with the
+            products of parameters on 8-bit operands.
         clip_norm: largest global gradient norm, or `None`.
         remat: what is kept for the backward pass. `layer`: of a `Stack`, only each layer's input;
             `offload`: the same, in host memory; both keep everything but casts and reshapes of
@@ -106,6 +108,7 @@ class Plan:
             `average + (1 - ema) * (parameter - average)`, in float32. They are kept in shards from
             zero=1 on, as the optimizer state is, and change no other number.
             `eval_step(which="ema")`, `fz.averaged` and `tb.save(which="ema")` use them.
+        float8: which products of `precision="fp8"` run in 8 bits, and how they are scaled.
         skip_nonfinite: in fp32 and bf16, leave the state as it is when a gradient is not finite.
             (fp16 always does, and lowers its loss scale.)
         deterministic: on GPUs, run after run gives the same bits: XLA takes only kernels that add
@@ -150,6 +153,7 @@ class Plan:
     disk_path: str | None = None
     loss_scale: LossScaling = field(default_factory=LossScaling)
     ema: float | None = None
+    float8: Float8 = field(default_factory=Float8)
     skip_nonfinite: bool = False
     deterministic: bool = False
 
@@ -283,6 +287,11 @@ class Plan:
         return self.precision != "fp32"
 
     @property
+    def products(self) -> Float8 | None:
+        """Which products run in 8 bits; `None`: none."""
+        return self.float8 if self.precision == "fp8" else None
+
+    @property
     def gathers_at_use(self) -> bool:
         """Whether parameters are kept as shards alone, which passes over the model gather."""
         return self.zero == 3 or self.gather == "lazy"
@@ -331,6 +340,7 @@ class Plan:
         if callable(self.remat):
             values["remat"] = policy_name(self.remat)
         values["loss_scale"] = dataclasses.asdict(self.loss_scale)
+        values["float8"] = dataclasses.asdict(self.float8)
         values["tiers"] = {name: [tier, share] for name, tier, share in as_tiers(self.tiers)}
         return values
 
@@ -351,6 +361,8 @@ class Plan:
             raise PlanError(f"plan: unknown keys {unknown}; known are {sorted(known)}")
         if isinstance(values.get("loss_scale"), dict):
             values["loss_scale"] = LossScaling.from_json(values["loss_scale"])
+        if isinstance(values.get("float8"), dict):
+            values["float8"] = Float8.from_json(values["float8"])
         if isinstance(values.get("schedule"), dict):
             try:
                 text = io.StringIO(json.dumps(values["schedule"]))

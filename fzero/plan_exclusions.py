@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fzero.errors import PlanError
+from fzero.float8.recipe import Float8
 
 
 # When two fields of a plan `p` exclude each other, and what to do then (a template of `p`).
@@ -67,6 +68,11 @@ EXCLUSIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         lambda p: p.secondary is not None and p.pipe > 1 and p.pipe_backend == "spmd",
         "secondary={p.secondary!r} with pipe_backend='spmd', whose backward pass runs the forward"
         " again and so gathers from all devices anyway; use pipe_backend='mpmd', or leave it out",
+    ),
+    (
+        lambda p: p.float8 != Float8() and p.precision != "fp8",
+        "float8=... with precision={p.precision!r} would do nothing; use precision='fp8', or leave"
+        " it out",
     ),
     # What is parked off the device.
     (

@@ -6,11 +6,12 @@ from typing import Any
 
 from fzero.axes import FURTHER
 from fzero.errors import PlanError
+from fzero.float8.recipe import Float8
 from fzero.loss_scaling import LossScaling
 from fzero.schedule.actions import Schedule
 
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 TIERS = ("device", "host", "disk")
 PARKED = ("opt_state", "ema", "master", "params")
 
@@ -57,6 +58,11 @@ def check_values(plan: Any) -> None:
         raise PlanError(
             f"plan: loss_scale={plan.loss_scale!r}: expected a fz.LossScaling, such as"
             " fz.LossScaling(initial=2**12)"
+        )
+    if not isinstance(plan.float8, Float8):
+        raise PlanError(
+            f"plan: float8={plan.float8!r}: expected a fz.Float8, such as"
+            ' fz.Float8(recipe="rowwise")'
         )
     number = isinstance(plan.clip_norm, int | float) and not isinstance(plan.clip_norm, bool)
     if plan.clip_norm is not None and not (number and plan.clip_norm > 0):

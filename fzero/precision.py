@@ -17,7 +17,10 @@ from fzero.tree import is_floating
 
 PyTree = Any
 
-COMPUTE_DTYPES = {"fp32": None, "bf16": jnp.bfloat16, "fp16": jnp.float16}
+# With fp8, products alone have 8 bits: what they read and give has 16 (`fzero.float8`).
+COMPUTE_DTYPES = {
+    "fp32": None, "bf16": jnp.bfloat16, "fp16": jnp.float16, "fp8": jnp.bfloat16
+}  # fmt: skip
 
 
 def compute_dtype(plan: Plan, dtype: Any) -> np.dtype[Any]:

@@ -12,10 +12,10 @@ from fzero import compat
 
 
 # What `jax.checkpoint` is called in a jaxpr, by version.
-_CHECKPOINTS = frozenset(("checkpoint", "remat", "remat2"))
+CHECKPOINTS = frozenset(("checkpoint", "remat", "remat2"))
 
 # Calls whose body may be replayed in place, once differentiation is over.
-_CALLS = _CHECKPOINTS | frozenset(
+_CALLS = CHECKPOINTS | frozenset(
     ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 )
 
@@ -162,7 +162,7 @@ def read(env: dict[Var, Any], operand: Any) -> Any:
 def has_checkpoint(jaxpr: Any) -> bool:
     """Whether a program says itself what to keep of some of it: `jax.checkpoint`, anywhere."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name in _CHECKPOINTS:
+        if equation.primitive.name in CHECKPOINTS:
             return True
         for value in equation.params.values():
             for one in value if isinstance(value, tuple | list) else (value,):

@@ -121,7 +121,7 @@ def _train_forward(
     def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
         nonlocal before
         dtype = COMPUTE_DTYPES[rules.plan.precision]
-        ctx, layer = Context(rows, rng, True, state, dtype, step), piece.layer
+        ctx, layer = Context(rows, rng, True, state, dtype, step, rules.plan.products), piece.layer
         learns = bool(trained_leaves(rules, layer))
         link: Link | StackLink
         if isinstance(layer, Stack):
@@ -268,7 +268,7 @@ def eval_forward(
 
     def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
         dtype = COMPUTE_DTYPES[rules.plan.precision]
-        ctx, layer = Context(rows, rng, False, state, dtype, step), piece.layer
+        ctx, layer = Context(rows, rng, False, state, dtype, step, rules.plan.products), piece.layer
         if isinstance(layer, Stack):
             return stack_eval(rules, piece, kept[layer.name], x, ctx)
         treedef = jax.tree.structure(layer_params(layer, kept))

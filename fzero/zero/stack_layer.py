@@ -132,7 +132,7 @@ class LayerProgram:
         carry = static.carry.join(floats, rest)
         fixed = static.shared.join(shared, self.shared_rest)
         (batch, step), dtype = self.batch, COMPUTE_DTYPES[static.rules.plan.precision]
-        ctx = Context(batch, self.rng, static.train, None, dtype, step)
+        ctx = Context(batch, self.rng, static.train, None, dtype, step, static.rules.plan.products)
         ctx = ctx.at(piece.number + k, state)
         if not static.rules.alone:
             require_reductions(static.stack, weights, {**carry, **fixed} if fixed else carry, ctx)

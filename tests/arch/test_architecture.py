@@ -28,6 +28,7 @@ LAYERS = {
             "storage",
             "optimizer",
             "loss_scaling",
+            "float8",
             "policies",
             "plan_values",
             "plan_exclusions",

@@ -1,0 +1,232 @@
+"""Products with parameters on 8-bit operands, found in a traced function.
+
+Not by swapping layers: whatever multiplies activations with one parameter, in a native layer, a
+flax module or a converted one, is a `dot_general` whose one operand is that parameter, cast or
+transposed. Here the function's program is run with those products replaced. Loops and
+`jax.checkpoint` inside it stay what they are; functions with derivatives of their own (kernels,
+losses) run as they were written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from fzero import compat
+from fzero.float8.recipe import Float8
+from fzero.programs.jaxprs import CHECKPOINTS
+from fzero.tree import PyTree, path_name
+
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+# A parameter that is cast, transposed or cut is still that parameter.
+_MOVEMENT = frozenset(
+    ("transpose", "convert_element_type", "reduce_precision", "reshape", "squeeze", "slice",
+     "expand_dims", "copy", "copy_p", "concatenate", "optimization_barrier")
+)  # fmt: skip
+_INLINED = frozenset(("jit", "pjit", "closed_call", "core_call"))
+# Below this largest value, scales would overflow.
+_SMALLEST = 1e-12
+
+
+def in_float8(apply: Callable[..., Any], name: str, float8: Float8) -> Callable[..., Any]:
+    """`apply(params, *args)` with its products with parameters on 8-bit operands.
+
+    Args:
+        apply: any traceable function; `params` is a pytree of arrays.
+        name: what stands before the paths in `params` that `float8` is asked about.
+        float8: which products, and how.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> product = in_float8(lambda w, x: x @ w["w"], "mlp", Float8())
+        >>> x, w = jnp.full((16, 16), 1.07, jnp.bfloat16), jnp.eye(16, dtype=jnp.bfloat16)
+        >>> float(product({"w": w}, x)[0, 0])  # 1.07 is 448 after scaling, which 8 bits hold
+        1.0703125
+    """
+
+    def run(params: PyTree, *args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(apply, return_shape=True)(params, *args)
+        paths = [
+            f"{name}/{path_name(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(params)
+        ]
+        values = jax.tree.leaves((params, args))
+        marks = paths + [None] * (len(values) - len(paths))
+        out, _ = _Run(float8).program(closed.jaxpr, closed.consts, values, marks)
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+    return run
+
+
+Mark = str | None
+"""The path of the parameter that a value is; `None` for any other value."""
+
+
+class _Run:
+    """Runs a program whose values are marked where they are parameters."""
+
+    def __init__(self, float8: Float8) -> None:
+        self.float8 = float8
+
+    def program(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], marks: Sequence[Mark]
+    ) -> tuple[list[Any], list[Mark]]:
+        """Its outputs and their marks."""
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        marked: dict[Any, Mark] = dict(zip(jaxpr.invars, marks, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+        def mark(atom: Any) -> Mark:
+            return None if isinstance(atom, core.Literal) else marked.get(atom)
+
+        for equation in jaxpr.eqns:
+            values, names = [[of(x) for x in equation.invars] for of in (read, mark)]
+            out, found = self._equation(equation, values, names)
+            env.update(zip(equation.outvars, out, strict=True))
+            marked.update(zip(equation.outvars, found, strict=True))
+        return [[of(x) for x in jaxpr.outvars] for of in (read, mark)]  # type: ignore[return-value]
+
+    def _equation(
+        self, equation: Any, values: list[Any], marks: list[Mark]
+    ) -> tuple[list[Any], list[Mark]]:
+        kind, params = equation.primitive.name, equation.params
+        none: list[Mark] = [None] * len(equation.outvars)
+        if kind in _INLINED:
+            body = params["jaxpr"]
+            with compat.standing(equation):
+                return self.program(body.jaxpr, body.consts, values, marks)
+        if kind in CHECKPOINTS:
+            body = params["jaxpr"]
+            again = jax.checkpoint(
+                lambda *args: self.program(body, (), args, marks)[0],
+                policy=params["policy"], prevent_cse=params["prevent_cse"],
+            )  # fmt: skip
+            with compat.standing(equation):
+                return again(*values), none
+        if kind == "scan":
+            num = params["num_consts"] + params["num_carry"]
+            carry = [None] * params["num_carry"]
+            inner = [*marks[: params["num_consts"]], *carry, *marks[num:]]
+            body = params["jaxpr"]
+            traced = jax.make_jaxpr(
+                lambda *args: self.program(body.jaxpr, body.consts, args, inner)[0]
+            )(*body.in_avals)
+            with compat.standing(equation):
+                return equation.primitive.bind(*values, **{**params, "jaxpr": traced}), none
+        if kind == "dot_general" and (found := self._found(equation, marks)) is not None:
+            with compat.standing(equation):
+                return [_general(found, equation, values)], none
+        out = compat.run_equation(equation, values, ())
+        if kind in _MOVEMENT and marks and None not in marks:
+            return out, [marks[0]] * len(out)
+        return out, none
+
+    def _found(self, equation: Any, marks: list[Mark]) -> _Product | None:
+        """How a product runs in 8 bits; `None` if it does not."""
+        (left, right), batch = equation.params["dimension_numbers"]
+        if (marks[0] is None) == (marks[1] is None) or any(batch):
+            return None
+        avals = [x.aval for x in equation.invars]
+        if any(aval.dtype not in (jnp.bfloat16, jnp.float16) for aval in avals):
+            return None
+        at = 0 if marks[0] is not None else 1
+        sums = (left, right)[at]
+        size = math.prod(avals[at].shape[d] for d in sums)
+        path = marks[at]
+        assert path is not None
+        if not size or not self.float8.takes(path, size, avals[at].size // size):
+            return None
+        return _Product(at, (left, right)[1 - at], sums, self.float8.recipe)
+
+
+class _Product(NamedTuple):
+    """A product of a value with a parameter.
+
+    Args:
+        at: which operand is the parameter.
+        value: dims of the value that are summed along.
+        weight: dims of the parameter that are.
+        recipe: how operands are scaled.
+    """
+
+    at: int
+    value: tuple[int, ...]
+    weight: tuple[int, ...]
+    recipe: str
+
+
+def _general(product: _Product, equation: Any, values: list[Any]) -> jax.Array:
+    """The product as one of two matrices."""
+    x, w = values[1 - product.at], values[product.at]
+    rows = [d for d in range(x.ndim) if d not in product.value]
+    columns = [d for d in range(w.ndim) if d not in product.weight]
+    shape = [x.shape[d] for d in rows], [w.shape[d] for d in columns]
+    size = math.prod(w.shape[d] for d in product.weight)
+    left = x.transpose(*rows, *product.value).reshape(-1, size)
+    right = w.transpose(*product.weight, *columns).reshape(size, -1)
+    out = _multiply(product.recipe, left, right)
+    out = out.reshape(*shape[0], *shape[1])
+    if product.at == 0:  # the parameter's dims come first
+        split = len(shape[0])
+        out = out.transpose(*range(split, out.ndim), *range(split))
+    return out.astype(equation.outvars[0].aval.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(recipe: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """`x @ w` of [rows, size] with [size, columns]."""
+    return _dot(_Scaled.of(x, 1, E4M3, recipe), _Scaled.of(w, 0, E4M3, recipe), x.dtype)
+
+
+def _forward(recipe: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
+    # What is kept are the operands as they came: a parameter is then still known as one, and is not
+    # kept but gathered again.
+    return _multiply(recipe, x, w), (x, w)
+
+
+def _backward(recipe: str, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = kept
+    of_gradients = E5M2 if recipe == "tensorwise" else E4M3
+    dx = _dot(_Scaled.of(g, 1, of_gradients, recipe), _Scaled.of(w.T, 0, E4M3, recipe), x.dtype)
+    dw = _dot(_Scaled.of(x.T, 1, E4M3, recipe), _Scaled.of(g, 0, of_gradients, recipe), w.dtype)
+    return dx, dw
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+class _Scaled(NamedTuple):
+    """A matrix in 8 bits, and what it was divided by: [1, 1], or a row or column of such."""
+
+    bits: jax.Array
+    unit: jax.Array
+
+    @staticmethod
+    def of(matrix: jax.Array, dim: int, dtype: Any, recipe: str) -> _Scaled:
+        """A matrix that will be summed along `dim`, scaled to what 8 bits hold at most."""
+        wide, most = matrix.astype(jnp.float32), float(jnp.finfo(dtype).max)
+        along = (0, 1) if recipe == "tensorwise" else (dim,)
+        largest = jnp.max(jnp.abs(wide), axis=along, keepdims=True, initial=0.0)
+        scale = most / jnp.maximum(largest, _SMALLEST)
+        if recipe == "rowwise":
+            # The power of two below: its bits without those of the fraction.
+            bits = jax.lax.bitcast_convert_type(scale, jnp.int32) & 0x7F800000
+            scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        return _Scaled(jnp.clip(wide * scale, -most, most).astype(dtype), 1 / scale)
+
+
+def _dot(a: _Scaled, b: _Scaled, dtype: Any) -> jax.Array:
+    sums = jax.lax.dot_general(
+        a.bits, b.bits, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return (sums * a.unit * b.unit).astype(dtype)

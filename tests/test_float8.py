@@ -1,0 +1,136 @@
+"""`Plan(precision="fp8")`: products with parameters on 8-bit operands, all else as in bf16."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from support import tiny
+
+import fzero as fz
+from fzero.float8.products import in_float8
+
+
+ALL = fz.Float8(keep=())
+LIMITS = {"e4m3": (448.0, ml_dtypes.float8_e4m3fn), "e5m2": (57344.0, ml_dtypes.float8_e5m2)}
+
+
+def rounded(matrix, dim, kind="e4m3", rowwise=False):
+    """A matrix as 8 bits hold it, by numpy."""
+    most, dtype = LIMITS[kind]
+    wide = np.asarray(matrix, np.float32)
+    largest = np.abs(wide).max(axis=dim if rowwise else None, keepdims=True)
+    scale = np.float32(most) / np.maximum(largest, np.float32(1e-12))
+    if rowwise:
+        scale = np.exp2(np.floor(np.log2(scale)))
+    return (wide * scale).clip(-most, most).astype(dtype).astype(np.float32) / scale
+
+
+def operands(rows=32, size=64, columns=48):
+    rng = np.random.default_rng(0)
+    x, w, g = rng.normal(size=(rows, size)), rng.normal(size=(size, columns)), None
+    x[3] *= 50  # an outlier, which a scale for all rows has to hold
+    g = rng.normal(size=(rows, columns)) * 1e-4
+    return [jnp.asarray(one, jnp.bfloat16) for one in (x, w, g)]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_product_and_its_gradients_are_those_of_operands_in_8_bits(recipe):
+    (x, w, g), rowwise = operands(), recipe == "rowwise"
+    run = in_float8(lambda p, x: x @ p["w"], "mlp", fz.Float8(recipe=recipe, keep=()))
+    out, pull = jax.vjp(run, {"w": w}, x)
+    dw, dx = pull(g)
+    kind = "e4m3" if rowwise else "e5m2"
+    expected = (
+        rounded(x, 1, rowwise=rowwise) @ rounded(w, 0, rowwise=rowwise),
+        rounded(g, 1, kind, rowwise) @ rounded(w, 1, rowwise=rowwise).T,
+        rounded(x, 0, rowwise=rowwise).T @ rounded(g, 0, kind, rowwise),
+    )
+    for found, exact in zip((out, dx, dw["w"]), expected, strict=True):
+        # Rounded to bf16 at the end, whose steps are 2^-8 of a value; and sums in another order.
+        scale = np.abs(exact).max()
+        np.testing.assert_allclose(np.float32(found) / scale, exact / scale, rtol=2**-8, atol=1e-6)
+    exact = np.float32(x) @ np.float32(w)
+    assert np.abs(np.float32(out) - exact).max() > 0.01 * np.abs(exact).max() / 4  # it does round
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "taken"),
+    [
+        (lambda p, x: x @ p["w"], (64, 48), True),
+        (lambda p, x: x @ p["w"].T, (48, 64), True),
+        (lambda p, x: jnp.einsum("bk,hkd->bhd", x, p["w"]), (2, 64, 16), True),
+        (lambda p, x: p["w"] @ x.T, (48, 64), True),
+        (lambda p, x: jax.jit(lambda v: x @ v)(p["w"]), (64, 48), True),
+        (lambda p, x: jax.checkpoint(lambda v, x: x @ v)(p["w"], x), (64, 48), True),
+        (lambda p, x: jax.lax.scan(lambda c, v: (c @ v, None), x, p["w"])[0], (3, 64, 64), True),
+        (lambda p, x: x @ x.T, (64, 48), False),  # scores are no product with a parameter
+        (lambda p, x: x @ (p["w"] * 2), (64, 48), False),  # nor is what was computed from one
+        (lambda p, x: x @ p["w"], (64, 40), False),  # no multiple of 16
+        (lambda p, x: x.astype(jnp.float32) @ p["w"].astype(jnp.float32), (64, 48), False),
+    ],
+)
+def test_products_with_parameters_are_found_wherever_they_stand(function, shape, taken):
+    x = operands()[0].at[3].set(1)  # no outlier
+    w = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.bfloat16)
+    run = in_float8(function, "mlp", ALL)
+    text = str(jax.make_jaxpr(run)({"w": w}, x))
+    assert ("f8_e4m3fn" in text) is taken
+    np.testing.assert_allclose(
+        np.float32(run({"w": w}, x)), np.float32(function({"w": w}, x)), rtol=0,
+        atol=0.1 * np.abs(np.float32(function({"w": w}, x))).max() if taken else 0,
+    )  # fmt: skip
+
+
+def test_paths_keep_products_in_16_bits():
+    x, w, _ = operands()
+    for path, taken in [("up", True), ("lm_head", False), ("router", False), ("outputs", True)]:
+        run = in_float8(lambda p, x, path=path: x @ p[path], "mlp", fz.Float8())
+        assert ("f8_e4m3fn" in str(jax.make_jaxpr(run)({path: w}, x))) is taken
+
+
+def test_values_that_are_not_finite_are_seen_and_zeros_stay_zeros():
+    _, w, _ = operands()
+    run = in_float8(lambda p, x: x @ p["w"], "mlp", ALL)
+    assert not np.asarray(run({"w": w}, jnp.zeros((8, 64), jnp.bfloat16))).any()
+    bad = jnp.ones((8, 64), jnp.bfloat16).at[2, 3].set(jnp.inf)
+    assert not np.isfinite(np.float32(run({"w": w}, bad))).all()
+    assert run({"w": w}, jnp.zeros((0, 64), jnp.bfloat16)).shape == (0, 48)
+
+
+def losses(plan, steps=3, **options):
+    model, tx = tiny.chain(2, **options), optax.adamw(1e-2)
+    state, step, found = fz.init(model, tx, plan), fz.train_step(model, tx, plan), []
+    for seed in range(steps):
+        state, metrics = step(state, tiny.tokens(16, seed=seed))
+        found.append(float(metrics["loss"]))
+    return np.array(found, np.float32), state
+
+
+def test_stages_and_pipelines_have_the_losses_of_one_another_and_nearly_bf16s():
+    plans = {
+        "zero 3": fz.Plan(zero=3, data=4, min_shard_bytes=0, precision="fp8"),
+        "zero 1": fz.Plan(zero=1, data=4, min_shard_bytes=0, precision="fp8"),
+    }
+    ours = {name: losses(plan)[0] for name, plan in plans.items()}
+    other, _ = losses(plans["zero 3"].replace(precision="bf16"))
+    # The same rows on each device, and so the same scales.
+    np.testing.assert_allclose(ours["zero 1"], ours["zero 3"], rtol=1e-5)
+    assert np.abs(ours["zero 3"] - other).max() > 1e-6  # not the same program
+    np.testing.assert_allclose(ours["zero 3"], other, rtol=0.02)  # 8 bits: 1/16 an operand
+
+
+def test_plans_say_which_products():
+    plan = fz.Plan(precision="fp8", float8=fz.Float8(recipe="rowwise", keep=("mlp",)))
+    assert fz.Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(fz.PlanError, match=r"float8=\.\.\. with precision='bf16' would do nothing"):
+        plan.replace(precision="bf16")
+    with pytest.raises(fz.PlanError, match="recipe='blockwise': expected one of"):
+        fz.Float8(recipe="blockwise")
+    with pytest.raises(fz.PlanError, match=r"keep='\(': expected a regular expression"):
+        fz.Float8(keep=("(",))
+    with pytest.raises(fz.PlanError, match="unknown keys"):
+        fz.Float8.from_json({"mindim": 16})
