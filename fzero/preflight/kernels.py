@@ -75,7 +75,9 @@ class Kernels:
 
     def __init__(self, module: Module, rates: Rates, precision: str) -> None:
         self.module, self.matmuls, self.rates = module, Matmuls(module), rates
-        self.flops_per_s = rates.flops_of(precision)
+        self.flops_per_s = rates.flops_of("bf16" if precision == "fp8" else precision)
+        # Of products whose operands have 8 bits.
+        self.flops8_per_s = rates.flops_of("fp8") if precision == "fp8" else self.flops_per_s
         self._known: dict[str, Work] = {}
 
     def total(self) -> Work:
@@ -104,7 +106,9 @@ class Kernels:
         moved = self._bytes(comp, i)
         rates, seen = self.rates, seen_share(comp, i)
         share = rates.matmul_share(flops) if seen is None else rates.attention_share
-        computing = flops * (1.0 if seen is None else seen) / self.flops_per_s
+        in_8_bits = flops and any(a.dtype.startswith("f8") for a in comp.inputs(i))
+        peak = self.flops8_per_s if in_8_bits else self.flops_per_s
+        computing = flops * (1.0 if seen is None else seen) / peak
         moving = moved / rates.memory_bytes_per_s
         likely = max(computing / share, moving / rates.memory_share, rates.launch_s)
         products = likely if flops and seen is None else 0.0

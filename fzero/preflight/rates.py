@@ -183,10 +183,11 @@ def _gpu(
     bf16_tflops: float, memory_tb_per_s: float, nvlink_gb_per_s: float, network_gbit_per_s: float,
     pcie_gb_per_s: float, memory_gib: int, sheet: str, flops_share: float = _SHARE,
 ) -> Rates:  # fmt: skip
+    peak = bf16_tflops * 1e12
+    # From Hopper on, 8-bit operands double it; an A100 has no such products.
+    in_8_bits = {} if "A100" in sheet else {"fp8": 2 * peak}
     return Rates(
-        flops_per_s={
-            "bf16": bf16_tflops * 1e12, "fp16": bf16_tflops * 1e12, "fp32": bf16_tflops / 2 * 1e12
-        },
+        flops_per_s={"bf16": peak, "fp16": peak, "fp32": peak / 2, **in_8_bits},
         memory_bytes_per_s=round(memory_tb_per_s * 1e12),
         host_link_bytes_per_s=nvlink_gb_per_s * 1e9,
         network_bytes_per_s=network_gbit_per_s * 1e9 / 8,
@@ -206,7 +207,7 @@ _RATES = {
     # Virtual devices share the machine's cores and its memory, so no number is right: these only
     # let a plan be read. Give rates of your own (or --measure) for more.
     "cpu": Rates(
-        flops_per_s={"bf16": 1e10, "fp16": 1e10, "fp32": 5e10},
+        flops_per_s={"bf16": 1e10, "fp16": 1e10, "fp8": 1e10, "fp32": 5e10},
         memory_bytes_per_s=1e10,
         host_link_bytes_per_s=2e9,
         network_bytes_per_s=1e9,

@@ -28,6 +28,7 @@ class Precision(StrEnum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
+    fp8 = "fp8"
 
 
 class Gather(StrEnum):
