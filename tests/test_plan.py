@@ -21,7 +21,7 @@ REFUSED = [
     ({"zero": -1}, ["zero=-1", "[0, 1, 2, 3]"]),
     ({"zero": True}, ["zero=True", "[0, 1, 2, 3]"]),
     ({"zero": "3"}, ["zero='3'", "[0, 1, 2, 3]"]),
-    ({"precision": "fp8"}, ["precision='fp8'", "fp32", "bf16", "fp16"]),
+    ({"precision": "fp4"}, ["precision='fp4'", "fp32", "bf16", "fp16"]),
     ({"remat": "all"}, ["remat='all'", "layer", "dots", "none"]),
     ({"reduce": "never"}, ["reduce='never'", "microbatch", "step"]),
     ({"data": 0}, ["data=0", "at least 1"]),
@@ -149,6 +149,8 @@ EVERY = {
 }
 # What only zero=3 has.
 SPARING = {"gather_dtype": "int8", "secondary": "host"}
+# What only a precision of its own has.
+EIGHT = {"precision": "fp8", "float8": fz.Float8("rowwise", keep=("head",), min_dim=64)}
 
 
 @pytest.mark.parametrize(
@@ -157,9 +159,10 @@ SPARING = {"gather_dtype": "int8", "secondary": "host"}
         fz.Plan(),
         fz.Plan(**EVERY),
         fz.Plan(**SPARING),
+        fz.Plan(**EIGHT),
         fz.Plan(prefetch=True, tiers={"opt_state": ("disk", 0.5)}),
     ],
-    ids=["default", "every-field", "sparing", "prefetch-disk"],
+    ids=["default", "every-field", "sparing", "eight-bits", "prefetch-disk"],
 )
 def test_json_both_ways(plan):
     data = plan.to_json()
@@ -171,7 +174,7 @@ def test_json_both_ways(plan):
 
 def test_every_field_has_a_value_of_its_own_in_the_json_test():
     defaults = fz.Plan().to_json()
-    every = {**EVERY, **SPARING}
+    every = {**EVERY, **SPARING, **EIGHT}
     assert set(every) == set(defaults)
     assert all(every[name] != defaults[name] for name in every if name != "pipe")
 

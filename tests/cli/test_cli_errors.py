@@ -47,7 +47,7 @@ def refusal(here: Command, *args: object) -> str:
         (("--zero", 4), "--zero"),
         (("--gather", "lazy"), "gather='lazy' with zero=3"),
         (("--zero", 1, "--gather", "late"), "--gather"),
-        (("--precision", "fp8"), "--precision"),
+        (("--precision", "fp4"), "--precision"),
         (("--resume",), "expected a checkpoint in"),
         (("--resume", "--overwrite"), "--resume goes on with what --overwrite would replace"),
     ],

@@ -77,5 +77,5 @@ def test_rates_are_positive(wrong):
 
 
 def test_a_precision_without_a_rate_is_refused():
-    with pytest.raises(fz.PreflightError, match="the plan computes in 'fp8'"):
-        default_rates(parse("h200:8")).flops_of("fp8")
+    with pytest.raises(fz.PreflightError, match="the plan computes in 'fp4'"):
+        default_rates(parse("h200:8")).flops_of("fp4")
