@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from fzero import compat
 from fzero.float8.recipe import Float8
@@ -79,15 +78,17 @@ class _Run:
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], marks: Sequence[Mark]
     ) -> tuple[list[Any], list[Mark]]:
         """Its outputs and their marks."""
+        from jax.extend.core import Literal  # with all of `jax.extend`: slow
+
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         marked: dict[Any, Mark] = dict(zip(jaxpr.invars, marks, strict=True))
 
         def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, core.Literal) else env[atom]
+            return atom.val if isinstance(atom, Literal) else env[atom]
 
         def mark(atom: Any) -> Mark:
-            return None if isinstance(atom, core.Literal) else marked.get(atom)
+            return None if isinstance(atom, Literal) else marked.get(atom)
 
         for equation in jaxpr.eqns:
             values, names = [[of(x) for x in equation.invars] for of in (read, mark)]
