@@ -471,3 +471,19 @@ def test_counters_that_begin_with_a_plan_are_given_away_one_by_one(options):
 def test_the_state_is_immutable():
     with pytest.raises(AttributeError):
         made("z0").step = 1
+
+
+def test_init_again_traces_and_compiles_nothing():
+    """Another seed is another input of the same program."""
+    traced = []
+
+    def init(key):
+        traced.append(key)
+        return {"w": jax.random.normal(key, (4, 2))}, {}
+
+    model, plan = fz.Model(init, small_loss), fz.Plan(data=1)
+    first = fz.init(model, TX, plan, rng=0)
+    assert len(traced) == 1
+    second = fz.init(model, TX, plan, rng=1)
+    assert len(traced) == 1
+    assert not np.array_equal(first.params["w"], second.params["w"])

@@ -203,6 +203,61 @@ def test_modules_and_functions_stay_small():
     assert not large
 
 
+# More than eight parameters, and why that is better than a dataclass of them.
+MANY_PARAMETERS = {
+    "a command's options are the parameters of its function": [
+        "torch_bridge/cli/evaluate.py evaluate",
+        "torch_bridge/cli/generate.py generate",
+        "torch_bridge/cli/loop.py fit",
+        "torch_bridge/cli/preflight.py preflight",
+        "torch_bridge/cli/train.py train",
+    ],
+    "an operator of torch has them": [
+        "torch_bridge/lower/attention.py attention",
+        "torch_bridge/lower/conv.py convolution",
+        "torch_bridge/lower/norm.py batch_norm",
+        "torch_bridge/lower/segments.py embedding_bag",
+    ],
+    "users call it with keywords, of which most are left out": [
+        "fzero/checkpoint/restore.py restore",
+        "fzero/state/move.py offload",
+        "torch_bridge/formats/files.py save",
+        "torch_bridge/formats/files.py _save",
+        "torch_bridge/formats/restore.py restore",
+        "torch_bridge/training.py fit",
+    ],
+    "what a pass over the model, or a function cut into programs, is": [
+        "fzero/offload/stream.py __init__",
+        "fzero/preflight/predict.py _result",
+        "fzero/programs/places.py __init__",
+        "fzero/zero/chain.py train_forward",
+    ],
+}
+
+
+def test_parameter_lists_stay_short():
+    known = {name for names in MANY_PARAMETERS.values() for name in names}
+    found = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                names = [arg.arg for arg in given if arg.arg not in ("self", "cls")]
+                if len(names) > 8:
+                    found.add(f"{path.relative_to(ROOT)} {node.name}")
+    assert found == known
+
+
+def test_the_glossary_has_words_of_the_code_each_once():
+    lines = (ROOT / "docs" / "glossary.md").read_text().splitlines()
+    rows = [line.split("|")[1].strip() for line in lines if line.startswith("| ")]
+    words = [word for row in rows if row != "word" for word in row.split(", ")]
+    assert len(words) == len(set(words)) > 30
+    text = " ".join(path.read_text() for path in FZERO).lower().replace("\n", " ")
+    text = re.sub(r"\s+", " ", text)
+    assert not [word for word in words if word.lower() not in text]
+
+
 @pytest.mark.parametrize("package", [fzero, torch_bridge], ids=["fzero", "torch_bridge"])
 def test_public_names_are_documented_and_the_facade_only_imports(package):
     public = [name for name in vars(package) if not name.startswith("_")]
