@@ -78,7 +78,8 @@ gpu-programs: install
 	test -x $(GPU_BIN)/python || $(BIN)/python -m venv $(GPU_VENV)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  $$($(GPU_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
-	$(GPU_BIN)/python -m pip install --quiet -e '.[preflight]' nvidia-cudnn-cu13 -c constraints.txt
+	$(GPU_BIN)/python -m pip install --quiet -e '.[preflight]' nvidia-cudnn-cu13 \
+	  -c constraints.txt -c constraints-gpu.txt
 	@$(GPU_BIN)/python -c 'from fzero.preflight.topology import has_plugin; \
 	  assert has_plugin(), "no CUDA plugin: every test would be skipped"'
 
