@@ -3,6 +3,8 @@
 # make test-bits   tests that compare the bits of different programs, for several kinds of CPU
 # make test-extended   every example, the other models of the zoo
 # make test-gpu-programs   the compiler for GPUs, then what it makes of large steps; needs no GPU
+# make docs   the documentation, built without a warning into docs/_build; its tutorials run
+# make docs-serve   the same, at localhost:8000
 # make published   preflight beside published training runs; needs no GPU
 # make gpu   on a machine with a GPU: checks and figures, in parts of nine minutes
 #
@@ -20,7 +22,7 @@ comma := ,
 # Installed again when what is to be installed changes.
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help install demo test test-bits test-extended gpu-programs test-gpu-programs published gpu nightly mutants operators lint types clean
+.PHONY: help install demo test test-bits test-extended gpu-programs test-gpu-programs published gpu nightly mutants operators lint types docs docs-serve docs-outputs clean
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 .DELETE_ON_ERROR:
@@ -112,6 +114,19 @@ operators: install
 mutants: install
 	$(BIN)/python tests/mutants/run.py
 
+# Tutorials run when they or fzero changed (docs/site.md).
+docs: install
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+	@echo "docs/_build/index.html"
+
+DOCS_PORT ?= 8000
+docs-serve: docs
+	$(BIN)/python -m http.server --directory docs/_build --bind 127.0.0.1 $(DOCS_PORT)
+
+# The outputs of the tutorial that takes the compiler for GPUs.
+docs-outputs: gpu-programs
+	JAX_PLATFORMS=cpu $(GPU_BIN)/python docs/_ext/kept.py
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -120,4 +135,4 @@ types: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf runs build dist docs/_build docs/_made .pytest_cache .mypy_cache .ruff_cache .hypothesis

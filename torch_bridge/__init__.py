@@ -66,6 +66,7 @@ __all__ = [
     "Output",
     "Parity",
     "Rows",
+    "Sampling",
     "adapter",
     "batch",
     "causal_lm_loss",
