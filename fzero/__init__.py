@@ -41,6 +41,7 @@ from fzero.model import Sequential as Sequential
 from fzero.optimizer.lookahead import lookahead as lookahead
 from fzero.optimizer.per_layer import as_stacked as as_stacked
 from fzero.optimizer.per_layer import per_layer as per_layer
+from fzero.optimizer.small_moments import small_moments as small_moments
 from fzero.plan import Plan as Plan
 from fzero.precision import cast as cast
 from fzero.preflight.predict import preflight as preflight

@@ -17,6 +17,7 @@ import optax
 
 from fzero.axes import PIPE
 from fzero.errors import CheckpointError, StateConsumedError
+from fzero.optimizer.small_moments import SmallMomentsState
 from fzero.sharding.lazy import Index, LazyArray, Stacked
 from fzero.sharding.relayout import copy_leaf
 from fzero.state.consumed import given_to
@@ -258,7 +259,9 @@ def _param_paths(converted: Converted | ConvertedSequential) -> dict[str, _Kept]
 
 
 def _nodes(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every inner node of a tree with its path, from the root on."""
+    """Every inner node of a tree with its path, from the root on; none of moments kept small."""
+    if isinstance(tree, SmallMomentsState):
+        return
     children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     if len(children) == 1 and not children[0][0]:
         return

@@ -15,7 +15,7 @@ import numpy as np
 
 from fzero.optimizer.operations import frozen
 from fzero.optimizer.terms import OWN, Ref, Shape, Terms, is_reduction
-from fzero.programs.jaxprs import ELEMENTWISE, Program, Step, Var
+from fzero.programs.jaxprs import Program, Step, Var, is_elementwise
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,8 @@ class Follow:
     def _many(self, step: Step, operands: Sequence[Value]) -> list[Value]:
         name, params = step.equation.primitive.name, step.equation.params
         shape = tuple(step.results[0].aval.shape)
-        if name in ELEMENTWISE or name in ("add_any",):
+        first = tuple(getattr(step.equation.invars[0].aval, "shape", ()))
+        if is_elementwise(name, first, shape) or name in ("add_any",):
             return [self._elementwise((name, frozen(params), 0), operands, shape)]
         if name == "dot_general":
             return [self._inner_product(params, operands, shape)]

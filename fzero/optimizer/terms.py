@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from fzero.programs.jaxprs import ELEMENTWISE
+from fzero.programs.jaxprs import is_elementwise
 
 
 OWN: Literal["own"] = "own"
@@ -72,7 +72,9 @@ class Terms:
     def operation(self, name: str, params: Any, number: int, refs: Sequence[Ref],
                   shape: Shape) -> Ref:  # fmt: skip
         """Any operation."""
-        if name in ELEMENTWISE or name in _BAGS or name == "cond":
+        like = self.shapes[refs[0][0]] if refs else None
+        alone = like is not None and is_elementwise(name, like, shape)
+        if alone or name in _BAGS or name == "cond":
             return self.elementwise((name, params, number), refs, shape)
         if name == "concatenate" and len(shape) == 1:
             return self.made(("concatenate",), refs, shape)
