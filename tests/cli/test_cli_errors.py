@@ -194,6 +194,16 @@ def test_a_bar_on_a_terminal_shows_loss_rate_and_remaining_time() -> None:
         assert part in text
 
 
+def test_all_of_the_numbers_fit_eighty_columns() -> None:
+    screen = io.StringIO()
+    with progress.display(2000, Console(file=screen, force_terminal=True, width=80)) as shown:
+        shown.step(1234, 2.3456, 123456.0, Gauge(2e6, None, 20 * 2**20).words(123456.0))
+    for part in ("1234/2000", "loss 2.3456", "123,456 tokens/s", "246.9 GFLOP/s", "20.0 MiB",
+                 "left"):  # fmt: skip
+        assert part in screen.getvalue()
+    assert "…" not in screen.getvalue()
+
+
 def test_a_long_run_prints_few_plain_lines() -> None:
     log = io.StringIO()
     with progress.display(1000, Console(file=log)) as shown:

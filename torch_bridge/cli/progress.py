@@ -11,6 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 # A log of a long run stays readable: about this many lines for its training steps.
 PLAIN_LINES = 20
+# Columns below which numbers have no room beside a bar.
+NARROW = 110
 
 
 class Display(Protocol):
@@ -40,10 +42,12 @@ def display(num_steps: int, console: Console | None = None) -> Display:
 
 class _Bar:
     def __init__(self, num_steps: int, console: Console) -> None:
+        self._narrow = console.width < NARROW
+        bar = () if self._narrow else (TextColumn("step"), BarColumn())
         self._progress = Progress(
-            TextColumn("step"),
+            *bar[:1],
             MofNCompleteColumn(),
-            BarColumn(),
+            *bar[1:],
             TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[rate]} tokens/s"),
             TextColumn("{task.fields[gauge]}"),
@@ -66,6 +70,8 @@ class _Bar:
         self._progress.stop()
 
     def step(self, step: int, loss: float, tokens_per_s: float | None, gauge: str = "") -> None:
+        if self._narrow:
+            gauge = gauge.partition("/device")[0]
         self._progress.update(
             self._task, completed=step, loss=f"{loss:.4f}", rate=_rate(tokens_per_s), gauge=gauge
         )
