@@ -21,9 +21,11 @@ def consumed_by(state: TrainState) -> str | None:
     own = state.params, state.compute, state.opt_state, state.buffers, state.ema
     leaves = jax.tree.leaves(own)
     for leaf in (*leaves, *jax.tree.leaves(state.grads)):
-        if given_to(leaf):
-            return given_to(leaf)
-        if hasattr(leaf, "is_deleted") and leaf.is_deleted():
+        by = given_to(leaf)
+        if by is not None:
+            return by
+        deleted = getattr(leaf, "is_deleted", None)
+        if deleted is not None and deleted():
             # Steps keep the step count and the key, so a consumed state still knows.
             return (
                 f"step {int(state.step) + 1} (train_step or accumulate_step), taken with it or with"

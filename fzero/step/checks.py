@@ -57,10 +57,10 @@ class Checks:
             StateError: it is not one of this model, optimizer and plan, or two leaves are one.
             PlacementError: a leaf that the step needs is parked.
         """
-        state = with_scalars_placed(state, self.blueprint)
         if self._trusted(state):
             require_alive(state, self.name)
             return state
+        state = with_scalars_placed(state, self.blueprint)
         state = compute_copy.settled_state(state)
         require_alive(state, self.name)
         leaves, structure = jax.tree.flatten(state)
