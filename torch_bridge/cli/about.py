@@ -80,7 +80,8 @@ class Observed:
             return self._recorded(state, batch)
         taken: tuple[Any, dict[str, Any]] = self._step(state, batch)
         if self._calls == 1 and not self._is_pipeline:
-            with contextlib.suppress(fz.PlanError):  # many programs: none of them is the step
+            # Many programs, none of which is the step; a text that cannot be read; a full disk.
+            with contextlib.suppress(fz.FzeroError, hlo.HloError, OSError):
                 # What the call compiled: neither traces nor compiles again.
                 self._write_collectives(self._step.lower(taken[0], batch).compile().as_text())
         return taken
@@ -124,7 +125,8 @@ class Observed:
             found["events"] = [
                 [e.rank, str(e.action), e.start_s, e.end_s] for e in timeline.events
             ]  # fmt: skip
-        outputs.write_json(self._out / TIMELINE, found)
+        with contextlib.suppress(OSError):  # a full disk is no reason to lose the run
+            outputs.write_json(self._out / TIMELINE, found)
         return taken
 
     def _update(self, more: dict[str, Any]) -> None:
