@@ -207,6 +207,7 @@ def test_modules_and_functions_stay_small():
 MANY_PARAMETERS = {
     "a command's options are the parameters of its function": [
         "torch_bridge/cli/evaluate.py evaluate",
+        "torch_bridge/cli/finetune.py finetune",
         "torch_bridge/cli/generate.py generate",
         "torch_bridge/cli/loop.py fit",
         "torch_bridge/cli/preflight.py preflight",

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from torch_bridge.cli import data
+from torch_bridge.cli.corpus import entropy
 from torch_bridge.cli.data import IGNORED
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.settings import DataSettings
+from torch_bridge.documents import rows
 
 
 def corpus_of(paths: list[Path], seq: int = 16, limit: int = 1000) -> data.Corpus:
@@ -63,7 +65,7 @@ def test_a_batch_follows_from_seed_and_step(texts: list[Path]) -> None:
     corpus = corpus_of(texts)
     steps = list(range(30))
     straight = [data.train_batch(corpus, 5, step, 8)["input_ids"] for step in steps]
-    data._order.cache_clear()
+    rows._order.cache_clear()
     for step in random.Random(0).sample(steps, len(steps)):
         again = data.train_batch(corpus, 5, step, 8)["input_ids"]
         np.testing.assert_array_equal(again, straight[step])
@@ -115,10 +117,10 @@ def test_files_of_the_standard_library_are_its_own(tmp_path: Path) -> None:
 
 def test_entropy_of_single_bytes() -> None:
     even = np.repeat(np.arange(8, dtype=np.int32), 5)
-    assert data._entropy(even) == pytest.approx(math.log(8), rel=1e-12)
-    assert data._entropy(np.zeros(9, np.int32)) == 0.0
+    assert entropy(even) == pytest.approx(math.log(8), rel=1e-12)
+    assert entropy(np.zeros(9, np.int32)) == 0.0
     quarter = np.asarray([0, 0, 0, 1], np.int32)
-    assert data._entropy(quarter) == pytest.approx(0.5623351446, abs=1e-9)
+    assert entropy(quarter) == pytest.approx(0.5623351446, abs=1e-9)
 
 
 def test_too_little_text_is_refused_with_numbers(tmp_path: Path) -> None:

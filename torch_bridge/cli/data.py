@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import sysconfig
@@ -14,12 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_bridge.cli.corpus import Batch, entropy
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.settings import STDLIB, DataSettings
+from torch_bridge.documents.rows import batch_places
 
 
 IntArray = NDArray[np.int32]
-Batch = dict[str, IntArray]
 
 # torch's convention for "no prediction here"; `torch_bridge.causal_lm_loss` follows it.
 IGNORED = -100
@@ -53,6 +53,26 @@ class Corpus:
         digest.update(self.labels.tobytes())
         return digest.hexdigest()[:16]
 
+    def describe(self) -> str:
+        """One line for the reader of a run."""
+        unit = "bytes" if self.byte_level else "tokens"
+        return (
+            f"text    {self.train.size:,} training {unit} from {self.num_files[0]} files; "
+            f"validation on {self.validation.size:,} {unit} from {self.num_files[1]}"
+        )
+
+    def train_batch(self, seed: int, step: int, size: int, part: tuple[int, int] = (0, 1)) -> Batch:
+        """See `train_batch`."""
+        return train_batch(self, seed, step, size, part)
+
+    def validation_batches(self, size: int, part: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
+        """See `validation_batches`."""
+        return validation_batches(self, size, part)
+
+    def num_tokens(self, seed: int, step: int, size: int) -> int:
+        """Every token counts."""
+        return size * self.train.shape[1]
+
 
 def load(settings: DataSettings, tokenizer: Any = None) -> Corpus:
     """Reads, splits and tokenizes the text; without a tokenizer every byte is a token."""
@@ -71,7 +91,7 @@ def load(settings: DataSettings, tokenizer: Any = None) -> Corpus:
         train=train[: len(train) // seq * seq].reshape(-1, seq),
         validation=rows,
         labels=labels,
-        unigram_entropy=_entropy(rows[labels != IGNORED]),
+        unigram_entropy=entropy(rows[labels != IGNORED]),
         byte_level=tokenizer is None,
         num_files=counts,
     )
@@ -92,13 +112,9 @@ def train_batch(
         part: this process and how many there are: only its own sequences are gathered, and those of
             all, in their order, are the batch of one.
     """
-    num_sequences = len(corpus.train)
     own = size // part[1]
-    positions = step * size + part[0] * own + np.arange(own)
-    rows = [
-        _order(seed, int(p) // num_sequences, num_sequences)[p % num_sequences] for p in positions
-    ]
-    tokens = corpus.train[rows]
+    places = batch_places(len(corpus.train), seed, step, size)
+    tokens = corpus.train[places[part[0] * own : (part[0] + 1) * own]]
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -121,11 +137,6 @@ def validation_batches(
             "input_ids": np.pad(tokens, missing),
             "labels": np.pad(labels, missing, constant_values=IGNORED),
         }
-
-
-@functools.lru_cache(maxsize=2)  # a batch can straddle two epochs
-def _order(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
-    return np.random.default_rng([seed, epoch]).permutation(length)
 
 
 def _read(settings: DataSettings) -> tuple[list[bytes], list[bytes], tuple[int, int]]:
@@ -203,10 +214,3 @@ def _validation_rows(tokens: IntArray, seq: int, limit: int) -> tuple[IntArray, 
     labels = np.pad(tokens, (0, fill), constant_values=IGNORED).reshape(-1, seq)
     chosen = np.unique(np.linspace(0, len(rows) - 1, min(limit, len(rows))).astype(np.int64))
     return rows[chosen], labels[chosen]
-
-
-def _entropy(tokens: IntArray) -> float:
-    """Nats per token of a model that knows how often each token occurs here, and nothing else."""
-    shares = np.bincount(tokens) / len(tokens)
-    shares = shares[shares > 0]
-    return float(-(shares * np.log(shares)).sum())

@@ -45,6 +45,17 @@ class Gauge:
             return None
         return flops / self.peak_flops_per_s
 
+    def figures(self, tokens_per_s: float | None) -> dict[str, float]:
+        """What is known, by name."""
+        held = bytes_in_use()
+        found = {
+            "tokens_per_s": tokens_per_s,
+            "flops_per_s": self.flops_per_s(tokens_per_s),
+            "mfu": self.mfu(tokens_per_s),
+            "bytes_per_device": self.state_bytes if held is None else held,
+        }
+        return {name: float(value) for name, value in found.items() if value is not None}
+
     def words(self, tokens_per_s: float | None) -> str:
         """Both, for a line: `MFU 41%  20.5 GiB/device`; of devices without a peak, FLOP/s."""
         flops, mfu = self.flops_per_s(tokens_per_s), self.mfu(tokens_per_s)

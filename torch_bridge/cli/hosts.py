@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 import fzero as fz
-from torch_bridge.cli import data, outputs
-from torch_bridge.cli.data import Batch, Corpus
+from torch_bridge.cli import outputs
+from torch_bridge.cli.corpus import Batch, Source
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.settings import TrainSettings
 
@@ -56,18 +56,18 @@ class Feed:
         layout: of the training.
     """
 
-    def __init__(self, corpus: Corpus, layout: fz.Layout) -> None:
+    def __init__(self, corpus: Source, layout: fz.Layout) -> None:
         self.corpus, self._layout = corpus, layout
 
     def train(self, seed: int, step: int, size: int) -> Any:
         """As `data.train_batch`."""
         part = self._part(size)
-        return self._placed(data.train_batch(self.corpus, seed, step, size, part), part)
+        return self._placed(self.corpus.train_batch(seed, step, size, part), part)
 
     def validation(self, size: int) -> Iterator[Any]:
         """As `data.validation_batches`."""
         part = self._part(size)
-        for batch in data.validation_batches(self.corpus, size, part):
+        for batch in self.corpus.validation_batches(size, part):
             yield self._placed(batch, part)
 
     def _part(self, size: int) -> tuple[int, int]:

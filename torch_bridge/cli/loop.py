@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -15,6 +15,7 @@ from torch_bridge.cli.hosts import Feed
 from torch_bridge.cli.interrupt import StopOnInterrupt
 from torch_bridge.cli.progress import Display
 from torch_bridge.cli.timings import Timings
+from torch_bridge.cli.writers import Writer
 
 
 TrainStep = Callable[[Any, Any], tuple[Any, dict[str, Any]]]
@@ -27,6 +28,7 @@ class History:
 
     losses: list[tuple[int, float]] = field(default_factory=list)  # (steps done, nats per token)
     validation: list[tuple[int, float]] = field(default_factory=list)
+    tokens: int = 0  # trained on, without what only fills rows up
     tokens_per_s: float | None = None
     interrupted: bool = False
     stopped_by: str = ""
@@ -39,9 +41,8 @@ class History:
 class _Meter:
     """Tokens per second of the training steps alone: compilation and evaluations do not count."""
 
-    def __init__(self, tokens_per_step: int) -> None:
-        self._tokens_per_step = tokens_per_step
-        self._steps = 0
+    def __init__(self) -> None:
+        self._tokens = 0
         self._seconds = 0.0
         self._started: float | None = None
 
@@ -53,15 +54,15 @@ class _Meter:
             self._seconds += time.perf_counter() - self._started
             self._started = None
 
-    def count_step(self) -> None:
+    def count(self, tokens: int) -> None:
         if self._started is not None:
-            self._steps += 1
+            self._tokens += tokens
 
     @property
     def rate(self) -> float | None:
         running = 0.0 if self._started is None else time.perf_counter() - self._started
         seconds = self._seconds + running
-        return self._steps * self._tokens_per_step / seconds if self._steps and seconds else None
+        return self._tokens / seconds if self._tokens and seconds else None
 
 
 class Recorder:
@@ -73,20 +74,20 @@ class Recorder:
     Args:
         sink: takes the lines of metrics.jsonl.
         display: shows steps.
-        tokens_per_step: of the global batch.
         history: of the run that this one goes on with.
         gauge: what to show of the devices.
         timings: takes note of what took how long.
+        writers: take what is measured, too.
     """
 
     def __init__(
         self,
         sink: TextIO,
         display: Display,
-        tokens_per_step: int,
         history: History | None = None,
         gauge: Gauge | None = None,
         timings: Timings | None = None,
+        writers: Iterable[Writer] = (),
     ) -> None:
         self.history = history or History()
         self.timings = timings or Timings()
@@ -94,13 +95,14 @@ class Recorder:
         self._compiled = False
         self._sink = sink
         self._display = display
-        self._meter = _Meter(tokens_per_step)
-        self._pending: tuple[int, dict[str, Any]] | None = None
+        self._meter = _Meter()
+        self._writers = tuple(writers)
+        self._pending: tuple[int, dict[str, Any], int] | None = None
 
-    def step(self, done: int, metrics: dict[str, Any]) -> None:
-        """Step number `done` (from 1) was dispatched."""
+    def step(self, done: int, metrics: dict[str, Any], tokens: int) -> None:
+        """Step number `done` (from 1), on so many tokens, was dispatched."""
         self._read_pending()
-        self._pending = (done, metrics)
+        self._pending = (done, metrics, tokens)
         if self._compiled and all(value.is_ready() for value in metrics.values()):
             self._read_pending()  # nobody waits: where steps are not dispatched, but run
         if not self._compiled:
@@ -114,6 +116,7 @@ class Recorder:
         self.timings.done("validation", done)
         self.history.validation.append((done, loss))
         self._write({"step": done, "val_loss": _finite(loss)})
+        self._tell(done, {"val_loss": loss})
         self._display.line(f"step {done}  validation loss {loss:.6f}")
 
     def say(self, text: str) -> None:
@@ -134,15 +137,22 @@ class Recorder:
     def _read_pending(self) -> None:
         if self._pending is None:
             return
-        done, metrics = self._pending
+        done, metrics, tokens = self._pending
         self._pending = None
         values = {name: float(value) for name, value in metrics.items() if value.ndim == 0}
         self.timings.done("step" if self._compiled else "first step", done)
-        self._meter.count_step()
+        self._meter.count(tokens)
+        self.history.tokens += tokens
         self.history.losses.append((done, values["loss"]))
-        self._write({"step": done} | {name: _finite(value) for name, value in values.items()})
+        finite = {name: _finite(value) for name, value in values.items()}
+        self._write({"step": done} | finite | {"tokens": tokens})
         rate = self._meter.rate
+        self._tell(done, values | self._gauge.figures(rate))
         self._display.step(done, values["loss"], rate, self._gauge.words(rate))
+
+    def _tell(self, done: int, values: dict[str, float]) -> None:
+        for writer in self._writers:
+            writer.write(done, values)
 
     def _write(self, entry: dict[str, Any]) -> None:
         # One write per line, flushed: whoever follows the file never sees half an entry.
@@ -205,7 +215,7 @@ def fit(
         while done < num_steps and not stop.asked:
             state, metrics = train_step(state, feed.train(seed, done, batch))
             done += 1
-            recorder.step(done, metrics)
+            recorder.step(done, metrics, feed.corpus.num_tokens(seed, done - 1, batch))
             stop.agree()
             if done == num_steps or stop.asked:
                 break

@@ -50,15 +50,20 @@ class LoadedModel:
         return sum(parameter.numel() for parameter in self.module.parameters())
 
 
-def load(spec: str, seed: int) -> LoadedModel:
+def load(spec: str, seed: int, dtype: str = "fp32") -> LoadedModel:
     """Loads `hf:DIR`, `hf:CONFIG.json` or `FILE.py:FACTORY`; random weights come from `seed`.
+
+    Args:
+        spec: see above.
+        seed: of random weights.
+        dtype: "fp32", "bf16" or "auto" (that of the files), of models of transformers.
 
     Raises:
         CommandError: the spec has neither form, names something missing, or gives no module.
     """
     torch.manual_seed(seed)
     if spec.startswith(HF_PREFIX):
-        return _load_hf(Path(spec.removeprefix(HF_PREFIX)).expanduser().absolute())
+        return _load_hf(Path(spec.removeprefix(HF_PREFIX)).expanduser().absolute(), dtype)
     return _load_factory(*split_factory(spec))
 
 
@@ -167,7 +172,11 @@ def example_ids(seq: int) -> torch.Tensor:
     return torch.zeros((2, seq), dtype=torch.int64)
 
 
-def _load_hf(path: Path) -> LoadedModel:
+# "auto": as the files have it; of random weights, as torch makes them.
+_DTYPES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "auto": "auto"}
+
+
+def _load_hf(path: Path, dtype: str) -> LoadedModel:
     from transformers import AutoModelForCausalLM  # seconds to import: only when needed
     from transformers.utils import logging
 
@@ -178,10 +187,11 @@ def _load_hf(path: Path) -> LoadedModel:
     try:
         if path.is_dir() and any((path / name).exists() for name in WEIGHT_FILES):
             module = AutoModelForCausalLM.from_pretrained(
-                path, config=config, local_files_only=True, dtype=torch.float32
+                path, config=config, local_files_only=True, dtype=_DTYPES[dtype]
             )
         else:
-            module = AutoModelForCausalLM.from_config(config).float()
+            module = AutoModelForCausalLM.from_config(config)
+            module = module if dtype == "auto" else module.to(_DTYPES[dtype])
     except ValueError as error:
         raise CommandError(
             f"{config_file}: transformers has no causal language model for it: {error}"
@@ -216,12 +226,26 @@ def read_config(config_file: Path) -> Any:
         )
     try:
         values = json.loads(config_file.read_text(encoding="utf-8"))
+        _refuse_quantised(config_file, values)
         return AutoConfig.for_model(**values)
+    except CommandError:
+        raise
     except (ValueError, TypeError) as error:
         # TypeError: the file holds no object, or no "model_type".
         raise CommandError(
             f"{config_file} is no transformers configuration with a known model_type: {error}"
         ) from error
+
+
+def _refuse_quantised(config_file: Path, values: Any) -> None:
+    """Weights that bitsandbytes, GPTQ, AWQ and others have packed are not read."""
+    found = values.get("quantization_config") if isinstance(values, dict) else None
+    if found:
+        method = found.get("quant_method") if isinstance(found, dict) else None
+        raise CommandError(
+            f"{config_file}: its weights are quantised (quant_method {method!r}), which is not"
+            " read: expected the model that they were made of, in 16 or 32 bits"
+        )
 
 
 def _load_factory(path: Path, name: str) -> LoadedModel:

@@ -54,8 +54,8 @@ class Record:
         return cls(**values | {"data": DataSettings.from_json(values["data"])})
 
 
-def prepare(directory: Path, overwrite: bool) -> None:
-    """Makes the output directory; one with something in it is used only with `overwrite`.
+def check(directory: Path, overwrite: bool) -> None:
+    """Refuses a file, and a directory with something in it but with `overwrite`.
 
     What an older run left there goes away only when this run replaces it: a run that fails early
     keeps it.
@@ -67,7 +67,6 @@ def prepare(directory: Path, overwrite: bool) -> None:
             f"--out {directory} is not empty; give another directory, or --overwrite to replace "
             "what an earlier run left there"
         )
-    directory.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager

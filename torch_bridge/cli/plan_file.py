@@ -14,11 +14,10 @@ import fzero as fz
 from torch_bridge.cli.errors import CommandError
 
 
-SECTIONS = ("run", "data", "plan", "optimizer", "schedule")
+SECTIONS = ("run", "data", "plan", "lora", "optimizer", "schedule")
 RUN = (
     "model", "steps", "batch", "lr", "devices", "eval_every", "seed", "save_every", "verify",
 )  # fmt: skip
-DATA = ("sources", "seq", "eval_sequences")
 PLAN = tuple(fz.Plan.__dataclass_fields__)
 # Optimizers and schedules are functions of optax, named as there.
 NAMED = ("optimizer", "schedule")
@@ -26,8 +25,12 @@ NAMED = ("optimizer", "schedule")
 Sections = dict[str, dict[str, Any]]
 
 
-def read_run(path: Path) -> Sections:
+def read_run(path: Path, fields: Mapping[str, Iterable[str]]) -> Sections:
     """The sections of a run's file.
+
+    Args:
+        path: TOML or JSON.
+        fields: the keys of sections that a command has; of `run` and `plan` all are known.
 
     Raises:
         CommandError: no such file, no TOML or JSON, or an unknown section or key: with the nearest
@@ -41,11 +44,12 @@ def read_run(path: Path) -> Sections:
     except ValueError as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise CommandError(f"--plan {path}: expected {kind}: {error}") from error
-    _known(f"--plan {path}: section", values, SECTIONS)
+    known_keys = {**fields, "run": RUN, "plan": PLAN}
+    _known(f"--plan {path}: section", values, [*known_keys, *NAMED])
     for name, section in values.items():
         if not isinstance(section, dict):
             raise CommandError(f"--plan {path}: {name} is {section!r}: expected a section [{name}]")
-        known = {"run": RUN, "data": DATA, "plan": PLAN}.get(name)
+        known = known_keys.get(name)
         if known is not None:
             _known(f"--plan {path}: [{name}]", section, known)
         elif not isinstance(section.get("name"), str):

@@ -98,6 +98,7 @@ def rewind(out: Path, step: int, eval_every: int) -> History:
         if done > step or not due:
             continue
         kept.append(line + "\n")
+        history.tokens += entry.get("tokens", 0)
         found = history.losses if "loss" in entry else history.validation
         value = entry["loss" if "loss" in entry else "val_loss"]
         found.append((done, float("nan") if value is None else value))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import fzero as fz
 import torch_bridge as tb
 from fzero.hosts.agree import require_same
 from torch_bridge.cli import about, check, data, devices, hosts, models, outputs, plot, resume
+from torch_bridge.cli.corpus import Source
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.gauge import Gauge, gauge_of
 from torch_bridge.cli.interrupt import EXIT_INTERRUPTED
@@ -23,8 +26,10 @@ from torch_bridge.cli.models import LoadedModel
 from torch_bridge.cli.plan_file import made_by_optax
 from torch_bridge.cli.progress import display
 from torch_bridge.cli.resume import Saver
-from torch_bridge.cli.settings import DataSettings, EvalSettings, TrainSettings, check_batch
+from torch_bridge.cli.settings import EvalSettings, TrainSettings, check_batch
+from torch_bridge.cli.tasks import Pretraining, Task, Trained
 from torch_bridge.cli.timings import timings
+from torch_bridge.cli.writers import open_writers
 
 
 WARMUP_SHARE = 0.05
@@ -40,15 +45,24 @@ class _Job:
     """A model brought into JAX, with its text and the layout of its state."""
 
     loaded: LoadedModel
-    corpus: data.Corpus
+    corpus: Source
     rows: int  # sequences that a device sees at once
     converted: tb.Converted
     model: fz.Model
     plan: fz.Plan
 
 
-def train(settings: TrainSettings) -> int:
+def pretrain(settings: TrainSettings) -> int:
+    """`train` of all parameters on plain text."""
+    return train(settings, Pretraining(settings.text))
+
+
+def train(settings: TrainSettings, task: Task) -> int:
     """Trains, writes `settings.out`, and returns the exit status.
+
+    Args:
+        settings: the run.
+        task: what is trained, and on what.
 
     Raises:
         CommandError: something that was asked for cannot be done; nothing was trained.
@@ -57,14 +71,12 @@ def train(settings: TrainSettings) -> int:
     if settings.resume:
         checkpoint = resume.newest(settings.out)
     elif world.process_id == 0:
-        outputs.prepare(settings.out, settings.overwrite)
+        outputs.check(settings.out, settings.overwrite)
     own = hosts.own(settings, world)
     num_devices = devices.configure(settings.devices, settings.precision)
     plan = settings.plan(num_devices)
-    rows = check_batch(settings.batch, plan)
-    tx = optimizer(settings)
-    loaded = models.load(settings.model, settings.seed)
-    job = _prepare(loaded, settings.data, plan, rows)
+    rows, tx = check_batch(settings.batch, plan), optimizer(settings)
+    job = _prepare(task, task.load(settings), plan, rows)
     saver, history = Saver(settings, plan, job.corpus.fingerprint), History()
     require_same("fzero train", saver.run)
     if settings.resume:
@@ -73,6 +85,7 @@ def train(settings: TrainSettings) -> int:
         history = resume.rewind(own.out, checkpoint.step, settings.eval_every)
     else:
         if world.process_id == 0:
+            settings.out.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(saver.folder, ignore_errors=True)  # of the run that this one replaces
             outputs.write_json(settings.out / outputs.RUN, settings.to_json())
         state = fz.init(job.model, tx, plan, settings.seed)
@@ -80,6 +93,7 @@ def train(settings: TrainSettings) -> int:
         display(settings.steps) as shown,
         (own.out / outputs.METRICS).open("a" if settings.resume else "w", encoding="utf-8") as sink,
         timings(own.out / outputs.TIMINGS, settings.resume) as times,
+        open_writers(settings.log, own.out, settings.to_json()) as writers,
     ):
         for line in _describe(job, num_devices):
             shown.line(line)
@@ -88,7 +102,7 @@ def train(settings: TrainSettings) -> int:
         gauge = _gauge(settings, job, state, num_devices)
         if world.process_id == 0 and not settings.resume:
             about.write(own.out, job.model, tx, plan, num_devices, gauge)
-        recorder = Recorder(sink, shown, settings.batch * settings.data.seq, history, gauge, times)
+        recorder = Recorder(sink, shown, history, gauge, times, writers)
         state = fit(
             state,
             about.Observed(fz.train_step(job.model, tx, plan), own.out, settings.steps),
@@ -103,7 +117,7 @@ def train(settings: TrainSettings) -> int:
             save=saver.save,
             save_every=settings.save_every,
         )
-    _write_model(own, job, state, num_devices)
+    _write_model(own, task, job, state, num_devices)
     summary = _summary(settings, job, state, history, num_devices)
     missed = _verify(settings, job, state, history, summary) if settings.verify else []
     if world.process_id == 0:
@@ -122,13 +136,15 @@ def evaluate(settings: EvalSettings) -> None:
     loaded = models.load(settings.model, seed=0)
     if settings.weights is not None:
         models.load_weights(loaded.module, settings.weights)
-    job = _prepare(loaded, settings.data, plan, rows)
+    job = _prepare(Pretraining(settings.data), loaded, plan, rows)
+    corpus = job.corpus
+    assert isinstance(corpus, data.Corpus)
     state = fz.init(job.model, None, plan, 0)
     feed = hosts.Feed(job.corpus, fz.layout(job.model, None, plan))
     loss = evaluate_state(fz.eval_step(job.model, plan), state, feed, settings.batch)
     print(
         f"validation loss {loss:.6f}  "
-        f"({len(job.corpus.validation)} sequences of {settings.data.seq} tokens)"
+        f"({len(corpus.validation)} sequences of {settings.data.seq} tokens)"
     )
     if settings.fingerprint not in (None, job.corpus.fingerprint):
         print("not the validation text of the training run: the two losses cannot be compared")
@@ -159,9 +175,13 @@ def _schedule(lr: float, num_steps: int) -> optax.Schedule:
 
 
 def _gauge(settings: TrainSettings, job: _Job, state: fz.TrainState, num_devices: int) -> Gauge:
-    first = data.train_batch(job.corpus, settings.seed, 0, settings.batch)
+    first = job.corpus.train_batch(settings.seed, 0, settings.batch)
     tokens = settings.batch * settings.data.seq
-    return gauge_of(job.model, job.plan, first, tokens, num_devices, state)
+    found = gauge_of(job.model, job.plan, first, tokens, num_devices, state)
+    if job.converted.adapters and found.flops_per_token is not None:
+        # Of three passes, frozen weights take part in two: they have no gradient.
+        return replace(found, flops_per_token=found.flops_per_token * 2 / 3)
+    return found
 
 
 def _eval_batch(job: _Job) -> int:
@@ -170,31 +190,37 @@ def _eval_batch(job: _Job) -> int:
     return job.rows * shards * (job.plan.microbatches if job.plan.pipe > 1 else 1)
 
 
-def _prepare(loaded: LoadedModel, text: DataSettings, plan: fz.Plan, rows: int) -> _Job:
-    models.check_fit(loaded, text.seq)
-    corpus = data.load(text, loaded.tokenizer)
-    converted = tb.convert(loaded.module, models.example_ids(text.seq))
-    return _Job(loaded, corpus, rows, converted, converted.model(models.next_token_loss), plan)
+def _prepare(task: Task, loaded: LoadedModel, plan: fz.Plan, rows: int) -> _Job:
+    corpus = task.corpus(loaded)
+    converted, loss = task.convert(loaded)
+    return _Job(loaded, corpus, rows, converted, converted.model(loss), plan)
 
 
 def _describe(job: _Job, num_devices: int) -> list[str]:
-    corpus = job.corpus
     about = devices.describe(num_devices)
-    unit = "bytes" if corpus.byte_level else "tokens"
+    trained = _num_trained(job)
+    share = f", {trained:,} more in adapters" if job.converted.adapters else ""
     return [
-        f"model   {job.loaded.spec}: {job.loaded.num_parameters:,} parameters",
-        f"text    {corpus.train.size:,} training {unit} from {corpus.num_files[0]} files; "
-        f"validation on {corpus.validation.size:,} {unit} from {corpus.num_files[1]}",
+        f"model   {job.loaded.spec}: {job.loaded.num_parameters:,} parameters{share}",
+        job.corpus.describe(),
         f"devices {num_devices} x {about['kind']}, ZeRO-{job.plan.zero}, {job.plan.precision}",
     ]
 
 
-def _write_model(settings: TrainSettings, job: _Job, state: Any, num_devices: int) -> None:
-    """Weights, configuration, tokenizer and the record for `fzero eval`."""
+def _num_trained(job: _Job) -> int:
+    """Parameters that steps change."""
+    leaves = (leaf for leaf in job.converted.layout.leaves if leaf.is_param and not leaf.frozen)
+    return sum(math.prod(leaf.shape) for leaf in leaves)
+
+
+def _write_model(
+    settings: TrainSettings, task: Task, job: _Job, state: Any, num_devices: int
+) -> None:
+    """What other programs load."""
     loaded = job.loaded
-    record = outputs.Record(
+    record = partial(
+        outputs.Record,
         factory=None if loaded.config is not None else loaded.spec,
-        data=settings.data,
         batch=job.rows * num_devices,
         zero=job.plan.zero,
         devices=num_devices,
@@ -202,13 +228,8 @@ def _write_model(settings: TrainSettings, job: _Job, state: Any, num_devices: in
         fingerprint=job.corpus.fingerprint,
     )
     with outputs.staged(settings.out) as scratch:
-        tb.save(scratch / outputs.WEIGHTS, job.converted, state, plan=job.plan)
-        if loaded.config is not None:
-            loaded.config.architectures = [type(loaded.module).__name__]
-            loaded.config.save_pretrained(scratch)
-        if loaded.tokenizer is not None:
-            loaded.tokenizer.save_pretrained(scratch)
-        outputs.write_json(scratch / outputs.RECORD, record.to_json())
+        made = Trained(loaded, job.converted, state, job.plan, lambda text: record(data=text))
+        task.write(scratch, made)
 
 
 def _summary(
@@ -240,6 +261,8 @@ def _summary(
         "byte_entropy": entropy if job.corpus.byte_level else None,
         "unigram_entropy": entropy,
         "below_unigram_entropy": entropy - last,
+        "trained_parameters": _num_trained(job),
+        "tokens": history.tokens,
         "tokens_per_s": history.tokens_per_s,
         "bytes_per_device": fz.placement(state).to_json()["bytes_per_device"],
         "versions": outputs.versions(),
@@ -252,7 +275,9 @@ def _verify(
     settings: TrainSettings, job: _Job, state: Any, history: History, summary: dict[str, Any]
 ) -> list[str]:
     """Adds PyTorch's figures to the summary and returns what does not agree."""
-    ids = job.corpus.validation[: min(job.rows, COMPARED_ROWS)]
+    corpus = job.corpus
+    assert isinstance(corpus, data.Corpus)  # of plain text: others are not verified
+    ids = corpus.validation[: min(job.rows, COMPARED_ROWS)]
     # fp32 on both sides, also after training in a lower precision: what is compared is the way
     # through the file.
     with jax.default_matmul_precision("highest"):
@@ -261,7 +286,7 @@ def _verify(
         output, _ = jax.jit(job.converted.apply)(*values, ids)
     factory = None if job.loaded.config is not None else job.loaded.spec
     figures = check.in_torch(
-        settings.out, factory, job.corpus, ids, np.asarray(models.logits_of(output))
+        settings.out, factory, corpus, ids, np.asarray(models.logits_of(output))
     )
     summary.update(figures)
     return check.missed_bounds(figures, history.validation[-1][1], settings.precision)

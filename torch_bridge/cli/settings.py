@@ -11,6 +11,8 @@ from typing import Any
 import fzero as fz
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.plan_file import RUN
+from torch_bridge.cli.tuning_settings import LoraSettings, RowSettings
+from torch_bridge.cli.writers import check_writers
 
 
 STDLIB = "stdlib"
@@ -55,7 +57,7 @@ class TrainSettings:
     """One `fzero train` as data: its flags, and what a file said beside them."""
 
     model: str
-    data: DataSettings
+    data: DataSettings | RowSettings
     out: Path
     steps: int
     batch: int  # sequences per step, over all devices and microbatches
@@ -70,6 +72,14 @@ class TrainSettings:
     resume: bool = False
     optimizer: Mapping[str, Any] | None = None  # an optax function's name and arguments
     schedule: Mapping[str, Any] | None = None
+    lora: LoraSettings | None = None
+    log: tuple[str, ...] = ()  # further writers of figures
+
+    @property
+    def text(self) -> DataSettings:
+        """The data of a run on plain text."""
+        assert isinstance(self.data, DataSettings)
+        return self.data
 
     @property
     def precision(self) -> str:
@@ -85,6 +95,7 @@ class TrainSettings:
             kept
             | {"clip": self.plan_fields.get("clip_norm"), "seq": self.data.seq}
             | {name: dict(value) for name, value in more.items() if value}
+            | ({} if self.lora is None else {"lora": self.lora.to_json()})
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -96,6 +107,7 @@ class TrainSettings:
             "run": {name: value for name, value in run.items() if value is not None},
             "data": data,
             "plan": dict(self.plan_fields),
+            **({} if self.lora is None else {"lora": self.lora.to_json()}),
             **{name: dict(value) for name, value in more.items() if value},
         }
 
@@ -107,6 +119,9 @@ class TrainSettings:
             PlanError: the plan excludes itself.
         """
         self.data.check()
+        check_writers(self.log)
+        if self.lora is not None:
+            self.lora.check()
         if self.resume and self.overwrite:
             raise CommandError("--resume goes on with what --overwrite would replace: give one")
         for flag, number in (

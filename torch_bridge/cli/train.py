@@ -125,6 +125,14 @@ VerifyOption = Annotated[
     ),
 ]
 
+LogOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--log",
+        help="Where figures go besides metrics.jsonl: tensorboard or wandb, if installed.",
+        show_default=False,
+    ),
+]
 PlanOption = Annotated[
     Path | None,
     typer.Option(
@@ -168,6 +176,7 @@ def train(
     seed: SeedOption = 0,
     plan: PlanOption = None,
     plan_set: PlanSetOption = None,
+    log: LogOption = None,
     overwrite: OverwriteOption = False,
     verify: VerifyOption = False,
     save_every: SaveEveryOption = 0,
@@ -206,13 +215,19 @@ def train(
         schedule=sections["schedule"] or None,
         overwrite=overwrite,
         resume=resume,
+        log=tuple(log or ()),
         **run,
     )
     settings.check()
-    # torch and transformers take seconds to import: after what can be refused without them.
-    from torch_bridge.cli import run as runs
+    from torch_bridge.cli import run as runs  # torch takes seconds: after what needs none
 
-    raise typer.Exit(runs.train(settings))
+    raise typer.Exit(runs.pretrain(settings))
+
+
+# Fields that flags have other names than.
+_FIELDS = {
+    "clip": "clip_norm", "lora": "rank", "data": "sources", "eval_data": "eval_sources",
+}  # fmt: skip
 
 
 def resolved(
@@ -222,12 +237,13 @@ def resolved(
     assignments: list[str] | None,
 ) -> Sections:
     """A run's sections: defaults, below the file, below flags that were given, below --plan-set."""
-    sections = dict.fromkeys(SECTIONS) if file is None else read_run(file)
-    sections = {name: dict(section or {}) for name, section in sections.items()}
+    own = {name: [_FIELDS.get(flag, flag) for flag in values] for name, values in flags.items()}
+    own["data"] = [*dict.fromkeys(["sources", *own["data"]])]
+    sections = {name: {} for name in SECTIONS} if file is None else read_run(file, own)
     for name, values in flags.items():
         for flag, value in values.items():
             source = context.get_parameter_source(flag)
-            field = "clip_norm" if flag == "clip" else flag
+            field = _FIELDS.get(flag, flag)
             if field not in sections[name] or getattr(source, "name", "") == "COMMANDLINE":
                 sections[name][field] = value
     set_fields(sections, assignments or [])

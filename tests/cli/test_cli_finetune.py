@@ -1,0 +1,253 @@
+"""`fzero finetune` and `fzero merge`: from a directory and conversations to what PEFT loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from cli_cases import Command
+from safetensors.torch import load_file
+
+import fzero as fz
+from tests.support.tokens import VOCABULARY, byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama and its tokenizer, as transformers writes them."""
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=3, hidden_size=16, intermediate_size=24, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=VOCABULARY, max_position_embeddings=128,
+        bos_token_id=None, eos_token_id=257,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def conversation(number: int) -> list[dict[str, str]]:
+    return [
+        {"role": "user", "content": f"{number} + 1?"},
+        {"role": "assistant", "content": f"It is {number + 1}."},
+    ]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("chats") / "chat.jsonl"
+    lines = (json.dumps({"messages": conversation(number)}) for number in range(40))
+    path.write_text("\n".join(lines))
+    return path
+
+
+def tuning(base: Path, chats: Path, out: Path) -> list[object]:
+    return [
+        "finetune", "--model", f"hf:{base}", "--data", chats, "--out", out, "--steps", 6,
+        "--batch", 4, "--seq", 96, "--lr", 1e-2, "--devices", 2, "--eval-every", 3, "--zero", 3,
+        "--plan-set", "min_shard_bytes=0",
+    ]  # fmt: skip
+
+
+LORA = ["--lora", 2, "--targets", "q_proj", "--targets", "v_proj", "--save-every", 3]
+
+
+@torch.no_grad()
+def validation_loss(module: torch.nn.Module, only_assistant: str = "<|start|>assistant\n") -> float:
+    """Of every twentieth conversation, each alone, in PyTorch."""
+    tokenizer = byte_tokenizer()
+    total = count = 0.0
+    for number in range(19, 40, 20):
+        text = tokenizer.apply_chat_template(conversation(number), tokenize=False)
+        ids = torch.tensor([tokenizer(text).input_ids])
+        # what is behind the assistant's mark is learned
+        start = len(tokenizer(text.partition(only_assistant)[0] + only_assistant).input_ids)
+        logits = module.eval()(input_ids=ids).logits[0, start - 1 : -1]
+        total += float(torch.nn.functional.cross_entropy(logits, ids[0, start:], reduction="sum"))
+        count += ids.shape[1] - start
+    return total / count
+
+
+@pytest.mark.slow
+def test_peft_loads_the_adapter_and_transformers_what_it_is_merged_into(
+    here: Command, base: Path, chats: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    done = here(*tuning(base, chats, out), *LORA, "--log", "tensorboard")
+    assert done.status == 0, done.stderr
+    assert "38 documents" in done.stdout
+    summary = json.loads((out / "summary.json").read_text())
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    assert summary["val_loss_first"] == pytest.approx(validation_loss(plain), abs=1e-5)
+    tuned = peft.PeftModel.from_pretrained(plain, out)
+    assert summary["val_loss_last"] == pytest.approx(validation_loss(tuned), abs=1e-5)
+    assert summary["val_loss_last"] < summary["val_loss_first"] - 0.01
+    assert summary["trained_parameters"] == sum(
+        p.numel() for n, p in tuned.named_parameters() if "lora_" in n
+    )
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert summary["tokens"] == sum(step["tokens"] for step in steps if "loss" in step)
+    assert summary["tokens"] < 6 * 4 * 96  # rows are not full
+    shown_by_tensorboard(out / "tensorboard", steps)
+
+    merged = here("merge", "--model", base, "--adapter", out, "--out", tmp_path / "merged")
+    assert merged.status == 0, merged.stderr
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        want = tuned(input_ids=ids).logits
+        torch.testing.assert_close(again(input_ids=ids).logits, want, atol=1e-5, rtol=0)
+    undo = here(
+        "merge", "--model", tmp_path / "merged", "--adapter", out, "--out", tmp_path / "x", "--undo"
+    )
+    assert undo.status == 0, undo.stderr
+    want_all = load_file(base / "model.safetensors")
+    found = load_file(tmp_path / "x/model.safetensors")
+    assert found.keys() == want_all.keys()
+    for name, value in want_all.items():
+        torch.testing.assert_close(found[name], value, atol=1e-7, rtol=1e-6)  # a rounding
+    assert "--out" in here("merge", "--model", base, "--adapter", out, "--out", out).stderr
+
+
+def shown_by_tensorboard(folder: Path, steps: list[dict[str, float]]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(folder))
+    read.Reload()
+    losses = [(event.step, event.value) for event in read.Scalars("loss")]
+    assert losses == [
+        (step["step"], pytest.approx(step["loss"])) for step in steps if "loss" in step
+    ]
+    assert [event.step for event in read.Scalars("val_loss")] == [0, 3, 6]
+    assert read.Scalars("tokens_per_s")[-1].value > 0
+
+
+@pytest.mark.extended
+def test_a_run_goes_on_as_if_nothing_had_been(
+    here: Command, base: Path, chats: Path, tmp_path: Path
+) -> None:
+    straight, out = tmp_path / "straight", tmp_path / "out"
+    assert here(*tuning(base, chats, straight), *LORA).status == 0
+    shutil.copytree(straight, out)
+    (out / "adapter_model.safetensors").unlink()
+    # Killed in step 5: its checkpoint is that of step 3.
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text("".join(lines[:6]))
+    done = here(*tuning(base, chats, out), *LORA, "--resume", "--zero", 1, "--devices", 4)
+    assert done.status == 0, done.stderr
+    assert "resumed after step 3 of 6" in done.stdout
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (straight, out)]
+    assert summaries[0]["tokens"] == summaries[1]["tokens"]
+    got = load_file(out / "adapter_model.safetensors")
+    for name, value in load_file(straight / "adapter_model.safetensors").items():
+        torch.testing.assert_close(got[name], value, atol=1e-6, rtol=1e-5)  # other devices
+    other = here(*tuning(base, chats, out), "--lora", 4, "--save-every", 3, "--resume")
+    assert other.status == 2
+    assert "lora" in other.stderr
+
+
+@pytest.mark.extended
+def test_sigterm_writes_what_was_reached_and_how_to_go_on(
+    here: Command, base: Path, chats: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    run = [*tuning(base, chats, out), "--no-pack", "--lora", 2, "--steps", 10**6]
+    waiting = threading.Thread(target=ask_when, args=(out, 2), daemon=True)
+    waiting.start()
+    done = here(*run)
+    waiting.join()
+    assert done.status == 0, done.stderr
+    assert re.search(r"state after \d+ of 1000000 .* the same command with --resume", done.stdout)
+    assert fz.checkpoint(out / "checkpoints").step == reached(out) >= 2
+    assert (out / "adapter_model.safetensors").is_file()
+
+
+def reached(out: Path) -> int:
+    path = out / "metrics.jsonl"
+    return path.read_text().count('"loss"') if path.is_file() else 0
+
+
+def ask_when(out: Path, steps: int) -> None:
+    while reached(out) < steps:
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.extended
+def test_without_an_adapter_all_is_trained_and_transformers_loads_it(
+    here: Command, base: Path, chats: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    again = tmp_path / "again"
+    done = here(*tuning(base, chats, out), "--steps", 2)
+    assert done.status == 0, done.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert summary["val_loss_last"] == pytest.approx(validation_loss(loaded), abs=1e-5)
+    assert transformers.AutoTokenizer.from_pretrained(out).chat_template
+    replayed = here("finetune", "--plan", out / "run.json", "--out", again)
+    assert replayed.status == 0, replayed.stderr
+    found = load_file(again / "model.safetensors")
+    for name, value in load_file(out / "model.safetensors").items():
+        assert torch.equal(found[name], value)
+
+
+@pytest.mark.parametrize(
+    ("line", "flags", "message"),
+    [
+        ('{"messages": 1}', (), r"rows\.jsonl:2: .*expected a list of messages, got int"),
+        ('{"text"', (), r"rows\.jsonl:2: expected one JSON object"),
+        ('{"text": "' + "x" * 97 + '"}', (), r"rows\.jsonl:2: 98 tokens, but rows have 96"),
+        ('{"text": "b"}', ("--seq", 1), "--seq must be at least 2"),
+        ('{"text": "b"}', ("--seq", 256), "longer than the 128 positions"),
+        ('{"text": "b"}', ("--too-long", "fold"), "--too-long fold: expected one of error, cut"),
+        ('{"text": "b"}', ("--lora", 0), "--lora 0: expected a rank"),
+        ('{"text": "b"}', ("--targets", "q_proj"), "of adapters: give --lora"),
+        ('{"text": "b"}', ("--lora", 2, "--base", "nf5"), "--base nf5: expected one of"),
+        ('{"text": "b"}', ("--log", "paper"), "--log paper: expected one of"),
+        ('{"text": "b"}', ("--data", "absent"), "absent: no such file or folder"),
+        ('{"text": "b"}', ("--template", "absent"), "absent: cannot be read"),
+    ],
+)
+def test_what_cannot_be_trained_leaves_nothing(
+    here: Command, base: Path, tmp_path: Path, line: str, flags: tuple[object, ...], message: str
+) -> None:
+    path, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    path.write_text('{"text": "a"}\n' + line + "\n")
+    done = here(*tuning(base, path, out), *flags)
+    assert done.status == 2
+    assert re.search(message, done.stderr), done.stderr
+    assert not out.exists()
+
+
+def test_models_that_cannot_be_tuned_or_merged_are_named(
+    here: Command, base: Path, chats: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(base, bare)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (bare / name).unlink()
+    out = tmp_path / "out"
+    assert "expected a tokenizer beside" in here(*tuning(bare, chats, out)).stderr
+    config = json.loads((bare / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (bare / "config.json").write_text(json.dumps(config))
+    assert "quantised (quant_method 'gptq')" in here(*tuning(bare, chats, out)).stderr
+    assert "directory with weights" in here(
+        "merge", "--model", tmp_path, "--adapter", base, "--out", out
+    ).stderr  # fmt: skip
+    assert "with adapter_config.json" in here(
+        "merge", "--model", base, "--adapter", base, "--out", out
+    ).stderr  # fmt: skip
+    assert not out.exists()

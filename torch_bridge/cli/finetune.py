@@ -1,0 +1,180 @@
+"""Train adapters, or all of a Hugging Face model, on conversations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.settings import BATCH, ZERO, TrainSettings
+from torch_bridge.cli.train import (
+    BatchOption,
+    ClipOption,
+    DevicesOption,
+    EvalEveryOption,
+    LogOption,
+    LrOption,
+    MicrobatchesOption,
+    OutOption,
+    OverwriteOption,
+    PlanOption,
+    PlanSetOption,
+    Precision,
+    PrecisionOption,
+    ResumeOption,
+    SaveEveryOption,
+    SeedOption,
+    StepsOption,
+    TrainedModelOption,
+    ZeroOption,
+    resolved,
+)
+from torch_bridge.cli.tuning_settings import LoraSettings, RowSettings
+
+
+SEQ = 1024
+LR = 2e-4
+
+DocumentsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data",
+        help='JSONL with "messages", "prompt" and "completion", or "text"; or folders that '
+        "datasets wrote. Once for each.",
+        show_default=False,
+    ),
+]
+EvalDocumentsOption = Annotated[
+    list[str] | None,
+    typer.Option(help="The same to validate with.  [default: every twentieth document]"),
+]
+LoraOption = Annotated[
+    int | None, typer.Option(help="Rank of adapters; without it all parameters are trained.")
+]
+TargetsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Layers with an adapter, by the end of their names (once for each), or "
+        "all-linear.  [default: all-linear]",
+        show_default=False,
+    ),
+]
+AlphaOption = Annotated[
+    float | None, typer.Option(help="Adapters count alpha / rank.  [default: twice the rank]")
+]
+DropoutOption = Annotated[float, typer.Option(help="Of what adapters see.")]
+BaseOption = Annotated[
+    str | None,
+    typer.Option(help="What frozen weights are kept in: fp32 or bf16.  [default: as --precision]"),
+]
+RowOption = Annotated[int, typer.Option(help="Tokens of a row.")]
+PackOption = Annotated[
+    bool, typer.Option("--pack/--no-pack", help="Several documents in a row, each alone.")
+]
+TooLongOption = Annotated[
+    str, typer.Option(help="What becomes of documents longer than a row: error, cut or skip.")
+]
+TemplateOption = Annotated[
+    str | None, typer.Option(help="A file with a chat template; else the tokenizer's own.")
+]
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: it wraps, and brackets stay brackets
+)
+
+
+@app.command()
+def finetune(
+    context: typer.Context,
+    out: OutOption,
+    model: TrainedModelOption = None,
+    data: DocumentsOption = None,
+    eval_data: EvalDocumentsOption = None,
+    lora: LoraOption = None,
+    targets: TargetsOption = None,
+    alpha: AlphaOption = None,
+    dropout: DropoutOption = 0.0,
+    base: BaseOption = None,
+    seq: RowOption = SEQ,
+    pack: PackOption = True,
+    too_long: TooLongOption = "error",
+    template: TemplateOption = None,
+    steps: StepsOption = 200,
+    batch: BatchOption = BATCH,
+    lr: LrOption = LR,
+    zero: ZeroOption = ZERO,
+    devices: DevicesOption = None,
+    microbatches: MicrobatchesOption = 1,
+    precision: PrecisionOption = Precision.fp32,
+    clip: ClipOption = None,
+    eval_every: EvalEveryOption = 100,
+    seed: SeedOption = 0,
+    plan: PlanOption = None,
+    plan_set: PlanSetOption = None,
+    log: LogOption = None,
+    overwrite: OverwriteOption = False,
+    save_every: SaveEveryOption = 0,
+    resume: ResumeOption = False,
+) -> None:
+    """Train a model of transformers on conversations: adapters with --lora, else all of it.
+
+    --out gets adapter_model.safetensors and adapter_config.json, which PEFT loads (or
+    model.safetensors and config.json, which transformers loads), the tokenizer, metrics.jsonl,
+    loss.png, summary.json, and run.json, which --plan runs again. Ctrl-C and SIGTERM stop after the
+    current step and write what was reached, and a checkpoint that --resume goes on from.
+    """
+    settings = _settings(context, plan, plan_set, dict(locals()))
+    settings.check()
+    # torch and transformers take seconds to import: after what can be refused without them.
+    from torch_bridge.cli import run as runs
+    from torch_bridge.cli.tuned import Tuning
+
+    assert isinstance(settings.data, RowSettings)
+    raise typer.Exit(runs.train(settings, Tuning(settings.data, settings.lora)))
+
+
+# The flags of the sections of a run's file.
+_SECTIONS = {
+    "run": ("model", "steps", "batch", "lr", "devices", "eval_every", "seed", "save_every"),
+    "data": ("seq", "pack", "too_long", "template", "data", "eval_data"),
+    "lora": ("lora", "targets", "alpha", "dropout", "base"),
+    "plan": ("zero", "microbatches", "precision", "clip"),
+}
+
+
+def _settings(
+    context: typer.Context, file: Path | None, plan_set: list[str] | None, given: dict[str, Any]
+) -> TrainSettings:
+    """The run, from flags and a file."""
+    if given["targets"] == ["all-linear"]:
+        given["targets"] = "all-linear"
+    given["precision"] = given["precision"].value
+    flags = {name: {flag: given[flag] for flag in own} for name, own in _SECTIONS.items()}
+    sections = resolved(context, flags, file, plan_set)
+    run, rows, adapter = (dict(sections[name]) for name in ("run", "data", "lora"))
+    if run["model"] is None:
+        raise CommandError("--model is missing: give it, or [run] model in --plan's file")
+    for name in ("sources", "eval_sources"):
+        paths = rows.get(name) or []
+        rows[name] = tuple(str(Path(one).expanduser().absolute()) for one in paths)
+    if rows["template"] is not None:
+        rows["template"] = str(Path(rows["template"]).expanduser().absolute())
+    tuning = LoraSettings.of(adapter)
+    if tuning is None and any(adapter.get(n) for n in ("targets", "alpha", "dropout", "base")):
+        raise CommandError("--targets, --alpha, --dropout and --base are of adapters: give --lora")
+    return TrainSettings(
+        data=RowSettings(**rows),
+        lora=tuning,
+        out=given["out"],
+        plan_fields=sections["plan"],
+        optimizer=sections["optimizer"] or None,
+        schedule=sections["schedule"] or None,
+        overwrite=given["overwrite"],
+        resume=given["resume"],
+        log=tuple(given["log"] or ()),
+        **run,
+    )

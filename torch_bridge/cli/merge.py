@@ -1,0 +1,41 @@
+"""Put an adapter into the weights of its model, or take it out again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: it wraps, and brackets stay brackets
+)
+
+
+@app.command()
+def merge(
+    model: Annotated[
+        str, typer.Option("--model", help="A directory of transformers: the adapter's base.")
+    ],
+    adapter: Annotated[
+        Path, typer.Option(help="A directory with an adapter, of PEFT or `fzero finetune`.")
+    ],
+    out: Annotated[Path, typer.Option(help="Directory to write; must be empty or not exist.")],
+    undo: Annotated[
+        bool, typer.Option("--undo", help="--model has the adapter in it: write the one without.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --out holds.")] = (
+        False
+    ),
+) -> None:
+    """Write a model with an adapter in its weights: transformers loads it, and needs no PEFT.
+
+    Weights keep their dtype: the sum is computed in fp32 and rounded once.
+    """
+    # torch and transformers take seconds to import.
+    from torch_bridge.cli import merge_run
+
+    merge_run.merge(model, adapter, out, undo, overwrite)

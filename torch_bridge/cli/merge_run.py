@@ -1,0 +1,62 @@
+"""`fzero merge`: from a model and an adapter to a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch_bridge as tb
+from torch_bridge.cli import devices, models, outputs
+from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.settings import HF_PREFIX
+from torch_bridge.formats.content import Checkpoint
+from torch_bridge.formats.peft import is_adapter
+from torch_bridge.formats.write import write
+from torch_bridge.module.lazy import in_memory
+
+
+# Lengths are free in the conversion's graph, which is not run.
+_EXAMPLE = 8
+
+
+def merge(spec: str, adapter: Path, out: Path, undo: bool, overwrite: bool) -> None:
+    """Writes `out`; see `fzero merge`.
+
+    Raises:
+        CommandError: there is no such model or adapter, or `out` holds something.
+        CheckpointError: the adapter is of another model, or more than low-rank updates.
+    """
+    directory = Path(spec.removeprefix(HF_PREFIX)).expanduser()
+    if not any((directory / name).is_file() for name in models.WEIGHT_FILES):
+        raise CommandError(f"--model {directory}: expected a directory with weights of a model")
+    if not is_adapter(adapter):
+        raise CommandError(f"--adapter {adapter}: expected a directory with adapter_config.json")
+    outputs.check(out, overwrite)
+    devices.configure(None, "fp32")
+    loaded = models.load(f"{HF_PREFIX}{directory}", 0, "auto")
+    converted = tb.convert(loaded.module, models.example_ids(_EXAMPLE), train=False)
+    adapted = tb.lora(converted, str(adapter))
+    out.mkdir(parents=True, exist_ok=True)
+    with outputs.staged(out) as scratch:
+        if undo:
+            whole = tb.state_dict(converted, converted.params)
+            found = tb.unmerge(adapted, whole, adapted.params)
+            ties = {
+                alias: leaf.saved_name
+                for leaf in converted.layout.leaves
+                for alias in leaf.names
+                if alias != leaf.saved_name
+            }
+            kept = {n: in_memory(n, t) for n, t in found.items() if n not in ties}
+            content = Checkpoint(
+                "", "state", kept, ties={a: n for a, n in ties.items() if n in kept}
+            )
+            write(content, scratch / outputs.WEIGHTS, "safetensors")
+        else:
+            tb.save(scratch / outputs.WEIGHTS, adapted, adapted.params, merge=True)
+        loaded.config.architectures = [type(loaded.module).__name__]
+        loaded.config.save_pretrained(scratch)
+        if loaded.tokenizer is not None:
+            loaded.tokenizer.save_pretrained(scratch)
+    count = len(adapted.adapters["default"].targets)
+    word = "taken out of" if undo else "put into"
+    print(f"{out}: {adapter} {word} {count} weights of {directory}")

@@ -1,0 +1,77 @@
+"""What a run trains, on what, and what it leaves: `fzero train`'s, and `fzero finetune`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import fzero as fz
+import torch_bridge as tb
+from torch_bridge.cli import data, models, outputs
+from torch_bridge.cli.corpus import Source
+from torch_bridge.cli.models import LoadedModel
+from torch_bridge.cli.settings import DataSettings, TrainSettings
+
+
+class Task(Protocol):
+    """The parts of a run in which commands differ."""
+
+    def load(self, settings: TrainSettings) -> LoadedModel:
+        """The module in PyTorch."""
+
+    def corpus(self, loaded: LoadedModel) -> Source:
+        """What it is trained on."""
+
+    def convert(self, loaded: LoadedModel) -> tuple[tb.Converted, Callable[..., Any]]:
+        """The module in JAX and its loss."""
+
+    def write(self, folder: Path, trained: Trained) -> None:
+        """What other programs load, into an empty folder."""
+
+
+class Trained:
+    """What there is to write after a run."""
+
+    def __init__(
+        self, loaded: LoadedModel, converted: tb.Converted, state: fz.TrainState, plan: fz.Plan,
+        record: Callable[[DataSettings], outputs.Record],
+    ) -> None:  # fmt: skip
+        self.loaded, self.converted, self.state, self.plan = loaded, converted, state, plan
+        self.record = record
+
+    def save_around(self, folder: Path) -> None:
+        """The configuration and the tokenizer."""
+        loaded = self.loaded
+        if loaded.config is not None:
+            loaded.config.architectures = [type(loaded.module).__name__]
+            loaded.config.save_pretrained(folder)
+        if loaded.tokenizer is not None:
+            loaded.tokenizer.save_pretrained(folder)
+
+
+class Pretraining:
+    """All parameters, on the text of `fzero train`."""
+
+    def __init__(self, text: DataSettings) -> None:
+        self._text = text
+
+    def load(self, settings: TrainSettings) -> LoadedModel:
+        """See `Task`."""
+        return models.load(settings.model, settings.seed)
+
+    def corpus(self, loaded: LoadedModel) -> data.Corpus:
+        """See `Task`."""
+        models.check_fit(loaded, self._text.seq)
+        return data.load(self._text, loaded.tokenizer)
+
+    def convert(self, loaded: LoadedModel) -> tuple[tb.Converted, Callable[..., Any]]:
+        """See `Task`."""
+        made = tb.convert(loaded.module, models.example_ids(self._text.seq))
+        return made, models.next_token_loss
+
+    def write(self, folder: Path, trained: Trained) -> None:
+        """Weights, configuration, tokenizer and the record for `fzero eval`."""
+        tb.save(folder / outputs.WEIGHTS, trained.converted, trained.state, plan=trained.plan)
+        trained.save_around(folder)
+        outputs.write_json(folder / outputs.RECORD, trained.record(self._text).to_json())

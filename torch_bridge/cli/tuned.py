@@ -1,0 +1,186 @@
+"""What `fzero finetune` trains: a model, or adapters beside it, on documents in rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import torch_bridge as tb
+from torch_bridge.cli import models, outputs
+from torch_bridge.cli.corpus import Batch, entropy
+from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.models import LoadedModel
+from torch_bridge.cli.settings import TrainSettings
+from torch_bridge.cli.tasks import Trained
+from torch_bridge.cli.tuning_settings import VALIDATION_EVERY, LoraSettings, RowSettings
+from torch_bridge.documents.rows import Rows
+from torch_bridge.documents.tokens import IGNORED, Document
+
+
+@dataclass(frozen=True)
+class RowCorpus:
+    """Rows to train on and rows to validate with; see `corpus.Source`."""
+
+    train: Rows
+    validation: Rows
+    num_documents: tuple[int, int]
+    byte_level: bool = False
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of all rows."""
+        return self.train.fingerprint + self.validation.fingerprint
+
+    @cached_property
+    def unigram_entropy(self) -> float:
+        """Of what is learned in validation."""
+        labels = self.validation.values["labels"]
+        return entropy(labels[labels != IGNORED])
+
+    def describe(self) -> str:
+        """One line for the reader of a run."""
+        rows, other = self.train, self.validation
+        room = rows.values["ids"].size
+        missing = "".join(
+            f"; {count:,} too long: {word}"
+            for count, word in (
+                (rows.left_out + other.left_out, "left out"),
+                (rows.cut + other.cut, "cut"),
+            )
+            if count
+        )
+        return (
+            f"data    {self.num_documents[0]:,} documents, {rows.num_tokens:,} tokens, of which"
+            f" {rows.num_learned:,} are learned, in {len(rows):,} rows"
+            f" ({rows.num_tokens / room:.0%} full); validation on {self.num_documents[1]:,}"
+            f" documents{missing}"
+        )
+
+    def train_batch(self, seed: int, step: int, size: int, part: tuple[int, int] = (0, 1)) -> Batch:
+        """See `Rows.batch`."""
+        return self.train.batch(seed, step, size, _own(size, part))
+
+    def validation_batches(self, size: int, part: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
+        """See `Rows.in_order`."""
+        for batch in self.validation.in_order(size):
+            yield {name: value[_own(size, part)] for name, value in batch.items()}
+
+    def num_tokens(self, seed: int, step: int, size: int) -> int:
+        """Without what fills rows up."""
+        return int(np.count_nonzero(self.train.batch(seed, step, size)["segments"]))
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """All parameters, or adapters, on documents; a `tasks.Task`."""
+
+    rows: RowSettings
+    lora: LoraSettings | None
+
+    def load(self, settings: TrainSettings) -> LoadedModel:
+        """The module; frozen weights in the dtype that they are kept in."""
+        base = "fp32"
+        if self.lora is not None:
+            base = self.lora.base or ("bf16" if settings.precision == "bf16" else "fp32")
+        loaded = models.load(settings.model, settings.seed, base)
+        if loaded.tokenizer is None:
+            raise CommandError(
+                f"--model {loaded.spec}: expected a tokenizer beside the model (tokenizer.json),"
+                " found none"
+            )
+        models.check_fit(loaded, self.rows.seq)
+        return loaded
+
+    def corpus(self, loaded: LoadedModel) -> RowCorpus:
+        """See `Task`."""
+        own = self.rows
+        template = None
+        if own.template is not None:
+            try:
+                template = Path(own.template).read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise CommandError(f"--template {own.template}: cannot be read: {error}") from error
+
+        def read(sources: tuple[str, ...]) -> list[Document]:
+            return tb.read_documents(
+                sources, loaded.tokenizer, template=template, vocabulary=loaded.vocab_size
+            )
+
+        train = read(own.sources)
+        if own.eval_sources:
+            other = read(own.eval_sources)
+        else:
+            other = train[VALIDATION_EVERY - 1 :: VALIDATION_EVERY] or train[-1:]
+            kept = {id(one) for one in other}
+            train = [one for one in train if id(one) not in kept]
+        how = {"packed": own.pack, "too_long": own.too_long}
+        found = RowCorpus(
+            Rows.of(train, own.seq, **how),  # type: ignore[arg-type]
+            Rows.of(other, own.seq, **how),  # type: ignore[arg-type]
+            (len(train), len(other)),
+        )
+        for rows, what in ((found.train, "train on"), (found.validation, "validate with")):
+            if not rows.num_learned:
+                raise CommandError(
+                    f"--data: nothing to {what}: expected at least two documents with tokens to"
+                    f" learn, got {len(train) + len(other)}"
+                )
+        return found
+
+    def convert(self, loaded: LoadedModel) -> tuple[tb.Converted, Callable[..., Any]]:
+        """See `Task`."""
+        ids = models.example_ids(self.rows.seq)
+        if self.rows.pack:
+            seq = self.rows.seq
+            made = tb.convert(
+                loaded.module,
+                input_ids=ids,
+                attention_mask=torch.ones((2, 1, seq, seq), dtype=torch.bool),
+                position_ids=torch.arange(seq).expand(2, -1).contiguous(),
+            )
+        else:
+            made = tb.convert(loaded.module, input_ids=ids)
+        if self.lora is not None:
+            own = self.lora
+            targets = own.targets if isinstance(own.targets, str) else list(own.targets)
+            made = tb.lora(
+                made, rank=own.rank, targets=targets, alpha=own.scale, dropout=own.dropout
+            )
+        return made, _packed_loss if self.rows.pack else _loss
+
+    def write(self, folder: Path, trained: Trained) -> None:
+        """The adapter as PEFT has it, or the model as transformers has it; and the tokenizer."""
+        state, plan = trained.state, trained.plan
+        if self.lora is not None:
+            tb.save(folder, trained.converted, state, plan=plan, to="peft")
+            trained.loaded.tokenizer.save_pretrained(folder)
+        else:
+            tb.save(folder / outputs.WEIGHTS, trained.converted, state, plan=plan)
+            trained.save_around(folder)
+
+
+def _own(size: int, part: tuple[int, int]) -> slice:
+    """A process's rows of a batch: this process, and how many there are."""
+    own = size // part[1]
+    return slice(part[0] * own, (part[0] + 1) * own)
+
+
+def _packed_loss(forward: Any, batch: Any) -> Any:
+    """Of documents in a row, each alone."""
+    output = forward(
+        input_ids=batch["ids"],
+        attention_mask=tb.packed_mask(batch["segments"]),
+        position_ids=batch["positions"],
+    )
+    return tb.causal_lm_loss(models.logits_of(output), batch["labels"])
+
+
+def _loss(forward: Any, batch: Any) -> Any:
+    """Of one document in a row: nothing in it sees what fills the row up, which is behind it."""
+    return tb.causal_lm_loss(models.logits_of(forward(input_ids=batch["ids"])), batch["labels"])
