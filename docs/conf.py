@@ -37,6 +37,7 @@ napoleon_custom_sections = [("Source", "notes_style")]
 
 html_theme = "furo"
 html_title = "fzero"
+html_favicon = "_static/icon.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
