@@ -67,7 +67,7 @@ def read(app: Any, docname: str, source: list[str]) -> None:
         text = with_outputs(text, _outputs(page), f"{up}_made/{name_of(page)}")
     text = re.sub(r"<!-- (?:given|not run): .*? -->\n", "", text)
     text = re.sub(
-        r"<!-- drawing: ([\w.]+) \| (.*?) -->",
+        r"<!-- drawing: ([\w.-]+) \| (.*?) -->",
         lambda m: f"![{m[2]}]({os.path.relpath(MADE / m[1], page.parent)})", text,
     )  # fmt: skip
     text = _REFERENCE.sub(lambda m: reference(m[1], m[2].split()), text)

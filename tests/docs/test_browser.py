@@ -127,6 +127,16 @@ def test_dark_is_dark(browser, address):
     assert brightness["dark"] < 150
 
 
+def test_each_group_of_a_plans_fields_has_its_picture(browser, address):
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(address + "reference/plan.html")
+    shown = page.eval_on_selector_all("article img", "all => all.map(i => i.naturalWidth)")
+    context.close()
+    assert len(shown) == 5
+    assert all(shown)
+
+
 @pytest.mark.parametrize(
     ("words", "page"),
     [("offload", "offload.html"), ("ds_config", "coming_from/deepspeed.html"),
