@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from fzero.axes import free_axes
 from torch_bridge.dtypes import cast, promote
 from torch_bridge.lower.features_last import Last, over, takes_last
 from torch_bridge.lower.registry import register_operator
@@ -35,7 +37,7 @@ def convolution(
     dims = weight.ndim - 2
     x = over(x, dims)
     unbatched = not isinstance(x, Last) and x.ndim == dims + 1
-    a, w = promote(_held(x, unbatched), weight)
+    a, w = promote(_whole(_held(x, unbatched)), weight)
     stride, padding, dilation = (_each(v, dims) for v in (stride, padding, dilation))
     if transposed:
         out = _transposed(a, w, stride, padding, dilation, _each(output_padding, dims), groups)
@@ -49,9 +51,21 @@ def convolution(
             feature_group_count=groups,
             dimension_numbers=_layout(dims),
         )
+    out = _whole(out)
     if bias is not None:
         out = out + cast(bias, out.dtype)
     return jnp.moveaxis(jnp.squeeze(out, 0), -1, 0) if unbatched else Last(out)
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    """A value whose features are not divided over the axes of a plan.
+
+    XLA's partitioner gives wrong gradients of a depthwise convolution's weight where they are.
+    """
+    if not free_axes():
+        return x
+    free = PartitionSpec.UNCONSTRAINED
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*[free] * (x.ndim - 1), None))
 
 
 def _held(x: jax.Array | Last, unbatched: bool) -> jax.Array:

@@ -83,7 +83,7 @@ def test_equal_blocks_are_rolled(name: str) -> None:
     "name",
     [
         pytest.param(x, marks=[] if x == "bert" else [
-            pytest.mark.extended if x in ("gpt2", "t5", "bloom") else pytest.mark.nightly
+            pytest.mark.extended if x in ("gpt2", "t5", "bloom", "mamba") else pytest.mark.nightly
         ])
         for x in ENTRIES
     ],
