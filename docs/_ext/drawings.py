@@ -96,10 +96,10 @@ def memory() -> Picture:
     p.arrow(275, 70, 210, 70)
     p.arrow(210, 86, 275, 86)
     p.arrow(515, 75, 448, 75)
-    p.words(242, 122, "stream_bytes at a time", soft=True)
-    p.words(360, 146, "update_on=&quot;host&quot;: computed here", soft=True)
-    p.words(120, 195, "remat, microbatches: how many activations", soft=True)
-    p.words(480, 195, "tiers: where each part lies between steps", soft=True)
+    p.words(270, 122, "stream_bytes at a time", "start", soft=True)
+    p.words(270, 146, "update_on: here or there", "start", soft=True)
+    p.words(20, 195, "remat, microbatches: how many activations", "start", soft=True)
+    p.words(700, 195, "tiers: where each part lies between steps", "end", soft=True)
     return p
 
 
@@ -118,7 +118,8 @@ def communication() -> Picture:
         p.arrow(83 + number * 138, 128, 83 + number * 138, 146)
         p.box(30 + number * 138, 148, 106, 24, "reduce", "grad")
     p.words(24, 164, "gather, gather_dtype, secondary: blue", "start", soft=True)
-    p.words(582, 164, "reduce, reduce_dtype: orange", "start", soft=True)
+    p.words(570, 156, "reduce,", "start", soft=True)
+    p.words(570, 174, "reduce_dtype: orange", "start", soft=True)
     return p
 
 
@@ -148,13 +149,13 @@ def numerics() -> Picture:
     p = Picture(720, 180, "Plan: numerics")
     p.box(20, 60, 130, 46, "float32 master", "opt")
     p.box(230, 60, 130, 46, "bf16 or fp16 copy", "data")
-    p.box(430, 60, 120, 46, "gradients", "grad")
-    p.box(610, 60, 90, 46, "update", "plain")
+    p.box(450, 60, 90, 46, "gradients", "grad")
+    p.box(630, 60, 70, 46, "update", "plain")
     p.arrow(150, 83, 228, 83, "precision")
-    p.arrow(360, 83, 428, 83, "loss_scale")
-    p.arrow(550, 83, 608, 83, "clip_norm")
-    p.arrow(655, 106, 655, 140)
-    p.arrow(655, 146, 85, 146)
+    p.arrow(360, 83, 448, 83, "loss_scale")
+    p.arrow(540, 83, 628, 83, "clip_norm")
+    p.arrow(665, 106, 665, 144)
+    p.arrow(665, 146, 90, 146)
     p.arrow(85, 146, 85, 108)
     p.words(370, 138, "not finite: the state stays as it was (fp16, skip_nonfinite)", soft=True)
     return p
