@@ -116,7 +116,8 @@ class Run:
         rates: Rates = default_rates(where)
         if self.rates:
             rates = rates.updated(self.rates, "the published run's description")
-        plan = fz.Plan(zero=3, precision="bf16", clip_norm=1.0, remat=self.remat, **self.plan)
+        usual = {"zero": 3, "precision": "bf16", "clip_norm": 1.0, "remat": self.remat}
+        plan = fz.Plan(**usual | self.plan)
         model = large_models.llama(dataclasses.replace(self.size, seq=self.seq))
         batch = large_models.batch_shapes(self.rows * where.num_devices, self.seq)
         return fz.preflight(model, optax.adamw(3e-4), plan, batch, where, rates=rates)
@@ -186,6 +187,14 @@ RUNS = {
     "titan-8b-128-h100": Run(
         "Llama 3.1 8B", large_models.LLAMA_8B, "h100:16x8", 2, 8192, 6514, TITAN_H100,
         selective_op, rates=GRAND_TETON,
+    ),
+    "titan-8b-h100-fp8": Run(
+        "Llama 3.1 8B, FP8", large_models.LLAMA_8B, H100, 2, 8192, 8532, TITAN_H100, selective_op,
+        {"precision": "fp8"}, GRAND_TETON, why="gathers bf16 here, 8 bits there",
+    ),
+    "titan-8b-128-h100-fp8": Run(
+        "Llama 3.1 8B, FP8", large_models.LLAMA_8B, "h100:16x8", 2, 8192, 8380, TITAN_H100,
+        selective_op, {"precision": "fp8"}, GRAND_TETON, why="gathers bf16 here, 8 bits there",
     ),
 }  # fmt: skip
 
