@@ -1,1 +1,1 @@
-"""Where leaves of a state live, and how they move between device, host and disk."""
+"""How parked leaves visit the device in a step (`fz.offload` itself: `fzero.state.move`)."""

@@ -67,7 +67,7 @@ __all__ = [
 
 # A schedule is data that plans are made of; a partition is made of models, which lie above plans.
 # So what is above is imported when it is asked for.
-_LAZY = dict.fromkeys(("Partition", "Piece", "partition"), "fzero.sharding.cut")
+_LAZY = dict.fromkeys(("Partition", "Piece", "partition"), "fzero.sharding.stages")
 _LAZY |= dict.fromkeys(("Recording", "recorded"), "fzero.pipeline.record")
 
 

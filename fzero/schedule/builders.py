@@ -1,4 +1,4 @@
-"""The schedules that run forwards and whole backwards, and `schedule`, which finds one by name.
+"""Builders of the schedules that run forwards and whole backwards (by name: `schedule.names`).
 
 `stages` is always the number S of pieces that the model is cut into, and `chunks` how many of them
 one rank holds: there are S / chunks ranks. Stage k is on rank `k % ranks` (looped placement), so a

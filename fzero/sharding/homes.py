@@ -13,8 +13,8 @@ from fzero.model import Model
 from fzero.pieces import Piece
 from fzero.plan import Plan
 from fzero.schedule.actions import Schedule
-from fzero.sharding.cut import Partition, partition
 from fzero.sharding.split import Home, stacked_names
+from fzero.sharding.stages import Partition, partition
 from fzero.tree import PyTree
 
 

@@ -11,10 +11,10 @@ from fzero.batch import Inputs
 from fzero.keys import step_key
 from fzero.sharding.blueprint import Blueprint
 from fzero.state.train_state import Pending
+from fzero.step.divided import DividedUpdate
 from fzero.step.host_update import HostUpdate
 from fzero.step.passes import OneProgram, Passes, Pipeline, Values, read_by
 from fzero.step.update import Metrics, Update
-from fzero.step.updates import DividedUpdate
 from fzero.zero.options import CompilerOptions, compiler_options
 
 

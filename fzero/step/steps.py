@@ -21,10 +21,10 @@ from fzero.state import compute_copy
 from fzero.state.train_state import TrainState
 from fzero.state.which import chosen, reads_of, require_known
 from fzero.step.checks import Checks, is_traced, require_finite
+from fzero.step.divided import DividedUpdate
 from fzero.step.passes import OneProgram, Pipeline, Values, kept_by, passes_of
 from fzero.step.runners import Divided, Fused, Moment, options_of, runner_of
 from fzero.step.update import Metrics
-from fzero.step.updates import DividedUpdate
 from fzero.tree import PyTree
 from fzero.zero.options import CompilerOptions
 

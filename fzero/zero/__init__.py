@@ -1,1 +1,1 @@
-"""ZeRO: which dim of which leaf is split, and the collectives that put leaves together again."""
+"""ZeRO inside a step: gathers, passes over layers, reduce-scatters (splits: `fzero.sharding`)."""

@@ -1,7 +1,7 @@
 """A stack of identical layers as a loop, gathered one layer ahead and reduced one layer behind.
 
 Forward, layer k computes while k+1 is gathered. Backward, layer k computes while k-1 is gathered
-and the gradient of k+1 is reduce-scattered (`fzero.zero.look_ahead`). Alive at any time: two
+and the gradient of k+1 is reduce-scattered (`fzero.zero.prefetch`). Alive at any time: two
 gathered layers and one whole gradient.
 
 Stages that keep whole parameters run the same loops, with nothing to gather: the numbers then are
@@ -25,7 +25,7 @@ from fzero import compat
 from fzero.links import Context
 from fzero.pieces import Piece
 from fzero.tree import PyTree
-from fzero.zero.look_ahead import look_ahead
+from fzero.zero.prefetch import look_ahead
 from fzero.zero.rules import Rules
 from fzero.zero.stack_layer import LayerProgram, StackLayers, at_row, join_rows, put_row
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from fzero.programs.halves import Rest
 from fzero.tree import PyTree
-from fzero.zero.look_ahead import look_ahead
+from fzero.zero.prefetch import look_ahead
 from fzero.zero.stack import StackLink
 from fzero.zero.stack_layer import LayerProgram, at_row, join_rows
 

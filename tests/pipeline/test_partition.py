@@ -16,7 +16,7 @@ import fzero as fz
 import fzero.pipeline
 from fzero.pipeline import Partition, partition
 from fzero.programs.flops import flops
-from fzero.sharding.cut import balance
+from fzero.sharding.stages import balance
 
 
 def layer(name, *shape, apply=None, **options):

@@ -1,1 +1,1 @@
-"""`fzero train` and `fzero eval`: a PyTorch language model and text in, a checkpoint out."""
+"""Commands about PyTorch models: train, eval, finetune, merge, generate, convert, preflight, ..."""
