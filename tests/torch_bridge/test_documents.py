@@ -8,6 +8,7 @@ import datasets
 import numpy as np
 import optax
 import pytest
+import tokenizers
 
 import fzero as fz
 import torch_bridge as tb
@@ -75,6 +76,76 @@ def test_datasets_on_disk_are_read_like_files(tmp_path):
     )
     with pytest.raises(fz.BatchError, match=r"several splits, \['train'\]: expected one"):
         tb.read_documents(tmp_path / "splits", byte_tokenizer())
+
+
+def test_blanks_are_learned_where_the_tokenizer_trims_offsets(tmp_path):
+    tokenizer = byte_tokenizer()
+    trims = tokenizers.processors.ByteLevel(trim_offsets=True)
+    tokenizer.backend_tokenizer.post_processor = trims
+    path = written(
+        tmp_path / "rows.jsonl",
+        {"messages": [CHAT[1], {"role": "assistant", "content": "a  b\n\n\tc"}]},
+        {"prompt": "1 ", "completion": " 2\n"},
+    )
+    chat, pair = tb.read_documents(path, tokenizer)
+    assert learned(tokenizer, chat) == "a  b\n\n\tc<|end|>\n"
+    assert learned(tokenizer, pair) == " 2\n<|end|>"
+
+
+def test_a_turn_whose_thoughts_are_dropped_is_refused_not_cut(tmp_path):
+    turns = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "<think>One more.</think>Two."},
+    ]
+    last = written(tmp_path / "last.jsonl", {"messages": turns})
+    keeps = (
+        "{% for m in messages %}{{ m['role'] }}:"
+        "{{ m['content'] if loop.last or m['role'] == 'user' else '<think></think>' +"
+        " m['content'].split('</think>')[-1] }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer = byte_tokenizer(keeps)
+    (whole,) = tb.read_documents(last, tokenizer)
+    assert learned(tokenizer, whole) == "<think>One more.</think>Two.<|end|>"
+    more = written(tmp_path / "more.jsonl", {"messages": [*turns, turns[0]]})
+    with pytest.raises(fz.BatchError, match=r"more\.jsonl:1: message 1: .* where it ends cannot"):
+        tb.read_documents(more, tokenizer)
+
+
+def test_a_conversation_that_the_assistant_begins(tmp_path):
+    greeting = {"role": "assistant", "content": "Be kind."}  # as the system prompt has it
+    path = written(tmp_path / "chat.jsonl", {"messages": [greeting, CHAT[1]]})
+    system = "<|start|>system\nBe kind.<|end|>\n"
+    tokenizer = byte_tokenizer(system + byte_tokenizer().chat_template)
+    (found,) = tb.read_documents(path, tokenizer)
+    assert learned(tokenizer, found) == "Be kind.<|end|>\n"
+    # a template that says nothing of what is asked: begun at the words, where they are seen once
+    plain = "{% for m in messages %}<|start|>{{ m['content'] }}<|end|>{% endfor %}"
+    (found,) = tb.read_documents(path, tokenizer, template=plain)
+    assert learned(tokenizer, found) == "Be kind.<|end|>"
+    with pytest.raises(fz.BatchError, match=r"message 0 is the assistant's, and where it begins"):
+        tb.read_documents(path, tokenizer, template=system + plain)
+
+
+def test_fields_that_datasets_fill_are_not_there(tmp_path):
+    def called(**arguments):
+        function = {"name": "f", "arguments": arguments}
+        tool = {"name": "f", "parameters": {name: {"type": "x"} for name in arguments}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+        return {"messages": [CHAT[1], answer], "tools": [tool]}
+
+    records = [called(a=1), called(b="2")]
+    template = "{{ tools | tojson }}" + byte_tokenizer().chat_template.replace(
+        "m['content']", "m['content'] + (m['tool_calls'] | tojson if m['tool_calls'] else '')"
+    )
+    tokenizer = byte_tokenizer(template)
+    want = tb.read_documents(written(tmp_path / "chat.jsonl", *records), tokenizer)
+    datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "saved"))
+    got = tb.read_documents(tmp_path / "saved", tokenizer)
+    for one, other in zip(got, want, strict=True):
+        assert "null" not in tokenizer.decode(one.ids)
+        assert sorted(tokenizer.decode(one.ids)) == sorted(tokenizer.decode(other.ids))
+        assert sorted(learned(tokenizer, one)) == sorted(learned(tokenizer, other))
 
 
 @pytest.mark.parametrize(

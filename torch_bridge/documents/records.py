@@ -104,4 +104,13 @@ def _of_dataset(folder: Path) -> Iterator[Record]:
             f" {folder / sorted(rows)[0]}"
         )
     for number, values in enumerate(rows):
-        yield Record(values, f"{folder}, row {number}")
+        yield Record(_without_nulls(values), f"{folder}, row {number}")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Tables give every row every field, at any depth: what is null there was not in it."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(own) for name, own in value.items() if own is not None}
+    if isinstance(value, list):
+        return [_without_nulls(own) for own in value]
+    return value

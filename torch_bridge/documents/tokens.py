@@ -62,7 +62,8 @@ def read_documents(
 
     Raises:
         BatchError: names file and line: no JSON, other fields, roles that the template refuses, no
-            template, nothing that the assistant says, a token outside the vocabulary.
+            template, nothing that the assistant says, a turn that the template writes otherwise
+            once more follows, a token outside the vocabulary.
 
     Example:
         >>> import json, pathlib, tempfile, tokenizers, transformers
@@ -124,16 +125,17 @@ class _Reader:
         """Tokens, and which of them begin within the spans; `own`: with what tokenizers add."""
         found = self.tokenizer(
             text, add_special_tokens=own, return_offsets_mapping=True, verbose=False,
-            return_attention_mask=False,
+            return_attention_mask=False, return_special_tokens_mask=True,
         )  # fmt: skip
         ids = np.asarray(found["input_ids"], np.int32)
         places = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2)
         learned = np.zeros(ids.shape, np.bool_)
         for begin, end in spans:
-            # The last character decides: a token may begin with the blank before a word.
+            # The last character decides: a token may begin with the blank before a word. Blanks
+            # alone may have no width (ByteLevel trims offsets), but end where they end.
             last = places[:, 1] - 1
-            learned |= (last >= begin) & (last < end) & (places[:, 1] > places[:, 0])
-        return ids, learned
+            learned |= (last >= begin) & (last < end)
+        return ids, learned & (np.asarray(found["special_tokens_mask"], np.int32) == 0)
 
     def _chat(self, record: Record) -> tuple[IntArray, NDArray[np.bool_]]:
         """A conversation's tokens, and where in it the assistant speaks."""
@@ -152,15 +154,25 @@ class _Reader:
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            before = self._render(record, messages[:number], prompt=True)
-            until = self._render(record, messages[: number + 1])
+            if number:
+                before = self._render(record, messages[:number], prompt=True)
+            else:
+                before = self._opening(record, messages[0])
+            whole = self._render(record, messages[: number + 1])
             # At the end of a conversation a template may close it: that belongs to no turn between.
-            until = _common(until, text)
+            until = _common(whole, text)
             if not text.startswith(before) or len(until) <= len(before):
                 raise BatchError(
                     f"{record.where}: message {number}: the chat template writes what comes before"
                     " it otherwise once it is there (some drop earlier thoughts), so where it"
                     " begins cannot be seen; use a template with {% generation %}"
+                )
+            if until != whole and _end_of(message) not in until[len(before) :]:
+                raise BatchError(
+                    f"{record.where}: message {number}: the chat template writes it otherwise once"
+                    " more follows (some drop earlier thoughts), so where it ends cannot be seen;"
+                    " use a template with {% generation %}, or give each turn to learn a"
+                    " conversation of its own"
                 )
             spans.append((len(before), len(until)))
         if not spans:
@@ -185,11 +197,26 @@ class _Reader:
             raise BatchError(f"{record.where}: nothing to learn: the template marks nothing in it")
         return np.asarray(found["input_ids"], np.int32), learned
 
+    def _opening(self, record: Record, message: Mapping[str, Any]) -> str:
+        """What the template puts before the assistant's words where nobody spoke earlier."""
+        alone = self._render(record, [message])
+        asked = self._render(record, [message], prompt=True)
+        mark = asked[len(alone) :] if asked.startswith(alone) else ""
+        if mark and alone.count(mark) == 1:
+            return alone.partition(mark)[0] + mark
+        content = message.get("content")
+        words = content.strip() if isinstance(content, str) else ""
+        if not words or alone.count(words) != 1:
+            raise BatchError(
+                f"{record.where}: message 0 is the assistant's, and where it begins in what the"
+                " chat template writes cannot be seen: expected a message of another role before"
+                " it, or a template with {% generation %}"
+            )
+        return alone.partition(words)[0]
+
     def _render(
         self, record: Record, messages: list[Mapping[str, Any]], prompt: bool = False
     ) -> str:
-        if not messages:
-            return ""
         try:
             return str(self.tokenizer.apply_chat_template(
                 messages, tools=record.values.get("tools"), chat_template=self.template,
@@ -239,6 +266,18 @@ def _messages(record: Record) -> list[Mapping[str, Any]]:
             raise BatchError(f'{record.where}: message {number}: it has no "content"')
     # datasets fill every field of every row: what has no value there was not in the example.
     return [{k: v for k, v in message.items() if v is not None} for message in found]
+
+
+def _end_of(message: Mapping[str, Any]) -> str:
+    """What a template writes of a message's end: of its last line, or the last function called."""
+    if calls := message.get("tool_calls"):
+        last = calls[-1]
+        return str(last.get("function", last).get("name", ""))
+    content = message.get("content")
+    if isinstance(content, list):  # parts
+        content = content[-1].get("text", "") if content else ""
+    lines = str(content).strip().splitlines()
+    return lines[-1].strip() if lines else ""
 
 
 def _common(first: str, second: str) -> str:
