@@ -133,6 +133,8 @@ class Converted(Printed):
                 sizes that it does not take, or a missing `rng`.
 
         Example:
+            >>> import jax, torch
+            >>> from torch_bridge import convert
             >>> module = torch.nn.Linear(3, 2)
             >>> converted = convert(module, torch.zeros(4, 3))
             >>> rows = jax.numpy.ones((5, 3))
@@ -203,6 +205,8 @@ class Converted(Printed):
         """The module's output in eval mode, with its initial values; for trained ones see `apply`.
 
         Example:
+            >>> import jax, torch
+            >>> from torch_bridge import convert
             >>> convert(torch.nn.Linear(3, 2), torch.zeros(4, 3))(torch.zeros(5, 3)).shape
             (5, 2)
         """
@@ -255,6 +259,8 @@ class Converted(Printed):
             Names such as "`input` dim 1", in the order of the arguments.
 
         Example:
+            >>> import jax, torch
+            >>> from torch_bridge import convert
             >>> convert(torch.nn.Linear(3, 2), torch.zeros(4, 3)).fixed_dims()
             ('`input` dim 1',)
         """
@@ -307,6 +313,8 @@ class Converted(Printed):
             ConversionError: `chain=True` for a module in which nothing was rolled.
 
         Example:
+            >>> import jax, torch
+            >>> from torch_bridge import convert
             >>> import jax.numpy as jnp
             >>> converted = convert(torch.nn.Linear(3, 1), torch.zeros(4, 3))
             >>> model = converted.model(lambda forward, batch: jnp.mean(forward(batch) ** 2))

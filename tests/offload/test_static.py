@@ -387,7 +387,7 @@ def test_saved_activations_on_the_host(zero, prefetch):
     state, found, step = run(plan.replace(remat="offload"), tx)
     assert found == trace
     tiny.same_bits(state, expected)
-    names = ("params", "buffers", "loss_scale", "grads", "opt_state", "compute")
+    names = ("params", "buffers", "loss_scale", "grads", "opt_state", "ema", "compute")
     fields = {name: getattr(state, name) for name in names}
     inputs = Inputs.of(BATCH)
     traced = jax.make_jaxpr(step.runner.step)(fields, (state.step, state.rng), inputs)

@@ -1,4 +1,4 @@
-"""Train adapters, or all of a Hugging Face model, on conversations."""
+"""Train adapters, or a whole model, on conversations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Put an adapter into the weights of its model, or take it out again."""
+"""Put an adapter into its model, or take it out again."""
 
 from __future__ import annotations
 
