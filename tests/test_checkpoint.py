@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -249,6 +250,57 @@ def test_reading_what_there_is_waits_for_nobody(states, tmp_path, monkeypatch):
     go.set()
     fz.wait(tmp_path)
     assert fz.checkpoint(tmp_path).data_position == "second"
+
+
+def full_disk(patch, times: int) -> None:
+    """The next checkpoints cannot be finished in the background."""
+    finalize, left = ocp.PyTreeCheckpointHandler.finalize, [None] * times
+
+    def fails(self, *args, **more):
+        if left:
+            left.pop()
+            raise OSError("no space left")
+        return finalize(self, *args, **more)
+
+    patch.setattr(ocp.PyTreeCheckpointHandler, "finalize", fails)
+
+
+@pytest.mark.parametrize("warnings_are", ["shown", "errors"])
+def test_after_one_that_failed_in_the_background_the_next_is_written(
+    states, tmp_path, monkeypatch, warnings_are
+):
+    """As at the end of a run: what was due at step 20 fails, SIGTERM comes at 29."""
+    plan, state = PLANS["zero 3"], states("zero 3")
+    fz.save(tmp_path, state, plan, data_position="first", asynchronous=False)
+    full_disk(monkeypatch, 1)
+    fz.save(tmp_path, state, plan, data_position="lost")
+    said = r"checkpoint 1 to .* failed: (.|\n)*no space left"
+    if warnings_are == "shown":
+        with pytest.warns(UserWarning, match=said):
+            fz.save(tmp_path, state, plan, data_position="last")
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match=said):
+                fz.save(tmp_path, state, plan, data_position="last")
+    fz.wait(tmp_path)
+    assert fz.checkpoint(tmp_path).data_position == "last"
+    assert fz.checkpoint(tmp_path, 0).data_position == "first"
+    tiny.same_shards(fz.restore(tmp_path, MODEL, TX, plan).params, state.params)
+
+
+def test_each_failure_in_the_background_is_told_once(states, tmp_path, monkeypatch):
+    plan, state = PLANS["zero 3"], states("zero 3")
+    full_disk(monkeypatch, 2)
+    fz.save(tmp_path, state, plan)
+    with (
+        pytest.warns(UserWarning, match=r"checkpoint 0 to .* failed"),
+        pytest.raises(fz.CheckpointError, match=r"checkpoint 0 to .* failed"),
+    ):
+        fz.save(tmp_path, state, plan, asynchronous=False)
+    fz.save(tmp_path, state, plan)
+    fz.wait(tmp_path)
+    assert fz.checkpoint(tmp_path).number == 0
 
 
 def test_refusals(states, tmp_path):

@@ -120,7 +120,7 @@ def test_processes_write_their_parts_of_one_checkpoint_into_a_store(store, tmp_p
     assert (found[0]["numbers"], found[0]["whole"]) == ([0, 1], 1)
     assert found[0]["losses"][0] == found[0]["losses"][1]
     marks = sorted(key.rpartition("/")[2] for key in keys(store, "two/marks/"))
-    assert marks == ["done-0-of-2", "done-1-of-2", "meta"]
+    assert marks == ["begun", "done-0-of-2", "done-1-of-2", "meta"]
     assert fz.checkpoint(url).step == 1
 
 
@@ -137,6 +137,45 @@ def test_what_the_store_refuses_is_said_and_nothing_is_whole(store):
     store.write(lost, None).result()
     with pytest.raises(fz.CheckpointError, match=r"params/\S+ of checkpoint 0 in s3://bucket/lost"):
         fz.restore("s3://bucket/lost", model, None, plan, number=number)
+
+
+@pytest.mark.extended
+def test_a_number_whose_parts_a_kill_left_is_not_used_again(store):
+    """The next run lays its leaves out in another way: it cannot write over them."""
+    model, url = tiny.chain(), "s3://bucket/killed"
+    plan, other = tiny.plan(zero=3, data=4), tiny.plan(zero=3, data=2)
+    state = fz.init(model, None, plan)
+    assert fz.save(url, state, plan, asynchronous=False) == 0
+    fz.save(url, state, plan)
+    assert "killed/marks/1/begun" in keys(store, "killed/marks/1/")  # before anything else
+    # What a kill leaves that comes before a process has written all its parts.
+    fz.wait(url)
+    for name in ("meta", "done-0-of-1"):
+        store.write(f"killed/marks/1/{name}", None).result()
+    assert keys(store, "killed/1/parts/")
+    assert fz.checkpoint(url).number == 0
+    with pytest.raises(fz.CheckpointError, match="expected a checkpoint 1 "):
+        fz.restore(url, model, None, plan, number=1)
+    there = fz.restore(url, model, None, other)
+    assert fz.save(url, there, other, asynchronous=False) == 2
+    assert fz.checkpoint(url).plan == other
+    assert not keys(store, "killed/1/")
+    assert not keys(store, "killed/marks/1/")
+
+
+@pytest.mark.extended
+def test_after_one_that_failed_the_next_is_written_into_a_store(store):
+    model, url = tiny.chain(), "s3://bucket/failed"
+    plan = fz.Plan(data=1)
+    state = fz.init(model, None, plan)
+    for key in range(40):  # no array that anybody could write into
+        store.write(f"failed/0/parts/{key:06}/.zarray", b"{}").result()
+    assert fz.save(url, state, plan) == 0
+    with pytest.warns(UserWarning, match=r"checkpoint 0 to s3://bucket/failed failed: "):
+        assert fz.save(url, state, plan, data_position="next") == 1
+    fz.wait(url)
+    assert fz.checkpoint(url).data_position == "next"
+    assert not keys(store, "failed/0/")
 
 
 @pytest.mark.parametrize("path", ["gs://bucket", "http://host/run", "s3:/bucket/run"])

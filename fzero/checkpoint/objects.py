@@ -1,9 +1,10 @@
 """Checkpoints in object stores (`gs://`, `s3://`), which rename nothing and have no directories.
 
-Tensorstore reads and writes the stores. Every process writes its own shards, as the parts of
-`checkpoint.parts`, then a mark of its own below `marks/NUMBER/`. A checkpoint is whole, and not
-there before, once all its marks are: so nobody has to wait for anybody while data is written, and a
-kill at any moment leaves the checkpoint before. Numbers are never used twice.
+Tensorstore reads and writes the stores. A mark below `marks/NUMBER/` says first that a checkpoint
+is begun. Then every process writes its own shards, as the parts of `checkpoint.parts`, and a mark
+of its own. A checkpoint is whole, and not there before, once all its marks are: so nobody has to
+wait for anybody while data is written, and a kill at any moment leaves the checkpoint before.
+Numbers are never used twice: whatever a kill leaves, its number is begun.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fzero.checkpoint.urls import kvstore
 
 
 MARKS = "marks"
+BEGUN = "begun"
 # Looking whether the others have written: seldom enough to cost nothing, often beside writing.
 LOOK_S = 0.2
 _Found = TypeVar("_Found")
@@ -33,9 +35,15 @@ def numbers(url: str) -> list[int]:
     return [number for number, whole in _known(_open(url)).items() if whole]
 
 
-def next_number(url: str) -> int:
-    """A number that no checkpoint of a folder has, whole or not."""
-    return max(_known(_open(url)), default=-1) + 1
+def begin(url: str) -> int:
+    """Marks a checkpoint as begun: a number that none of a folder has, whole or not.
+
+    One process calls this, before any writes a part.
+    """
+    store = _open(url)
+    number = max(_known(store), default=-1) + 1
+    _say(lambda: store.write(f"{MARKS}/{number}/{BEGUN}", b"").result())
+    return number
 
 
 def read_meta(url: str, number: int) -> Any:
@@ -51,7 +59,7 @@ class Writer:
 
     Args:
         url: the folder of all checkpoints.
-        number: of this one, the same in every process.
+        number: of this one, which is begun; the same in every process.
         leaves: arrays by key; copied at once.
         meta: what process 0 writes beside them.
         keep: how many of the newest checkpoints stay.
@@ -153,7 +161,9 @@ def _remove_old(store: Any, newest: int, keep: int | None) -> None:
     stay = whole if keep is None else whole[-keep:]
     for number in known:
         if number < newest and number not in stay:
-            for prefix in (f"{MARKS}/{number}/", f"{number}/"):  # first it is no longer whole
+            # First it is no longer whole; a mark stays as long as there is something to remove.
+            _say(store.write(f"{MARKS}/{number}/meta", None).result)
+            for prefix in (f"{number}/", f"{MARKS}/{number}/"):
                 _say(store.delete_range(_below(prefix)).result)
 
 

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,9 +43,17 @@ from fzero.tree import leaf_bytes, named_leaves
 FORMAT = 1
 # What follows from other fields is not written.
 FIELDS = ("params", "opt_state", "ema", "buffers", "loss_scale", "grads")
-_OPEN: dict[str, Any] = {}  # what writes into a path, until it has written
+_OPEN: dict[str, _Open] = {}  # what writes into a path, until it has written
 # Python 3.12.0 and 3.12.1 start no thread once the main one has ended: a writer could not finish.
 _EXIT_IS_ABRUPT = (3, 12) <= sys.version_info < (3, 12, 2)
+
+
+@dataclass(frozen=True)
+class _Open:
+    """What writes a checkpoint, and which; none when it was opened and has not begun."""
+
+    writer: Any
+    number: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,6 +92,9 @@ def save(
     asynchronous: bool = True,
 ) -> int:
     """Writes a checkpoint. The state stays as it is and may be stepped at once.
+
+    When the one before failed in the background, and no `wait` said so, this one is written all the
+    same, in every process; a `UserWarning` names the one that failed and why.
 
     Args:
         path: a directory for checkpoints of one run, made if it is not there; or a folder of an
@@ -145,6 +157,7 @@ def _save(
             np.asarray(jax.random.key_data(state.rng)).tolist(),
         ],
     }
+    earlier = _end(path)  # an error of one process alone: none may stop here
     try:
         begin = _to_objects if is_url(path) else _to_directory
         number = begin(path, leaves, meta, keep)
@@ -155,6 +168,9 @@ def _save(
             f"save: expected to write a checkpoint to {os.fspath(path)}: {error}. Earlier"
             " checkpoints are untouched"
         ) from error
+    finally:  # not before: warnings may be errors, and this checkpoint is to be written
+        if earlier is not None:
+            warnings.warn(str(earlier), stacklevel=3)
     return number
 
 
@@ -167,6 +183,7 @@ def _to_directory(
     arrays, parts = _split_by_writer(leaves)
     manager = _manager(path, keep)
     number = first_says(lambda: _after(manager.latest_step()))
+    _OPEN[_absolute(path)] = _Open(manager, number)
     manager.save(number, args=items(arrays, parts, {**meta, "parts": sorted(parts)}))
     return number
 
@@ -176,12 +193,11 @@ def _to_objects(
 ) -> int:
     """Begins to write into an object store; the checkpoint's number."""
     arrays, parts = _split_by_writer(leaves)
-    wait(path)
     url = _absolute(path)
-    number = first_says(lambda: objects.next_number(url))
+    number = first_says(lambda: objects.begin(url))
     meta |= {"parts": sorted({**arrays, **parts})}
     _finish_at_exit()
-    _OPEN[url] = objects.Writer(url, number, {**arrays, **parts}, meta, keep)
+    _OPEN[url] = _Open(objects.Writer(url, number, {**arrays, **parts}, meta, keep), number)
     return number
 
 
@@ -192,23 +208,35 @@ def wait(path: str | os.PathLike[str]) -> None:
         path: the directory given to `save`.
 
     Raises:
-        CheckpointError: one could not be written. Those before are untouched.
+        CheckpointError: the last one could not be written. Those before are untouched. (When
+            one that is not the last fails, the `save` after it warns.)
 
     Example:
         >>> import fzero as fz
         >>> fz.wait("nothing/is/being/written/here")
     """
-    manager = _OPEN.pop(_absolute(path), None)
-    if manager is None:
-        return
+    error = _end(path)
+    if error is not None:
+        raise error
+
+
+def _end(path: str | os.PathLike[str]) -> CheckpointError | None:
+    """Waits for what writes into a path; why it failed, if it did, which is told once."""
+    found = _OPEN.pop(_absolute(path), None)
+    if found is None:
+        return None
     try:
-        manager.wait_until_finished()
-        manager.close()
+        found.writer.wait_until_finished()
+        found.writer.close()
     except Exception as error:  # whatever the background writer met
-        raise CheckpointError(
-            f"save: writing a checkpoint to {os.fspath(path)} failed: {error}. Earlier checkpoints"
+        which = "a checkpoint" if found.number is None else f"checkpoint {found.number}"
+        failed = CheckpointError(
+            f"save: writing {which} to {os.fspath(path)} failed: {error}. Earlier checkpoints"
             " are untouched"
-        ) from error
+        )
+        failed.__cause__ = error
+        return failed
+    return None
 
 
 def checkpoint(path: str | os.PathLike[str], number: int | None = None) -> Checkpoint:
@@ -350,13 +378,13 @@ def _absolute(path: str | os.PathLike[str]) -> str:
 
 
 def _manager(path: str | os.PathLike[str], keep: int | None) -> Any:
-    """A writer for a path; the one before has finished."""
+    """A writer for a path; the one before has ended."""
     from fzero.checkpoint.manager import open_manager
 
-    wait(path)
     _finish_at_exit()
-    _OPEN[_absolute(path)] = open_manager(_absolute(path), keep)
-    return _OPEN[_absolute(path)]
+    manager = open_manager(_absolute(path), keep)
+    _OPEN[_absolute(path)] = _Open(manager)
+    return manager
 
 
 def read_meta(folder: Path, number: int) -> Mapping[str, Any]:
