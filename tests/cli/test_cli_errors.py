@@ -13,9 +13,11 @@ import pytest
 from cli_cases import TINY_CONFIG, Command
 from rich.console import Console
 
+import fzero as fz
 from fzero import cli
-from torch_bridge.cli import check, devices, interrupt, outputs, progress
+from torch_bridge.cli import check, devices, hosts, interrupt, outputs, progress
 from torch_bridge.cli.gauge import Gauge
+from torch_bridge.cli.settings import DataSettings, TrainSettings
 
 
 def refusal(here: Command, *args: object) -> str:
@@ -163,6 +165,8 @@ def test_the_commands_are_the_registered_ones() -> None:
 
 def test_staged_files_appear_together_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("old")
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "templates/old.jinja").write_text("old")
 
     def fails() -> None:
         with outputs.staged(tmp_path) as scratch:
@@ -175,10 +179,24 @@ def test_staged_files_appear_together_or_not_at_all(tmp_path: Path) -> None:
     with outputs.staged(tmp_path) as scratch:
         (scratch / "one.txt").write_text("new")
         (scratch / "two.txt").write_text("new")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        "one.txt": "new",
-        "two.txt": "new",
-    }
+        (scratch / "templates").mkdir()  # as of a tokenizer with several templates
+        (scratch / "templates/new.jinja").write_text("new")
+    assert {
+        path.relative_to(tmp_path).as_posix(): path.read_text()
+        for path in tmp_path.rglob("*")
+        if path.is_file()
+    } == {"one.txt": "new", "two.txt": "new", "templates/new.jinja": "new"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.txt", "templates", "two.txt"]
+
+
+def test_only_process_0_logs_a_run_elsewhere(tmp_path: Path) -> None:
+    settings = TrainSettings(
+        model="hf:here", data=DataSettings(("stdlib",), seq=16, eval_sequences=2), out=tmp_path,
+        steps=1, batch=2, lr=1e-3, devices=None, eval_every=0, seed=0, plan_fields={},
+        log=("wandb",),
+    )  # fmt: skip
+    own = [hosts.own(settings, fz.World("arguments", 2, process, {})) for process in (0, 1)]
+    assert [(one.log, one.out == tmp_path) for one in own] == [(("wandb",), True), ((), False)]
 
 
 def test_a_bar_on_a_terminal_shows_loss_rate_and_remaining_time() -> None:

@@ -19,7 +19,7 @@ from cli_cases import Command
 from safetensors.torch import load_file
 
 import fzero as fz
-from tests.support.tokens import VOCABULARY, byte_tokenizer
+from tests.support.tokens import TEMPLATE, VOCABULARY, byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +163,14 @@ def test_sigterm_writes_what_was_reached_and_how_to_go_on(
 ) -> None:
     out = tmp_path / "run"
     run = [*tuning(base, chats, out), "--no-pack", "--lora", 2, "--steps", 10**6]
-    waiting = threading.Thread(target=ask_when, args=(out, 2), daemon=True)
+    over = threading.Event()
+    waiting = threading.Thread(target=ask_when, args=(out, 2, over), daemon=True)
     waiting.start()
-    done = here(*run)
-    waiting.join()
+    try:
+        done = here(*run)
+    finally:
+        over.set()
+        waiting.join()
     assert done.status == 0, done.stderr
     assert re.search(r"state after \d+ of 1000000 .* the same command with --resume", done.stdout)
     assert fz.checkpoint(out / "checkpoints").step == reached(out) >= 2
@@ -178,9 +182,12 @@ def reached(out: Path) -> int:
     return path.read_text().count('"loss"') if path.is_file() else 0
 
 
-def ask_when(out: Path, steps: int) -> None:
-    while reached(out) < steps:
-        time.sleep(0.02)
+def ask_when(out: Path, steps: int, over: threading.Event) -> None:
+    """Asks the run to stop after so many steps, or when it has taken too long for them."""
+    deadline = time.monotonic() + 400
+    while reached(out) < steps and time.monotonic() < deadline:
+        if over.wait(0.02):
+            return  # it failed: there is no one to ask
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -190,12 +197,24 @@ def test_without_an_adapter_all_is_trained_and_transformers_loads_it(
 ) -> None:
     out = tmp_path / "run"
     again = tmp_path / "again"
-    done = here(*tuning(base, chats, out), "--steps", 2)
+    # What an older run left there, with adapters and as a pipeline; and a base of another dtype.
+    leaves_nothing_of = ("adapter_config.json", "adapter_model.safetensors", "timeline.json")
+    out.mkdir()
+    for name in leaves_nothing_of:
+        (out / name).write_text("{}")
+    low = tmp_path / "low"
+    transformers.AutoModelForCausalLM.from_pretrained(base, dtype="bfloat16").save_pretrained(low)
+    byte_tokenizer(None).save_pretrained(low)
+    template = tmp_path / "chat.jinja"
+    template.write_text(TEMPLATE)
+    done = here(*tuning(low, chats, out), "--steps", 2, "--overwrite", "--template", template)
     assert done.status == 0, done.stderr
+    assert not [name for name in leaves_nothing_of if (out / name).exists()]
     summary = json.loads((out / "summary.json").read_text())
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert summary["val_loss_last"] == pytest.approx(validation_loss(loaded), abs=1e-5)
-    assert transformers.AutoTokenizer.from_pretrained(out).chat_template
+    assert {value.dtype for value in loaded.parameters()} == {torch.float32}
+    assert transformers.AutoTokenizer.from_pretrained(out).chat_template == TEMPLATE
     replayed = here("finetune", "--plan", out / "run.json", "--out", again)
     assert replayed.status == 0, replayed.stderr
     found = load_file(again / "model.safetensors")
@@ -251,3 +270,18 @@ def test_models_that_cannot_be_tuned_or_merged_are_named(
         "merge", "--model", base, "--adapter", base, "--out", out
     ).stderr  # fmt: skip
     assert not out.exists()
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    for flag, place in (("--model", base), ("--adapter", adapter)):
+        done = here(
+            "merge", "--model", base, "--adapter", adapter, "--out", place, "--overwrite"
+        )  # fmt: skip
+        assert f"--out {place} is {flag}, which is read" in done.stderr
+    plan = tmp_path / "run.toml"
+    plan.write_text("[run]\nverify = true\n")
+    done = here(*tuning(base, chats, out), "--plan", plan)
+    assert (done.status, "verify is of `fzero train`" in done.stderr) == (2, True), done.stderr
+    done = here(*tuning(base, chats, Path("s3://bucket/run")))
+    assert "s3:/bucket/run: expected a directory of this machine" in done.stderr
+    assert not Path("s3:").exists()

@@ -158,6 +158,11 @@ def _settings(
     run, rows, adapter = (dict(sections[name]) for name in ("run", "data", "lora"))
     if run["model"] is None:
         raise CommandError("--model is missing: give it, or [run] model in --plan's file")
+    if run.get("verify"):
+        raise CommandError(
+            f"--plan {file}: [run] verify is of `fzero train`: it compares with PyTorch on plain"
+            " text; take it out"
+        )
     for name in ("sources", "eval_sources"):
         paths = rows.get(name) or []
         rows[name] = tuple(str(Path(one).expanduser().absolute()) for one in paths)

@@ -35,14 +35,15 @@ def join(settings: TrainSettings) -> fz.World:
 
 
 def own(settings: TrainSettings, world: fz.World) -> TrainSettings:
-    """The settings of this process: beside process 0 they write metrics and the like nowhere."""
+    """The settings of this process: beside process 0 they write metrics and the like nowhere,
+    nor to other places (`--log`)."""
     if world.process_id == 0:
         return settings
     scratch = Path(tempfile.mkdtemp(prefix="fzero-train-"))
     atexit.register(shutil.rmtree, scratch, ignore_errors=True)
     if settings.resume and (settings.out / outputs.METRICS).exists():
         shutil.copy(settings.out / outputs.METRICS, scratch / outputs.METRICS)
-    return dataclasses.replace(settings, out=scratch)
+    return dataclasses.replace(settings, out=scratch, log=())
 
 
 class Feed:

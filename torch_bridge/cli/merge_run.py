@@ -22,7 +22,7 @@ def merge(spec: str, adapter: Path, out: Path, undo: bool, overwrite: bool) -> N
     """Writes `out`; see `fzero merge`.
 
     Raises:
-        CommandError: there is no such model or adapter, or `out` holds something.
+        CommandError: there is no such model or adapter, or `out` is one of them or holds something.
         CheckpointError: the adapter is of another model, or more than low-rank updates.
     """
     directory = Path(spec.removeprefix(HF_PREFIX)).expanduser()
@@ -30,6 +30,9 @@ def merge(spec: str, adapter: Path, out: Path, undo: bool, overwrite: bool) -> N
         raise CommandError(f"--model {directory}: expected a directory with weights of a model")
     if not is_adapter(adapter):
         raise CommandError(f"--adapter {adapter}: expected a directory with adapter_config.json")
+    for flag, source in (("--model", directory), ("--adapter", adapter)):
+        if out.resolve() == source.resolve():
+            raise CommandError(f"--out {out} is {flag}, which is read; give another directory")
     outputs.check(out, overwrite)
     devices.configure(None, "fp32")
     loaded = models.load(f"{HF_PREFIX}{directory}", 0, "auto")
@@ -57,6 +60,7 @@ def merge(spec: str, adapter: Path, out: Path, undo: bool, overwrite: bool) -> N
         loaded.config.save_pretrained(scratch)
         if loaded.tokenizer is not None:
             loaded.tokenizer.save_pretrained(scratch)
+    outputs.drop_adapter(out)
     count = len(adapted.adapters["default"].targets)
     word = "taken out of" if undo else "put into"
     print(f"{out}: {adapter} {word} {count} weights of {directory}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,15 +17,19 @@ from typing import Any
 from fzero.runs.files import METRICS as METRICS
 from fzero.runs.files import RUN as RUN
 from fzero.runs.files import SUMMARY as SUMMARY
+from fzero.runs.files import TIMELINE as TIMELINE
 from fzero.runs.files import TIMINGS as TIMINGS
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.settings import DataSettings
 
 
 WEIGHTS = "model.safetensors"
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 PLOT = "loss.png"
 # How the run cut its text and laid out its state: the defaults of `fzero eval`.
 RECORD = "fzero.json"
+# A path keeps one of a URL's two slashes.
+_REMOTE = re.compile(r"([a-z][a-z0-9+.-]+):/")
 PACKAGES = ("fzero", "jax", "jaxlib", "numpy", "optax", "torch", "transformers", "safetensors")
 
 
@@ -55,11 +60,16 @@ class Record:
 
 
 def check(directory: Path, overwrite: bool) -> None:
-    """Refuses a file, and a directory with something in it but with `overwrite`.
+    """Refuses a URL, a file, and a directory with something in it but with `overwrite`.
 
     What an older run left there goes away only when this run replaces it: a run that fails early
     keeps it.
     """
+    if remote := _REMOTE.match(str(directory)):
+        raise CommandError(
+            f"--out {directory}: expected a directory of this machine, got a URL ({remote[1]}://);"
+            " train into a directory and copy it"
+        )
     if directory.is_file():
         raise CommandError(f"--out {directory} is a file; give a directory")
     if directory.is_dir() and any(directory.iterdir()) and not overwrite:
@@ -69,14 +79,23 @@ def check(directory: Path, overwrite: bool) -> None:
         )
 
 
+def drop_adapter(directory: Path) -> None:
+    """Removes an older run's adapter: transformers would add it to whole weights beside it."""
+    for name in ADAPTER:
+        (directory / name).unlink(missing_ok=True)
+
+
 @contextmanager
 def staged(directory: Path) -> Iterator[Path]:
-    """A scratch directory; what it holds in the end moves into `directory`, file by file."""
+    """A scratch directory; what it holds in the end moves into `directory`, entry by entry."""
     scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=directory))
     try:
         yield scratch
         for path in sorted(scratch.iterdir()):
-            path.replace(directory / path.name)
+            target = directory / path.name
+            if target.is_dir() and not target.is_symlink():
+                shutil.rmtree(target)  # no rename replaces a folder that holds something
+            path.replace(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -86,14 +86,16 @@ def train(settings: TrainSettings, task: Task) -> int:
     else:
         if world.process_id == 0:
             settings.out.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(saver.folder, ignore_errors=True)  # of the run that this one replaces
+            # Of the run that this one replaces; not every run writes a timeline.
+            shutil.rmtree(saver.folder, ignore_errors=True)
+            (settings.out / outputs.TIMELINE).unlink(missing_ok=True)
             outputs.write_json(settings.out / outputs.RUN, settings.to_json())
         state = fz.init(job.model, tx, plan, settings.seed)
     with (
         display(settings.steps) as shown,
         (own.out / outputs.METRICS).open("a" if settings.resume else "w", encoding="utf-8") as sink,
         timings(own.out / outputs.TIMINGS, settings.resume) as times,
-        open_writers(settings.log, own.out, settings.to_json()) as writers,
+        open_writers(own.log, own.out, settings.to_json()) as writers,
     ):
         for line in _describe(job, num_devices):
             shown.line(line)
@@ -230,6 +232,8 @@ def _write_model(
     with outputs.staged(settings.out) as scratch:
         made = Trained(loaded, job.converted, state, job.plan, lambda text: record(data=text))
         task.write(scratch, made)
+    if not job.converted.adapters:
+        outputs.drop_adapter(settings.out)
 
 
 def _summary(

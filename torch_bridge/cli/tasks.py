@@ -41,10 +41,12 @@ class Trained:
         self.record = record
 
     def save_around(self, folder: Path) -> None:
-        """The configuration and the tokenizer."""
+        """The configuration of whole weights, and the tokenizer."""
         loaded = self.loaded
         if loaded.config is not None:
             loaded.config.architectures = [type(loaded.module).__name__]
+            # Of what is saved, not of the files it came from: transformers loads in this dtype.
+            loaded.config.dtype = next(loaded.module.parameters()).dtype
             loaded.config.save_pretrained(folder)
         if loaded.tokenizer is not None:
             loaded.tokenizer.save_pretrained(folder)

@@ -100,17 +100,15 @@ class Tuning:
     def corpus(self, loaded: LoadedModel) -> RowCorpus:
         """See `Task`."""
         own = self.rows
-        template = None
         if own.template is not None:
             try:
-                template = Path(own.template).read_text(encoding="utf-8")
+                # The tokenizer's own from here on: who loads what is written talks as was learned.
+                loaded.tokenizer.chat_template = Path(own.template).read_text(encoding="utf-8")
             except (OSError, ValueError) as error:
                 raise CommandError(f"--template {own.template}: cannot be read: {error}") from error
 
         def read(sources: tuple[str, ...]) -> list[Document]:
-            return tb.read_documents(
-                sources, loaded.tokenizer, template=template, vocabulary=loaded.vocab_size
-            )
+            return tb.read_documents(sources, loaded.tokenizer, vocabulary=loaded.vocab_size)
 
         train = read(own.sources)
         if own.eval_sources:
