@@ -85,11 +85,7 @@ def train(settings: TrainSettings, task: Task) -> int:
         history = resume.rewind(own.out, checkpoint.step, settings.eval_every)
     else:
         if world.process_id == 0:
-            settings.out.mkdir(parents=True, exist_ok=True)
-            # Of the run that this one replaces; not every run writes a timeline.
-            shutil.rmtree(saver.folder, ignore_errors=True)
-            (settings.out / outputs.TIMELINE).unlink(missing_ok=True)
-            outputs.write_json(settings.out / outputs.RUN, settings.to_json())
+            _begin(settings, saver.folder)
         state = fz.init(job.model, tx, plan, settings.seed)
     with (
         display(settings.steps) as shown,
@@ -128,6 +124,14 @@ def train(settings: TrainSettings, task: Task) -> int:
         outputs.write_json(settings.out / outputs.SUMMARY, summary)
     fz.wait(saver.folder)
     return _conclude(settings, history, summary, missed)
+
+
+def _begin(settings: TrainSettings, checkpoints: Path) -> None:
+    """The run's directory, without what a run that this one replaces went on from or drew."""
+    settings.out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(checkpoints, ignore_errors=True)
+    (settings.out / outputs.TIMELINE).unlink(missing_ok=True)  # not every run writes one
+    outputs.write_json(settings.out / outputs.RUN, settings.to_json())
 
 
 def evaluate(settings: EvalSettings) -> None:
