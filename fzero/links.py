@@ -235,7 +235,7 @@ def apply_layer(
         return layer.apply(params, x, ctx)
 
     if ctx.products is not None:
-        apply = in_float8(apply, layer.name, ctx.products)
+        apply = in_float8(apply, layer.name, ctx.products, getattr(layer, "reads", {}))
     out = apply(params, x)
     y, buffers = out if layer.stateful else (out, ctx.buffers)
     if shared:

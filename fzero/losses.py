@@ -98,9 +98,12 @@ def picked(values: jax.Array, labels: jax.Array, axis: int = -1) -> jax.Array:
         return jnp.squeeze(jnp.take_along_axis(values, jnp.expand_dims(labels, axis), axis), axis)
     # Where a vocabulary may lie divided: a sum of one number and zeros, to which each device adds
     # its own words. (XLA's partitioner aborts on some gathers from divided logits.)
-    words = jax.lax.broadcasted_iota(labels.dtype, values.shape, axis % values.ndim)
-    here = words == jnp.expand_dims(labels, axis)
-    return jnp.sum(jnp.where(here, values, jnp.zeros((), values.dtype)), axis=axis)
+    size, labels = values.shape[axis], labels.astype(jnp.int32)
+    words = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis % values.ndim)
+    here = words == jnp.expand_dims(jnp.where(labels < 0, labels + size, labels), axis)
+    found = jnp.sum(jnp.where(here, values, jnp.zeros((), values.dtype)), axis=axis)
+    # As `take_along_axis`: what is no word is seen.
+    return jnp.where((labels < -size) | (labels >= size), jnp.nan, found)
 
 
 def linear_cross_entropy(

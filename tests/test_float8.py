@@ -12,6 +12,7 @@ from support import tiny
 
 import fzero as fz
 from fzero.float8.products import in_float8
+from fzero.links import apply_layer
 
 
 ALL = fz.Float8(keep=())
@@ -90,6 +91,52 @@ def test_paths_keep_products_in_16_bits():
     for path, taken in [("up", True), ("lm_head", False), ("router", False), ("outputs", True)]:
         run = in_float8(lambda p, x, path=path: x @ p[path], "mlp", fz.Float8())
         assert ("f8_e4m3fn" in str(jax.make_jaxpr(run)({path: w}, x))) is taken
+
+
+@pytest.mark.parametrize(
+    ("path", "taken"),
+    [
+        ("blocks/mlp.gate_proj.weight", True), ("blocks/w_gate", True), ("blocks/gate", True),
+        ("layers/attention.output.dense.weight", True), ("encoder/multi_head_attention/q", True),
+        ("lm_head/weight", False), ("output/weight", False), ("shared/weight", False),
+        ("cls.predictions.decoder.weight", False), ("embeddings.word_embeddings.weight", False),
+        ("layers/block_sparse_moe.gate.weight", False), ("qa_head/kernel", False),
+        (("logits_of/t", "wte/weight"), False),
+    ],
+)  # fmt: skip
+def test_names_of_heads_tables_and_routers(path, taken):
+    assert fz.Float8().takes(path, 64, 64) is taken
+
+
+def test_tied_parameters_are_asked_about_under_both_names():
+    layer = fz.Layer("up", None, lambda p, x, ctx: x @ p["w"].T, reads={"w": "tok/rows/w"})
+    x, w = jnp.ones((4, 64), jnp.bfloat16), jnp.ones((48, 64), jnp.bfloat16)
+    for keep, taken in [(("^tok/rows/w$",), False), (("^up/w$",), False), (("^down",), True)]:
+        ctx = fz.Context(None, jax.random.key(0), True, products=fz.Float8(keep=keep))
+        program = jax.make_jaxpr(lambda w, ctx=ctx: apply_layer(layer, {"w": w}, x, {}, ctx)[0])(w)
+        assert ("f8_e4m3fn" in str(program)) is taken
+
+
+def test_a_product_that_asks_for_float32_is_not_rounded_before():
+    x, w, _ = operands()
+    run = in_float8(
+        lambda p, x: jnp.einsum("bk,kd->bd", x, p["w"], preferred_element_type=jnp.float32),
+        "mlp", ALL,
+    )  # fmt: skip
+    found = run({"w": w}, x)
+    assert found.dtype == jnp.float32
+    assert np.any(np.asarray(found) != np.float32(found.astype(jnp.bfloat16)))
+
+
+def test_products_are_kept_where_the_plan_keeps_products():
+    model, tx = tiny.chain(2), optax.sgd(1.0)
+    count = {}
+    for remat in ("layer", "dots"):
+        plan = fz.Plan(data=1, precision="fp8", float8=ALL, remat=remat)
+        state, step = fz.abstract_state(model, tx, plan), fz.train_step(model, tx, plan)
+        text = step.lower(state, tiny.tokens(8)).as_text()
+        count[remat] = sum("dot_general" in x and "f8E4M3FN" in x for x in text.splitlines())
+    assert count["dots"] < count["layer"]
 
 
 def test_values_that_are_not_finite_are_seen_and_zeros_stay_zeros():

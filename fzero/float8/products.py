@@ -10,12 +10,14 @@ losses) run as they were written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from fzero import compat
 from fzero.float8.recipe import Float8
@@ -28,20 +30,31 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 # A parameter that is cast, transposed or cut is still that parameter.
 _MOVEMENT = frozenset(
     ("transpose", "convert_element_type", "reduce_precision", "reshape", "squeeze", "slice",
-     "expand_dims", "copy", "copy_p", "concatenate", "optimization_barrier")
+     "expand_dims", "copy", "copy_p", "concatenate", "optimization_barrier", "stop_gradient",
+     "name")
 )  # fmt: skip
 _INLINED = frozenset(("jit", "pjit", "closed_call", "core_call"))
 # Below this largest value, scales would overflow.
 _SMALLEST = 1e-12
+# What `checkpoint_name` calls the result of a product in 8 bits.
+PRODUCT = "fzero.product"
 
 
-def in_float8(apply: Callable[..., Any], name: str, float8: Float8) -> Callable[..., Any]:
+def in_float8(
+    apply: Callable[..., Any],
+    name: str,
+    float8: Float8,
+    reads: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[..., Any]:
     """`apply(params, *args)` with its products with parameters on 8-bit operands.
 
     Args:
         apply: any traceable function; `params` is a pytree of arrays.
         name: what stands before the paths in `params` that `float8` is asked about.
         float8: which products, and how.
+        reads: the paths of parameters that `params` has from elsewhere, by their key.
+
+    Forward-mode derivatives (`jax.jvp`) do not pass through.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -53,8 +66,9 @@ def in_float8(apply: Callable[..., Any], name: str, float8: Float8) -> Callable[
 
     def run(params: PyTree, *args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(apply, return_shape=True)(params, *args)
-        paths = [
-            f"{name}/{path_name(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(params)
+        paths: list[Mark] = [
+            _paths(path_name(path), name, reads)
+            for path, _ in jax.tree_util.tree_leaves_with_path(params)
         ]
         values = jax.tree.leaves((params, args))
         marks = paths + [None] * (len(values) - len(paths))
@@ -64,8 +78,14 @@ def in_float8(apply: Callable[..., Any], name: str, float8: Float8) -> Callable[
     return run
 
 
-Mark = str | None
-"""The path of the parameter that a value is; `None` for any other value."""
+Mark = tuple[str, ...] | None
+"""The paths of the parameter that a value is; `None` for any other value."""
+
+
+def _paths(path: str, layer: str, reads: Mapping[str, str]) -> tuple[str, ...]:
+    key, slash, rest = path.partition("/")
+    own = f"{layer}/{path}" if layer else path
+    return (own, f"{reads[key]}{slash}{rest}") if key in reads else (own,)
 
 
 class _Run:
@@ -175,27 +195,29 @@ def _general(product: _Product, equation: Any, values: list[Any]) -> jax.Array:
     size = math.prod(w.shape[d] for d in product.weight)
     left = x.transpose(*rows, *product.value).reshape(-1, size)
     right = w.transpose(*product.weight, *columns).reshape(size, -1)
-    out = _multiply(product.recipe, left, right)
+    out = _multiply(product.recipe, equation.outvars[0].aval.dtype, left, right)
+    # A policy of `jax.checkpoint` does not see the product itself.
+    out = checkpoint_name(out, PRODUCT)
     out = out.reshape(*shape[0], *shape[1])
     if product.at == 0:  # the parameter's dims come first
         split = len(shape[0])
         out = out.transpose(*range(split, out.ndim), *range(split))
-    return out.astype(equation.outvars[0].aval.dtype)
+    return out
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(recipe: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """`x @ w` of [rows, size] with [size, columns]."""
-    return _dot(_Scaled.of(x, 1, E4M3, recipe), _Scaled.of(w, 0, E4M3, recipe), x.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _multiply(recipe: str, dtype: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+    """`x @ w` of [rows, size] with [size, columns], rounded to `dtype`."""
+    return _dot(_Scaled.of(x, 1, E4M3, recipe), _Scaled.of(w, 0, E4M3, recipe), dtype)
 
 
-def _forward(recipe: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(recipe: str, dtype: Any, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
     # What is kept are the operands as they came: a parameter is then still known as one, and is not
     # kept but gathered again.
-    return _multiply(recipe, x, w), (x, w)
+    return _multiply(recipe, dtype, x, w), (x, w)
 
 
-def _backward(recipe: str, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(recipe: str, _: Any, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = kept
     of_gradients = E5M2 if recipe == "tensorwise" else E4M3
     dx = _dot(_Scaled.of(g, 1, of_gradients, recipe), _Scaled.of(w.T, 0, E4M3, recipe), x.dtype)

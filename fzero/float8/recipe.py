@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,13 @@ from fzero.errors import PlanError
 
 RECIPES = ("tensorwise", "rowwise")
 
-# Where 8 bits cost accuracy and gain little: tables, heads and what routes tokens.
+# Where 8 bits cost accuracy and gain little: tables, heads and what routes tokens; whole names
+# between `/` and `.`, as transformers, torchtitan and flax write them.
 KEEP = (
-    r"(?i)(^|[/._])(lm_head|head|output|classifier|score|wte|wpe|embed\w*|table|router|gate)([/._]|$)",
+    r"(^|[/.])(wte|wpe|embed\w*|\w+_embeddings?|shared|table)([/.]|$)",
+    r"(^|[/.])((\w+_)?head|logits|classifier|score|predictions[/.]decoder)([/.]|$)",
+    r"^(model[/.])?output([/.]\w+)?$",
+    r"(^|[/.])(router|gate[/.](weight|kernel))([/.]|$)",
 )
 
 
@@ -31,7 +36,8 @@ class Float8:
             `rowwise`: a scale, a power of two, for each row and column along which a product sums;
             E4M3 throughout. It follows outliers better and costs more.
         keep: regular expressions; a product stays in bf16 if one is found in its parameter's path
-            (layer's name, then path in it). Embeddings, heads and routers by default.
+            (layer's name, then path in it; of a tied one, its owner's too). Embeddings, heads and
+            routers by default.
         min_dim: products of a parameter with a smaller dim than this stay in bf16, and always those
             whose dims are no multiples of 16, as the GPUs' kernels want them.
 
@@ -66,16 +72,18 @@ class Float8:
         if isinstance(self.min_dim, bool) or not isinstance(self.min_dim, int) or self.min_dim < 1:
             raise PlanError(f"plan: float8: min_dim={self.min_dim!r}: expected a positive integer")
 
-    def takes(self, path: str, contracted: int, free: int) -> bool:
+    def takes(self, path: str | Sequence[str], contracted: int, free: int) -> bool:
         """Whether the product with a parameter runs in 8 bits.
 
         Args:
-            path: where the parameter is: layer's name, then path in it.
+            path: where the parameter is: layer's name, then path in it; of one that a layer reads
+                from another, both.
             contracted: how many elements each sum of the product has.
             free: how many columns the parameter gives the product.
         """
         fits = all(n % 16 == 0 and n >= self.min_dim for n in (contracted, free))
-        return fits and not any(re.search(one, path) for one in self.keep)
+        paths = (path,) if isinstance(path, str) else path
+        return fits and not any(re.search(one, path) for one in self.keep for path in paths)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Float8:

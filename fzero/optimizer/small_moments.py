@@ -56,7 +56,8 @@ def small_moments(
 
     Precision: `bf16` has 8 bits of mantissa; `int8` has 4 (a relative step of 6 to 12 %, exact on
     average), for values down to 2**-15 of the largest in their row along the last dim, and 2**-31
-    in rows without negative numbers; smaller ones count as that. Wrap the part of a chain that has
+    in rows without negative numbers. Smaller ones become that; in rows with signs that or 0, so
+    that they too are right on average. Wrap the part of a chain that has
     the moments, not one that keeps weights (`fz.lookahead`).
 
     Args:
@@ -169,8 +170,13 @@ def _encode_int8(leaf: jax.Array, noise: jax.Array) -> tuple[jax.Array, jax.Arra
     exponent = largest >> _MANTISSA  # 255: something in the row is not finite
     keys = (size + (noise >> (32 - _CUT)).astype(jnp.int32)) >> _CUT
     code = jnp.clip(keys - _zero(exponent, signed), 1, _most(signed))
-    code = jnp.where(size == 0, 0, code)
-    code = code | jnp.where(negative & (size > 0), 128, 0)
+    # Below the least code: that or 0, by chance. Were it always that, a value that fades would stay
+    # there, and its parameter drift for ever. (Second moments keep it: they are divided by.)
+    least = _least(exponent, signed)
+    chance = (noise >> 8).astype(jnp.float32) * np.float32(2.0**-24)
+    dropped = (signed == 1) & (jnp.abs(leaf) < least) & (chance * least >= jnp.abs(leaf))
+    code = jnp.where((size == 0) | dropped, 0, code)
+    code = code | jnp.where(negative & (code > 0), 128, 0)
     return code.astype(jnp.uint8), (exponent * 2 + signed).astype(jnp.int16)
 
 
@@ -183,6 +189,12 @@ def _decode_int8(leaf: jax.Array, scale: jax.Array) -> jax.Array:
     size = jax.lax.bitcast_convert_type(keys << _CUT, jnp.float32)
     size = jnp.where(exponent == 255, jnp.float32(jnp.nan), jnp.where(code == 0, 0.0, size))
     return jnp.where(negative, -size, size)
+
+
+def _least(exponent: jax.Array, signed: jax.Array) -> jax.Array:
+    """The least value that is not 0."""
+    key = jnp.maximum(1 + _zero(exponent, signed), 0)
+    return jax.lax.bitcast_convert_type(key << _CUT, jnp.float32)
 
 
 def _most(signed: jax.Array) -> jax.Array:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fzero.errors import PlanError
+from fzero.float8.products import PRODUCT
 from fzero.programs.jaxprs import Program, Step, Var, has_checkpoint, needed, run_steps
 from fzero.tree import PyTree
 
@@ -40,6 +41,13 @@ def keep_all_but_movement(prim: Any, *_: Any, **__: Any) -> bool:
     return prim.name not in _MOVEMENT
 
 
+def _keep_dots(prim: Any, *args: Any, **params: Any) -> Any:
+    """Checkpoint policy: keep products with weights, in 8 bits too."""
+    if prim.name == "name":
+        return params["name"] == PRODUCT
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *args, **params)
+
+
 def remat_policy(remat: str | Policy) -> Policy:
     """The checkpoint policy of `Plan.remat` (`layer` keeps nothing of a stack and needs none).
 
@@ -54,8 +62,7 @@ def remat_policy(remat: str | Policy) -> Policy:
             " function itself: plan.replace(remat=policy)"
         )
     if remat == "dots":
-        policy: Policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        return policy
+        return _keep_dots
     return keep_all_but_movement
 
 

@@ -286,3 +286,28 @@ def test_plans_with_the_axis_come_back_from_json():
     plan = fz.Plan(zero=2, data=4, tensor=2)
     assert fz.Plan.from_json(plan.to_json()) == plan
     assert repr(plan) == "Plan(zero=2, data=4, tensor=2)"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "last", "finite"),
+    [(np.uint8, 255, True), (np.int32, 383, True), (np.int32, 384, False)],
+)
+def test_labels_of_a_divided_vocabulary_are_those_of_a_whole_one(dtype, last, finite):
+    size = 384
+    model = fz.Sequential(
+        [
+            fz.Layer("embed", lambda key: {"w": jax.random.normal(key, (16, 8))},
+                     lambda p, batch, ctx: p["w"][batch["ids"]]),
+            fz.Layer("head", lambda key: {"w": jax.random.normal(key, (8, size))},
+                     lambda p, x, ctx: fz.cross_entropy(x @ p["w"], ctx.batch["labels"]),
+                     shard={"w": (None, "tensor")}),
+        ]
+    )  # fmt: skip
+    ids = np.arange(8, dtype=np.int32).reshape(2, 4)
+    batch = {"ids": ids, "labels": np.full((2, 4), last, dtype)}
+    losses = []
+    for plan in (fz.Plan(data=1), fz.Plan(data=1, tensor=2)):
+        state = fz.init(model, None, plan)
+        losses.append(float(fz.eval_step(model, plan)(state, batch)["loss"]))
+    assert np.isfinite(losses).tolist() == [finite, finite]
+    np.testing.assert_allclose(*losses, rtol=1e-6)  # sums in another order; NaN equals NaN

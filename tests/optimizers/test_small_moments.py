@@ -191,3 +191,20 @@ def test_what_is_refused():
     state = fz.init(model, fz.small_moments(optax.adam(0.1)), tiny.plan(zero=0))
     with pytest.raises(fz.CheckpointError, match="without"):
         tb.moments_of(converted, state.opt_state)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_without_gradients_stays_where_it_is(dtype):
+    # A dead unit among others: its first moment fades below what the row's scale holds.
+    tx = fz.small_moments(optax.adam(1e-3, b2=0.95), dtype)
+    noise = jnp.asarray(np.random.default_rng(0).normal(size=(1000, 1, WIDTH)), jnp.float32)
+    grads = noise.at[50:, 0, 0].set(0.0)
+
+    def move(carry, grad):
+        params, state = carry
+        updates, state = tx.update(grad, state, params)
+        return (params + updates, state), params[0, 0]
+
+    params = jnp.zeros((1, WIDTH))
+    _, path = jax.jit(lambda: jax.lax.scan(move, (params, tx.init(params)), grads))()
+    assert abs(float(path[-1] - path[400])) < 1e-3  # was 0.6: a stuck moment over a faded second
