@@ -99,26 +99,36 @@ def pack(
     return out
 
 
-def packed_mask(segments: Any) -> jax.Array:
+def packed_mask(segments: Any, dtype: Any = jnp.float32) -> jax.Array:
     """What may see what in packed rows: itself and what is before it in the same document.
 
-    What fills a row up sees only what fills it up, and nothing else sees that.
+    What fills a row up sees only what fills it up, and nothing else sees that. It is a mask to add
+    to scores, as transformers' own: layers that add it would add 1 for True, and hide nothing.
 
     Args:
         segments: `(B, T)`, as `pack` gives them.
+        dtype: floats, as in the example that a module was converted with; or bool, True where
+            position i may attend to position j, for a module of yours that does not add it.
 
     Returns:
-        Booleans `(B, 1, T, T)`, True where position i may attend to position j: what
-        `scaled_dot_product_attention`, and the `attention_mask` of transformers' decoders, take.
+        `(B, 1, T, T)`: 0 where position i may attend to position j, elsewhere the lowest number of
+        `dtype` (of float32: of bfloat16, so that it stays finite when it is cast). It is what
+        `scaled_dot_product_attention` takes, and the `attention_mask` of transformers' decoders,
+        which use one of 4 dims as it is. Windows of theirs are not in it, and layers that carry a
+        state from token to token do not read it.
 
     Example:
-        >>> packed_mask(np.array([[1, 1, 2]]))[0, 0].astype(int).tolist()
+        >>> (packed_mask(np.array([[1, 1, 2]]))[0, 0] == 0).astype(int).tolist()
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
     given = jnp.asarray(segments)
     order = jnp.arange(given.shape[-1])
     same = given[:, :, None] == given[:, None, :]
-    return (same & (order[:, None] >= order[None, :]))[:, None]
+    seen = (same & (order[:, None] >= order[None, :]))[:, None]
+    if dtype in (bool, jnp.bool_):
+        return seen
+    lowest = max(float(jnp.finfo(kind).min) for kind in (dtype, jnp.bfloat16))
+    return jnp.where(seen, 0.0, lowest).astype(dtype)
 
 
 def _labels(

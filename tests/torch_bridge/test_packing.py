@@ -58,7 +58,7 @@ def test_the_loss_of_packed_rows_is_that_of_the_documents_one_by_one():
     assert packed["segments"].max() > 1  # some rows have several
     ids = torch.zeros(2, 12, dtype=torch.long)
     module = Decoder()
-    made = tb.convert(module, ids, ids, torch.ones(2, 1, 12, 12, dtype=torch.bool))
+    made = tb.convert(module, ids, ids, torch.zeros(2, 1, 12, 12))
     model, tx = made.model(loss), optax.sgd(1.0)
     plan = fz.Plan(zero=3, data=4, min_shard_bytes=0)  # rows with few and with many real tokens
     state = fz.init(model, tx, plan)
