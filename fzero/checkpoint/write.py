@@ -94,7 +94,7 @@ def save(
     """Writes a checkpoint. The state stays as it is and may be stepped at once.
 
     When the one before failed in the background, and no `wait` said so, this one is written all the
-    same, in every process; a `UserWarning` names the one that failed and why.
+    same; a `UserWarning` names the one that failed and why.
 
     Args:
         path: a directory for checkpoints of one run, made if it is not there; or a folder of an
