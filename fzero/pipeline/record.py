@@ -73,11 +73,12 @@ class Recording:
             raise PipelineError(
                 "timeline: expected one training step within recorded(step), got none"
             )
+        ended = self._noted()
         times: dict[Value, float] = {}
         free: dict[int, float] = defaultdict(lambda: self._began)
         events: list[Event] = []
-        for action in sorted(self._ended, key=lambda one: self._ended[one]):
-            rank, end = self._schedule.stage_to_rank[action.stage], self._ended[action]
+        for action, end in ended.items():
+            rank = self._schedule.stage_to_rank[action.stage]
             inputs = [times.get(v, 0.0) for v in needs(action, self._schedule.num_stages)]
             start = min(end, max(free[rank], self._given[action], *inputs))
             times[gives(action)] = free[rank] = end
@@ -87,6 +88,25 @@ class Recording:
         moved.sort(key=lambda event: (event.rank, event.end_s))
         cost = medians(moved, self._schedule)
         return Timeline(self._schedule, cost, "measured", tuple(moved))
+
+    def _noted(self) -> dict[Action, float]:
+        """When actions ended, in the order of their dispatch.
+
+        On busy cores an end may be noted late, even after that of an action that reads its result:
+        then it was no later than that.
+        """
+        order = [action for action in self._given if action in self._ended]
+        made = {gives(action): action for action in order}
+        ended, after = dict(self._ended), dict[int, Action]()
+        for action in reversed(order):
+            rank = self._schedule.stage_to_rank[action.stage]
+            if rank in after:
+                ended[action] = min(ended[action], ended[after[rank]])
+            after[rank] = action
+            for value in needs(action, self._schedule.num_stages):
+                if value in made:
+                    ended[made[value]] = min(ended[made[value]], ended[action])
+        return {action: ended[action] for action in order}
 
     def _queue(self, rank: int) -> queue.SimpleQueue[tuple[Action, Any] | None]:
         if rank not in self._queues:
