@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 
@@ -71,3 +72,16 @@ class ConversionError(FzeroError, ValueError):
 
 class PreflightError(FzeroError, ValueError):
     """A prediction cannot be made: an unknown topology, a missing compiler, or a wrong setting."""
+
+
+def known_fields(cls: Any, where: str, values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a dataclass's fields, as they came.
+
+    Raises:
+        PlanError: a key is none of its fields.
+    """
+    known = {field.name for field in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise PlanError(f"{where}: unknown keys {unknown}; known are {sorted(known)}")
+    return values

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
 
-from fzero.errors import PlanError
+from fzero.errors import PlanError, known_fields
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,4 @@ class LossScaling:
         Raises:
             PlanError: a key is unknown.
         """
-        known = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise PlanError(f"plan: loss_scale: unknown keys {unknown}; known are {sorted(known)}")
-        return cls(**values)
+        return cls(**known_fields(cls, "plan: loss_scale", values))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fzero.errors import PlanError
+from fzero.errors import PlanError, known_fields
 
 
 RECIPES = ("tensorwise", "rowwise")
@@ -92,8 +91,4 @@ class Float8:
         Raises:
             PlanError: a key is unknown.
         """
-        known = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise PlanError(f"plan: float8: unknown keys {unknown}; known are {sorted(known)}")
-        return cls(**values)
+        return cls(**known_fields(cls, "plan: float8", values))
