@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,37 @@ def in_global() -> Callable[[], float]:
 def test_state_of_python_is_not_frozen_wherever_it_is(made: Callable[[], Any]) -> None:
     with pytest.raises(ConversionError, match="depends on Python values that it changes itself"):
         tb.convert(Depends(made()), X)
+
+
+class Allocates(nn.Module):
+    """Makes so many objects that Python collects what nothing refers to any more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gc.set_threshold(100)
+        assert len([[] for _ in range(500)]) == 500
+        return x * 2.0
+
+
+@torch.no_grad()
+def waiting() -> Iterator[None]:
+    """Turns gradients off and on again when it is ended."""
+    yield
+
+
+def test_what_python_collects_during_a_trace_is_no_part_of_it() -> None:
+    thresholds = gc.get_threshold()
+    try:
+        gc.set_threshold(10_000_000)
+        generator = waiting()
+        next(generator)
+        circle: list[Any] = [generator]
+        circle.append(circle)
+        del generator, circle
+        converted = tb.convert(Allocates(), X)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert gc.isenabled()
+    np.testing.assert_array_equal(converted(X), X.numpy() * 2)
 
 
 class Running(nn.Module):

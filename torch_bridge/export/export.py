@@ -9,6 +9,7 @@ unroll attention, and let gradients through `detach`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import io
 import logging
@@ -77,7 +78,7 @@ def export_program(
         ConversionError: export failed, or would have lost a gradient without a word.
     """
     mode = "train" if train else "eval"
-    with untouched(module, train), quiet():
+    with _undisturbed(), untouched(module, train), quiet():
         program = _export_pure(module, (args, dict(kwargs)), mode, (batch_dim, free), check)
         refuse_nameless(program, (*module.named_parameters(), *module.named_buffers()))
         inline_no_grad(program)
@@ -146,6 +147,23 @@ def _export_pure(
 _EXPORTING = threading.RLock()
 
 
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """One export at a time, and none of Python's collections meanwhile.
+
+    A collection may end any generator of the process: one that waited inside `torch.no_grad()`
+    switches gradients as it ends, and in the midst of a trace that is part of the graph.
+    """
+    with _EXPORTING:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
+
+
 def _export_most_dynamic(
     module: torch.nn.Module,
     inputs: tuple[Any, dict[str, Any]],
@@ -155,7 +173,7 @@ def _export_most_dynamic(
 ) -> tuple[ExportedProgram, str]:
     """The program with the first kind of free dims that works, and that kind."""
     last: Exception | None = None
-    with _EXPORTING, watch_functions() as functions, watch_gradients(), stand_ins():
+    with watch_functions() as functions, watch_gradients(), stand_ins():
         for dynamic in kinds:
             shapes = _dynamic_shapes(module, inputs, dynamic, batch_dim)
             try:
