@@ -1,10 +1,10 @@
 # make demo   environment, then the main job: a PyTorch GPT-2 trained with ZeRO-3, checked in PyTorch
 # make test   environment, then lint, types and the test suite
 # make test-bits   tests that compare the bits of different programs, for several kinds of CPU
-# make test-extended   every example, the other models of the zoo
 # make test-gpu-programs   the compiler for GPUs, then what it makes of large steps; needs no GPU
 # make docs   the documentation, built without a warning into docs/_build; its tutorials run
 # make docs-serve   the same, at localhost:8000
+# make nightly   a night's work: what `make test` leaves out, planted bugs, long random sequences
 # make published   preflight beside published training runs; needs no GPU
 # make gpu   on a machine with a GPU: checks and figures, in parts of nine minutes
 #
@@ -22,7 +22,7 @@ comma := ,
 # Installed again when what is to be installed changes.
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help install demo test test-bits test-extended gpu-programs test-gpu-programs published gpu nightly mutants operators lint types docs docs-serve docs-outputs clean
+.PHONY: help install demo test test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-random mutants operators lint types docs docs-serve docs-outputs clean
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 .DELETE_ON_ERROR:
@@ -56,19 +56,15 @@ demo: install
 	  --eval-sequences 128 --overwrite --verify
 
 test: lint types
-	$(PYTEST) -m "not extended and not nightly" $(PYTEST_ARGS)
+	$(PYTEST) -m "not nightly and not bits" $(PYTEST_ARGS)
 
-# What takes long and is as good as the others.
-test-extended: install
-	$(PYTEST) -m "extended and not bits and not nightly" $(PYTEST_ARGS)
-
-# Bits of different programs, on the instruction sets of older CPUs and of this one: those of
-# `make test`, and the long ones, which run here only.
+# Bits of different programs, on the instruction sets of older CPUs and of this one.
+BITS := bits and not nightly
 ISAS := SSE4_2 $(if $(shell grep -m1 -o avx2 /proc/cpuinfo 2>/dev/null),AVX2) \
   $(if $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null),AVX512)
 test-bits: install
 	@set -e; for isa in $(ISAS); do echo "--xla_cpu_max_isa=$$isa"; \
-	  XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=$$isa" $(PYTEST) --dist load -m "bits and not nightly" \
+	  XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=$$isa" $(PYTEST) --dist load -m "$(BITS)" \
 	  $(PYTEST_ARGS) $$(grep -rl --include='test_*.py' 'mark\.bits' tests); done
 
 # Programs for GPUs, compiled on any Linux machine and read; `make test` leaves them out. In an
@@ -100,10 +96,19 @@ GPU_MINUTES ?= 9
 gpu:
 	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py --minutes $(GPU_MINUTES) --json $(GPU_OUT)
 
-# Ten times as many random sequences of what can happen to a state, and kills of a process that saves.
-nightly: install mutants
+# What `make test` and `make test-bits` leave to the night, planted bugs, ten times as many random
+# sequences of what can happen to a state, and kills of a process that saves.
+# `make -k nightly` goes on after a failure.
+nightly: nightly-tests nightly-bits mutants nightly-random
+
+nightly-tests: install
+	$(PYTEST) -m "nightly and not bits" $(PYTEST_ARGS)
+
+nightly-bits: install
+	$(MAKE) test-bits BITS="bits and nightly"
+
+nightly-random: install
 	FZERO_NIGHTLY=1 $(BIN)/python -m pytest tests/offload/test_state_machine.py tests/test_checkpoint.py
-	$(PYTEST) -m nightly $(PYTEST_ARGS)
 
 # PyTorch's own databases of operators and modules, each entry beside its conversion (half an hour).
 operators: install

@@ -47,25 +47,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path.name == "gpu_programs" and not FOR_GPUS else None
 
 
-ELSEWHERE = Path(__file__).with_name("elsewhere.txt")
+NIGHTLY = Path(__file__).with_name("nightly.txt")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what `elsewhere.txt` lists, and puts files with slow tests first.
+    """Marks what `nightly.txt` lists, and puts files with slow tests first.
 
     The last worker to finish should not have begun with a slow file.
     """
-    lines = [line for line in ELSEWHERE.read_text().splitlines() if not line.startswith("#")]
+    lines = [line for line in NIGHTLY.read_text().splitlines() if not line.startswith("#")]
     listed = {line.split(maxsplit=1)[1] for line in lines}
     here = {item.nodeid: item for item in items}
     for name in listed & set(here):
-        here[name].add_marker(pytest.mark.extended)
+        here[name].add_marker(pytest.mark.nightly)
     # A case that was renamed would come back into `make test` without a word.
     files = {name.partition("::")[0] for name in here}
     gone = sorted(name for name in listed - set(here) if name.partition("::")[0] in files)
     if gone and not any("::" in arg for arg in config.args):
-        raise pytest.UsageError(f"{ELSEWHERE.name}: no such cases: {', '.join(gone)}")
+        raise pytest.UsageError(f"{NIGHTLY.name}: no such cases: {', '.join(gone)}")
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

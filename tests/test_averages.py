@@ -120,7 +120,6 @@ SMALL, POINTS = tiny.regression(), [tiny.points(16, seed) for seed in range(2)]
 
 
 @pytest.mark.bits
-@pytest.mark.extended
 def test_stages_have_the_same_bits():
     found = []
     for zero in range(4):
@@ -131,7 +130,6 @@ def test_stages_have_the_same_bits():
 
 
 @pytest.mark.bits
-@pytest.mark.extended
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_itself_has_the_same_bits(precision):
     plan = tiny.plan(zero=2, precision=precision)

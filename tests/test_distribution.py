@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

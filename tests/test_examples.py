@@ -55,7 +55,7 @@ def run_example(name):
 
 
 @pytest.mark.slow
-@pytest.mark.extended
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_example(name):
     out = run_example(name)

@@ -49,7 +49,7 @@ def test_a_row_that_is_wrong_is_the_exit_status(tmp_path):
     assert "2 rows, 1 wrong, 1 failed" in said.stdout
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_parts_that_were_wrong_once_run_at_tiny_sizes(tmp_path):
     out = tmp_path / "gpu.json"
     said = gpu(out, "--minutes", "9", "--only", "tiers", "processes", "calibrate")

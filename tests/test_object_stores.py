@@ -39,7 +39,7 @@ def keys(store, prefix: str) -> list[str]:
     return [key.decode() for key in store.list().result() if key.decode().startswith(prefix)]
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_a_state_goes_to_an_object_store_and_comes_back_under_another_plan(store):
     """A pipeline's leaves, bf16 and keys too; the newest that is whole counts."""
     model, tx = tiny.chain(), optax.adamw(1e-2)
@@ -73,7 +73,7 @@ def test_a_state_goes_to_an_object_store_and_comes_back_under_another_plan(store
         fz.restore(URL, model, tx, plan, number=0)
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_checkpoints_of_pytorch_go_to_an_object_store(store):
     import torch
 
@@ -102,7 +102,7 @@ def test_checkpoints_of_pytorch_go_to_an_object_store(store):
         tb.load("gs://bucket/model.pt")
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_processes_write_their_parts_of_one_checkpoint_into_a_store(store, tmp_path):
     """It is whole when both have written; one process restores it."""
@@ -124,7 +124,7 @@ def test_processes_write_their_parts_of_one_checkpoint_into_a_store(store, tmp_p
     assert fz.checkpoint(url).step == 1
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_what_the_store_refuses_is_said_and_nothing_is_whole(store):
     model, plan = tiny.chain(), fz.Plan(data=1)
     state = fz.init(model, None, plan)
@@ -139,7 +139,7 @@ def test_what_the_store_refuses_is_said_and_nothing_is_whole(store):
         fz.restore("s3://bucket/lost", model, None, plan, number=number)
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_a_number_whose_parts_a_kill_left_is_not_used_again(store):
     """The next run lays its leaves out in another way: it cannot write over them."""
     model, url = tiny.chain(), "s3://bucket/killed"
@@ -163,7 +163,7 @@ def test_a_number_whose_parts_a_kill_left_is_not_used_again(store):
     assert not keys(store, "killed/marks/1/")
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_after_one_that_failed_the_next_is_written_into_a_store(store):
     model, url = tiny.chain(), "s3://bucket/failed"
     plan = fz.Plan(data=1)

@@ -33,7 +33,7 @@ def described(folder: Path) -> dict[str, str]:
     return {name: re.sub(r"[0-9a-f]{32}", "", text) for name, text in found.items()}
 
 
-@pytest.mark.parametrize("kind", ["native", pytest.param("converted", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("kind", ["native", pytest.param("converted", marks=pytest.mark.nightly)])
 def test_processes_with_other_hashes_compile_the_same(kind, tmp_path):
     children = {}
     for seed in "12":

@@ -41,7 +41,7 @@ def _group(group: str) -> dict[str, Any]:
         }  # fmt: skip
         subprocess.run(
             [sys.executable, "-m", "pytest", group, "-q", "-p", "on_gpu.suite_plugin",
-             "-p", "no:cacheprovider", "-m", "not extended and not nightly and not multiprocess"],
+             "-p", "no:cacheprovider", "-m", "not nightly and not multiprocess"],
             env=environment, cwd=ROOT, check=False,
         )  # fmt: skip
         seen = json.loads(out.read_text()) if out.exists() else {}

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import fzero as fz
+from tests.support.sample import some
 
 
 WORDS, WIDTH, HEADS, LENGTH, ROWS = 16, 16, 4, 16, 8
@@ -101,9 +102,7 @@ def check(seed, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, read.params, found[0])
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.extended),
-                                  pytest.param(2, marks=pytest.mark.extended),
-                                  pytest.param(3, marks=pytest.mark.extended)])  # fmt: skip
+@pytest.mark.parametrize("seed", some(range(4), 1, 2, 3))
 def test_a_drawn_plan_trains_as_one_device(seed, tmp_path):
     check(seed, tmp_path)
 

@@ -79,15 +79,15 @@ MORE = [(True, None, True), (False, None, False), (True, 3, False), (True, 100, 
 
 @pytest.mark.parametrize(
     ("causal", "window", "documents"),
-    [*MASKS, *(pytest.param(*mask, marks=pytest.mark.extended) for mask in MORE)],
+    [*MASKS, *(pytest.param(*mask, marks=pytest.mark.nightly) for mask in MORE)],
 )
 @pytest.mark.parametrize(
     ("context", "tensor", "exchange"),
     [
         (4, 2, "ring"),
         (2, 1, "heads"),
-        pytest.param(3, 1, "ring", marks=pytest.mark.extended),
-        pytest.param(1, 1, "auto", marks=pytest.mark.extended),
+        pytest.param(3, 1, "ring", marks=pytest.mark.nightly),
+        pytest.param(1, 1, "auto", marks=pytest.mark.nightly),
     ],
 )
 def test_divided_attention_is_attention(causal, window, documents, context, tensor, exchange):
@@ -233,11 +233,11 @@ HEADS_DIVIDED = {"qkv": (None, None, "tensor"), "out": ("tensor",)}
     [
         ({"zero": 3, "data": 2, "context": 4}, None),
         ({"zero": 1, "data": 2, "context": 2, "tensor": 2, "microbatches": 2}, HEADS_DIVIDED),
-        pytest.param({"zero": 0, "data": 1, "context": 8}, None, marks=pytest.mark.extended),
+        pytest.param({"zero": 0, "data": 1, "context": 8}, None, marks=pytest.mark.nightly),
         pytest.param({"zero": 2, "gather": "lazy", "data": 4, "context": 2, "remat": "none"}, None,
-                     marks=pytest.mark.extended),
+                     marks=pytest.mark.nightly),
         pytest.param({"zero": 3, "data": 2, "context": 2, "tensor": 2, "remat": "dots",
-                      "tiers": {"opt_state": "host"}}, HEADS_DIVIDED, marks=pytest.mark.extended),
+                      "tiers": {"opt_state": "host"}}, HEADS_DIVIDED, marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
 def test_a_sequence_divided_over_devices_trains_as_on_one(options, shard, alone):

@@ -57,7 +57,7 @@ def agree(divided, alone):
 
 PLANS = [
     {"data": 2, "context": 4},
-    pytest.param({"data": 2, "context": 2, "tensor": 2}, marks=pytest.mark.extended),
+    pytest.param({"data": 2, "context": 2, "tensor": 2}, marks=pytest.mark.nightly),
 ]
 
 
@@ -67,7 +67,7 @@ def test_a_converted_model_trains_on_divided_sequences_as_on_one_device(model, a
     agree(numbers(model, fz.Plan(zero=3, min_shard_bytes=0, **axes)), alone)
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_its_attention_exchanges_heads_and_nothing_gathers_sequences(model):
     """Two layers, forward and backward: queries, keys, values and results by all-to-all. Besides,
     only the rows that are added into the token table's gradient are gathered, and labels."""
@@ -95,7 +95,7 @@ def test_a_converted_llama_is_divided_as_transformers_says(model, alone):
     agree(numbers(model, plan), alone)
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_a_divided_head_gives_its_loss_without_its_logits(model):
     """Over `tensor`: two sums of activations a layer forward, two backward, one each of the token
     table and the head; and of the loss a few numbers for each token. Never logits."""

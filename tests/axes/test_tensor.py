@@ -96,15 +96,15 @@ PLANS = [
     {"zero": 2, "gather": "lazy", "microbatches": 2},
     {"zero": 2, "tiers": {"opt_state": "host"}, "stream_bytes": 4096},
     {"zero": 3, "tensor": 4, "data": 2},
-    pytest.param({"zero": 2}, marks=pytest.mark.extended),
-    pytest.param({"zero": 3, "prefetch": True, "remat": "none"}, marks=pytest.mark.extended),
-    pytest.param({"zero": 3, "secondary": 2, "remat": "dots"}, marks=pytest.mark.extended),
-    pytest.param({"zero": 3, "replica": 2, "data": 2}, marks=pytest.mark.extended),
-    pytest.param({"zero": 3, "remat": "offload"}, marks=pytest.mark.extended),
+    pytest.param({"zero": 2}, marks=pytest.mark.nightly),
+    pytest.param({"zero": 3, "prefetch": True, "remat": "none"}, marks=pytest.mark.nightly),
+    pytest.param({"zero": 3, "secondary": 2, "remat": "dots"}, marks=pytest.mark.nightly),
+    pytest.param({"zero": 3, "replica": 2, "data": 2}, marks=pytest.mark.nightly),
+    pytest.param({"zero": 3, "remat": "offload"}, marks=pytest.mark.nightly),
     pytest.param({"zero": 3, "tiers": {"opt_state": "disk", "params": "host"}},
-                 marks=pytest.mark.extended),
+                 marks=pytest.mark.nightly),
     pytest.param({"zero": 2, "tiers": {"opt_state": "host"}, "update_on": "host"},
-                 marks=pytest.mark.extended),
+                 marks=pytest.mark.nightly),
 ]  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def test_a_layer_divided_over_devices_trains_as_on_one(options, alone):
     agree(trained(plan, chain()), alone, **CLOSE)
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.nightly)])
 def test_sixteen_bits_round_the_sums_of_devices_once_more(precision):
     options = {"precision": precision, "loss_scale": fz.LossScaling(initial=16.0)}
     plan = fz.Plan(zero=3, data=4, tensor=2, min_shard_bytes=0, **options)

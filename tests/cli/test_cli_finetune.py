@@ -133,7 +133,7 @@ def shown_by_tensorboard(folder: Path, steps: list[dict[str, float]]) -> None:
     assert read.Scalars("tokens_per_s")[-1].value > 0
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_a_run_goes_on_as_if_nothing_had_been(
     here: Command, base: Path, chats: Path, tmp_path: Path
 ) -> None:
@@ -157,7 +157,7 @@ def test_a_run_goes_on_as_if_nothing_had_been(
     assert "lora" in other.stderr
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_sigterm_writes_what_was_reached_and_how_to_go_on(
     here: Command, base: Path, chats: Path, tmp_path: Path
 ) -> None:
@@ -191,7 +191,7 @@ def ask_when(out: Path, steps: int, over: threading.Event) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_without_an_adapter_all_is_trained_and_transformers_loads_it(
     here: Command, base: Path, chats: Path, tmp_path: Path
 ) -> None:

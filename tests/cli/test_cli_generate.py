@@ -54,7 +54,7 @@ def test_a_prompt_goes_on_as_in_transformers(directory: Path) -> None:
             ("--prompt", "x" * 30),
             BatchError,
             "prompt 0 has 30 tokens, and 64 are to follow",
-            marks=pytest.mark.extended,
+            marks=pytest.mark.nightly,
         ),
         (("--prompt", "x", "--top-p", "2"), FzeroError, "--top_p=2.0: expected more than 0"),
     ],

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.extended]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.nightly]
 
 
 def start(processes: int, out: Path, *arguments: str, devices: int = 2) -> subprocess.Popen[str]:

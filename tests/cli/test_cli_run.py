@@ -254,7 +254,7 @@ def test_ctrl_c_writes_what_was_reached(
     assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_a_tokenizer_in_the_model_directory_is_used_and_handed_on(
     tmp_path: Path, texts: list[Path], here: Command
 ) -> None:

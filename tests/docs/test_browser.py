@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[2]
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

@@ -33,7 +33,7 @@ def name_of(page: Path) -> str:
     return page.relative_to(DOCS).as_posix()
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 @pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

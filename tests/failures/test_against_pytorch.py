@@ -6,7 +6,7 @@ on 8 devices has plain PyTorch's losses within 5e-6 (PyTorch's DDP and FSDP2 and
 within 1e-6 of it), and this is narrow enough to see a forgotten weight decay or a wrong epsilon.
 Against the same run in double precision fzero is closer (1e-6) than PyTorch itself (2e-6).
 
-Stage 3 runs 10 steps, and all 30 in the extended suite. The other stages run the first ones only,
+Stage 3 runs 10 steps, and all 30 nightly. The other stages run the first ones only,
 to spare the suite minutes: they compute the same bits as stage 3, which is checked here for losses,
 norms and the whole state that follows from them (and in tests/zero for 20 steps of many plans).
 """
@@ -111,7 +111,7 @@ def test_stage_3_has_pytorchs_losses(curve_3: Curve) -> None:
     assert curve_3.losses[0] - curve_3.losses[-1] > 0.5
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_stage_3_has_all_of_pytorchs_losses(stage_3: Stage) -> None:
     losses = stage_3.run(small.STEPS).losses
     assert len(losses) == small.STEPS

@@ -143,7 +143,7 @@ def test_processes_that_differ_are_refused_in_every_one_by_what_differs(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_a_state_over_processes_is_written_for_pytorch(tmp_path):
     """Leaves come to process 0 one at a time; what it cannot write, all processes say."""
     code, shown, _ = launch(tmp_path, "exports")
@@ -165,7 +165,7 @@ def test_a_state_over_processes_is_written_for_pytorch(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_the_example_runs_under_launch_and_under_torchrun(tmp_path):
     """The same losses, of two processes that read their own rows; a third start goes on."""
     script = Path(__file__).parents[2] / "examples" / "cluster" / "train.py"
@@ -204,7 +204,7 @@ KILLS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "victim", "code", "said"),
-    [pytest.param(*kill, marks=[pytest.mark.extended] if number else []) for number, kill in
+    [pytest.param(*kill, marks=[pytest.mark.nightly] if number else []) for number, kill in
      enumerate(KILLS)],
 )  # fmt: skip
 def test_one_lost_process_ends_all_with_a_sentence_that_names_it(tmp_path, how, victim, code, said):

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 @pytest.mark.parametrize(
     ("processes", "number"),
-    [pytest.param(2, 4, marks=pytest.mark.extended),
+    [pytest.param(2, 4, marks=pytest.mark.nightly),
      pytest.param(2, 100, marks=pytest.mark.nightly),
      pytest.param(4, 100, marks=pytest.mark.nightly)],
 )  # fmt: skip

@@ -156,7 +156,7 @@ def test_four_processes_give_the_bits_of_one(one, four, case):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.extended
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("processes", "more"),
     [(2, MORE_BY_TWO), pytest.param(4, MORE_BY_FOUR, marks=pytest.mark.nightly)],

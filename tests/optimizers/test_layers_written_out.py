@@ -35,7 +35,7 @@ def usable(name):
     return fz.per_layer(tx) if name in BY_LEAF else tx
 
 
-@pytest.mark.parametrize(("name", "zero"), some(CASES, *(set(CASES) - set(KEPT)), mark="nightly"))
+@pytest.mark.parametrize(("name", "zero"), some(CASES, *(set(CASES) - set(KEPT))))
 def test_trains_as_the_layers_written_out(name, zero):
     ours, _ = trained(usable(name), plan(zero=zero))
     tiny.close(ours, by_hand(name), rtol=0, atol=LOOSE.get(name, TIGHT))

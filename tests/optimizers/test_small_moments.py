@@ -58,7 +58,6 @@ def weights(state, plan):
     ("int8", (1, 2)), ("bf16", (0, 1, 2, 3)),
 ))  # fmt: skip
 @pytest.mark.bits
-@pytest.mark.extended
 def test_every_stage_has_the_same_bits(dtype, zeros):
     tx = fz.small_moments(optax.adamw(1e-2), dtype)
     plans = [tiny.plan(zero=zero) for zero in zeros]

@@ -109,7 +109,7 @@ OTHER_SHAPES = [
 
 @pytest.mark.parametrize(
     ("pipe", "options"),
-    some(OTHER_SHAPES, OTHER_SHAPES[0], OTHER_SHAPES[1], mark="nightly"),
+    some(OTHER_SHAPES, OTHER_SHAPES[0], OTHER_SHAPES[1]),
     ids=str,
 )
 def test_dicts_tuples_integers_and_other_shapes(pipe, options):

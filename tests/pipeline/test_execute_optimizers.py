@@ -81,15 +81,15 @@ def whole(name):
 
 
 # Where both ranks have two layers of the stack, in order and out of it.
-# What treats all leaves alike is in the extended suite.
-EXTENDED = [
+# What treats all leaves alike is for `make nightly`.
+NIGHTLY = [
     (name, "1f1b")
     for name in ("schedule", "plateau", "hyperparameters", "bf16-moment", "agc", "masked-decay")
 ]
 CASES = [(name, "1f1b") for name in OPTIMIZERS] + [("muon", "interleaved")]
 
 
-@pytest.mark.parametrize(("name", "schedule"), some(CASES, *EXTENDED))
+@pytest.mark.parametrize(("name", "schedule"), some(CASES, *NIGHTLY))
 def test_equals_the_same_without_a_pipeline(name, schedule):
     tx, cut = OPTIMIZERS[name](), plan(2, schedule=schedule)
     run = train(tied(), cut, 4, tx=tx)

@@ -109,7 +109,7 @@ def test_a_pipeline_needs_no_device_to_be_described():
         fz.describe(plan, tied(), num_devices=8)
 
 
-@pytest.mark.parametrize("zero", some([0, 2, 3], 2, mark="nightly"))
+@pytest.mark.parametrize("zero", some([0, 2, 3], 2))
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_described_communication_is_that_of_the_programs(schedule, zero, monkeypatch):
     """Counted in the compiled programs, as often as each is run."""

@@ -39,7 +39,7 @@ def test_every_schedule_gives_the_same_bits(name, gpipe):
     check(main(name), gpipe)
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 @pytest.mark.as_users
 def test_whole_and_halved_backward_passes_have_the_same_bits_as_users_compile_them():
     check(main("zb_h1"), main("gpipe"))

@@ -35,7 +35,7 @@ def whole(microbatches):
 
 
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "names"), some(SIZES, SIZES[0], SIZES[2], SIZES[4], mark="nightly")
+    ("stages", "microbatches", "names"), some(SIZES, SIZES[0], SIZES[2], SIZES[4])
 )
 def test_schedules_of_one_size_agree(stages, microbatches, names):
     batch = counting(2 * microbatches)

@@ -59,9 +59,7 @@ def test_low_precision_is_as_near_as_without_a_pipeline(precision):
 # Clipping by the norm over all stages
 
 
-@pytest.mark.parametrize(
-    ("pipe", "zero"), some([(1, 0), (2, 0), (4, 0), (4, 3)], (1, 0), (4, 0), mark="nightly")
-)
+@pytest.mark.parametrize(("pipe", "zero"), some([(1, 0), (2, 0), (4, 0), (4, 3)], (1, 0), (4, 0)))
 def test_the_norm_counts_every_stage_once(pipe, zero):
     """DeepSpeed's pipeline with ZeRO-0 clipped by the first stage's norm: 0.42 for 0.354."""
     clip = 0.25
@@ -143,7 +141,7 @@ def test_one_stage_that_overflows_stops_them_all(name):
     assert still == {"one/z", "two/z"}
 
 
-@pytest.mark.parametrize("zero", some([1, 3], 1, mark="nightly"))
+@pytest.mark.parametrize("zero", some([1, 3], 1))
 def test_fp16_overflow_changes_nothing_but_the_scale(zero):
     plan = tiny.plan(pipe=2, data=2, microbatches=2, precision="fp16", zero=zero)
     model, tx = tied(), optax.adam(1e-2)
@@ -171,7 +169,7 @@ def test_fp16_overflow_changes_nothing_but_the_scale(zero):
 # Exact means and accumulation
 
 
-@pytest.mark.parametrize("zero", some([0, 3], 0, mark="nightly"))
+@pytest.mark.parametrize("zero", some([0, 3], 0))
 def test_accumulating_and_then_stepping(zero):
     def run(pipe):
         plan = tiny.plan(pipe=pipe, data=2, microbatches=2, zero=zero, clip_norm=0.5)
@@ -203,7 +201,7 @@ def one_batch():
 
 @pytest.mark.parametrize(
     ("pipe", "data", "microbatches"),
-    some([(2, 4, 2), (4, 1, 8), (2, 1, 16)], (2, 1, 16), mark="nightly"),
+    some([(2, 4, 2), (4, 1, 8), (2, 1, 16)], (2, 1, 16)),
 )
 def test_ragged_tokens_give_the_loss_and_gradient_of_one_big_batch(pipe, data, microbatches):
     loss, grads = one_batch()

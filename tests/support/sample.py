@@ -1,4 +1,4 @@
-"""Cases of which `make test` runs some, and `make test-extended` the others."""
+"""Cases of which `make test` runs some, and `make nightly` the others."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 
-def some(cases: Iterable[Any], *extended: Any, mark: str = "extended") -> list[Any]:
-    """The cases for `parametrize`, those named afterwards marked `extended` (or `nightly`)."""
+def some(cases: Iterable[Any], *nightly: Any) -> list[Any]:
+    """The cases for `parametrize`, those named afterwards marked `nightly`."""
     found = list(cases)
-    assert all(case in found for case in extended), "extended cases must be among the cases"
+    assert all(case in found for case in nightly), "nightly cases must be among the cases"
     return [
-        case if case not in extended
+        case if case not in nightly
         else pytest.param(*(case if isinstance(case, tuple) else (case,)),
-                          marks=getattr(pytest.mark, mark))
+                          marks=pytest.mark.nightly)
         for case in found
     ]  # fmt: skip

@@ -99,8 +99,8 @@ def same(got, want):
     [
         fz.Plan(zero=0, data=1),
         fz.Plan(zero=3, data=4, min_shard_bytes=0),
-        pytest.param(fz.Plan(zero=1, pipe=2, data=2, microbatches=2), marks=pytest.mark.extended),
-        pytest.param(fz.Plan(zero=3, data=2, remat="layer"), marks=pytest.mark.extended),
+        pytest.param(fz.Plan(zero=1, pipe=2, data=2, microbatches=2), marks=pytest.mark.nightly),
+        pytest.param(fz.Plan(zero=3, data=2, remat="layer"), marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.filterwarnings("ignore:plan")
@@ -115,7 +115,7 @@ def test_the_numbers_are_those_of_whole_logits_and_the_logits_are_not_there(
 
 
 @pytest.mark.parametrize("options", [{"cap": 2.0}, {"bias": True}])
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_capped_logits_and_heads_with_a_bias(options):
     made, plan = converted(**options), fz.Plan(zero=0, data=2)
     same(stepped(made, fused, plan), stepped(made, whole, plan))

@@ -117,7 +117,7 @@ def test_training_follows_peft_for_20_steps(adapted, net, tmp_path):
     )
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_training_of_a_llama_follows_peft_for_20_steps(tmp_path):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -137,7 +137,7 @@ def test_training_of_a_llama_follows_peft_for_20_steps(tmp_path):
     )  # fmt: skip
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_modules_of_peft_convert_as_they_are(tmp_path):
     config = transformers.GPT2Config(
         n_layer=3, n_embd=16, n_head=2, vocab_size=32, n_positions=16, bos_token_id=0,
@@ -180,9 +180,9 @@ def test_modules_of_peft_convert_as_they_are(tmp_path):
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(fz.Plan(zero=1), marks=pytest.mark.extended),
+        pytest.param(fz.Plan(zero=1), marks=pytest.mark.nightly),
         fz.Plan(zero=3, min_shard_bytes=0),
-        pytest.param(fz.Plan(zero=1, pipe=2, microbatches=2), marks=pytest.mark.extended),
+        pytest.param(fz.Plan(zero=1, pipe=2, microbatches=2), marks=pytest.mark.nightly),
     ],
 )
 def test_only_factors_change_and_have_optimizer_state(adapted, plan):
@@ -198,7 +198,7 @@ def test_only_factors_change_and_have_optimizer_state(adapted, plan):
     assert all("lora_" in jax.tree_util.keystr(path) for path, _ in moments)
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_dropout_of_the_updates_input(base):
     wet = tb.lora(base, rank=2, targets=["up"], dropout=0.5)
     params = dict(wet.params)
@@ -260,7 +260,7 @@ def test_rank_stabilised_updates_are_divided_by_the_root_of_the_rank(base):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.extended)]
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)]
 )
 def test_merging_and_unmerging_are_exact_to_rounding(net, base, adapted, dtype):
     if dtype == torch.bfloat16:

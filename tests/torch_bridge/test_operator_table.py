@@ -20,7 +20,7 @@ TABLE = ROOT / "benchmarks" / "results" / "operators.json"
 PARTS, STEP = 6, 6
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_entry_turned_worse(part: int) -> None:
     stored = json.loads(TABLE.read_text())["float32"]

@@ -51,10 +51,8 @@ def packing(seq: int = SEQ) -> Tuning:
     ("config", "attention", "precision"),
     [
         (transformers.Gemma2Config(**SMALL, sliding_window=SEQ), "eager", "fp32"),
-        pytest.param(
-            transformers.LlamaConfig(**SMALL), "eager", "bf16", marks=pytest.mark.extended
-        ),
-        pytest.param(transformers.LlamaConfig(**SMALL), "sdpa", "fp32", marks=pytest.mark.extended),
+        pytest.param(transformers.LlamaConfig(**SMALL), "eager", "bf16", marks=pytest.mark.nightly),
+        pytest.param(transformers.LlamaConfig(**SMALL), "sdpa", "fp32", marks=pytest.mark.nightly),
     ],
     ids=["gemma2", "llama-bf16", "llama-sdpa"],
 )

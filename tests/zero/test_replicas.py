@@ -22,7 +22,7 @@ def stepped(plan: fz.Plan, clip: float | None) -> tuple[dict[str, np.ndarray], f
     return tiny.host(fz.logical(model, state, plan)), float(jax.device_get(metrics["grad_norm"]))
 
 
-@pytest.mark.parametrize("clip", some([None, 0.05], None, mark="nightly"))
+@pytest.mark.parametrize("clip", some([None, 0.05], None))
 @pytest.mark.parametrize(("zero", "data", "replica"), [(0, 2, 2), (1, 4, 2), (2, 2, 4), (3, 2, 2)])
 def test_groups_of_replicas_are_one_large_batch(zero, data, replica, clip):
     """Sums, norms and clipping; within float32's rounding, as sums are added in another order."""

@@ -11,10 +11,7 @@ import pytest
 
 import fzero as fz
 from tests.support import tiny
-from tests.support.sample import some
 
-
-pytestmark = pytest.mark.bits
 
 STEPS = 20
 # Norms of everything, under a condition, of each leaf, and of rows and columns.
@@ -27,7 +24,6 @@ OPTIMIZERS = {
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
 }
 CASES = [(name, (0, 1, 3) if name == "clip" else (0, 3)) for name in OPTIMIZERS]
-EVERY_SECOND = ("clip-every-second", (0, 3))
 # A leaf that divides by eight devices, one that is padded, a scalar; given values.
 MODEL = fz.Model(jax.device_get(tiny.regression().init(jax.random.key(0))), tiny.regression_loss)
 
@@ -44,7 +40,8 @@ def run(tx, **options):
 
 
 # Stage 1 is that of stage 0 but for its gathers; one case shows it.
-@pytest.mark.parametrize(("name", "stages"), some(CASES, EVERY_SECOND))
+@pytest.mark.bits
+@pytest.mark.parametrize(("name", "stages"), CASES)
 def test_every_stage_has_the_same_bits(name, stages):
     tx = OPTIMIZERS[name]()
     runs = [run(tx, zero=zero) for zero in stages]
@@ -54,7 +51,7 @@ def test_every_stage_has_the_same_bits(name, stages):
         tiny.same_bits(state, runs[0][1])
 
 
-@pytest.mark.extended
+@pytest.mark.bits
 def test_in_16_bits_too():
     tx = OPTIMIZERS["clip"]()
     runs = [run(tx, zero=zero, precision="bf16") for zero in (0, 3)]

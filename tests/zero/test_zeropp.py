@@ -176,7 +176,7 @@ def test_a_weight_that_is_not_finite_shows_in_the_loss():
     assert int(metrics["nonfinite"]) == 1
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_a_pipeline_gathers_likewise():
     model, batch = model_of("chain")
     options = {"zero": 3, "data": 4, "microbatches": 2, "gather_dtype": "int8"}

@@ -61,7 +61,7 @@ print("grown:", highest - before)
 """
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_no_more_than_shards_beside_the_state(tmp_path: Path) -> None:
     """256 MiB in two leaves, whose shards are of 16 MiB. Read leaf by leaf it took 384 MiB."""

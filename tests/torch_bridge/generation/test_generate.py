@@ -186,7 +186,7 @@ def _processed(logits: torch.Tensor, top_k: int | None, top_p: float) -> torch.T
     return TopPLogitsWarper(top_p)(ids, scores)[0] if top_p < 1 else scores[0]
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_other_precisions(module: GPT2LMHeadModel, converted: tb.Converted) -> None:
     """In bfloat16 the module runs as PyTorch runs it in bfloat16."""
     found = tb.generate(converted, converted.params, PROMPTS[:1], 2, stop=(), dtype="bfloat16")

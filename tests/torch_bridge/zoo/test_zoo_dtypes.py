@@ -25,7 +25,6 @@ from torch_bridge.dtypes import jax_dtype
 
 
 ENTRIES = TORCH | TRANSFORMERS
-extended = pytest.mark.extended
 LOW = ("cnn_batch_norm", "recurrent", "transformer_encoder", "llama", "bert", "convnext")
 
 
@@ -61,7 +60,7 @@ def _in_bfloat16(name: str, train: bool) -> Low:
     return Low(exact, call, low, args, kwargs, tb.convert(low, *args, **kwargs))
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LOW)
 def test_bfloat16_is_as_exact_as_torchs(name: str) -> None:
     """Both round: neither may be further from float32 than about the other is."""
@@ -78,7 +77,7 @@ def test_bfloat16_is_as_exact_as_torchs(name: str) -> None:
         assert ours <= 2.0 * theirs + 2**-8, (ours, theirs)
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LOW)
 def test_bfloat16_gradients_are_as_exact_as_torchs(name: str) -> None:
     """In train mode. Roundings differ, and a gradient adds up many: compared as a whole."""
@@ -107,9 +106,8 @@ def test_bfloat16_gradients_are_as_exact_as_torchs(name: str) -> None:
     assert gap["ours"] <= 1.5 * gap["torch's"] + 2**-8, gap
 
 
-# A model of float32, run in 16 bits: two in every run, one more, which takes ten times as long, in
-# the extended suite, all of them nightly.
-ALWAYS = ("llama", "t5", "cnn_batch_norm")
+# A model of float32, run in 16 bits: two in every run, all of them nightly.
+ALWAYS = ("llama", "cnn_batch_norm")
 # Computes in float64 or in complex numbers, which torch has not in 16 bits, or not at all in them.
 NOT_IN_16_BITS = ("spectra", "weight_and_spectral_norm", "norms", "indexing")
 EACH = [
@@ -117,11 +115,7 @@ EACH = [
         name,
         dtype,
         id=f"{name}-{str(dtype)[6:]}",
-        marks=pytest.mark.nightly
-        if name not in ALWAYS or dtype == torch.float16
-        else extended
-        if name == "t5"
-        else (),
+        marks=pytest.mark.nightly if name not in ALWAYS or dtype == torch.float16 else (),
     )
     for name in ENTRIES
     if name not in NOT_IN_16_BITS
@@ -185,7 +179,7 @@ def _floats(x: Any) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_float64_agrees_to_twelve_digits() -> None:
     here = Path(__file__).parent
     done = subprocess.run(

@@ -12,7 +12,7 @@ from fzero.errors import ConversionError
 
 
 NEW = 64
-# Windows and grouped queries; GPT-2 is in generation/; the others take `make test-extended`.
+# Windows and grouped queries; GPT-2 is in generation/; the others take `make nightly`.
 CORE = ("mistral",)
 
 
@@ -21,7 +21,7 @@ DULL = ("gemma2", "gemma3")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if x in CORE else pytest.mark.extended) for x in DECODERS]
+    "name", [pytest.param(x, marks=() if x in CORE else pytest.mark.nightly) for x in DECODERS]
 )
 def test_the_tokens_are_those_of_transformers(name: str) -> None:
     """Of rows of several lengths in one batch; transformers is given one row at a time."""
@@ -38,17 +38,17 @@ def test_the_tokens_are_those_of_transformers(name: str) -> None:
     assert variety > 5 or name in DULL  # not one token again and again
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("bert", "BertForMaskedLM: its forward takes no `past_key_values`"),
         ("mamba", "MambaForCausalLM: its forward takes no `past_key_values`"),
         pytest.param(
-            "t5", "T5ForConditionalGeneration: it has an encoder", marks=pytest.mark.extended
+            "t5", "T5ForConditionalGeneration: it has an encoder", marks=pytest.mark.nightly
         ),
         pytest.param(
-            "bart", "BartForConditionalGeneration: it has an encoder", marks=pytest.mark.extended
+            "bart", "BartForConditionalGeneration: it has an encoder", marks=pytest.mark.nightly
         ),
     ],
 )
@@ -60,7 +60,7 @@ def test_others_are_refused_by_name(name: str, reason: str) -> None:
         tb.generate(converted, converted.params, [[3, 4]], 4)
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_a_decoder_without_a_static_cache_is_refused_by_name() -> None:
     module = WITHOUT_A_STATIC_CACHE()
     converted = tb.convert(module, torch.zeros(2, 5, dtype=torch.long), train=False)

@@ -13,11 +13,11 @@ from tests.support.sample import some
 
 
 # What others cover in part, or transformers do.
-EXTENDED = (
+NIGHTLY = (
     "transformer_encoder", "products", "spectra", "weight_and_spectral_norm",
     "multihead_attention", "norms",
 )  # fmt: skip
-every_model = pytest.mark.parametrize("name", some(ENTRIES, *EXTENDED))
+every_model = pytest.mark.parametrize("name", some(ENTRIES, *NIGHTLY))
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def test_one_conversion_serves_every_batch_size(name: str) -> None:
     checks.check_batch(result_of(name), ENTRIES[name])
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ENTRIES)
 def test_a_batch_of_one(name: str) -> None:
     checks.check_row(ENTRIES[name])

@@ -12,22 +12,9 @@ from zoo_transformers import ENTRIES, ROLLED
 from tests.support.sample import some
 
 
-# One of each kind (GPT-2 has tests/torch_bridge/test_gpt2.py). `make test-extended` has those with
-# operators that these have not, `make nightly` the others.
+# One of each kind (GPT-2 has tests/torch_bridge/test_gpt2.py); `make nightly` has the others.
 CORE = ("llama", "bert", "resnet", "bloom")
-OF_A_KIND = (
-    "qwen2", "qwen3", "mistral", "phi", "gpt_neox", "opt", "roberta", "distilbert", "albert",
-    "electra", "bart", "deit",
-)  # fmt: skip
-
-
-def mark(name: str) -> list[pytest.MarkDecorator]:
-    if name in CORE:
-        return []
-    return [pytest.mark.nightly if name in OF_A_KIND else pytest.mark.extended]
-
-
-every_model = pytest.mark.parametrize("name", [pytest.param(x, marks=mark(x)) for x in ENTRIES])
+every_model = pytest.mark.parametrize("name", some(ENTRIES, *(set(ENTRIES) - set(CORE))))
 
 
 @functools.cache
@@ -66,8 +53,8 @@ def test_one_conversion_serves_every_batch_size(name: str) -> None:
     checks.check_batch(result_of(name), ENTRIES[name])
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("name", some(ENTRIES, *(set(ENTRIES) - set(CORE)), mark="nightly"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", some(ENTRIES, *(set(ENTRIES) - set(CORE))))
 def test_a_batch_of_one(name: str) -> None:
     checks.check_row(ENTRIES[name])
 
@@ -79,14 +66,6 @@ def test_equal_blocks_are_rolled(name: str) -> None:
     assert stacks == list(ROLLED.get(name, ()))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(x, marks=[] if x == "bert" else [
-            pytest.mark.extended if x in ("gpt2", "t5", "bloom", "mamba") else pytest.mark.nightly
-        ])
-        for x in ENTRIES
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", some(ENTRIES, *(set(ENTRIES) - {"bert"})))
 def test_divided_over_two_devices_it_trains_as_on_one(name: str) -> None:
     checks.check_divided(result_of(name), ENTRIES[name])
