@@ -72,11 +72,9 @@ class Plan:
             is sent, and are kept as shards between steps. (Stage 3 gathers for every pass.)
         schedule: the order of the pipeline's work: a name (`fzero.pipeline.BUILDERS`) or a
             `fzero.pipeline.Schedule` for `microbatches` microbatches on `pipe` ranks. `None` is
-            `1f1b`, or `gpipe` with the `spmd` backend, which has no other.
+            `1f1b`.
         partition: where the chain is cut into stages, see `fzero.pipeline.partition`: `uniform`,
             `parameters`, `type:REGEX`, or the number of layers of each stage.
-        pipe_backend: `mpmd` runs one program per stage and kind of action, asynchronously; `spmd`
-            runs the step as one program. Both run on any number of processes.
         prefetch: whether a `Stack`'s layers are gathered one ahead of their use and reduced one
             behind, with two gathered layers alive; otherwise each is gathered when it is used. The
             numbers are the same. `None`: where communication can run beside computation, which is
@@ -143,7 +141,6 @@ class Plan:
     gather: str = "eager"
     schedule: str | Schedule | None = None
     partition: str | tuple[int, ...] = "uniform"
-    pipe_backend: str = "mpmd"
     prefetch: bool | None = None
     gather_dtype: str | None = None
     secondary: int | str | None = None
@@ -201,7 +198,7 @@ class Plan:
         """
         if isinstance(self.schedule, Schedule):
             return self.schedule
-        name = self.schedule or ("gpipe" if self.pipe_backend == "spmd" else "1f1b")
+        name = self.schedule or "1f1b"
         stages = self.pipe * stages_per_rank(name)
         return _proven(name, stages, self.microbatches)
 

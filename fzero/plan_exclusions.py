@@ -13,11 +13,6 @@ from fzero.float8.recipe import Float8
 EXCLUSIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     # Pipelines.
     (
-        lambda p: p.pipe > 1 and p.pipe_backend == "spmd" and p.schedule not in (None, "gpipe"),
-        "schedule={p.schedule!r}: pipe_backend='spmd' runs GPipe's order only; leave schedule out,"
-        " or use pipe_backend='mpmd'",
-    ),
-    (
         lambda p: p.pipe > 1 and p.remat == "offload",
         "remat='offload' with pipe > 1: what a stage keeps is handed from program to program on"
         " the device; use remat='layer'",
@@ -63,11 +58,6 @@ EXCLUSIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         lambda p: p.secondary is not None and p.zero != 3,
         "secondary={p.secondary!r} with zero={p.zero}: it is about the gathers of each pass, which"
         " only zero=3 has; use zero=3, or leave it out",
-    ),
-    (
-        lambda p: p.secondary is not None and p.pipe > 1 and p.pipe_backend == "spmd",
-        "secondary={p.secondary!r} with pipe_backend='spmd', whose backward pass runs the forward"
-        " again and so gathers from all devices anyway; use pipe_backend='mpmd', or leave it out",
     ),
     (
         lambda p: p.float8 != Float8() and p.precision != "fp8",

@@ -24,7 +24,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "gather": ("eager", "lazy"),
     "gather_dtype": (None, "int8"),
     "update_on": ("device", "host"),
-    "pipe_backend": ("mpmd", "spmd"),
     "prefetch": (None, True, False),
     "skip_nonfinite": (True, False),
     "deterministic": (True, False),

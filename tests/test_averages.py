@@ -73,7 +73,6 @@ PLANS = {
     "on disk": {"zero": 3, "tiers": {"ema": "disk"}, "stream_bytes": 300},
     "on the host": {"zero": 2, "tiers": {"opt_state": "host"}, "update_on": "host"},
     "pipeline": {"zero": 1, "pipe": 2, "microbatches": 2},
-    "one program": {"zero": 3, "pipe": 2, "microbatches": 2, "pipe_backend": "spmd"},
 }
 
 
@@ -90,7 +89,6 @@ PLANS = {
         "on disk",
         "on the host",
         "pipeline",
-        "one program",
     ),
 )
 def test_averages_are_those_of_a_loop_by_hand(name, tmp_path):

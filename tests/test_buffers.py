@@ -73,8 +73,7 @@ PLANS = {
     "one device": ("plain", {"zero": 0, "data": 1}, 1),
     "devices": ("plain", {"zero": 3, "data": 4}, 1),
     "hybrid, microbatches": ("chain", {"data": 2, "replica": 2, "microbatches": 2}, 2),
-    "mpmd": ("chain", {"pipe": 2, "data": 2, "microbatches": 2}, 2),
-    "spmd": ("chain", {"pipe": 2, "data": 2, "microbatches": 2, "pipe_backend": "spmd"}, 2),
+    "pipeline": ("chain", {"pipe": 2, "data": 2, "microbatches": 2}, 2),
 }
 
 

@@ -110,7 +110,7 @@ def test_accumulation_composes():
 
 
 REFUSED = {
-    "mpmd": {"pipe": 2, "data": 1, "microbatches": 2},
+    "pipeline": {"pipe": 2, "data": 1, "microbatches": 2},
     "tiers": {"data": 2, "tiers": {"opt_state": "host"}, "stream_bytes": 1024},
     "host update": {"data": 2, "tiers": {"opt_state": "host"}, "update_on": "host"},
 }
@@ -124,7 +124,7 @@ def test_what_is_many_programs_is_refused_by_name(name):
     shapes = fz.abstract_state(model, TX, plan)
     with pytest.raises(fz.PlanError, match=r"train_step\.pure: .* many programs"):
         jax.eval_shape(step, shapes, tiny.tokens(4))
-    if name == "mpmd":
+    if name == "pipeline":
         with pytest.raises(fz.PlanError, match=r"eval_step\.pure: .* many programs"):
             jax.eval_shape(fz.eval_step(model, plan), shapes, tiny.tokens(4))
 

@@ -49,11 +49,7 @@ PLANS |= {
         "zero": 2, "data": 2, "precision": "bf16", "tiers": {"master": "disk"},
         "stream_bytes": 1024,
     },
-    "mpmd": {"zero": 1, "data": 2, "precision": "bf16", "pipe": 2, "microbatches": 2},
-    "spmd": {
-        "zero": 1, "data": 2, "precision": "bf16", "pipe": 2, "microbatches": 2,
-        "pipe_backend": "spmd",
-    },
+    "pipeline": {"zero": 1, "data": 2, "precision": "bf16", "pipe": 2, "microbatches": 2},
 }  # fmt: skip
 
 
@@ -135,7 +131,7 @@ def test_a_stale_copy_is_not_believed_twice():
     assert float(evaluate(stale, BATCH)["loss"]) != float(evaluate(state, BATCH)["loss"])
 
 
-@pytest.mark.parametrize("name", ["zero 1, bf16", "zero 3, fp32", "mpmd"])
+@pytest.mark.parametrize("name", ["zero 1, bf16", "zero 3, fp32", "pipeline"])
 def test_an_edit_in_a_state_s_own_dicts_is_seen(name):
     """A step does not take a state that it knows for what it was."""
     plan = tiny.plan(**PLANS[name])

@@ -51,8 +51,7 @@ PLANS = {
     "small leaves": {"zero": 3, "data": 2, "min_shard_bytes": 10**6},
     "lazy": {"zero": 1, "data": 2, "gather": "lazy"},
     "tiers": {"zero": 3, "data": 2, "tiers": {"opt_state": "host"}, "stream_bytes": 16},
-    "mpmd": {"zero": 3, "data": 2, "pipe": 2, "microbatches": 2},
-    "spmd": {"zero": 1, "data": 2, "pipe": 2, "microbatches": 2, "pipe_backend": "spmd"},
+    "pipeline": {"zero": 3, "data": 2, "pipe": 2, "microbatches": 2},
 }
 
 

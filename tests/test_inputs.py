@@ -20,9 +20,8 @@ PLANS = {
     "zero 3": {"data": 2, "microbatches": 2},
     "lazy": {"data": 2, "microbatches": 2, "zero": 1, "gather": "lazy"},
     "tiers": {"data": 2, "tiers": {"opt_state": "host"}, "stream_bytes": 1024},
-    "mpmd": {"data": 2, "pipe": 2, "microbatches": 2},
-    "mpmd, split": {"data": 1, "pipe": 2, "microbatches": 2, "schedule": "zb_h1"},
-    "spmd": {"data": 2, "pipe": 2, "microbatches": 2, "pipe_backend": "spmd"},
+    "pipeline": {"data": 2, "pipe": 2, "microbatches": 2},
+    "pipeline, split": {"data": 1, "pipe": 2, "microbatches": 2, "schedule": "zb_h1"},
 }
 
 
@@ -151,7 +150,7 @@ def test_a_global_array_is_taken_as_it_is_or_moved():
     assert float(evaluate(state, {**tiny.points(8), "x": x})["loss"]) == expected
 
 
-@pytest.mark.parametrize("name", ["zero 3", "mpmd", "spmd"])
+@pytest.mark.parametrize("name", ["zero 3", "pipeline"])
 def test_the_layout_is_public(name):
     plan = tiny.plan(**PLANS[name])
     found = fz.layout(MODEL, TX, plan)
@@ -208,7 +207,7 @@ def test_outputs_that_nobody_named_or_that_are_no_rows_are_refused():
         fz.predict_step(tiny.regression(), plan)
     model = fz.Sequential(MODEL.layers[:2], loss, predict=lambda p, b, batch, rng: batch["x"])
     with pytest.raises(fz.PlanError, match=r"one function.*pipe=1"):
-        fz.predict_step(model, tiny.plan(**PLANS["mpmd"]))
+        fz.predict_step(model, tiny.plan(**PLANS["pipeline"]))
     with pytest.raises(fz.PlanError, match=r"predict has the links \['one'\]"):
         fz.Sequential(MODEL.layers[:2], loss, predict=MODEL.layers[:1])
     model = fz.Model(lambda key: (square(key), {}), MODEL.loss,

@@ -59,7 +59,6 @@ CASES = {
     "flax": (flax_model, {"data": 4, "precision": "bf16"}),
     "flax-stage-1": (flax_model, {"zero": 1, "data": 2}),
     "stack": (chain, {"data": 4, "prefetch": True}),
-    "pipeline": (chain, {"data": 2, "pipe": 2, "pipe_backend": "spmd", "microbatches": 2}),
 }
 
 

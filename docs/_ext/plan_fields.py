@@ -17,7 +17,7 @@ GROUPS = {
     "communication": (
         "reduce", "reduce_dtype", "gather", "gather_dtype", "secondary", "prefetch",
     ),
-    "pipeline": ("schedule", "partition", "pipe_backend"),
+    "pipeline": ("schedule", "partition"),
     "numerics": (
         "precision", "clip_norm", "loss_scale", "skip_nonfinite", "deterministic", "ema", "float8",
     ),

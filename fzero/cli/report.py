@@ -58,8 +58,8 @@ def report(
         known = [(name, timeline) for name, timeline in timelines if timeline is not None]
         if not known and not first.copies:
             raise ReportError(
-                f"report: {run} has no timeline: expected a run of a pipeline (pipe=2 or more,"
-                " pipe_backend='mpmd') or with tiers, of at least one step after the first"
+                f"report: {run} has no timeline: expected a run of a pipeline (pipe=2 or more)"
+                " or with tiers, of at least one step after the first"
             )
         text = json.dumps(chrome_trace(known, first.copies))
     else:

@@ -129,7 +129,7 @@ def recorded(step: Any) -> Iterator[Recording]:
     """Within it, a pipeline's step is timed: record one that has run before, so nothing compiles.
 
     Args:
-        step: from `fz.train_step` with a plan of several stages (`pipe_backend="mpmd"`).
+        step: from `fz.train_step` with a plan of several stages.
 
     Raises:
         PipelineError: the step is no such pipeline.
@@ -153,10 +153,9 @@ def recorded(step: Any) -> Iterator[Recording]:
         (8, True)
     """
     plan = step.plan
-    if plan.pipe == 1 or plan.pipe_backend != "mpmd":
+    if plan.pipe == 1:
         raise PipelineError(
-            "recorded: expected a step of several programs (pipe=2 or more, pipe_backend='mpmd'),"
-            f" got one with pipe={plan.pipe}, pipe_backend={plan.pipe_backend!r}"
+            "recorded: expected a pipeline's step (pipe=2 or more), got one with pipe=1"
         )
     executor: Executor = step.executor
     before, recording = executor.observer, Recording(executor)

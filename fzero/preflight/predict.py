@@ -98,7 +98,7 @@ def preflight(
     check_batch(shapes, parts, plan.microbatches)
     where_kept = placement(step.plan, model, tx, num_devices=num_devices)
     predictor = _Predictor(target, step, fields, shapes, parts, where_kept)
-    found = predictor.one_program() if step.blueprint.one_mesh else predictor.pipeline()
+    found = predictor.one_program() if step.blueprint.stages is None else predictor.pipeline()
     if plan.tiers:
         elsewhere = placement(plan, model, tx, num_devices=num_devices)
         found = _parking(found, plan, elsewhere, gradient_bytes(step.blueprint, step.plan))

@@ -24,7 +24,7 @@ from fzero.tree import PyTree
 
 _NUMBERS = ("zero", "data", "pipe", "replica", "microbatches")
 _WORDS = (
-    "precision", "remat", "schedule", "reduce", "gather", "partition", "pipe_backend",
+    "precision", "remat", "schedule", "reduce", "gather", "partition",
     "gather_dtype", "secondary", "reduce_dtype",
 )  # fmt: skip
 _MAY_BE_NONE = ("data", "schedule", "gather_dtype", "secondary", "reduce_dtype")

@@ -70,11 +70,6 @@ class Blueprint:
     buffers: PyTree
     stages: Stages | None = None
 
-    @property
-    def one_mesh(self) -> bool:
-        """Whether all leaves are on one mesh, so that one program can run a step."""
-        return self.stages is None or self.plan.pipe_backend == "spmd"
-
     def mesh_of(self, home: Home | None) -> Mesh:
         """The devices of some ranks of a pipeline; those of one rank have axes as without one."""
         if home is None or self.stages is None or len(home.ranks) == self.plan.pipe:
@@ -363,7 +358,7 @@ def blueprint(
     """
     mesh = plan.mesh(devices)
     secondary_size(plan, dict(mesh.shape)[DATA], list(mesh.devices.flat))
-    if plan.pipe > 1 and plan.pipe_backend == "mpmd":
+    if plan.pipe > 1:
         require_transfers(list(mesh.devices.flat))  # asked anew: it depends on jax's settings
     known = memo(model)
     key: tuple[Any, ...] = "blueprint", tx, plan, tuple(mesh.devices.flat), tracing_context()

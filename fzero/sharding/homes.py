@@ -62,10 +62,6 @@ def cut_into_stages(model: Model, plan: Plan) -> Stages:
     for stage, pieces in enumerate(cut.stages):
         for piece in pieces:
             users[piece.layer.name].append(stage)
-    if plan.pipe_backend == "spmd":  # one program sees every leaf: all ranks hold some of it
-        for held in layers.values():
-            for rank in range(plan.pipe):
-                held.setdefault(rank, [])
     homes = {name: _home(name, held, users[name], stacks) for name, held in layers.items()}
 
     def placed(piece: Piece, rank: int) -> Piece:

@@ -126,7 +126,7 @@ def compiled_fields(
         return {n: jax.tree.map(lambda to: to.sharding, shapes[n]) for n in out}
 
     if key not in blue.programs:
-        if blue.one_mesh:
+        if blue.stages is None:
             out = shardings(jax.eval_shape(function, *args))
             blue.programs[key] = jax.jit(function, out_shardings=out)
         else:
@@ -164,7 +164,7 @@ def lower_init(
     For reading its memory before it runs. Args and Raises as for `init`.
     """
     blue = blueprint(model, tx, plan, devices)
-    if not blue.one_mesh:
+    if blue.stages is not None:
         raise PlanError("lower_init: a pipeline's state is made by several programs; use pipe=1")
     key = jax.random.key(0)
     return compiled_fields(blue, "born", _born(blue), key).lower(key)  # type: ignore[attr-defined]

@@ -20,7 +20,6 @@ from fzero.errors import StateError
 from fzero.keys import eval_key
 from fzero.links import Mean
 from fzero.pipeline.execute import Executor
-from fzero.pipeline.spmd import spmd_evaluation, spmd_gradients, spmd_outputs
 from fzero.processes import repeated
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.split import Split, map_splits, trained, with_frozen
@@ -58,7 +57,6 @@ class OneProgram:
             sharded=plan.gathers_at_use and group.data > 1,
             reduce=plan.reduce == "microbatch",
             prefetch=self.blueprint.prefetch,
-            halves=self.blueprint.stages is not None,
         )
 
     def kept_specs(self) -> PyTree:
@@ -79,15 +77,11 @@ class OneProgram:
             batch: the batch.
             key: the step's key.
         """
-        rules, model, stages = self.rules(), self.blueprint.model, self.blueprint.stages
+        rules, model = self.rules(), self.blueprint.model
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
 
         def local(kept: PyTree, buffers: PyTree, batch: Inputs, key: Any, scale: Any) -> Any:
-            args = (rules, kept, buffers, batch, key, scale)
-            if stages is None:
-                *out, buffers = local_gradients(model, *args)
-            else:
-                *out, buffers = spmd_gradients(stages, *args)
+            *out, buffers = local_gradients(model, rules, kept, buffers, batch, key, scale)
             refuse_reserved(out[2])
             return *out, {"buffers": buffers}
 
@@ -110,15 +104,10 @@ class OneProgram:
         self, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array
     ) -> tuple[Mean, dict[str, Mean]]:
         """Loss and metrics of a batch, in evaluation mode."""
-        rules, model, stages = self.rules(), self.blueprint.model, self.blueprint.stages
+        rules, model = self.rules(), self.blueprint.model
 
         def local(kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array) -> Any:
-            args = (rules, kept, buffers, batch, rng)
-            if stages is None:
-                out = local_evaluation(model, *args)
-            else:
-                rows = jax.tree.leaves(batch.rows)[0].shape[0]
-                out = spmd_evaluation(stages, *args, math.gcd(rows, self.plan.microbatches))
+            out = local_evaluation(model, rules, kept, buffers, batch, rng)
             refuse_reserved(out[1])
             return out
 
@@ -133,14 +122,10 @@ class OneProgram:
 
     def outputs(self, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array) -> PyTree:
         """What the model gives for each row of a batch, rows spread as the batch's are."""
-        rules, model, stages = self.rules(), self.blueprint.model, self.blueprint.stages
+        rules, model = self.rules(), self.blueprint.model
 
         def local(kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array) -> Any:
-            args = (rules, kept, buffers, batch, rng)
-            if stages is None:
-                return local_outputs(model, *args)
-            rows = jax.tree.leaves(batch.rows)[0].shape[0]
-            return spmd_outputs(stages, *args, math.gcd(rows, self.plan.microbatches))
+            return local_outputs(model, rules, kept, buffers, batch, rng)
 
         whole, rows = PartitionSpec(), PartitionSpec(AXES)
         run = self._shard_map(
@@ -238,7 +223,7 @@ Passes = OneProgram | Pipeline
 
 def passes_of(blue: Blueprint, on_trace: Callable[[], None]) -> Passes:
     """The passes of a plan."""
-    return OneProgram(blue) if blue.one_mesh else Pipeline(blue, on_trace)
+    return OneProgram(blue) if blue.stages is None else Pipeline(blue, on_trace)
 
 
 def kept_by(blue: Blueprint, fields: Values) -> PyTree:

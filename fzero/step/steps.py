@@ -30,9 +30,9 @@ from fzero.zero.options import CompilerOptions
 
 
 _MANY = (
-    "with pipe_backend='mpmd', with tiers or with update_on='host' a step is many programs, none of"
-    " which is the step, so it cannot be part of another; use plan.replace(pipe=1, tiers={},"
-    " update_on='device'), or pipe_backend='spmd'"
+    "with pipe > 1, with tiers or with update_on='host' a step is many programs, none of which is"
+    " the step, so it cannot be part of another; call it in a Python loop, or use"
+    " plan.replace(pipe=1, tiers={}, update_on='device')"
 )
 
 
@@ -148,7 +148,7 @@ class TrainStep:
 
     @property
     def executor(self) -> Executor:
-        """What runs a pipeline's schedule (`pipe_backend="mpmd"`)."""
+        """What runs a pipeline's schedule."""
         assert isinstance(self.passes, Pipeline)
         return self.passes.executor
 
@@ -252,7 +252,7 @@ class EvalStep:
 
     @property
     def executor(self) -> Executor:
-        """What runs a pipeline's schedule (`pipe_backend="mpmd"`)."""
+        """What runs a pipeline's schedule."""
         assert isinstance(self.passes, Pipeline)
         return self.passes.executor
 

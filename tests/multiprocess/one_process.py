@@ -32,11 +32,7 @@ CASES = {
     # Weights cross once, in 8 bits. A single process has one host, so no secondary shard.
     "sparing": {"zero": 3, "gather_dtype": "int8", "secondary": "host", "clip_norm": 0.5},
 }
-# A pipeline as one program. The two processes are its two ranks.
-ONE_PROGRAM = {
-    "spmd": {"pipe": 2, "data": 4, "pipe_backend": "spmd", **CASES["zero3"]},
-}
-# Pipelines of one program per action. The model's head reads the embedding's table.
+# Pipelines. The model's head reads the embedding's table.
 BY_TWO = {
     # A rank for each process.
     "zb_v": {"pipe": 2, "data": 4, "zero": 3, "microbatches": 4, "schedule": "zb_v",
@@ -102,7 +98,7 @@ def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
     from fzero.tree import named_leaves
 
     print(case, flush=True)  # shown where something hangs
-    choice = {**CASES, **ONE_PROGRAM, **BY_TWO, **BY_FOUR, **MORE_BY_TWO, **MORE_BY_FOUR}[case]
+    choice = {**CASES, **BY_TWO, **BY_FOUR, **MORE_BY_TWO, **MORE_BY_FOUR}[case]
     if choice.get("schedule") == "csv":
         known = pipeline.schedule(
             "zb_h1", stages=choice["pipe"], microbatches=choice["microbatches"]

@@ -22,7 +22,6 @@ from one_process import (
     CASES,
     MORE_BY_FOUR,
     MORE_BY_TWO,
-    ONE_PROGRAM,
     ORDERS,
     free_port,
     train_all,
@@ -34,7 +33,7 @@ from fzero.tree import named_leaves
 
 
 WORKER = Path(__file__).with_name("one_process.py")
-IN_TWO = [*CASES, *ONE_PROGRAM, *BY_TWO]
+IN_TWO = [*CASES, *BY_TWO]
 # Each process compiles a dozen programs, on a machine that runs other things too.
 TIMEOUT_S = 400
 
@@ -203,31 +202,6 @@ def test_pipelines_over_processes_write_what_one_process_restores(one, two, case
                 assert np.asarray(shard.data).tobytes() == expected.tobytes(), path
     other = fz.restore(checkpoints, model, tx, tiny.plan(zero=1, data=2))
     tiny.same_bits(fz.logical(model, other), fz.logical(model, state, tiny.plan(**BY_TWO[case])))
-
-
-@pytest.mark.multiprocess
-@pytest.mark.slow
-def test_a_pipeline_in_one_program_over_two_processes(one, two):
-    """One program for all ranks, each rank a process: as in one process, and as the first backend.
-
-    The bits differ: between processes sums are added in device order by operations of fzero's own
-    (`Group.ordered`), which are compiled into the stages' programs, and those round otherwise. One
-    step of that is 1 ulp of the loss; four steps of AdamW make it 1e-6.
-    """
-    one, two = of_case("spmd", one), of_case("spmd", two[0])
-    assert one.keys() == two.keys()
-    assert {int(name.split("@")[1]) for name in one if "@" in name} == set(range(8))
-    model, tx = tiny.chain(), optax.adamw(1e-2)
-    plan = tiny.plan(**{**ONE_PROGRAM["spmd"], "pipe_backend": "mpmd", "schedule": "gpipe"})
-    state, step, trace = fz.init(model, tx, plan, rng=0), fz.train_step(model, tx, plan), []
-    for seed in (0, 1, 2, 0):
-        state, metrics = step(state, tiny.tokens(16, seed=seed))
-        trace.append([np.asarray(metrics[name]) for name in ("loss", "grad_norm", "accuracy")])
-    assert trace[3][0] < trace[0][0]
-    np.testing.assert_allclose(one["spmd:trace"], two["spmd:trace"], rtol=2e-6)
-    np.testing.assert_allclose(one["spmd:trace"], np.array(trace), rtol=2e-6)
-    for name, value in one.items():
-        np.testing.assert_allclose(value, two[name], atol=1e-6, rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.multiprocess

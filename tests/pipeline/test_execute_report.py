@@ -41,7 +41,6 @@ PLANS = {
     "2x2x2": {"pipe": 2, "data": 2, "replica": 2, "schedule": "zb_v"},
     "3x1": {"pipe": 3, "data": 1, "schedule": "zb_h1"},
     "2x4-list": {"pipe": 2, "data": 4, "partition": (1, 4)},
-    "spmd": {"pipe": 2, "data": 2, "pipe_backend": "spmd"},
 }
 
 

@@ -63,10 +63,9 @@ def test_the_forwards_output_for_each_example(net: Net, rolled: tb.Converted, ch
         predicted(traced, {"x": X})
 
 
-@pytest.mark.parametrize("backend", ["mpmd", "spmd"])
-def test_a_pipeline_predicts_as_without(rolled: tb.Converted, backend: str) -> None:
+def test_a_pipeline_predicts_as_without(rolled: tb.Converted) -> None:
     model = rolled.model(of_output, inputs=lambda batch: batch["x"])
-    plan = tiny.plan(pipe=2, data=2, microbatches=2, pipe_backend=backend, partition=(2, 3))
+    plan = tiny.plan(pipe=2, data=2, microbatches=2, partition=(2, 3))
     found = predicted(model, {"x": X}, plan)
     np.testing.assert_allclose(found, predicted(model, {"x": X}), rtol=1e-6, atol=1e-6)
     assert len(found.sharding.device_set) == 4

@@ -98,7 +98,6 @@ PLANS = {
     "replicas": {"zero": 3, "data": 2, "replica": 2},
     "pipeline": {"zero": 3, "data": 2, "pipe": 2, "microbatches": 2},
     "pipeline-halves": {"zero": 1, "data": 2, "pipe": 2, "microbatches": 2, "schedule": "zb_h1"},
-    "pipeline-spmd": {"zero": 3, "data": 2, "pipe": 2, "microbatches": 2, "pipe_backend": "spmd"},
     "parked": {"zero": 1, "data": 2, "tiers": {"opt_state": "host"}, "stream_bytes": 2048},
     "parked-params": {"zero": 3, "data": 2, "tiers": {"opt_state": "host", "params": "host"}},
     "on-the-host": {"zero": 1, "data": 2, "tiers": {"opt_state": "host"}, "update_on": "host"},

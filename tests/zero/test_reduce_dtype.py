@@ -51,8 +51,7 @@ PLANS = {
     "3": {"zero": 3},
     "3, ahead": {"zero": 3, "prefetch": True},
     "hybrid": {"zero": 3, "data": 4, "replica": 2},
-    "mpmd": {"zero": 1, "data": 4, "pipe": 2, "microbatches": 2},
-    "spmd": {"zero": 3, "data": 4, "pipe": 2, "microbatches": 2, "pipe_backend": "spmd"},
+    "pipeline": {"zero": 1, "data": 4, "pipe": 2, "microbatches": 2},
 }
 
 
@@ -70,7 +69,7 @@ def test_the_sum_has_float32_s_digits(options):
 HALF = {**PLANS["3, ahead"], "precision": "fp16", "loss_scale": fz.LossScaling(initial=2**4)}
 
 
-@pytest.mark.parametrize("options", [PLANS["1"], HALF, PLANS["spmd"]], ids=["1", "3", "spmd"])
+@pytest.mark.parametrize("options", [PLANS["1"], HALF], ids=["1", "3"])
 def test_float32_travels(options):
     found = {}
     for dtype in (None, "fp32"):

@@ -219,7 +219,6 @@ REFUSED = [
     ({"secondary": 1}, r"secondary=1: expected a whole number of at least 2"),
     ({"secondary": True}, r"secondary=True"),
     ({"secondary": "rack"}, r"secondary='rack': expected a number of devices, 'host' or None"),
-    ({"secondary": 2, "pipe": 2, "pipe_backend": "spmd"}, r"use pipe_backend='mpmd'"),
 ]
 
 

@@ -76,20 +76,15 @@ class Observed:
     def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         """Takes a step."""
         self._calls += 1
-        if self._calls == self._at and (self._is_pipeline or self._step.stream is not None):
+        if self._calls == self._at and (self._step.plan.pipe > 1 or self._step.stream is not None):
             return self._recorded(state, batch)
         taken: tuple[Any, dict[str, Any]] = self._step(state, batch)
-        if self._calls == 1 and not self._is_pipeline:
+        if self._calls == 1 and self._step.plan.pipe == 1:
             # Many programs, none of which is the step; a text that cannot be read; a full disk.
             with contextlib.suppress(fz.FzeroError, hlo.HloError, OSError):
                 # What the call compiled: neither traces nor compiles again.
                 self._write_collectives(self._step.lower(taken[0], batch).compile().as_text())
         return taken
-
-    @property
-    def _is_pipeline(self) -> bool:
-        plan = self._step.plan
-        return bool(plan.pipe > 1 and plan.pipe_backend == "mpmd")
 
     def _write_collectives(self, text: str) -> None:
         axes = dict(self._step.blueprint.mesh.shape)
@@ -112,7 +107,11 @@ class Observed:
         if stream is not None:
             stream.observer = copies
         try:
-            with recorded(self._step) if self._is_pipeline else contextlib.nullcontext() as kept:
+            with (
+                recorded(self._step)
+                if self._step.plan.pipe > 1
+                else contextlib.nullcontext() as kept
+            ):
                 taken: tuple[Any, dict[str, Any]] = self._step(state, batch)
                 jax.block_until_ready(taken[1])
         finally:
