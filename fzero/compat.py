@@ -80,9 +80,14 @@ def standing(equation: Any, scope: Sequence[Any] = ()) -> Iterator[None]:
         yield
 
 
+def is_traced_on_host(value: Any) -> bool:
+    """Inside jit, whether a value is in host memory."""
+    return bool(getattr(jax.typeof(value), "memory_space", None) == jax.memory.Space.Host)
+
+
 def to_device(value: jax.Array) -> jax.Array:
     """Inside jit, a value in device memory; itself if it is not on the host."""
-    if getattr(jax.typeof(value), "memory_space", None) != jax.memory.Space.Host:
+    if not is_traced_on_host(value):
         return value
     return jax.device_put(value, jax.memory.Space.Device)
 

@@ -129,6 +129,24 @@ def test_what_is_many_programs_is_refused_by_name(name):
             jax.eval_shape(fz.eval_step(model, plan), shapes, tiny.tokens(4))
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_parked_leaves_are_refused_by_name_in_programs_of_ones_own(tier, tmp_path):
+    state, step, evaluate = made(tiny.plan(zero=3, data=2))
+    parked = fz.offload(state, "opt_state", to=tier, path=tmp_path if tier == "disk" else None)
+    batches = jax.tree.map(lambda x: np.stack([x, x]), tiny.points(4))
+    for run in (
+        lambda: jax.jit(step)(parked, tiny.points(4)),
+        lambda: jax.lax.scan(step, parked, batches),
+        lambda: jax.vmap(step, (None, 0))(parked, batches),
+    ):
+        with pytest.raises(fz.PlacementError, match=r"opt_state/0/.*fz\.reload\(state"):
+            run()
+    # What a program does not read may be anywhere.
+    loss = jax.grad(lambda p: evaluate(parked.replace(params=p), tiny.points(4))["loss"])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(loss(parked.params)))
+    jax.jit(step)(fz.reload(parked), tiny.points(4))
+
+
 def test_what_does_not_fit_is_refused_when_traced():
     plan = tiny.plan(zero=3, data=2)
     state, step, _ = made(plan)

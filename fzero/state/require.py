@@ -12,7 +12,7 @@ from fzero.errors import StateConsumedError, StateError
 from fzero.sharding.blueprint import Blueprint
 from fzero.state.consumed import given_to
 from fzero.state.train_state import Pending, TrainState
-from fzero.storage.tiers import on_device, require_on_device
+from fzero.storage.tiers import is_handle, on_device, require_on_device
 from fzero.tree import aliased_leaves, named_leaves
 
 
@@ -69,7 +69,7 @@ def require_fits(
         leaf = have.get(path)
         if leaf is None:
             continue
-        if not hasattr(leaf, "aval" if abstract else "sharding"):
+        if not is_handle(leaf) and not hasattr(leaf, "aval" if abstract else "sharding"):
             kind = type(leaf)
             problems.append(
                 f"{path}: expected a jax.Array {to.dtype}{list(to.shape)}, got"
@@ -95,8 +95,6 @@ def require_fits(
             " fz.replan(state, model, tx, old_plan, new_plan). A leaf put in by hand goes where the"
             " old one is: jax.device_put(new, old.sharding)"
         )
-    if abstract:
-        return
     # What the plan parks may be anywhere: it visits the device in any case.
     fields = [
         name for name in vars(state)

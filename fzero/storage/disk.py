@@ -87,6 +87,17 @@ class Handle:
         """Bytes of the whole array."""
         return self.size * self.dtype.itemsize
 
+    @property
+    def __jax_array__(self) -> Any:
+        """Asked for by `jax.jit`, `jax.lax.scan` and the like, where one is among the arguments."""
+        return self._used()
+
+    def _used(self, *_: Any, **__: Any) -> Any:
+        raise PlacementError(
+            f"a leaf {_typed(self.shape, self.dtype)} is on disk, in pieces or on its way; expected"
+            " an array in device memory. `fz.reload(state)` brings it back."
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class DiskArray(Handle):

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fzero.compat import is_traced_on_host
 from fzero.errors import PlacementError
 from fzero.storage.disk import DiskArray, Handle
 from fzero.tree import PyTree, leaf_bytes
@@ -157,7 +158,7 @@ def _in_host_memory(sharding: Any) -> bool:
 
 
 def tier_of(leaf: Leaf) -> str:
-    """The tier of a leaf, or of its shape (`jax.ShapeDtypeStruct` with a sharding)."""
+    """The tier of a leaf, traced or not, or of its shape (`jax.ShapeDtypeStruct`, sharded)."""
     if isinstance(leaf, DiskArray):
         return DISK
     if isinstance(leaf, Pieces):
@@ -165,6 +166,8 @@ def tier_of(leaf: Leaf) -> str:
         return DISK if all(isinstance(piece, DiskArray) for piece in leaf.pieces) else HOST
     if isinstance(leaf, Arriving):
         return leaf.to
+    if isinstance(leaf, jax.core.Tracer):
+        return HOST if is_traced_on_host(leaf) else DEVICE
     return HOST if _in_host_memory(getattr(leaf, "sharding", None)) else DEVICE
 
 
