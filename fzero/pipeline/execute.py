@@ -108,6 +108,16 @@ class Executor:
         """Loss and metrics over `count` microbatches, forwards only."""
         return _Run(self, kept, buffers, batch, key, None).evaluate(count)
 
+    def marks(
+        self, kept: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array, scale: Any
+    ) -> dict[Action, jax.Array]:
+        """Where values of one step are not finite (`fzero.zero.finite`), on each stage's devices.
+
+        Marks of a microbatch's layers are with its forward action, those of its gradients with the
+        action that gives them.
+        """
+        return _Looking(self, kept, buffers, batch, key, scale).look()
+
     def outputs(
         self, kept: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array, count: int
     ) -> PyTree:
@@ -176,7 +186,13 @@ class _Run:
         if self.plan.microbatches > 1:
             self.sums = {p.stage: p.zeros() for p in self.programs}
         before = self.buffers
-        self.buffers = self.gatherer.pack_buffers(before)
+        self._run_actions()
+        mean, metrics = self._totals()
+        sums = self.gatherer.home_sums(self.sums)
+        return sums, mean, metrics, self.gatherer.home_buffers(before, self.buffers)
+
+    def _run_actions(self) -> None:
+        self.buffers = self.gatherer.pack_buffers(self.buffers)
         run = {
             "F": self._forward, "B": self._backward, "I": self._input_backward,
             "W": self._weight_backward,
@@ -184,9 +200,6 @@ class _Run:
         for action in self.executor.order:
             self._dispatch(action, run[action.kind])
         self._settle()
-        mean, metrics = self._totals()
-        sums = self.gatherer.home_sums(self.sums)
-        return sums, mean, metrics, self.gatherer.home_buffers(before, self.buffers)
 
     def evaluate(self, count: int) -> tuple[Mean, dict[str, Mean]]:
         self._run_forwards(count, outputs=False)
@@ -325,6 +338,29 @@ class _Run:
         else:
             self.slots.sent["F", stage + 1, m] = self.programs[stage + 1].place(out)
         return done
+
+
+class _Looking(_Run):
+    """A step whose gradients are looked at one microbatch at a time, and added to nothing."""
+
+    def look(self) -> dict[Action, jax.Array]:
+        self.found: dict[Action, jax.Array] = {}
+        self._run_actions()
+        return self.found
+
+    def _forward(self, program: StagePrograms, action: Action) -> Any:
+        x = self.slots.sent.get(("F", program.stage, action.microbatch))
+        buffers = {name: self.buffers[program.rank][name] for name in program.stateful}
+        self.found[action], _ = program.marks(
+            self.kept[program.stage], buffers, *self._inputs(program, action), x
+        )
+        return super()._forward(program, action)
+
+    def _sums_for(self, stage: int, m: int) -> Any:
+        return None
+
+    def _summed(self, program: StagePrograms, m: int, result: Any) -> None:
+        self.found[Action("B", program.stage, m)], _ = program.gradient_marks(result)
 
 
 def failed(action: Action, program: StagePrograms, error: Exception) -> PipelineError:

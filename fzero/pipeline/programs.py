@@ -35,6 +35,7 @@ from fzero.zero.chain import (
     without_inputs,
 )
 from fzero.zero.collectives import all_reduce_tree, shard_index
+from fzero.zero.finite import chain_marks, gradient_marks
 from fzero.zero.grads import float_mean, float_means, loss_seed, require_rows, unscaled
 from fzero.zero.layer import End
 from fzero.zero.options import compiler_options
@@ -232,6 +233,28 @@ class StagePrograms:
 
         specs = (self.kept_specs, WHOLE, INPUTS, WHOLE, WHOLE, LOCAL)
         return self._cached(f"E{count}{outputs}", run, specs, LOCAL)
+
+    @cached_property
+    def marks(self) -> Any:
+        """`N(kept, buffers, batch, key, number, x) -> marks` of a forward action's layers."""
+
+        def run(kept: PyTree, buffers: PyTree, batch: Inputs, key: Any, number: Any, x: Any) -> Any:
+            rows, rng = self._microbatch(batch, key, number, self.count)
+            given = rows if self.first else unpack(x)
+            _, found = chain_marks(self.pieces, self.rules, kept, given, unpack(buffers), rows, rng)
+            return pack(found)
+
+        specs = (self.kept_specs, LOCAL, INPUTS, WHOLE, WHOLE, LOCAL)
+        return self._jit(run, specs, LOCAL)
+
+    @cached_property
+    def gradient_marks(self) -> Any:
+        """`G(gradients) -> marks` of one microbatch's gradients."""
+
+        def run(grads: PyTree) -> Any:
+            return pack(gradient_marks(trained(self.layout), grads))
+
+        return self._jit(run, (self.grad_specs,), LOCAL)
 
     @cached_property
     def rows(self) -> Any:

@@ -7,6 +7,7 @@ the programs of its stages.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from fzero.processes import repeated
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.split import Split, map_splits, trained, with_frozen
 from fzero.tree import PyTree
+from fzero.zero.finite import local_marks
 from fzero.zero.grads import local_evaluation, local_gradients, local_outputs
 from fzero.zero.rules import Rules
 
@@ -98,6 +100,28 @@ class OneProgram:
             ),
         )
         found: Summed = run(kept_by(self.blueprint, fields), fields["buffers"], batch, key, scale)
+        return found
+
+    def marks(self, fields: Values, batch: Inputs, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What `fzero.zero.finite.local_marks` says of each device, a row for each."""
+        plan = self.plan.replace(gather="eager")
+        rules = dataclasses.replace(self.rules(), plan=plan, reduce=True)
+        scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
+
+        def local(kept: PyTree, buffers: PyTree, batch: Inputs, key: Any, scale: Any) -> Any:
+            found = local_marks(self.blueprint.model, rules, kept, buffers, batch, key, scale)
+            return jax.tree.map(lambda x: x[None], found)
+
+        manual = manual_axes(self.blueprint.mesh)
+        devices = tuple(axis for axis in self.blueprint.mesh.axis_names if axis in manual)
+        whole, rows = PartitionSpec(), Inputs.specs(PartitionSpec(AXES), PartitionSpec())
+        run = self._shard_map(
+            local,
+            in_specs=(self.kept_specs(), self._buffer_specs(), rows, whole, whole),
+            out_specs=PartitionSpec(devices),
+        )
+        kept = kept_by(self.blueprint, fields)
+        found: tuple[jax.Array, jax.Array] = run(kept, fields["buffers"], batch, key, scale)
         return found
 
     def evaluation(

@@ -12,8 +12,9 @@ from fzero.keys import step_key
 from fzero.sharding.blueprint import Blueprint
 from fzero.state.train_state import Pending
 from fzero.step.divided import DividedUpdate
+from fzero.step.finite import Look, looks_at_one_program, looks_at_stages
 from fzero.step.host_update import HostUpdate
-from fzero.step.passes import OneProgram, Passes, Pipeline, Values, read_by
+from fzero.step.passes import OneProgram, Passes, Pipeline, Values, kept_by, read_by
 from fzero.step.update import Metrics, Update
 from fzero.zero.options import CompilerOptions, compiler_options
 
@@ -96,6 +97,21 @@ class Divided:
             if isinstance(self.passes, Pipeline):
                 self.passes.executor.wait()  # what it reads may be what failed
             raise
+
+
+def look(passes: Passes, fields: Values, moment: Moment, batch: Inputs) -> list[Look]:
+    """Whether what a step computes is finite, without its update; see `TrainStep.check_finite`."""
+    step, rng = moment
+    key = jax.jit(step_key)(rng, step, _calls(fields["grads"]))
+    read = read_by(passes.blueprint, fields)
+    if isinstance(passes, Pipeline):
+        scale = None if read["loss_scale"] is None else read["loss_scale"].scale
+        kept = kept_by(passes.blueprint, read)
+        args = kept, read["buffers"], batch.at(step), key, scale
+        return looks_at_stages(passes.executor, passes.executor.marks(*args))
+    options = options_of(passes.blueprint)
+    run = jax.jit(passes.marks, compiler_options=options or None)
+    return looks_at_one_program(passes.blueprint, run(read, batch.at(step), key))
 
 
 def _calls(pending: Pending | None) -> jax.Array | int:

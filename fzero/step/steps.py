@@ -18,12 +18,14 @@ from fzero.sharding.chunks import OWNED
 from fzero.sharding.homes import stages_of_outputs
 from fzero.sharding.split import layout_leaves
 from fzero.state import compute_copy
+from fzero.state.same import check_finite
 from fzero.state.train_state import TrainState
 from fzero.state.which import chosen, reads_of, require_known
 from fzero.step.checks import Checks, is_traced, require_finite
 from fzero.step.divided import DividedUpdate
+from fzero.step.finite import require_finite_batch, require_finite_looks
 from fzero.step.passes import OneProgram, Pipeline, Values, kept_by, passes_of
-from fzero.step.runners import Divided, Fused, Moment, options_of, runner_of
+from fzero.step.runners import Divided, Fused, Moment, look, options_of, runner_of
 from fzero.step.update import Metrics
 from fzero.tree import PyTree
 from fzero.zero.options import CompilerOptions
@@ -90,6 +92,54 @@ class TrainStep:
         if self.stream is not None:
             self.stream.require_written(state)
         return state, metrics
+
+    def check_finite(self, state: TrainState, batch: PyTree) -> None:
+        """Looks for the first value of this step that is not finite; the state stays as it is.
+
+        Looked at are the state's leaves, the batch, and for one microbatch after the other what
+        each layer gives and the gradient of each leaf. Takes the time of about two steps and
+        compiles programs of its own: call it after `metrics["nonfinite"]`, with the state from
+        before the step. That is what a step gives back which the plan skipped
+        (`Plan(skip_nonfinite=True)`); otherwise restore it.
+
+        Every process calls this. Gradients are looked at when they are reduced, so that the devices
+        named for one are those that keep it, not those whose rows spoilt it.
+
+        Args:
+            state: the state that the step was given.
+            batch: its batch.
+
+        Raises:
+            NonFiniteError: in every process alike: names leaf or layer, microbatch, stage and rank
+                of a pipeline, devices and processes.
+            PlanError: `pipe_backend="spmd"`.
+
+        Example:
+            >>> import jax.numpy as jnp, numpy as np, optax, fzero as fz
+            >>> def loss(p, b, batch, rng, train):
+            ...     return jnp.mean(jnp.log(batch["x"] @ p["w"])), b, {}
+            >>> model = fz.Model(lambda rng: ({"w": jnp.ones((2, 1))}, {}), loss)
+            >>> plan, tx = fz.Plan(data=1, microbatches=2, skip_nonfinite=True), optax.sgd(0.1)
+            >>> step = fz.train_step(model, tx, plan)
+            >>> batch = {"x": np.float32([[1, 1], [0, 0]])}
+            >>> state, metrics = step(fz.init(model, tx, plan), batch)
+            >>> try:
+            ...     if metrics["nonfinite"]:
+            ...         step.check_finite(state, batch)
+            ... except fz.NonFiniteError as error:
+            ...     print(str(error).split(",")[0])
+            check_finite: microbatch 1: the loss is not finite
+        """
+        if self.blueprint.one_mesh and self.blueprint.stages is not None:
+            raise PlanError("check_finite: expected pipe_backend='mpmd', got 'spmd'")
+        state = self._checks.state(state)
+        self._checks.batch(batch, self.plan.microbatches)
+        check_finite(state)
+        require_finite_batch(batch)
+        fields, moment = self._parts(state)
+        with self._checks.running(state, batch):
+            looks = look(self.passes, fields, moment, self.passes.place(batch))
+        require_finite_looks(self.blueprint, looks)
 
     def pure(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """The step as a pure function, to be part of a program of your own.

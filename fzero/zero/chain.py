@@ -112,7 +112,7 @@ def _train_forward(
     last: bool,
 ) -> tuple[Any, Links, PyTree]:
     rules, kept = fetched.rules, fetched.kept
-    x, (rows, step) = _entered(rules, pieces[0], x), opened(batch)
+    x, (rows, step) = entered(rules, pieces[0], x), opened(batch)
     links: Links = []
     end: list[End] = []
     # Whether a gradient is to go further back than the piece at hand.
@@ -143,7 +143,7 @@ def _train_forward(
     return end[0] if last else out, links, new
 
 
-def _entered(rules: Rules, first: Piece, x: Any) -> Any:
+def entered(rules: Rules, first: Piece, x: Any) -> Any:
     """A chain's input in the compute dtype. A plain model reads its batch as it is."""
     x, _ = opened(x)
     starts = first.number == 0 and bool(first.layer.name)
@@ -264,7 +264,7 @@ def eval_forward(
     # An evaluation is of the weights that are saved and exported, not of their 8-bit image.
     rules = dataclasses.replace(rules, exact=True)
     fetched = Fetched(rules, kept)
-    x, (rows, step) = _entered(rules, pieces[0], x), opened(batch)
+    x, (rows, step) = entered(rules, pieces[0], x), opened(batch)
 
     def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
         dtype = COMPUTE_DTYPES[rules.plan.precision]

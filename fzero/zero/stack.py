@@ -80,14 +80,33 @@ def stack_eval(
     rules: Rules, piece: Piece, shards: PyTree, x: Any, ctx: Context
 ) -> tuple[Any, PyTree]:
     """Runs layers of a stack in evaluation mode: `(x, buffers)`."""
+    x, buffers, _ = stack_watched(rules, piece, shards, x, ctx, lambda _: ())
+    return x, buffers
+
+
+def stack_watched(
+    rules: Rules, piece: Piece, shards: PyTree, x: Any, ctx: Context,
+    look: Callable[[list[Any]], PyTree],
+) -> tuple[Any, PyTree, PyTree]:  # fmt: skip
+    """Runs layers of a stack, and keeps nothing but what is seen: `(x, buffers, seen)`.
+
+    Args:
+        rules: how to fetch.
+        piece: the layers.
+        shards: the stack's parameters as they are kept.
+        x: what the first one gets.
+        ctx: of the stack.
+        look: what is wanted of the floating-point leaves that a layer gives; stacked in `seen`.
+    """
     program, start = LayerProgram.of(rules, piece, x, ctx)
 
     def run(weights: PyTree, x: Any, k: Any) -> tuple[Any, Any, PyTree]:
         y, (y_rest, buffers) = program.apply(weights, x[0], program.shared, x[1], k)
-        return (y, y_rest), ((), None), buffers
+        return (y, y_rest), (look(y), None), buffers
 
-    y, _, buffers, _ = _forward(program.static, shards, start, run)
-    return program.joined(*y), _placed(piece, ctx.buffers, buffers)
+    y, (looped, last), buffers, _ = _forward(program.static, shards, start, run)
+    seen = join_rows(looped and looped[0], last and last[0])
+    return program.joined(*y), _placed(piece, ctx.buffers, buffers), seen
 
 
 def _placed(piece: Piece, old: PyTree, new: PyTree) -> PyTree:

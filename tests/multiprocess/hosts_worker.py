@@ -84,6 +84,8 @@ def agrees(folder: Path, world: fz.World) -> dict[str, Any]:
     said["other"] = refusal(lambda: fz.check_same(changed(state, "x" if me else "")))
     said["finite"] = refusal(lambda: fz.check_finite(state))
     said["nan"] = refusal(lambda: fz.check_finite(changed(state, "nan" if me else "")))
+    own = fz.local_batch({**own, "x": own["x"] * 10.0 ** (30 * me)}, layout, mask="mask")
+    said["step"] = refusal(lambda: fz.train_step(model(), tx, plan).check_finite(state, own))
     return said
 
 

@@ -140,6 +140,11 @@ def test_processes_that_differ_are_refused_in_every_one_by_what_differs(tmp_path
         r" first in row 2; on \S+ of process 1$",
         said["nan"],
     ), said["nan"]
+    assert re.match(
+        r"NonFiniteError: check_finite: microbatch 0: the loss is not finite, while all before it"
+        r" is; on \S+ of process 1, \S+ of process 1$",
+        said["step"],
+    ), said["step"]
 
 
 @pytest.mark.slow

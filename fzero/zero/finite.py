@@ -1,0 +1,125 @@
+"""Where in a step the first value that is not finite is: what is looked at on the devices.
+
+A mark is a row of a leaf, counted from 1, or 0 where all is finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fzero.batch import Inputs, opened
+from fzero.keys import block_key
+from fzero.links import Context, Stack, apply_layer, layer_params
+from fzero.model import Model
+from fzero.pieces import Piece, run_chain, whole_chain
+from fzero.precision import COMPUTE_DTYPES
+from fzero.sharding.split import Split, layout_leaves, trained
+from fzero.tree import PyTree
+from fzero.zero.chain import entered, train_backward, train_forward
+from fzero.zero.collectives import shard_index
+from fzero.zero.fetched import Fetched
+from fzero.zero.grads import loss_seed, unscaled
+from fzero.zero.rules import Rules
+from fzero.zero.stack import stack_watched
+
+
+def chain_marks(
+    pieces: Sequence[Piece],
+    rules: Rules,
+    kept: PyTree,
+    x: Any,
+    buffers: PyTree,
+    batch: PyTree,
+    rng: jax.Array,
+) -> tuple[Any, jax.Array]:
+    """Runs pieces in training mode, without a backward pass: what they give, and their marks.
+
+    Returns:
+        `(out, marks)`: for each piece the first of its layers whose output is not finite.
+    """
+    fetched = Fetched(rules, kept)
+    x, (rows, step) = entered(rules, pieces[0], x), opened(batch)
+    dtype = COMPUTE_DTYPES[rules.plan.precision]
+    marks: list[jax.Array] = []
+
+    def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
+        ctx, layer = Context(rows, rng, True, state, dtype, step, rules.plan.products), piece.layer
+        if isinstance(layer, Stack):
+            x, state, seen = stack_watched(rules, piece, kept[layer.name], x, ctx, _is_bad)
+            marks.append(jnp.where(jnp.any(seen), jnp.argmax(seen) + 1, 0))
+            return x, state
+        treedef = jax.tree.structure(layer_params(layer, kept))
+
+        def of_weights(weights: list[Any]) -> PyTree:
+            params = jax.tree.unflatten(treedef, weights)
+            return apply_layer(layer, params, x, {}, ctx.at(piece.number))
+
+        y, state = fetched.run(layer, of_weights)
+        marks.append(_is_bad(y).astype(jnp.int32))
+        return y, state
+
+    out, _ = run_chain(pieces, x, buffers, run_piece)
+    return out, jnp.stack([mark.astype(jnp.int32) for mark in marks])
+
+
+def gradient_marks(layout: PyTree, grads: PyTree) -> jax.Array:
+    """For each gradient the last layer of a stack, or the leaf, that is not finite."""
+    found = [
+        _leaf_mark(split, grad)
+        for split, grad in zip(layout_leaves(layout), jax.tree.leaves(grads), strict=True)
+    ]
+    return jnp.stack(found)
+
+
+def local_marks(
+    model: Model, rules: Rules, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array,
+    scale: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Marks of every microbatch of a step on one device: of `chain_marks`, of `gradient_marks`.
+
+    Args:
+        model: the model.
+        rules: as for `local_gradients`, with gradients reduced at once.
+        kept: this device's parameters as kept.
+        buffers: buffers before the step.
+        batch: this device's rows.
+        rng: the step's key.
+        scale: loss scale, or `None`.
+    """
+    count = rules.plan.microbatches
+    block, pieces = shard_index(rules.group) * count, whole_chain(model.layers)
+    parts = batch.map_rows(lambda x: x.reshape(count, -1, *x.shape[1:]))
+
+    def one(buffers: PyTree, index: jax.Array) -> tuple[PyTree, tuple[jax.Array, jax.Array]]:
+        rows, key = parts.map_rows(lambda x: x[index]), block_key(rng, block + index)
+        own = rules, kept, rows, buffers, rows, key
+        _, forward = chain_marks(pieces, *own)
+        end, links, new = train_forward(pieces, *own)
+        seed, unscale = loss_seed(rules, end.mean, scale)
+        grads, _ = train_backward(links, rules, kept, seed)
+        backward = gradient_marks(trained(rules.layout), unscaled(grads, unscale))
+        return new, (forward, backward)
+
+    _, marks = jax.lax.scan(one, buffers, jnp.arange(count))
+    found: tuple[jax.Array, jax.Array] = marks
+    return found
+
+
+def _is_bad(tree: PyTree) -> jax.Array:
+    bad = [
+        jnp.any(~jnp.isfinite(leaf))
+        for leaf in jax.tree.leaves(tree)
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    ]
+    return jnp.any(jnp.stack(bad)) if bad else jnp.zeros((), bool)
+
+
+def _leaf_mark(split: Split, grad: jax.Array) -> jax.Array:
+    if not split.stacked:
+        return _is_bad(grad).astype(jnp.int32)
+    rows = jnp.any(~jnp.isfinite(grad).reshape(grad.shape[0], -1), axis=1)
+    return jnp.max(jnp.where(rows, jnp.arange(1, len(rows) + 1), 0))

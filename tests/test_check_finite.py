@@ -1,0 +1,104 @@
+"""`step.check_finite` names the first value of a step that is not finite, and where it came up."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fzero as fz
+from tests.support import tiny
+
+
+SGD = optax.sgd(0.1)
+NAN_OUTPUT, NAN_GRADIENT = 1, 2
+
+
+def block(p, x, ctx):
+    """Layer 2 gives NaN for rows that say so; for others layer 1 has a slope without end."""
+    here = jnp.any((ctx.batch["spoils"] == NAN_OUTPUT) & (p["number"] == 2))
+    there = jnp.any((ctx.batch["spoils"] == NAN_GRADIENT) & (p["number"] == 1))
+    zero = jnp.sqrt(jnp.where(there, 0.0, 1.0) * p["one"]) - jnp.where(there, 0.0, 1.0)
+    return x + jnp.tanh(x @ p["w"]) + jnp.where(here, jnp.nan, zero)
+
+
+def model() -> fz.Sequential:
+    keys = jax.random.split(jax.random.key(0), 3)
+    blocks = {
+        "w": jax.random.normal(keys[0], (4, tiny.D, tiny.D)) * 0.3,
+        "number": jnp.arange(4.0),
+        "one": jnp.ones(4),
+    }
+    params = {"embed": tiny.embed_init(keys[1]), "blocks": blocks, "head": tiny.head_init(keys[2])}
+    return fz.Sequential(
+        [
+            fz.Layer("embed", tiny.embed_init, tiny.embed),
+            fz.Stack("blocks", 4, tiny.block_init, block),
+            fz.Layer("head", tiny.head_init, tiny.head, reads={"table": "embed/table"}),
+        ],
+        loss=tiny.token_loss,
+        init=(params, {}),
+    )
+
+
+def batch(row: int, spoils: int) -> dict[str, np.ndarray]:
+    marks = np.zeros(16, np.int32)
+    marks[row] = spoils
+    return {**tiny.tokens(16), "spoils": marks}
+
+
+# Rows 8 to 15 are of the second device; the plan, the row's microbatch, the stages of layers 1, 2.
+PLANS = {
+    "lazy": ({"data": 2, "zero": 2, "microbatches": 4, "gather": "lazy"}, 2, "", ""),
+    "zb_h1": (
+        {"data": 2, "zero": 2, "pipe": 2, "microbatches": 4, "schedule": "zb_h1"},
+        2, " on stage 0 (rank 0)", " on stage 1 (rank 1)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_layer_leaf_microbatch_stage_and_device_are_named(name):
+    options, microbatch, first_stage, second_stage = PLANS[name]
+    plan, made = tiny.plan(skip_nonfinite=True, **options), model()
+    state, step = fz.init(made, SGD, plan), fz.train_step(made, SGD, plan)
+    step.check_finite(state, batch(13, 0))
+    if name == "lazy":  # as users come to it: what a skipped step gives back is the state before
+        state, metrics = step(state, batch(13, NAN_OUTPUT))
+        assert metrics["nonfinite"] == 1
+    with pytest.raises(fz.NonFiniteError) as found:
+        step.check_finite(state, batch(13, NAN_OUTPUT))
+    device = 3 if "pipe" in options else 1
+    assert str(found.value) == (
+        f"check_finite: microbatch {microbatch}: the output of blocks, layer 2{second_stage} is not"
+        f" finite, while all before it is; on cpu:{device} of process 0"
+    )
+    with pytest.raises(fz.NonFiniteError) as found:
+        step.check_finite(state, batch(13, NAN_GRADIENT))
+    assert str(found.value).startswith(
+        f"check_finite: microbatch {microbatch}: the gradient of params/blocks/one, layer"
+        f" 1,{first_stage} is not finite"
+    )
+
+
+def test_batches_and_states_come_first():
+    plan, plain = tiny.plan(data=2, microbatches=2), tiny.regression()
+    step, points = fz.accumulate_step(plain, SGD, plan), tiny.points()
+    state = fz.init(plain, SGD, plan)
+    spoilt = {**points, "y": np.where(np.arange(16)[:, None] == 9, np.inf, points["y"])}
+    spoilt["y"] = spoilt["y"].astype(np.float32)
+    said = "check_finite: batch y has values that are not finite, first in row 9"
+    with pytest.raises(fz.NonFiniteError, match=re.escape(said)):
+        step.check_finite(state, spoilt)
+    placed = jax.device_put(spoilt, fz.layout(plain, SGD, plan).batch_sharding)
+    with pytest.raises(fz.NonFiniteError, match=re.escape(said)):
+        step.check_finite(state, placed)
+    with pytest.raises(fz.NonFiniteError, match="microbatch 0: the loss is not finite"):
+        step.check_finite(state, {**points, "y": points["y"] + np.float32(1e30)})
+    bad = state.replace(params={**state.params, "gain": state.params["gain"] * jnp.inf})
+    with pytest.raises(fz.NonFiniteError, match="params/gain"):
+        step.check_finite(bad, points)
