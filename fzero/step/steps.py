@@ -112,7 +112,6 @@ class TrainStep:
         Raises:
             NonFiniteError: in every process alike: names leaf or layer, microbatch, stage and rank
                 of a pipeline, devices and processes.
-            PlanError: `pipe_backend="spmd"`.
 
         Example:
             >>> import jax.numpy as jnp, numpy as np, optax, fzero as fz
@@ -130,8 +129,6 @@ class TrainStep:
             ...     print(str(error).split(",")[0])
             check_finite: microbatch 1: the loss is not finite
         """
-        if self.blueprint.one_mesh and self.blueprint.stages is not None:
-            raise PlanError("check_finite: expected pipe_backend='mpmd', got 'spmd'")
         state = self._checks.state(state)
         self._checks.batch(batch, self.plan.microbatches)
         check_finite(state)
