@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fzero.offload.stream import Visit
+from fzero.schedule.actions import Action
+from fzero.schedule.order import gives, needs
 from fzero.schedule.simulate import Timeline
 
 
@@ -116,7 +118,9 @@ def chrome_trace(
         copies: what `Copies.spans` gives.
 
     Returns:
-        Complete events (`"ph": "X"`) in microseconds, and the names of processes and threads.
+        Complete events (`"ph": "X"`) in whole microseconds, flow events (`"s"` to `"f"`) from an
+        action to those of other ranks that take what it gives, and the names of processes and
+        threads. Spans that overlap are on threads of their own, for viewers leave such out.
 
     Example:
         >>> from fzero.pipeline import gpipe, simulate
@@ -124,39 +128,82 @@ def chrome_trace(
         >>> [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"][:2]
         ['forward 0', 'forward 1']
 
-    Source: Trace Event Format (Chromium), complete and metadata events.
+    Source: Trace Event Format (Chromium), complete, flow and metadata events.
     """
     events: list[dict[str, Any]] = []
     for pid, (name, timeline) in enumerate(timelines):
         events.append(_named("process_name", pid, 0, name))
-        for rank, row in enumerate(timeline.rank_events):
-            events.append(_named("thread_name", pid, rank, f"rank {rank}"))
-            events += [
-                _complete(
-                    f"{KINDS[e.action.kind]} {e.action.microbatch}", pid, rank, e.start_s, e.end_s,
-                    kind=e.action.kind, stage=e.action.stage, microbatch=e.action.microbatch,
+        spans = {
+            f"rank {rank}": [
+                _Span(
+                    f"{KINDS[e.action.kind]} {e.action.microbatch}", e.start_s, e.end_s, e.action
                 )
                 for e in row
-            ]  # fmt: skip
-    lanes = list(dict.fromkeys(copy.lane for copy in copies))
-    pid = len(timelines)
-    if lanes:
+            ]
+            for rank, row in enumerate(timeline.rank_events)
+        }  # fmt: skip
+        threads = _threads(pid, spans)
+        events += threads + _flows(threads, timeline.schedule.num_stages)
+    if copies:
+        pid = len(timelines)
         events.append(_named("process_name", pid, 0, "copies, as the host sees them"))
-        events += [_named("thread_name", pid, tid, lane) for tid, lane in enumerate(lanes)]
-    for copy in copies:
-        tid = lanes.index(copy.lane)
-        events.append(_complete(copy.name, pid, tid, copy.start_s, copy.end_s))
+        lanes: dict[str, list[_Span]] = {}
+        for copy in copies:
+            lanes.setdefault(copy.lane, []).append(_Span(copy.name, copy.start_s, copy.end_s))
+        events += _threads(pid, lanes)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+class _Span(NamedTuple):
+    name: str
+    start_s: float
+    end_s: float
+    action: Action | None = None
+
+
+def _threads(pid: int, lanes: dict[str, list[_Span]]) -> list[dict[str, Any]]:
+    """The events of a process: each lane is as many threads as it has spans at once."""
+    events: list[dict[str, Any]] = []
+    tid = 0
+    for lane, spans in lanes.items():
+        ends: list[int] = []  # of each of the lane's threads
+        for span in sorted(spans, key=lambda span: span.start_s):
+            # Rounded ends, not durations: what touches in seconds touches in microseconds.
+            start, end = round(span.start_s * _MICRO), round(span.end_s * _MICRO)
+            row = next((i for i, before in enumerate(ends) if before <= start), len(ends))
+            if row == len(ends):
+                ends.append(end)
+                words = lane if not row else f"{lane} ({row + 1})"
+                events.append(_named("thread_name", pid, tid + row, words))
+            ends[row] = end
+            about = {} if span.action is None else span.action._asdict()
+            events.append(
+                {"name": span.name, "cat": "step", "ph": "X", "pid": pid, "tid": tid + row,
+                 "ts": start, "dur": end - start, "args": about}
+            )  # fmt: skip
+        tid += max(1, len(ends))
+    return events
+
+
+def _flows(events: Sequence[dict[str, Any]], num_stages: int) -> list[dict[str, Any]]:
+    """Arrows from each action to those on other threads that take what it gives."""
+    done = [(Action(**event["args"]), event) for event in events if event["ph"] == "X"]
+    given = {gives(action): event for action, event in done}
+    found: list[dict[str, Any]] = []
+    for action, to in done:
+        for value in needs(action, num_stages):
+            source = given.get(value)
+            if source is None or source["tid"] == to["tid"] or source["ts"] > to["ts"]:
+                continue
+            # Within the action, or it would belong to the one that follows.
+            sent = min(source["ts"] + max(0, source["dur"] - 1), to["ts"])
+            arrow = {"name": "sent", "cat": "sent", "id": f"{to['pid']}.{len(found) // 2}"}
+            found += [
+                arrow | {"ph": "s", "pid": source["pid"], "tid": source["tid"], "ts": sent},
+                arrow | {"ph": "f", "bp": "e", "pid": to["pid"], "tid": to["tid"], "ts": to["ts"]},
+            ]
+    return found
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _complete(
-    name: str, pid: int, tid: int, start_s: float, end_s: float, **args: Any
-) -> dict[str, Any]:
-    return {
-        "name": name, "ph": "X", "pid": pid, "tid": tid, "ts": start_s * _MICRO,
-        "dur": (end_s - start_s) * _MICRO, "args": args,
-    }  # fmt: skip
