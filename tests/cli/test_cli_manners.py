@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -80,16 +79,12 @@ def test_an_unexpected_error_is_one_line_too(
     )
 
 
-def test_help_takes_under_two_cpu_seconds_and_loads_no_jax() -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    code = f"import atexit, sys; atexit.register(lambda: print('jax' in sys.modules)); {RUN}"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--help"], capture_output=True, text=True, timeout=60
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+def test_help_loads_nothing_that_is_slow_to_load() -> None:
+    slow = {"fzero", "torch_bridge", "jax", "numpy", "optax", "torch"}
+    code = f"import atexit, sys; atexit.register(lambda: print({slow} & set(sys.modules))); {RUN}"
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "False"
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+    assert done.stdout.splitlines()[-1] == "set()"
     # Each command says in its line what it does, and is not cut off.
     assert "..." not in done.stdout.partition("Commands:")[2]
 

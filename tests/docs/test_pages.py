@@ -8,6 +8,7 @@ import pytest
 
 import fzero
 import fzero.pipeline
+import fzero_command
 import torch_bridge
 
 
@@ -81,6 +82,11 @@ def test_reference_has_every_public_name_once():
     }
     assert len(told) == len(set(told))
     assert set(told) == public - plan
+
+
+def test_reference_has_every_command():
+    page = (DOCS / "reference/commands.md").read_text()
+    assert sorted(re.findall("<!-- help: (.*?) -->", page)) == sorted(fzero_command.commands())
 
 
 def test_every_field_of_a_plan_is_in_a_group_and_explained():
