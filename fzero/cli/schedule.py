@@ -37,6 +37,8 @@ app = typer.Typer(
     cls=_Schedules,
     no_args_is_help=True,
     add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help="Pipeline schedules without a device: build one by name, check a file, compare all.",
 )
 
@@ -159,7 +161,10 @@ for _builder in BUILDERS.values():
 def check_file(
     file: Annotated[Path, typer.Argument(help="A schedule in PyTorch's compute-only CSV.")],
 ) -> None:
-    """Prove the schedule in a file, or mark the cell that makes it illegal and exit with 1."""
+    """Prove the schedule in a file, or mark what makes it illegal.
+
+    Exits with 1 if it is illegal.
+    """
     try:
         loaded = Schedule.from_csv(file)
         proof = check(loaded)
@@ -180,7 +185,10 @@ def compare(
     microbatches: Microbatches,
     cost: CostText = "f=1,b=2",
 ) -> None:
-    """Compare all schedules on as many ranks; where a rank has two chunks, each costs half."""
+    """Compare all schedules on as many ranks.
+
+    Where a rank has two chunks, each costs half.
+    """
     try:
         table = comparison(stages, microbatches, parse_cost(cost))
     except ScheduleError as error:

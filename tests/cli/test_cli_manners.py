@@ -89,6 +89,14 @@ def test_help_loads_nothing_that_is_slow_to_load() -> None:
     assert "..." not in done.stdout.partition("Commands:")[2]
 
 
+@pytest.mark.parametrize("command", ["train", "finetune", "preflight"])
+def test_help_of_many_options_is_in_groups(command: str, here: Command) -> None:
+    groups = here(command, "--help").stdout.split("\n\n")
+    assert sum(group.startswith(("Plan:", "Results:")) for group in groups) == 2
+    assert groups[-1].split()[:2] == ["Options:", "--help"]
+    assert len(groups[-1].splitlines()) == 2  # nothing else was left without a group
+
+
 @pytest.mark.parametrize(("typed", "expected"), [
     ("fzero sch", ["schedule"]),
     ("fzero report --tr", ["--trace"]), ("fzero --de", ["--debug"]),

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.grouped import grouped
 from torch_bridge.cli.settings import BATCH, ZERO, TrainSettings
 from torch_bridge.cli.train import (
     BatchOption,
@@ -87,7 +88,16 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@app.command(
+    cls=grouped(
+        Model_and_data="model data seq pack too_long template",
+        Adapters="lora targets alpha dropout base",
+        Training="steps batch lr clip seed",
+        Plan="plan plan_set zero microbatches precision devices",
+        Validation="eval_data eval_every",
+        Results="out overwrite log save_every resume",
+    )
+)
 def finetune(
     context: typer.Context,
     out: OutOption,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from torch_bridge.cli.grouped import grouped
 from torch_bridge.cli.preflight_settings import PreflightSettings
 from torch_bridge.cli.settings import BATCH
 from torch_bridge.cli.train import Gather, GatherOption, Precision
@@ -90,7 +91,16 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@app.command(
+    cls=grouped(
+        Model_and_batch="model batch seq",
+        Plan="zero data replica pipe schedule microbatches remat precision clip gather reduce"
+        " reduce_dtype gather_dtype secondary",
+        Devices="topology rates measure",
+        More_plans="sweep more_sweep explain",
+        Results="as_json html",
+    )
+)
 def preflight(
     model: ModelOption,
     topology: TopologyOption = "h200:8",

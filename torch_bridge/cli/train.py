@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from torch_bridge.cli.errors import CommandError
+from torch_bridge.cli.grouped import grouped
 from torch_bridge.cli.plan_file import SECTIONS, Sections, read_run, set_fields
 from torch_bridge.cli.settings import (
     BATCH,
@@ -154,7 +155,15 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@app.command(
+    cls=grouped(
+        Model_and_data="model data more_data seq",
+        Training="steps batch lr clip seed",
+        Plan="plan plan_set zero microbatches precision gather devices",
+        Validation="eval_every eval_sequences verify",
+        Results="out overwrite log save_every resume",
+    )
+)
 def train(
     context: typer.Context,
     out: OutOption,
