@@ -25,7 +25,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 def run(*command: object, cwd: Path, **environ: str) -> str:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHONPATH", "FZERO_"))}
     done = subprocess.run(
-        list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=300,
+        list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=600,
         env=kept | environ,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

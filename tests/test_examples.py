@@ -46,7 +46,7 @@ def run_example(name):
         [sys.executable, str(EXAMPLES / name), *ARGUMENTS.get(name, [])],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         cwd=os.path.sep,
         env={**os.environ} if name in QUICK else quick.environment_of_users(),
     )

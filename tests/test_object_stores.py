@@ -112,7 +112,7 @@ def test_processes_write_their_parts_of_one_checkpoint_into_a_store(store, tmp_p
         [sys.executable, "-m", "fzero.cli", "launch", "--processes", "2", "--logs",
          tmp_path / "logs", "--", worker, tmp_path, "stores"],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "STORE": url},
-        capture_output=True, text=True, timeout=400,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads((tmp_path / f"stores-{p}.json").read_text()) for p in range(2)]

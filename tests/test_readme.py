@@ -26,7 +26,7 @@ def test_code_runs(number, tmp_path):
         [sys.executable, "-c", BLOCKS[number]],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         cwd=tmp_path,
         env={**os.environ, "JAX_NUM_CPU_DEVICES": "8",
              "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},

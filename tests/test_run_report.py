@@ -237,6 +237,7 @@ def test_copies_that_overlap_are_beside_each_other():
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(BROWSER is None, reason="draws the page in headless Chromium")
 def test_a_browser_draws_the_pictures(tmp_path, capsys):
     run = write_run(tmp_path / "one")
@@ -245,7 +246,7 @@ def test_a_browser_draws_the_pictures(tmp_path, capsys):
         [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
          "--window-size=1100,2600", f"--user-data-dir={tmp_path / 'user'}",
          f"--screenshot={tmp_path / 'page.png'}", (run / "report.html").as_uri()],
-        check=True, capture_output=True, timeout=60,
+        check=True, capture_output=True, timeout=600,
     )  # fmt: skip
     pixels = (matplotlib.image.imread(tmp_path / "page.png")[..., :3] * 255).round().astype(int)
 

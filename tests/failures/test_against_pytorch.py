@@ -6,7 +6,7 @@ on 8 devices has plain PyTorch's losses within 5e-6 (PyTorch's DDP and FSDP2 and
 within 1e-6 of it), and this is narrow enough to see a forgotten weight decay or a wrong epsilon.
 Against the same run in double precision fzero is closer (1e-6) than PyTorch itself (2e-6).
 
-Stage 3 runs 10 steps, and all 30 nightly. The other stages run the first ones only,
+Stage 3 runs 5 steps, and all 30 nightly, where the other stages run the first ones, too,
 to spare the suite minutes: they compute the same bits as stage 3, which is checked here for losses,
 norms and the whole state that follows from them (and in tests/zero for 20 steps of many plans).
 """
@@ -22,7 +22,6 @@ import pytest
 from failure_cases import bits, copied, differing
 
 import fzero as fz
-from tests.support.sample import some
 
 
 pytestmark = pytest.mark.as_users
@@ -85,7 +84,7 @@ def stage_3(model: fz.Model) -> Stage:
 
 @pytest.fixture(scope="module")
 def curve_3(stage_3: Stage) -> Curve:
-    return stage_3.run(10)
+    return stage_3.run(5)
 
 
 def apart(losses: Any) -> float:
@@ -98,17 +97,18 @@ def test_same_start() -> None:
     assert sum(weight.size for weight in small.weights().values()) == 6_613_504
 
 
+@pytest.mark.nightly
 def test_stored_losses_are_pytorchs() -> None:
     assert len(PYTORCH) == small.STEPS
     # Two steps as a sample: the sums of a matmul are ordered by the number of threads.
-    assert apart(small.torch_losses(2)) <= 1e-6
+    assert apart(small.torch_losses(2)) <= 2e-6
 
 
 @pytest.mark.slow
 def test_stage_3_has_pytorchs_losses(curve_3: Curve) -> None:
     assert apart(curve_3.losses) <= WITHIN
-    assert np.max(np.abs(curve_3.losses - EXACT[:10])) <= 2e-6
-    assert curve_3.losses[0] - curve_3.losses[-1] > 0.5
+    assert np.max(np.abs(curve_3.losses - EXACT[:5])) <= 2e-6
+    assert curve_3.losses[0] - curve_3.losses[-1] > 0.2
 
 
 @pytest.mark.nightly
@@ -122,8 +122,8 @@ def test_stage_3_has_all_of_pytorchs_losses(stage_3: Stage) -> None:
     assert losses[0] - losses[-1] > 1.5  # it learns, so that every part of a step matters
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("zero", some([0, 1, 2], 0, 1))
+@pytest.mark.nightly
+@pytest.mark.parametrize("zero", [0, 1, 2])
 def test_other_stages_have_the_same_bits(zero: int, model: Any, curve_3: Curve) -> None:
     curve = Stage(model, zero).run(PREFIX)
     assert apart(curve.losses) <= WITHIN

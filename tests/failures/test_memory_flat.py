@@ -104,6 +104,7 @@ def test_fifty_states_with_the_same_steps() -> None:
 
 def test_eight_cycles_that_build_everything_anew() -> None:
     measured, built = [], []
+    gc.collect()
     for both in cycles(8, built=built):
         # A step refers to itself (its program is one of its own methods), so that it takes the
         # collector to free it; the newest is still in use.

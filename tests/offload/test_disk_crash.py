@@ -31,7 +31,7 @@ def test_killed_while_writing(tmp_path):
         assert name.endswith("(deleted)")
         assert os.listdir(tmp_path) == []
         os.kill(victim.pid, signal.SIGKILL)
-        assert victim.wait(timeout=60) == -signal.SIGKILL
+        assert victim.wait(timeout=600) == -signal.SIGKILL
     assert os.listdir(tmp_path) == []
     assert len(files_in(tmp_path)) == 1
     assert bits(disk.read([handle])[0]) == bits(kept)

@@ -403,7 +403,7 @@ def test_a_phase_with_nothing_to_bring_in_returns_at_once(tmp_path):
     returned, pwritev = threading.Event(), os.pwritev
 
     def late(*args):
-        assert returned.wait(timeout=120)
+        assert returned.wait(timeout=600)
         return pwritev(*args)
 
     with mock.patch.object(os, "pwritev", late):
@@ -478,7 +478,7 @@ def test_returning_at_once_is_at_once(tmp_path):
     before, returned, pwritev = tiny.host(state), threading.Event(), os.pwritev
 
     def late(*args):
-        assert returned.wait(timeout=120)
+        assert returned.wait(timeout=600)
         return pwritev(*args)
 
     with mock.patch.object(os, "pwritev", late):

@@ -147,6 +147,7 @@ def test_nothing_is_lost_that_matters():
     assert np.isnan(read[3]).all()
 
 
+@pytest.mark.nightly
 def test_two_hundred_steps_beside_float32():
     """A teacher's outputs, new points in every step: losses of the last 50 steps."""
     keys = jax.random.split(jax.random.key(0), 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from functools import cache
 
@@ -56,6 +57,7 @@ class Watched:
             self.held.append(nbytes((held.links, held.halves, held.sent)))
             self.all.append(live_bytes())
 
+        gc.collect()  # so that what others left does not end meanwhile
         self.step.executor.observer = observe
         state, _ = self.step(state, tiny.tokens(64))
         self.step.executor.observer = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import jax
@@ -225,9 +226,10 @@ def test_cost_moves_the_cut_where_parameters_would_not():
 
 def test_cost_takes_arrays_and_allocates_nothing():
     batch = {"ids": np.zeros((2, 9), np.int32), "unused": np.zeros((2, 3), np.float64)}
+    gc.collect()
     before = len(jax.live_arrays())
     partition(gpt.gpt(), 2, "cost", batch=batch)
-    assert len(jax.live_arrays()) == before
+    assert len(jax.live_arrays()) <= before
 
 
 def test_cost_follows_shared_inputs_and_buffers():

@@ -206,6 +206,7 @@ def test_the_page_needs_nothing_else_and_has_the_numbers(name, predicted):
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(BROWSER is None, reason="draws the page in headless Chromium")
 def test_a_browser_draws_the_memory_bars(predicted, tmp_path):
     """The shares of a bar's pixels are those of the bytes, in the colours of the legend."""
@@ -215,7 +216,7 @@ def test_a_browser_draws_the_memory_bars(predicted, tmp_path):
         [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
          "--window-size=1200,900", f"--user-data-dir={tmp_path / 'user'}",
          f"--screenshot={tmp_path / 'page.png'}", (tmp_path / "page.html").as_uri()],
-        check=True, capture_output=True, timeout=60,
+        check=True, capture_output=True, timeout=600,
     )  # fmt: skip
     pixels = (matplotlib.image.imread(tmp_path / "page.png")[..., :3] * 255).round().astype(int)
     params, moments = (
