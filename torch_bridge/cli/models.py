@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,11 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
+# transformers imports torchao where it is installed; what that says of its kernels is not for those
+# who train something else.
+QUIET = ("torchao", "torch.utils._pytree")
+for _name in QUIET:
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)
@@ -178,9 +184,9 @@ _DTYPES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "auto"
 
 def _load_hf(path: Path, dtype: str) -> LoadedModel:
     from transformers import AutoModelForCausalLM  # seconds to import: only when needed
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()  # its bar would run into ours
+    disable_progress_bar()  # its bar would run into ours
 
     config_file = path / "config.json" if path.is_dir() else path
     config = read_config(config_file)
