@@ -17,6 +17,7 @@ from support import tiny
 from support.object_store import object_store
 
 import fzero as fz
+from fzero.checkpoint import objects
 
 
 URL = "s3://bucket/runs/one"
@@ -176,6 +177,22 @@ def test_after_one_that_failed_the_next_is_written_into_a_store(store):
     fz.wait(url)
     assert fz.checkpoint(url).data_position == "next"
     assert not keys(store, "failed/0/")
+
+
+@pytest.mark.nightly
+def test_a_process_that_never_writes_its_part_is_named(store, monkeypatch):
+    """One of two that lives on, and says nothing: no other waits for ever."""
+    url = "s3://bucket/runs/silent"
+    monkeypatch.setattr(objects, "WAIT_S", 0.5)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    writer = objects.Writer(url, objects.begin(url), {"000000": np.ones(3)}, {}, None)
+    with pytest.raises(
+        OSError, match=r"no word of process 1 \(of 2\) for \d s after .* process 0,"
+    ):
+        writer.wait_until_finished()
+    monkeypatch.undo()
+    with pytest.raises(fz.CheckpointError, match="found none"):
+        fz.checkpoint(url)
 
 
 @pytest.mark.parametrize("path", ["gs://bucket", "http://host/run", "s3:/bucket/run"])

@@ -25,8 +25,12 @@ from fzero.checkpoint.urls import kvstore
 
 MARKS = "marks"
 BEGUN = "begun"
-# Looking whether the others have written: seldom enough to cost nothing, often beside writing.
+# Looking whether the others have written: soon at first, then seldom beside what was waited for.
 LOOK_S = 0.2
+LOOK_SHARE, LOOK_MOST_S = 0.1, 10.0
+# A process that is lost ends the others by itself (`fzero.hosts`). This is for one that lives on,
+# and neither writes nor says why; orbax waits as long for those of a directory.
+WAIT_S = 1200.0
 _Found = TypeVar("_Found")
 
 
@@ -139,6 +143,7 @@ async def _write_parts(folder: str, parts: dict[str, Part]) -> None:
 
 
 def _wait_for_all(store: Any, marks: str, num: int) -> None:
+    began = time.monotonic()
     while True:
         names = [key.removeprefix(marks) for key in _list(store, marks)]
         failed = [name for name in names if name.startswith("failed-")]
@@ -146,9 +151,16 @@ def _wait_for_all(store: Any, marks: str, num: int) -> None:
             who = failed[0].removeprefix("failed-")
             why = store.read(marks + failed[0]).result().value.decode()
             raise OSError(f"process {who} could not write its part: {why}")
-        if sum(name.startswith("done-") for name in names) == num:
+        missing = [str(p) for p in range(num) if f"done-{p}-of-{num}" not in names]
+        if not missing:
             return
-        time.sleep(LOOK_S)
+        waited = time.monotonic() - began
+        if waited > WAIT_S:
+            raise OSError(
+                f"no word of process {', '.join(missing)} (of {num}) for {waited:.0f} s after this"
+                f" one, process {jax.process_index()}, had written its part"
+            )
+        time.sleep(min(max(LOOK_S, LOOK_SHARE * waited), LOOK_MOST_S))
 
 
 def _remove_old(store: Any, newest: int, keep: int | None) -> None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, BinaryIO
@@ -67,13 +67,14 @@ def launch_all(command: Sequence[str], processes: int, folder: Path) -> int:
         processes: how many.
         folder: for `process-N.log`.
     """
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    world |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     children: list[subprocess.Popen[bytes]] = []
-    with contextlib.ExitStack() as open_logs, _forwarded(children):
+    with contextlib.ExitStack() as opened, _forwarded(children):
+        port = opened.enter_context(_kept_port())
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         try:
             for number in range(processes):
-                log = open_logs.enter_context(_log(folder, number).open("wb"))
+                log = opened.enter_context(_log(folder, number).open("wb"))
                 children.append(_started(command, {**world, **_ranks(number)}, log, number == 0))
             return _watched(children, folder)
         finally:
@@ -193,7 +194,13 @@ def _lines(folder: Path, number: int) -> list[str]:
     return _log(folder, number).read_text(errors="replace").splitlines()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def _kept_port() -> Iterator[int]:
+    """A port for jax's coordinator that nobody else is given in the meantime.
+
+    gRPC shares ports (`SO_REUSEPORT`), so process 0 can listen on one that is bound here.
+    """
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        kept.bind(("127.0.0.1", 0))
+        yield int(kept.getsockname()[1])

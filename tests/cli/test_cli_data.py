@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,22 @@ def test_one_file_is_split_into_its_first_and_last_part(tmp_path: Path) -> None:
     assert corpus.train.size + corpus.validation.size >= 2000
     assert corpus.train[0, 0] == 97
     assert corpus.validation.size >= 100
+
+
+def test_no_more_than_one_file_is_in_memory(tmp_path: Path) -> None:
+    """Tokens are in a file; a batch is in memory, and nothing of what is around it."""
+    paths = [tmp_path / f"{number}.txt" for number in range(16)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([97 + number]) * 2**17)
+    tracemalloc.start()
+    corpus = corpus_of(paths, seq=128, limit=8)
+    batch = data.train_batch(corpus, 0, 0, 4)["input_ids"]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert corpus.train.nbytes > 6 * 2**20
+    assert peak < 2.5 * 2**20  # a file of 1/8 MiB, its tokens, and once more to be written
+    assert type(batch) is np.ndarray
+    assert batch.base is None or batch.base.nbytes <= batch.nbytes
 
 
 def test_the_standard_library_is_split_by_file_and_leaves_its_tests_out() -> None:

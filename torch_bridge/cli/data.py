@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch_bridge.documents.rows import batch_places
 
 
 IntArray = NDArray[np.int32]
+Text = Callable[[], bytes]
 
 # torch's convention for "no prediction here"; `torch_bridge.causal_lm_loss` follows it.
 IGNORED = -100
@@ -75,11 +78,15 @@ class Corpus:
 
 
 def load(settings: DataSettings, tokenizer: Any = None) -> Corpus:
-    """Reads, splits and tokenizes the text; without a tokenizer every byte is a token."""
-    train_parts, validation_parts, counts = _read(settings)
+    """Reads, splits and tokenizes the text; without a tokenizer every byte is a token.
+
+    One file is in memory at a time. Tokens go to a file of this process's own, whose pages are in
+    memory while they are read.
+    """
+    train_texts, validation_texts, counts = _texts(settings)
     encode, end = _encoder(tokenizer)
-    train = _concatenate([encode(part) for part in train_parts], end)
-    validation = _concatenate([encode(part) for part in validation_parts], end)
+    train = _tokens(train_texts, encode, end)
+    validation = _tokens(validation_texts, encode, end)
     seq = settings.seq
     if len(train) < seq or len(validation) < 2:
         raise CommandError(
@@ -139,26 +146,57 @@ def validation_batches(
         }
 
 
-def _read(settings: DataSettings) -> tuple[list[bytes], list[bytes], tuple[int, int]]:
-    """Training texts, validation texts and how many files each came from."""
+def _texts(settings: DataSettings) -> tuple[list[Text], list[Text], tuple[int, int]]:
+    """Training texts, validation texts and how many files each came from; none is read yet."""
     if settings.sources == (STDLIB,):
         root = Path(sysconfig.get_path("stdlib"))
         paths = _stdlib_files(root)
     else:
         paths = sorted(Path(source) for source in settings.sources)
         root = Path(os.path.commonpath([path.parent for path in paths]))
+    named = {path.relative_to(root).as_posix(): path for path in paths}
+    if len(named) == 1:
+        # One file cannot be split by file: its last part validates.
+        (path,) = named.values()
+        return [partial(_part, path, False)], [partial(_part, path, True)], (1, 1)
+    held_out = _held_out(list(named))
+    train = [partial(_text, path) for name, path in named.items() if name not in held_out]
+    validation = [partial(_text, path) for name, path in named.items() if name in held_out]
+    return [*train], [*validation], (len(train), len(validation))
+
+
+def _text(path: Path) -> bytes:
     try:
-        texts = {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
+        return path.read_bytes()
     except OSError as error:
         raise CommandError(f"--data: {error.filename} cannot be read ({error.strerror})") from error
-    if len(texts) == 1:
-        # One file cannot be split by file: its last part validates.
-        (text,) = texts.values()
-        cut = int(len(text) * (1 - VALIDATION_SHARE))
-        return [text[:cut]], [text[cut:]], (1, 1)
-    held_out = _held_out(list(texts))
-    train = [text for name, text in texts.items() if name not in held_out]
-    return train, [texts[name] for name in texts if name in held_out], (len(train), len(held_out))
+
+
+def _part(path: Path, last: bool) -> bytes:
+    text = _text(path)
+    cut = int(len(text) * (1 - VALIDATION_SHARE))
+    return text[cut:] if last else text[:cut]
+
+
+def _tokens(
+    texts: Sequence[Text], encode: Callable[[bytes], IntArray], end: int | None
+) -> IntArray:
+    """Tokens of all texts, each with its end, in a file without a name: it goes with its reader."""
+    mark = np.asarray([] if end is None else [end], np.int32)
+    with tempfile.TemporaryFile() as file:
+        for text in texts:
+            tokens = encode(text())
+            try:
+                file.write(tokens.tobytes())
+                file.write(mark.tobytes())
+                file.flush()
+            except OSError as error:
+                raise CommandError(
+                    f"--data: its tokens cannot be written to {tempfile.gettempdir()}"
+                    f" ({error.strerror}); TMPDIR says where else there is room"
+                ) from error
+        size = file.tell() // mark.itemsize
+        return np.memmap(file, np.int32, "r", shape=(size,)) if size else mark[:0]
 
 
 def _stdlib_files(root: Path) -> list[Path]:
@@ -202,15 +240,13 @@ def _encoder(tokenizer: Any) -> tuple[Callable[[bytes], IntArray], int | None]:
     return encode, tokenizer.eos_token_id
 
 
-def _concatenate(parts: list[IntArray], end: int | None) -> IntArray:
-    mark = np.asarray([] if end is None else [end], np.int32)
-    return np.concatenate([piece for part in parts for piece in (part, mark)] or [mark])
-
-
 def _validation_rows(tokens: IntArray, seq: int, limit: int) -> tuple[IntArray, IntArray]:
     """At most `limit` rows spread over the text; a short last one is filled, labelled -100."""
-    fill = -len(tokens) % seq
-    rows = np.pad(tokens, (0, fill)).reshape(-1, seq)
-    labels = np.pad(tokens, (0, fill), constant_values=IGNORED).reshape(-1, seq)
-    chosen = np.unique(np.linspace(0, len(rows) - 1, min(limit, len(rows))).astype(np.int64))
-    return rows[chosen], labels[chosen]
+    num = -(-len(tokens) // seq)
+    chosen = np.unique(np.linspace(0, num - 1, min(limit, num)).astype(np.int64))
+    rows = np.zeros((len(chosen), seq), np.int32)
+    labels = np.full_like(rows, IGNORED)
+    for place, row in enumerate(chosen):
+        own = tokens[row * seq : (row + 1) * seq]
+        rows[place, : len(own)] = labels[place, : len(own)] = own
+    return rows, labels
