@@ -111,7 +111,8 @@ def convert_copy(
     module, args, kwargs = again.original()
     change(module)
     both = True in converted._modes
-    made = _Making(again.batch_dim or None, again.min_layers, both, converted.masters, None)
+    # Of the module itself it is known that it depends on no state of Python.
+    made = _Making(again.batch_dim or None, again.min_layers, both, converted.masters, None, False)
     with again.device:
         found = made.of(module, args, kwargs, values)
     return replace(found, base=converted)
@@ -126,6 +127,7 @@ class _Making:
     train: bool
     masters: bool
     copy: bool | None
+    check: bool = True
 
     def of(
         self,
@@ -143,7 +145,7 @@ class _Making:
         values = initial(layout)
         batch_dim = self.batch_dim or 0
         programs = {
-            mode: export_program(module, args, kwargs, mode, batch_dim)
+            mode: export_program(module, args, kwargs, mode, batch_dim, self.check)
             for mode in ((True, False) if self.train else (False,))
         }
         for program in programs.values():

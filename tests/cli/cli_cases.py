@@ -1,13 +1,19 @@
-"""Commands run in processes of their own, and what they are given."""
+"""Commands run in this process and in processes of their own, and what they are given."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import jax
+import pytest
+
+from fzero import cli
 
 
 TINY_CONFIG = {
@@ -15,7 +21,7 @@ TINY_CONFIG = {
     "vocab_size": 256,
     "n_positions": 32,
     "n_embd": 32,
-    "n_layer": 2,
+    "n_layer": 1,
     "n_head": 2,
     # Dropout on: training must draw it, evaluation must not.
     "resid_pdrop": 0.1,
@@ -63,24 +69,33 @@ def no_logits():
 
 @dataclass(frozen=True)
 class Run:
-    """A finished process."""
+    """A finished command."""
 
     status: int
     stdout: str
     stderr: str
 
 
-def fzero(*args: object, cwd: Path | None = None) -> Run:
-    """Runs the installed `fzero` command in a process of its own."""
-    done = subprocess.run(
-        [command(), *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment(),
-        cwd=cwd,
-    )
-    return Run(done.returncode, done.stdout, done.stderr)
+def fzero(*args: object) -> Run:
+    """Runs `fzero` in this process, where torch and transformers are imported already."""
+    argv, hook = sys.argv, sys.excepthook
+    sys.argv = ["fzero", *map(str, args)]
+    precision = jax.config.jax_default_matmul_precision
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            pytest.raises(SystemExit) as ended,
+        ):
+            cli.main()
+    finally:
+        # A command owns its process and sets these for good; here others come after it.
+        sys.argv, sys.excepthook = argv, hook
+        jax.config.update("jax_default_matmul_precision", precision)
+    code = ended.value.code
+    assert isinstance(code, int | None)
+    return Run(code or 0, out.getvalue(), err.getvalue())
 
 
 Command = Callable[..., Run]

@@ -22,19 +22,28 @@ import fzero as fz
 from tests.support.tokens import TEMPLATE, VOCABULARY, byte_tokenizer
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(folder: Path, layers: int) -> Path:
     """A small Llama and its tokenizer, as transformers writes them."""
-    folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        num_hidden_layers=3, hidden_size=16, intermediate_size=24, num_attention_heads=2,
+        num_hidden_layers=layers, hidden_size=16, intermediate_size=24, num_attention_heads=2,
         num_key_value_heads=1, vocab_size=VOCABULARY, max_position_embeddings=128,
         bos_token_id=None, eos_token_id=257,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("base"), layers=1)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its layers become one loop."""
+    return llama(tmp_path_factory.mktemp("deep"), layers=3)
 
 
 def conversation(number: int) -> list[dict[str, str]]:
@@ -92,7 +101,7 @@ def test_peft_loads_the_adapter_and_transformers_what_it_is_merged_into(
     assert summary["val_loss_first"] == pytest.approx(validation_loss(plain), abs=1e-5)
     tuned = peft.PeftModel.from_pretrained(plain, out)
     assert summary["val_loss_last"] == pytest.approx(validation_loss(tuned), abs=1e-5)
-    assert summary["val_loss_last"] < summary["val_loss_first"] - 0.01
+    assert summary["val_loss_last"] < summary["val_loss_first"] - 0.002
     assert summary["trained_parameters"] == sum(
         p.numel() for n, p in tuned.named_parameters() if "lora_" in n
     )
@@ -108,15 +117,6 @@ def test_peft_loads_the_adapter_and_transformers_what_it_is_merged_into(
     with torch.no_grad():
         want = tuned(input_ids=ids).logits
         torch.testing.assert_close(again(input_ids=ids).logits, want, atol=1e-5, rtol=0)
-    undo = here(
-        "merge", "--model", tmp_path / "merged", "--adapter", out, "--out", tmp_path / "x", "--undo"
-    )
-    assert undo.status == 0, undo.stderr
-    want_all = load_file(base / "model.safetensors")
-    found = load_file(tmp_path / "x/model.safetensors")
-    assert found.keys() == want_all.keys()
-    for name, value in want_all.items():
-        torch.testing.assert_close(found[name], value, atol=1e-7, rtol=1e-6)  # a rounding
     assert "--out" in here("merge", "--model", base, "--adapter", out, "--out", out).stderr
 
 
@@ -134,17 +134,35 @@ def shown_by_tensorboard(folder: Path, steps: list[dict[str, float]]) -> None:
 
 
 @pytest.mark.nightly
+def test_what_was_merged_is_taken_out_again(
+    here: Command, deep: Path, chats: Path, tmp_path: Path
+) -> None:
+    out, merged, plain = (tmp_path / name for name in ("run", "merged", "plain"))
+    assert here(*tuning(deep, chats, out), *LORA, "--steps", 2).status == 0
+    for model, folder, flags in ((deep, merged, ()), (merged, plain, ("--undo",))):
+        done = here("merge", "--model", model, "--adapter", out, "--out", folder, *flags)
+        assert done.status == 0, done.stderr
+    want, between, found = (
+        load_file(folder / "model.safetensors") for folder in (deep, merged, plain)
+    )
+    assert found.keys() == want.keys()
+    for name, value in want.items():
+        torch.testing.assert_close(found[name], value, atol=1e-7, rtol=1e-6)  # a rounding
+    assert any(not torch.equal(between[name], value) for name, value in want.items())
+
+
+@pytest.mark.nightly
 def test_a_run_goes_on_as_if_nothing_had_been(
-    here: Command, base: Path, chats: Path, tmp_path: Path
+    here: Command, deep: Path, chats: Path, tmp_path: Path
 ) -> None:
     straight, out = tmp_path / "straight", tmp_path / "out"
-    assert here(*tuning(base, chats, straight), *LORA).status == 0
+    assert here(*tuning(deep, chats, straight), *LORA).status == 0
     shutil.copytree(straight, out)
     (out / "adapter_model.safetensors").unlink()
     # Killed in step 5: its checkpoint is that of step 3.
     lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
     (out / "metrics.jsonl").write_text("".join(lines[:6]))
-    done = here(*tuning(base, chats, out), *LORA, "--resume", "--zero", 1, "--devices", 4)
+    done = here(*tuning(deep, chats, out), *LORA, "--resume", "--zero", 1, "--devices", 4)
     assert done.status == 0, done.stderr
     assert "resumed after step 3 of 6" in done.stdout
     summaries = [json.loads((run / "summary.json").read_text()) for run in (straight, out)]
@@ -152,7 +170,7 @@ def test_a_run_goes_on_as_if_nothing_had_been(
     got = load_file(out / "adapter_model.safetensors")
     for name, value in load_file(straight / "adapter_model.safetensors").items():
         torch.testing.assert_close(got[name], value, atol=1e-6, rtol=1e-5)  # other devices
-    other = here(*tuning(base, chats, out), "--lora", 4, "--save-every", 3, "--resume")
+    other = here(*tuning(deep, chats, out), "--lora", 4, "--save-every", 3, "--resume")
     assert other.status == 2
     assert "lora" in other.stderr
 
@@ -184,7 +202,7 @@ def reached(out: Path) -> int:
 
 def ask_when(out: Path, steps: int, over: threading.Event) -> None:
     """Asks the run to stop after so many steps, or when it has taken too long for them."""
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 900  # only where it hangs
     while reached(out) < steps and time.monotonic() < deadline:
         if over.wait(0.02):
             return  # it failed: there is no one to ask

@@ -173,12 +173,16 @@ class BySize(nn.Module):
         return x * 2 if x.shape[0] * x.shape[1] > 10 else x
 
 
+@pytest.fixture(scope="module")
+def by_size() -> tb.Converted:
+    return tb.convert(BySize(), X)
+
+
 @pytest.mark.parametrize("shape", [(4, 5), (2, 2), (1, 7), (1, 1), (3, 1), (20, 9), (2, 3)])
-def test_every_size_takes_its_own_path(shape: tuple[int, int]) -> None:
+def test_every_size_takes_its_own_path(by_size: tb.Converted, shape: tuple[int, int]) -> None:
     x = np.random.default_rng(3).normal(size=shape).astype(np.float32)
-    converted = tb.convert(BySize(), X)
     for train in (False, True):
-        out = converted.apply({}, {}, x, train=train).output
+        out = by_size.apply({}, {}, x, train=train).output
         np.testing.assert_array_equal(out, BySize()(torch.from_numpy(x)).numpy())
 
 

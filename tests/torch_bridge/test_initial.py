@@ -28,7 +28,7 @@ def tiny_llama() -> Any:
         vocab_size=37,
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=3,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=32,
@@ -60,7 +60,8 @@ def test_a_llama_without_values_has_torchs_logits_once_it_is_restored(tmp_path: 
     real.save_pretrained(tmp_path)
     with torch.device("meta"):
         meta = tiny_llama()
-    converted = tb.convert(meta, torch.zeros((2, 9), dtype=torch.int64, device="meta"))
+    example = torch.zeros((2, 9), dtype=torch.int64, device="meta")
+    converted = tb.convert(meta, example, train=False)
     state = tb.restore(tmp_path, converted, None, fz.Plan(data=1))
     ids = torch.randint(0, 37, (3, 7))
     run = jax.jit(lambda p, b: converted.apply(p, b, ids.numpy()).output.logits)
@@ -83,7 +84,7 @@ def test_buffers_that_are_in_no_checkpoint_are_given(tmp_path: Path) -> None:
     torch.save(module.state_dict(), tmp_path / "model.pt")
     example = torch.zeros((2, 3), device="meta")
     given = {"shift": np.arange(2, dtype=np.float32)}
-    converted = tb.convert(on_meta(), example, buffers=given)
+    converted = tb.convert(on_meta(), example, buffers=given, train=False)
     state = tb.restore(tmp_path / "model.pt", converted, None, fz.Plan(data=1))
     x = torch.randn(4, 3)
     got = converted.apply(state.params, state.buffers, x).output

@@ -9,11 +9,9 @@ unroll attention, and let gradients through `detach`.
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import io
 import logging
-import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -78,7 +76,7 @@ def export_program(
         ConversionError: export failed, or would have lost a gradient without a word.
     """
     mode = "train" if train else "eval"
-    with _undisturbed(), untouched(module, train), quiet():
+    with untouched(module, train), quiet():
         program = _export_pure(module, (args, dict(kwargs)), mode, (batch_dim, free), check)
         refuse_nameless(program, (*module.named_parameters(), *module.named_buffers()))
         inline_no_grad(program)
@@ -141,27 +139,6 @@ def _export_pure(
     finally:
         before.restore_random()
     return program
-
-
-# What an export puts in the place of PyTorch's own functions is of one export at a time.
-_EXPORTING = threading.RLock()
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """One export at a time, and none of Python's collections meanwhile.
-
-    A collection may end any generator of the process: one that waited inside `torch.no_grad()`
-    switches gradients as it ends, and in the midst of a trace that is part of the graph.
-    """
-    with _EXPORTING:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if collects:
-                gc.enable()
 
 
 def _export_most_dynamic(

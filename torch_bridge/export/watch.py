@@ -7,8 +7,10 @@ torch.export runs the forward once and keeps what it saw. A counter in Python, o
 from __future__ import annotations
 
 import contextlib
+import gc
 import linecache
 import random
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from types import FrameType
@@ -32,24 +34,53 @@ _HARMLESS = {
 }
 
 
+# What an export puts in the place of PyTorch's own functions is of one export at a time.
+_RUNNING = threading.RLock()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """One export at a time, and none of Python's collections meanwhile.
+
+    A collection may end any generator of the process: one that waited inside `torch.no_grad()`
+    switches gradients as it ends, and in the midst of a trace that is part of the graph.
+    """
+    with _RUNNING:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
+
+
 @contextlib.contextmanager
 def untouched(module: torch.nn.Module, train: bool) -> Iterator[None]:
     """Put a module into a mode and give it back as it was: modes, tensors, attributes, HF's cache.
+
+    Whatever runs a module's forward to see what it does runs it in here: undisturbed, too.
 
     Args:
         module: the module that a forward will run on.
         train: which mode it is in meanwhile.
     """
+    with _undisturbed(), _given_back(module):
+        module.train(train)
+        with torch.enable_grad():
+            yield
+
+
+@contextlib.contextmanager
+def _given_back(module: torch.nn.Module) -> Iterator[None]:
     kept = [(m, _snapshot(m)) for m in module.modules()]
     # The parts of an encoder-decoder have copies of the config.
     configs = {id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}
     caching = [(c, c.use_cache) for c in configs.values() if hasattr(c, "use_cache")]
     try:
-        module.train(train)
         for config, _ in caching:  # the key-value cache is not a value that export can return
             config.use_cache = False
-        with torch.enable_grad():
-            yield
+        yield
     finally:
         for config, cache in caching:
             config.use_cache = cache
@@ -142,7 +173,20 @@ def _comparable(value: Any) -> Any:
         return (type(value), tuple((k, _comparable(v)) for k, v in value.items()))
     if type(value) is set:
         return (set, frozenset(value))
-    return (type(value), id(value))
+    return (type(value), _Same(value))
+
+
+class _Same:
+    """Equal to that of the same object, which lives as long: no other can take its place."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def same_program(a: ExportedProgram, b: ExportedProgram) -> bool:
