@@ -81,7 +81,7 @@ def fzero(*args: object) -> Run:
     argv, hook = sys.argv, sys.excepthook
     sys.argv = ["fzero", *map(str, args)]
     precision = jax.config.jax_default_matmul_precision
-    out, err = io.StringIO(), io.StringIO()
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     try:
         with (
             contextlib.redirect_stdout(out),
@@ -95,7 +95,7 @@ def fzero(*args: object) -> Run:
         jax.config.update("jax_default_matmul_precision", precision)
     code = ended.value.code
     assert isinstance(code, int | None)
-    return Run(code or 0, out.getvalue(), err.getvalue())
+    return Run(code or 0, *(said.buffer.getvalue().decode() for said in (out, err)))
 
 
 Command = Callable[..., Run]

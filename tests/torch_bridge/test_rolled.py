@@ -128,6 +128,7 @@ def test_gpt2_is_the_same_bit_for_bit(gpt2_rolled: tb.Converted) -> None:
     np.testing.assert_array_equal(*logits)
 
 
+@pytest.mark.nightly  # made of the conversion's own parts
 def test_parity_compares_the_loop(net: Net, rolled: tb.Converted) -> None:
     assert tb.parity(net, rolled, X).agrees
     loop = rolled._rolled[True].parts[1]
