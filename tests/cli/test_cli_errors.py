@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -136,23 +133,6 @@ def test_a_factory_that_cannot_serve_is_refused(
         "--data", *texts, "--devices", 1,
     )  # fmt: skip
     assert message in error
-
-
-def test_help_lists_the_commands_without_loading_what_they_need() -> None:
-    script = (
-        "import sys\n"
-        "from fzero import cli\n"
-        "sys.argv = ['fzero', '--help']\n"
-        "try:\n"
-        "    cli.main()\n"
-        "except SystemExit as ended:\n"
-        "    assert not ended.code\n"
-        "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for line in ("train +Train a PyTorch", "eval +Print the validation loss", "schedule"):
-        assert re.search(line, done.stdout)
 
 
 def test_an_unknown_command_is_refused(here: Command) -> None:

@@ -19,7 +19,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2 of bytes, whose matrices are large enough that it does not repeat itself."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**TINY_CONFIG | {"n_layer": 2}))
+    module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**TINY_CONFIG))
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.ndim > 1:

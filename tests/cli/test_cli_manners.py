@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -85,6 +86,8 @@ def test_help_loads_nothing_that_is_slow_to_load() -> None:
     done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "set()"
+    for line in ("train +Train a PyTorch", "eval +Print the validation loss", "schedule"):
+        assert re.search(line, done.stdout)
     # Each command says in its line what it does, and is not cut off.
     assert "..." not in done.stdout.partition("Commands:")[2]
 

@@ -43,6 +43,11 @@ def leaves_of(output: Any) -> list[Any]:
     return []
 
 
+def convert(module: torch.nn.Module, *args: Any, both: bool, **kwargs: Any) -> tb.Converted:
+    """For both modes, or for eval mode in half of the time; the leaves are the same."""
+    return tb.convert(module, *args, train=both, masters=True, **kwargs)
+
+
 def check_parity(
     module: torch.nn.Module,
     *args: Any,
@@ -53,12 +58,13 @@ def check_parity(
     gradient_rtol: float = GRADIENT_RTOL,
     **kwargs: Any,
 ) -> tb.Converted:
-    """Convert (once), then compare outputs and all gradients on the same inputs.
+    """Convert (once, for eval mode alone if `train` is false), then compare outputs and all
+    gradients on the same inputs.
 
     The loss is a fixed random projection of every floating-point output, so that each output
     element has a gradient of its own. Float inputs are differentiated as well.
     """
-    converted = converted or tb.convert(module, *args, **kwargs)
+    converted = converted or convert(module, *args, both=train, **kwargs)
     inputs = other_args if other_args is not None else args
     module.train(train)
     module.zero_grad()

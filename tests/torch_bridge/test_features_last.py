@@ -89,8 +89,8 @@ X = torch.randn(4, 3, 8, 7, generator=torch.Generator().manual_seed(2))
 def test_every_operator_gives_torchs_values_and_gradients() -> None:
     torch.manual_seed(1)
     net = Net()
-    converted = check_parity(net, X)
-    check_parity(net, X, train=True, converted=converted)
+    converted = check_parity(net, X, train=True)
+    check_parity(net, X, converted=converted)
 
 
 class Dims(nn.Module):

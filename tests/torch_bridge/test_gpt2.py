@@ -25,7 +25,8 @@ IDS = torch.randint(0, 61, (3, 12), generator=torch.Generator().manual_seed(2))
 @pytest.fixture(scope="module")
 def masked(gpt2: GPT2LMHeadModel) -> tb.Converted:
     example = torch.zeros(2, 8, dtype=torch.long)
-    return tb.convert(gpt2, input_ids=example, attention_mask=torch.ones_like(example))
+    mask = torch.ones_like(example)
+    return tb.convert(gpt2, input_ids=example, attention_mask=mask, train=False)
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -53,13 +54,14 @@ def test_logits_agree_with_torch_under_padding(gpt2: GPT2LMHeadModel, masked: tb
     mask = torch.ones_like(IDS)
     mask[0, 7:] = 0
     mask[1, :3] = 0  # padded on the left: the first rows may attend to nothing
-    out, _ = masked.apply(masked.params, {}, input_ids=IDS.numpy(), attention_mask=mask.numpy())
+    run = jax.jit(
+        lambda mask: masked.apply(masked.params, {}, input_ids=IDS.numpy(), attention_mask=mask)[0]
+    )
+    out = run(mask.numpy())
     gpt2.eval()
     want = gpt2(IDS, attention_mask=mask).logits.detach().numpy()
     assert relative_error(out.logits, want) <= FORWARD_RTOL
-    unmasked, _ = masked.apply(
-        masked.params, {}, input_ids=IDS.numpy(), attention_mask=np.ones_like(mask.numpy())
-    )
+    unmasked = run(np.ones_like(mask.numpy()))
     assert relative_error(unmasked.logits, want) > 1e-3
 
 
@@ -123,7 +125,7 @@ def test_transformers_loads_what_was_saved(
     for name, tensor in loaded.state_dict().items():
         leaf = "transformer.wte.weight" if name == "lm_head.weight" else name
         np.testing.assert_array_equal(tensor.numpy(), changed[leaf], err_msg=name)
-    out, _ = gpt2_converted.apply(changed, {}, IDS.numpy())
+    out, _ = jax.jit(lambda: gpt2_converted.apply(changed, {}, IDS.numpy()))()
     loaded.eval()
     assert relative_error(out.logits, loaded(IDS).logits.detach().numpy()) <= FORWARD_RTOL
     params, _ = tb.load_state_dict(gpt2_converted, tb.load(tmp_path / "model.safetensors"))
@@ -168,7 +170,7 @@ def test_ignored_labels_do_not_count() -> None:
 
 def test_bfloat16_parameters_run_and_keep_their_bits(gpt2_converted: tb.Converted) -> None:
     low = {k: jnp.asarray(v, jnp.bfloat16) for k, v in gpt2_converted.params.items()}
-    out, _ = gpt2_converted.apply(low, {}, IDS.numpy())
-    exact, _ = gpt2_converted.apply(gpt2_converted.params, {}, IDS.numpy())
+    run = jax.jit(lambda params: gpt2_converted.apply(params, {}, IDS.numpy())[0])
+    out, exact = run(low), run(gpt2_converted.params)
     assert out.logits.dtype == jnp.bfloat16
     assert relative_error(out.logits.astype(jnp.float32), exact.logits) < 3e-2

@@ -286,13 +286,20 @@ def test_padded_and_sharded_leaves_are_cut_back(shared_converted: tb.Converted) 
     np.testing.assert_array_equal(back["encoder.weight"].numpy(), weight)
 
 
+_LIBRARY = torch.library.Library("of_a_user", "DEF")
+_LIBRARY.define("doubled(Tensor x) -> Tensor")
+_LIBRARY.impl("doubled", lambda x: x * 2, "CompositeExplicitAutograd")
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.of_a_user.doubled(x) + 1
+
+
 def test_user_operators_can_be_added() -> None:
-    @tb.register_operator("aten.special_i1.default")
-    def i1(x: Any) -> Any:
-        return jax.scipy.special.i1(x)
+    @tb.register_operator("of_a_user.doubled.default")
+    def doubled(x: Any) -> Any:
+        return jnp.multiply(x, 2)
 
-    class Bessel(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.special.i1(x)
-
-    check_parity(Bessel(), X)
+    converted = tb.convert(Doubled(), X, train=False)
+    np.testing.assert_array_equal(converted(X.numpy()), X.numpy() * 2 + 1)

@@ -71,7 +71,7 @@ def both(fn: Callable[..., Any], *inputs: torch.Tensor) -> Any:
     want = fn(*tracked)
     # A function without a gradient (round of nothing) has none here either.
     grads = torch.autograd.grad(want.sum(), tracked, allow_unused=True)
-    converted = tb.convert(Fn(fn), *inputs)
+    converted = tb.convert(Fn(fn), *inputs, train=False)
     arrays = [jnp.asarray(x.numpy()) for x in inputs]
 
     def run(arrays: list[jax.Array]) -> jax.Array:
