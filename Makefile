@@ -22,7 +22,7 @@ comma := ,
 # Installed again when what is to be installed changes.
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help install demo test test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-random mutants operators lint types docs docs-serve docs-outputs clean
+.PHONY: help install demo test test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-gpu-programs nightly-random mutants operators lint types docs docs-serve docs-outputs clean
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 .DELETE_ON_ERROR:
@@ -81,8 +81,9 @@ gpu-programs: install
 	@$(GPU_BIN)/python -c 'from fzero.preflight.topology import has_plugin; \
 	  assert has_plugin(), "no CUDA plugin: every test would be skipped"'
 
+GPU_CASES := not nightly
 test-gpu-programs: gpu-programs
-	$(GPU_BIN)/python -m pytest --durations=5 $(PYTEST_ARGS) tests/gpu_programs
+	$(GPU_BIN)/python -m pytest --durations=5 -m "$(GPU_CASES)" $(PYTEST_ARGS) tests/gpu_programs
 
 # What preflight says about training runs that others have published: docs/published.md.
 published: gpu-programs
@@ -99,13 +100,16 @@ gpu:
 # What `make test` and `make test-bits` leave to the night, planted bugs, ten times as many random
 # sequences of what can happen to a state, and kills of a process that saves.
 # `make -k nightly` goes on after a failure.
-nightly: nightly-tests nightly-bits mutants nightly-random
+nightly: nightly-tests nightly-bits nightly-gpu-programs mutants nightly-random
 
 nightly-tests: install
 	$(PYTEST) -m "nightly and not bits" $(PYTEST_ARGS)
 
 nightly-bits: install
 	$(MAKE) test-bits BITS="bits and nightly"
+
+nightly-gpu-programs: install
+	$(MAKE) test-gpu-programs GPU_CASES=nightly
 
 nightly-random: install
 	FZERO_NIGHTLY=1 $(BIN)/python -m pytest tests/offload/test_state_machine.py tests/test_checkpoint.py

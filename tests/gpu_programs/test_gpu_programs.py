@@ -15,6 +15,7 @@ from tests.gpu_programs.conftest import TX, case
 from tests.support import gpt
 from tests.support.gpt import Size
 from tests.support.large import LLAMA_8B, num_params
+from tests.support.sample import some
 
 
 ONE_HOST, EIGHT_HOSTS = "h200:8", "h200:8x8"
@@ -24,13 +25,16 @@ STAGE_3 = {
     for model in MODELS
     for topology, devices in ((ONE_HOST, 8), (EIGHT_HOSTS, 64))
 }
+# What a Llama shows, too.
+NIGHTLY = [f"gpt2 {EIGHT_HOSTS}"]
+LAZY = "llama stage 1, lazy"
 STAGES_1_AND_2 = {
     name: case(model, ONE_HOST, data=8, zero=zero, **options)
     for name, model, zero, options in (
         ("gpt2 stage 2", "gpt2", 2, {}),
         ("gpt2 stage 2, lazy", "gpt2", 2, {"gather": "lazy"}),
         ("llama stage 1", "llama", 1, {}),
-        ("llama stage 1, lazy", "llama", 1, {"gather": "lazy"}),
+        (LAZY, "llama", 1, {"gather": "lazy"}),
     )
 }
 HYBRID = {model: case(model, EIGHT_HOSTS, zero=3, data=8, replica=8) for model in MODELS}
@@ -51,7 +55,7 @@ def of_weights(found, kind):
     return [c for c in found.collectives if c.kind == kind and c.bytes > 2**20]
 
 
-@pytest.mark.parametrize("name", STAGE_3)
+@pytest.mark.parametrize("name", some(STAGE_3, *NIGHTLY))
 def test_stage_3_communicates_what_the_paper_says(name, compiled):
     found, size = compiled(STAGE_3[name]), STAGE_3[name].size
     n = found.topology.num_devices
@@ -65,7 +69,9 @@ def test_stage_3_communicates_what_the_paper_says(name, compiled):
     assert {c.axes for c in found.collectives} == {"data"}
 
 
-@pytest.mark.parametrize("name", [*STAGE_3, *(f"{model} hybrid" for model in MODELS)])
+@pytest.mark.parametrize(
+    "name", some([*STAGE_3, *(f"{model} hybrid" for model in MODELS)], *NIGHTLY, "gpt2 hybrid")
+)
 def test_stage_3_hides_what_it_sends(name, compiled):
     model, _, _ = name.partition(" hybrid")
     found = compiled(STAGE_3[name] if name in STAGE_3 else HYBRID[model])
@@ -83,7 +89,7 @@ def test_stage_3_hides_what_it_sends(name, compiled):
     assert looped > 0.7 * sums.communicated_bytes
 
 
-@pytest.mark.parametrize("name", STAGE_3)
+@pytest.mark.parametrize("name", some(STAGE_3, *NIGHTLY))
 def test_stage_3_holds_at_most_three_gathered_layers(name, compiled):
     memory, size = compiled(STAGE_3[name]).memory, STAGE_3[name].size
     layer, table = layer_elements(size)
@@ -105,7 +111,7 @@ def test_stage_3_grows_with_depth_by_saved_activations_and_shards_only(compiled)
     assert saved == pytest.approx(input_bytes, rel=0.001)
 
 
-@pytest.mark.parametrize("name", STAGE_3)
+@pytest.mark.parametrize("name", some(STAGE_3, *NIGHTLY))
 def test_the_parts_of_the_peak_are_all_of_it(name, compiled):
     found, size = compiled(STAGE_3[name]), STAGE_3[name].size
     memory, n = found.memory, found.topology.num_devices
@@ -116,7 +122,7 @@ def test_the_parts_of_the_peak_are_all_of_it(name, compiled):
     assert found.fits
 
 
-@pytest.mark.parametrize("name", STAGES_1_AND_2)
+@pytest.mark.parametrize("name", some(STAGES_1_AND_2, *(x for x in STAGES_1_AND_2 if "gpt2" in x)))
 def test_stages_1_and_2_reduce_gradients_behind_the_backward_pass(name, compiled):
     which = STAGES_1_AND_2[name]
     found = compiled(which)
@@ -131,7 +137,9 @@ def test_stages_1_and_2_reduce_gradients_behind_the_backward_pass(name, compiled
     assert found.traffic.communicated_bytes == pytest.approx(2 * sent, rel=0.02)
 
 
-@pytest.mark.parametrize("name", [name for name in STAGES_1_AND_2 if "lazy" in name])
+@pytest.mark.parametrize(
+    "name", some((x for x in STAGES_1_AND_2 if "lazy" in x), "gpt2 stage 2, lazy")
+)
 def test_stages_1_and_2_can_gather_behind_the_forward_pass(name, compiled):
     """`gather="lazy"`, beside what the same stage does after its update."""
     lazy, eager = compiled(STAGES_1_AND_2[name]), compiled(STAGES_1_AND_2[name.split(",")[0]])
@@ -154,7 +162,7 @@ def test_stages_1_and_2_can_gather_behind_the_forward_pass(name, compiled):
     assert "holds whole parameters" in " ".join(lazy.notes)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", some(MODELS, "gpt2"))
 def test_hybrid_sharding_keeps_gathers_inside_hosts(model, compiled):
     hybrid, flat = compiled(HYBRID[model]), compiled(STAGE_3[f"{model} {EIGHT_HOSTS}"])
     assert flat.traffic.cross_host_bytes == flat.traffic.communicated_bytes
@@ -189,6 +197,7 @@ def test_backward_gathers_of_secondary_shards_stay_inside_hosts(compiled):
     assert not [c for c in found.collectives if c.in_loop and not c.num_matmuls]
 
 
+@pytest.mark.nightly  # which measures time
 def test_compile_time_does_not_grow_with_depth(timed):
     cases = [case("llama", ONE_HOST, layers, zero=3, data=8) for layers in (8, 64)]
     shallow, deep = (timed(one)[1] for one in cases)
@@ -221,6 +230,7 @@ def test_a_pipeline_of_gpu_programs(compiled):
     assert 0 < found.bounds.likely_mfu < found.bounds.best_mfu < 1
 
 
+@pytest.mark.nightly
 def test_an_a100_hides_what_it_sends_too(compiled):
     sums = compiled(case("llama", "a100-80:8", 8, zero=3, data=8)).traffic
     assert sums.exposed_bytes <= 0.05 * sums.communicated_bytes

@@ -1,7 +1,7 @@
 """Random sequences of everything that can happen to a state, against a run that never moved.
 
 After every operation the state, wherever its leaves are, equals the reference's, bit for bit.
-`FZERO_NIGHTLY=1` runs 500 sequences, otherwise 12.
+`FZERO_NIGHTLY=1` runs 500 sequences, otherwise 8.
 """
 
 import functools
@@ -22,7 +22,7 @@ from fzero.offload.park import unpark
 from fzero.tree import named_leaves
 
 
-SEQUENCES = 500 if os.environ.get("FZERO_NIGHTLY") else 12
+SEQUENCES = 500 if os.environ.get("FZERO_NIGHTLY") else 8
 MODEL, TX = tiny.chain(2), optax.adamw(1e-2)
 PLANS = {
     **{f"zero {zero}": tiny.plan(zero=zero, data=4) for zero in range(4)},

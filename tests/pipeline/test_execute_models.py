@@ -230,6 +230,7 @@ def test_buffers_are_those_without_a_pipeline(name):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_buffers_agree_between_schedules():
     plans = [
         tiny.plan(pipe=pipe, data=1, microbatches=3, schedule=name)

@@ -165,6 +165,7 @@ def test_stages_draw_the_same_initial_values():
         tiny.same_bits(states[zero], states[0])
 
 
+@pytest.mark.nightly
 def test_reducing_once_a_step_agrees_between_the_stages_that_offer_it():
     runs = {
         zero: train(gpt(), fz.Plan(zero=zero, data=8, microbatches=2, reduce="step",
