@@ -280,7 +280,7 @@ def test_after_one_that_failed_in_the_background_the_next_is_written(
             fz.save(tmp_path, state, plan, data_position="last")
     else:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("error", UserWarning)
             with pytest.raises(UserWarning, match=said):
                 fz.save(tmp_path, state, plan, data_position="last")
     fz.wait(tmp_path)
