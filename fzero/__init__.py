@@ -47,6 +47,8 @@ from fzero.precision import cast as cast
 from fzero.preflight.predict import preflight as preflight
 from fzero.preflight.rates import Rates as Rates
 from fzero.preflight.result import Preflight as Preflight
+from fzero.quantized import dequantize as dequantize
+from fzero.quantized import quantize as quantize
 from fzero.report.description import Description as Description
 from fzero.report.description import describe as describe
 from fzero.report.layout import Layout as Layout

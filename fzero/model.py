@@ -35,8 +35,9 @@ class Model(Printed):
     Args:
         init: `init(rng) -> (params, buffers)`, traced under jit so that every array is born in
             its sharding; or the concrete pair itself (arrays are copied, never aliased).
-            `params` are floating-point arrays that gradients exist for; everything else that
-            changes while training (running statistics, counters) belongs into `buffers`.
+            `params` are floating-point arrays that gradients exist for (`frozen` ones may be whole
+            numbers, as those of `fz.quantize`); everything else that changes while training
+            (running statistics, counters) belongs into `buffers`.
         loss: `loss(params, buffers, batch, rng, train) -> (Mean or scalar, buffers, metrics)`.
             It sees one device's rows of one microbatch, as they came: parameters have the plan's
             precision, and `fz.cast(batch["x"], like=params)` gives inputs the same. `metrics` is a

@@ -35,8 +35,10 @@ def round_to(leaf: jax.Array, dtype: Any) -> jax.Array:
     """A cast that really rounds.
 
     The rounding is an operation of its own: XLA may drop a cast that is widened again later
-    (`xla_allow_excess_precision`), in one program and not in another.
+    (`xla_allow_excess_precision`), in one program and not in another. What is no float stays.
     """
+    if not jnp.issubdtype(dtype, np.floating):
+        return leaf
     if jnp.finfo(dtype).bits >= 32:
         return leaf.astype(dtype)
     info = jnp.finfo(dtype)

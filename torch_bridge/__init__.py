@@ -1,6 +1,7 @@
 """PyTorch modules and checkpoints into JAX and back."""
 
 from torch_bridge.adapters.lora import lora as lora
+from torch_bridge.adapters.quantize import quantize as quantize
 from torch_bridge.adapters.state import adapter as adapter
 from torch_bridge.adapters.state import merge as merge
 from torch_bridge.adapters.state import unmerge as unmerge
@@ -89,6 +90,7 @@ __all__ = [
     "pack",
     "packed_mask",
     "parity",
+    "quantize",
     "read_documents",
     "register_function",
     "register_operator",

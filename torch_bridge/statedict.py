@@ -13,6 +13,7 @@ import torch
 from fzero.axes import PIPE
 from fzero.errors import CheckpointError
 from fzero.plan import Plan
+from fzero.quantized import Quantized
 from fzero.sharding.homes import cut_into_stages
 from fzero.sharding.split import Home
 from fzero.state.require import require_alive
@@ -275,7 +276,7 @@ def fit_leaves(
     if strict:
         problems += [f"unexpected: `{name}`" for name in tensors if name not in leaf_of]
     for leaf in converted.layout.leaves:
-        given = {name: tensors[name] for name in leaf.names if name in tensors}
+        given = {n: _in_blocks(leaf, tensors[n]) for n in leaf.names if n in tensors}
         if given:
             problems += _misfits(leaf, given, cast)
             found[leaf.name] = next(iter(given.values())).cast(leaf.dtype)
@@ -283,6 +284,17 @@ def fit_leaves(
             problems.append(f"missing: `{leaf.name}`")
     _refuse(problems)
     return found
+
+
+def _in_blocks(leaf: Leaf, tensor: LazyTensor) -> LazyTensor:
+    """A weight in 16 or 32 bits as the blocks that a quantised leaf is kept in; else as it is."""
+    if leaf.dense is None or tensor.shape != leaf.dense.shape or tensor.dtype.kind == "u":
+        return tensor
+    records = Quantized(tensor, leaf.dense.to)
+    return LazyTensor(
+        tensor.name, leaf.dtype, leaf.shape, lambda at: torch.from_numpy(records.read(at)),
+        tensor.file,
+    )  # fmt: skip
 
 
 def _refuse(problems: list[str]) -> None:

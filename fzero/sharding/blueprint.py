@@ -34,6 +34,7 @@ from fzero.sharding.initial import memo, tracing_context
 from fzero.sharding.split import (
     Home,
     Split,
+    frozen_names,
     kept_shape,
     layout_leaves,
     map_splits,
@@ -394,11 +395,13 @@ def _blueprint(
     params: PyTree,
     buffers: PyTree,
 ) -> Blueprint:
+    frozen = frozen_names(model, [path for path, _ in named_leaves(params)])
     for path, leaf in named_leaves(params):
-        if not is_floating(leaf):
+        if not is_floating(leaf) and path not in frozen:
             raise StateError(
                 f"init: params/{path} has dtype {leaf.dtype}: parameters are floating-point arrays,"
-                " because gradients must exist for them; move it into buffers"
+                " because gradients must exist for them; freeze it (Model.frozen), or move it into"
+                " buffers"
             )
     check_buffers(model, buffers)
     if plan.pipe == 1:

@@ -15,7 +15,7 @@ from fzero.plan import Plan
 from fzero.precision import cast_param, compute_dtype, round_to
 from fzero.sharding.group import Group
 from fzero.sharding.split import Split, layout_leaves, map_splits, trained
-from fzero.tree import PyTree
+from fzero.tree import PyTree, is_floating
 from fzero.zero import bits
 from fzero.zero.collectives import (
     all_reduce_tree,
@@ -75,7 +75,8 @@ class Rules:
         return found
 
     def _fetch(self, split: Split, leaf: jax.Array, again: bool) -> jax.Array:
-        if self.sharded and self.plan.gather_dtype == "int8" and not self.exact:
+        in_8_bits = self.plan.gather_dtype == "int8" and is_floating(leaf) and not self.exact
+        if self.sharded and in_8_bits:
             dtype = compute_dtype(self.plan, leaf.dtype)
             return self._ready(gather_int8(leaf, split, dtype, self.group, again))
         leaf = cast_param(self.plan, leaf)

@@ -23,6 +23,7 @@ import numpy as np
 from fzero.errors import PlanError
 from fzero.float8.products import PRODUCT
 from fzero.programs.jaxprs import Program, Step, Var, has_checkpoint, needed, run_steps
+from fzero.quantized import widens
 from fzero.tree import PyTree
 
 
@@ -36,9 +37,9 @@ _MOVEMENT = frozenset(
 )  # fmt: skip
 
 
-def keep_all_but_movement(prim: Any, *_: Any, **__: Any) -> bool:
-    """Checkpoint policy: keep every intermediate result except casts and reshapes."""
-    return prim.name not in _MOVEMENT
+def keep_all_but_movement(prim: Any, *_: Any, **params: Any) -> bool:
+    """Checkpoint policy: keep every intermediate result except casts, reshapes, wide weights."""
+    return prim.name not in _MOVEMENT and not widens(prim, params)
 
 
 def _keep_dots(prim: Any, *args: Any, **params: Any) -> Any:

@@ -45,7 +45,7 @@ LAYERS = {
             "precision",
             "batch",
         ],
-        ["sharding"],
+        ["sharding", "quantized"],
         ["zero", "offload"],
         ["state"],
         ["checkpoint", "pipeline"],

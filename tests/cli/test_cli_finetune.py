@@ -120,6 +120,26 @@ def test_peft_loads_the_adapter_and_transformers_what_it_is_merged_into(
     assert "--out" in here("merge", "--model", base, "--adapter", out, "--out", out).stderr
 
 
+@pytest.mark.nightly
+def test_a_base_in_4_bits(here: Command, base: Path, chats: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = here(*tuning(base, chats, out), *LORA, "--base", "nf4")
+    assert done.status == 0, done.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    widened = transformers.AutoModelForCausalLM.from_pretrained(base)
+    for layer in widened.model.layers.modules():
+        if isinstance(layer, torch.nn.Linear):
+            kept = fz.quantize(layer.weight.detach().numpy())
+            wide = fz.dequantize(kept, tuple(layer.weight.shape), "float32")
+            layer.weight.data = torch.tensor(wide.tolist())
+    assert summary["val_loss_first"] == pytest.approx(validation_loss(widened), abs=1e-5)
+    tuned = peft.PeftModel.from_pretrained(widened, out)
+    assert summary["val_loss_last"] == pytest.approx(validation_loss(tuned), abs=1e-5)
+    assert summary["val_loss_last"] < summary["val_loss_first"] - 0.01
+    wrong = here(*tuning(base, chats, tmp_path / "x"), *LORA, "--base", "fp4")
+    assert "--base fp4: expected one of fp32, bf16, nf4, int8" in wrong.stderr
+
+
 def shown_by_tensorboard(folder: Path, steps: list[dict[str, float]]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

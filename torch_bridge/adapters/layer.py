@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fzero.errors import ConversionError
+from torch_bridge.module.quantized import QuantizedLinear
 
 
 # The one adapter that `tb.lora` puts into a module; PEFT's own default.
@@ -59,7 +60,7 @@ class LowRank(torch.nn.Module):
         made = {"bias": False, "device": weight.device, "dtype": settings.dtype}
         drop = torch.nn.Dropout(settings.dropout) if settings.dropout else torch.nn.Identity()
         self.base_layer = base
-        self.fan_in_fan_out = not isinstance(base, torch.nn.Linear)
+        self.fan_in_fan_out = _is_transposed(base)
         self.scaling = {NAME: settings.scaling}
         self.lora_dropout = torch.nn.ModuleDict({NAME: drop})
         self.lora_A = torch.nn.ModuleDict({NAME: torch.nn.Linear(rows, settings.rank, **made)})
@@ -143,7 +144,8 @@ def is_linear(module: Any) -> bool:
     """Whether a layer is one that `LowRank` stands beside."""
     if isinstance(module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear):
         return False  # of torch.nn.MultiheadAttention, which reads its weight and never calls it
-    return isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
+    known = isinstance(module, torch.nn.Linear | QuantizedLinear)
+    return known or type(module).__name__ == "Conv1D"
 
 
 def _modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -152,9 +154,16 @@ def _modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
 
 def _sizes(base: torch.nn.Module) -> tuple[int, int]:
     """Sizes of a linear layer's input and output."""
-    weight: Any = base.weight
+    weight: Any = base.dense if isinstance(base, QuantizedLinear) else base.weight
     first, second = weight.shape
-    return (second, first) if isinstance(base, torch.nn.Linear) else (first, second)
+    return (first, second) if _is_transposed(base) else (second, first)
+
+
+def _is_transposed(base: torch.nn.Module) -> bool:
+    """Whether a layer's weight is `(in, out)`."""
+    if isinstance(base, QuantizedLinear):
+        return base.transposed
+    return not isinstance(base, torch.nn.Linear)
 
 
 def _head(module: torch.nn.Module) -> Any:

@@ -68,7 +68,7 @@ AlphaOption = Annotated[
 DropoutOption = Annotated[float, typer.Option(help="Of what adapters see.")]
 BaseOption = Annotated[
     str | None,
-    typer.Option(help="What frozen weights are kept in: fp32 or bf16.  [default: as --precision]"),
+    typer.Option(help="What frozen weights are kept in: fp32, bf16, nf4 or int8. [as --precision]"),
 ]
 RowOption = Annotated[int, typer.Option(help="Tokens of a row.")]
 PackOption = Annotated[

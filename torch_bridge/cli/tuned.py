@@ -18,7 +18,7 @@ from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.models import LoadedModel
 from torch_bridge.cli.settings import TrainSettings
 from torch_bridge.cli.tasks import Trained
-from torch_bridge.cli.tuning_settings import VALIDATION_EVERY, LoraSettings, RowSettings
+from torch_bridge.cli.tuning_settings import QUANTISED, VALIDATION_EVERY, LoraSettings, RowSettings
 from torch_bridge.documents.rows import Rows
 from torch_bridge.documents.tokens import IGNORED, Document
 
@@ -87,7 +87,8 @@ class Tuning:
         """The module; frozen weights in the dtype that they are kept in."""
         base = "fp32"
         if self.lora is not None:
-            base = self.lora.base or ("bf16" if settings.precision == "bf16" else "fp32")
+            own = "bf16" if settings.precision == "bf16" else "fp32"
+            base = own if self.lora.base in (None, *QUANTISED) else str(self.lora.base)
         loaded = models.load(settings.model, settings.seed, base)
         if loaded.tokenizer is None:
             raise CommandError(
@@ -149,6 +150,8 @@ class Tuning:
             made = tb.convert(loaded.module, input_ids=ids)
         if self.lora is not None:
             own = self.lora
+            if own.base in QUANTISED:
+                made = tb.quantize(made, str(own.base))
             targets = own.targets if isinstance(own.targets, str) else list(own.targets)
             made = tb.lora(
                 made, rank=own.rank, targets=targets, alpha=own.scale, dropout=own.dropout

@@ -12,7 +12,8 @@ from torch_bridge.cli.errors import CommandError
 # Every twentieth document validates where no file is given for it.
 VALIDATION_EVERY = 20
 TOO_LONG = ("error", "cut", "skip")
-BASES = ("fp32", "bf16")
+QUANTISED = ("nf4", "int8")
+BASES = ("fp32", "bf16", *QUANTISED)
 DEFAULT_ALPHA_PER_RANK = 2
 
 

@@ -65,15 +65,16 @@ def merged_content(
 
 
 def _merged(leaf: Leaf, value: Any, target: Target | None, values: Any) -> LazyTensor:
-    if target is None:
+    if target is None and leaf.dense is None:
         return _lazily(leaf, value)
-    dtype = saved_dtype(leaf, value)
+    dtype = leaf.dense.dtype if leaf.dense else saved_dtype(leaf, value)
 
     def fetch(at: Any) -> torch.Tensor:
-        whole = wide(leaf_tensor(leaf, value)) + update_of(target, values)
-        return whole.to(dtype)[at]
+        kept = leaf_tensor(leaf, value)
+        whole = leaf.dense.tensor(kept) if leaf.dense else wide(kept)
+        return (whole if target is None else whole + update_of(target, values)).to(dtype)[at]
 
-    return LazyTensor(leaf.name, dtype, leaf.shape, fetch)
+    return LazyTensor(leaf.name, dtype, leaf.dense.shape if leaf.dense else leaf.shape, fetch)
 
 
 def update_of(target: Target, values: Mapping[str, tuple[Leaf, Any]]) -> torch.Tensor:

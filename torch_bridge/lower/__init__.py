@@ -17,6 +17,7 @@ from torch_bridge.lower import norm as norm
 from torch_bridge.lower import order as order
 from torch_bridge.lower import places as places
 from torch_bridge.lower import pool as pool
+from torch_bridge.lower import quantized as quantized
 from torch_bridge.lower import random as random
 from torch_bridge.lower import recurrent as recurrent
 from torch_bridge.lower import reduce as reduce

@@ -13,6 +13,7 @@ import torch
 
 from fzero.errors import ConversionError
 from torch_bridge.dtypes import x64_enabled
+from torch_bridge.module.quantized import Dense, QuantizedLinear
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Leaf:
     is_param: bool
     persistent: bool
     frozen: bool
+    dense: Dense | None = None  # what it stands for, where it is in blocks of few bits
 
     @property
     def name(self) -> str:
@@ -88,7 +90,11 @@ def read_layout(module: torch.nn.Module) -> Layout:
         groups.setdefault(_identity(named[name]), []).append(name)
     _refuse_overlaps({tuple(group): named[group[0]] for group in groups.values()})
     tied = _hf_tied_patterns(module)
-    leaves = tuple(_leaf(tuple(group), named[group[0]], state, tied) for group in groups.values())
+    dense = {id(m.weight): m.dense for m in module.modules() if isinstance(m, QuantizedLinear)}
+    leaves = tuple(
+        _leaf(tuple(group), named[group[0]], state, tied, dense.get(id(named[group[0]])))
+        for group in groups.values()
+    )
     return Layout(leaves, order, {name: weakref.ref(named[name]) for name in names})
 
 
@@ -154,7 +160,11 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
 
 
 def _leaf(
-    names: tuple[str, ...], tensor: torch.Tensor, state: Mapping[str, Any], tied: tuple[str, ...]
+    names: tuple[str, ...],
+    tensor: torch.Tensor,
+    state: Mapping[str, Any],
+    tied: tuple[str, ...],
+    dense: Dense | None,
 ) -> Leaf:
     if tensor.dtype in (torch.float64, torch.complex128) and not x64_enabled():
         raise ConversionError(
@@ -162,7 +172,7 @@ def _leaf(
             "jax.config.update('jax_enable_x64', True), or convert module.float()"
         )
     learns = tensor.is_floating_point() or tensor.is_complex()
-    is_param = isinstance(tensor, torch.nn.Parameter) and learns
+    is_param = isinstance(tensor, torch.nn.Parameter) and (learns or dense is not None)
     kept = [n for n in names if not any(fnmatch.fnmatch(n, p) for p in tied)]
     return Leaf(
         names=names,
@@ -172,6 +182,7 @@ def _leaf(
         is_param=is_param,
         persistent=any(n in state for n in names),
         frozen=is_param and not tensor.requires_grad,
+        dense=dense,
     )
 
 
