@@ -107,7 +107,8 @@ def quantize(array: Any, to: str = "nf4") -> np.ndarray[Any, Any]:
 def dequantize(records: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """The weight that records stand for.
 
-    Steps compute it anew in the backward pass instead of keeping it. No gradient goes through.
+    Steps compute it anew in the backward pass instead of keeping it, unless a policy of your own
+    keeps it. No gradient goes through.
 
     Args:
         records: as `quantize` gives them.
@@ -116,6 +117,12 @@ def dequantize(records: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Ar
 
     Raises:
         StateError: records of another size than `shape` has, or no float `dtype`.
+
+    Example:
+        >>> import numpy as np
+        >>> records = quantize(np.array([[2.0, 0.5], [-2.0, 0.0]], np.float32), "int8")
+        >>> dequantize(records, (2, 2), "float32")[:, 0]
+        Array([ 2., -2.], dtype=float32)
     """
     widths = {width: to for to, width in _WIDTHS.items()}
     want = -(-math.prod(shape) // BLOCK)

@@ -159,11 +159,11 @@ def test_tokens_are_those_of_the_widened_weights():
     params = {**adapted.params, factor: np.ones((3, 16, 2), np.float32)}
     module.load_state_dict(tb.merge(adapted, params))
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
-    made = tb.generate(adapted, params, prompts, max_new=12)
+    made = tb.generate(adapted, params, prompts, 12, stop=())
     for prompt, tokens in zip(prompts, made.tokens, strict=True):
         given = torch.tensor([prompt])
         want = module.generate(given, max_new_tokens=12, do_sample=False, pad_token_id=0)
-        assert list(tokens) == want[0, len(prompt) :].tolist()
+        assert tokens.tolist() == want[0, len(prompt) :].tolist()
 
 
 def test_what_is_refused(net, base, adapted, tmp_path):
