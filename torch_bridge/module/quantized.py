@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 
 from fzero.errors import ConversionError
 from fzero.quantized import dequantize, quantized_shape
-from torch_bridge.dtypes import jax_dtype
 
 
 class Dense(NamedTuple):
@@ -63,9 +62,8 @@ class QuantizedLinear(torch.nn.Module):
 
 
 def _widened(records: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        wide = dequantize(records.numpy(), tuple(shape), jax_dtype(torch.float32))  # type: ignore[arg-type]
-    return torch.from_numpy(np.array(wide)).to(dtype)
+    wide = dequantize(jnp.asarray(records.cpu().numpy()), tuple(shape), np.float32)
+    return torch.from_numpy(np.array(wide)).to(records.device, dtype)
 
 
 @torch.library.custom_op("fzero::dequantize", mutates_args=())
