@@ -1,7 +1,7 @@
 """PyTorch's own operator and module databases, entry by entry, beside their conversion.
 
     python benchmarks/operators.py [--only REGEX] [--samples 3] [--dtype float32]
-                                   [--part I/N] [--json OUT] [--table OUT.md]
+                                   [--part I/N] [--missing] [--json OUT] [--table OUT.md]
 
 For each entry of `op_db` and `module_db` (torch.testing._internal) the samples that PyTorch tests
 itself with are converted; values, and gradients of a fixed random projection, are compared with
@@ -169,6 +169,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--dtype", default="float32", choices=["float32", "int64", "bfloat16"])
     parser.add_argument("--part", default="0/1", help="I/N: every Nth entry from the Ith")
+    parser.add_argument("--missing", action="store_true", help="only entries without a row")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
@@ -179,7 +180,7 @@ def main() -> None:
     first, step = (int(n) for n in options.part.split("/"))
     done: list[Row] = []
     for name, run in entries(options.dtype, options.samples)[first::step]:
-        if not re.search(options.only, name):
+        if not re.search(options.only, name) or (options.missing and name in found):
             continue
         row = verdict(name, run, SECONDS)
         done.append(row)

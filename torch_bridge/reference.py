@@ -16,7 +16,8 @@ from torch.utils import _pytree as torch_pytree
 from fzero.errors import ConversionError
 from torch_bridge.converted import Converted
 from torch_bridge.export.export import export_program
-from torch_bridge.export.interpret import Instruction, module_path, source_line
+from torch_bridge.export.interpret import Instruction
+from torch_bridge.export.places import module_path, source_line
 from torch_bridge.export.watch import untouched
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ import torch
 from torch.export.graph_signature import OutputKind
 
 from fzero.errors import ConversionError
+from torch_bridge.export.places import module_path, source_line
+from torch_bridge.export.ranges import Ranges
 from torch_bridge.export.shapes import unbacked
 from torch_bridge.lower import find_lowering
 from torch_bridge.lower.features_last import call, in_order, takes_last
@@ -159,21 +162,6 @@ def refuse_mixed(program: torch.export.ExportedProgram) -> None:
             )
 
 
-def module_path(node: torch.fx.Node) -> str:
-    """The path of the submodule that a node belongs to, `(root)` for the outermost."""
-    stack = node.meta.get("nn_module_stack") or {}
-    # Nodes that torch itself added (sizes) carry a note instead of a module.
-    paths = [entry[0] for entry in stack.values() if not entry[0].startswith("_empty_nn_module")]
-    return (paths[-1] if paths else "") or "(root)"
-
-
-def source_line(node: torch.fx.Node) -> str:
-    """The innermost line of Python that made a node, outside torch itself where possible."""
-    frames = (node.meta.get("stack_trace") or "").strip().split("File ")[1:]
-    own = [f for f in frames if "site-packages/torch/" not in f] or frames
-    return " | ".join(part.strip() for part in own[-1].splitlines()) if own else "unknown line"
-
-
 def _resolve(target: Any) -> Callable[..., Any] | None:
     plain = python_function(target)
     if plain is not None:
@@ -182,11 +170,12 @@ def _resolve(target: Any) -> Callable[..., Any] | None:
     return None if lowering is None else lowering.fn
 
 
-def build_graph(program: torch.export.ExportedProgram) -> Graph:
+def build_graph(program: torch.export.ExportedProgram, ranges: Ranges) -> Graph:
     """Turn a decomposed program into instructions; every operator must have a lowering.
 
     Args:
         program: what `export_program` returned.
+        ranges: which of its values need 64 bits.
 
     Returns:
         A graph that holds no torch tensors.
@@ -194,7 +183,7 @@ def build_graph(program: torch.export.ExportedProgram) -> Graph:
     Raises:
         ConversionError: the module writes to one of its parameters.
     """
-    masks = size_masks(program, _lowered)
+    masks = size_masks(program, partial(_lowered, ranges))
 
     def reads(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
         return masks[node].reads if node in masks else node.all_input_nodes
@@ -207,17 +196,15 @@ def build_graph(program: torch.export.ExportedProgram) -> Graph:
         if node.op != "call_function":
             continue
         args, kwargs = _arguments(node, masks[node].mask if node in masks else None)
-        lowering = find_lowering(str(node.target))
-        drawing = lowering is not None and lowering.draws is not None
         draw = None
-        if drawing and lowering.draws(*args, **kwargs):  # type: ignore[union-attr, misc]
+        if _draws(node, args, kwargs):
             draw, draws = draws, draws + 1
         instructions.append(
             Instruction(
                 node.name,
                 str(node.target),
-                f"{module_path(node)} ({source_line(node)})",
-                _lowered(node),
+                _where(node),
+                _lowered(ranges, node),
                 args,
                 kwargs,
                 draw,
@@ -228,11 +215,24 @@ def build_graph(program: torch.export.ExportedProgram) -> Graph:
     return Graph(tuple(instructions), outputs, mutations, draws)
 
 
-def _lowered(node: torch.fx.Node) -> Callable[..., Any]:
+def _lowered(ranges: Ranges, node: torch.fx.Node) -> Callable[..., Any]:
     """What computes a node in JAX."""
     fn = _pass_through if _keeps_dtype(node) else _resolve(node.target)
     assert fn is not None, node.target
-    return fn
+    args, kwargs = _arguments(node, None)
+    if _draws(node, args, kwargs):
+        kwargs["key"] = "a key"
+    return ranges.lowered(node, fn, (args, kwargs), _where(node))
+
+
+def _draws(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call takes random numbers."""
+    lowering = find_lowering(str(node.target))
+    return lowering is not None and lowering.draws is not None and lowering.draws(*args, **kwargs)
+
+
+def _where(node: torch.fx.Node) -> str:
+    return f"{module_path(node)} ({source_line(node)})"
 
 
 def _arguments(

@@ -21,6 +21,7 @@ from torch.utils import _pytree as torch_pytree
 from fzero.errors import ConversionError
 from torch_bridge.dtypes import canonical, is_complex, is_float, jax_dtype, numpy_dtype
 from torch_bridge.export.interpret import Graph, build_graph
+from torch_bridge.export.ranges import Ranges, find_ranges
 from torch_bridge.export.shapes import ShapeRules, as_dim, shape_rules
 from torch_bridge.lower.spectral import torch_gradient
 from torch_bridge.module.names import Layout
@@ -125,14 +126,15 @@ def build_mode(program: torch.export.ExportedProgram, layout: Layout, call: Call
             if spec.arg.name in used:
                 (params if leaf.is_param else buffers)[spec.arg.name] = leaf.name
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            constants[spec.arg.name] = to_host(_constant(program, str(spec.target)))
+            constants[spec.arg.name] = _constant(program, str(spec.target))
         else:
             raise ConversionError(f"the module holds a {spec.kind.name}, which has no JAX form")
     inputs = _inputs(program, call, arguments)
     tensors = [i for i in inputs if isinstance(i, TensorInput)]
+    ranges = find_ranges(program)
     rules = shape_rules(program, [i.path for i in tensors], [i.placeholder for i in tensors])
     return Mode(
-        build_graph(program),
+        build_graph(program, ranges),
         params,
         buffers,
         constants,
@@ -141,22 +143,25 @@ def build_mode(program: torch.export.ExportedProgram, layout: Layout, call: Call
         call,
         program.call_spec.out_spec,
         _buffer_dtypes(program, buffers),
-        _output_forms(program),
+        _output_forms(program, ranges),
         _dtypes(program, params),
     )
 
 
-def _output_forms(program: torch.export.ExportedProgram) -> tuple[Any, ...]:
+def _output_forms(program: torch.export.ExportedProgram, ranges: Ranges) -> tuple[Any, ...]:
     (node,) = (n for n in program.graph.nodes if n.op == "output")
     returned: Any = node.args[0]
     pairs = zip(program.graph_signature.output_specs, returned, strict=True)
     own = [value for spec, value in pairs if spec.kind is OutputKind.USER_OUTPUT]
-    fakes = [value.meta["val"] for value in own if isinstance(value, torch.fx.Node)]
+    nodes = [value for value in own if isinstance(value, torch.fx.Node)]
     return tuple(
-        (tuple(map(as_dim, fake.shape)), jax_dtype(fake.dtype))
-        if isinstance(fake, torch.Tensor)
+        (
+            tuple(map(as_dim, node.meta["val"].shape)),
+            (numpy_dtype if node in ranges.wide else jax_dtype)(node.meta["val"].dtype),
+        )
+        if isinstance(node.meta["val"], torch.Tensor)
         else ((), canonical(np.asarray(0).dtype))
-        for fake in fakes
+        for node in nodes
     )
 
 
@@ -214,7 +219,7 @@ def _same_float(expected: TensorInput, value: Any) -> bool:
     return given == expected.dtype or not is_float(given)
 
 
-def _constant(program: torch.export.ExportedProgram, name: str) -> torch.Tensor:
+def _constant(program: torch.export.ExportedProgram, name: str) -> np.ndarray[Any, Any]:
     value = program.constants[name]
     assert isinstance(value, torch.Tensor)
     if value.is_meta:
@@ -223,7 +228,10 @@ def _constant(program: torch.export.ExportedProgram, name: str) -> torch.Tensor:
             " no value on the `meta` device. Make it a buffer (register_buffer), which a checkpoint"
             " or tb.convert(..., buffers=...) gives, or convert on the CPU"
         )
-    return value
+    try:
+        return to_host(value)
+    except OverflowError:  # what reads it is computed in 64 bits
+        return to_numpy(value)
 
 
 def _inputs(

@@ -93,6 +93,8 @@ def fmod(x: jax.Array, y: Any) -> jax.Array:
 def pow_scalar(x: jax.Array, exponent: Any) -> jax.Array:
     dtype = result_dtype(x, exponent)
     base = cast(x, dtype)
+    if not (is_float(dtype) or is_complex(dtype)):
+        return _whole_power(base, cast(exponent, dtype))
     if float(exponent).is_integer() and abs(exponent) <= 16:
         # Repeated multiplication: exact gradients at 0 and no call to the slow general pow.
         return base ** int(exponent)
@@ -106,7 +108,14 @@ def pow_scalar(x: jax.Array, exponent: Any) -> jax.Array:
 @register_operator("aten.pow.Tensor_Tensor", "aten.pow.Scalar")
 def pow_tensor(x: jax.Array, exponent: Any) -> jax.Array:
     a, b = promote(x, exponent)
-    return jnp.power(a, b)
+    whole = not (is_float(a) or is_complex(a))
+    return _whole_power(a, b) if whole else jnp.power(a, b)
+
+
+def _whole_power(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Powers of whole numbers; of negative exponents the part before the point."""
+    kept = jnp.where(a == 1, 1, jnp.where(a == -1, jnp.where(b % 2 == 0, 1, -1), 0))
+    return jnp.where(b < 0, kept.astype(a.dtype), jnp.power(a, jnp.maximum(b, 0)))
 
 
 @register_operator("aten.addcmul.default")

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 
 from torch_bridge.dtypes import canonical, jax_dtype
 from torch_bridge.lower.registry import register_operator
@@ -48,7 +49,10 @@ def arange_start(start: Any, end: Any, **kwargs: Any) -> jax.Array:
 
 @register_operator("aten.linspace.default")
 def linspace(start: Any, end: Any, steps: int, dtype: Any = None, **_: Any) -> jax.Array:
-    return jnp.linspace(start, end, steps, dtype=jax_dtype(dtype))
+    kind = jax_dtype(dtype)
+    if kind.kind in "iu":  # how its float32 steps are cut to whole numbers is torch's own
+        return jnp.asarray(torch.linspace(start, end, steps, dtype=dtype).numpy().astype(kind))
+    return jnp.linspace(start, end, steps, dtype=kind)
 
 
 @register_operator("aten.full.default")

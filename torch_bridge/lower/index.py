@@ -172,6 +172,12 @@ def argsort(x: jax.Array, dim: int = -1, descending: bool = False) -> jax.Array:
     return sort(x, dim, descending)[1]
 
 
+@register_operator("aten.nonzero_static.default")
+def nonzero_static(x: jax.Array, *, size: int, fill_value: int = -1) -> jax.Array:
+    found = jnp.nonzero(x, size=size, fill_value=fill_value)
+    return jnp.stack(found, -1).astype(canonical("int64"))
+
+
 @register_operator("aten.topk.default")
 def topk(
     x: jax.Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True

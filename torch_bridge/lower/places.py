@@ -19,7 +19,7 @@ from torch_bridge.lower.scatter import reduce_into
 
 @register_operator("aten.take.default")
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
-    return jnp.take(jnp.ravel(x), index)
+    return jnp.take(jnp.ravel(x), jnp.where(index < 0, index + x.size, index))
 
 
 @register_operator("aten.put.default")

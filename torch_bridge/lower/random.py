@@ -99,6 +99,19 @@ def randint_high(high: int, size: Sequence[int], **kwargs: Any) -> jax.Array:
     return randint(0, high, size, **kwargs)
 
 
+@register_operator("aten.randint_like.default", draws=_always)
+def randint_like(x: jax.Array, high: int, dtype: Any = None, **kwargs: Any) -> jax.Array:
+    return randint_like_low(x, 0, high, dtype, **kwargs)
+
+
+@register_operator("aten.randint_like.low_dtype", draws=_always)
+def randint_like_low(
+    x: jax.Array, low: int, high: int, dtype: Any = None, key: Any = None, **_: Any
+) -> jax.Array:
+    drawn = randint(low, high, x.shape, dtype, key)
+    return drawn.astype(x.dtype) if dtype is None else drawn
+
+
 @register_operator("aten.randperm.default", draws=_always)
 def randperm(n: int, dtype: Any = None, key: Any = None, **_: Any) -> jax.Array:
     kind = canonical(np.int64) if dtype is None else jax_dtype(dtype)

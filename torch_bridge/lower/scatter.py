@@ -23,6 +23,12 @@ def scatter_reduce(
     return reduce_into(x, along(x, dim, index), src, reduce, include_self)
 
 
+@register_operator("aten.scatter.reduce", "aten.scatter.value_reduce")
+def scatter_with(x: jax.Array, dim: int, index: Any, src: Any, *, reduce: str) -> jax.Array:
+    src = src if hasattr(src, "shape") else jnp.full(index.shape, src, x.dtype)
+    return scatter_reduce(x, dim, index, src, {"add": "sum", "multiply": "prod"}[reduce])
+
+
 def reduce_into(
     x: jax.Array, where: tuple[Any, ...], src: jax.Array, reduce: str, include_self: bool
 ) -> jax.Array:

@@ -118,6 +118,8 @@ def _moved(walk: Walk, node: Node) -> Any:
     """Dims in another order."""
     x: Any = node.args[0]
     order = list(range(len(sizes(x))))
+    if not order:
+        return None
     if kind_of(node) == "permute":
         dims: Any = node.args[1]
         order = [dim % len(order) for dim in dims]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch_bridge.dtypes import canonical
 from torch_bridge.export.interpret import Instruction
 from torch_bridge.export.trace import Trace
 from torch_bridge.lower.refs import Ref
@@ -128,7 +129,9 @@ def _slot(trace: Trace, role_of: Mapping[str, str], name: str) -> Any:
         return ("leaf", role_of[trace.leaves[name]], form)
     if name in trace.constants:
         value = trace.constants[name]
-        return ("constant", value.dtype.name, value.shape)
+        # What does not fit into 32 bits is no row of a stack, which JAX would cut.
+        own = value.tobytes() if canonical(value.dtype) != value.dtype else b""
+        return ("constant", value.dtype.name, value.shape, own)
     return ("value", form)
 
 

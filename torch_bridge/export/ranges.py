@@ -1,0 +1,236 @@
+"""Which values of an exported graph may not fit into the 32 bits that JAX holds for 64.
+
+Every whole number of 64 bits gets a range, from what is known without running the graph: arguments
+fit into 32 bits (a call refuses others), sizes are below 2**29, `arange` ends where it ends. What
+has no rule here may be any number, so a rule that is missing costs time and nothing else: a step
+whose result may not fit is computed in 64 bits (`lower/wide.py`), and so is float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import torch
+from torch.export.graph_signature import InputKind, OutputKind
+
+from fzero.errors import ConversionError
+from torch_bridge.dtypes import numpy_dtype, x64_enabled
+from torch_bridge.export.places import source_line
+from torch_bridge.export.range_rules import ALL, INDEX, SIZE, Range, hull, rule_of
+from torch_bridge.lower.refs import Ref
+from torch_bridge.lower.symbolic import python_function
+from torch_bridge.lower.wide import Saturated, Wide
+
+
+Fn = Callable[..., Any]
+
+
+INT32 = (-(2**31), 2**31 - 1)
+# A buffer that a forward writes is a counter or a statistic: far from the end of its dtype.
+_COUNTED = (-(2**30), 2**30)
+# Operators that read places: those that exist are below 2**31.
+_PLACES = ("aten.embedding", "aten.gather", "aten.index", "aten.scatter", "aten.take",
+           "aten.one_hot", "aten.nll_loss", "aten.cross_entropy", "aten.put")  # fmt: skip
+_WIDE = (torch.int64, torch.uint64, torch.float64, torch.complex128)
+_WIDE_FLOATS = (torch.float64, torch.complex128)
+
+
+@dataclass
+class Ranges:
+    """What is known of a program's 64-bit values; nothing is wide where JAX has 64 bits.
+
+    Attributes:
+        of: the range of each whole number, by node; a tuple for operators with several results.
+        wide: nodes with a value that is held in 64 bits.
+    """
+
+    of: dict[torch.fx.Node, Any] = field(default_factory=dict)
+    wide: set[torch.fx.Node] = field(default_factory=set)
+
+    def computed(self, node: torch.fx.Node) -> bool:
+        """Whether a node has to be computed in 64 bits."""
+        if python_function(node.target) is not None:
+            return False
+        return node in self.wide or any(source in self.wide for source in node.all_input_nodes)
+
+    def lowered(self, node: torch.fx.Node, fn: Fn, template: Any, where: str) -> Fn:
+        """The lowering of a node, in 64 bits where it has to be.
+
+        Args:
+            node: the node.
+            fn: its lowering.
+            template: its arguments as a tree, with one leaf for each value that comes.
+            where: its place, for messages.
+        """
+        if not self.computed(node):
+            return fn
+        if node not in self.wide and str(node.target).startswith(_PLACES):
+            return Saturated(fn)
+        dtypes = {source.name: source.meta.get("val") for source in node.all_input_nodes}
+        leaves = [dtypes.get(x.name) if isinstance(x, Ref) else None for x in
+                  jax.tree.leaves(template)]  # fmt: skip
+        return Wide(fn, tuple(map(_wide_dtype, leaves)), self.keeps(node), where)
+
+    def keeps(self, node: torch.fx.Node) -> tuple[bool, ...]:
+        """For each tensor of a node's result, whether it is held in 64 bits."""
+        values = _leaves(node.meta.get("val"))
+        known = _leaves(self.of.get(node, ALL), len(values))
+        return tuple(map(_is_wide, values, known))
+
+
+def find_ranges(program: torch.export.ExportedProgram) -> Ranges:
+    """The ranges of a program's values.
+
+    Raises:
+        ConversionError: an argument or constant of float64 enters a computation in float64, or a
+            buffer may grow beyond 32 bits.
+    """
+    found = Ranges()
+    if x64_enabled():
+        return found
+    written = {
+        str(spec.target)
+        for spec in program.graph_signature.output_specs
+        if spec.kind is OutputKind.BUFFER_MUTATION
+    }
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            found.of[node] = _given(program, specs.get(node.name), written, node.meta.get("val"))
+        elif node.op == "call_function":
+            found.of[node] = _computed(found.of, node)
+            if any(found.keeps(node)):
+                found.wide.add(node)
+                _refuse_cut(program, specs, node)
+    for spec in program.graph_signature.output_specs:
+        if spec.kind is OutputKind.BUFFER_MUTATION and spec.arg.name in map(str, found.wide):
+            raise ConversionError(
+                f"the buffer `{spec.target}` may grow beyond 32 bits: "
+                "jax.config.update('jax_enable_x64', True), or keep it in torch.int32"
+            )
+    return found
+
+
+def _refuse_cut(
+    program: torch.export.ExportedProgram, specs: Mapping[str, Any], node: torch.fx.Node
+) -> None:
+    """Refuse float64 that is computed from what is held in 32 bits."""
+    for source in node.all_input_nodes:
+        value = source.meta.get("val")
+        if source.op != "placeholder" or not isinstance(value, torch.Tensor):
+            continue
+        if value.dtype not in _WIDE_FLOATS or node.meta["val"].dtype not in _WIDE_FLOATS:
+            continue
+        spec = specs[source.name]
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            constant = program.constants[str(spec.target)]
+            held = torch.complex64 if constant.is_complex() else torch.float32
+            if bool((constant.to(held).to(constant.dtype) == constant).all()):
+                continue
+        raise ConversionError(
+            f"{node.target} computes in {node.meta['val'].dtype} with "
+            f"`{spec.target or source.name}`, which JAX holds in 32 bits"
+            f"\n  at: {source_line(node)}\n  Say jax.config.update('jax_enable_x64', True), or give"
+            " and compute float32."
+        )
+
+
+def _given(
+    program: torch.export.ExportedProgram, spec: Any, written: set[str], value: Any
+) -> Range:
+    """The range of an argument, parameter, buffer or constant."""
+    if not isinstance(value, torch.Tensor):
+        return SIZE
+    if spec is not None and spec.kind is InputKind.CONSTANT_TENSOR:
+        constant = program.constants[str(spec.target)]
+        whole = not (constant.is_floating_point() or constant.is_complex() or constant.is_meta)
+        if whole and constant.numel():
+            return int(constant.min()), int(constant.max())
+    if spec is not None and spec.target in written:
+        return _COUNTED
+    return _of_dtype(value.dtype, INT32)
+
+
+def _computed(known: Mapping[torch.fx.Node, Any], node: torch.fx.Node) -> Any:
+    """The range of what a node computes: one for a tensor, a tuple for several."""
+    value = node.meta.get("val")
+
+    def range_of(argument: Any) -> Range | None:
+        if isinstance(argument, torch.fx.Node):
+            value = argument.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                found = known.get(argument, ALL)
+                return found if _is_range(found) else hull(*found)
+            return _number(value)
+        if isinstance(argument, list | tuple):
+            return hull(*map(range_of, argument))
+        return _number(argument)
+
+    if python_function(node.target) is not None:
+        if isinstance(value, torch.Tensor):  # picked from a tuple
+            source: Any = node.args[0]
+            found = known.get(source, ALL)
+            picked = found if _is_range(found) else found[node.args[1]]
+            return _of_dtype(value.dtype, picked)
+        return SIZE
+    rule = rule_of(str(node.target).removeprefix("aten."))
+    results = _leaves(value)
+    made: Any = INDEX if _with_places(results) else ALL
+    if rule is not None:
+        try:
+            made = rule(node, range_of)
+        except (IndexError, TypeError, KeyError):  # an overload with other arguments
+            made = ALL
+    ranges = [_of_dtype(x.dtype, r) if isinstance(x, torch.Tensor) else SIZE
+              for x, r in zip(results, _leaves(made, len(results)), strict=True)]  # fmt: skip
+    return tuple(ranges) if isinstance(value, list | tuple) else (ranges or [SIZE])[0]
+
+
+def _with_places(results: list[Any]) -> bool:
+    """Whether whole numbers are beside a result of floats (pooling): they say where it is from."""
+    first = results[0] if len(results) > 1 else None
+    return isinstance(first, torch.Tensor) and first.is_floating_point()
+
+
+def _number(value: Any) -> Range | None:
+    if isinstance(value, bool | int):
+        return int(value), int(value)
+    if isinstance(value, torch.SymInt):
+        return SIZE
+    return None if value is None else ALL
+
+
+def _of_dtype(dtype: torch.dtype, wide: Range) -> Range:
+    """The range of a dtype; of the 64-bit ones, what is said of the value."""
+    if dtype in (torch.int64, torch.uint64):
+        return wide
+    if dtype is torch.bool:
+        return 0, 1
+    if dtype.is_floating_point or dtype.is_complex:
+        return ALL
+    limits = torch.iinfo(dtype)
+    return limits.min, limits.max
+
+
+def _is_range(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(x, int) for x in value)
+
+
+def _leaves(value: Any, count: int | None = None) -> list[Any]:
+    if count is not None:
+        return [value] * count if _is_range(value) else list(value)
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _wide_dtype(value: Any) -> str | None:
+    wide = isinstance(value, torch.Tensor) and value.dtype in _WIDE
+    return numpy_dtype(value.dtype).name if wide else None
+
+
+def _is_wide(value: Any, known: Range) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dtype not in _WIDE:
+        return False
+    return value.dtype in _WIDE_FLOATS or known[0] < INT32[0] or known[1] > INT32[1]

@@ -1,0 +1,95 @@
+"""Steps in 64 bits while JAX holds 32: whole numbers that may not fit, and float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fzero.errors import ConversionError
+from torch_bridge.lower.features_last import in_order
+
+
+@dataclass(frozen=True)
+class Wide:
+    """An operator that is computed in 64 bits, whatever `jax_enable_x64` says.
+
+    Attributes:
+        fn: its lowering.
+        takes: for each leaf of its arguments the 64-bit dtype that PyTorch has there, or None.
+        keeps: for each leaf of its result whether it stays in 64 bits; others fit into 32.
+        where: its module and line, for messages.
+    """
+
+    fn: Callable[..., Any]
+    takes: tuple[str | None, ...]
+    keeps: tuple[bool, ...]
+    where: str = field(compare=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with jax.enable_x64(True):
+            leaves, form = jax.tree.flatten(in_order_all((args, kwargs)))
+            given = [self._widened(*pair) for pair in zip(leaves, self.takes, strict=True)]
+            args, kwargs = jax.tree.unflatten(form, given)
+            found, form = jax.tree.flatten(in_order(self.fn(*args, **kwargs)))
+            kept = zip(found, self.keeps, strict=True)
+            return jax.tree.unflatten(form, [x if keep else narrowed(x) for x, keep in kept])
+
+    def _widened(self, x: Any, dtype: str | None) -> Any:
+        if dtype is None or not hasattr(x, "dtype"):
+            return x
+        if np.dtype(dtype).kind in "fc":
+            return _no_gradient(jnp.asarray(x), self.where).astype(dtype)
+        return jnp.asarray(x).astype(dtype)
+
+
+def in_order_all(tree: Any) -> Any:
+    """Arguments of a call with every value as torch has it."""
+    args, kwargs = tree
+    return tuple(map(in_order, args)), {name: in_order(x) for name, x in kwargs.items()}
+
+
+def narrowed(x: Any) -> Any:
+    """A 64-bit array in 32 bits; whole numbers outside go to the nearest one that fits."""
+    dtype = np.dtype(x.dtype)
+    if dtype.itemsize == 8 and dtype.kind in "iu":
+        limits = np.iinfo(f"{dtype.kind}4")
+        return jnp.clip(x, limits.min, limits.max).astype(limits.dtype)
+    return x
+
+
+@dataclass(frozen=True)
+class Saturated:
+    """An operator whose 64-bit arguments are indices: none that is valid is beyond 32 bits."""
+
+    fn: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with jax.enable_x64(True):
+            args, kwargs = jax.tree.map(_fitted, in_order_all((args, kwargs)))
+        return self.fn(*args, **kwargs)
+
+
+def _fitted(x: Any) -> Any:
+    return narrowed(x) if isinstance(x, jax.Array | np.ndarray) else x
+
+
+def _no_gradient(x: jax.Array, where: str) -> jax.Array:
+    """The array; a gradient that would go through it is refused."""
+
+    @jax.custom_jvp
+    def same(x: jax.Array) -> jax.Array:
+        return x
+
+    @same.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise ConversionError(
+            f"a gradient goes through float64, in {where}: JAX has it only with"
+            " jax.config.update('jax_enable_x64', True); or compute there in float32"
+        )
+
+    return same(x)
