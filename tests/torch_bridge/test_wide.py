@@ -168,6 +168,14 @@ def test_buffers_count_and_do_not_overflow() -> None:
         tb.convert(Counting(3), torch.ones(2))
 
 
+def test_sparse_tensors_are_refused_by_name() -> None:
+    sparse = torch.eye(3).to_sparse()
+    with pytest.raises(ConversionError, match=r"argument `args\[0\]` has layout torch.sparse_coo"):
+        tb.convert(Fn(lambda a: a.to_dense()), sparse)
+    with pytest.raises(ConversionError, match=r"`a` has layout torch.sparse_coo"):
+        tb.convert(Fn(lambda x: x, a=sparse), torch.ones(2))
+
+
 class Looked(nn.Module):
     """Looks hashed words up."""
 

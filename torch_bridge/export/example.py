@@ -17,19 +17,32 @@ def example_tensors(example: Any) -> Any:
     """An example with tensors for its arrays, none of which is two arguments.
 
     torch.export takes one tensor for one argument, wherever it stands.
+
+    Raises:
+        ConversionError: a sparse tensor, on which some exports end the process.
     """
     seen: set[int] = set()
 
-    def own(leaf: Any) -> Any:
+    def own(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray | jax.Array) and not isinstance(leaf, torch.Tensor):
             return to_torch(leaf)
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        if leaf.layout is not torch.strided:
+            raise ConversionError(
+                f"argument `{_named(path)}` has layout {leaf.layout}, which JAX has no"
+                " form for: give .to_dense(), or indices and values and compute with index_add"
+            )
         known = id(leaf) in seen
         seen.add(id(leaf))
         return leaf.detach().clone().requires_grad_(leaf.requires_grad) if known else leaf
 
-    return torch_pytree.tree_map(own, example)
+    return torch_pytree.tree_map_with_path(own, example)
+
+
+def _named(path: Any) -> str:
+    """A leaf of `(args, kwargs)` as messages name it."""
+    return ("args", "kwargs")[path[0].idx] + torch_pytree.keystr(path[1:])
 
 
 def refuse_untraceable(module: torch.nn.Module) -> None:

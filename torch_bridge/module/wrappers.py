@@ -48,6 +48,11 @@ def refuse_wrapped(module: torch.nn.Module) -> None:
             raise ConversionError(_sharded(f"submodule `{path or '(root)'}`"))
     named = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in named:
+        if tensor.layout is not torch.strided:
+            raise ConversionError(
+                f"`{name}` has layout {tensor.layout}, which JAX has no form for; keep"
+                " .to_dense(), or indices and values as buffers"
+            )
         kind = type(tensor.data) if isinstance(tensor, torch.nn.Parameter) else type(tensor)
         if kind in (torch.Tensor, torch.nn.Parameter) or not issubclass(kind, torch.Tensor):
             continue
