@@ -30,7 +30,7 @@ def ends(folder: Path, processes: int, seed: int) -> list[str]:
     return [(folder / f"end-{seed}-{process}").read_text() for process in range(processes)]
 
 
-@pytest.mark.parametrize("processes", [2])
+@pytest.mark.parametrize("processes", [2, 4])
 def test_random_delays_in_every_process_change_no_bit(tmp_path, processes):
     straight, *delayed = (ends(tmp_path, processes, seed) for seed in (0, 1, 2))
     assert delayed == [straight, straight]
