@@ -122,10 +122,11 @@ def check_batch(batch: PyTree, parts: int, microbatches: int) -> None:
     if not leaves:
         raise BatchError("batch: expected a pytree of arrays, got one without leaves (of rows)")
     for path, leaf in leaves:
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        if not _is_array(leaf):
+            kind = f"{type(leaf).__module__}.".removeprefix("builtins.") + type(leaf).__name__
             raise BatchError(
-                f"batch: {path or 'it'} is a {type(leaf).__name__}: expected an array"
-                " (use np.asarray)"
+                f"batch: {path or 'it'} is a {kind}: expected an array of numpy or jax (use"
+                " np.asarray)"
             )
         if not leaf.shape:
             raise BatchError(
@@ -233,7 +234,16 @@ def _each_placed(tree: PyTree, sharding: Callable[[Any], NamedSharding]) -> PyTr
 
 
 def _placed(leaf: Any, sharding: NamedSharding, path: str) -> jax.Array:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise BatchError(
+            f"batch: {path or 'it'} is a shape; expected an array (shapes: step.lower)"
+        )
     if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            raise BatchError(
+                f"batch: {path or 'it'} was deleted: its memory was given to a call that it was"
+                " donated to; pass what that returned, or a copy"
+            )
         if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
         if not leaf.is_fully_addressable and _is_part(sharding, leaf.sharding):
@@ -254,6 +264,12 @@ def _placed(leaf: Any, sharding: NamedSharding, path: str) -> jax.Array:
     return jax.make_array_from_callback(
         host.shape, sharding, lambda index: host[index], dtype=host.dtype
     )
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, or its shape; those of other frameworks are none."""
+    known = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+    return known or (hasattr(leaf, "shape") and isinstance(getattr(leaf, "dtype", None), np.dtype))
 
 
 def _require_numbers(leaf: Any, path: str) -> None:

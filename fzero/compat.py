@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import jax
@@ -37,6 +37,25 @@ def ranks_mesh(mesh: Any, ranks: Sequence[int]) -> Any:
         return abstract_mesh(dict(rest) if one else {first[0]: len(ranks), **dict(rest)})
     grid = mesh.devices[np.asarray(ranks)]
     return auto_mesh(grid[0] if one else grid, mesh.axis_names[one:])
+
+
+@contextmanager
+def outside_of_meshes() -> Iterator[None]:
+    """Outside of a user's `jax.set_mesh`: what runs here has the mesh of its plan.
+
+    Within a trace, where jax lets nobody set a mesh, that stays as it is.
+    """
+    scope: Any = nullcontext()
+    if not jax.sharding.get_abstract_mesh().empty:
+        with suppress(ValueError):
+            scope = jax.set_mesh(None)
+    with scope:
+        yield
+
+
+def jit_is_disabled() -> bool:
+    """Whether `jax.disable_jit` is on."""
+    return bool(getattr(jax.config, "jax_disable_jit"))  # noqa: B009 (not in the type)
 
 
 def is_key(leaf: Any) -> bool:

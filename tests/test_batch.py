@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 from support import tiny
 
 import fzero as fz
@@ -52,6 +53,8 @@ LATER = {
     "list": (changed(x=[1, 2]), ["x/0 is a int", "np.asarray"]),
     "text": (changed(x="abc"), ["x is a str", "np.asarray"]),
     "empty": ({}, ["without leaves"]),
+    "structs": (jax.eval_shape(lambda: POINTS), ["x is a shape", "step.lower"]),
+    "torch": (changed(x=torch.zeros(16, 3)), ["x is a torch.Tensor", "numpy or jax"]),
     "masked": (changed(y=np.ma.masked_less(POINTS["y"], 0)), ["y is a masked array", "filled"]),
     "words": (changed(word=np.array(["a"] * 16)), ["word has dtype <U1", "encode"]),
     "objects": (changed(any=np.array([None] * 16)), ["any has dtype object"]),
@@ -92,6 +95,23 @@ def test_refused_before_compilation_and_the_state_stays_usable(model, state, ste
     new, _ = step(state, tiny.points())
     assert int(new.step) == 1
     assert step.num_traces == traces
+
+
+def test_what_was_given_away_is_no_batch(model, state, step):
+    x = jnp.asarray(POINTS["x"])
+    x.delete()
+    with pytest.raises(fz.BatchError, match="x was deleted"):
+        step(state, changed(x=x))
+
+
+def test_what_is_no_state_is_refused_by_name(state, step):
+    for wrong in (None, state.params, POINTS):
+        with pytest.raises(fz.StateError, match=r"train_step: expected a state.* got"):
+            step(wrong, POINTS)
+    with pytest.raises(fz.StateError, match=r"expected a jax\.Array .*ShapeDtypeStruct"):
+        step(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state), POINTS)
+    with pytest.raises(fz.StateError, match="offload: expected a state"):
+        fz.offload(state.params, "params")
 
 
 FIRST = ["ragged", "odd", "none", "scalar", "list", "text", "empty"]

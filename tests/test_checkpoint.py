@@ -196,10 +196,11 @@ def test_a_new_head_stays_new_and_so_do_its_moments(tmp_path):
 
     def model(head, width):
         def init(rng):
-            return {"body": jnp.ones((8, 4)), head: jax.random.normal(rng, (4, width))}, {}
+            own = {"body": jnp.ones((8, 4)), head: jax.random.normal(rng, (4, width))}
+            return {**own, "out_scale": jnp.ones(4)}, {}  # which begins as `out` does
 
         return fz.Model(init, lambda p, b, batch, rng, train: (
-            jnp.sum((batch["x"] @ p["body"] @ p[head]) ** 2), b, {}))  # fmt: skip
+            jnp.sum((batch["x"] @ p["body"] * p["out_scale"] @ p[head]) ** 2), b, {}))  # fmt: skip
 
     batch = {"x": np.ones((8, 8), np.float32)}
     state, _ = fz.train_step(model("out", 3), TX, old)(fz.init(model("out", 3), TX, old), batch)

@@ -147,6 +147,21 @@ def test_parked_leaves_are_refused_by_name_in_programs_of_ones_own(tier, tmp_pat
     jax.jit(step)(fz.reload(parked), tiny.points(4))
 
 
+def test_a_mesh_that_somebody_set_changes_nothing(tmp_path):
+    plan = tiny.plan(zero=3, data=2)
+    state, step, evaluate = made(plan)
+    expected, _ = step(state, tiny.points(4))
+    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "tensor"))):
+        state, step, evaluate = made(plan)
+        tiny.same_bits(step(state, tiny.points(4))[0], expected)
+        assert np.isfinite(evaluate(state, tiny.points(4))["loss"])
+        fz.save(tmp_path, state, plan, asynchronous=False)
+        tiny.same_bits(fz.restore(tmp_path, MODEL, TX, plan), state)
+        with pytest.raises(fz.PlanError, match=r"train_step: jax\.set_mesh has set .*outside"):
+            jax.jit(step)(state, tiny.points(4))
+        assert dict(jax.sharding.get_abstract_mesh().shape) == {"data": 2, "tensor": 4}
+
+
 def test_what_does_not_fit_is_refused_when_traced():
     plan = tiny.plan(zero=3, data=2)
     state, step, _ = made(plan)

@@ -47,6 +47,8 @@ def test_disable_jit_is_refused_by_name():
         for step in (fz.train_step(MODEL, SGD, plan), fz.eval_step(MODEL, plan)):
             with pytest.raises(fz.StateError, match=r"disable_jit is on.*model\.loss"):
                 step(state, POINTS)
+        with pytest.raises(fz.StateError, match=r"init: jax\.disable_jit is on"):
+            fz.init(MODEL, SGD, plan)
         mean, _, _ = MODEL.loss(fz.logical(MODEL, state), {}, POINTS, jax.random.key(0), True)
         assert jnp.isfinite(mean.total)
     fz.train_step(MODEL, SGD, plan)(state, POINTS)

@@ -221,7 +221,7 @@ def small():
     return fz.Model(init, loss)
 
 
-def test_placement_counts_the_arrays_themselves():
+def test_placement_counts_the_arrays_themselves(tmp_path):
     model, plan = small(), fz.Plan(zero=3, data=8, min_shard_bytes=64)
     batch = {"x": np.ones((8, 16), np.float32)}
     state = fz.init(model, TX, plan)
@@ -249,6 +249,9 @@ def test_placement_counts_the_arrays_themselves():
     assert rows[2].split() == ["params", "96", "768", "device"]
     leaf = {leaf.path: leaf for leaf in where.leaves if leaf.state_class == "params"}["w"]
     assert (leaf.shape, leaf.spec, leaf.bytes_per_device) == ((16, 8), "data", 64)
+    # On disk what all devices hold is there once.
+    parked = fz.placement(fz.offload(pending, "params", to="disk", path=tmp_path))
+    assert parked.disk_bytes["params"] == 16 * 8 * 4 + 8 * 4
 
 
 def test_placement_of_a_consumed_state_names_the_step():

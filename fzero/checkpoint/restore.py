@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from fzero.checkpoint.write import Checkpoint, array_path, checkpoint, first_says, read_meta, wait
-from fzero.compat import is_key
+from fzero.compat import is_key, outside_of_meshes
 from fzero.errors import CheckpointError
 from fzero.hosts.doing import doing
 from fzero.model import Model
@@ -61,6 +61,7 @@ FIELDS = ("params", "opt_state", "ema", "buffers", "step", "rng", "loss_scale", 
 Want = tuple[Kept, Kept, Any]
 
 
+@outside_of_meshes()
 def restore(
     path: str | os.PathLike[str],
     model: Model,

@@ -21,7 +21,7 @@ import jax
 from fzero.errors import PlacementError
 from fzero.state.compute_copy import inherit
 from fzero.state.consumed import give_away, take_back
-from fzero.state.require import require_alive
+from fzero.state.require import require_alive, require_state
 from fzero.state.train_state import TrainState
 from fzero.storage import disk
 from fzero.storage.disk import DiskArray
@@ -304,6 +304,7 @@ def _move(
     fraction: float,
     how: _How,
 ) -> TrainState:
+    require_state(state, how.operation)
     parts = CLASSES if include is None else (include,) if isinstance(include, str) else include
     fields = {name for part in parts for name in _fields(part, state)}
     return _move_fields(state, [x for x in CLASSES if x in fields], to, where, fraction, how)

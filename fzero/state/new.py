@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fzero.compat import is_key
+from fzero.compat import is_key, jit_is_disabled, outside_of_meshes
 from fzero.errors import PlanError, StateError
 from fzero.hosts.doing import doing
 from fzero.model import Model
@@ -34,6 +34,7 @@ from fzero.state.train_state import TrainState
 from fzero.tree import PyTree, map_named, named_leaves
 
 
+@outside_of_meshes()
 def init(
     model: Model,
     tx: optax.GradientTransformation | None,
@@ -56,7 +57,8 @@ def init(
 
     Raises:
         PlanError: the plan does not fit the devices.
-        StateError: two initial leaves share memory, or a parameter is not floating point.
+        StateError: two initial leaves share memory, a parameter is not floating point, or
+            `jax.disable_jit` is on.
 
     Example:
         >>> import jax.numpy as jnp, optax, fzero as fz
@@ -66,6 +68,11 @@ def init(
         >>> int(state.step), state.params["w"].shape
         (0, (8, 2))
     """
+    if jit_is_disabled():
+        raise StateError(
+            "init: jax.disable_jit is on, but a program puts every leaf into its sharding; leave"
+            " fz.init outside of it"
+        )
     blue = blueprint(model, tx, plan, devices)
     blue.require_optimizer("init")
     key = key_of(rng)

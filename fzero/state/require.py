@@ -34,8 +34,19 @@ def consumed_by(state: TrainState) -> str | None:
     return None
 
 
+def require_state(state: Any, operation: str) -> None:
+    """Raises `StateError` for what is no state at all, such as its parameters, or a batch."""
+    if not all(hasattr(state, name) for name in ("params", "opt_state", "buffers")):
+        kind = type(state)
+        raise StateError(
+            f"{operation}: expected a state, as fz.init and steps return it, got"
+            f" {kind.__module__}.{kind.__qualname__}; arguments are the state first, then the batch"
+        )
+
+
 def require_alive(state: TrainState, operation: str) -> None:
-    """Raises `StateConsumedError` if the state was given away."""
+    """Raises `StateConsumedError` if the state was given away, `StateError` if it is none."""
+    require_state(state, operation)
     by = consumed_by(state)
     if by is not None:
         raise StateConsumedError(
@@ -69,7 +80,8 @@ def require_fits(
         leaf = have.get(path)
         if leaf is None:
             continue
-        if not is_handle(leaf) and not hasattr(leaf, "aval" if abstract else "sharding"):
+        known = hasattr(leaf, "aval" if abstract else "sharding")
+        if not is_handle(leaf) and (not known or isinstance(leaf, jax.ShapeDtypeStruct)):
             kind = type(leaf)
             problems.append(
                 f"{path}: expected a jax.Array {to.dtype}{list(to.shape)}, got"

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
+from fzero.compat import outside_of_meshes
 from fzero.errors import StateError
 from fzero.model import Model
 from fzero.offload.park import unpark
@@ -25,6 +26,7 @@ from fzero.state.train_state import TrainState
 from fzero.tree import PyTree, path_name, shapes_of
 
 
+@outside_of_meshes()
 def with_optimizer(
     state: TrainState,
     model: Model,
@@ -79,6 +81,7 @@ def with_optimizer(
     return state.replace(**compiled_fields(new, "opt_state", make, params)(params))
 
 
+@outside_of_meshes()
 def eval_params(
     state: TrainState,
     model: Model,

@@ -12,14 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from fzero.batch import Inputs, check_batch
-from fzero.errors import StateError
+from fzero.compat import jit_is_disabled
+from fzero.errors import PlanError, StateError
 from fzero.hosts.doing import Steps, doing
 from fzero.hosts.join import watch
 from fzero.sharding.blueprint import Blueprint
 from fzero.state import compute_copy
 from fzero.state.fingerprint import batch_facts, compare
 from fzero.state.new import compute_of
-from fzero.state.require import require_alive, require_fits, require_unaliased
+from fzero.state.require import require_alive, require_fits, require_state, require_unaliased
 from fzero.state.surgery import with_scalars_placed
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import tier_of
@@ -60,11 +61,13 @@ class Checks:
         if self._trusted(state):
             require_alive(state, self.name)
             return state
+        require_state(state, self.name)
         state = with_scalars_placed(state, self.blueprint)
         state = compute_copy.settled_state(state)
         require_alive(state, self.name)
         leaves, structure = jax.tree.flatten(state)
-        if not all(hasattr(leaf, "sharding") for leaf in leaves):
+        shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+        if shapes or not all(hasattr(leaf, "sharding") for leaf in leaves):
             self._require_fits(state)
         key = structure, tuple((x.shape, x.dtype, x.sharding, tier_of(x)) for x in leaves)
         if key not in self._fits:
@@ -89,7 +92,20 @@ class Checks:
         return {(x.shape, x.dtype) for x in leaves if id(x) not in known}
 
     def traced(self, state: TrainState) -> None:
-        """Raises `StateError` if a traced state has other leaves, shapes or dtypes."""
+        """What `state` refuses, of a traced one: other leaves, shapes, dtypes, parked leaves.
+
+        Raises:
+            PlanError: the program that it is traced for has another mesh.
+            PlacementError: a leaf that the step needs is parked.
+            StateError: it is not one of this model, optimizer and plan.
+        """
+        require_state(state, self.name)
+        around, own = jax.sharding.get_abstract_mesh(), self.blueprint.mesh
+        if not around.empty and dict(around.shape) != dict(own.shape):
+            raise PlanError(
+                f"{self.name}: jax.set_mesh has set {dict(around.shape)} for this program, but the"
+                f" plan's mesh is {dict(own.shape)}: leave the program outside of it"
+            )
         self._require_fits(state, abstract=True)
 
     def trust(self, state: TrainState) -> None:
@@ -151,7 +167,7 @@ def program_runs(name: str) -> Iterator[None]:
     Raises:
         StateError: `jax.disable_jit` is on.
     """
-    if _asked("jax_disable_jit"):
+    if jit_is_disabled():
         raise StateError(
             f"{name}: jax.disable_jit is on, but a step is one program over a mesh of devices, with"
             " collectives that jax cannot run operation by operation. Leave the step outside of it;"

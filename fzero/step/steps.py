@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from fzero.batch import Inputs, abstract_batch, constrain_batch, pad_batch
+from fzero.compat import outside_of_meshes
 from fzero.errors import PlanError, StateError
 from fzero.links import Mean
 from fzero.offload.stream import StreamedFunction
@@ -74,6 +75,7 @@ class TrainStep:
         self._reads = tuple(dict.fromkeys(reads))
         self._checks = Checks(blue, self.name, self._reads, donate, bare=False)
 
+    @outside_of_meshes()
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Takes one step; see `fzero.train_step`."""
         if is_traced(state, batch):
@@ -251,6 +253,7 @@ class EvalStep:
         reads = (*reads_of(blue, which), "buffers")
         self._checks = Checks(blue, self.name, reads, donate=False, bare=True)
 
+    @outside_of_meshes()
     def __call__(self, state: TrainState, batch: PyTree) -> Metrics:
         """Evaluates; see `fzero.eval_step`."""
         if is_traced(state, batch):
@@ -351,6 +354,7 @@ class PredictStep:
         reads = (*reads_of(blue, which), "params", "buffers")
         self._checks = Checks(blue, self.name, reads, donate=False, bare=True)
 
+    @outside_of_meshes()
     def __call__(self, state: TrainState, batch: PyTree) -> PyTree:
         """Outputs of a batch; see `fzero.predict_step`."""
         if is_traced(state, batch):

@@ -195,6 +195,10 @@ def test_rows_hold_documents_with_what_is_learned(tmp_path):
     assert tokenizer.decode(rows[0]["ids"]) == "abw<|end|>abx<|end|>"
     apart = tb.Rows.of(documents, length=8, packed=False)
     assert (len(apart), apart.num_tokens, apart.num_learned) == (4, 16, 8)
+    # Every epoch has every row once, in an order of its own.
+    epochs = [apart.batch(0, epoch, 4)["ids"].tolist() for epoch in range(6)]
+    assert all(sorted(rows) == sorted(apart[:]["ids"].tolist()) for rows in epochs)
+    assert len({str(rows) for rows in epochs}) > 1
     with pytest.raises(fz.BatchError, match=r"rows\.jsonl:1: 4 tokens, but rows have 3"):
         tb.Rows.of(documents, length=3)
     assert len(tb.Rows.of(documents, length=3, too_long="skip")) == 0
