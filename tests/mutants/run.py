@@ -1,6 +1,8 @@
 """Plants known bugs, one at a time, and sees the tests fail.
 
-    python tests/mutants/run.py [NAME ...]        (all of them: `make mutants`)
+    python tests/mutants/run.py [--check] [NAME ...]        (all of them: `make mutants`)
+
+With `--check` it only says which of them no longer apply, in a second.
 
 A mutant is a patch in this folder whose text before the diff says what the bug would do to a user
 and which tests must see it:
@@ -37,6 +39,19 @@ def header(patch: Path, name: str) -> str:
     return found[1]
 
 
+def misfit(patch: Path, folder: str | Path, *options: str) -> str | None:
+    """Why a mutant does not apply there, if it does not."""
+    done = subprocess.run(
+        ["git", "apply", "--recount", "-C1", *options, str(patch)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    if not done.returncode:
+        return None
+    return f"DOES NOT APPLY, make it again: {done.stderr.strip().splitlines()[0]}"
+
+
 def outcome(patch: Path) -> str:
     """`killed`, or what is wrong with a mutant."""
     with tempfile.TemporaryDirectory() as folder:
@@ -44,14 +59,9 @@ def outcome(patch: Path) -> str:
             ["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True
         )
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
-        applied = subprocess.run(
-            ["git", "apply", "--recount", "-C1", str(patch)],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-        )
-        if applied.returncode:
-            return f"does not apply: {applied.stderr.strip().splitlines()[0]}"
+        wrong = misfit(patch, folder)
+        if wrong is not None:
+            return wrong
         tests = shlex.split(header(patch, "Test"))
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
@@ -66,7 +76,16 @@ def outcome(patch: Path) -> str:
 
 def main(names: list[str]) -> int:
     """Runs mutants; 0 if all were killed."""
-    patches = [HERE / f"{name}.patch" for name in names] or sorted(HERE.glob("*.patch"))
+    only_check = "--check" in names
+    named = [HERE / f"{name}.patch" for name in names if name != "--check"]
+    patches = named or sorted(HERE.glob("*.patch"))
+    if only_check:
+        wrong = {patch.stem: misfit(patch, ROOT, "--check") for patch in patches}
+        for name, why in wrong.items():
+            if why is not None:
+                print(f"{name:32} {why}")
+        print(f"{sum(why is None for why in wrong.values())} of {len(wrong)} apply")
+        return int(any(wrong.values()))
     found = {}
     for patch in patches:
         found[patch.stem] = outcome(patch)
