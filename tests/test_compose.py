@@ -170,6 +170,8 @@ def test_what_does_not_fit_is_refused_when_traced():
     other = fz.init(MODEL, optax.sgd(1.0), plan)
     with pytest.raises(fz.StateError, match="opt_state"):
         jax.jit(step)(other, tiny.points(4))
+    with pytest.raises(fz.StateError, match=r"logical: the state is traced.* outside of it"):
+        jax.jit(lambda state: fz.logical(MODEL, state))(state)
 
 
 def test_init_is_compiled_once_and_the_users_init_traced_once():

@@ -47,7 +47,13 @@ def require_state(state: Any, operation: str) -> None:
 def require_alive(state: TrainState, operation: str) -> None:
     """Raises `StateConsumedError` if the state was given away, `StateError` if it is none."""
     require_state(state, operation)
-    by = consumed_by(state)
+    try:
+        by = consumed_by(state)
+    except jax.errors.ConcretizationTypeError:
+        raise StateError(
+            f"{operation}: the state is traced: only steps can be part of a program (jax.jit, scan"
+            " and the like); call this outside of it"
+        ) from None
     if by is not None:
         raise StateConsumedError(
             f"{operation}: this state was consumed by {by}: its memory now belongs to the state"
