@@ -20,6 +20,7 @@ def gpu(out, *args):
     return subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
 
 
+@pytest.mark.nightly
 def test_it_resumes_keeps_rows_and_says_what_is_left(tmp_path):
     out = tmp_path / "new" / "gpu.json"
     late = gpu(out, "--only", "encode", "--minutes", "0")

@@ -33,8 +33,8 @@ def on_devices() -> dict[tuple[int, int], int]:
 def test_gradients_that_wait_are_counted(schedule):
     """`looped_bfs` runs backward passes of a stage last microbatch first: all but one's wait."""
     size, tx = Size(vocab=128, d=64, layers=4, heads=2, seq=16), optax.adamw(1e-3)
-    plan = fz.Plan(zero=0, pipe=2, data=1, microbatches=8, schedule=schedule)
-    model, rows = gpt(size), next(batches(size, 16))
+    plan = fz.Plan(zero=0, pipe=2, data=1, microbatches=4, schedule=schedule)
+    model, rows = gpt(size), next(batches(size, 8))
     predicted = fz.preflight(model, tx, plan, rows, "cpu:2").pipeline.peak_bytes_per_rank
     gc.collect()
     before, most = on_devices(), {}
