@@ -59,6 +59,8 @@ WHOLE = {
     "constant": lambda x: torch.where(x > 2, x, FAR),
     "negative powers": lambda x: 3 ** (x % 5 - 2),
     "taken from the end": lambda x: x.take(torch.tensor([-1, 2])),
+    "taken at one place": lambda x: x.take(x.argmax()),
+    "nonzero_static of a number": lambda x: torch.nonzero_static(x[0, 0], size=2),
     "linspace": lambda x: x[0, :1] + torch.linspace(5, -9, 7, dtype=torch.long),
     "nonzero_static": lambda x: torch.nonzero_static(x > 2, size=6),
     "scatter add": lambda x: x.scatter(1, PLACES, x[:, :2], reduce="add"),

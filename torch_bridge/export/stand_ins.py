@@ -126,7 +126,7 @@ def _linear_cross_entropy(
 
 @_instead_of(torch.take, torch.Tensor.take)
 def _take(input: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return input.reshape(-1)[index]
+    return input.reshape(-1)[index.reshape(-1)].reshape(index.shape)
 
 
 @_instead_of(torch.as_strided, torch.Tensor.as_strided)

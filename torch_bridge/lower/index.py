@@ -174,6 +174,8 @@ def argsort(x: jax.Array, dim: int = -1, descending: bool = False) -> jax.Array:
 
 @register_operator("aten.nonzero_static.default")
 def nonzero_static(x: jax.Array, *, size: int, fill_value: int = -1) -> jax.Array:
+    if not x.ndim:
+        return jnp.zeros((size, 0), canonical("int64"))
     found = jnp.nonzero(x, size=size, fill_value=fill_value)
     return jnp.stack(found, -1).astype(canonical("int64"))
 
