@@ -82,7 +82,8 @@ def test_nothing_is_gathered_but_the_tensor_at_hand() -> None:
     leaves = jax.tree.leaves(state.params)
     largest = 4 * WIDTH * WIDTH  # a layer's matrix
     shards = [shard.data for leaf in leaves for shard in leaf.addressable_shards]
-    known = {id(array) for array in (*jax.live_arrays(), *shards)}
+    before = [*jax.live_arrays(), *shards]  # kept, so that no other array has the name of one
+    known = {id(array) for array in before}
     most = 0
     for _, tensor in tb.stream(converted(), state):
         new = [array.nbytes for array in jax.live_arrays() if id(array) not in known]
