@@ -49,7 +49,7 @@ def test_a_prompt_goes_on_as_in_transformers(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "error", "message"),
     [
-        (("--prompt", ""), BatchError, "prompt 0 is empty"),
+        pytest.param(("--prompt", ""), BatchError, "prompt 0 is empty", marks=pytest.mark.nightly),
         pytest.param(
             ("--prompt", "x" * 30),
             BatchError,

@@ -97,7 +97,7 @@ def same(got, want):
 @pytest.mark.parametrize(
     "plan",
     [
-        fz.Plan(zero=0, data=1),
+        pytest.param(fz.Plan(zero=0, data=1), marks=pytest.mark.nightly),
         fz.Plan(zero=3, data=4, min_shard_bytes=0),
         pytest.param(fz.Plan(zero=1, pipe=2, data=2, microbatches=2), marks=pytest.mark.nightly),
         pytest.param(fz.Plan(zero=3, data=2, remat="layer"), marks=pytest.mark.nightly),

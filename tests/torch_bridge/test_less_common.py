@@ -16,6 +16,7 @@ from torch import nn
 
 import torch_bridge as tb
 from fzero.errors import ConversionError
+from tests.support.sample import some
 
 
 class Fn(nn.Module):
@@ -155,7 +156,7 @@ BESSEL = ["bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "modified_bessel_k
           "modified_bessel_k1", "scaled_modified_bessel_k0", "airy_ai"]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BESSEL)
+@pytest.mark.parametrize("name", some(BESSEL, *BESSEL[1:4], *BESSEL[4::2]))
 def test_bessel_functions(name: str) -> None:
     x = torch.linspace(-30, 30, 601)
     fn = getattr(torch.special, name)
