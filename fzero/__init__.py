@@ -24,6 +24,8 @@ from fzero.errors import StateConsumedError as StateConsumedError
 from fzero.errors import StateError as StateError
 from fzero.errors import UnusedDevicesWarning as UnusedDevicesWarning
 from fzero.exchange.attention import attention as attention
+from fzero.exchange.balance import balance_loss as balance_loss
+from fzero.exchange.experts import experts as experts
 from fzero.flax import from_flax as from_flax
 from fzero.float8.recipe import Float8 as Float8
 from fzero.hosts.join import join as join

@@ -17,8 +17,8 @@ PIPE, REPLICA, DATA = "pipe", "replica", "data"
 # Over which a batch's rows are spread, and gradients summed.
 AXES = (REPLICA, DATA)
 # Over which XLA divides the work of a layer.
-CONTEXT, TENSOR = "context", "tensor"
-FURTHER = (CONTEXT, TENSOR)
+EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
+FURTHER = (EXPERT, CONTEXT, TENSOR)
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,13 @@ def free_axes() -> dict[str, int]:
     mesh = jax.sharding.get_abstract_mesh()
     sizes = dict(mesh.shape)
     return {name: sizes[name] for name in FURTHER if name in mesh.auto_axes}
+
+
+def rows_axis(rows: int) -> str | None:
+    """The further axis that rows of a batch are spread over where this is traced, if it divides
+    them: layers that do not live on its devices are computed there, each for its own rows."""
+    size = free_axes().get(EXPERT, 1)
+    return EXPERT if size > 1 and rows and not rows % size else None
 
 
 def manual_axes(mesh: Any) -> set[str]:

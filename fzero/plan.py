@@ -42,6 +42,9 @@ class Plan:
             says so (`interleaved`, `zb_v`).
         replica: sharding groups (mesh axis `replica`). Above 1 this is hybrid sharding: state is
             sharded within a group and replicated across groups.
+        expert: devices that share out the experts of a mixture (mesh axis `expert`): leaves whose
+            model says so are split over them, and stay so; `fz.experts` sends tokens to them. Rows
+            of a batch are spread over them, too, for all other layers.
         context: devices that share out each sequence (mesh axis `context`): dim 1 of batch leaves
             that it divides. Functions see whole sequences; `fz.attention` exchanges what it has to.
         tensor: devices that share out each layer (mesh axis `tensor`): leaves whose model says so
@@ -129,6 +132,7 @@ class Plan:
     data: int | None = None
     pipe: int = 1
     replica: int = 1
+    expert: int = 1
     context: int = 1
     tensor: int = 1
     microbatches: int = 1

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from fzero.axes import CONTEXT, TENSOR, free_axes
+from fzero.axes import CONTEXT, TENSOR, free_axes, rows_axis
 from fzero.errors import PlanError
 from fzero.exchange.ring import Ring, ring_attention
 
@@ -76,7 +76,8 @@ def attention(
     groups = k.shape[2] // (ways if heads else 1)
     how = _exchange(exchange, q, v, groups, ring)
     run = partial(ring_attention if how == "ring" else _by_heads, ring=ring)
-    split, rows = PartitionSpec(None, CONTEXT, heads), PartitionSpec(None, CONTEXT)
+    batch = rows_axis(q.shape[0])
+    split, rows = PartitionSpec(batch, CONTEXT, heads), PartitionSpec(batch, CONTEXT)
     out = jax.shard_map(
         run, in_specs=(split, split, split, None if segments is None else rows),
         out_specs=split, axis_names=set(axes), check_vma=False,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fzero.axes import FURTHER, Parts
+from fzero.axes import EXPERT, FURTHER, Parts
 from fzero.errors import PlanError
 from fzero.links import Shard, Stack
 from fzero.model import Model
@@ -34,7 +34,7 @@ def axes_of(model: Model, plan: Plan, shapes: PyTree) -> dict[str, Axes]:
 
     Raises:
         PlanError: a rule is for no parameter, names an unknown axis or one twice, has too many
-            dims, or a dim does not divide.
+            dims, or a dim does not divide; or nothing lies along the plan's `expert` axis.
     """
     leaves = dict(named_leaves(shapes))
     found: dict[str, Axes] = dict.fromkeys(leaves, ())
@@ -47,6 +47,12 @@ def axes_of(model: Model, plan: Plan, shapes: PyTree) -> dict[str, Axes]:
             path = prefix + name
             first = int(any(path.startswith(stack) for stack in stacks))
             found[path] = _axes(path, dims, leaves[path].shape, first, plan)
+    if EXPERT in plan.further and not any(EXPERT in axes for axes in found.values()):
+        raise PlanError(
+            f"plan: expert={plan.expert}, but no parameter of the model lies along it (experts of"
+            " converted models do not yet): say which do, shard={'up': ('expert',)}, and use"
+            " fz.experts; or leave expert out and give its devices to data"
+        )
     return found
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from fzero.axes import rows_axis
+
 
 @dataclass(frozen=True)
 class Group:
@@ -54,6 +56,15 @@ class Group:
             function, in_specs=specs, out_specs=out, axis_names=names, check_vma=False
         )
         return run
+
+    def spread(self, rows: jax.Array) -> jax.Array:
+        """A batch's rows, divided over the further axis that shares them out if it can."""
+        axis = rows_axis(rows.shape[0]) if rows.ndim else None
+        if axis is None:
+            return rows
+        return self.pin(
+            rows, PartitionSpec(axis, *(PartitionSpec.UNCONSTRAINED,) * (rows.ndim - 1))
+        )
 
     def pin(self, value: jax.Array, spec: PartitionSpec) -> jax.Array:
         """A value divided so over the further axes."""

@@ -62,9 +62,10 @@ def local_gradients(
     pieces = whole_chain(model.layers)
 
     def one(
-        rules: Rules, kept: PyTree, buffers: PyTree, rows: PyTree, index: Any
+        rules: Rules, kept: PyTree, buffers: PyTree, rows: Inputs, index: Any
     ) -> tuple[_Sums, PyTree, PyTree]:
         key = block_key(rng, block + index)
+        rows = rows.map_rows(group.spread)
         if rules.hold:
             end, links, new, kept = holding_forward(pieces, rules, kept, rows, buffers, rows, key)
             rules = rules.held()
@@ -168,6 +169,7 @@ def local_evaluation(
 ) -> tuple[Mean, dict[str, Mean]]:
     """Loss and metrics over all devices, in evaluation mode."""
     key = block_key(rng, shard_index(rules.group))
+    batch = batch.map_rows(rules.group.spread)
     pieces = whole_chain(model.layers)
     mean, metrics = split_loss(eval_forward(pieces, rules, kept, batch, buffers, batch, key))
     found: tuple[Mean, dict[str, Mean]] = summed(
@@ -185,6 +187,7 @@ def local_outputs(
         StateError: an output has another number of rows.
     """
     key = block_key(rng, shard_index(rules.group))
+    batch = batch.map_rows(rules.group.spread)
     pieces = whole_chain(model.predictor)
     out = eval_forward(pieces, rules, kept, batch, buffers, batch, key)
     return require_rows(out, batch)
