@@ -26,7 +26,6 @@ from jax.sharding import PartitionSpec
 from fzero.axes import AXES, EXPERT, free_axes
 from fzero.errors import PlanError
 from fzero.exchange.grouped import Grouped
-from fzero.links import Mean
 from fzero.tree import PyTree
 
 
@@ -45,7 +44,7 @@ def experts(
     gates: jax.Array,
     *,
     capacity: float | None = None,
-) -> tuple[jax.Array, Mean]:
+) -> tuple[jax.Array, jax.Array]:
     """What a mixture of experts gives for each token: its experts' results, weighted and added.
 
     In a step of `Plan(expert=n)` leaves of `weights` lie along that axis (dim 0 counts experts:
@@ -65,8 +64,8 @@ def experts(
             tokens, the first ones in order; `None` for all.
 
     Returns:
-        `(..., outputs)` in the dtype of `x`, and how many of the choices were dropped (`fz.Mean`,
-        to be returned as a metric).
+        `(..., outputs)` in the dtype of `x`, and how many of the choices were dropped, a float32
+        scalar: `fz.Mean(dropped, jnp.float32(chosen.size))` is a metric, over all devices.
 
     Raises:
         PlanError: shapes do not fit each other, or the axis does not divide the experts.
@@ -78,7 +77,7 @@ def experts(
         >>> p = {"up": jnp.ones((4, 8, 16)), "down": jnp.ones((4, 16, 8))}
         >>> x, chosen = jnp.ones((2, 3, 8)), jnp.zeros((2, 3, 2), int)
         >>> y, dropped = fz.experts(apply, p, x, chosen, jnp.full((2, 3, 2), 0.5))
-        >>> y.shape, float(dropped.total)
+        >>> y.shape, float(dropped)
         ((2, 3, 8), 0.0)
     """
     axes, num = free_axes(), _checked(weights, x, chosen, gates, capacity)
@@ -106,8 +105,7 @@ def experts(
             axis_names=set(axes), check_vma=False,
         )  # fmt: skip
     out, dropped = run(weights, *given)
-    count = jnp.float32(tokens * k)
-    return out[:tokens].reshape(*lead, -1), Mean(jax.lax.stop_gradient(dropped), count)
+    return out[:tokens].reshape(*lead, -1), jax.lax.stop_gradient(dropped)
 
 
 def _checked(

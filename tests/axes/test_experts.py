@@ -37,26 +37,29 @@ def expert_init(rng):
     return {**made, "bias": 0.3 * jax.random.normal(keys[-1], (NUM, WIDTH))}
 
 
-@pytest.mark.parametrize("chosen", ["spread", "one"])
-def test_one_device_gives_what_a_loop_over_experts_gives(chosen):
+@pytest.mark.parametrize(("chosen", "devices"), [("spread", 1), ("one", 1), ("spread", 4)], ids=str)
+def test_a_mixture_gives_what_a_loop_over_experts_gives(chosen, devices):
+    """Ten tokens on four devices: not equally many on each."""
     keys = jax.random.split(jax.random.key(0), 4)
     p, x = expert_init(keys[0]), jax.random.normal(keys[1], (10, WIDTH))
     gates = jax.random.uniform(keys[2], (10, K))
-    picks = {
-        "spread": jax.random.randint(keys[3], (10, K), 0, NUM),
-        "one": jnp.full((10, K), 3),
-    }[chosen]
+    picks = jnp.full((10, K), 3)
+    if chosen == "spread":
+        picks = jax.random.randint(keys[3], (10, K), 0, NUM)
 
     def of(function):
         def run(p, x, gates):
             out, back = jax.vjp(lambda *given: function(*given[:2], picks, given[2]), p, x, gates)
             return out, back(x)
 
-        return jax.jit(run)(p, x, gates)
+        return jax.device_get(jax.jit(run)(p, x, gates))
 
+    wanted = of(looped)
+    mesh = jax.make_mesh((devices,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        found = of(lambda *given: fz.experts(gated, *given)[0])
     # Sums in another order.
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-    jax.tree.map(close, of(lambda *given: fz.experts(gated, *given)[0]), of(looped))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, wanted)
 
 
 def block_init(rng):
@@ -74,7 +77,7 @@ def block(capacity, p, carry, ctx):
     logits = x @ p["router"]
     gates, chosen = jax.lax.top_k(jax.nn.softmax(logits), K)
     y, lost = fz.experts(gated, p["experts"], x, chosen, gates, capacity=capacity)
-    return x + y, balance + fz.balance_loss(logits, K), dropped + lost.total
+    return x + y, balance + fz.balance_loss(logits, K), dropped + lost
 
 
 SHARD = {f"experts/{name}": ("expert",) for name in ("gate", "up", "down", "bias")}
