@@ -125,6 +125,9 @@ def test_collectives_know_their_links_and_what_is_beside_them():
     assert sums.communicated_bytes == 12000 + 256
     assert sums.exposed_bytes == sums.without_matmul_bytes == 256
     assert (sums.cross_host_bytes, sums.network_bytes) == (12000, 6000)
+    # A host with one device of the group has one card for it, however many the others have.
+    uneven, _ = uses(kernels(LINKS), {"data": 4}, Links(RATES, (0, 1, 1, 1)))
+    assert uneven.network_bytes == 12000
 
 
 def test_one_host_has_no_network():
