@@ -294,3 +294,9 @@ CONTRACT = [
 
 def test_names_promised_to_users_exist():
     assert not [name for name in CONTRACT if not hasattr(fzero, name)]
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest imports them by these; `gpu_programs` runs in a session of its own."""
+    names = [p.name for p in (ROOT / "tests").rglob("test_*.py") if p.parent.name != "gpu_programs"]
+    assert sorted(names) == sorted(set(names))
