@@ -68,12 +68,13 @@ def train(settings: TrainSettings, task: Task) -> int:
         CommandError: something that was asked for cannot be done; nothing was trained.
     """
     world = hosts.join(settings)
+    if world.process_id == 0 and not settings.resume:
+        outputs.check(settings.out, settings.overwrite)
+    # Before a checkpoint is looked for: that starts jax, with the devices it has been given by then.
+    num_devices = devices.configure(settings.devices, settings.precision)
     if settings.resume:
         checkpoint = resume.newest(settings.out)
-    elif world.process_id == 0:
-        outputs.check(settings.out, settings.overwrite)
     own = hosts.own(settings, world)
-    num_devices = devices.configure(settings.devices, settings.precision)
     plan = settings.plan(num_devices)
     rows, tx = check_batch(settings.batch, plan), optimizer(settings)
     job = _prepare(task, task.load(settings), plan, rows)
