@@ -70,7 +70,7 @@ def train(settings: TrainSettings, task: Task) -> int:
     world = hosts.join(settings)
     if world.process_id == 0 and not settings.resume:
         outputs.check(settings.out, settings.overwrite)
-    # Before a checkpoint is looked for: that starts jax, with the devices it has been given by then.
+    # Before a checkpoint is looked for: that starts jax, with the devices it was given by then.
     num_devices = devices.configure(settings.devices, settings.precision)
     if settings.resume:
         checkpoint = resume.newest(settings.out)
