@@ -125,6 +125,7 @@ EVERY = {
     "replica": 2,
     "context": 2,
     "tensor": 2,
+    "expert": 2,
     "microbatches": 3,
     "precision": "fp16",
     "clip_norm": 0.5,
