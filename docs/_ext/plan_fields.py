@@ -10,7 +10,9 @@ from fzero.plan import Plan
 
 
 GROUPS = {
-    "layout": ("zero", "data", "replica", "pipe", "tensor", "context", "min_shard_bytes"),
+    "layout": ("zero", "data", "replica", "pipe", "tensor", "context", "expert",
+        "min_shard_bytes",
+    ),
     "memory": (
         "microbatches", "remat", "tiers", "stream_bytes", "update_on", "disk_path",
     ),
