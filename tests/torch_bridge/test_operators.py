@@ -47,7 +47,7 @@ def elementwise(x: torch.Tensor) -> Any:
         torch.lerp(x, p, 0.3), torch.addcmul(x, x, p, value=0.5), torch.addcdiv(x, x, p, value=2),
         (x > 0) & (p < 2) | ~(x < -1), ints.eq(3), torch.isnan(x), ints.remainder(4), ints // 4,
         (-ints).div(4, rounding_mode="trunc"), (-ints) // 4, x.cumsum(1), ints.cumsum(0),
-        torch.masked_fill(x, x > 1, -7.0), torch.nan_to_num(x / 0.0), x.double().float(),
+        torch.masked_fill(x, x > 1, -7.0), torch.nan_to_num(x / 0.0), x.detach().double().float(),
         x.long(), (x * 0).bool(), torch.expm1(x), torch.cosh(x), torch.logical_not(x > 0),
         torch.lgamma(p), torch.digamma(p), torch.erfinv(x / 4), torch.hypot(x, p),
     )  # fmt: skip
