@@ -17,11 +17,6 @@ EXCLUSIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "remat='offload' with pipe > 1: what a stage keeps is handed from program to program on"
         " the device; use remat='layer'",
     ),
-    (
-        lambda p: p.pipe > 1 and bool(p.further),
-        "{further} with pipe={p.pipe}: the programs of a pipeline's stages do not divide layers"
-        " yet; use pipe=1, or leave the axis out",
-    ),
     # When gradients are reduced.
     (
         lambda p: p.pipe > 1 and p.reduce == "step",

@@ -67,17 +67,16 @@ class Gatherer:
         """What the forward pass of each stage reads, on its rank."""
         return [
             jax.tree.map(
-                lambda split, spec, leaf, rank=program.rank: self._on_rank(leaf, split, spec, rank),
-                program.layout, program.kept_specs, stage_tree(program.pieces, tree),
+                lambda split, to, leaf, rank=program.rank: self._on_rank(leaf, split, to, rank),
+                program.layout, program.kept_at, stage_tree(program.pieces, tree),
                 is_leaf=lambda x: isinstance(x, Split),
             )
             for program in self.programs
         ]  # fmt: skip
 
-    def _on_rank(self, leaf: jax.Array, split: Split, spec: PartitionSpec, rank: int) -> jax.Array:
+    def _on_rank(self, leaf: jax.Array, split: Split, to: NamedSharding, rank: int) -> jax.Array:
         home = split.home
         assert home is not None
-        to = NamedSharding(self.blue.rank_mesh(rank), spec)
         if home.ranks == (rank,):
             return leaf
         if rank in home.ranks:
@@ -179,7 +178,7 @@ class Gatherer:
             if not split.stacked:
                 return self._added([grad for _, grad in parts], split, home.ranks[0])
             by_rank = [self._rows(parts, split, rank) for rank in home.ranks]
-            return self._joined(by_rank, home, split.spec)
+            return self._joined(by_rank, home, split.lies(sharded=True))
 
         return map_splits(home_sum, trained(self.blue.params))
 
@@ -187,7 +186,7 @@ class Gatherer:
         """A tied leaf's gradients from several stages, added where it lives, first stage first."""
         if len(grads) == 1:
             return grads[0]
-        to = NamedSharding(self.blue.rank_mesh(rank), split.spec)
+        to = NamedSharding(self.blue.rank_mesh(rank), split.lies(sharded=True))
         key = "add", len(grads), to
         if key not in self._joins:
             self._joins[key] = jit_on(
@@ -204,7 +203,7 @@ class Gatherer:
         fill = rows - sum(grad.shape[0] for grad in own)
         if len(own) == 1 and not fill:
             return own[0]
-        to = NamedSharding(self.blue.rank_mesh(rank), split.spec)
+        to = NamedSharding(self.blue.rank_mesh(rank), split.lies(sharded=True))
         key = "rows", rank, split.path
         if key not in self._joins:
 

@@ -93,14 +93,34 @@ class StagePrograms:
         """Specs of the stage's gradients on its mesh."""
         return map_splits(lambda s: s.spec, trained(self.layout))
 
+    @property
+    def grads_at(self) -> PyTree:
+        """Where its gradients lie."""
+        return map_splits(
+            lambda s: NamedSharding(self.mesh, s.lies(sharded=True)), trained(self.layout)
+        )
+
     @cached_property
     def kept_specs(self) -> PyTree:
         """Specs of what the forward pass reads."""
-        sharded = not self.plan.keeps_compute_copy and self.plan.shards("params")
-        return map_splits(lambda s: s.spec if sharded else WHOLE, self.layout)
+        return map_splits(lambda s: s.spec if self._sharded else WHOLE, self.layout)
+
+    @cached_property
+    def kept_at(self) -> PyTree:
+        """Where what the forward pass reads lies."""
+        return map_splits(lambda s: NamedSharding(self.mesh, s.lies(self._sharded)), self.layout)
+
+    @property
+    def _sharded(self) -> bool:
+        return not self.plan.keeps_compute_copy and self.plan.shards("params")
 
     def _jit(
-        self, function: Callable[..., Any], specs: Any, out: Any, donate: tuple[int, ...] = ()
+        self,
+        function: Callable[..., Any],
+        specs: Any,
+        out: Any,
+        donate: tuple[int, ...] = (),
+        at: Any = None,
     ) -> Any:
         def traced(*args: Any) -> Any:
             self.on_trace()
@@ -117,9 +137,10 @@ class StagePrograms:
         )
         platform = self.mesh.devices.flat[0].platform
         options = compiler_options(self.plan, self.layout, self.blue.group.data, platform)
-        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), (out, LOCAL))
+        local = NamedSharding(self.mesh, LOCAL)
+        at = NamedSharding(self.mesh, out) if at is None else at
         return jit_on(
-            self.mesh, run, shardings, donate_argnums=donate, compiler_options=options or None
+            self.mesh, run, (at, local), donate_argnums=donate, compiler_options=options or None
         )
 
     @cached_property
@@ -146,7 +167,19 @@ class StagePrograms:
             return pack((out, links, {name: new[name] for name in old}))
 
         specs = (self.kept_specs, LOCAL, INPUTS, WHOLE, WHOLE, LOCAL, WHOLE)
-        return self._jit(run, specs, LOCAL, donate=(1,))
+        return self._jit(
+            run, specs, LOCAL, donate=(1,), at=(self._local, self._inside, self._local)
+        )
+
+    @property
+    def _local(self) -> NamedSharding:
+        """Where what goes to other programs lies."""
+        return NamedSharding(self.mesh, LOCAL)
+
+    @property
+    def _inside(self) -> NamedSharding | None:
+        """Where what stays in the stage lies: along further axes, as its forward left it."""
+        return None if self.plan.further else self._local
 
     def backward(self, with_sums: bool) -> Any:
         """`B(kept, batch, key, number, links, cotangent, unscale, sums) -> (cotangent, sums)`.
@@ -169,6 +202,7 @@ class StagePrograms:
             (self.kept_specs, INPUTS, WHOLE, WHOLE, LOCAL, LOCAL, LOCAL, self._sums(with_sums)),
             (LOCAL, self.grad_specs),
             donate=(7,) if with_sums else (),
+            at=(self._local, self.grads_at),
         )
 
     @cached_property
@@ -189,7 +223,7 @@ class StagePrograms:
             return pack((back, marked(without_inputs(halves), own)))
 
         specs = (self.kept_specs, INPUTS, WHOLE, WHOLE, LOCAL, LOCAL)
-        return self._jit(run, specs, LOCAL)
+        return self._jit(run, specs, LOCAL, at=(self._local, self._inside))
 
     def weight_backward(self, with_sums: bool) -> Any:
         """`W(kept, batch, key, number, halves, unscale, sums) -> sums`; see `backward`."""
@@ -209,6 +243,7 @@ class StagePrograms:
             (self.kept_specs, INPUTS, WHOLE, WHOLE, LOCAL, LOCAL, self._sums(with_sums)),
             self.grad_specs,
             donate=(6,) if with_sums else (),
+            at=self.grads_at,
         )
 
     def evaluate(self, count: int, outputs: bool = False) -> Any:
@@ -269,7 +304,7 @@ class StagePrograms:
     def add(self) -> Any:
         """`(sums, gradients) -> sums`, for gradients that had to wait for their turn."""
         specs = (self.grad_specs, self.grad_specs)
-        return self._jit(self._added, specs, self.grad_specs, donate=(0,))
+        return self._jit(self._added, specs, self.grad_specs, donate=(0,), at=self.grads_at)
 
     @cached_property
     def zeros(self) -> Any:
@@ -285,8 +320,7 @@ class StagePrograms:
         def run() -> PyTree:
             return None if self.count == 1 else map_splits(zero, trained(self.layout))
 
-        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.grad_specs)
-        return jit_on(self.mesh, run, None if self.count == 1 else shardings)
+        return jit_on(self.mesh, run, None if self.count == 1 else self.grads_at)
 
     @cached_property
     def totals(self) -> Any:
@@ -303,9 +337,11 @@ class StagePrograms:
 
         return self._jit(run, (LOCAL,), WHOLE)
 
-    def _cached(self, name: str, run: Any, specs: Any, out: Any, donate: Any = ()) -> Any:
+    def _cached(
+        self, name: str, run: Any, specs: Any, out: Any, donate: Any = (), at: Any = None
+    ) -> Any:
         if name not in self._made:
-            self._made[name] = self._jit(run, specs, out, donate)
+            self._made[name] = self._jit(run, specs, out, donate, at)
         return self._made[name]
 
     def _sums(self, with_sums: bool) -> Any:

@@ -35,6 +35,7 @@ class Compiled:
         collectives: everything it sends.
         gathered: most bytes of gathered weights alive at once.
         compile_seconds: what compiling took, tracing aside.
+        outputs_at: the sharding of each result.
     """
 
     argument_bytes: int
@@ -46,6 +47,7 @@ class Compiled:
     collectives: tuple[CollectiveUse, ...]
     gathered: Gathered
     compile_seconds: float
+    outputs_at: Any
 
     @property
     def peak_bytes(self) -> int:
@@ -94,4 +96,5 @@ class Target:
             collectives=uses(kernels, dict(mesh.shape), Links(rates, hosts)),
             gathered=gathered(module),
             compile_seconds=seconds,
+            outputs_at=compiled.output_shardings,
         )

@@ -279,8 +279,9 @@ def describe_plan(found: Preflight) -> str:
     for name in ("pipe", "replica"):
         if getattr(plan, name) > 1:
             sizes.append(f"{name}={getattr(plan, name)}")
-    data = plan.data or found.topology.num_devices // (plan.pipe * plan.replica)
-    return ", ".join([*sizes, f"data={data}", f"microbatches={plan.microbatches}", plan.precision])
+    sizes.append(f"data={plan.sizes(found.topology.num_devices)['data']}")
+    sizes += [f"{name}={size}" for name, size in plan.further.items()]
+    return ", ".join([*sizes, f"microbatches={plan.microbatches}", plan.precision])
 
 
 def memory_table(found: Preflight) -> Table:

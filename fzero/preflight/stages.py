@@ -24,7 +24,7 @@ from fzero.sharding.split import Split, stored_shapes, trained
 from fzero.state.train_state import TrainState
 from fzero.step.passes import kept_by
 from fzero.step.steps import TrainStep
-from fzero.tree import PyTree, device_bytes, leaf_bytes
+from fzero.tree import PyTree, device_bytes
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,9 @@ class StageCompiler:
             last_scale = self._whole(program, scale) if program.last and scale is not None else None
             args = (own, buffers, *inputs, x, last_scale)
             (out, links, _), _ = jax.eval_shape(program.forward, *args)
-            out, links = (
-                jax.tree.map(lambda leaf, p=program: self._local(p, leaf), tree)
-                for tree in (out, links)
-            )
+            out = jax.tree.map(lambda leaf, p=program: self._local(p, leaf), out)
+            at = self._compile(program, program.forward, args).outputs_at[0][1]
+            links = self._lying(program, links, at)
             found.append(_Forward(own, inputs, args, out, links))
             if not program.last:
                 following = self.executor.programs[program.stage + 1]
@@ -205,13 +204,7 @@ class StageCompiler:
         cotangent, unscale = sent
         sums = None
         if self.plan.microbatches > 1:
-            shapes = jax.eval_shape(program.zeros)
-            sums = jax.tree.map(
-                lambda leaf, spec: jax.ShapeDtypeStruct(
-                    leaf.shape, leaf.dtype, sharding=NamedSharding(program.mesh, spec)
-                ),
-                shapes, program.grad_specs,
-            )  # fmt: skip
+            sums = self._lying(program, jax.eval_shape(program.zeros), program.grads_at)
         compiled: dict[Kind, Compiled] = {"F": self._compile(program, program.forward, at.args)}
         args = (at.kept, *at.inputs)
         back, half_bytes, grads = None, 0, None
@@ -224,23 +217,24 @@ class StageCompiler:
             first = (*args, at.links, cotangent)
             compiled["I"] = self._compile(program, program.input_backward, first)
             (back, halves), _ = jax.eval_shape(program.input_backward, *first)
-            halves = jax.tree.map(lambda leaf: self._local(program, leaf), halves)
+            halves = self._lying(program, halves, compiled["I"].outputs_at[0][1])
             halves = unmarked(halves, at.links)
-            half_bytes = self._bytes(program, halves)
+            half_bytes = self._bytes(halves)
             run = program.weight_backward(sums is not None)
             rest = (*args, halves, unscale)
             compiled["W"] = self._compile(program, run, (*rest, sums))
             grads, _ = jax.eval_shape(program.weight_backward(False), *rest, None)
+        back = jax.tree.map(lambda leaf: self._local(program, leaf), back)
         return StageRun(
             stage=program.stage,
             rank=program.rank,
             programs=compiled,
-            link_bytes=self._bytes(program, at.links),
+            link_bytes=self._bytes(at.links),
             half_bytes=half_bytes,
-            sums_bytes=sum(device_bytes(leaf) for leaf in jax.tree.leaves(sums)),
-            sent_bytes=0 if program.last else self._bytes(program, at.out),
-            back_bytes=0 if program.first else self._bytes(program, (back, unscale)),
-            gradient_bytes=self._kept_bytes(program, grads),
+            sums_bytes=self._bytes(sums),
+            sent_bytes=0 if program.last else self._bytes(at.out),
+            back_bytes=0 if program.first else self._bytes((back, unscale)),
+            gradient_bytes=self._bytes(self._lying(program, grads, program.grads_at)),
         ), back
 
     def _compile(self, program: StagePrograms, run: Any, args: Any) -> Compiled:
@@ -254,18 +248,25 @@ class StageCompiler:
     def _kept(self, program: StagePrograms, kept: PyTree) -> PyTree:
         """What a stage's forward pass reads, as its rank holds it."""
 
-        def on_rank(split: Split, spec: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        def on_rank(split: Split, to: NamedSharding, leaf: Any) -> jax.ShapeDtypeStruct:
             home = split.home
             shape = leaf.shape
             if home is not None and home.rows:
                 shape = (home.rows_per_rank, *shape[1:])
-            return jax.ShapeDtypeStruct(
-                shape, leaf.dtype, sharding=NamedSharding(program.mesh, spec)
-            )
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=to)
 
         return jax.tree.map(
-            on_rank, program.layout, program.kept_specs, stage_tree(program.pieces, kept),
+            on_rank, program.layout, program.kept_at, stage_tree(program.pieces, kept),
             is_leaf=lambda x: isinstance(x, Split),
+        )  # fmt: skip
+
+    def _lying(self, program: StagePrograms, tree: PyTree, at: PyTree) -> PyTree:
+        """Shapes with shardings, on the stage's own devices: alike stages are compiled once."""
+        return jax.tree.map(
+            lambda leaf, to: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(program.mesh, to.spec)
+            ),
+            tree, at,
         )  # fmt: skip
 
     def _local(self, program: StagePrograms, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -274,24 +275,16 @@ class StageCompiler:
 
     def _packed(self, program: StagePrograms, leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(program.mesh, LOCAL)
-        return jax.ShapeDtypeStruct((program.mesh.size, *leaf.shape), leaf.dtype, sharding=sharding)
+        num = self.blue.group.data * self.blue.group.replica
+        return jax.ShapeDtypeStruct((num, *leaf.shape), leaf.dtype, sharding=sharding)
 
     def _whole(self, program: StagePrograms, leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(program.mesh, WHOLE)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    def _bytes(self, program: StagePrograms, tree: PyTree) -> int:
-        """Bytes per device of arrays that are local to devices."""
-        return sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(tree)) // program.mesh.size
-
-    def _kept_bytes(self, program: StagePrograms, tree: PyTree) -> int:
-        """Bytes per device of arrays that are laid out as gradients are."""
-        return sum(
-            device_bytes(leaf.update(sharding=NamedSharding(program.mesh, spec)))
-            for leaf, spec in zip(
-                jax.tree.leaves(tree), jax.tree.leaves(program.grad_specs), strict=True
-            )
-        )
+    def _bytes(self, tree: PyTree) -> int:
+        """Bytes per device."""
+        return sum(device_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
     def _cost(self, runs: tuple[StageRun, ...], likely: bool) -> Cost:
         """Seconds of every action: its kernels, and of its collectives what they do not hide."""

@@ -55,14 +55,20 @@ def draw(seed):
     of = random.Random(seed)
     tensor, context = of.choice([(2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 2)])
     left = 8 // (tensor * context)
+    pipe = of.choice([1, 2]) if left >= 2 else 1
+    left //= pipe
     replica = of.choice([1, 2]) if left >= 2 else 1
     zero = of.choice([0, 1, 2, 3])
     options = {
-        "zero": zero, "data": left // replica, "replica": replica, "tensor": tensor,
+        "zero": zero, "data": left // replica, "replica": replica, "tensor": tensor, "pipe": pipe,
         "context": context, "microbatches": of.choice([1, 2]) if ROWS // left >= 2 else 1,
         "remat": of.choice(["none", "layer", "dots"]), "min_shard_bytes": of.choice([0, 512]),
         "clip_norm": of.choice([None, 0.5]),
     }  # fmt: skip
+    if pipe > 1:
+        schedules = ["1f1b", "zb_h1", "interleaved", "zb_v"]
+        options |= {"schedule": of.choice(schedules), "microbatches": 2}
+        return fz.Plan(**options)
     if zero in (1, 2):
         options["gather"] = of.choice(["eager", "lazy"])
     if zero < 2:
@@ -85,29 +91,29 @@ def alone(clip_norm):
 
 def check(seed, tmp_path):
     plan = draw(seed)
-    devices = jax.devices()[: plan.data * plan.replica * plan.tensor * plan.context]
+    devices = jax.devices()[: plan.pipe * plan.data * plan.replica * plan.tensor * plan.context]
     state, numbers = trained(plan, devices)
     wanted, arrays = alone(plan.clip_norm)
     # Sums over a divided dim, and softmaxes of parts, round in another order.
     np.testing.assert_allclose(numbers, wanted, rtol=1e-5, err_msg=str(plan))
-    # Adam's first step is as long as its rate, whatever the gradient: moments are compared, too.
-    found = jax.device_get((fz.logical(MODEL, state), state.opt_state))
-    unpadded = jax.tree.map(lambda x, y: x[tuple(map(slice, np.shape(y)))], found, arrays)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-6, err_msg=str(plan))
-    jax.tree.map(close, unpadded, arrays)
     # What is written is what is read on one device, to the bit.
     fz.save(tmp_path / "state", state, plan)
     one = fz.Plan(zero=0, data=1, clip_norm=plan.clip_norm)
     read = fz.restore(tmp_path / "state", MODEL, TX, one, devices=jax.devices()[:1])
-    jax.tree.map(np.testing.assert_array_equal, read.params, found[0])
+    whole = jax.device_get(fz.logical(MODEL, state, plan))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(read.params), whole)
+    # Adam's first step is as long as its rate, whatever the gradient: moments are compared, too.
+    found = jax.device_get((read.params, read.opt_state))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-6, err_msg=str(plan))
+    jax.tree.map(close, found, arrays)
 
 
-@pytest.mark.parametrize("seed", some(range(4), 1, 2, 3))
+@pytest.mark.parametrize("seed", some(range(10), *(set(range(10)) - {3, 5})))
 def test_a_drawn_plan_trains_as_one_device(seed, tmp_path):
     check(seed, tmp_path)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(4, 500))
+@pytest.mark.parametrize("seed", range(10, 500))
 def test_many_drawn_plans_train_as_one_device(seed, tmp_path):
     check(seed, tmp_path)

@@ -16,11 +16,10 @@ from fzero.preflight import hlo
 VOCAB, LENGTH, LAYERS = 64, 32, 2
 
 
-@pytest.fixture(scope="module")
-def model():
+def llama(layers):
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=LAYERS, num_attention_heads=4,
+        hidden_size=16, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=64,
     )  # fmt: skip
     module = LlamaForCausalLM(config)
@@ -28,6 +27,11 @@ def model():
     return converted.model(
         lambda forward, batch: tb.causal_lm_loss(forward(batch["ids"]).logits, batch["ids"])
     )
+
+
+@pytest.fixture(scope="module")
+def model():
+    return llama(LAYERS)
 
 
 def numbers(model, plan, devices=None):
@@ -39,7 +43,7 @@ def numbers(model, plan, devices=None):
         ids = np.random.default_rng(seed).integers(0, VOCAB, (4, LENGTH), dtype=np.int32)
         state, metrics = step(state, {"ids": ids})
         found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    return np.array(found), jax.tree.map(np.asarray, fz.logical(model, state))
+    return np.array(found), jax.tree.map(np.asarray, fz.logical(model, state, plan))
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +69,15 @@ PLANS = [
 def test_a_converted_model_trains_on_divided_sequences_as_on_one_device(model, alone, axes):
     """Rotary angles, the causal mask and shifted labels are those of whole sequences."""
     agree(numbers(model, fz.Plan(zero=3, min_shard_bytes=0, **axes)), alone)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"context": 2}], ids=str)
+def test_a_converted_model_s_stages_are_divided_too(axes):
+    """Blocks in a loop, cut into two stages, each of which divides its own."""
+    model, devices = llama(4), jax.devices()
+    plan = fz.Plan(zero=3, pipe=2, data=2, microbatches=2, min_shard_bytes=0, **axes)
+    agree(numbers(model, plan), numbers(model, fz.Plan(zero=0, data=1), devices[:1]))
 
 
 @pytest.mark.nightly
