@@ -160,6 +160,19 @@ def test_a_mixture_on_many_devices_trains_as_on_one(axes):
     agree(trained(fz.Plan(min_shard_bytes=0, **axes)), alone())
 
 
+@pytest.mark.nightly
+def test_the_stages_of_a_pipeline_have_experts_too():
+    """Two microbatches, whose balance is taken one by one: the same rows as without stages."""
+    model, tx, found = chain(), optax.adam(1e-2), []
+    plan = fz.Plan(zero=3, data=2, expert=2, microbatches=2, min_shard_bytes=0)
+    for one in (plan, plan.replace(pipe=2, schedule="zb_h1")):
+        devices = jax.devices()[: 4 * one.pipe]
+        state = fz.init(model, tx, one, rng=0, devices=devices)
+        state, metrics = fz.train_step(model, tx, one, devices=devices)(state, batch())
+        found.append((metrics["loss"], jax.device_get(fz.logical(model, state, one))))
+    agree(found[1], found[0])
+
+
 def test_experts_are_kept_by_their_owners_and_go_between_plans_without_losing_a_bit(tmp_path):
     plan, other = (fz.Plan(zero=3, min_shard_bytes=0, **axes)
                    for axes in ({"data": 2, "expert": 4}, {"data": 8}))  # fmt: skip
