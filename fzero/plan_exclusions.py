@@ -103,8 +103,7 @@ def check_exclusions(plan: Any) -> None:
     """
     for excluded, why in EXCLUSIONS:
         if excluded(plan):
-            further = ", ".join(f"{name}={size}" for name, size in plan.further.items())
-            raise PlanError("plan: " + why.format(p=plan, further=further, tiers=_parked(plan)))
+            raise PlanError("plan: " + why.format(p=plan, tiers=_parked(plan)))
 
 
 def _parked(plan: Any) -> dict[str, list[Any]]:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fzero.axes import AXES
+from fzero.axes import PIPE
 from fzero.compat import auto_mesh
 from fzero.errors import PlanError
 from fzero.tree import PyTree
@@ -223,7 +223,7 @@ def repeated(value: jax.Array, mesh: Mesh) -> jax.Array:
 
 def _rank_meshes(mesh: Mesh) -> list[Mesh]:
     """The meshes of the ranks in a mesh of one or of several, which has an axis more."""
-    if mesh.devices.ndim == len(AXES):
+    if PIPE not in mesh.axis_names:
         return [mesh]
     return [auto_mesh(devices, mesh.axis_names[1:]) for devices in mesh.devices]
 

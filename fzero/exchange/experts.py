@@ -58,7 +58,7 @@ def experts(
             function of its arguments alone.
         weights: leaves `(experts, ...)`.
         x: tokens `(..., features)`.
-        chosen: integers `(..., k)`: each token's experts.
+        chosen: integers `(..., k)`: each token's experts; another number, such as -1, is none.
         gates: `(..., k)`: the weights of their results.
         capacity: the most tokens that an expert takes: this times its even share of all devices'
             tokens, the first ones in order; `None` for all.
@@ -120,6 +120,8 @@ def _checked(
             f" (experts, ...); got {x.shape}, {chosen.shape}, {gates.shape} and weights of"
             f" {sorted(counts)} experts"
         )
+    if not chosen.size:
+        raise PlanError(f"experts: expected at least one token and choice, got {chosen.shape}")
     if not jnp.issubdtype(chosen.dtype, jnp.integer):
         raise PlanError(f"experts: chosen has dtype {chosen.dtype}: expected integers")
     if capacity is not None and not capacity > 0:
@@ -153,8 +155,9 @@ class _Mixture:
         self, weights: PyTree, x: jax.Array, chosen: jax.Array, gates: jax.Array, real: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """This device's tokens' results, and how many choices all of them dropped."""
-        # (Filling is of no expert: it comes last.)
-        of = jnp.where(real[:, None], chosen, self.num).reshape(-1)
+        # (Filling is of no expert, as is a number that no expert has: it comes last.)
+        known = real[:, None] & (chosen >= 0) & (chosen < self.num)
+        of = jnp.where(known, chosen, self.num).reshape(-1)
         order = jnp.argsort(of, stable=True)
         kept = self._within(of, order)
         dropped = jnp.sum(of < self.num, dtype=jnp.float32) - jnp.sum(kept, dtype=jnp.float32)
@@ -276,14 +279,23 @@ def _forward(mixture: _Mixture, *given: Any) -> Any:
 
 def _backward(mixture: _Mixture, given: Any, back: jax.Array) -> Any:
     weights, x, gates, of, order = given
+    leaves, tree = jax.tree.flatten(weights)
+    trained = [bool(jnp.issubdtype(leaf.dtype, jnp.inexact)) for leaf in leaves]
+
+    def joined(floats: list[jax.Array], others: list[Any]) -> PyTree:
+        own = iter(floats)
+        pairs = zip(others, trained, strict=True)
+        return jax.tree.unflatten(tree, [next(own) if float_ else leaf for leaf, float_ in pairs])
 
     def pulled(number: Any) -> Any:
-        def one(weights: PyTree, x: jax.Array, gates: jax.Array) -> jax.Array:
-            return mixture.round(number, weights, x, gates, of, order)
+        def one(floats: list[jax.Array], x: jax.Array, gates: jax.Array) -> jax.Array:
+            return mixture.round(number, joined(floats, leaves), x, gates, of, order)
 
-        return jax.vjp(one, weights, x, gates)[1](back)
+        floats = [leaf for leaf, float_ in zip(leaves, trained, strict=True) if float_]
+        return jax.vjp(one, floats, x, gates)[1](back)
 
-    return *_summed(mixture, of, pulled), None, None
+    grads, *rest = _summed(mixture, of, pulled)
+    return joined(grads, [None] * len(leaves)), *rest, None, None
 
 
 _in_rounds.defvjp(_forward, _backward)

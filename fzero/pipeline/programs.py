@@ -57,7 +57,7 @@ class StagePrograms:
 
     Attributes:
         rank: the rank that runs it.
-        mesh: that rank's devices, axes `(replica, data)`.
+        mesh: that rank's devices, axes `(replica, data)` and the plan's further ones.
         layout: a `Split` for each parameter that the stage reads, as its rank holds it.
     """
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from fzero.batch import Inputs
+from fzero.batch import Inputs, batch_sharding
 from fzero.pipeline.execute import Executor
 from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, unmarked
 from fzero.precision import compute_dtype
@@ -170,7 +170,7 @@ class StageCompiler:
                     *(
                         jax.tree.map(lambda leaf, put=put, p=program: put(p, leaf), part)
                         for put, part in (
-                            (self._local, batch.rows),
+                            (self._rows, batch.rows),
                             (self._whole, batch.shared),
                             (self._whole, batch.step),
                         )
@@ -261,16 +261,25 @@ class StageCompiler:
         )  # fmt: skip
 
     def _lying(self, program: StagePrograms, tree: PyTree, at: PyTree) -> PyTree:
-        """Shapes with shardings, on the stage's own devices: alike stages are compiled once."""
-        return jax.tree.map(
-            lambda leaf, to: jax.ShapeDtypeStruct(
+        """Shapes with shardings, on the stage's own devices.
+
+        Stages that are alike are compiled once, so `at` may be another one's: its leaves count.
+        """
+        leaves, structure = jax.tree.flatten(tree)
+        placed = [
+            jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=NamedSharding(program.mesh, to.spec)
-            ),
-            tree, at,
-        )  # fmt: skip
+            )
+            for leaf, to in zip(leaves, jax.tree.leaves(at), strict=True)
+        ]
+        return jax.tree.unflatten(structure, placed)
 
     def _local(self, program: StagePrograms, leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(program.mesh, LOCAL)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def _rows(self, program: StagePrograms, leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = batch_sharding(program.mesh, leaf.shape)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     def _packed(self, program: StagePrograms, leaf: Any) -> jax.ShapeDtypeStruct:

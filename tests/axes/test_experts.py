@@ -62,6 +62,30 @@ def test_a_mixture_gives_what_a_loop_over_experts_gives(chosen, devices):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, wanted)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_numbers_that_no_expert_has_are_no_choice_and_frozen_leaves_have_no_gradient(devices):
+    keys = jax.random.split(jax.random.key(0), 2)
+    p, x = expert_init(keys[0]), jax.random.normal(keys[1], (6, WIDTH))
+    chosen, gates = jnp.array([[3, 1]] * 6), jnp.ones((6, K)) / 2
+    frozen = {"step": jnp.arange(NUM, dtype=jnp.uint8)}
+
+    def total(p, chosen):
+        def apply(own, p, rows):
+            return gated(own, p, rows) * (1 + own.each(p["step"])[:, :1].astype(jnp.float32))
+
+        return jnp.sum(fz.experts(apply, {**p, **frozen_rows}, x, chosen, gates)[0] ** 2)
+
+    frozen_rows = {"step": jnp.broadcast_to(frozen["step"][:, None], (NUM, WIDTH))}
+    mesh = jax.make_mesh((devices,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        run = jax.jit(jax.value_and_grad(total))
+        found = [run(p, chosen.at[2:, 1].set(other)) for other in (-1, NUM)]
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get(found))
+    wanted = jax.device_get(jax.jit(jax.value_and_grad(total))(p, chosen.at[2:, 1].set(NUM)))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, jax.device_get(found[0]), wanted)
+
+
 def block_init(rng):
     dense, router, experts = jax.random.split(rng, 3)
     return {
@@ -206,6 +230,14 @@ def refused(**given):
         ({"weights": {"a": jnp.ones(3), "b": jnp.ones(4)}}, r"weights of \[\(3,\), \(4,\)\]"),
         ({"chosen": jnp.zeros((4, K))}, r"chosen has dtype float32: expected integers"),
         ({"capacity": 0.0}, r"capacity=0.0: expected a number above 0"),
+        (
+            {
+                "x": jnp.ones((0, WIDTH)),
+                "chosen": jnp.zeros((0, K), int),
+                "gates": jnp.ones((0, K)),
+            },
+            r"expected at least one token and choice, got \(0, 2\)",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_was_expected(given, message):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
 import jax
 import pytest
+import transformers
 from cli_cases import FACTORY_SOURCE, TINY_CONFIG, Command, Run, fzero, training
 
 
 # Starts jax with the session's devices: no command in this process can ask for others afterwards.
 jax.devices()
+# What these say when they are imported is not what a command says.
+transformers.AutoModelForCausalLM  # noqa: B018
+importlib.import_module("torch_bridge.cli.train")
 
 
 @pytest.fixture

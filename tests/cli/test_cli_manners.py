@@ -120,7 +120,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     environ["PYTHONPATH"] = os.pathsep.join(sys.path[1:])
     bash = shutil.which("bash") or "bash"
     done = subprocess.run(
-        [bash, "-c", script], capture_output=True, text=True, timeout=120, env=environ
+        [bash, "-c", script], capture_output=True, text=True, timeout=600, env=environ
     )
     lines = done.stdout.split()
     assert "fzero" in lines, done.stderr  # `complete -p` knows the function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -31,7 +32,10 @@ def flags(command: str) -> set[str]:
 
 @pytest.mark.parametrize("name", ["slurm.sh", "torchrun.sh"])
 def test_scripts_are_bash(name):
-    done = subprocess.run(["bash", "-n", FOLDER / name], capture_output=True, text=True)
+    environ = {**os.environ, "LC_ALL": "C"}
+    done = subprocess.run(
+        ["bash", "-n", FOLDER / name], capture_output=True, text=True, env=environ
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 

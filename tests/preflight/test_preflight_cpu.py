@@ -135,6 +135,20 @@ def test_it_prints_as_tables(name, predicted):
     assert all(len(line) <= 100 for line in text.splitlines())
 
 
+def test_stages_that_are_alike_are_compiled_once():
+    def layer(name):
+        def apply(p, x, ctx):
+            return jax.numpy.tanh((ctx.batch["x"] if name == "0" else x) @ p["w"])
+
+        return fz.Layer(name, lambda key: {"w": jax.random.normal(key, (8, 8))}, apply)
+
+    model = fz.Sequential([layer(str(n)) for n in range(4)], lambda x, batch: jax.numpy.mean(x))
+    plan = fz.Plan(pipe=4, data=2, microbatches=4)
+    found = fz.preflight(model, TX, plan, {"x": np.zeros((8, 8), np.float32)}, "cpu:8")
+    _, second, third, _ = found.pipeline.stage_seconds
+    assert second == third
+
+
 def test_a_pipeline_is_simulated_with_the_costs_of_its_programs(predicted):
     found = predicted("pipeline")
     own = found.pipeline

@@ -50,6 +50,7 @@ def elementwise(x: torch.Tensor) -> Any:
         torch.masked_fill(x, x > 1, -7.0), torch.nan_to_num(x / 0.0), x.detach().double().float(),
         x.long(), (x * 0).bool(), torch.expm1(x), torch.cosh(x), torch.logical_not(x > 0),
         torch.lgamma(p), torch.digamma(p), torch.erfinv(x / 4), torch.hypot(x, p),
+        x.masked_scatter(x > 0.5, p.flip(1)), x.median(1).values,
     )  # fmt: skip
 
 
@@ -123,7 +124,7 @@ def losses(x: torch.Tensor) -> Any:
     return (
         F.cross_entropy(x, target), F.cross_entropy(x, target, weight=weight, reduction="sum"),
         F.cross_entropy(x, target, reduction="none"), F.mse_loss(x, y), F.l1_loss(x, y),
-        F.cross_entropy(x, target.clamp(min=0), label_smoothing=0.1), F.smooth_l1_loss(x, y),
+        F.cross_entropy(x, target, label_smoothing=0.1), F.smooth_l1_loss(x, y, beta=0.4),
         F.huber_loss(x, y, delta=0.3), F.binary_cross_entropy(p, y),
         F.binary_cross_entropy_with_logits(x, y, pos_weight=weight), F.kl_div(x, y),
         F.nll_loss(F.log_softmax(x, 1), target), F.cosine_similarity(x, y),
