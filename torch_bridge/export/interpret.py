@@ -41,13 +41,14 @@ class Graph:
     """Everything that is computed in one mode.
 
     `outputs` are the module's own leaves in order; `mutations` maps a buffer's name to its new
-    value.
+    value; `wide` names what is held in 64 bits while JAX has 32.
     """
 
     instructions: tuple[Instruction, ...]
     outputs: tuple[Any, ...]
     mutations: Mapping[str, Any]
     num_draws: int
+    wide: frozenset[str] = frozenset()
 
     def run(
         self,
@@ -204,7 +205,7 @@ def build_graph(program: torch.export.ExportedProgram, ranges: Ranges) -> Graph:
                 node.name,
                 str(node.target),
                 _where(node),
-                _lowered(ranges, node),
+                _lowered(ranges, node, masks[node].mask if node in masks else None),
                 args,
                 kwargs,
                 draw,
@@ -212,14 +213,17 @@ def build_graph(program: torch.export.ExportedProgram, ranges: Ranges) -> Graph:
             )
         )
     outputs, mutations = _outputs(program)
-    return Graph(tuple(instructions), outputs, mutations, draws)
+    wide = frozenset(node.name for node in ranges.wide)
+    return Graph(tuple(instructions), outputs, mutations, draws, wide)
 
 
-def _lowered(ranges: Ranges, node: torch.fx.Node) -> Callable[..., Any]:
+def _lowered(
+    ranges: Ranges, node: torch.fx.Node, mask: SizeMask | None = None
+) -> Callable[..., Any]:
     """What computes a node in JAX."""
     fn = _pass_through if _keeps_dtype(node) else _resolve(node.target)
     assert fn is not None, node.target
-    args, kwargs = _arguments(node, None)
+    args, kwargs = _arguments(node, mask)
     if _draws(node, args, kwargs):
         kwargs["key"] = "a key"
     return ranges.lowered(node, fn, (args, kwargs), _where(node))

@@ -112,6 +112,8 @@ def build_mode(program: torch.export.ExportedProgram, layout: Layout, call: Call
         ConversionError: it holds, takes or returns something that JAX has no form for.
     """
     check_output_spec(program.call_spec.out_spec)
+    ranges = find_ranges(program)
+    wide = {node.name for node in ranges.wide}
     leaf_of = layout.leaf_of()
     params: dict[str, str] = {}
     buffers: dict[str, str] = {}
@@ -126,12 +128,11 @@ def build_mode(program: torch.export.ExportedProgram, layout: Layout, call: Call
             if spec.arg.name in used:
                 (params if leaf.is_param else buffers)[spec.arg.name] = leaf.name
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            constants[spec.arg.name] = _constant(program, str(spec.target))
+            constants[spec.arg.name] = _constant(program, str(spec.target), spec.arg.name in wide)
         else:
             raise ConversionError(f"the module holds a {spec.kind.name}, which has no JAX form")
     inputs = _inputs(program, call, arguments)
     tensors = [i for i in inputs if isinstance(i, TensorInput)]
-    ranges = find_ranges(program)
     rules = shape_rules(program, [i.path for i in tensors], [i.placeholder for i in tensors])
     return Mode(
         build_graph(program, ranges),
@@ -219,7 +220,10 @@ def _same_float(expected: TensorInput, value: Any) -> bool:
     return given == expected.dtype or not is_float(given)
 
 
-def _constant(program: torch.export.ExportedProgram, name: str) -> np.ndarray[Any, Any]:
+def _constant(
+    program: torch.export.ExportedProgram, name: str, exact: bool
+) -> np.ndarray[Any, Any]:
+    """A constant as JAX holds it, or with all of its bits."""
     value = program.constants[name]
     assert isinstance(value, torch.Tensor)
     if value.is_meta:
@@ -228,10 +232,7 @@ def _constant(program: torch.export.ExportedProgram, name: str) -> np.ndarray[An
             " no value on the `meta` device. Make it a buffer (register_buffer), which a checkpoint"
             " or tb.convert(..., buffers=...) gives, or convert on the CPU"
         )
-    try:
-        return to_host(value)
-    except OverflowError:  # what reads it is computed in 64 bits
-        return to_numpy(value)
+    return to_numpy(value) if exact else to_host(value)
 
 
 def _inputs(
@@ -277,8 +278,15 @@ def _as_input(path: str, value: Any, dtype: np.dtype[Any]) -> jax.Array:
 
 def _refuse_cut(path: str, value: Any) -> None:
     """Refuse whole numbers that JAX would cut to 32 bits without a word."""
-    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or not value.size:
+    whole = isinstance(value, np.ndarray | jax.Array) and value.dtype.kind in "iu" and value.size
+    if not whole or canonical(value.dtype) == value.dtype:
         return
+    if isinstance(value, jax.core.Tracer):
+        raise ConversionError(
+            f"argument `{path}`: whole numbers of 64 bits, of which the graph takes 32:"
+            " jax.config.update('jax_enable_x64', True), or give .astype(jnp.int32)"
+        )
+    value = np.asarray(value)
     limits = np.iinfo(canonical(value.dtype))
     low, high = int(value.min()), int(value.max())
     if low < limits.min or high > limits.max:

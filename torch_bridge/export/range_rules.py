@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -53,10 +53,16 @@ def _pair(of: Callable[[Range, Range], Range]) -> Rule:
 
     def rule(node: torch.fx.Node, range_of: RangeOf) -> Range:
         a, b = _known(range_of(node.args[0])), _known(range_of(node.args[1]))
-        alpha = node.kwargs.get("alpha", 1)
-        return of(a, b if alpha == 1 else _PRODUCT(b, _known(range_of(alpha))))
+        return of(a, _PRODUCT(b, _known(range_of(node.kwargs.get("alpha", 1)))))
 
     return rule
+
+
+def _subtracted(node: torch.fx.Node, range_of: RangeOf) -> Range:
+    """The second number less the first, which may be multiplied by `alpha`."""
+    a, b = _known(range_of(node.args[0])), _known(range_of(node.args[1]))
+    alpha = node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1)
+    return _DIFFERENCE(b, _PRODUCT(a, _known(range_of(alpha))))
 
 
 def _known(found: Range | None) -> Range:
@@ -83,8 +89,29 @@ def _fmod(a: Range, b: Range) -> Range:
 
 def _bits(a: Range, b: Range) -> Range:
     """Bitwise: no result has more bits than the arguments."""
-    most = 2 ** max(_size(a), _size(b)).bit_length()
+    most = 2 ** max((x if x >= 0 else ~x).bit_length() for x in (*a, *b))
     return (0 if a[0] >= 0 and b[0] >= 0 else -most), most - 1
+
+
+def _both(a: Range, b: Range) -> Range:
+    """Bitwise and: not beyond what is known to be no less than 0."""
+    ends = [high for low, high in (a, b) if low >= 0]
+    return (0, min(ends)) if ends else _bits(a, b)
+
+
+def _inverted(node: torch.fx.Node, range_of: RangeOf) -> Range:
+    low, high = _known(range_of(node.args[0]))
+    return ~high, ~low
+
+
+def _power(node: torch.fx.Node, range_of: RangeOf) -> Range:
+    exponent: Any = node.args[1] if len(node.args) > 1 else 2
+    if not isinstance(exponent, int) or not 0 <= exponent < 64:
+        return ALL
+    low, high = _known(range_of(node.args[0]))
+    least = 0 if low < 0 < high else min(abs(low), abs(high))
+    ends = [x**exponent for x in (low, high, least)]
+    return min(ends), max(ends)
 
 
 def _absolute(node: torch.fx.Node, range_of: RangeOf) -> Range:
@@ -122,7 +149,14 @@ def _reduced(value: Any, dims: Any) -> int:
     """How many elements some dims have, None: all."""
     chosen = (dims,) if isinstance(dims, int) else dims or range(value.ndim)
     sizes = [value.shape[d] for d in chosen] if value.ndim else ()
-    return math.prod(n if isinstance(n, int) else SIZE[1] for n in sizes)
+    return _count(sizes)
+
+
+def _count(sizes: Iterable[Any]) -> int:
+    """How many elements these sizes make; free ones make less than 2**29 of them in all."""
+    sizes = list(sizes)
+    known = math.prod(n for n in sizes if isinstance(n, int))
+    return known if all(isinstance(n, int) for n in sizes) else max(known, SIZE[1])
 
 
 def _running(node: torch.fx.Node, range_of: RangeOf) -> Range:
@@ -146,7 +180,45 @@ def _places(*places: int, also: Range | None = None) -> Rule:
 
 def _put(node: torch.fx.Node, range_of: RangeOf) -> Range:
     adds = len(node.args) > 3 and node.args[3]
-    return ALL if adds else hull(range_of(node.args[0]), range_of(node.args[2]))
+    if adds:
+        places: Any = node.args[1]
+        given = [x for x in places if x is not None]
+        return _gathered(range_of(node.args[0]), range_of(node.args[2]), given)
+    return hull(range_of(node.args[0]), range_of(node.args[2]))
+
+
+def _gathered(start: Range | None, added: Range | None, places: list[Any]) -> Range:
+    """A number to which another one is added as often as there are places."""
+    times = _count(n for place in places for n in place.meta["val"].shape)
+    low, high = _known(added)
+    return _SUM(_known(start), (min(low * times, 0), max(high * times, 0)))
+
+
+def _scatter_add(node: torch.fx.Node, range_of: RangeOf) -> Range:
+    added, alpha = range_of(node.args[3]), range_of(node.kwargs.get("alpha", 1))
+    return _gathered(range_of(node.args[0]), _PRODUCT(_known(added), _known(alpha)), [node.args[2]])
+
+
+def _scatter_reduce(node: torch.fx.Node, range_of: RangeOf) -> Range:
+    reduce = node.args[4] if len(node.args) > 4 else node.kwargs.get("reduce")
+    if reduce in ("sum", "add"):
+        return _scatter_add(node, range_of)
+    if reduce in ("amax", "amin", "mean"):
+        return hull(range_of(node.args[0]), range_of(node.args[3]), (0, 0))
+    return ALL
+
+
+def _drawn(node: torch.fx.Node, range_of: RangeOf) -> Range:
+    """Whole numbers below the last of one or two ends."""
+    given = [x for x in node.args if isinstance(x, int | torch.SymInt | torch.fx.Node)]
+    ends = [x for x in given if not _is_tensor(x)]
+    if not ends:
+        return INDEX
+    return hull(range_of(ends[0]) if len(ends) > 1 else (0, 0), range_of(ends[-1]))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
 
 
 def _fixed(found: Any) -> Rule:
@@ -195,16 +267,22 @@ _RULES: dict[str, Rule] = {
     **_named("arange linspace", _arange),
     **_named("sign eye", _fixed((-1, 1))),
     **_named("argmax argmin argsort count_nonzero randperm searchsorted bucketize", _fixed(INDEX)),
-    **_named("tril_indices triu_indices nonzero", _fixed(INDEX)),
+    **_named("tril_indices triu_indices nonzero multinomial", _fixed(INDEX)),
     **_named("sort topk max.dim min.dim cummax cummin kthvalue median.dim mode", _with_index),
     **_named("add", _pair(_SUM)),
     **_named("sub", _pair(_DIFFERENCE)),
-    **_named("rsub", _pair(lambda a, b: _DIFFERENCE(b, a))),
+    **_named("rsub", _subtracted),
     **_named("mul", _pair(_PRODUCT)),
     **_named("floor_divide div", _pair(_quotient)),
     **_named("remainder", _pair(_remainder)),
     **_named("fmod", _pair(_fmod)),
-    **_named("bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__", _pair(_bits)),
+    **_named("bitwise_or bitwise_xor __or__ __xor__", _pair(_bits)),
+    **_named("bitwise_and __and__", _pair(_both)),
+    **_named("bitwise_not", _inverted),
+    **_named("square pow.Tensor_Scalar", _power),
+    **_named("randint randint_like", _drawn),
+    **_named("scatter_add index_add", _scatter_add),
+    **_named("scatter_reduce scatter.reduce scatter.value_reduce", _scatter_reduce),
     **_named("minimum clamp_max min.other", _pair(_LEAST)),
     **_named("maximum clamp_min max.other", _pair(_MOST)),
     **_named("clamp", _clamped),

@@ -13,16 +13,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 from torch.export.graph_signature import InputKind, OutputKind
 
 from fzero.errors import ConversionError
-from torch_bridge.dtypes import numpy_dtype, x64_enabled
+from torch_bridge.dtypes import canonical, numpy_dtype, x64_enabled
+from torch_bridge.export.float64 import (
+    WIDE_FLOATS,
+    is_float64,
+    only_moved,
+    operator_name,
+    with_gradient,
+)
 from torch_bridge.export.places import source_line
 from torch_bridge.export.range_rules import ALL, INDEX, SIZE, Range, hull, rule_of
 from torch_bridge.lower.refs import Ref
 from torch_bridge.lower.symbolic import python_function
 from torch_bridge.lower.wide import Saturated, Wide
+from torch_bridge.module.weights import to_numpy
 
 
 Fn = Callable[..., Any]
@@ -31,11 +40,18 @@ Fn = Callable[..., Any]
 INT32 = (-(2**31), 2**31 - 1)
 # A buffer that a forward writes is a counter or a statistic: far from the end of its dtype.
 _COUNTED = (-(2**30), 2**30)
+_GROWN = 2**36  # what is added to it now and then stays below
 # Operators that read places: those that exist are below 2**31.
 _PLACES = ("aten.embedding", "aten.gather", "aten.index", "aten.scatter", "aten.take",
            "aten.one_hot", "aten.nll_loss", "aten.cross_entropy", "aten.put")  # fmt: skip
 _WIDE = (torch.int64, torch.uint64, torch.float64, torch.complex128)
-_WIDE_FLOATS = (torch.float64, torch.complex128)
+_WHOLE = (torch.int64, torch.uint64)
+# Operators that compute with a number beside whole numbers.
+_ARITHMETIC = frozenset((
+    "add", "sub", "rsub", "mul", "div", "floor_divide", "remainder", "fmod", "eq", "ne", "lt",
+    "le", "gt", "ge", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "bitwise_and",
+    "bitwise_or", "bitwise_xor", "where", "masked_fill", "fill",
+))  # fmt: skip
 
 
 @dataclass
@@ -45,16 +61,19 @@ class Ranges:
     Attributes:
         of: the range of each whole number, by node; a tuple for operators with several results.
         wide: nodes with a value that is held in 64 bits.
+        taught: nodes through which a gradient of what is returned may go.
     """
 
     of: dict[torch.fx.Node, Any] = field(default_factory=dict)
     wide: set[torch.fx.Node] = field(default_factory=set)
+    taught: set[torch.fx.Node] = field(default_factory=set)
 
     def computed(self, node: torch.fx.Node) -> bool:
         """Whether a node has to be computed in 64 bits."""
         if python_function(node.target) is not None:
             return False
-        return node in self.wide or any(source in self.wide for source in node.all_input_nodes)
+        held = any(source in self.wide for source in node.all_input_nodes)
+        return held or node in self.wide or _with_large_number(node)
 
     def lowered(self, node: torch.fx.Node, fn: Fn, template: Any, where: str) -> Fn:
         """The lowering of a node, in 64 bits where it has to be.
@@ -72,7 +91,8 @@ class Ranges:
         dtypes = {source.name: source.meta.get("val") for source in node.all_input_nodes}
         leaves = [dtypes.get(x.name) if isinstance(x, Ref) else None for x in
                   jax.tree.leaves(template)]  # fmt: skip
-        return Wide(fn, tuple(map(_wide_dtype, leaves)), self.keeps(node), where)
+        keeps = tuple(keep and node in self.wide for keep in self.keeps(node))
+        return Wide(fn, tuple(map(_wide_dtype, leaves)), keeps, node in self.taught, where)
 
     def keeps(self, node: torch.fx.Node) -> tuple[bool, ...]:
         """For each tensor of a node's result, whether it is held in 64 bits."""
@@ -91,64 +111,84 @@ def find_ranges(program: torch.export.ExportedProgram) -> Ranges:
     found = Ranges()
     if x64_enabled():
         return found
-    written = {
-        str(spec.target)
-        for spec in program.graph_signature.output_specs
-        if spec.kind is OutputKind.BUFFER_MUTATION
-    }
+    outputs = program.graph_signature.output_specs
+    written = {str(s.target): s.arg.name for s in outputs if s.kind is OutputKind.BUFFER_MUTATION}
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    moved = only_moved(program)
     for node in program.graph.nodes:
         if node.op == "placeholder":
             found.of[node] = _given(program, specs.get(node.name), written, node.meta.get("val"))
+            if _cut_constant(program, specs.get(node.name)) and node not in moved:
+                found.wide.add(node)
         elif node.op == "call_function":
             found.of[node] = _computed(found.of, node)
-            if any(found.keeps(node)):
+            new = node.name in written.values()
+            if new and node.meta["val"].dtype in _WHOLE:
+                found.of[node] = _counted(found.of[node], program, node)
+            if any(found.keeps(node)) and node not in moved and not new:
                 found.wide.add(node)
-                _refuse_cut(program, specs, node)
-    for spec in program.graph_signature.output_specs:
-        if spec.kind is OutputKind.BUFFER_MUTATION and spec.arg.name in map(str, found.wide):
-            raise ConversionError(
-                f"the buffer `{spec.target}` may grow beyond 32 bits: "
-                "jax.config.update('jax_enable_x64', True), or keep it in torch.int32"
-            )
+                _refuse_cut(specs, node)
+    found.taught |= with_gradient(program)
     return found
 
 
-def _refuse_cut(
-    program: torch.export.ExportedProgram, specs: Mapping[str, Any], node: torch.fx.Node
-) -> None:
-    """Refuse float64 that is computed from what is held in 32 bits."""
-    for source in node.all_input_nodes:
-        value = source.meta.get("val")
-        if source.op != "placeholder" or not isinstance(value, torch.Tensor):
-            continue
-        if value.dtype not in _WIDE_FLOATS or node.meta["val"].dtype not in _WIDE_FLOATS:
-            continue
-        spec = specs[source.name]
-        if spec.kind is InputKind.CONSTANT_TENSOR:
-            constant = program.constants[str(spec.target)]
-            held = torch.complex64 if constant.is_complex() else torch.float32
-            if bool((constant.to(held).to(constant.dtype) == constant).all()):
-                continue
+def _counted(known: Range, program: torch.export.ExportedProgram, node: torch.fx.Node) -> Range:
+    """The range of a buffer's new value.
+
+    Raises:
+        ConversionError: it grows beyond 32 bits.
+    """
+    most = max(map(abs, known))
+    if known != ALL and most > _GROWN:
+        names = (s.target for s in program.graph_signature.output_specs if s.arg.name == node.name)
         raise ConversionError(
-            f"{node.target} computes in {node.meta['val'].dtype} with "
-            f"`{spec.target or source.name}`, which JAX holds in 32 bits"
-            f"\n  at: {source_line(node)}\n  Say jax.config.update('jax_enable_x64', True), or give"
-            " and compute float32."
+            f"the buffer `{next(names)}` may grow beyond 32 bits: "
+            "jax.config.update('jax_enable_x64', True), or keep it in torch.int32"
         )
+    return _COUNTED if most > _COUNTED[1] else known
+
+
+def _cut_constant(program: torch.export.ExportedProgram, spec: Any) -> bool:
+    """Whether an input is a constant that is another one in 32 bits."""
+    if spec is None or spec.kind is not InputKind.CONSTANT_TENSOR:
+        return False
+    constant = program.constants[str(spec.target)]
+    if constant.dtype not in _WIDE or constant.is_meta or constant.layout is not torch.strided:
+        return False
+    exact = to_numpy(constant)
+    with np.errstate(over="ignore"):  # of what float32 does not reach
+        held = exact.astype(canonical(exact.dtype))
+    return not np.array_equal(held, exact, equal_nan=held.dtype.kind in "fc")
+
+
+def _refuse_cut(specs: Mapping[str, Any], node: torch.fx.Node) -> None:
+    """Refuse float64 that is computed from arguments and leaves, which are held in 32 bits."""
+    if not is_float64(node):
+        return
+    for source in node.all_input_nodes:
+        spec = specs.get(source.name)
+        if spec is None or spec.kind is InputKind.CONSTANT_TENSOR:
+            continue
+        if is_float64(source):
+            raise ConversionError(
+                f"{node.target} computes in float64 with "
+                f"`{spec.target or source.name}`, which JAX holds in 32 bits"
+                f"\n  at: {source_line(node)}\n  Say jax.config.update('jax_enable_x64', True), or"
+                " give and compute float32."
+            )
 
 
 def _given(
-    program: torch.export.ExportedProgram, spec: Any, written: set[str], value: Any
+    program: torch.export.ExportedProgram, spec: Any, written: Mapping[str, str], value: Any
 ) -> Range:
     """The range of an argument, parameter, buffer or constant."""
     if not isinstance(value, torch.Tensor):
         return SIZE
     if spec is not None and spec.kind is InputKind.CONSTANT_TENSOR:
         constant = program.constants[str(spec.target)]
-        whole = not (constant.is_floating_point() or constant.is_complex() or constant.is_meta)
-        if whole and constant.numel():
-            return int(constant.min()), int(constant.max())
+        if constant.dtype in _WHOLE and not constant.is_meta and constant.layout is torch.strided:
+            exact = to_numpy(constant)
+            return (int(exact.min()), int(exact.max())) if exact.size else (0, 0)
     if spec is not None and spec.target in written:
         return _COUNTED
     return _of_dtype(value.dtype, INT32)
@@ -205,8 +245,8 @@ def _number(value: Any) -> Range | None:
 
 def _of_dtype(dtype: torch.dtype, wide: Range) -> Range:
     """The range of a dtype; of the 64-bit ones, what is said of the value."""
-    if dtype in (torch.int64, torch.uint64):
-        return wide
+    if dtype in _WHOLE:
+        return wide if wide[0] >= ALL[0] and wide[1] <= ALL[1] else ALL
     if dtype is torch.bool:
         return 0, 1
     if dtype.is_floating_point or dtype.is_complex:
@@ -225,6 +265,17 @@ def _leaves(value: Any, count: int | None = None) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
+def _with_large_number(node: torch.fx.Node) -> bool:
+    """Whether whole numbers of 64 bits meet a number that 32 bits do not hold."""
+    if operator_name(node) not in _ARITHMETIC:
+        return False
+    numbers = [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, int)]
+    if all(INT32[0] <= x <= INT32[1] for x in numbers):
+        return False
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    return any(isinstance(x, torch.Tensor) and x.dtype in _WHOLE for x in values)
+
+
 def _wide_dtype(value: Any) -> str | None:
     wide = isinstance(value, torch.Tensor) and value.dtype in _WIDE
     return numpy_dtype(value.dtype).name if wide else None
@@ -233,4 +284,4 @@ def _wide_dtype(value: Any) -> str | None:
 def _is_wide(value: Any, known: Range) -> bool:
     if not isinstance(value, torch.Tensor) or value.dtype not in _WIDE:
         return False
-    return value.dtype in _WIDE_FLOATS or known[0] < INT32[0] or known[1] > INT32[1]
+    return value.dtype in WIDE_FLOATS or known[0] < INT32[0] or known[1] > INT32[1]

@@ -22,12 +22,14 @@ class Wide:
         fn: its lowering.
         takes: for each leaf of its arguments the 64-bit dtype that PyTorch has there, or None.
         keeps: for each leaf of its result whether it stays in 64 bits; others fit into 32.
+        taught: whether a gradient may go through it.
         where: its module and line, for messages.
     """
 
     fn: Callable[..., Any]
     takes: tuple[str | None, ...]
     keeps: tuple[bool, ...]
+    taught: bool
     where: str = field(compare=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +45,9 @@ class Wide:
         if dtype is None or not hasattr(x, "dtype"):
             return x
         if np.dtype(dtype).kind in "fc":
-            return _no_gradient(jnp.asarray(x), self.where).astype(dtype)
+            x = jnp.asarray(x)
+            same = _no_gradient(x, self.where) if self.taught else jax.lax.stop_gradient(x)
+            return same.astype(dtype)
         return jnp.asarray(x).astype(dtype)
 
 
@@ -53,13 +57,16 @@ def in_order_all(tree: Any) -> Any:
     return tuple(map(in_order, args)), {name: in_order(x) for name, x in kwargs.items()}
 
 
+_FLOATS = (np.dtype(np.float64), np.dtype(np.complex128))
+
+
 def narrowed(x: Any) -> Any:
     """A 64-bit array in 32 bits; whole numbers outside go to the nearest one that fits."""
     dtype = np.dtype(x.dtype)
     if dtype.itemsize == 8 and dtype.kind in "iu":
         limits = np.iinfo(f"{dtype.kind}4")
         return jnp.clip(x, limits.min, limits.max).astype(limits.dtype)
-    return x
+    return x.astype(f"{dtype.kind}{dtype.itemsize // 2}") if dtype in _FLOATS else x
 
 
 @dataclass(frozen=True)

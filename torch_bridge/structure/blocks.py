@@ -292,6 +292,10 @@ class Search:
         for wire, value in zip(wires, first.outside, strict=True):
             if wire != "" and isinstance(wire, str) and wire != value:
                 raise _Stop(f"{name} reads other values than block {layers[0][0]}")
+        wide = self.traces[mode].graph.wide
+        for wire, *values in zip(wires, first.outside, own.outside, strict=True):
+            if isinstance(wire, int) and not wide.isdisjoint(values):
+                raise _Stop(f"{_join(self.path, layers[k - 1][-1])} hands on a value of 64 bits")
 
     def _is_own(self, mode: bool, value: str, numbers: tuple[int, ...]) -> bool:
         """Whether a value is a constant or a leaf of the blocks, of which each has its own."""

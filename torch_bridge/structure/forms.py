@@ -148,6 +148,8 @@ def difference(a: Form, b: Form) -> str:
             return f"it computes {other[0]} where the first has {one[0]}"
         if one[2:4] != other[2:4]:
             return f"{one[0]} has other arguments: {_first(one[2:4], other[2:4])}"
+        if one[1] != other[1] and one[5] == other[5]:
+            return f"{one[0]} is computed in 64 bits in one of them only"
         if one != other:
             return f"{one[0]} gives {_shown(other[5])} instead of {_shown(one[5])}"
     if len(a.steps) != len(b.steps):
