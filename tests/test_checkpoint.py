@@ -101,6 +101,18 @@ def test_the_newest_are_kept_and_numbered(states, tmp_path):
         fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"], number=0)
 
 
+def test_a_directory_s_name_is_no_url(states, tmp_path):
+    """`%41` is not an A, and nothing ends at a question mark."""
+    plan, found = PLANS["zero 3"], []
+    for number, name in enumerate(("A?#", "%41?#")):
+        params = jax.tree.map(lambda x, n=number: x + n, states("zero 3").params)
+        fz.save(tmp_path / name, states("zero 3").replace(params=params), plan, asynchronous=False)
+    for name in ("A?#", "%41?#"):
+        found.append(tiny.host(fz.logical(MODEL, fz.restore(tmp_path / name, MODEL, TX, plan))))
+    for path, leaf in found[0].items():
+        np.testing.assert_array_equal(found[1][path], leaf + 1)
+
+
 def test_parameters_alone(states, tmp_path):
     fz.save(tmp_path, states("zero 3"), PLANS["zero 3"])
     state = fz.restore(tmp_path, MODEL, None, PLANS["zero 0"])
@@ -318,6 +330,9 @@ def test_refusals(states, tmp_path):
         match=r"blocks/w: expected float32\[4, 16, 16\], .* float32\[3, 16, 16\]",
     ):
         fz.restore(tmp_path, tiny.chain(4), TX, plan)
+    for keep in (0, "2", 1.5):
+        with pytest.raises(fz.CheckpointError, match=f"keep={keep!r}: expected at least 1"):
+            fz.save(tmp_path, states("zero 3"), plan, keep=keep)
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(fz.CheckpointError, match="file"):

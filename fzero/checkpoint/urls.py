@@ -42,7 +42,7 @@ def folder_of(url: str) -> Any:
     return epath.Path(url.rstrip("/"))
 
 
-def kvstore(folder: Any) -> dict[str, Any] | str:
+def kvstore(folder: Any) -> dict[str, Any]:
     """A directory, or an object store's folder, as tensorstore takes it.
 
     Args:
@@ -50,7 +50,8 @@ def kvstore(folder: Any) -> dict[str, Any] | str:
     """
     url = str(folder)
     if not is_url(url):
-        return f"file://{url}/"
+        # Not as a URL, in which `%41` is an A and `?` ends the path.
+        return {"driver": "file", "path": f"{url}/"}
     scheme, _, rest = url.partition("://")
     bucket, _, path = rest.strip("/").partition("/")
     spec: dict[str, Any] = {"bucket": bucket, "path": f"{path}/"}

@@ -139,8 +139,8 @@ def _save(
     """`save`."""
     state = settled(state)
     require_alive(state, "save")
-    if keep is not None and keep < 1:
-        raise CheckpointError(f"save: keep={keep}: expected at least 1, or None for all")
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise CheckpointError(f"save: keep={keep!r}: expected at least 1, or None for all")
     fields = {name: getattr(state, name) for name in FIELDS}
     _require_json(data_position)
     leaves = dict(named_leaves(fields))
