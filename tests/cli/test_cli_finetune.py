@@ -93,7 +93,7 @@ def test_peft_loads_the_adapter_and_transformers_what_it_is_merged_into(
     here: Command, base: Path, chats: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    done = here(*tuning(base, chats, out), *LORA, "--log", "tensorboard")
+    done = here(*tuning(base, chats, out), *LORA, "--lr", 5e-2, "--log", "tensorboard")
     assert done.status == 0, done.stderr
     assert "38 documents" in done.stdout
     summary = json.loads((out / "summary.json").read_text())
@@ -101,7 +101,7 @@ def test_peft_loads_the_adapter_and_transformers_what_it_is_merged_into(
     assert summary["val_loss_first"] == pytest.approx(validation_loss(plain), abs=1e-5)
     tuned = peft.PeftModel.from_pretrained(plain, out)
     assert summary["val_loss_last"] == pytest.approx(validation_loss(tuned), abs=1e-5)
-    assert summary["val_loss_last"] < summary["val_loss_first"] - 0.002
+    assert summary["val_loss_last"] < summary["val_loss_first"] - 0.01
     assert summary["trained_parameters"] == sum(
         p.numel() for n, p in tuned.named_parameters() if "lora_" in n
     )
@@ -123,7 +123,7 @@ def test_peft_loads_the_adapter_and_transformers_what_it_is_merged_into(
 @pytest.mark.nightly
 def test_a_base_in_4_bits(here: Command, base: Path, chats: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    done = here(*tuning(base, chats, out), *LORA, "--base", "nf4")
+    done = here(*tuning(base, chats, out), *LORA, "--lr", 5e-2, "--base", "nf4")
     assert done.status == 0, done.stderr
     summary = json.loads((out / "summary.json").read_text())
     widened = transformers.AutoModelForCausalLM.from_pretrained(base)
@@ -135,7 +135,7 @@ def test_a_base_in_4_bits(here: Command, base: Path, chats: Path, tmp_path: Path
     assert summary["val_loss_first"] == pytest.approx(validation_loss(widened), abs=1e-5)
     tuned = peft.PeftModel.from_pretrained(widened, out)
     assert summary["val_loss_last"] == pytest.approx(validation_loss(tuned), abs=1e-5)
-    assert summary["val_loss_last"] < summary["val_loss_first"] - 0.001
+    assert summary["val_loss_last"] < summary["val_loss_first"] - 0.01
     wrong = here(*tuning(base, chats, tmp_path / "x"), *LORA, "--base", "fp4")
     assert "--base fp4: expected one of fp32, bf16, nf4, int8" in wrong.stderr
 

@@ -257,7 +257,7 @@ def test_the_copy_takes_no_memory() -> None:
     module.optimizer.state[module[0].weight]["momentum_buffer"] = torch.ones(8192, 8192)
     before = memory.resident_bytes()
     copied = without_weights(module)
-    assert memory.resident_bytes() - before < 64 * 2**20
+    assert memory.resident_bytes() - before < 8 * 2**20
     assert copied[0].weight is copied[1].weight
     assert copied[0].weight.shape == (8192, 8192)
     assert copied[0].weight is not module[0].weight
