@@ -21,6 +21,7 @@ from zoo_torch import ENTRIES as TORCH
 from zoo_transformers import ENTRIES as TRANSFORMERS
 
 import torch_bridge as tb
+from fzero.errors import ConversionError
 from torch_bridge.dtypes import jax_dtype
 
 
@@ -114,7 +115,7 @@ NOT_IN_16_BITS = (
     "spectra", "weight_and_spectral_norm", "norms", "indexing",
     "unet", "products",  # resizing with antialiasing, cdist
 )  # fmt: skip
-# Branches on values, if they are float16.
+# Branches on values, if they are float16: `test_a_branch_on_float16_values_is_refused`.
 NOT_IN_FLOAT16 = ("bart",)
 EACH = [
     pytest.param(
@@ -128,6 +129,17 @@ EACH = [
     for dtype in (torch.bfloat16, torch.float16)
     if dtype != torch.float16 or name not in NOT_IN_FLOAT16
 ]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", NOT_IN_FLOAT16)
+def test_a_branch_on_float16_values_is_refused(name: str) -> None:
+    entry: Entry = ENTRIES[name]
+    call = entry.call(2)
+    converted = tb.convert(entry.make().eval(), *call.args, train=False, **call.kwargs)
+    params = {k: np.asarray(v).astype(np.float16) for k, v in converted.params.items()}
+    with pytest.raises(ConversionError, match=r"(?s)float16.*must not depend on tensor values"):
+        converted.apply(params, converted.buffers, *call.args, **call.kwargs)
 
 
 @pytest.mark.parametrize(("name", "dtype"), EACH)
