@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 import fzero as fz
-from fzero.compat import traced_platform
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def llama(size: LlamaSize = LLAMA_8B) -> fz.Sequential:
         b, t, _ = x.shape
         h = _rms(x, p["norm_1"])
         q, k, v = (times(h, name).reshape(b, t, -1, head_dim) for name in "qkv")
-        x = x + times(attention(_rotate(q), _rotate(k), v).reshape(b, t, -1), "o")
+        x = x + times(fz.attention(_rotate(q), _rotate(k), v, causal=True).reshape(b, t, -1), "o")
         h = _rms(x, p["norm_2"])
         return x + times(jax.nn.silu(times(h, "gate")) * times(h, "up"), "down")
 
@@ -90,15 +88,24 @@ def llama(size: LlamaSize = LLAMA_8B) -> fz.Sequential:
         return {"norm": jnp.ones(size.d), "out": out}
 
     def loss(logits: jax.Array, batch: Any) -> fz.Mean:
-        logp = jax.nn.log_softmax(logits.astype(jnp.float32))
-        target = batch["ids"][:, 1:, None]
-        return fz.Mean(-jnp.take_along_axis(logp, target, -1).sum(), jnp.float32(target.size))
+        return fz.cross_entropy(logits, batch["ids"][:, 1:])
 
+    def embed(p: Any, batch: Any, ctx: fz.Context) -> Any:
+        return p["tokens"][batch["ids"][:, :-1]]
+
+    def head(p: Any, x: jax.Array, ctx: fz.Context) -> Any:
+        return _rms(x, p["norm"]) @ p["out"]
+
+    heads, kv = fz.Parts("tensor", size.heads), fz.Parts("tensor", size.kv_heads)
+    divided = {
+        "q": (None, heads), "k": (None, kv), "v": (None, kv), "o": (heads, None),
+        "gate": (None, "tensor"), "up": (None, "tensor"), "down": ("tensor", None),
+    }  # fmt: skip
     return fz.Sequential(
         [
-            fz.Layer("embed", init_embed, lambda p, batch, ctx: p["tokens"][batch["ids"][:, :-1]]),
-            fz.Stack("blocks", size.layers, init_block, block),
-            fz.Layer("head", init_head, lambda p, x, ctx: _rms(x, p["norm"]) @ p["out"]),
+            fz.Layer("embed", init_embed, embed, shard={"tokens": ("tensor",)}),
+            fz.Stack("blocks", size.layers, init_block, block, shard=divided),
+            fz.Layer("head", init_head, head, shard={"out": (None, "tensor")}),
         ],
         loss,
     )
@@ -109,20 +116,6 @@ def num_params(size: LlamaSize = LLAMA_8B) -> int:
     kv = size.kv_heads * size.d // size.heads
     block = 2 * size.d * size.d + 2 * size.d * kv + 3 * size.d * size.hidden + 2 * size.d
     return 2 * size.vocab * size.d + size.layers * block + size.d
-
-
-def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention of [batch, positions, heads, head_dim]; cuDNN's in 16 bits on GPUs.
-
-    Without cuDNN (to compile for GPUs takes nvidia-cudnn-cu13 here) it says so, and multiplies the
-    matrices one by one.
-    """
-    if traced_platform() == "gpu" and q.dtype.itemsize == 2:
-        try:
-            return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-        except RuntimeError as error:
-            warnings.warn(f"no fused attention: {error}", stacklevel=2)
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
 def _rms(x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from fzero.axes import CONTEXT, TENSOR, free_axes, rows_axis
 from fzero.errors import PlanError
+from fzero.exchange.fused import fused_attention
 from fzero.exchange.ring import Ring, ring_attention
 
 
@@ -150,6 +151,11 @@ def _alone(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, ring: Ring
 ) -> jax.Array:
     """Attention of a sequence that is all here; of scores, nothing is kept for a backward pass."""
+    if segments is None:
+        heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
+        out = fused_attention(heads, k, v, causal=ring.causal, window=ring.window, scale=ring.scale)
+        if out is not None:
+            return out.reshape(*q.shape[:-1], -1)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -22,9 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-
-# Lower than any score; its differences are finite.
-LOW = -1e30
+from fzero.exchange.blocks import LOW, Fused, Plain
 
 
 @dataclass(frozen=True)
@@ -174,32 +172,25 @@ def _parts(q: jax.Array, k: jax.Array, v: jax.Array, own: Any, ring: Ring) -> ja
 
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array, own: Any, ring: Ring) -> Any:
-    wide = (*q.shape[:-1], v.shape[-1])
-    out = jnp.zeros(wide, jnp.float32)
-    top, total = jnp.full(q.shape[:-1], LOW, jnp.float32), jnp.zeros(q.shape[:-1], jnp.float32)
+    out = jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32)
+    level = jnp.full(q.shape[:-1], LOW, jnp.float32)
     keys, before = (k, v, own), 0
     for moved in ring.rounds(_length(q, ring)):
         keys = ring.moved_on(keys, moved - before)
         before = moved
         for a, b in ring.blocks(moved):
-            scores, seen = _scores(q, keys, own, a, b, moved, ring)
-            old = _at(top, a)
-            new = jnp.maximum(old, _rows(jnp.max(scores, -1)))
-            weights = jnp.exp(scores - _columns(new))
-            weights = weights if seen is None else jnp.where(seen, weights, 0)
-            fade = jnp.exp(old - new)
-            given = jnp.einsum("bghqk,bkgf->bqghf", weights, _at(keys[1], b).astype(jnp.float32))
-            out = out.at[a].set(_at(out, a) * fade[..., None] + given)
-            total = total.at[a].set(_at(total, a) * fade + _rows(jnp.sum(weights, -1)))
-            top = top.at[a].set(new)
-    out = out / total[..., None]
-    return out.astype(q.dtype), (q, k, v, own, out, top + jnp.log(total))
+            how = _block(q, keys, own, a, b, moved, ring)
+            given, other = how.forward(q[a], keys[0][b], keys[1][b])
+            old = level[a]
+            new = jnp.logaddexp(old, other)
+            kept, share = jnp.exp(old - new)[..., None], jnp.exp(other - new)[..., None]
+            out, level = out.at[a].set(out[a] * kept + given * share), level.at[a].set(new)
+    out = out.astype(q.dtype)
+    return out, (q, k, v, own, out, level)
 
 
 def _backward(ring: Ring, kept: Any, given: jax.Array) -> Any:
     q, k, v, own, out, level = kept
-    given = given.astype(jnp.float32)
-    drift = jnp.sum(given * out, -1)
     dq = jnp.zeros(q.shape, jnp.float32)
     keys, before = (k, v, own), 0
     grads = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
@@ -208,16 +199,9 @@ def _backward(ring: Ring, kept: Any, given: jax.Array) -> Any:
         before = moved
         dk, dv = grads
         for a, b in ring.blocks(moved):
-            scores, seen = _scores(q, keys, own, a, b, moved, ring)
-            weights = jnp.exp(scores - _columns(_at(level, a)))
-            weights = weights if seen is None else jnp.where(seen, weights, 0)
-            back = _at(given, a)
-            dv = dv.at[b].add(jnp.einsum("bghqk,bqghf->bkgf", weights, back))
-            pulled = jnp.einsum("bqghf,bkgf->bghqk", back, _at(keys[1], b).astype(jnp.float32))
-            slope = weights * (pulled - _columns(_at(drift, a))) * ring.scale
-            to, at = _at(q, a).astype(jnp.float32), _at(keys[0], b).astype(jnp.float32)
-            dq = dq.at[a].add(jnp.einsum("bghqk,bkgf->bqghf", slope, at))
-            dk = dk.at[b].add(jnp.einsum("bghqk,bqghf->bkgf", slope, to))
+            how = _block(q, keys, own, a, b, moved, ring)
+            of = how.backward(q[a], keys[0][b], keys[1][b], out[a], level[a], given[a])
+            dq, dk, dv = dq.at[a].add(of[0]), dk.at[b].add(of[1]), dv.at[b].add(of[2])
         grads = dk, dv
     dk, dv = ring.moved_on(grads, -before)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
@@ -230,30 +214,15 @@ def _length(q: jax.Array, ring: Ring) -> int:
     return q.shape[2] * q.shape[0]
 
 
-def _scores(
+def _block(
     q: jax.Array, keys: Any, own: Any, a: Any, b: Any, moved: int, ring: Ring
-) -> tuple[jax.Array, Any]:
-    """Scores `(batch, groups, heads, queries, keys)` of a block, and which of them count."""
-    k, _, other = keys
-    scores = jnp.einsum(
-        "bqghf,bkgf->bghqk", _at(q, a), _at(k, b), preferred_element_type=jnp.float32
-    ) * ring.scale  # fmt: skip
-    at, to = _at(ring.positions(q.shape[2]), a), _at(ring.positions(q.shape[2], moved), b)
+) -> Plain | Fused:
+    """How a block is computed: by cuDNN where all keys are seen, or those up to a query's place."""
+    k, v, other = keys
+    how = Fused(ring.halves and not moved and a == b, ring.scale)
+    if own is None and ring.window is None and how.possible(q[0], k[0], v[0]):
+        return how
+    at, to = ring.positions(q.shape[2])[a], ring.positions(q.shape[2], moved)[b]
     if own is not None:
-        own, other = _at(own, a), _at(other, b)
-    seen = ring.seen(at, to, own, other, moved)
-    return (scores if seen is None else jnp.where(seen, scores, LOW)), seen
-
-
-def _at(parts: jax.Array, index: Any) -> jax.Array:
-    return parts[index]
-
-
-def _rows(x: jax.Array) -> jax.Array:
-    """`(batch, groups, heads, queries)` as `(batch, queries, groups, heads)`."""
-    return jnp.moveaxis(x, 3, 1)
-
-
-def _columns(x: jax.Array) -> jax.Array:
-    """The way back, with a dim for keys."""
-    return jnp.moveaxis(x, 1, 3)[..., None]
+        own, other = own[a], other[b]
+    return Plain(ring.seen(at, to, own, other, moved), ring.scale)

@@ -201,7 +201,7 @@ class _Predictor:
                     "gather='lazy' holds whole parameters from the first forward pass to the last"
                     f" backward pass: {held:,} bytes of the temporaries"
                 )
-        own = batch_bytes(self.batch, self.parts)
+        own = batch_bytes(self.batch, mesh)
         gradients = gradient_bytes(self.blue, self.plan) if self.blue.stages is None else 0
         peak = compiled.peak_bytes
         known = sum(kept.values()) + own + saved + secondary + gradients
@@ -235,7 +235,7 @@ class _Predictor:
             self._state_bytes(range(rank * per_rank, (rank + 1) * per_rank))
             for rank in range(self.plan.pipe)
         ]
-        own = batch_bytes(self.batch, self.parts)
+        own = batch_bytes(self.batch, self.blue.rank_mesh(0))
         updating = compiler.update_bytes(self.step, self.fields, run)
         working = [max(pair) for pair in zip(run.working_bytes, updating, strict=True)]
         peaks = [sum(s.values()) + own + more for s, more in zip(kept, working, strict=True)]

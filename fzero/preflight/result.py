@@ -12,7 +12,7 @@ from fzero.plan import Plan
 from fzero.preflight.bounds import Bounds
 from fzero.preflight.costs import Explanation, costs_of, explain
 from fzero.preflight.kernels import Work
-from fzero.preflight.links import CollectiveUse, Traffic
+from fzero.preflight.links import CollectiveUse, Traffic, traffic
 from fzero.preflight.parked import Parked
 from fzero.preflight.rates import Rates
 from fzero.preflight.tables import duration, merged, size, table_of, text_of
@@ -146,6 +146,14 @@ class Preflight:
         """What parking likely adds to the step."""
         return 0.0 if self.parked is None else self.parked.seconds
 
+    @property
+    def by_axes(self) -> dict[str, Traffic]:
+        """The traffic over each mesh axis (or axes, joined by `+`) by itself."""
+        names = dict.fromkeys(c.axes for c in self.collectives)
+        return {
+            name: traffic(c for c in self.collectives if c.axes == name) for name in sorted(names)
+        }
+
     def explain(self, most: int = 6) -> Explanation:
         """Where the step's time goes, and plans that would take less, each compiled and ranked.
 
@@ -217,6 +225,7 @@ class Preflight:
             "gathered_bytes": self.memory.gathered,
             "gathered_in_loops_bytes": self.memory.gathered_in_loops,
             **{name: value for name, value in sums.items() if name.endswith("_bytes")},
+            "by_axes": {axes: dataclasses.asdict(own) for axes, own in self.by_axes.items()},
             "collectives": [
                 dataclasses.asdict(c) | {"exposed": c.exposed, "total_bytes": c.total_bytes}
                 for c in self.collectives
@@ -318,6 +327,14 @@ def collectives_table(found: Preflight) -> Table:
         count = str(sum(c.times for c in small))
         table.add_row("small ones", "", "", "", count, size(total), "", "", "")
     table.add_section()
+    by_axes = found.by_axes
+    for axes, own in by_axes.items() if len(by_axes) > 1 else ():
+        links = "across hosts" if own.cross_host_bytes else "in a host"
+        exposed = f"{_share(own.exposed_bytes, own.communicated_bytes)} exposed"
+        table.add_row(
+            "all", axes, links, exposed, "", size(own.communicated_bytes), "", "",
+            duration(own.exposed_seconds),
+        )  # fmt: skip
     sums = found.traffic
     share = f"{_share(sums.without_matmul_bytes, sums.communicated_bytes)} without matmuls"
     exposed = f"{_share(sums.exposed_bytes, sums.communicated_bytes)} exposed"

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fzero.axes import AXES, manual_axes
-from fzero.batch import Inputs
+from fzero.axes import AXES, CONTEXT, EXPERT, manual_axes
+from fzero.batch import Inputs, batch_sharding
 from fzero.model import Model
 from fzero.pieces import whole_chain
 from fzero.plan import Plan
@@ -65,6 +65,9 @@ def model_flops(model: Model, plan: Plan, batch: PyTree, parts: int) -> int:
 def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tuple[int, int]:
     """Bytes that one device's forward pass of one microbatch leaves for its backward pass.
 
+    Along `context` and `expert` activations count as divided, along `tensor` as whole: there it is
+    XLA that decides.
+
     Returns:
         Of activations, and of parts of weights (`Plan.secondary`).
 
@@ -95,7 +98,8 @@ def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tu
         check_vma=False,
     )
     jax.eval_shape(run, kept_by(blue, fields), fields["buffers"], Inputs.of(batch), fields["rng"])
-    return found[-1]
+    activations, parts = found[-1]
+    return activations // math.prod(plan.further.get(axis, 1) for axis in (CONTEXT, EXPERT)), parts
 
 
 def gradient_bytes(blue: Blueprint, plan: Plan) -> int:
@@ -106,21 +110,25 @@ def gradient_bytes(blue: Blueprint, plan: Plan) -> int:
         dtype = np.dtype(np.float32) if wide else compute_dtype(plan, split.dtype)
         sharded = split.dim is not None and plan.reduce == "microbatch"
         shape = split.stored_shape if sharded else split.shape
-        sums += math.prod(shape) * dtype.itemsize // (blue.group.data if sharded else 1)
+        ways = split.ways * (blue.group.data if sharded else 1)
+        sums += math.prod(shape) * dtype.itemsize // ways
     return sums
 
 
 def held_bytes(blue: Blueprint, plan: Plan) -> int:
     """Bytes of the parameters that a step gathers once and holds, in the compute dtype."""
     return sum(
-        math.prod(split.shape) * compute_dtype(plan, split.dtype).itemsize
+        math.prod(split.shape) // split.ways * compute_dtype(plan, split.dtype).itemsize
         for split in layout_leaves(blue.params)
         if split.dim is not None
     )
 
 
-def batch_bytes(batch: PyTree, num_parts: int) -> int:
+def batch_bytes(batch: PyTree, mesh: Any) -> int:
     """Bytes of one device's rows, and of what is shared."""
     inputs = Inputs.of(batch)
-    rows = sum(leaf_bytes(x) for x in jax.tree.leaves(inputs.rows)) // num_parts
+    rows = sum(
+        math.prod(batch_sharding(mesh, x.shape).shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(inputs.rows)
+    )
     return rows + sum(leaf_bytes(x) for x in jax.tree.leaves(inputs.shared))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import optax
 
+from fzero.axes import FURTHER
 from fzero.errors import BatchError, FzeroError, PlanError, PreflightError, ScheduleError
 from fzero.model import Model
 from fzero.plan import Plan
@@ -22,7 +24,7 @@ from fzero.report.placement import placement
 from fzero.tree import PyTree
 
 
-_NUMBERS = ("zero", "data", "pipe", "replica", "microbatches")
+_NUMBERS = ("zero", "data", "pipe", "replica", *FURTHER, "microbatches")
 _WORDS = (
     "precision", "remat", "schedule", "reduce", "gather", "partition",
     "gather_dtype", "secondary", "reduce_dtype",
@@ -205,7 +207,8 @@ def _try(
         plan = dataclasses.replace(base, **choice)
         sizes = plan.sizes(where.num_devices)
         model = model_of(plan)
-        num_devices = plan.pipe * sizes["data"] * sizes["replica"]
+        parts = plan.pipe, sizes["data"], sizes["replica"], *plan.further.values()
+        num_devices = math.prod(parts)
         kept = placement(plan, model, tx, num_devices=num_devices)
         state = kept.bytes_per_device["total"]
         if state > rates.memory_bytes - rates.reserve_bytes:

@@ -9,6 +9,7 @@ import sys
 from html.parser import HTMLParser
 
 import jax
+import jax.numpy as jnp
 import matplotlib.image
 import numpy as np
 import pytest
@@ -276,6 +277,30 @@ def test_a_sweep_stops_early_sorts_and_marks_the_best(model, batch, monkeypatch)
     assert re.search(r"^best\s+3\s+1\s+fits", text, re.M)
     assert "refused: batch: 16 examples cannot be split" in text
     assert json.loads(json.dumps(found.to_json()))["best"] == {"zero": 3, "microbatches": 1}
+
+
+def test_a_sweep_divides_layers_and_sequences_and_sums_are_by_axis():
+    def loss(p, buffers, batch, rng, train):
+        return fz.Mean(jnp.sum((batch["x"] @ p["w"]) @ p["v"]), jnp.float32(16 * 4)), buffers, {}
+
+    shapes = {"w": (64, 512), "v": (512, 64)}
+    model = fz.Model(
+        lambda rng: ({name: jnp.ones(shape) for name, shape in shapes.items()}, {}), loss,
+        shard={"w": (None, "tensor"), "v": ("tensor",)},
+    )  # fmt: skip
+    rows = {"x": jax.ShapeDtypeStruct((16, 4, 64), jnp.float32)}
+    choices = parse_choices(["tensor=2,3", "context=2"])
+    found = sweep(lambda plan: model, TX, fz.Plan(zero=2, data=2), choices, rows, "cpu:8")
+    assert [(one.choice["tensor"], one.verdict) for one in found.tried] == [(2, FITS), (3, REFUSED)]
+    best = found.best.found
+    assert best.memory.batch == 16 * 4 * 64 * 4 // (2 * 2)
+    assert best.memory.gradients == 2 * 64 * 512 * 4 // (2 * 2)
+    over = best.by_axes
+    assert set(over) >= {"data", "tensor"}
+    assert over["data"].communicated_bytes == pytest.approx(
+        sum(c.total_bytes for c in best.collectives if c.axes == "data")
+    )
+    assert re.search(r"^all +tensor +in a host +[\d.]+ ?% exposed", str(best), re.M)
 
 
 def test_what_fits_is_sorted_by_time(predicted):

@@ -1,25 +1,14 @@
-"""cuDNN's fused attention: the scores of a row never leave the chip, hidden ones are not computed.
-
-Everything about it is jax's to know (`jax.nn.dot_product_attention`): it is asked for the kernel,
-and where it refuses (precision, head size, no cuDNN) there is none.
-"""
+"""PyTorch's attention by cuDNN's fused kernel (`fzero.exchange.fused`)."""
 
 from __future__ import annotations
 
-import functools
-import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
-import numpy as np
 
-from fzero import compat
+from fzero.exchange import fused
 from torch_bridge.lower.masks import Pattern
-
-
-_HALF = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
 
 def fused_attention(
@@ -37,28 +26,9 @@ def fused_attention(
     Returns:
         `(B, H, T, E)`, or None.
     """
-    if query.ndim != 4 or query.dtype not in _HALF or compat.traced_platform() != "gpu":
+    if query.ndim != 4:
         return None
-    if pattern.causal and query.shape[-2] != key.shape[-2]:
-        return None  # cuDNN does not say which corner it counts from
-    attend = functools.partial(
-        jax.nn.dot_product_attention,
-        scale=scale,
-        is_causal=pattern.causal,
-        local_window_size=None if pattern.window is None else (pattern.window - 1, 0),
-        implementation="cudnn",
-    )
-    given = tuple(jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-    try:
-        jax.eval_shape(attend, *given)
-    except (NotImplementedError, ValueError):  # shapes that it has no kernel for
-        return None
-    except RuntimeError as error:
-        warnings.warn(
-            f"no fused attention in this program for GPUs: {error} It multiplies the matrices one"
-            " by one instead and holds all scores. Install cuDNN (nvidia-cudnn-cu13) to compile"
-            " what runs where there is a GPU.",
-            stacklevel=2,
-        )
-        return None
-    return jnp.swapaxes(attend(*given), 1, 2)
+    given = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    window = None if pattern.window is None else pattern.window - 1
+    out = fused.fused_attention(*given, causal=pattern.causal, window=window, scale=scale)
+    return None if out is None else jnp.swapaxes(out, 1, 2)

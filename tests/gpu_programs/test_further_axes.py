@@ -1,0 +1,108 @@
+"""Layers and sequences divided over H200s: what is kept and sent, and whose kernels attend."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import fzero as fz
+from fzero.compat import auto_mesh
+from fzero.exchange import fused
+from fzero.preflight.topology import parse
+from tests.gpu_programs.conftest import case
+from tests.support.large import num_params
+from tests.support.sample import some
+
+
+LAYERS = 4
+TENSOR = {
+    "one host": case("llama", "h200:8", LAYERS, zero=3, data=4, tensor=2, remat="none"),
+    "eight hosts": case("llama", "h200:8x8", LAYERS, zero=3, data=8, tensor=8, remat="none"),
+}
+
+
+@pytest.mark.parametrize("name", some(TENSOR, "eight hosts"))
+def test_a_divided_layer_is_added_up_twice_a_pass_and_zero_sends_its_part(name, compiled):
+    found, size = compiled(TENSOR[name]), TENSOR[name].size
+    plan = found.plan
+    elements = num_params(size)
+    # Master and two moments; norms alone are whole.
+    assert found.memory.state_total == pytest.approx(
+        12 * elements / (plan.data * plan.tensor), rel=0.01
+    )
+    assert set(found.by_axes) == {"data", "tensor", "data+tensor"}
+    whole = size.seq * size.d * 2
+    sums = [c for c in found.collectives if c.axes == "tensor" and c.bytes > 2**20]
+    assert {(c.kind, c.bytes) for c in sums} <= {("all-reduce", whole), ("all-gather", whole)}
+    # Two for each layer and pass; the embedding's rows forward, and the head's input backward.
+    assert sum(c.times for c in sums) == 4 * LAYERS + 2
+    # What ZeRO sends is its own without the axis, divided: but for the table, as in stage 3.
+    sent = found.by_axes["data"].communicated_bytes / 2 * plan.data / (plan.data - 1)
+    assert sent == pytest.approx((3 * elements - size.vocab * size.d) / plan.tensor, rel=0.005)
+    assert all(c.crosses_hosts == (name == "eight hosts") for c in found.collectives
+               if c.axes == "data")  # fmt: skip
+    assert not [c for c in sums if c.crosses_hosts]
+
+
+def ring(length, causal):
+    """The compiled program of attention over 8 H200s and its gradients, and how often a kernel in
+    it is told of a causal mask."""
+    mesh = auto_mesh(np.array(parse("h200:8").devices()), ("context",))
+    shape = jax.ShapeDtypeStruct((1, length, 16, 128), jnp.bfloat16)
+    groups = jax.ShapeDtypeStruct((1, length, 8, 128), jnp.bfloat16)
+
+    def run(q, k, v):
+        out = fz.attention(q, k, v, causal=causal, exchange="ring")
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    with jax.set_mesh(mesh):
+        lies = jax.NamedSharding(mesh, PartitionSpec(None, "context"))
+        program = jax.jit(jax.grad(run, (0, 1, 2)), in_shardings=lies, out_shardings=lies)
+        lowered = program.lower(shape, groups, groups)
+        return lowered.compile().as_text(), lowered.as_text().count("CAUSAL")
+
+
+@pytest.mark.parametrize(("causal", "blocks"), [(True, 3 + 2 * 7), (False, 8)])
+def test_each_block_of_a_ring_is_one_kernel_of_cudnn(causal, blocks):
+    text, masked = ring(4096, causal)
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == blocks
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == blocks
+    assert masked == (2 * 2 if causal else 0)  # on the diagonal, forwards and back
+    assert not re.search(r"f\d+\[(\d+,){2,}(256|512),(256|512)\]", text), "scores"
+
+
+def configs(function, *shapes):
+    """The kernels' settings in a program as it is handed to XLA, by the kernels' names."""
+    text = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(
+        r'custom_call @(__cudnn\$\w+)\(.*?backend_config = "((?:[^"\\]|\\.)*)"', text
+    )
+    return {name: json.loads(said.replace("\\22", '"')) for name, said in calls}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_blocks_kernels_are_those_that_jax_calls(causal):
+    """All but what is at its default, which jax writes out."""
+    q, k = (jax.ShapeDtypeStruct((2, 256, n, 64), jnp.bfloat16) for n in (8, 4))
+    level = jax.ShapeDtypeStruct((2, 8, 256), jnp.float32)
+
+    def jaxs(q, k, v):
+        return jax.vjp(fused._kernel(causal, None, 0.5), q, k, v)[1](q)
+
+    def own(q, k, v, level):
+        out, _ = fused.block(q, k, v, causal=causal, scale=0.5)
+        return out, fused.gradients(q, k, v, q, level, q, causal=causal, scale=0.5)
+
+    wanted, found = configs(jaxs, q, k, k), configs(own, q, k, k, level)
+    assert set(found) == set(wanted) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    for name, config in wanted.items():
+        layout = config["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]
+        layout.pop("tuple_shapes")
+        layout["layout"] = {"minor_to_major": layout["layout"]["minor_to_major"]}
+        assert found[name] == config
