@@ -6,6 +6,7 @@ flax is imported when a module is converted, not before, so that fzero works wit
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from fzero.errors import StateError
+from fzero.axes import AXES, FURTHER
+from fzero.errors import PlanError, StateError
 from fzero.links import Context, Mean, split_loss
 from fzero.model import Model
 from fzero.precision import called_with
@@ -33,6 +36,7 @@ def from_flax(
     loss: Callable[..., Any],
     *example_args: Any,
     rng: int | None = None,
+    axes: Mapping[str, str | None] | None = None,
     **example_kwargs: Any,
 ) -> Model:
     """A flax module with a loss, as a model.
@@ -47,6 +51,11 @@ def from_flax(
     rows only: BatchNorm normalises by them, and its running statistics are averaged over devices;
     `BatchNorm(axis_name=("replica", "data"))` normalises by the whole microbatch.
 
+    What the module says of its parameters' sharding (`with_partitioning`, logical names too) is the
+    model's `shard`: dims named `tensor`, `context` or `expert` lie along that axis of a plan that
+    has it. `data` and `replica` are the plan's to decide, and not read. (A linen module without
+    examples shows no annotations; `dataclasses.replace(model, shard=...)` says it then.)
+
     Args:
         module: a `flax.linen.Module` or a `flax.nnx.Module`.
         loss: `loss(forward, batch)`, which returns a `Mean` or a scalar, or a pair of that and a
@@ -58,6 +67,8 @@ def from_flax(
             is called with are rounded to as many; what the loss reads of the batch is as it came.
         *example_args: arguments for linen's `init`, arrays or `jax.ShapeDtypeStruct`s.
         rng: seed for linen's initial values, in place of the key given to `fz.init`.
+        axes: for other names in the module's annotations the mesh axis that is meant, or `None`
+            for none: `{"mlp": "tensor", "embed": None}`.
         **example_kwargs: keyword arguments for linen's `init`.
 
     Returns:
@@ -71,6 +82,7 @@ def from_flax(
         TypeError: `module` is not a flax module.
         StateError: examples or a seed for an nnx module, which has its values; or (in a step) a
             call that changes the structure or shapes of the buffers.
+        PlanError: an annotation has a name that is no mesh axis and not in `axes`.
 
     Example:
         >>> import fzero as fz, jax.numpy as jnp, numpy as np, optax
@@ -91,8 +103,12 @@ def from_flax(
             "from_flax: flax is not installed; pip install 'fzero[flax]' (or flax>=0.12)"
         ) from error
     if isinstance(module, linen.Module):
-        init = _linen_init(module, example_args, example_kwargs, rng)
-        return Model(init, _loss(_linen_call(module), loss))
+        boxed = _linen_init(module, example_args, example_kwargs, rng)
+        shapes = None
+        if example_args or example_kwargs:
+            shapes, _ = jax.eval_shape(boxed, jax.random.key(0))
+        shard = _shard(named_leaves(linen.get_partition_spec(shapes)), axes or {})
+        return Model(_unboxed(boxed), _loss(_linen_call(module), loss), shard=shard)
     if not isinstance(module, nnx.Module):
         raise TypeError(
             f"from_flax: expected an instance of flax.linen.Module or flax.nnx.Module, got"
@@ -104,7 +120,31 @@ def from_flax(
             " would be ignored; pass only the module and the loss"
         )
     parts, initial = _take_apart(module)
-    return Model(initial, _loss(parts.call, loss))
+    specs = _flat(nnx.get_partition_spec(nnx.state(module, nnx.Param)))
+    named = (("/".join(map(str, path)), _value(spec)) for path, spec in specs)
+    return Model(initial, _loss(parts.call, loss), shard=_shard(named, axes or {}))
+
+
+def _shard(
+    specs: Iterable[tuple[str, PartitionSpec | None]], axes: Mapping[str, str | None]
+) -> dict[str | re.Pattern[str], tuple[str | None, ...]]:
+    """The further axis of each dim of each annotated parameter."""
+    found: dict[str | re.Pattern[str], tuple[str | None, ...]] = {}
+    for path, spec in specs:
+        named = [dim if isinstance(dim, tuple) else (dim,) for dim in spec or ()]
+        dims = [[axes.get(name, name) for name in dim if name is not None] for dim in named]
+        known = {*FURTHER, *AXES, None}
+        own = [[name for name in dim if name is not None and name not in AXES] for dim in dims]
+        if any(name not in known for dim in dims for name in dim) or any(len(x) > 1 for x in own):
+            raise PlanError(
+                f"from_flax: {path} is annotated {tuple(spec or ())}: expected for each dim one of"
+                f" {list(FURTHER)} ({' and '.join(AXES)} are the plan's to decide), or a name in"
+                " axes=; say from_flax(..., axes={'mlp': 'tensor', 'embed': None}), which mesh"
+                " axis such a name means, if any"
+            )
+        if any(own):
+            found[path] = tuple(dim[0] if dim else None for dim in own)
+    return found
 
 
 def _loss(call: _Call, loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,7 +219,8 @@ def _linen_mode(module: Any, function: Callable[..., Any], train: bool) -> Any:
 def _linen_init(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None
 ) -> Callable[[jax.Array], tuple[PyTree, PyTree]]:
-    from flax.core import meta, unfreeze
+    """The initial values, in the boxes that hold their annotations."""
+    from flax.core import unfreeze
 
     # Host copies: a model holds no device memory, and cannot see a later change of the example.
     args, kwargs = jax.tree.map(_host_copy, (args, kwargs))
@@ -188,13 +229,20 @@ def _linen_init(
         own_args, own_kwargs = jax.tree.map(_example, (args, kwargs))
         own_kwargs = _with_flag(module.__call__, False, own_args, own_kwargs)
         key = key if seed is None else jax.random.key(seed)
-        # Sharding annotations of linen (boxes around values) are not ours to follow: the plan
-        # decides where leaves live.
         chosen = _linen_mode(module, module.__call__, False)
-        variables = unfreeze(meta.unbox(chosen.init(key, *own_args, **own_kwargs)))
+        variables = unfreeze(chosen.init(key, *own_args, **own_kwargs))
         return variables.pop("params", {}), variables
 
     return init
+
+
+def _unboxed(
+    boxed: Callable[[jax.Array], tuple[PyTree, PyTree]],
+) -> Callable[[jax.Array], tuple[PyTree, PyTree]]:
+    """The initial values alone: where they live is the plan's to say."""
+    from flax.core import meta
+
+    return lambda key: meta.unbox(boxed(key))
 
 
 def _host_copy(leaf: Any) -> Any:

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import fzero as fz
 
@@ -391,6 +392,70 @@ def test_nnx_tied_annotated_and_plain_leaves():
     np.testing.assert_allclose(state.params["again"]["embedding"], table - 0.1 * grad, rtol=1e-6)
     assert int(state.buffers["seen"]) == 1
     assert float(state.buffers["scale"]) == 2
+
+
+def annotated(kind, up, down):
+    """Two layers whose kernels say how they lie."""
+    if kind == "linen":
+
+        def kernel(names):
+            return nn.with_partitioning(nn.initializers.lecun_normal(), names)
+
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                x = nn.relu(nn.Dense(NUM_HIDDEN, kernel_init=kernel(up), name="up")(x))
+                return nn.Dense(NUM_OUT, kernel_init=kernel(down), name="down")(x)
+
+        return Net(), (jax.ShapeDtypeStruct((2, NUM_IN), jnp.float32),)
+
+    class Both(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.initializers.lecun_normal()
+            self.up = nnx.Linear(
+                NUM_IN, NUM_HIDDEN, kernel_init=nnx.with_partitioning(init, up), rngs=rngs
+            )
+            self.down = nnx.Linear(
+                NUM_HIDDEN, NUM_OUT, kernel_init=nnx.with_partitioning(init, down), rngs=rngs
+            )
+
+        def __call__(self, x):
+            return self.down(nnx.relu(self.up(x)))
+
+    with nnx.use_eager_sharding(False):
+        return Both(nnx.Rngs(0)), ()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_annotations_of_parameters_are_what_a_plan_divides(kind):
+    def error(forward, batch):
+        total, count = square_error(forward(batch["x"]), batch)
+        return fz.Mean(total, jnp.float32(count))
+
+    module, example = annotated(kind, (None, "tensor"), ("mlp", "data"))
+    rows = np.random.default_rng(0).normal(size=(NUM_ROWS, NUM_IN)).astype(np.float32)
+    batch = {"x": rows, "y": rows}
+    model = fz.from_flax(module, error, *example, rng=0 if example else None,
+                         axes={"mlp": "tensor"})  # fmt: skip
+    found = []
+    tx = optax.sgd(0.1)
+    for plan in (fz.Plan(zero=3, data=4, tensor=2, min_shard_bytes=0), fz.Plan(zero=0, data=8)):
+        state = fz.init(model, tx, plan)
+        lies = {name: state.params[name]["kernel"].sharding.spec for name in ("up", "down")}
+        if plan.tensor > 1:
+            assert lies == {"up": PartitionSpec("data", "tensor"),
+                            "down": PartitionSpec("tensor", "data")}  # fmt: skip
+        state, metrics = fz.train_step(model, tx, plan)(state, batch)
+        found.append((metrics["loss"], jax.device_get(fz.logical(model, state, plan))))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *found)
+
+
+@pytest.mark.parametrize("names", [(None, "mlp"), (None, ("tensor", "expert"))], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_annotations_with_names_of_no_axis_are_refused(kind, names):
+    module, example = annotated(kind, names, (None, None))
+    with pytest.raises(fz.PlanError, match=r"up/kernel is annotated .* axes=\{'mlp': 'tensor'"):
+        fz.from_flax(module, loss, *example)
 
 
 def test_nnx_stacked_streams_get_stacked_keys():
