@@ -2,8 +2,9 @@
 # make test   environment, then lint, types and the test suite
 # make test-bits   tests that compare the bits of different programs, for several kinds of CPU
 # make test-gpu-programs   the compiler for GPUs, then what it makes of large steps; needs no GPU
-# make docs   the documentation, built without a warning into docs/_build; its tutorials run
-# make docs-serve   the same, at localhost:8000
+# make docs   the examples of docstrings, then the documentation, built without a warning into
+#             docs/_build; its tutorials run
+# make docs-serve   the documentation at localhost:8000
 # make nightly   a night's work: what `make test` leaves out, planted bugs, long random sequences
 # make published   preflight beside published training runs; needs no GPU
 # make gpu   on a machine with a GPU: checks and figures, in parts of nine minutes
@@ -22,7 +23,7 @@ comma := ,
 # Installed again when what is to be installed changes.
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help install demo test test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-gpu-programs nightly-random mutants operators lint types docs docs-serve docs-outputs clean
+.PHONY: help install demo test test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-gpu-programs nightly-random mutants operators lint types docs site docs-serve docs-outputs clean
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 .DELETE_ON_ERROR:
@@ -56,7 +57,7 @@ demo: install
 	  --eval-sequences 128 --overwrite --verify
 
 test: lint types
-	$(PYTEST) -m "not nightly and not bits" $(PYTEST_ARGS)
+	$(PYTEST) -m "not nightly and not bits and not docs" $(PYTEST_ARGS)
 
 # Bits of different programs, on the instruction sets of older CPUs and of this one.
 BITS := bits and not nightly
@@ -123,13 +124,17 @@ operators: install
 mutants: install
 	$(BIN)/python tests/mutants/run.py
 
-# Tutorials run when they or fzero changed (docs/site.md).
+# Examples in docstrings run, and tutorials when they or fzero changed (docs/site.md).
 docs: install
+	$(PYTEST) --dist load -m docs $(PYTEST_ARGS) tests/test_docstrings.py
+	@$(MAKE) --no-print-directory site
+
+site: install
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
 	@echo "docs/_build/index.html"
 
 DOCS_PORT ?= 8000
-docs-serve: docs
+docs-serve: site
 	$(BIN)/python -m http.server --directory docs/_build --bind 127.0.0.1 $(DOCS_PORT)
 
 # The outputs of the tutorial that takes the compiler for GPUs.

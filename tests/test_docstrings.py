@@ -1,4 +1,4 @@
-"""Every example in a docstring runs."""
+"""Every example in a docstring runs. `make docs` calls this, with the pages' code."""
 
 import doctest
 import importlib
@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 
+pytestmark = pytest.mark.docs
 ROOT = pathlib.Path(__file__).parents[1]
 PATHS = [p for package in ("fzero", "torch_bridge") for p in sorted((ROOT / package).rglob("*.py"))]
 # A script that is run by its path, and plugins of the command line, have no examples.

@@ -11,7 +11,7 @@ import torch
 from torch_bridge.converted import Converted, refuse_fixed
 from torch_bridge.dtypes import is_float
 from torch_bridge.export.example import example_tensors, refuse_untraceable
-from torch_bridge.export.export import export_program
+from torch_bridge.export.export import export_both, export_program
 from torch_bridge.export.hooks import refuse_hooks
 from torch_bridge.export.interpret import missing_operators, refuse_data_dependent, refuse_missing
 from torch_bridge.export.mode import build_mode
@@ -144,10 +144,13 @@ class _Making:
         layout = read_layout(module)
         values = initial(layout)
         batch_dim = self.batch_dim or 0
-        programs = {
-            mode: export_program(module, args, kwargs, mode, batch_dim, self.check)
-            for mode in ((True, False) if self.train else (False,))
-        }
+        if self.train and self.check:
+            programs = export_both(module, args, kwargs, batch_dim)
+        else:
+            programs = {
+                mode: export_program(module, args, kwargs, mode, batch_dim, self.check)
+                for mode in ((True, False) if self.train else (False,))
+            }
         for program in programs.values():
             refuse_data_dependent(program)
         refuse_missing([missing_operators(program) for program in programs.values()])

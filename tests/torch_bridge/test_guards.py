@@ -130,6 +130,31 @@ def test_state_of_python_is_not_frozen_wherever_it_is(made: Callable[[], Any]) -
         tb.convert(Depends(made()), X)
 
 
+class Modes(nn.Module):
+    """Another function in each mode, though no operator says so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2.0 if self.training else x * 3.0
+
+
+@pytest.mark.parametrize(
+    "module, traces", [(nn.Linear(4, 4), 2), (nn.Dropout(0.5), 4), (Modes(), 6)]
+)
+def test_modes_that_are_alike_are_traced_once_each(
+    module: nn.Module, traces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the trace of one mode is the second call of the other one's."""
+    export, count = torch.export.export, itertools.count(1)
+    monkeypatch.setattr(torch.export, "export", lambda *a, **k: (next(count), export(*a, **k))[1])
+    converted = tb.convert(module, X)
+    assert next(count) - 1 == traces
+    for train in (True, False)[isinstance(module, nn.Dropout) :]:
+        with torch.no_grad():
+            want = module.train(train)(X)
+        found = converted.apply(converted.params, {}, X.numpy(), train=train).output
+        np.testing.assert_allclose(found, want.numpy(), rtol=1e-6)
+
+
 class Allocates(nn.Module):
     """Makes so many objects that Python collects what nothing refers to any more."""
 

@@ -14,6 +14,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,21 +76,77 @@ def export_program(
     Raises:
         ConversionError: export failed, or would have lost a gradient without a word.
     """
-    mode = "train" if train else "eval"
+    inputs, mode = (args, dict(kwargs)), _mode(train)
     with untouched(module, train), quiet():
-        program = _export_pure(module, (args, dict(kwargs)), mode, (batch_dim, free), check)
-        refuse_nameless(program, (*module.named_parameters(), *module.named_buffers()))
-        inline_no_grad(program)
-        tidy_slices(program.graph_module)
-        remove_hidden_aliases(program.graph_module)
-        replace_fresh_writes(program.graph_module)
-        if not _needs_decomposing(program):
-            return program
-        try:
-            decomposed: ExportedProgram = program.run_decompositions(_decompositions())
-            return decomposed
-        except Exception as error:
-            raise ConversionError(_explain(error, mode, module)) from error
+        trace = _export_pure(module, inputs, mode, (batch_dim, free), check)
+        return _tidied(module, trace.program, mode)
+
+
+def export_both(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: int
+) -> dict[bool, ExportedProgram]:
+    """The programs of a module in train and in eval mode; one, where the mode changes nothing.
+
+    Then the trace in the other mode also is the second call, which shows whether a forward depends
+    on what changes from call to call: two traces instead of four.
+
+    Args:
+        module: as for `export_program`.
+        args: example positional arguments.
+        kwargs: example keyword arguments.
+        batch_dim: the dim of every tensor that is kept free if not all can be.
+
+    Raises:
+        ConversionError: as of `export_program`.
+    """
+    inputs = (args, dict(kwargs))
+
+    def trace(train: bool, check: bool = False) -> _Trace:
+        with untouched(module, train), quiet():
+            return _export_pure(module, inputs, _mode(train), (batch_dim, _DYNAMIC), check)
+
+    first = trace(True)
+    if _tells_modes_apart(first.program):
+        with untouched(module, True), quiet():
+            if not first.checked:
+                _require_same(module, inputs, _mode(True), batch_dim, first)
+    elif same_program(first.program, trace(False).program):
+        with untouched(module, True), quiet():
+            return dict.fromkeys((True, False), _tidied(module, first.program, _mode(True)))
+    else:
+        first = trace(True, check=True)
+    with untouched(module, True), quiet():
+        trained = _tidied(module, first.program, _mode(True))
+    return {True: trained, False: export_program(module, args, kwargs, False, batch_dim)}
+
+
+def _mode(train: bool) -> str:
+    return "train" if train else "eval"
+
+
+# Operators that the modules of torch call otherwise in train mode.
+_OF_A_MODE = ("dropout", "batch_norm", "instance_norm", "rrelu")
+
+
+def _tells_modes_apart(program: ExportedProgram) -> bool:
+    """Whether a graph will be another one in eval mode; a guess, which saves a trace."""
+    return any(name in str(node.target) for node in program.graph.nodes for name in _OF_A_MODE)
+
+
+def _tidied(module: torch.nn.Module, program: ExportedProgram, mode: str) -> ExportedProgram:
+    """The program as it is lowered: in place of what writes, what gives a value; decomposed."""
+    refuse_nameless(program, (*module.named_parameters(), *module.named_buffers()))
+    inline_no_grad(program)
+    tidy_slices(program.graph_module)
+    remove_hidden_aliases(program.graph_module)
+    replace_fresh_writes(program.graph_module)
+    if not _needs_decomposing(program):
+        return program
+    try:
+        decomposed: ExportedProgram = program.run_decompositions(_decompositions())
+        return decomposed
+    except Exception as error:
+        raise ConversionError(_explain(error, mode, module)) from error
 
 
 @contextlib.contextmanager
@@ -105,13 +162,22 @@ def quiet() -> Iterator[None]:
         logging.disable(level)
 
 
+@dataclass(frozen=True)
+class _Trace:
+    """What a forward was traced as, the sizes that are free, and whether a second call agreed."""
+
+    program: ExportedProgram
+    dynamic: str
+    checked: bool
+
+
 def _export_pure(
     module: torch.nn.Module,
     inputs: tuple[Any, dict[str, Any]],
     mode: str,
     sizes: tuple[int, Sequence[str]],
     check: bool,
-) -> ExportedProgram:
+) -> _Trace:
     """Export, and refuse what the graph would silently lose: gradients, and Python's own state.
 
     The forward is traced a second time, in the state that the first one left. Whatever it depends
@@ -123,22 +189,44 @@ def _export_pure(
         with watch_state(module) as states:
             program, dynamic = _export_most_dynamic(module, inputs, mode, batch_dim, free)
         after = states[-1] if states else before
-        changed = before.changed(after)
-        if not (check or changed or before.drew_numbers(after)):
-            return program
-        after.put(module, changed)
-        try:
-            again = _export_most_dynamic(module, inputs, mode, batch_dim, (dynamic,))[0]
-        except ConversionError:
-            again = None
-        if again is None or not same_program(program, again):
-            if before.drew_numbers(after) and not changed:
-                refuse_python_random(mode)
-            line = None if again is None else first_difference(program, again)
-            refuse_python_state(changed, mode, line)
+        changed, drew = before.changed(after), before.drew_numbers(after)
+        trace = _Trace(program, dynamic, bool(check or changed or drew))
+        if trace.checked:
+            after.put(module, changed)
+            _require_same(module, inputs, mode, batch_dim, trace, changed, drew)
     finally:
         before.restore_random()
-    return program
+    return trace
+
+
+def _require_same(
+    module: torch.nn.Module,
+    inputs: tuple[Any, dict[str, Any]],
+    mode: str,
+    batch_dim: int,
+    first: _Trace,
+    changed: Any = (),
+    drew: bool = False,
+) -> None:
+    """Raises `ConversionError` if a second call gives another graph than the first.
+
+    Args:
+        module: the module, in the state that the first call left.
+        inputs: the example's arguments.
+        mode: "train" or "eval", which the module is in.
+        batch_dim: the dim of every tensor that is kept free if not all can be.
+        first: the trace of the first call.
+        changed: what the first call is known to have changed.
+        drew: whether it took numbers from Python's or numpy's generators.
+    """
+    again: ExportedProgram | None = None
+    with contextlib.suppress(ConversionError):
+        again = _export_most_dynamic(module, inputs, mode, batch_dim, (first.dynamic,))[0]
+    if again is None or not same_program(first.program, again):
+        if drew and not changed:
+            refuse_python_random(mode)
+        line = None if again is None else first_difference(first.program, again)
+        refuse_python_state(changed, mode, line)
 
 
 def _export_most_dynamic(
