@@ -55,7 +55,8 @@ def experts(
         apply: `apply(own, weights, rows)` gives `(rows, outputs)` for rows sorted by expert:
             `own.dot(rows, weights["up"])` multiplies each with its expert's matrix,
             `own.each(weights["bias"])` is each one's own bias; all else is row by row. It is a
-            function of its arguments alone.
+            function of its arguments alone: what all experts share is a leaf of `weights`, too,
+            `jnp.broadcast_to(value, (experts, *value.shape))`, read as `weights["shared"][0]`.
         weights: leaves `(experts, ...)`.
         x: tokens `(..., features)`.
         chosen: integers `(..., k)`: each token's experts; another number, such as -1, is none.
@@ -68,7 +69,8 @@ def experts(
         scalar: `fz.Mean(dropped, jnp.float32(chosen.size))` is a metric, over all devices.
 
     Raises:
-        PlanError: shapes do not fit each other, or the axis does not divide the experts.
+        PlanError: shapes do not fit each other, the axis does not divide the experts, or `apply`
+            reads a traced value that is none of its arguments where tokens are spread over devices.
 
     Example:
         >>> import jax, jax.numpy as jnp, fzero as fz
@@ -99,6 +101,7 @@ def experts(
     ]
     run: Callable[..., tuple[jax.Array, jax.Array]] = mixture.run
     if axes:
+        _refuse_captured(apply, weights, x, num)
         held = PartitionSpec(EXPERT if EXPERT in axes else None)
         run = jax.shard_map(
             run, in_specs=(held, split, split, split, split), out_specs=(split, PartitionSpec()),
@@ -127,6 +130,23 @@ def _checked(
     if capacity is not None and not capacity > 0:
         raise PlanError(f"experts: capacity={capacity!r}: expected a number above 0, or None")
     return int(counts.pop()[0])
+
+
+def _refuse_captured(apply: Apply, weights: PyTree, x: jax.Array, num: int) -> None:
+    """Refuse a function with values from outside: other devices do not have them."""
+
+    def one(sizes: jax.Array, weights: PyTree, rows: jax.Array) -> PyTree:
+        return apply(Grouped(sizes, 1), weights, rows)
+
+    shapes = jax.ShapeDtypeStruct((num,), jnp.int32), jax.eval_shape(lambda: weights)
+    found = jax.make_jaxpr(one)(*shapes, jax.ShapeDtypeStruct((1, x.shape[-1]), x.dtype)).consts
+    traced = [value for value in found if isinstance(value, jax.core.Tracer)]
+    if traced:
+        raise PlanError(
+            f"experts: apply reads values of shapes {[value.shape for value in traced]} that are"
+            " none of its arguments, and tokens are spread over devices; give each as a leaf of"
+            f" weights, jnp.broadcast_to(value, ({num}, *value.shape)), and read its row 0"
+        )
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,9 @@ def axes_of(model: Model, plan: Plan, shapes: PyTree) -> dict[str, Axes]:
             found[path] = _axes(path, dims, leaves[path].shape, first, plan)
     if EXPERT in plan.further and not any(EXPERT in axes for axes in found.values()):
         raise PlanError(
-            f"plan: expert={plan.expert}, but no parameter of the model lies along it (experts of"
-            " converted models do not yet): say which do, shard={'up': ('expert',)}, and use"
-            " fz.experts; or leave expert out and give its devices to data"
+            f"plan: expert={plan.expert}, but no parameter of the model lies along it: say"
+            " which do, shard={'up': ('expert',)}, and use fz.experts (of a converted model,"
+            " converted.parallel says which do); or leave expert out and give its devices to data"
         )
     return found
 

@@ -262,3 +262,19 @@ def test_an_axis_that_no_parameter_lies_along_is_refused():
     plain = fz.Model(lambda rng: ({"w": jnp.ones(4)}, {}), lambda *_: None)
     with pytest.raises(fz.PlanError, match=r"expert=2, but no parameter .* give its devices to d"):
         fz.init(plain, None, fz.Plan(data=1, expert=2), devices=jax.devices()[:2])
+
+
+@pytest.mark.parametrize("axis", ["expert", "context"])
+def test_a_function_that_closes_over_a_traced_value_is_refused_where_tokens_are_spread(axis):
+    x, chosen, gates = jnp.ones((4, WIDTH)), jnp.zeros((4, K), int), jnp.ones((4, K))
+
+    def total(p, scale):
+        def apply(own, p, rows):
+            return gated(own, p, rows) * scale
+
+        return jnp.sum(fz.experts(apply, p, x, chosen, gates)[0])
+
+    p = expert_init(jax.random.key(0))
+    mesh = jax.make_mesh((2,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), pytest.raises(fz.PlanError, match=r"shapes \[\(\)\] .*read its row 0"):
+        jax.eval_shape(jax.grad(total, argnums=1), p, jnp.float32(2))

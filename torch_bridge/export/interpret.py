@@ -12,6 +12,7 @@ import torch
 from torch.export.graph_signature import OutputKind
 
 from fzero.errors import ConversionError
+from torch_bridge.export.mixtures import with_mixtures
 from torch_bridge.export.places import module_path, source_line
 from torch_bridge.export.ranges import Ranges
 from torch_bridge.export.shapes import unbacked
@@ -214,7 +215,8 @@ def build_graph(program: torch.export.ExportedProgram, ranges: Ranges) -> Graph:
         )
     outputs, mutations = _outputs(program)
     wide = frozenset(node.name for node in ranges.wide)
-    return Graph(tuple(instructions), outputs, mutations, draws, wide)
+    steps = with_mixtures(instructions, live)
+    return Graph(steps, outputs, mutations, draws, wide)
 
 
 def _lowered(

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from fzero.errors import ConversionError
+from torch_bridge.export.experts import experts_stand_ins
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")
@@ -63,7 +64,7 @@ def stand_ins() -> Iterator[None]:
     # Inference's own kernel, which takes ragged tensors where there is padding.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with _Mode():
+        with _Mode(), experts_stand_ins():
             yield
     finally:
         _BatchNorm.forward = forward  # type: ignore[method-assign]

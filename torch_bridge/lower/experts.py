@@ -4,12 +4,15 @@
 # (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fzero.exchange.balance import balance_loss
+from fzero.exchange.grouped import Grouped, grouped_dot
 from torch_bridge.dtypes import promote
 from torch_bridge.lower.registry import register_operator
 
@@ -24,8 +27,34 @@ def grouped_mm(
             f"a grouped product of shapes {x.shape} and {weight.shape}, with bias or out_dtype"
         )
     a, w = promote(x, weight)
-    ends = offs.astype(np.int32)
-    sizes = jnp.diff(ends, prepend=jnp.zeros((1,), np.int32))
-    # Rows behind the last expert's end belong to none and are 0.
-    held = jnp.arange(a.shape[0], dtype=np.int32)[:, None] < ends[-1]
-    return jnp.where(held, jax.lax.ragged_dot(a, w, sizes), jnp.zeros((), a.dtype))
+    sizes = jnp.diff(offs.astype(np.int32), prepend=jnp.zeros((1,), np.int32))
+    return grouped_dot(a, w, sizes)
+
+
+@register_operator("torch_bridge.expert_rows.default", "torch_bridge.expert_sum.default")
+def alone(*given: Any) -> Any:
+    """Beginning and end of experts' function; where it was found it is one step (`mixtures.py`)."""
+    raise NotImplementedError(
+        "experts whose function is not one of a row and its expert's weights: values of it are read"
+        " elsewhere, or it reads sizes or draws random numbers"
+    )
+
+
+@register_operator("torch_bridge.expert_dot.default")
+def dot(rows: jax.Array, weight: Any, own: Grouped, into: int) -> jax.Array:
+    """Rows times their expert's matrix, whose dim `into` is their features'."""
+    matrices = weight if into == 1 else jnp.swapaxes(weight, 1, 2)
+    return own.dot(rows.astype(weight.dtype), matrices)
+
+
+@register_operator("torch_bridge.expert_each.default")
+def each(values: Any, own: Grouped) -> jax.Array:
+    """For each row, its expert's own value."""
+    return own.each(values)
+
+
+@register_operator("torch_bridge.balance_loss.default")
+def balance(logits: Sequence[jax.Array], k: int, counted: Any = None) -> jax.Array:
+    """The load-balancing loss over the tokens of all devices."""
+    mask = None if counted is None else counted.reshape(-1) != 0
+    return balance_loss(list(logits), k, mask)

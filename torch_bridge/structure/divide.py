@@ -1,4 +1,4 @@
-"""Which weights of a module are divided over a `tensor` axis: found in its graph, or told by it.
+"""Which weights of a module lie along `tensor` or `expert`: found in its graph, or told by it.
 
 transformers says of many architectures which modules are divided by columns and by rows
 (`base_model_tp_plan`); what it names is divided so. All else is found in the graph (`flow.py`).
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fzero.axes import TENSOR, Parts
+from fzero.axes import EXPERT, TENSOR, Parts
 from torch_bridge.export.mode import Mode, TensorInput
 from torch_bridge.module.names import Layout, Leaf
 from torch_bridge.structure.flow import Found, Walk
@@ -25,14 +25,16 @@ from torch_bridge.structure.stacked import Names
 
 @dataclass(frozen=True)
 class Divided:
-    """One parameter that a `tensor` axis divides.
+    """One parameter that a `tensor` or `expert` axis divides.
 
     Attributes:
         name: its name in the conversion's `params`.
         dim: the dim that is divided (of one layer, where it is stacked).
-        parts: heads, features or words: the axis has to divide their number, or it stays whole.
-        how: `columns`, `rows`, `vocabulary`, ...
+        parts: heads, features or words: the axis has to divide their number, or it stays whole;
+            of `expert`, experts, whose number it has to divide.
+        how: `columns`, `rows`, `vocabulary`, `experts`, ...
         why: who says so.
+        axis: which axis.
     """
 
     name: str
@@ -40,11 +42,13 @@ class Divided:
     parts: int
     how: str
     why: str
+    axis: str = TENSOR
 
     @property
     def rule(self) -> tuple[str | Parts | None, ...]:
         """Its entry in `shard` of a model."""
-        return (*(None,) * self.dim, Parts(TENSOR, self.parts))
+        own = EXPERT if self.axis == EXPERT else Parts(self.axis, self.parts)
+        return (*(None,) * self.dim, own)
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How `Plan(tensor=n)` divides a converted module; `print` shows it.
+    """How `Plan(tensor=n)` and `Plan(expert=n)` divide a converted module; `print` shows it.
 
     Numbers never depend on it: what is not divided, or not evenly, is computed by every device.
 
@@ -103,7 +107,7 @@ def read_parallel(
     layout: Layout,
     names: Names,
 ) -> Parallel:
-    """What a `tensor` axis divides of a module.
+    """What a `tensor` and an `expert` axis divide of a module.
 
     Args:
         module: the module, which may have a plan of transformers.
@@ -162,6 +166,9 @@ def _decide(
     told: Mapping[str, str],
 ) -> Divided | Kept:
     flow, stops = found
+    if leaf.name in flow.experts:
+        dim = flow.experts[leaf.name]
+        return Divided(leaf.name, dim, leaf.shape[dim], "experts", "each has its own", EXPERT)
     cuts = flow.cuts.get(leaf.name, set())
     dims = {cut.dim for cut in cuts}
     parts = math.gcd(

@@ -82,11 +82,13 @@ class Found:
         cuts: by leaf, how it is used divided, in every place.
         stops: by source, why it is not divided, and whether its output is cut into pieces.
         parts: by source, how many pieces all places of its features allow.
+        experts: weights of a mixture's experts, and which of their dims counts these.
     """
 
     cuts: dict[str, set[Cut]] = field(default_factory=dict)
     stops: dict[str, tuple[str, bool]] = field(default_factory=dict)
     parts: dict[str, int] = field(default_factory=dict)
+    experts: dict[str, int] = field(default_factory=dict)
 
     def cut(self, leaf: str, cut: Cut) -> None:
         self.cuts.setdefault(leaf, set()).add(cut)
@@ -201,8 +203,8 @@ def is_tensor(value: Any) -> bool:
 
 
 def kind_of(node: Node) -> str:
-    """The name of a node's operator, without its overload."""
-    return str(node.target).removeprefix("aten.").partition(".")[0]
+    """The name of a node's operator, without its library and overload."""
+    return str(node.target).removeprefix("aten.").removeprefix("torch_bridge.").partition(".")[0]
 
 
 def _hint(n: Any) -> int:

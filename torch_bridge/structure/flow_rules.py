@@ -280,6 +280,13 @@ def _embedding(walk: Walk, node: Node) -> None:
         walk.found.cut(own.leaf, Cut(0, sizes(weight)[0], "vocabulary"))
 
 
+def _experts_own(walk: Walk, node: Node) -> None:
+    """A weight of which every expert of a mixture has its own; rows are not followed."""
+    own = walk.of(node.args[int(kind_of(node) == "expert_dot")])
+    if isinstance(own, Weight) and own.dims[0] is not None:
+        walk.found.experts[own.leaf] = own.dims[0]
+
+
 _NAMES: dict[Rule, str] = {
     _elementwise: "add sub mul div neg pow exp log sqrt rsqrt abs tanh sigmoid relu relu6 gelu silu"
     " elu leaky_relu softplus hardswish hardsigmoid mish clamp clamp_min clamp_max where"
@@ -298,6 +305,7 @@ _NAMES: dict[Rule, str] = {
     _linear: "linear",
     _addmm: "addmm",
     _embedding: "embedding",
+    _experts_own: "expert_dot expert_each",
     _nothing: "_assert_tensor_metadata",
 }
 _RULES = {name: rule for rule, names in _NAMES.items() for name in names.split()}

@@ -1,0 +1,197 @@
+"""Mixtures of experts of converted models: experts on their owners, the numbers of one device."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+import transformers
+from jax.sharding import PartitionSpec as P
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+import fzero as fz
+import torch_bridge as tb
+
+
+WORDS, WIDTH, NUM, LENGTH = 32, 8, 8, 8
+MIXTRAL = transformers.MixtralConfig(
+    hidden_size=WIDTH, intermediate_size=12, num_local_experts=NUM, num_experts_per_tok=2,
+    vocab_size=WORDS, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+    max_position_embeddings=LENGTH,
+)  # fmt: skip
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mixture = MixtralSparseMoeBlock(MIXTRAL)
+        for leaf in self.parameters():
+            torch.nn.init.normal_(leaf, std=0.5)
+
+    def forward(self, x):
+        return x + self.mixture(torch.tanh(x))
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(WORDS, WIDTH)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+        self.head = torch.nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@functools.cache
+def net():
+    torch.manual_seed(0)
+    module = Net()
+    return module, tb.convert(module, torch.zeros(2, LENGTH, dtype=torch.long), roll=2)
+
+
+def batch(rows=8):
+    ids = np.random.default_rng(0).integers(0, WORDS, (rows, LENGTH), dtype=np.int32)
+    return {"ids": ids, "labels": ids}
+
+
+def next_word(forward, batch):
+    out = forward(batch["ids"])
+    return tb.causal_lm_loss(getattr(out, "logits", out), batch["ids"])
+
+
+def trained(model, plan, tx=None):
+    """Loss and norm of a step, and all parameters after it."""
+    tx = optax.sgd(0.1) if tx is None else tx
+    devices = jax.devices()[: plan.pipe * plan.data * plan.expert * plan.tensor * plan.context]
+    state = fz.init(model, tx, plan, devices=devices)
+    state, metrics = fz.train_step(model, tx, plan, devices=devices)(state, batch())
+    numbers = np.array([float(metrics["loss"]), float(metrics["grad_norm"])])
+    return numbers, jax.device_get(fz.logical(model, state, plan))
+
+
+def agree(found, wanted):
+    # Sums in another order.
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
+    jax.tree.map(close, found[1], wanted[1])
+
+
+def test_experts_of_a_converted_model_live_on_their_owners_and_train_as_in_pytorch():
+    module, converted = net()
+    assert str(converted.blocks) == "blocks: blocks 0 to 1 as 2 layers"
+    said = [line for line in str(converted.parallel).splitlines() if "experts" in line]
+    assert said == [
+        f"blocks.*.mixture.experts.{name}: experts, dim 0 of 8 parts (each has its own)"
+        for name in ("gate_up_proj", "down_proj")
+    ]
+    model, plan = converted.model(next_word), fz.Plan(zero=3, data=2, expert=4, min_shard_bytes=0)
+    up = fz.layout(model, None, plan).state.params["blocks"][
+        "blocks.*.mixture.experts.gate_up_proj"
+    ]
+    assert up.sharding.spec == P(None, "expert", "data")
+    found = trained(model, plan)
+    # What PyTorch computes with a loop over experts, and its step.
+    ids = torch.from_numpy(batch()["ids"]).long()
+    logits = module(ids)[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, WORDS), ids[:, 1:].reshape(-1))
+    loss.backward()
+    grads = {name: leaf.grad for name, leaf in module.named_parameters()}
+    norm = torch.sqrt(sum((grad**2).sum() for grad in grads.values()))
+    values = {name: (leaf - 0.1 * leaf.grad).detach() for name, leaf in module.named_parameters()}
+    wanted = {name: value.numpy() for name, value in values.items()}
+    agree((found[0], converted.by_name(found[1])), (np.array([loss.item(), norm.item()]), wanted))
+
+
+@functools.cache
+def whole(name, **config):
+    """A model of transformers whose blocks are a mixture, and one step of it on one device."""
+    torch.manual_seed(0)
+    kinds = {
+        "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, {}),
+        "qwen": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM, {
+            "num_experts": NUM, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 8}),
+        "deepseek": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM, {
+            "n_routed_experts": NUM, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 12,
+            "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}),
+        "gpt-oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM, {"head_dim": 4}),
+    }  # fmt: skip
+    kind, module, own = kinds[name]
+    shared = {
+        key: getattr(MIXTRAL, key)
+        for key in (
+            "hidden_size",
+            "intermediate_size",
+            "num_local_experts",
+            "num_experts_per_tok",
+            "vocab_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "max_position_embeddings",
+        )
+    }
+    made = module(kind(**{**shared, "num_hidden_layers": 2, **own, **config}))
+    return made, tb.convert(made, torch.zeros(2, LENGTH, dtype=torch.long), roll=2)
+
+
+@functools.cache
+def alone(name):
+    return trained(whole(name)[1].model(next_word), fz.Plan(zero=0, data=1))
+
+
+PLANS = [
+    {"zero": 3, "data": 2, "expert": 4},
+    {"zero": 2, "data": 1, "expert": 2, "tensor": 2, "context": 2, "microbatches": 2},
+    {"zero": 1, "data": 2, "expert": 2, "gather": "lazy", "remat": "layer"},
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("axes", PLANS, ids=str)
+@pytest.mark.parametrize("name", ["mixtral", "qwen", "deepseek", "gpt-oss"])
+def test_a_mixture_of_transformers_trains_on_many_devices_as_on_one(name, axes):
+    module, converted = whole(name)
+    if axes["zero"] == 3:
+        ids = torch.from_numpy(batch()["ids"]).long()
+        assert tb.parity(module, converted, ids).agrees
+    model = converted.model(next_word)
+    agree(trained(model, fz.Plan(min_shard_bytes=0, **axes)), alone(name))
+
+
+@pytest.mark.nightly
+def test_the_stages_of_a_converted_pipeline_have_experts_too():
+    model = net()[1].model(next_word)
+    plan = fz.Plan(zero=3, data=2, expert=2, pipe=2, microbatches=2, min_shard_bytes=0)
+    agree(trained(model, plan), trained(model, fz.Plan(zero=0, data=1)))
+
+
+@pytest.mark.nightly
+def test_the_load_balancing_loss_of_transformers_is_that_of_all_devices():
+    """A product of two means over tokens: those of one device's tokens would give another."""
+    module, _ = whole("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    ids = torch.from_numpy(batch()["ids"]).long()
+    converted = tb.convert(module, input_ids=ids, labels=ids)
+    wanted = module(input_ids=ids, labels=ids).loss.item()
+    plan = fz.Plan(zero=3, data=2, expert=2, min_shard_bytes=0)
+    devices = jax.devices()[:4]
+    model = converted.model("module")
+    state = fz.init(model, None, plan, devices=devices)
+    given = {"input_ids": batch()["ids"], "labels": batch()["labels"]}
+    found = fz.eval_step(model, plan, devices=devices)(state, given)
+    np.testing.assert_allclose(float(found["loss"]), wanted, rtol=1e-6)
+
+
+def test_an_experts_function_that_draws_random_numbers_is_refused():
+    block = Block().mixture
+    block.experts.act_fn = torch.nn.Dropout(0.5)
+    converted = tb.convert(block, torch.zeros(2, LENGTH, WIDTH))
+    x = np.ones((2, LENGTH, WIDTH), np.float32)
+    assert jax.eval_shape(converted, x).shape == x.shape
+    with pytest.raises(fz.ConversionError, match=r"expert_rows.* it reads sizes or draws random"):
+        converted.apply(converted.params, {}, x, train=True, rng=jax.random.key(0))

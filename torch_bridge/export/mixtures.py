@@ -1,0 +1,151 @@
+"""Mixtures of experts in a graph: all steps of one as one step, a function that travels.
+
+Between `expert_rows` and `expert_sum` (`experts.py`) lies what experts compute of a row, with their
+own weights (read by `expert_dot` and `expert_each`) and perhaps with some that all share. As one
+step it is `fz.experts` of that function: on an `expert` axis the rows travel to their experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from fzero.exchange.experts import experts
+from fzero.exchange.grouped import Grouped
+from torch_bridge.lower.experts import alone
+from torch_bridge.lower.refs import Ref, fill, refs
+
+
+ROWS, SUM = "torch_bridge.expert_rows.default", "torch_bridge.expert_sum.default"
+# Which argument of these is a weight of the experts' own.
+_OWN = {"torch_bridge.expert_dot.default": 1, "torch_bridge.expert_each.default": 0}
+
+
+@dataclass(frozen=True)
+class Inner:
+    """One step of experts' function; values are numbered, so that equal functions are equal."""
+
+    name: str
+    fn: Callable[..., Any]
+    args: Any
+    kwargs: Any
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts as a function of tokens, choices, their weights and what it reads.
+
+    Attributes:
+        steps: what experts compute of the value `rows`, with that of `own` as the grouping.
+        out: the value that they give.
+        own: for each value that it reads, whether experts have their own of it.
+        num: how many experts there are.
+    """
+
+    steps: tuple[Inner, ...]
+    out: str
+    own: tuple[bool, ...]
+    num: int
+
+    def __call__(self, x: Any, chosen: Any, gates: Any, *read: Any) -> jax.Array:
+        weights = {
+            f"read {i}": value if own else jnp.broadcast_to(value, (self.num, *value.shape))
+            for i, (value, own) in enumerate(zip(read, self.own, strict=True))
+        }
+        return experts(self.apply, weights, x, chosen, gates)[0]
+
+    def apply(self, own: Grouped, weights: Mapping[str, Any], rows: jax.Array) -> jax.Array:
+        """What experts give for rows that are sorted by expert."""
+        values: dict[str, Any] = {"rows": (rows, own)}
+        for i, mine in enumerate(self.own):
+            values[f"read {i}"] = weights[f"read {i}"] if mine else weights[f"read {i}"][0]
+        for step in self.steps:
+            values[step.name] = step.fn(*fill(step.args, values), **fill(step.kwargs, values))
+        found: jax.Array = values[self.out]
+        return found
+
+
+def with_mixtures(steps: Sequence[Any], nodes: Sequence[torch.fx.Node]) -> tuple[Any, ...]:
+    """A graph's instructions, with all that belong to a mixture of experts as one.
+
+    Args:
+        steps: the instructions.
+        nodes: the graph's nodes.
+    """
+    values = {node.name: node.meta.get("val") for node in nodes}
+    returned = {x.name for node in nodes if node.op == "output" for x in node.all_input_nodes}
+    readers: dict[str, set[str]] = {}
+    for step in steps:
+        for name in refs((step.args, step.kwargs)):
+            readers.setdefault(name, set()).add(step.name)
+    gone: set[str] = set()
+    made: dict[str, Any] = {}
+    for place, first in enumerate(steps):
+        if first.operator != ROWS:
+            continue
+        inner, last = _inside(steps[place:])
+        names = {step.name for step in inner}
+        closed = last is not None and all(
+            readers.get(name, set()) <= names | {last.name} and name not in returned
+            for name in names
+        )
+        found = _mixture(inner, last, values) if closed else None
+        if found is not None:
+            gone |= names
+            made[found.name] = found
+    return tuple(made.get(step.name, step) for step in steps if step.name not in gone)
+
+
+def _inside(steps: Sequence[Any]) -> tuple[list[Any], Any]:
+    """The steps that depend on the first one, up to the sum that ends them."""
+    inner: list[Any] = [steps[0]]
+    names = {steps[0].name}
+    for step in steps[1:]:
+        if names.isdisjoint(refs((step.args, step.kwargs))):
+            continue
+        if step.operator == SUM:
+            return inner, step
+        inner.append(step)
+        names.add(step.name)
+    return inner, None
+
+
+def _mixture(inner: Sequence[Any], last: Any, values: Mapping[str, Any]) -> Any:
+    """One step instead of those of a mixture; None: its function does not travel."""
+    number = {step.name: f"step {i}" for i, step in enumerate(inner)} | {inner[0].name: "rows"}
+    read: dict[str, None] = {}
+    own: set[str] = set()
+    shared: set[str] = set()
+    for step in inner[1:]:
+        mine = step.args[_OWN[step.operator]] if step.operator in _OWN else None
+        given = [name for name in refs((step.args, step.kwargs)) if name not in number]
+        read.update(dict.fromkeys(given))
+        own.update(name for name in given if mine == Ref(name))
+        shared.update(name for name in given if mine != Ref(name))
+    tensors = all(isinstance(values.get(name), torch.Tensor) for name in read)
+    plain = all(step.fn is alone for step in (inner[0], last))  # and not in 64 bits
+    if own & shared or not tensors or not plain or any(step.draw is not None for step in inner):
+        return None
+    names = number | {name: f"read {i}" for i, name in enumerate(read)}
+    told = tuple(
+        Inner(names[step.name], step.fn, _named(step.args, names), _named(step.kwargs, names))
+        for step in inner[1:]
+    )
+    rows, x, chosen, gates, num = last.args
+    mixture = Mixture(told, names[rows.name], tuple(name in own for name in read), num)
+    dropped = dict.fromkeys(name for step in (*inner, last) for name in step.drop)
+    return replace(
+        last,
+        fn=mixture,
+        args=(x, chosen, gates, *map(Ref, read)),
+        drop=tuple(name for name in dropped if name not in number),
+    )
+
+
+def _named(template: Any, names: Mapping[str, str]) -> Any:
+    return fill(template, {name: Ref(new) for name, new in names.items()})
