@@ -138,7 +138,7 @@ class Modes(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "module, traces", [(nn.Linear(4, 4), 2), (nn.Dropout(0.5), 4), (Modes(), 6)]
+    ("module", "traces"), [(nn.Linear(4, 4), 2), (nn.Dropout(0.5), 4), (Modes(), 6)]
 )
 def test_modes_that_are_alike_are_traced_once_each(
     module: nn.Module, traces: int, monkeypatch: pytest.MonkeyPatch
