@@ -81,6 +81,7 @@ class Context:
         dtype: what the plan's precision casts parameters to; `None`: they keep their own.
         step: int32 scalar, optimizer steps taken (for schedules in a loss); `None` outside steps.
         products: which products with parameters run in 8 bits; `None`: none.
+        keep_fp32: patterns of paths whose parameters the plan keeps in float32.
     """
 
     batch: PyTree
@@ -90,6 +91,7 @@ class Context:
     dtype: Any = None
     step: Any = None
     products: Float8 | None = None
+    keep_fp32: tuple[str, ...] = ()
 
     def at(self, number: Any, buffers: PyTree = None) -> Context:
         """The context of layer `number` of the chain, from that of the microbatch."""
@@ -182,13 +184,14 @@ class Stack:
         return self.num
 
 
-def with_step(function: Callable[..., Any], step: Any) -> dict[str, Any]:
-    """The keyword arguments of a user's function that may ask for the step number."""
+def asked_for(function: Callable[..., Any], ctx: Context) -> dict[str, Any]:
+    """The keyword arguments of a loss that may ask for the step number, or (ours) the dtype."""
     try:
-        asks = "step" in inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some callables have no signature
-        asks = False
-    return {"step": step} if asks else {}
+        return {}
+    known = {"step": ctx.step, "_dtype": ctx.dtype}
+    return {name: value for name, value in known.items() if name in parameters}
 
 
 def subtree(params: PyTree, path: str) -> PyTree:

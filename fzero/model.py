@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from fzero.errors import PlanError
-from fzero.links import BufferReduce, Shard, with_step
+from fzero.links import BufferReduce, Shard, asked_for
 from fzero.links import Context as Context
 from fzero.links import Layer as Layer
 from fzero.links import Mean as Mean
@@ -126,7 +126,7 @@ class Model(Printed):
 
         def apply(params: PyTree, batch: PyTree, ctx: Context) -> tuple[Any, PyTree]:
             args = (params, ctx.buffers, batch, ctx.rng, ctx.train)
-            out, buffers, metrics = self.loss(*args, **with_step(self.loss, ctx.step))
+            out, buffers, metrics = self.loss(*args, **asked_for(self.loss, ctx))
             return (out, metrics), buffers
 
         return (Layer("", None, apply, stateful=True, buffer_reduce=self.buffer_reduce),)
@@ -206,7 +206,7 @@ class Sequential(Model):
 
 def _loss_layer(loss: Callable[..., Any]) -> Layer:
     def apply(_: PyTree, x: Any, ctx: Context) -> Any:
-        return loss(x, ctx.batch, **with_step(loss, ctx.step))
+        return loss(x, ctx.batch, **asked_for(loss, ctx))
 
     return Layer("loss", None, apply)
 

@@ -28,6 +28,7 @@ from fzero.schedule.actions import Schedule
 from fzero.schedule.check import check
 from fzero.schedule.names import BUILDERS, schedule, stages_per_rank
 from fzero.summary import as_html
+from fzero.tree import path_patterns
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,6 +54,10 @@ class Plan:
         microbatches: pieces a batch is cut into, one after the other on each device.
         precision: `fp32`; `bf16` or `fp16` compute from one fp32 master; `fp8`: `bf16`, with the
             products of parameters on 8-bit operands.
+        keep_fp32: regular expressions; a parameter in whose path one is found is used and sent in
+            float32 under the other precisions: `(r"norm", r"router")`. A model's functions get it
+            so, and say themselves where values go back to 16 bits. Of a converted module, the
+            submodules that own such parameters are as after their `.float()`.
         clip_norm: largest global gradient norm, or `None`.
         remat: what is kept for the backward pass. `layer`: of a `Stack`, only each layer's input;
             `offload`: the same, in host memory; both keep everything but casts and reshapes of
@@ -137,6 +142,7 @@ class Plan:
     tensor: int = 1
     microbatches: int = 1
     precision: str = "fp32"
+    keep_fp32: tuple[str, ...] = ()
     clip_norm: float | None = None
     remat: str | Callable[..., Any] = "layer"
     min_shard_bytes: int = 16 * 1024
@@ -161,6 +167,7 @@ class Plan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "remat", as_remat(self.remat))
         object.__setattr__(self, "tiers", as_tiers(self.tiers))
+        object.__setattr__(self, "keep_fp32", path_patterns("keep_fp32", self.keep_fp32))
         if not isinstance(self.partition, str):
             object.__setattr__(self, "partition", tuple(self.partition))
         check_values(self)
@@ -290,7 +297,9 @@ class Plan:
     @property
     def products(self) -> Float8 | None:
         """Which products run in 8 bits; `None`: none."""
-        return self.float8 if self.precision == "fp8" else None
+        if self.precision != "fp8":
+            return None
+        return dataclasses.replace(self.float8, keep=(*self.float8.keep, *self.keep_fp32))
 
     @property
     def gathers_at_use(self) -> bool:

@@ -59,6 +59,11 @@ EXCLUSIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "float8=... with precision={p.precision!r} would do nothing; use precision='fp8', or leave"
         " it out",
     ),
+    (
+        lambda p: p.keep_fp32 and p.precision == "fp32",
+        "keep_fp32={p.keep_fp32!r} with precision='fp32' would do nothing; use precision='bf16',"
+        " or leave it out",
+    ),
     # What is parked off the device.
     (
         lambda p: "master" in _parked(p) and not p.keeps_compute_copy,

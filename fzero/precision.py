@@ -12,7 +12,7 @@ import numpy as np
 from fzero.errors import PlanError
 from fzero.plan import Plan
 from fzero.summary import Printed, summary
-from fzero.tree import is_floating
+from fzero.tree import found_in, is_floating
 
 
 PyTree = Any
@@ -23,11 +23,13 @@ COMPUTE_DTYPES = {
 }  # fmt: skip
 
 
-def compute_dtype(plan: Plan, dtype: Any) -> np.dtype[Any]:
-    """The dtype in which a parameter of `dtype` computes and travels."""
+def compute_dtype(plan: Plan, dtype: Any, path: str = "") -> np.dtype[Any]:
+    """The dtype in which a parameter of `dtype`, at a path, computes and travels."""
     target = COMPUTE_DTYPES[plan.precision]
     if target is None or not jnp.issubdtype(dtype, np.floating):
         return np.dtype(dtype)
+    if found_in(plan.keep_fp32, path):
+        return np.dtype(jnp.promote_types(dtype, jnp.float32))
     return np.dtype(target)
 
 
@@ -44,11 +46,6 @@ def round_to(leaf: jax.Array, dtype: Any) -> jax.Array:
     info = jnp.finfo(dtype)
     wide = leaf if jnp.finfo(leaf.dtype).bits >= 32 else leaf.astype(jnp.float32)
     return jax.lax.reduce_precision(wide, info.nexp, info.nmant).astype(dtype)
-
-
-def cast_param(plan: Plan, leaf: jax.Array) -> jax.Array:
-    """A parameter rounded into its compute dtype."""
-    return round_to(leaf, compute_dtype(plan, leaf.dtype))
 
 
 def cast_input(plan: Plan, x: PyTree) -> PyTree:
@@ -91,11 +88,21 @@ def cast(tree: PyTree, like: PyTree) -> PyTree:
     )
 
 
-def called_with(args: PyTree, params: PyTree) -> PyTree:
-    """A module's arguments beside its parameters: where those have 16 bits, floats have as many."""
+def called_with(args: PyTree, params: PyTree, dtype: Any = None) -> PyTree:
+    """A module's arguments beside its parameters: where those have 16 bits, floats have as many.
+
+    Args:
+        args: what a module is called with.
+        params: its parameters.
+        dtype: that of the plan's precision, where some parameters are kept in float32.
+    """
     dtypes = float_dtypes(params)
-    half = len(dtypes) == 1 and jnp.finfo(dtypes[0]).bits == 16
-    return jax.tree.map(lambda x: cast(x, like=params) if half and hasattr(x, "dtype") else x, args)
+    half = dtypes[0] if len(dtypes) == 1 else dtype
+    if half is None or jnp.finfo(half).bits != 16:
+        return args
+    return jax.tree.map(
+        lambda x: cast(x, like=jnp.zeros((), half)) if hasattr(x, "dtype") else x, args
+    )
 
 
 def float_dtypes(tree: PyTree) -> list[np.dtype[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from fzero.errors import PlanError
 
 
 PyTree = Any
@@ -146,3 +149,30 @@ def same_object(leaves: Iterable[Any]) -> bool:
     """Whether any two leaves are one Python object (a check cheap enough for every step)."""
     ids = [id(leaf) for leaf in leaves]
     return len(set(ids)) != len(ids)
+
+
+def path_patterns(name: str, given: Any) -> tuple[str, ...]:
+    """Regular expressions on parameters' paths, in one form that can be compared and hashed.
+
+    Args:
+        name: the plan's field, for messages.
+        given: one, or several.
+
+    Raises:
+        PlanError: one of them is none; it says which.
+    """
+    patterns = (given,) if isinstance(given, str) else tuple(given)
+    for one in patterns:
+        try:
+            re.compile(one)
+        except (re.error, TypeError) as error:
+            raise PlanError(
+                f"plan: {name}={one!r}: expected a regular expression on parameters' paths"
+                f" ({error})"
+            ) from None
+    return patterns
+
+
+def found_in(patterns: Iterable[str], path: str) -> bool:
+    """Whether one of some regular expressions is found in a path."""
+    return any(re.search(one, path) for one in patterns)

@@ -128,6 +128,7 @@ EVERY = {
     "expert": 2,
     "microbatches": 3,
     "precision": "fp16",
+    "keep_fp32": (r"norm\d", "router"),
     "clip_norm": 0.5,
     "remat": "dots",
     "min_shard_bytes": 7,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fzero.errors import PlanError, known_fields
+from fzero.tree import found_in, path_patterns
 
 
 RECIPES = ("tensorwise", "rowwise")
@@ -58,16 +58,7 @@ class Float8:
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
             raise PlanError(f"plan: float8: recipe={self.recipe!r}: expected one of {RECIPES}")
-        keep = (self.keep,) if isinstance(self.keep, str) else tuple(self.keep)
-        for one in keep:
-            try:
-                re.compile(one)
-            except (re.error, TypeError) as error:
-                raise PlanError(
-                    f"plan: float8: keep={one!r}: expected a regular expression on parameters'"
-                    f" paths ({error})"
-                ) from None
-        object.__setattr__(self, "keep", keep)
+        object.__setattr__(self, "keep", path_patterns("float8: keep", self.keep))
         if isinstance(self.min_dim, bool) or not isinstance(self.min_dim, int) or self.min_dim < 1:
             raise PlanError(f"plan: float8: min_dim={self.min_dim!r}: expected a positive integer")
 
@@ -82,7 +73,7 @@ class Float8:
         """
         fits = all(n % 16 == 0 and n >= self.min_dim for n in (contracted, free))
         paths = (path,) if isinstance(path, str) else path
-        return fits and not any(re.search(one, path) for one in self.keep for path in paths)
+        return fits and not any(found_in(self.keep, path) for path in paths)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Float8:

@@ -15,7 +15,6 @@ import optax
 from fzero.batch import Inputs, abstract_batch, check_batch
 from fzero.model import Model
 from fzero.plan import Plan
-from fzero.precision import compute_dtype
 from fzero.preflight.bounds import bounds
 from fzero.preflight.kernels import Work
 from fzero.preflight.links import CollectiveUse, Traffic, traffic
@@ -348,7 +347,7 @@ class _Predictor:
             if split.dim is None or home is None or rank not in home.ranks:
                 continue
             mixed = self.plan.keeps_compute_copy
-            dtype = compute_dtype(self.plan, split.dtype) if mixed else split.dtype
+            dtype = split.compute if mixed else split.dtype
             rows = home.rows_per_rank / split.shape[0] if home.rows else 1
             size += round(rows * math.prod(split.stored_shape)) * dtype.itemsize
         data, rates = self.blue.group.data, self.target.rates

@@ -290,7 +290,9 @@ def describe_plan(found: Preflight) -> str:
             sizes.append(f"{name}={getattr(plan, name)}")
     sizes.append(f"data={plan.sizes(found.topology.num_devices)['data']}")
     sizes += [f"{name}={size}" for name, size in plan.further.items()]
-    return ", ".join([*sizes, f"microbatches={plan.microbatches}", plan.precision])
+    sizes += [f"microbatches={plan.microbatches}", plan.precision]
+    sizes += [f"fp32 kept where {' or '.join(plan.keep_fp32)}"] if plan.keep_fp32 else []
+    return ", ".join(sizes)
 
 
 def memory_table(found: Preflight) -> Table:

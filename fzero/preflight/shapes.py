@@ -14,7 +14,6 @@ from fzero.batch import Inputs, batch_sharding
 from fzero.model import Model
 from fzero.pieces import whole_chain
 from fzero.plan import Plan
-from fzero.precision import compute_dtype
 from fzero.programs.flops import flops
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.group import Group
@@ -107,7 +106,7 @@ def gradient_bytes(blue: Blueprint, plan: Plan) -> int:
     sums = 0
     wide = plan.microbatches > 1 or plan.reduce_dtype == "fp32"
     for split in layout_leaves(trained(blue.params)):
-        dtype = np.dtype(np.float32) if wide else compute_dtype(plan, split.dtype)
+        dtype = np.dtype(np.float32) if wide else split.compute
         sharded = split.dim is not None and plan.reduce == "microbatch"
         shape = split.stored_shape if sharded else split.shape
         ways = split.ways * (blue.group.data if sharded else 1)
@@ -118,7 +117,7 @@ def gradient_bytes(blue: Blueprint, plan: Plan) -> int:
 def held_bytes(blue: Blueprint, plan: Plan) -> int:
     """Bytes of the parameters that a step gathers once and holds, in the compute dtype."""
     return sum(
-        math.prod(split.shape) // split.ways * compute_dtype(plan, split.dtype).itemsize
+        math.prod(split.shape) // split.ways * split.compute.itemsize
         for split in layout_leaves(blue.params)
         if split.dim is not None
     )

@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 from fzero.batch import Inputs, batch_sharding
 from fzero.pipeline.execute import Executor
 from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, unmarked
-from fzero.precision import compute_dtype
 from fzero.preflight.kernels import Work
 from fzero.preflight.links import CollectiveUse, traffic
 from fzero.preflight.program import Compiled, Target
@@ -139,7 +138,7 @@ class StageCompiler:
         mean, own = jax.tree.map(lambda leaf: self._whole(last, leaf), ends)
         sums = stored_shapes(
             trained(blue.params), blue.sharding, True,
-            lambda dtype: np.dtype("float32") if several else compute_dtype(self.plan, dtype),
+            lambda split: np.dtype("float32") if several else split.compute,
         )  # fmt: skip
         kept = {"sums": sums, "mean": mean, "own": own, "changed": {"buffers": fields["buffers"]}}
         ranks = range(self.plan.pipe)

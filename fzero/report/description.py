@@ -21,7 +21,6 @@ from fzero.axes import DATA, REPLICA
 from fzero.model import Model
 from fzero.pieces import Piece
 from fzero.plan import Plan
-from fzero.precision import compute_dtype
 from fzero.sharding.blueprint import Blueprint, planned, secondary_size
 from fzero.sharding.chunks import OWNED
 from fzero.sharding.homes import Stages, stage_tree
@@ -29,7 +28,7 @@ from fzero.sharding.relayout import Kept
 from fzero.sharding.split import Home, Split, layout_leaves, trained
 from fzero.storage.tiers import DEVICE
 from fzero.summary import as_html
-from fzero.tree import PyTree, leaf_bytes, named_leaves
+from fzero.tree import PyTree, found_in, leaf_bytes, named_leaves
 from fzero.zero.quantize import BLOCK, encoded_bytes
 
 
@@ -171,6 +170,16 @@ class Description:
         lines = ""
         if self.plan.deterministic:
             lines += "\ndeterministic: on GPUs, kernels of fixed order, none picked by timing"
+        if self.plan.keep_fp32:
+            kept = [
+                leaf
+                for leaf in self.leaves
+                if leaf.state_class == "params" and found_in(self.plan.keep_fp32, leaf.path)
+            ]
+            count = sum(math.prod(leaf.shape) for leaf in kept)
+            lines += (
+                f"\nused and sent in float32: {len(kept)} leaves, {count:,} elements (keep_fp32)"
+            )
         if self.plan.gather_dtype is not None:
             part = encoded_bytes(BLOCK) / BLOCK
             lines += f"\ngathers over the data axis send int8: {part:.3f} bytes an element"
@@ -332,7 +341,7 @@ def _secondary_bytes(plan: Plan, layout: PyTree, secondary: int, stages: Stages 
     ]  # fmt: skip
     return max(
         sum(
-            math.prod(s.stored_shape) // s.ways * compute_dtype(plan, s.dtype).itemsize // secondary
+            math.prod(s.stored_shape) // s.ways * s.compute.itemsize // secondary
             for s in splits
             if s.dim is not None
         )

@@ -23,7 +23,7 @@ from fzero.optimizer.law import require_layers_apart
 from fzero.optimizer.layers import Rows, Scope
 from fzero.optimizer.sums import adds_up
 from fzero.plan import Plan
-from fzero.precision import compute_dtype, initial_loss_scale
+from fzero.precision import initial_loss_scale
 from fzero.processes import require_transfers
 from fzero.sharding.buffers import check_buffers
 from fzero.sharding.chunks import OWNED, Chunks, plan_chunks
@@ -220,7 +220,7 @@ class Blueprint:
                 trained(self.params),
                 sharding,
                 plan.shards("compute"),
-                lambda dtype: compute_dtype(plan, dtype),
+                lambda split: split.compute,
             )
         scale = jax.eval_shape(lambda: initial_loss_scale(plan))
         return {

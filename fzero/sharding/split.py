@@ -25,7 +25,7 @@ from fzero.model import Model
 from fzero.plan import Plan
 from fzero.precision import compute_dtype
 from fzero.sharding.axes import Axes, axes_of, num_ways
-from fzero.tree import PyTree, leaf_keys, named_leaves
+from fzero.tree import PyTree, found_in, leaf_keys, named_leaves
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Split:
         path: the leaf's name, such as `blocks/attn/w`; no other leaf of its tree has it.
         shape: logical shape; what the optimizer sees, and the model but for `home.rows`.
         dtype: dtype of the kept (master) leaf.
+        compute: dtype in which a parameter is used, and travels.
         dim: the dim that is split, or `None` for a whole leaf.
         pad: zeros at the end of `dim` in a stored shard, so that it divides.
         stacked: whether dim 0 counts the layers of a `Stack`.
@@ -95,6 +96,7 @@ class Split:
     path: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    compute: np.dtype[Any]
     dim: int | None
     pad: int
     stacked: bool
@@ -169,6 +171,7 @@ def split_leaf(
     """
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
     first, ways = int(stacked), num_ways(plan, axes)
+    compute = compute_dtype(plan, dtype, path)
     own = "".join(
         f"; dim {dim} over {axis}={plan.further[axis]}"
         for dim, axis in enumerate(axes) if axis is not None
@@ -176,11 +179,12 @@ def split_leaf(
 
     def split(dim: int | None, pad: int, reason: str) -> Split:
         return Split(
-            path, shape, dtype, dim, pad, stacked, reason + own, axes=tuple(axes), ways=ways
-        )
+            path, shape, dtype, compute, dim, pad, stacked, reason + own,
+            axes=tuple(axes), ways=ways,
+        )  # fmt: skip
 
     part = shape[first:]
-    size = int(np.prod(part, dtype=np.int64)) * compute_dtype(plan, dtype).itemsize // ways
+    size = int(np.prod(part, dtype=np.int64)) * compute.itemsize // ways
     if parts == 1:
         return split(None, 0, "one device on the data axis")
     if not part or 0 in shape:
@@ -218,7 +222,9 @@ def split_params(
         homes: in a pipeline, the home of each link's leaves.
     """
     stacks, axes = stacked_names(model), axes_of(model, plan, shapes)
-    frozen = frozen_names(model, [name for name, _ in named_leaves(shapes)])
+    names = [name for name, _ in named_leaves(shapes)]
+    frozen = frozen_names(model, names)
+    _require_found(plan, names)
 
     def split(keys: tuple[str, ...], name: str, leaf: Any) -> Split:
         link = keys[0] if keys else ""
@@ -258,6 +264,16 @@ def frozen_names(model: Model, names: Sequence[str]) -> frozenset[str]:
             f" {list(names)[:20]}"
         )
     return frozenset(found)
+
+
+def _require_found(plan: Plan, names: Sequence[str]) -> None:
+    """Refuses a pattern that keeps no parameter in float32."""
+    idle = [one for one in plan.keep_fp32 if not any(found_in((one,), name) for name in names)]
+    if idle:
+        raise PlanError(
+            f"plan: keep_fp32: {idle} are found in no parameter's path; there are"
+            f" {list(names)[:20]}"
+        )
 
 
 def _frozen(split: Split, plan: Plan) -> Split:
@@ -374,7 +390,7 @@ def owner_of(path: str, params: Container[str]) -> str | None:
 
 
 def _kept(split: Split) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(split.shape, update_dtype(split.dtype))
+    return jax.ShapeDtypeStruct(split.shape, update_dtype(split))
 
 
 def update_dtype(dtype: Any) -> np.dtype[Any]:
@@ -397,7 +413,7 @@ def _by_rows(init: Callable[[PyTree], PyTree], params: PyTree, shapes: PyTree) -
             if split.home is None or not split.home.rows:
                 return _kept(split)
             shape = split.shape[0] + rows, *(n + features for n in split.shape[1:])
-            return jax.ShapeDtypeStruct(shape, update_dtype(split.dtype))
+            return jax.ShapeDtypeStruct(shape, update_dtype(split))
 
         return [x.shape for x in jax.tree.leaves(jax.eval_shape(init, map_splits(change, params)))]
 
@@ -452,13 +468,13 @@ def stored_shapes(
         layout: a `Split` per leaf.
         sharding: the sharding at a home with a spec.
         sharded: whether the leaves are kept sharded over the data axis.
-        dtype: maps the dtype of a split to that of the leaf.
+        dtype: the dtype of a split's leaf, where that is not the one it is kept in.
     """
 
     def stored(split: Split) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(
             split.stored_shape if sharded else split.shape,
-            split.dtype if dtype is None else dtype(split.dtype),
+            split.dtype if dtype is None else dtype(split),
             sharding=sharding(split.home, split.lies(sharded)),
         )
 

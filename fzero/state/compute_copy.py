@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from fzero.offload.park import unpark
@@ -120,7 +121,12 @@ def cast_like(source: jax.Array, to: Any) -> jax.Array:
     """A kept parameter as its compute leaf: without padding, rounded (inside jit or not)."""
     if source.shape != to.shape:
         source = jax.lax.slice(source, (0,) * source.ndim, to.shape)
-    return round_to(source, to.dtype)
+    return rounded(source, to.dtype)
+
+
+def rounded(leaf: jax.Array, dtype: Any) -> jax.Array:
+    """A parameter in its compute dtype, as an array of its own: a step gives both away."""
+    return round_to(leaf, dtype) if leaf.dtype != dtype else jnp.copy(leaf)
 
 
 def refreshed(params: PyTree, compute: PyTree) -> PyTree:

@@ -20,7 +20,7 @@ from fzero.model import Model
 from fzero.offload.park import is_parked_so, park
 from fzero.offload.stream import StreamedFunction
 from fzero.plan import Plan
-from fzero.precision import cast_param, initial_loss_scale
+from fzero.precision import initial_loss_scale
 from fzero.programs.places import placed_with_key
 from fzero.sharding.blueprint import Blueprint, blueprint
 from fzero.sharding.initial import initializer
@@ -225,7 +225,10 @@ def compute_of(blue: Blueprint, params: PyTree) -> PyTree:
 
 
 def _cast(blue: Blueprint, params: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: cast_param(blue.plan, leaf), trained(blue.params, params))
+    layout = trained(blue.params)
+    return map_splits(
+        lambda s, leaf: compute_copy.rounded(leaf, s.compute), layout, trained(blue.params, params)
+    )
 
 
 def _derived(blue: Blueprint, params: PyTree, key: jax.Array) -> dict[str, Any]:

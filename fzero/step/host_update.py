@@ -17,10 +17,10 @@ import jax
 from jax.sharding import NamedSharding
 
 from fzero.errors import PlanError
-from fzero.precision import cast_param
 from fzero.sharding.blueprint import Blueprint, blueprint
 from fzero.sharding.chunks import OWNED
 from fzero.sharding.split import map_splits, stored_shapes, trained, with_frozen
+from fzero.state.compute_copy import rounded
 from fzero.step.update import Metrics, Update
 from fzero.storage.tiers import host_sharding
 from fzero.tree import PyTree, named_leaves
@@ -92,8 +92,8 @@ class HostUpdate:
             fields, kept["step"], kept["sums"], kept["mean"], kept["own"], kept["changed"], True
         )
         if self.blueprint.plan.keeps_compute_copy:
-            new["compute"] = jax.tree.map(
-                lambda x: cast_param(self.blueprint.plan, x), new["params"]
+            new["compute"] = map_splits(
+                lambda split, x: rounded(x, split.compute), self._layout, new["params"]
             )
         return new, metrics
 

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from fzero.links import Mean
-from fzero.precision import cast_param, next_loss_scale
+from fzero.precision import next_loss_scale
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.chunks import OWNED
 from fzero.sharding.group import Group
@@ -30,6 +30,7 @@ from fzero.sharding.split import (
     with_frozen,
 )
 from fzero.state import averages
+from fzero.state.compute_copy import rounded
 from fzero.state.logical import logical_view
 from fzero.state.train_state import Pending
 from fzero.tree import PyTree
@@ -298,12 +299,12 @@ class Update:
         return jax.tree.map(moved, ema, params) if self.apart else moved(ema, params)
 
     def _cast(self, tree: PyTree, loss: jax.Array) -> PyTree:
-        def cast(leaf: jax.Array) -> jax.Array:
-            run = partial(cast_param, self.plan, leaf)
+        def cast(split: Split, leaf: jax.Array) -> jax.Array:
+            run = partial(rounded, leaf, split.compute)
             # The update is compiled by itself, or it would round otherwise where a copy is kept.
             return apart(run, loss) if self.apart else run()
 
-        return jax.tree.map(cast, tree)
+        return map_splits(cast, self.layout, tree)
 
     def _pin_shards(self, tree: PyTree) -> PyTree:
         return map_splits(self.blueprint.constrain, self.layout, tree)

@@ -22,14 +22,13 @@ import jax
 
 from fzero.batch import opened
 from fzero.links import (
-    Context,
     Layer,
     Stack,
     apply_layer,
     layer_params,
 )
 from fzero.pieces import Piece, run_chain
-from fzero.precision import COMPUTE_DTYPES, cast_input
+from fzero.precision import cast_input
 from fzero.tree import PyTree
 from fzero.zero.fetched import Fetched, Parts, Sums, trained_leaves
 from fzero.zero.layer import (
@@ -112,7 +111,7 @@ def _train_forward(
     last: bool,
 ) -> tuple[Any, Links, PyTree]:
     rules, kept = fetched.rules, fetched.kept
-    x, (rows, step) = entered(rules, pieces[0], x), opened(batch)
+    x, inputs = entered(rules, pieces[0], x), opened(batch)
     links: Links = []
     end: list[End] = []
     # Whether a gradient is to go further back than the piece at hand.
@@ -120,8 +119,7 @@ def _train_forward(
 
     def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
         nonlocal before
-        dtype = COMPUTE_DTYPES[rules.plan.precision]
-        ctx, layer = Context(rows, rng, True, state, dtype, step, rules.plan.products), piece.layer
+        ctx, layer = rules.context(inputs, rng, True, state), piece.layer
         learns = bool(trained_leaves(rules, layer))
         link: Link | StackLink
         if isinstance(layer, Stack):
@@ -264,11 +262,10 @@ def eval_forward(
     # An evaluation is of the weights that are saved and exported, not of their 8-bit image.
     rules = dataclasses.replace(rules, exact=True)
     fetched = Fetched(rules, kept)
-    x, (rows, step) = entered(rules, pieces[0], x), opened(batch)
+    x, inputs = entered(rules, pieces[0], x), opened(batch)
 
     def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
-        dtype = COMPUTE_DTYPES[rules.plan.precision]
-        ctx, layer = Context(rows, rng, False, state, dtype, step, rules.plan.products), piece.layer
+        ctx, layer = rules.context(inputs, rng, False, state), piece.layer
         if isinstance(layer, Stack):
             return stack_eval(rules, piece, kept[layer.name], x, ctx)
         treedef = jax.tree.structure(layer_params(layer, kept))

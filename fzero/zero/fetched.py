@@ -13,7 +13,6 @@ from fzero.links import (
     Stack,
     layer_params,
 )
-from fzero.precision import compute_dtype
 from fzero.sharding.split import Split, layout_leaves, map_splits, trained
 from fzero.tree import PyTree
 from fzero.zero.at_use import gather_at_use
@@ -87,7 +86,7 @@ class Fetched:
             shards, _ = rules.fence((shards, after))
         return gather_at_use(
             function,
-            [jax.ShapeDtypeStruct(s.shape, compute_dtype(rules.plan, s.dtype)) for s in splits],
+            [jax.ShapeDtypeStruct(s.shape, s.compute) for s in splits],
             shards,
             lambda i, shard: self._fetch(splits[i], shard),
             [split.dim is not None and split.path not in self.by_path for split in splits],

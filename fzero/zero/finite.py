@@ -13,10 +13,9 @@ import jax.numpy as jnp
 
 from fzero.batch import Inputs, opened
 from fzero.keys import block_key
-from fzero.links import Context, Stack, apply_layer, layer_params
+from fzero.links import Stack, apply_layer, layer_params
 from fzero.model import Model
 from fzero.pieces import Piece, run_chain, whole_chain
-from fzero.precision import COMPUTE_DTYPES
 from fzero.sharding.split import Split, layout_leaves, trained
 from fzero.tree import PyTree
 from fzero.zero.chain import entered, train_backward, train_forward
@@ -42,12 +41,11 @@ def chain_marks(
         `(out, marks)`: for each piece the first of its layers whose output is not finite.
     """
     fetched = Fetched(rules, kept)
-    x, (rows, step) = entered(rules, pieces[0], x), opened(batch)
-    dtype = COMPUTE_DTYPES[rules.plan.precision]
+    x, inputs = entered(rules, pieces[0], x), opened(batch)
     marks: list[jax.Array] = []
 
     def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
-        ctx, layer = Context(rows, rng, True, state, dtype, step, rules.plan.products), piece.layer
+        ctx, layer = rules.context(inputs, rng, True, state), piece.layer
         if isinstance(layer, Stack):
             x, state, seen = stack_watched(rules, piece, kept[layer.name], x, ctx, _is_bad)
             marks.append(jnp.where(jnp.any(seen), jnp.argmax(seen) + 1, 0))

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 
 from fzero.plan import Plan
-from fzero.precision import compute_dtype
 from fzero.sharding.split import Split, layout_leaves, trained
 from fzero.tree import PyTree
 from fzero.zero.quantize import encoded_bytes
@@ -71,9 +70,7 @@ def deterministic_options(plan: Plan, platform: str) -> CompilerOptions:
 
 def largest_layer_bytes(plan: Plan, layout: PyTree) -> int:
     """Bytes of the largest layer of a stack in the compute dtype, counting split leaves."""
-    return _largest_layer(
-        layout, lambda split, size: size * compute_dtype(plan, split.dtype).itemsize
-    )
+    return _largest_layer(layout, lambda split, size: size * split.compute.itemsize)
 
 
 def gathered_layer_bytes(plan: Plan, layout: PyTree, parts: int) -> int:

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from fzero import compat
+from fzero.links import Context
 from fzero.plan import Plan
-from fzero.precision import cast_param, compute_dtype, round_to
+from fzero.precision import COMPUTE_DTYPES, round_to
 from fzero.sharding.group import Group
 from fzero.sharding.split import Split, layout_leaves, map_splits, trained
-from fzero.tree import PyTree, is_floating
+from fzero.tree import PyTree, found_in, is_floating
 from fzero.zero import bits
 from fzero.zero.collectives import (
     all_reduce_tree,
@@ -57,6 +58,14 @@ class Rules:
         """Whether what the first forward pass gathers is kept for the rest of the step."""
         return self.sharded and self.plan.gather == "lazy"
 
+    def context(
+        self, inputs: tuple[PyTree, Any], rng: jax.Array, train: bool, buffers: PyTree
+    ) -> Context:
+        """What a layer may read beside parameters and input; `inputs`: the batch and the step."""
+        (batch, step), plan = inputs, self.plan
+        dtype = COMPUTE_DTYPES[plan.precision]
+        return Context(batch, rng, train, buffers, dtype, step, plan.products, plan.keep_fp32)
+
     def held(self) -> Rules:
         """The rules for parameters that are whole by now."""
         return replace(self, sharded=False)
@@ -75,11 +84,10 @@ class Rules:
         return found
 
     def _fetch(self, split: Split, leaf: jax.Array, again: bool) -> jax.Array:
-        in_8_bits = self.plan.gather_dtype == "int8" and is_floating(leaf) and not self.exact
-        if self.sharded and in_8_bits:
-            dtype = compute_dtype(self.plan, leaf.dtype)
-            return self._ready(gather_int8(leaf, split, dtype, self.group, again))
-        leaf = cast_param(self.plan, leaf)
+        exact = self.exact or not is_floating(leaf) or found_in(self.plan.keep_fp32, split.path)
+        if self.sharded and self.plan.gather_dtype == "int8" and not exact:
+            return self._ready(gather_int8(leaf, split, split.compute, self.group, again))
+        leaf = round_to(leaf, split.compute)
         return self._ready(gather(leaf, split, self.group, again) if self.sharded else leaf)
 
     def _ready(self, whole: jax.Array) -> jax.Array:

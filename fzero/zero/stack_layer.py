@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from fzero.links import Context, Stack, apply_layer, split_shared
 from fzero.pieces import Piece
-from fzero.precision import COMPUTE_DTYPES
 from fzero.programs.halves import Rest, first_half
 from fzero.sharding.buffers import require_reductions
 from fzero.sharding.split import Split, map_splits, trained, with_frozen
@@ -131,8 +130,7 @@ class LayerProgram:
         assert self.rng is not None
         carry = static.carry.join(floats, rest)
         fixed = static.shared.join(shared, self.shared_rest)
-        (batch, step), dtype = self.batch, COMPUTE_DTYPES[static.rules.plan.precision]
-        ctx = Context(batch, self.rng, static.train, None, dtype, step, static.rules.plan.products)
+        ctx = static.rules.context(self.batch, self.rng, static.train, None)
         ctx = ctx.at(piece.number + k, state)
         if not static.rules.alone:
             require_reductions(static.stack, weights, {**carry, **fixed} if fixed else carry, ctx)

@@ -1,0 +1,189 @@
+"""`Plan(keep_fp32=...)`: parameters that are used and sent in float32 under 16-bit precisions."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from support import tiny
+
+import fzero as fz
+from fzero.errors import PlanError
+
+
+TX = optax.adam(1e-2)
+F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+SEEN: list[dict[str, jnp.dtype]] = []
+
+
+def block_init(key):
+    return {"w": jax.random.normal(key, (16, 16)) * 0.3, "norm": jnp.ones((16, 4)) / 4}
+
+
+def block(p, x, ctx):
+    """A layer that normalises in what its scale is in, and says where it goes back."""
+    SEEN.append({name: leaf.dtype for name, leaf in p.items()})
+    wide = x.astype(p["norm"].dtype)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5) * p["norm"].sum(-1)
+    return x + jnp.tanh(wide.astype(x.dtype) @ p["w"])
+
+
+@functools.cache
+def model():
+    """A chain with a stack, of which the norms are to be kept."""
+
+    def start(p, batch, ctx):
+        return batch["x"] @ p["up"]
+
+    def loss(x, batch):
+        error = x.astype(F32).sum(-1, keepdims=True) - batch["y"]
+        return fz.Mean(jnp.sum(error**2), jnp.float32(error.size))
+
+    up = fz.Layer("up", lambda key: {"up": jax.random.normal(key, (3, 16)) / 2}, start)
+    return fz.Sequential([up, fz.Stack("blocks", 4, block_init, block)], loss)
+
+
+def batch(rows=16):
+    x = np.random.default_rng(0).normal(size=(rows, 3)).astype(np.float32)
+    return {"x": x, "y": x[:, :1] * 2}
+
+
+def plan(**values):
+    return tiny.plan(precision="bf16", keep_fp32="norm", **values)
+
+
+@functools.cache
+def trained(**values):
+    """Two steps: logical parameters, metrics, and what the layers saw."""
+    SEEN.clear()
+    one = plan(**values)
+    state = fz.init(model(), TX, one)
+    step = fz.train_step(model(), TX, one)
+    for _ in range(2):
+        state, metrics = step(state, batch())
+    seen = list(SEEN)
+    loss = fz.eval_step(model(), one)(state, batch())["loss"]
+    return fz.logical(model(), state, one), float(metrics["loss"]), float(loss), seen
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_every_stage_uses_them_in_float32_and_has_the_same_bits(zero):
+    params, *losses, seen = trained(zero=zero)
+    assert seen
+    assert all(one == {"w": BF16, "norm": F32} for one in seen)
+    first, *others, _ = trained(zero=3)
+    assert losses == others
+    tiny.same_bits(params, first)
+
+
+def test_in_a_pipeline():
+    """Losses have no reason to differ: stages run the same functions."""
+    _, *losses, seen = trained(zero=3, pipe=2, data=4, microbatches=2)
+    assert seen
+    assert all(one == {"w": BF16, "norm": F32} for one in seen)
+    _, *plain, _ = trained(zero=3, data=4, microbatches=2)
+    np.testing.assert_allclose(losses, plain, rtol=1e-5)  # gradients are added in another order
+
+
+# Not to be had in 16 bits, nor in 8.
+EXACT = np.float32(1 + 2**-12)
+
+
+def sums(p, buffers, batch, rng, train):
+    """What parameters are when they are used; every sum is exact."""
+    norm, w = (jnp.max(p[name].astype(F32)) for name in ("norm", "w"))
+    return fz.Mean(0.0 * jnp.sum(batch["x"]) + norm, jnp.float32(1)), buffers, {"w": w}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"zero": 1, "gather": "lazy"},
+        {"zero": 3, "gather_dtype": "int8"},
+        {"zero": 3, "secondary": 2},
+        {"zero": 2, "tiers": {"master": "host"}},
+        {"zero": 3, "precision": "fp16"},
+        {"zero": 3, "precision": "fp8"},
+    ],
+    ids=["lazy", "int8", "secondary", "parked", "fp16", "fp8"],
+)
+def test_no_way_to_a_device_rounds_them(values):
+    initial = {name: np.full((64, 8), EXACT) for name in ("norm", "w")}
+    own = fz.Model((initial, {}), sums)
+    one = tiny.plan(**{"precision": "bf16", "keep_fp32": ("norm",), **values})
+    state = fz.init(own, TX, one)
+    given = {"x": np.ones((8, 1), np.float32)}
+    for step in (fz.eval_step(own, one), fz.train_step(own, optax.sgd(0.0), one)):
+        state = fz.init(own, optax.sgd(0.0), one)
+        out = step(state, given)
+        metrics = out[1] if isinstance(out, tuple) else out
+        assert float(metrics["loss"]) == EXACT, "rounded"
+        assert float(metrics["w"]) == 1.0
+
+
+def test_the_copy_follows_when_a_plan_keeps_more():
+    initial = {name: np.full((64, 8), EXACT) for name in ("norm", "w")}
+    own, less = fz.Model((initial, {}), sums), tiny.plan(zero=1, precision="bf16")
+    more = less.replace(keep_fp32="norm")
+    state = fz.replan(fz.init(own, TX, less), own, TX, less, more)
+    assert state.compute["norm"].dtype == F32
+    assert state.compute["w"].dtype == BF16
+    assert np.asarray(state.compute["norm"])[0, 0] == EXACT
+    edited = state.replace(params=jax.tree.map(lambda x: x * 2, state.params))
+    assert np.asarray(edited.compute["norm"])[0, 0] == 2 * EXACT
+    back = fz.replan(edited, own, TX, more, less)
+    assert back.compute["norm"].dtype == BF16
+
+
+def test_a_flax_module_is_called_with_the_precision_of_the_plan():
+    seen = []
+
+    class Norm(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+            seen.append((x.dtype, scale.dtype))
+            return (x.astype(scale.dtype) * scale).astype(x.dtype)
+
+    module = nn.Sequential([nn.Dense(4), Norm(), nn.Dense(1)])
+    own = fz.from_flax(
+        module, lambda forward, b: jnp.mean(forward(b["x"]).astype(F32)), np.ones((1, 3), "f4")
+    )
+    one = tiny.plan(zero=3, precision="bf16", keep_fp32="scale")
+    state = fz.init(own, TX, one)
+    seen.clear()
+    fz.eval_step(own, one)(state, batch())
+    assert seen
+    assert set(seen) == {(BF16, F32)}
+
+
+def test_it_is_said():
+    one = plan(zero=3)
+    assert "float32: 1 leaves, 256 elements" in str(fz.describe(one, model(), TX))
+    shapes = {leaf.path: leaf.dtype for leaf in fz.describe(one.replace(zero=1), model()).leaves
+              if leaf.state_class == "compute"}  # fmt: skip
+    assert shapes["blocks/norm"] == "float32"
+    assert shapes["blocks/w"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"precision": "fp32", "keep_fp32": "norm"}, "would do nothing"),
+        ({"precision": "bf16", "keep_fp32": ("nor[m",)}, "regular expression"),
+        ({"precision": "bf16", "keep_fp32": (3,)}, "regular expression"),
+    ],
+)
+def test_what_a_plan_refuses(values, said):
+    with pytest.raises(PlanError, match=said):
+        fz.Plan(**values)
+
+
+def test_a_pattern_that_finds_nothing_is_named():
+    with pytest.raises(PlanError, match=r"\['nrom'\] are found in no parameter.*blocks/norm"):
+        fz.init(model(), TX, tiny.plan(precision="bf16", keep_fp32=("norm", "nrom")))
