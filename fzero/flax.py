@@ -152,7 +152,7 @@ def _loss(call: _Call, loss: Callable[..., Any]) -> Callable[..., Any]:
 
     def step_loss(
         params: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array, train: bool,
-        _dtype: Any = None,
+        _ctx: Context | None = None,
     ) -> tuple[Mean, PyTree, dict[str, Any]]:  # fmt: skip
         current = buffers
         num_calls = 0
@@ -161,7 +161,7 @@ def _loss(call: _Call, loss: Callable[..., Any]) -> Callable[..., Any]:
             nonlocal current, num_calls
             ctx = Context(batch, jax.random.fold_in(rng, num_calls), train, current)
             num_calls += 1
-            args, kwargs = called_with((args, kwargs), params, _dtype)
+            args, kwargs = called_with((args, kwargs), params, _ctx and _ctx.dtype)
             out, new = call(params, ctx, args, kwargs)
             current = _as_before(current, new)
             return out

@@ -185,12 +185,12 @@ class Stack:
 
 
 def asked_for(function: Callable[..., Any], ctx: Context) -> dict[str, Any]:
-    """The keyword arguments of a loss that may ask for the step number, or (ours) the dtype."""
+    """What a model's function may ask for by keyword: the step number, or (ours) the context."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some callables have no signature
         return {}
-    known = {"step": ctx.step, "_dtype": ctx.dtype}
+    known = {"step": ctx.step, "_ctx": ctx}
     return {name: value for name, value in known.items() if name in parameters}
 
 

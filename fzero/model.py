@@ -109,7 +109,8 @@ class Model(Printed):
         if predict is not None:
 
             def apply(params: PyTree, batch: PyTree, ctx: Context) -> tuple[Any, PyTree]:
-                return predict(params, ctx.buffers, batch, ctx.rng), ctx.buffers
+                args = (params, ctx.buffers, batch, ctx.rng)
+                return predict(*args, **asked_for(predict, ctx)), ctx.buffers
 
             return (Layer("", None, apply, stateful=True),)
         if len(chain) > 1 and chain[-1].name == "loss":

@@ -178,7 +178,7 @@ class _Making:
             self.masters,
             {name: on_host(value) for name, value in params.items()} if copy else params,
             {name: on_host(value) for name, value in buffers.items()},
-            Graphs(modes, rolling.graphs, again, dtypes),
+            Graphs(modes, rolling.graphs, again, dtypes, names),
             read_adapters(module, layout),
         )
         if self.batch_dim is not None:

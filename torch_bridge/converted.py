@@ -8,9 +8,10 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from fzero.errors import ConversionError
-from fzero.links import Shard
+from fzero.links import Context, Shard
 from fzero.model import Model
 from fzero.summary import Printed, summary
 from fzero.tree import shapes_of
@@ -21,7 +22,7 @@ from torch_bridge.module.adapters import Adapter
 from torch_bridge.module.initial import on_host, with_masters
 from torch_bridge.module.names import Layout
 from torch_bridge.module.signature import build_output
-from torch_bridge.structure.again import Call, Graphs
+from torch_bridge.structure.again import Call, Computed, Graphs
 from torch_bridge.structure.blocks import Blocks
 from torch_bridge.structure.chain import Source, chain_values, links_merged, make_chain
 from torch_bridge.structure.divide import Parallel
@@ -142,8 +143,21 @@ class Converted(Printed):
             >>> out.shape
             (5, 2)
         """
+        computed = self._graphs.dtype_of(links_merged(params))
+        return self._applied(computed, params, buffers, args, kwargs, rng, train)
+
+    def _applied(
+        self,
+        computed: Computed | None,
+        params: Arrays,
+        buffers: Arrays,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rng: Any,
+        train: bool,
+    ) -> Applied:
         params, buffers = links_merged(params), links_merged(buffers)
-        call = self._graphs.call(bool(train), args, kwargs, self._graphs.dtype_of(params))
+        call = self._graphs.call(bool(train), args, kwargs, computed)
         leaves, new = self._run(call, params, buffers, rng, train)
         return Applied(build_output(call.mode.out_spec, leaves), new)
 
@@ -340,8 +354,9 @@ class Converted(Printed):
             return make_chain(self._source(), loss, predicting)
 
         def step_loss(
-            params: Arrays, buffers: Arrays, batch: Any, rng: Any, train: bool
+            params: Arrays, buffers: Arrays, batch: Any, rng: Any, train: bool, _ctx: Any = None
         ) -> tuple[Any, Any, dict[str, Any]]:
+            computed = self._computed(params, _ctx)
             current: list[Arrays] = [buffers]
             calls = 0
 
@@ -349,8 +364,8 @@ class Converted(Printed):
                 nonlocal calls
                 key = None if rng is None else jax.random.fold_in(rng, calls)
                 calls += 1
-                out, current[0] = self.apply(
-                    params, current[0], *args, rng=key, train=train, **kwargs
+                out, current[0] = self._applied(
+                    computed, params, current[0], args, kwargs, key, train
                 )
                 return out
 
@@ -369,13 +384,27 @@ class Converted(Printed):
         return {name: (None, *dims) if name in stacked else dims for name, dims in rules}
 
     def _predict(
-        self, predicting: Halving, params: Arrays, buffers: Arrays, batch: Any, rng: Any
+        self,
+        predicting: Halving,
+        params: Arrays,
+        buffers: Arrays,
+        batch: Any,
+        rng: Any,
+        _ctx: Any = None,
     ) -> Any:
         """`fz.Model`'s `predict`."""
-        halves = predicting(batch, self._graphs, False, self._graphs.dtype_of(params))
+        halves = predicting(batch, self._graphs, False, self._computed(params, _ctx))
         key = None if rng is None else jax.random.fold_in(rng, 0)  # as the loss's first call
         leaves, _ = self._run(halves.call, params, buffers, key, False)
         return halves.finish(leaves)
+
+    def _computed(self, params: Arrays, ctx: Context | None) -> Computed | None:
+        """What a step's parameters are in, if it is not their own dtype."""
+        if ctx is None or not ctx.keep_fp32:
+            return self._graphs.dtype_of(params)
+        return Computed(
+            np.dtype(ctx.dtype), self._graphs.kept(ctx, {name: name for name in params})
+        )
 
     def _same_anywhere(self) -> dict[str, str]:
         """`fz.Model`'s `buffer_reduce` for integers that no forward writes, or that count steps."""

@@ -6,7 +6,8 @@ a conversion keeps the module, without its weights, and traces it for what its g
 
 A module computes otherwise in another dtype: casts that did nothing do something, and what it asks
 of a dtype (its lowest number) has another answer. A step in bfloat16 therefore runs the graph of
-`module.to(torch.bfloat16)`, traced as such.
+`module.to(torch.bfloat16)`, traced as such; where a plan keeps some parameters in float32, of that
+with their submodules `.float()`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import copy
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
+from fzero.links import Context
+from fzero.tree import found_in
 from torch_bridge.dtypes import canonical, is_float, numpy_dtype, torch_dtype
 from torch_bridge.export.export import export_program
 from torch_bridge.export.interpret import (
@@ -38,7 +41,7 @@ from torch_bridge.export.shapes import SizeError
 from torch_bridge.module.names import Layout
 from torch_bridge.structure.rolled import Rolled
 from torch_bridge.structure.rolling import roll_same
-from torch_bridge.structure.stacked import Run
+from torch_bridge.structure.stacked import Names, Run
 
 
 class Call(NamedTuple):
@@ -55,6 +58,18 @@ class Call(NamedTuple):
     inputs: dict[str, Any]
 
 
+class Computed(NamedTuple):
+    """What a module's parameters are in, where that is not their own dtypes.
+
+    Attributes:
+        dtype: that of all, such as bfloat16.
+        kept: names of the module's own leaves that are in float32 all the same.
+    """
+
+    dtype: Any
+    kept: frozenset[str] = frozenset()
+
+
 @dataclass(frozen=True)
 class Graphs:
     """The graphs of a module: those of its example, and others for sizes that they refuse.
@@ -64,15 +79,21 @@ class Graphs:
         rolled: the same, rolled; empty where nothing is.
         again: traces the module for other sizes and dtypes.
         dtypes: the dtype of every floating-point parameter of the conversion.
+        names: which of those are stacked.
     """
 
     modes: Mapping[bool, Mode]
     rolled: Mapping[bool, Rolled]
     again: Again
     dtypes: Mapping[str, Any]
+    names: Names
 
     def call(
-        self, train: bool, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: Any = None
+        self,
+        train: bool,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        computed: Computed | None = None,
     ) -> Call:
         """The graph for a call's sizes and dtypes, with its inputs bound.
 
@@ -80,7 +101,7 @@ class Graphs:
             train: which mode.
             args: what the module is called with.
             kwargs: likewise.
-            dtype: what its parameters are in, where that is not their own dtype.
+            computed: what its parameters are in, where that is not their own dtype.
 
         Raises:
             ConversionError: other arguments than the example's, or sizes for which neither the
@@ -93,17 +114,17 @@ class Graphs:
             )
         mode, rolled = self.modes[train], self.rolled.get(train)
         leaves = mode.call.flatten(tuple(args), kwargs)
-        refused = f"computing in {dtype} instead of the module's own dtype" if dtype else ""
-        if not dtype and mode.takes_dtypes(leaves):
+        refused = f"computing in {computed.dtype}, not the module's own dtype" if computed else ""
+        if not computed and mode.takes_dtypes(leaves):
             try:
                 return Call(mode, rolled, mode.bind_inputs(leaves))
             except SizeError as error:
                 refused = str(error)
-        mode, rolled = self.again.find(mode, rolled, train, dtype, leaves, refused)
+        mode, rolled = self.again.find(mode, rolled, train, computed, leaves, refused)
         return Call(mode, rolled, mode.bind_inputs(leaves))
 
-    def dtype_of(self, params: Mapping[str, Any]) -> Any:
-        """The dtype that parameters are in, if it is not their own.
+    def dtype_of(self, params: Mapping[str, Any]) -> Computed | None:
+        """What parameters are in, if it is not their own.
 
         Raises:
             ConversionError: they are in several dtypes.
@@ -116,7 +137,20 @@ class Graphs:
                 f"params are in {sorted({d.name for d in given.values()})}: expected the module's"
                 " own dtypes, or one for all, in which the module is then traced"
             )
-        return next(iter(given.values()))
+        return Computed(next(iter(given.values())))
+
+    def kept(self, ctx: Context, paths: Mapping[str, str]) -> frozenset[str]:
+        """The module's own leaves that a plan keeps in float32.
+
+        Args:
+            ctx: a link's, of which it knows the plan.
+            paths: the path of each parameter of the conversion in the model.
+        """
+        if not ctx.keep_fp32:
+            return frozenset()
+        own = {one.name: tuple(leaf.name for leaf in one.leaves) for one in self.names.stacked}
+        found = (name for name, path in paths.items() if found_in(ctx.keep_fp32, path))
+        return frozenset(leaf for name in found for leaf in own.get(name, (name,)))
 
     @property
     def first(self) -> Rolled:
@@ -127,7 +161,7 @@ class Graphs:
         """The same graphs with every step changed; they then draw no random numbers."""
         modes = {train: _changed(mode, change) for train, mode in self.modes.items()}
         rolled = {train: graph.map_steps(change) for train, graph in self.rolled.items()}
-        return Graphs(modes, rolled, self.again.changed(change), self.dtypes)
+        return Graphs(modes, rolled, self.again.changed(change), self.dtypes, self.names)
 
     def unrolled(self) -> Graphs:
         """The same graphs, block by block."""
@@ -189,7 +223,7 @@ class Again:
         first: Mode,
         rolled: Rolled | None,
         train: bool,
-        dtype: Any,
+        computed: Computed | None,
         leaves: Sequence[tuple[str, Any]],
         refused: str,
     ) -> tuple[Mode, Rolled | None]:
@@ -202,7 +236,7 @@ class Again:
             first: the example's graph, which refuses the call.
             rolled: the same with the blocks that have to be rolled.
             train: which mode.
-            dtype: the parameters', where that is not their own.
+            computed: what the parameters are in, where that is not their own dtype.
             leaves: the call's, as `first.call.flatten` gives them.
             refused: why `first` refuses.
 
@@ -212,13 +246,13 @@ class Again:
         given = tuple(map(_float_dtype, (value for _, value in leaves)))
         with self._lock:
             runs = () if rolled is None else rolled.runs
-            known = self._found.setdefault((train, dtype, given, runs), [])
+            known = self._found.setdefault((train, computed, given, runs), [])
             for traced in known:
                 with contextlib.suppress(SizeError):
                     traced[0].bind_inputs(list(leaves))
                     return traced
             try:
-                traced = self._trace_any((first, rolled), train, dtype, leaves, runs)
+                traced = self._trace_any((first, rolled), train, computed, leaves, runs)
             except ConversionError as error:
                 raise ConversionError(
                     f"{refused}\nTracing the module for this failed: {error}"
@@ -230,37 +264,35 @@ class Again:
         self,
         own: tuple[Mode, Rolled | None],
         train: bool,
-        dtype: Any,
+        computed: Computed | None,
         leaves: Sequence[tuple[str, Any]],
         runs: tuple[Run, ...],
     ) -> tuple[Mode, Rolled | None]:
         """Trace with arguments of the dtypes given, or else of the parameters'."""
-        first = own[0]
+        first, dtype = own[0], computed and computed.dtype
         as_given = self._like(first, leaves, dtype, keep=True)
         as_params = self._like(first, leaves, dtype, keep=False)
         if _dtypes(as_given) != _dtypes(as_params):
             with contextlib.suppress(ConversionError):
-                return self._trace(first, train, dtype, as_given, runs, strict=True)
-            if dtype is None:  # the example's own graph may take them, cast
+                return self._trace(first, train, computed, as_given, runs, strict=True)
+            if computed is None:  # the example's own graph may take them, cast
                 with contextlib.suppress(SizeError):
                     first.bind_inputs(list(leaves))
                     return own
-        return self._trace(first, train, dtype, as_params, runs)
+        return self._trace(first, train, computed, as_params, runs)
 
     def _trace(
         self,
         first: Mode,
         train: bool,
-        dtype: Any,
+        computed: Computed | None,
         example: Any,
         runs: tuple[Run, ...],
         strict: bool = False,
     ) -> tuple[Mode, Rolled | None]:
         if self.module is None:
             raise ConversionError(self.problem)
-        args, kwargs = example
-        with self.device:
-            program = export_program(self._copy(dtype), args, kwargs, train, self.batch_dim, False)
+        program = self._exported(train, computed, example)
         if strict:
             refuse_mixed(program)
         refuse_data_dependent(program)
@@ -275,6 +307,22 @@ class Again:
             rolled = rolled and rolled.map_steps(self.change)
         return mode, rolled
 
+    def _exported(self, train: bool, computed: Computed | None, example: Any) -> Any:
+        args, kwargs = example
+
+        def export(module: torch.nn.Module) -> Any:
+            with self.device:
+                return export_program(module, args, kwargs, train, self.batch_dim, False)
+
+        if computed is None or not computed.kept:
+            return export(self._copy(computed))
+        with contextlib.suppress(ConversionError):
+            program = export(self._copy(computed))
+            refuse_mixed(program)
+            return program
+        # PyTorch does not multiply 32 bits with 16: what is kept hands 16 on.
+        return export(self._copy(computed, between=True))
+
     def original(self) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
         """A copy of the module without weights, and arguments like the example's.
 
@@ -288,14 +336,32 @@ class Again:
         args, kwargs = torch_pytree.tree_unflatten(made, spec)
         return without_weights(self.module), args, kwargs
 
-    def _copy(self, dtype: Any) -> torch.nn.Module:
-        """The module without its weights, in a dtype."""
+    def _copy(self, computed: Computed | None, between: bool = False) -> torch.nn.Module:
+        """The module without its weights, in a dtype.
+
+        Args:
+            computed: the dtype, and what stays in float32 as after `submodule.float()`.
+            between: whether submodules with such leaves take what they are called with in float32,
+                and give it back in 16 bits.
+        """
         assert self.module is not None
-        if dtype is None:
+        if computed is None:
             return self.module
-        if dtype not in self._copies:
-            self._copies[dtype] = without_weights(self.module, torch_dtype(dtype))
-        return self._copies[dtype]
+        if (computed, between) not in self._copies:
+            dtype = torch_dtype(computed.dtype)
+            made = without_weights(self.module, dtype)
+            for submodule in _owners(made, computed.kept):
+                for tensor in (*submodule._parameters.values(), *submodule._buffers.values()):
+                    if tensor is not None and tensor.is_floating_point():
+                        tensor.data = _untouched_like(tensor.data, torch.float32)
+                if between:
+                    submodule.register_forward_pre_hook(
+                        lambda _, args, kwargs: _floats_in(torch.float32, (args, kwargs)),
+                        with_kwargs=True,
+                    )
+                    submodule.register_forward_hook(lambda *given: _floats_in(dtype, given[-1]))
+            self._copies[computed, between] = made
+        return self._copies[computed, between]
 
     def _like(
         self, first: Mode, leaves: Sequence[tuple[str, Any]], dtype: Any, keep: bool
@@ -328,6 +394,20 @@ class _Form:
         return torch.zeros(
             tuple(shape), dtype=dtype or self.dtype, device=self.device, requires_grad=self.learns
         )
+
+
+def _owners(module: torch.nn.Module, names: Collection[str]) -> list[torch.nn.Module]:
+    """The submodules whose own parameters, not those of their children, are among some."""
+    wanted = {id(p) for name, p in module.named_parameters() if name in names}
+    return [m for m in module.modules() if any(id(p) in wanted for p in m._parameters.values())]
+
+
+def _floats_in(dtype: torch.dtype, values: Any) -> Any:
+    def cast(value: Any) -> Any:
+        floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if floats else value
+
+    return torch_pytree.tree_map(cast, values)
 
 
 def _form(leaf: Any) -> Any:

@@ -27,7 +27,7 @@ from fzero.model import Sequential
 from torch_bridge.export.interpret import evaluate
 from torch_bridge.export.mode import Mode, TensorInput, as_kept, as_leaf, frozen_dtypes
 from torch_bridge.lower.refs import fill, refs
-from torch_bridge.structure.again import Graphs
+from torch_bridge.structure.again import Computed, Graphs
 from torch_bridge.structure.halves import Halves, Halving, halve
 from torch_bridge.structure.heads import find_head
 from torch_bridge.structure.rolled import Loop, Part, Rolled
@@ -167,8 +167,8 @@ class _Plan:
             nested.setdefault(self.owner[name], {})[name] = value
         return nested
 
-    def first_dtype(self, params: Arrays, ctx: Context) -> Any:
-        """The dtype that the module computes in, if it is not its own, as the start knows it.
+    def first_dtype(self, params: Arrays, ctx: Context) -> Computed | None:
+        """What the module computes in, if it is not its own dtype, as the start knows it.
 
         The plan says it, or the parameters at hand; a start without any goes by the initial ones,
         which may be masters.
@@ -176,14 +176,25 @@ class _Plan:
         graphs = self.source.graphs
         own = set(graphs.dtypes.values())
         if ctx.dtype is not None:
-            return None if own <= {np.dtype(ctx.dtype)} else np.dtype(ctx.dtype)
+            kept, dtype = self.kept(ctx), np.dtype(ctx.dtype)
+            return None if own <= {dtype} and not kept else Computed(dtype, kept)
         found = graphs.dtype_of(params)
         told = len(own) == 1 and not graphs.dtypes.keys().isdisjoint(params)
         return found if found is not None or told else graphs.dtype_of(self.source.params)
 
-    def call(self, halving: Halving, batch: Any, train: bool, dtype: Any) -> Halves:
+    def told(self, x: Any, ctx: Context) -> Computed | None:
+        """What the start has found that the module computes in; None: its own dtype."""
+        given = x["shared"].get(_DTYPE)
+        return None if given is None else Computed(np.dtype(given.dtype), self.kept(ctx))
+
+    def kept(self, ctx: Context) -> frozenset[str]:
+        """The module's own leaves that the plan keeps in float32."""
+        paths = {name: f"{self.owner[name]}/{name}" for name in self.source.params}
+        return self.source.graphs.kept(ctx, paths)
+
+    def call(self, halving: Halving, batch: Any, train: bool, computed: Computed | None) -> Halves:
         """The graph for a batch, the module's inputs, and the loss of its output."""
-        halves = halving(batch, self.source.graphs, train, dtype)
+        halves = halving(batch, self.source.graphs, train, computed)
         mode, rolled, _ = halves.call
         assert rolled is not None
         if mode is not self.source.graphs.modes[train]:
@@ -191,13 +202,13 @@ class _Plan:
         return halves
 
     def shapes(
-        self, halving: Halving, batch: Any, train: bool, dtype: Any
+        self, halving: Halving, batch: Any, train: bool, computed: Computed | None
     ) -> tuple[Mode, Rolled, dict[str, Any]]:
         """As `call`, with the shapes of the inputs: nothing of the loss is computed."""
         graphs: list[tuple[Mode, Rolled]] = []
 
         def inputs(batch: Any) -> dict[str, Any]:
-            mode, rolled, found = self.call(halving, batch, train, dtype).call
+            mode, rolled, found = self.call(halving, batch, train, computed).call
             assert rolled is not None
             graphs.append((mode, rolled))
             return found
@@ -277,8 +288,8 @@ def _layer(plan: _Plan, index: int, name: str, halving: Halving) -> Layer:
     last = index + 1 == len(plan.links)
 
     def apply(params: Any, x: Any, ctx: Context) -> Any:
-        dtype = _told(x) if index else plan.first_dtype(params, ctx)
-        halves = plan.call(halving, ctx.batch, ctx.train, dtype)
+        computed = plan.told(x, ctx) if index else plan.first_dtype(params, ctx)
+        halves = plan.call(halving, ctx.batch, ctx.train, computed)
         mode, rolled, env = halves.call
         assert rolled is not None
         part = rolled.parts[index]
@@ -308,8 +319,8 @@ def _layer(plan: _Plan, index: int, name: str, halving: Halving) -> Layer:
             loop = rolled.parts[index + 1]
             assert isinstance(loop, Loop)
             shared = {given: env[given] for given in plan.handed_on(mode, rolled, index)}
-            if dtype is not None:
-                shared[_DTYPE] = jnp.zeros((), dtype)
+            if computed is not None:
+                shared[_DTYPE] = jnp.zeros((), computed.dtype)
             out = {"carry": tuple(env[given] for given, _ in loop.carry), "shared": shared}
             if loop.scanned:
                 out["number"] = jnp.zeros((), jnp.int32)
@@ -348,8 +359,8 @@ def _stack(plan: _Plan, index: int, name: str, halving: Halving) -> Stack:
     stateful = bool(buffers)
 
     def apply(params: Any, x: Any, ctx: Context) -> Any:
-        dtype = _told(x)
-        mode, rolled, shapes = plan.shapes(halving, ctx.batch, ctx.train, dtype)
+        computed = plan.told(x, ctx)
+        mode, rolled, shapes = plan.shapes(halving, ctx.batch, ctx.train, computed)
         loop = rolled.parts[index]
         assert isinstance(loop, Loop)
         state = ctx.buffers if stateful else {}
@@ -374,12 +385,6 @@ def _stack(plan: _Plan, index: int, name: str, halving: Halving) -> Stack:
     return Stack(
         name, loop.run.num, _given, apply, shared=("shared",), stateful=stateful, buffer_reduce=same
     )
-
-
-def _told(x: Any) -> Any:
-    """The dtype that the start of a chain has found; None: the module's own."""
-    given = x["shared"].get(_DTYPE)
-    return None if given is None else np.dtype(given.dtype)
 
 
 def _given(_: Any) -> Any:

@@ -1,0 +1,119 @@
+"""Converted modules under `Plan(keep_fp32=...)`: submodules `.float()` in a 16-bit module."""
+
+from __future__ import annotations
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+import fzero as fz
+import torch_bridge as tb
+
+
+# Not to be had in 16 bits.
+EXACT = 1 + 2**-12
+
+
+class Scale(torch.nn.Module):
+    """What an RMSNorm of transformers does to dtypes: its weight's promotes what it gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((8,), EXACT))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Norm(Scale):
+    """What it is given, if it computes in float32, and zeros in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("much", torch.full((8,), 2.0**12))
+
+    def forward(self, x):
+        return (x * self.weight - x) * self.much
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mix = Norm(), torch.nn.Linear(8, 8, bias=False)
+        with torch.no_grad():  # sums of one term, which no order rounds otherwise
+            self.mix.weight.copy_(0.5 * torch.eye(8))
+
+    def forward(self, x):
+        return x + torch.relu(self.mix(self.norm(x)))
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.last = Scale()
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def half(module, kept, between):
+    """PyTorch's own: in bfloat16, with some submodules `.float()` again."""
+    made = copy.deepcopy(module).to(torch.bfloat16)
+    for name in kept:
+        own = made.get_submodule(name)
+        for (_, old), (_, new) in zip(
+            module.get_submodule(name).state_dict().items(), own.float().state_dict().items(),
+            strict=True,
+        ):  # fmt: skip
+            new.copy_(old)
+        if between:
+            own.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+            own.register_forward_hook(lambda _, args, out: out.bfloat16())
+    return made
+
+
+@pytest.mark.parametrize("chain", [True, False], ids=["chain", "function"])
+@pytest.mark.parametrize(
+    ("keep", "between"),
+    [("last", False), (("norm", "last"), True)],
+    ids=["torch-runs-it", "torch-does-not"],
+)
+def test_numbers_are_those_of_torch(chain, keep, between):
+    torch.manual_seed(0)
+    module, x = Net().eval(), torch.randn(8, 8).bfloat16()
+    kept = ["last", *(f"blocks.{k}.norm" for k in range(3) if between)]
+    plain = half(module, kept, between=False)
+    with torch.no_grad():
+        if between:
+            with pytest.raises(RuntimeError, match="same dtype"):
+                plain(x)
+        own = half(module, kept, between) if between else plain
+        expected = own(x)
+    converted = tb.convert(module, torch.zeros(8, 8))
+    model = converted.model(
+        lambda y, batch: jnp.mean(y.astype(jnp.float32)), inputs=lambda batch: batch["x"],
+        outputs=lambda y: y, chain=chain,
+    )  # fmt: skip
+    plan = fz.Plan(zero=3, data=2, precision="bf16", keep_fp32=keep, min_shard_bytes=0)
+    state = fz.init(model, optax.sgd(0.1), plan)
+    batch = {"x": x.float().numpy()}
+    (got,) = jax.tree.leaves(fz.predict_step(model, plan)(state, batch))
+    assert got.dtype == (jnp.bfloat16 if between else jnp.float32)
+    # PyTorch rounds after each of three blocks and at the end, by 2**-9 at most; XLA may leave out
+    # what it widens again. A norm in 16 bits would give zeros.
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), expected.float().numpy(), rtol=2**-7 if between else 0
+    )
+    if not between:  # what 16 bits cannot tell apart from what they can
+        rounded = np.asarray(jnp.asarray(got).astype(jnp.bfloat16).astype(jnp.float32))
+        assert np.any(np.asarray(got) != rounded)
+    _, metrics = fz.train_step(model, optax.sgd(0.1), plan)(state, batch)
+    assert np.isfinite(metrics["grad_norm"])
