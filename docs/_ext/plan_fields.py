@@ -21,7 +21,7 @@ GROUPS = {
     ),
     "pipeline": ("schedule", "partition"),
     "numerics": (
-        "precision", "clip_norm", "loss_scale", "skip_nonfinite", "deterministic", "ema", "float8",
+        "precision", "keep_fp32", "clip_norm", "loss_scale", "skip_nonfinite", "deterministic", "ema", "float8",
     ),
 }  # fmt: skip
 
