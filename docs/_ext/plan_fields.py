@@ -21,8 +21,8 @@ GROUPS = {
     ),
     "pipeline": ("schedule", "partition"),
     "numerics": (
-        "precision", "keep_fp32", "clip_norm", "loss_scale", "skip_nonfinite", "deterministic", "ema",
-        "float8",
+        "precision", "keep_fp32", "clip_norm", "loss_scale", "skip_nonfinite", "deterministic",
+        "ema", "float8",
     ),
 }  # fmt: skip
 
