@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -338,6 +339,15 @@ def test_refusals(states, tmp_path):
     with pytest.raises(fz.CheckpointError, match="file"):
         fz.save(blocked / "run", states("zero 3"), plan, asynchronous=False)
     assert fz.checkpoint(tmp_path).number == 0
+
+
+def test_threads_save_to_one_path_one_after_another(states, tmp_path):
+    plan, state = PLANS["zero 0"], states("zero 0")
+    with ThreadPoolExecutor(4) as threads:
+        numbers = threads.map(lambda _: fz.save(tmp_path / "new", state, plan), range(4))
+        assert sorted(numbers) == [0, 1, 2, 3]
+    fz.wait(tmp_path / "new")
+    assert sorted(os.listdir(tmp_path / "new")) == ["0", "1", "2", "3"]
 
 
 def test_a_position_that_json_cannot_hold_is_refused_at_once(states, tmp_path):

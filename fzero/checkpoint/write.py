@@ -44,6 +44,7 @@ FORMAT = 1
 # What follows from other fields is not written.
 FIELDS = ("params", "opt_state", "ema", "buffers", "loss_scale", "grads")
 _OPEN: dict[str, _Open] = {}  # what writes into a path, until it has written
+_LOCKS: dict[str, threading.RLock] = {}  # threads that save to one path do so one after another
 # Python 3.12.0 and 3.12.1 start no thread once the main one has ended: a writer could not finish.
 _EXIT_IS_ABRUPT = (3, 12) <= sys.version_info < (3, 12, 2)
 
@@ -157,12 +158,14 @@ def _save(
             np.asarray(jax.random.key_data(state.rng)).tolist(),
         ],
     }
-    earlier = _end(path)  # an error of one process alone: none may stop here
+    earlier = None
     try:
-        begin = _to_objects if is_url(path) else _to_directory
-        number = begin(path, leaves, meta, keep)
-        if not asynchronous or _EXIT_IS_ABRUPT:
-            wait(path)
+        with _alone(path):
+            earlier = _end(path)  # an error of one process alone: none may stop here
+            begin = _to_objects if is_url(path) else _to_directory
+            number = begin(path, leaves, meta, keep)
+            if not asynchronous or _EXIT_IS_ABRUPT:
+                wait(path)
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"save: expected to write a checkpoint to {os.fspath(path)}: {error}. Earlier"
@@ -222,20 +225,21 @@ def wait(path: str | os.PathLike[str]) -> None:
 
 def _end(path: str | os.PathLike[str]) -> CheckpointError | None:
     """Waits for what writes into a path; why it failed, if it did, which is told once."""
-    found = _OPEN.pop(_absolute(path), None)
-    if found is None:
-        return None
-    try:
-        found.writer.wait_until_finished()
-        found.writer.close()
-    except Exception as error:  # whatever the background writer met
-        which = "a checkpoint" if found.number is None else f"checkpoint {found.number}"
-        failed = CheckpointError(
-            f"save: writing {which} to {os.fspath(path)} failed: {error}. Earlier checkpoints"
-            " are untouched"
-        )
-        failed.__cause__ = error
-        return failed
+    with _alone(path):
+        found = _OPEN.pop(_absolute(path), None)
+        if found is None:
+            return None
+        try:
+            found.writer.wait_until_finished()
+            found.writer.close()
+        except Exception as error:  # whatever the background writer met
+            which = "a checkpoint" if found.number is None else f"checkpoint {found.number}"
+            failed = CheckpointError(
+                f"save: writing {which} to {os.fspath(path)} failed: {error}. Earlier checkpoints"
+                " are untouched"
+            )
+            failed.__cause__ = error
+            return failed
     return None
 
 
@@ -375,6 +379,11 @@ def _key(number: int) -> str:
 def _absolute(path: str | os.PathLike[str]) -> str:
     """A path as it is known by."""
     return str(folder_of(os.fspath(path))) if is_url(path) else str(Path(path).absolute())
+
+
+def _alone(path: str | os.PathLike[str]) -> threading.RLock:
+    """What a thread holds while it looks after the writer of a path."""
+    return _LOCKS.setdefault(_absolute(path), threading.RLock())
 
 
 def _manager(path: str | os.PathLike[str], keep: int | None) -> Any:
