@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 QUICK = (
     "flax_digits.py", "gpt2_pipeline.py", "quickstart.py", "torch_cnn_digits.py",
     "rlhf_offload.py", "offload_4b.py", "lightning_validate_then_fit.py", "zeropp.py",
-    "tensor_parallel.py", "tensor_parallel_hf.py", "long_context.py",
+    "tensor_parallel.py", "tensor_parallel_hf.py", "long_context.py", "mixture_of_experts.py",
 )  # fmt: skip
 # What needs a GPU can do the same in miniature.
 ARGUMENTS = {"offload_4b.py": ["--tiny"]}
@@ -29,6 +29,7 @@ EXPECTED = {
     "tensor_parallel.py": r"largest difference between 8 devices and one: .* \(bound 1e-05\)",
     "tensor_parallel_hf.py": r"largest difference between 8 devices and one: .* \(bound 1e-05\)",
     "long_context.py": r"largest difference between 8 devices and one: .* \(bound 1e-05\)",
+    "mixture_of_experts.py": r"largest difference between 8 devices and one: .* \(bound 1e-05\)",
     "rlhf_offload.py": r"rewards rise .*; the same losses, bit for bit, as without offload",
     "lightning_validate_then_fit.py": r"all 8 losses are those of fit alone, bit for bit",
     "quickstart.py": r"loss 0\.\d+ -> 0\.0\d+ after 50 steps of ZeRO-3",
