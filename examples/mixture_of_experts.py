@@ -2,9 +2,10 @@
 
     python examples/mixture_of_experts.py
 
-Eight virtual devices: two groups for ZeRO-3 (`data`), four devices in each have two of eight experts
-(`expert`). Tokens travel to their experts and back; none is dropped. `converted.parallel` says what
-lies along the axis. Last, losses are compared with one device's. Under a minute on two CPU cores.
+Eight virtual devices: two groups for ZeRO-3 (`data`), in each of which four devices have two of the
+eight experts (`expert`). Tokens travel to their experts and back; none is dropped.
+`converted.parallel` says what lies along the axis. Last, losses are compared with one device's.
+Under a minute on two CPU cores.
 """
 
 import sysconfig

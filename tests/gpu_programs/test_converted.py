@@ -145,3 +145,35 @@ def test_convolutions_have_their_features_last():
     assert len(turned) <= 4, turned  # the images, around the two poolings
     assert not read.found.unknown_flops
     assert read.found.compiled_flops == pytest.approx(read.found.model_flops, rel=0.05)
+
+
+def test_a_mixtral_s_tokens_travel_and_its_experts_stay():
+    """Of a layer: tokens there and back, and backwards there, and gradients there and back."""
+    experts, k, hidden = 8, 2, 1024
+    config = transformers.MixtralConfig(
+        num_hidden_layers=1, hidden_size=WIDTH, num_attention_heads=HEADS,
+        num_key_value_heads=HEADS, intermediate_size=hidden, num_local_experts=experts,
+        num_experts_per_tok=k, max_position_embeddings=SEQ, **SIZES,
+    )  # fmt: skip
+    module = transformers.MixtralForCausalLM(config)
+    converted = tb.convert(module, torch.zeros(2, 16, dtype=torch.long))
+    model = converted.model(
+        lambda forward, batch: tb.causal_lm_loss(forward(batch["ids"]).logits, batch["ids"])
+    )
+    plan = fz.Plan(zero=3, data=1, expert=8, precision="bf16")
+    read = compiled(model, plan, {"ids": jax.ShapeDtypeStruct((8, SEQ), np.int32)}, "h200:8")
+    assert set(read.found.by_axes) == {"expert"}
+    sent = [c for c in read.found.collectives if c.kind == "all-to-all"]
+    room = -(-3 * SEQ * k // (2 * 8))  # a row of the batch on each device: 1.5 times an even share
+    sizes = {8 * room * WIDTH * 2: 5, 8 * room * 4: 5}  # rows; gates and experts' numbers
+    assert {size: sum(c.times for c in sent if c.bytes == size) for size in sizes} == sizes
+    assert sum(c.times for c in sent) == 10
+    # Dense leaves' gradients are added up, and the rows of the token table's are gathered.
+    others = [c for c in read.found.collectives if c.kind != "all-to-all"]
+    gathered = [c for c in others if c.kind == "all-gather"]
+    assert sum(c.bytes for c in gathered) == 8 * SEQ * (WIDTH * 2 + 4)
+    assert {c.kind for c in others} == {"all-reduce", "all-gather"}
+    dense = sum(leaf.size for name, leaf in converted.params.items() if "experts" not in name)
+    added = sum(c.bytes for c in others if c.kind == "all-reduce" and c.bytes > 8)
+    assert added == 2 * (dense - VOCAB * WIDTH)
+    assert '"__cudnn$fmhaSoftmax"' in read.text
