@@ -18,6 +18,7 @@ from torch_bridge.converted import Converted
 from torch_bridge.export.export import export_program
 from torch_bridge.export.interpret import Instruction
 from torch_bridge.export.places import module_path, source_line
+from torch_bridge.export.slopes import SLOPES
 from torch_bridge.export.watch import untouched
 
 
@@ -188,15 +189,21 @@ def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 class _Recorder(torch.fx.Interpreter):
-    """Runs a graph in PyTorch and keeps the value of every operator."""
+    """Runs a graph in PyTorch and keeps the value of every operator.
+
+    A graph does not hold what `torch.autograd.grad` computes: what depends on it is not kept.
+    """
 
     def __init__(self, graph_module: torch.fx.GraphModule) -> None:
         super().__init__(graph_module)
         self.seen: list[NodeValue] = []
+        self._unknown: set[torch.fx.Node] = set()
 
     def run_node(self, n: torch.fx.Node) -> Any:
         value = super().run_node(n)
-        if n.op == "call_function":
+        if str(n.target) == SLOPES or not self._unknown.isdisjoint(n.all_input_nodes):
+            self._unknown.add(n)
+        elif n.op == "call_function":
             kept = torch_pytree.tree_map(
                 lambda v: _array(v) if isinstance(v, torch.Tensor) else v, value
             )

@@ -125,10 +125,11 @@ def watch_functions() -> Iterator[list[str]]:
         name = f"{cls.__module__}.{cls.__qualname__}"
         if name in _KNOWN and not kwargs:
             return _traced(cls, args, _KNOWN[name])
-        # The gradients of custom operators are made of Functions too, but these are recorded
-        # whole: the table of operators decides about them. Where nothing is differentiable
-        # (indices, masks) there is no backward to lose.
-        if cls.__module__ != "torch._library.autograd" and _differentiable((args, kwargs)):
+        # The gradients of custom operators and of control flow are made of Functions too, but these
+        # are recorded whole: the table of operators decides about them. Where nothing is
+        # differentiable (indices, masks) there is no backward to lose.
+        whole = cls.__module__.startswith(("torch._library.autograd", "torch._higher_order_ops"))
+        if not whole and _differentiable((args, kwargs)):
             seen.append(name)
         return original.__get__(None, cls)(*args, **kwargs)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,15 @@ from torch_bridge.export.mixtures import with_mixtures
 from torch_bridge.export.places import module_path, source_line
 from torch_bridge.export.ranges import Ranges
 from torch_bridge.export.shapes import unbacked
-from torch_bridge.lower import find_lowering
+from torch_bridge.export.slopes import SLOPES, slopes
+from torch_bridge.lower import find_lowering, register_operator
 from torch_bridge.lower.features_last import call, in_order, takes_last
 from torch_bridge.lower.masks import MASK, SizeMask, size_masks
 from torch_bridge.lower.refs import Ref, fill
 from torch_bridge.lower.symbolic import python_function
+
+
+_Reads = Callable[[torch.fx.Node], Sequence[torch.fx.Node]]
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,20 @@ class Instruction:
     kwargs: Mapping[str, Any]
     draw: int | None
     drop: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Nested:
+    """A graph that an operator runs (a branch, the body of a loop), as a function of arrays."""
+
+    steps: tuple[Instruction, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[Any, ...]
+
+    def __call__(self, *values: Any) -> list[Any]:
+        given = dict(zip(self.inputs, values, strict=True))
+        evaluate(self.steps, given, None)
+        return fill(list(self.outputs), given)
 
 
 @dataclass(frozen=True)
@@ -80,8 +98,12 @@ def evaluate(
     observe: Callable[[str, Any], None] | None = None,
 ) -> None:
     """Run instructions; their results are added to `values`, and dropped as they say."""
-    for step in steps:
+    start = dict(values) if any(step.operator == SLOPES for step in steps) else {}
+    for number, step in enumerate(steps):
         args, kwargs = fill(step.args, values), fill(step.kwargs, values)
+        if step.operator == SLOPES:
+            kwargs["steps"] = partial(_again, steps[:number], start, step.args[0], rng)
+            kwargs["names"] = [x.name for x in step.args[1]]
         if step.draw is not None:
             kwargs["key"] = jax.random.fold_in(rng, step.draw)
         try:
@@ -98,10 +120,34 @@ def evaluate(
     values.update({name: in_order(value) for name, value in values.items()})
 
 
+def _again(
+    steps: Sequence[Instruction],
+    start: Mapping[str, Any],
+    outputs: Any,
+    rng: Any,
+    chosen: Mapping[str, Any],
+) -> Any:
+    """Values that the first steps compute, once some of them are given."""
+    values = {**start, **chosen}
+    evaluate([_kept(step) for step in steps if step.name not in chosen], values, rng)
+    return fill(outputs, values)
+
+
+def _kept(step: Instruction) -> Instruction:
+    return replace(step, drop=())
+
+
+@register_operator(SLOPES)
+def _slopes(
+    outputs: Any, inputs: Any, seeds: Any, further: bool, *, steps: Any, names: Sequence[str]
+) -> list[Any]:
+    return slopes(steps, names, inputs, seeds, further)
+
+
 def missing_operators(program: torch.export.ExportedProgram) -> Mapping[str, frozenset[str]]:
     """All operators of a program that have no lowering, with the modules that call them."""
     found: dict[str, set[str]] = {}
-    for node in _live_nodes(program):
+    for node in _all_live(program.graph):
         if node.op == "call_function" and _resolve(node.target) is None:
             found.setdefault(str(node.target), set()).add(module_path(node))
     return {name: frozenset(paths) for name, paths in found.items()}
@@ -132,7 +178,7 @@ def refuse_data_dependent(program: torch.export.ExportedProgram) -> None:
     Raises:
         ConversionError: names the operator, the module path and the source line.
     """
-    for node in _live_nodes(program):
+    for node in _all_live(program.graph):
         if node.op == "call_function" and unbacked(node.meta.get("val")):
             raise ConversionError(
                 f"{node.target} in {module_path(node)} has a size or number that depends on "
@@ -190,7 +236,20 @@ def build_graph(program: torch.export.ExportedProgram, ranges: Ranges) -> Graph:
     def reads(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
         return masks[node].reads if node in masks else node.all_input_nodes
 
-    live = _live_nodes(program, reads)
+    instructions, draws = _instructions(program.graph, ranges, masks, reads)
+    outputs, mutations = _outputs(program)
+    wide = frozenset(node.name for node in ranges.wide)
+    return Graph(instructions, outputs, mutations, draws, wide)
+
+
+def _instructions(
+    graph: torch.fx.Graph,
+    ranges: Ranges,
+    masks: Mapping[torch.fx.Node, SizeMask],
+    reads: _Reads,
+) -> tuple[tuple[Instruction, ...], int]:
+    """The calls of a graph, and how many of them draw random numbers."""
+    live = _live_nodes(graph, reads)
     last_use = _last_uses(live, reads)
     instructions: list[Instruction] = []
     draws = 0
@@ -213,10 +272,32 @@ def build_graph(program: torch.export.ExportedProgram, ranges: Ranges) -> Graph:
                 last_use.get(node.name, ()),
             )
         )
-    outputs, mutations = _outputs(program)
-    wide = frozenset(node.name for node in ranges.wide)
-    steps = with_mixtures(instructions, live)
-    return Graph(steps, outputs, mutations, draws, wide)
+    return with_mixtures(instructions, live), draws
+
+
+def _nested(node: torch.fx.Node) -> Nested:
+    """The graph that a node stands for."""
+    body: Any = getattr(node.graph.owning_module, str(node.target))
+    steps, draws = _instructions(body.graph, Ranges(), {}, _inputs_of)
+    if draws:
+        raise ConversionError(
+            f"random numbers inside torch.cond, scan, while_loop or map, in {_where(node)}: draw"
+            " them before, and hand them in"
+        )
+    inputs = tuple(n.name for n in body.graph.nodes if n.op == "placeholder")
+    (out,) = (n for n in body.graph.nodes if n.op == "output")
+    results: Any = out.args[0]
+    many = isinstance(results, list | tuple)
+    return Nested(steps, inputs, tuple(map(_template, results if many else [results])))
+
+
+def _all_live(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
+    """What is live in a graph and in those within it."""
+    for node in _live_nodes(graph):
+        yield node
+        if node.op == "get_attr":
+            body: Any = getattr(graph.owning_module, str(node.target))
+            yield from _all_live(body.graph)
 
 
 def _lowered(
@@ -274,23 +355,18 @@ def _pass_through(x: Any, *_: Any, **__: Any) -> Any:
 _CHECKS = ("aten._assert_scalar.default",)
 
 
-_Reads = Callable[[torch.fx.Node], Sequence[torch.fx.Node]]
-
-
 def _inputs_of(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
     return node.all_input_nodes
 
 
-def _live_nodes(
-    program: torch.export.ExportedProgram, reads: _Reads = _inputs_of
-) -> list[torch.fx.Node]:
+def _live_nodes(graph: torch.fx.Graph, reads: _Reads = _inputs_of) -> list[torch.fx.Node]:
     """Nodes that an output needs, and checks of sizes.
 
     The rest is dropped: asserts about metadata, and those about values (a mask that must hold as
     many tokens as there are features), which a compiled program cannot raise.
     """
     wanted: set[torch.fx.Node] = set()
-    nodes = list(program.graph.nodes)
+    nodes = list(graph.nodes)
     for node in reversed(nodes):
         checks = str(node.target) in _CHECKS and not any(
             unbacked(source.meta.get("val")) for source in node.all_input_nodes
@@ -306,7 +382,8 @@ def _last_uses(nodes: Sequence[torch.fx.Node], reads: _Reads) -> dict[str, tuple
     final: dict[str, str] = {}
     for node in nodes:
         for used in reads(node):
-            final[used.name] = "" if node.op == "output" else node.name
+            kept = node.op == "output" or used.op == "get_attr"
+            final[used.name] = "" if kept else node.name
     drops: dict[str, list[str]] = {}
     for name, user in final.items():
         if user:
@@ -316,7 +393,7 @@ def _last_uses(nodes: Sequence[torch.fx.Node], reads: _Reads) -> dict[str, tuple
 
 def _template(value: Any) -> Any:
     if isinstance(value, torch.fx.Node):
-        return Ref(value.name)
+        return _nested(value) if value.op == "get_attr" else Ref(value.name)
     if isinstance(value, list | tuple):  # fx has list and tuple types of its own
         items = [_template(item) for item in value]
         return items if isinstance(value, list) else tuple(items)

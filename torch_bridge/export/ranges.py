@@ -73,7 +73,7 @@ class Ranges:
         if python_function(node.target) is not None:
             return False
         held = any(source in self.wide for source in node.all_input_nodes)
-        return held or node in self.wide or _with_large_number(node)
+        return held or node in self.wide or _with_large_number(node) or _wide_within(node)
 
     def lowered(self, node: torch.fx.Node, fn: Fn, template: Any, where: str) -> Fn:
         """The lowering of a node, in 64 bits where it has to be.
@@ -263,6 +263,19 @@ def _leaves(value: Any, count: int | None = None) -> list[Any]:
     if count is not None:
         return [value] * count if _is_range(value) else list(value)
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _wide_within(node: torch.fx.Node) -> bool:
+    """Whether a graph that a node runs computes in 64 bits: of loops no ranges are known."""
+    for source in node.all_input_nodes:
+        if source.op != "get_attr":
+            continue
+        body: Any = getattr(node.graph.owning_module, str(source.target))
+        steps = [inner for inner in body.graph.nodes if inner.op == "call_function"]
+        values = [x for inner in steps for x in _leaves(inner.meta.get("val"))]
+        if any(isinstance(x, torch.Tensor) and x.dtype in _WIDE for x in values):
+            return True
+    return False
 
 
 def _with_large_number(node: torch.fx.Node) -> bool:

@@ -22,10 +22,11 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.errors import ConversionError
 from torch_bridge.export.experts import experts_stand_ins
+from torch_bridge.export.slopes import record_grad
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")
-_TABLE: dict[Any, Callable[..., Any]] = {}
+_TABLE: dict[Any, Callable[..., Any]] = {torch.autograd.grad: record_grad}
 
 
 def _instead_of(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -142,6 +143,17 @@ def _as_strided(
             " only the view's own elements. Call .contiguous().clone() first, or index."
         )
     return torch.ops.aten.as_strided(input, size, stride, storage_offset)
+
+
+@_instead_of(torch.as_strided_scatter, torch.Tensor.as_strided_scatter)
+def _as_strided_scatter(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """PyTorch 2.13 gives what was replaced the gradient, and the rest none."""
+    if input.requires_grad:
+        raise ConversionError(
+            "the gradient of torch.as_strided_scatter is that of the replaced elements in PyTorch:"
+            " torch.scatter, index_put or slice_scatter have the right one; or detach the input."
+        )
+    return torch.ops.aten.as_strided_scatter(input, *args, **kwargs)
 
 
 @_instead_of(torch.linalg.lstsq)

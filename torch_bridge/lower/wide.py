@@ -39,7 +39,13 @@ class Wide:
             args, kwargs = jax.tree.unflatten(form, given)
             found, form = jax.tree.flatten(in_order(self.fn(*args, **kwargs)))
             kept = zip(found, self.keeps, strict=True)
-            return jax.tree.unflatten(form, [x if keep else narrowed(x) for x, keep in kept])
+            return jax.tree.unflatten(
+                form, [self._kept(x) if keep else narrowed(x) for x, keep in kept]
+            )
+
+    def _kept(self, x: Any) -> Any:
+        taught = self.taught and np.dtype(x.dtype).kind in "fc"
+        return _no_gradient(x, self.where) if taught else x
 
     def _widened(self, x: Any, dtype: str | None) -> Any:
         if dtype is None or not hasattr(x, "dtype"):

@@ -9,6 +9,7 @@ import torch
 
 from fzero.errors import ConversionError
 from torch_bridge.export.mode import Mode
+from torch_bridge.export.slopes import SLOPES
 from torch_bridge.export.trace import trace
 from torch_bridge.module.names import Layout
 from torch_bridge.structure.blocks import MIN_LAYERS, Blocks, Unrolled, find_runs
@@ -63,6 +64,11 @@ def roll_blocks(
     """
     if not min_layers:
         return Rolling({}, Names(), Blocks(unrolled=(Unrolled("(root)", "roll=False"),)))
+    if any(step.operator == SLOPES for mode in modes.values() for step in mode.graph.instructions):
+        reason = (
+            "the forward differentiates itself (torch.autograd.grad): all of it is one function"
+        )
+        return Rolling({}, Names(), Blocks(unrolled=(Unrolled("(root)", reason),)))
     traces = {train: trace(programs[train], modes[train], layout) for train in modes}
     runs, unrolled = find_runs(traces, layout, min_layers)
     while runs:

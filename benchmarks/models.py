@@ -1,0 +1,396 @@
+"""Architectures from tiny configs, each beside its conversion.
+
+    python benchmarks/models.py [--only REGEX] [--missing] [--check N] [--json OUT] [--table OUT.md]
+
+For each entry of `model_list.py` the module is converted at one batch size and compared with
+PyTorch's at another, with weights perturbed: outputs in eval mode, outputs in train mode and the
+gradients of all parameters, and outputs in bfloat16. An entry is
+
+- `right`: all of it agrees;
+- `refused`: a ConversionError says why it does not convert;
+- `wrong`: something differs;
+- `failed`: some other exception, or more than a minute.
+
+Values agree within 2e-5 of the largest, gradients within 1e-4 of the largest of their parameter; or
+within that of what PyTorch gives in float64; or if they are as near to that as PyTorch's own
+float32 (twice its error at most: both are roundings). In bfloat16 the error against float32 is at
+most 1.1 times that of PyTorch's own module in bfloat16, and a rounding of the result.
+
+What PyTorch itself cannot run from a tiny config is no entry. `--check N` runs every Nth right
+entry again and fails if one is right no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+
+sys.path.insert(0, str(Path(__file__).parent))
+import model_list
+from beside import QUICK, VERDICTS, Wrong, verdict
+
+import torch_bridge as tb
+
+
+SECONDS, EXAMPLE, BATCH = 60, 2, 3
+VALUES, GRADIENTS, NEGLIGIBLE = 2e-5, 1e-4, 3e-3
+RESULTS = Path(__file__).parent / "results" / "models.json"
+# Larger than this no config is tiny.
+MOST = 6_000_000
+Rows = dict[str, dict[str, Any]]
+Arrays = dict[str, Any]
+
+
+class NoEntry(Exception):
+    """PyTorch itself cannot run it so."""
+
+
+def livelier(module: torch.nn.Module) -> torch.nn.Module:
+    """The module with weights that all have an effect: no zero biases, no norms of 1."""
+    make = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=make)
+                parameter.add_(0.05 * noise.to(parameter.dtype))
+    return module
+
+
+def leaves(out: Any) -> list[Any]:
+    """The arrays or tensors of an output, in one order for both sides."""
+    if isinstance(out, Mapping):
+        return [x for key in out for x in leaves(out[key])]
+    if isinstance(out, list | tuple):
+        return [x for value in out for x in leaves(value)]
+    return [out] if isinstance(out, torch.Tensor | jax.Array | np.ndarray) else []
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one side gives: outputs, which of them have a gradient, gradients, buffers after."""
+
+    outputs: list[Any]
+    smooth: list[bool]
+    gradients: Arrays
+    buffers: Arrays
+
+
+def theirs(
+    module: torch.nn.Module, inputs: Mapping[str, Any], train: bool, dtype: torch.dtype
+) -> Side:
+    """PyTorch's side; in train mode with gradients of a fixed random projection."""
+
+    def cast(x: Any) -> Any:
+        floating = isinstance(x, torch.Tensor) and x.is_floating_point()
+        return x.to(dtype) if floating else x
+
+    module = copy.deepcopy(module).to(dtype).train(train)
+    torch.manual_seed(0)
+    with torch.set_grad_enabled(train):
+        out = leaves(module(**pytree.tree_map(cast, dict(inputs))))
+    smooth = [x.requires_grad for x in out]
+    gradients: Arrays = {}
+    if train:
+        chosen = [x for x in out if x.requires_grad]
+        if not chosen:
+            raise NoEntry("nothing that it gives has a gradient")
+        seeds = [torch.from_numpy(seed(x.shape)).to(x.dtype) for x in chosen]
+        torch.autograd.backward(chosen, seeds)
+        gradients = {
+            name: np.zeros(p.shape) if p.grad is None else array(p.grad)
+            for name, p in module.named_parameters()
+        }
+    buffers = {name: array(b) for name, b in module.named_buffers()}
+    return Side([array(x) for x in out], smooth, gradients, buffers)
+
+
+def array(x: torch.Tensor) -> Any:
+    """A tensor as numpy has it, floats as float64."""
+    return (x.detach().double() if x.is_floating_point() else x.detach()).numpy()
+
+
+def seed(shape: Any) -> Any:
+    """The cotangent of an output."""
+    return np.random.default_rng(len(shape)).standard_normal(tuple(shape))
+
+
+def ours(
+    converted: tb.Converted,
+    inputs: Mapping[str, Any],
+    smooth: list[bool] | None,
+    dtype: Any = np.float32,
+) -> Side:
+    """The same of the conversion; in train mode if `smooth` is given."""
+
+    def cast(x: Any) -> Any:
+        x = np.asarray(x)
+        return x.astype(dtype) if np.issubdtype(x.dtype, np.floating) else x
+
+    given = {name: cast(x) for name, x in inputs.items()}
+    params = {name: cast(x) for name, x in converted.params.items()}
+    train = smooth is not None
+
+    def run(params: Any) -> Any:
+        rng = jax.random.key(0)
+        made = converted.apply(params, converted.buffers, train=train, rng=rng, **given)
+        return leaves(made.output), made.buffers
+
+    def loss(params: Any) -> Any:
+        out, buffers = run(params)
+        terms = [
+            jnp.sum(x * seed(x.shape).astype(x.dtype))
+            for x, counts in zip(out, smooth or [], strict=True)
+            if counts
+        ]
+        return sum(terms), (out, buffers)
+
+    if not train:
+        out, buffers = jax.device_get(jax.jit(run)(params))
+        return Side(out, [], {}, converted.by_name(buffers))
+    gradients, (out, buffers) = jax.device_get(jax.jit(jax.grad(loss, has_aux=True))(params))
+    return Side(out, [], converted.by_name(gradients), converted.by_name(buffers))
+
+
+def compare(what: str, got: Any, want: Any, exact: Any, tolerance: float, scale: float) -> None:
+    """Raises `Wrong` unless two arrays agree as the head of this file says."""
+    got = np.asarray(got)
+    if got.shape != want.shape:
+        raise Wrong(f"{what}: shape {got.shape}, torch {want.shape}")
+    if not np.issubdtype(want.dtype, np.inexact):
+        if not np.array_equal(got, want):
+            raise Wrong(f"{what}: other whole numbers")
+        return
+    finite = np.isfinite(want)
+    if not np.array_equal(np.isfinite(got), finite):
+        raise Wrong(f"{what}: other infinities")
+    scale = max(scale, float(np.max(np.abs(want[finite]), initial=0.0)), 1e-6)
+
+    def gap(a: Any, b: Any) -> float:
+        return float(np.max(np.abs(a[finite] - b[finite]), initial=0.0)) / scale
+
+    near = gap(got, want)
+    if near <= tolerance:
+        return
+    if exact is None or gap(got, exact) > max(tolerance, 2 * gap(want, exact)):
+        raise Wrong(f"{what}: off by {near:.1e}")
+
+
+def check_mode(converted: tb.Converted, module: Any, inputs: Any, train: bool) -> None:
+    """One mode in float32: outputs, and in train mode gradients and buffers."""
+    want = theirs(module, inputs, train, torch.float32)
+    got = ours(converted, inputs, want.smooth if train else None)
+    mode = "train" if train else "eval"
+    if len(got.outputs) != len(want.outputs):
+        raise Wrong(f"{mode}: {len(got.outputs)} outputs, torch {len(want.outputs)}")
+    try:
+        exact = theirs(module, inputs, train, torch.float64)
+    except Exception:  # some have no float64
+        exact = Side([None] * len(want.outputs), [], {}, {})
+    for i, (g, w, e) in enumerate(zip(got.outputs, want.outputs, exact.outputs, strict=True)):
+        compare(f"{mode}: output {i}", g, w, e, VALUES, 0.0)
+    largest = max((float(np.abs(w).max()) for w in want.gradients.values() if w.size), default=0.0)
+    for name, g in got.gradients.items():
+        w, e = want.gradients[name], exact.gradients.get(name)
+        compare(f"gradient of {name}", g, w, e, GRADIENTS, NEGLIGIBLE * largest)
+    for name, g in got.buffers.items() if train else ():
+        compare(f"buffer {name}", g, want.buffers[name], exact.buffers.get(name), VALUES, 0.0)
+
+
+def check_bfloat16(converted: tb.Converted, module: Any, inputs: Any) -> str:
+    """The float32 conversion in bfloat16; PyTorch's own module in bfloat16 is the measure."""
+    truth = theirs(module, inputs, False, torch.float32).outputs
+    try:
+        want = theirs(module, inputs, False, torch.bfloat16).outputs
+    except Exception as error:
+        return f"PyTorch cannot: {type(error).__name__}"
+    got = ours(converted, inputs, None, jnp.bfloat16).outputs
+    floats = [i for i, t in enumerate(truth) if np.issubdtype(t.dtype, np.floating)]
+
+    def error(side: Any) -> float:
+        parts = (np.sum((np.float64(side[i]) - truth[i]) ** 2) for i in floats)
+        return float(np.sqrt(sum(parts)))
+
+    size = np.sqrt(sum(np.sum(truth[i] ** 2) for i in floats))
+    # The error of a few numbers says little about its size.
+    few = 1 + 2 / sum(truth[i].size for i in floats) ** 0.5
+    mine, torchs = error(got), error(want)
+    if not np.isfinite(mine) and np.isfinite(torchs):
+        raise Wrong("bfloat16: not finite")
+    if mine > 1.1 * few * torchs + 2.0**-9 * size:
+        raise Wrong(f"bfloat16: error {mine / size:.1e}, torch's own {torchs / size:.1e}")
+    return "right"
+
+
+def check_model(build: model_list.Builder, row: dict[str, Any]) -> None:
+    """Converts one entry and compares all of it; `row` takes what is measured."""
+    torch.manual_seed(3)
+    try:
+        with torch.device("meta"):
+            size = sum(p.numel() for p in build()[0].parameters())
+    except Exception:
+        size = 0  # some cannot be made without values
+    if size > MOST:
+        raise NoEntry(f"{size} parameters")
+    try:
+        module, call = build()
+        livelier(module).eval()
+        with torch.no_grad():
+            module(**call(BATCH))
+            module(**call(EXAMPLE))
+    except Exception as error:
+        raise NoEntry(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}") from error
+    row["class"] = type(module).__name__
+    start = time.process_time()
+    converted = tb.convert(module, **call(EXAMPLE))
+    row["seconds"] = round(time.process_time() - start, 1)
+    inputs = call(BATCH)
+    check_mode(converted, module, inputs, train=False)
+    check_mode(converted, module, inputs, train=True)
+    row["bfloat16"] = check_bfloat16(converted, module, inputs)
+
+
+def work() -> None:
+    """A process that takes names on its input and gives a row for each."""
+    warnings.simplefilter("ignore")
+    jax.config.update("jax_platforms", "cpu")
+    builders = dict(model_list.entries())
+    for line in sys.stdin:
+        name, row = line.strip(), {}
+
+        def run(name: str = name, row: dict[str, Any] = row) -> None:
+            try:
+                check_model(builders[name], row)
+            except NoEntry as error:
+                row["none"] = str(error)
+
+        with contextlib.redirect_stdout(sys.stderr):
+            found = verdict(name, run, SECONDS)
+        row |= {"verdict": "none" if "none" in row else found.verdict}
+        row["why"] = row.pop("none", found.why)
+        print(json.dumps(row), flush=True)
+
+
+class Worker:
+    """A process that checks models, made again when one ends or hangs it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def check(self, name: str) -> dict[str, Any]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, "--worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env={**os.environ, "XLA_FLAGS": QUICK, "OMP_NUM_THREADS": "1"},
+            )
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(name + "\n")
+        process.stdin.flush()
+        # Waiting for other work does not count against a model, nor does the start.
+        if select.select([process.stdout], [], [], 10 * SECONDS)[0]:
+            line = process.stdout.readline()
+            if line:
+                return dict(json.loads(line))
+        self.close()
+        return {"verdict": "failed", "why": "its process ended or hung"}
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def markdown(rows: Rows) -> str:
+    """All entries, a table for each library."""
+    rows = {name: row for name, row in rows.items() if row["verdict"] != "none"}
+    counts = Counter(row["verdict"] for row in rows.values())
+    summary = ", ".join(f"{counts[kind]} {kind}" for kind in VERDICTS)
+    lines = [
+        "# Architectures",
+        "",
+        f"Written by `make models` (benchmarks/models.py): {len(rows)} architectures, {summary}.",
+        "Each is made from a tiny config with random weights, converted at one batch size and",
+        "compared with PyTorch at another: outputs in eval and in train mode, gradients of all",
+        "parameters, buffers, and outputs in bfloat16 (error against float32 at most 1.1 times",
+        "that of PyTorch's own module in bfloat16). Seconds are those of `tb.convert` on one core",
+        "of a busy machine. Dropout is off, so that both sides draw nothing.",
+    ]
+    for library in dict.fromkeys(name.split("/")[0] for name in sorted(rows)):
+        lines += ["", f"## {library}", "", "| architecture | verdict | seconds | bfloat16 | why |"]
+        lines += ["|---|---|---|---|---|"]
+        for name, row in sorted(rows.items()):
+            if name.split("/")[0] == library:
+                why = row["why"].split(" at: ")[0].replace("|", "\\|")
+                what = name.partition("/")[2]
+                seconds, low = row.get("seconds", ""), row.get("bfloat16", "")
+                lines.append(f"| {what} | {row['verdict']} | {seconds} | {low} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Checks the entries and prints what is not right."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="a regular expression of names")
+    parser.add_argument("--missing", action="store_true", help="only entries without a row")
+    parser.add_argument("--check", type=int, help="every Nth right entry must be right again")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work()
+        return
+    rows: Rows = json.loads(options.json.read_text()) if options.json.exists() else {}
+    names = [name for name, _ in model_list.entries() if re.search(options.only, name)]
+    if options.missing:
+        names = [name for name in names if name not in rows]
+    if options.check:
+        names = [name for name in names if rows.get(name, {}).get("verdict") == "right"]
+        names = names[:: options.check]
+    worker, found = Worker(), {}
+    for name in names:
+        found[name] = worker.check(name)
+        if found[name]["verdict"] not in ("right", "none"):
+            print(f"{found[name]['verdict']:8} {name}: {found[name]['why'][:200]}", flush=True)
+        if not options.check:
+            rows[name] = found[name]
+            options.json.write_text(json.dumps(rows, indent=0, sort_keys=True) + "\n")
+    worker.close()
+    print(Counter(row["verdict"] for row in found.values()))
+    if options.table:
+        options.table.write_text(markdown(rows))
+    if options.check and any(row["verdict"] != "right" for row in found.values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

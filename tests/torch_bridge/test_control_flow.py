@@ -1,0 +1,146 @@
+"""torch.cond, scan, while_loop and map; torch.autograd.grad in a forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch._higher_order_ops.map import map as torch_map
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch.nn import functional as F
+
+import torch_bridge as tb
+from fzero.errors import ConversionError
+
+
+class Chosen(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda x: self.linear(x).sin(), lambda x: x.cos() * 2, (x,))
+
+
+class Scanned(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = torch.nn.Parameter(torch.full((3,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        def step(carry: torch.Tensor, row: torch.Tensor) -> Any:
+            new = carry * self.decay + row
+            return new, new.sin()
+
+        return scan(step, torch.zeros_like(x[0]), x, dim=0)
+
+
+class Mapped(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch_map(lambda row: row.sin() / row.norm(), x)
+
+
+class Forces(torch.nn.Module):
+    """An energy and its slope, of which the loss is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = torch.nn.Linear(3, 8), torch.nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x.clone().requires_grad_(True)
+        energy = self.outer(torch.tanh(self.inner(x)))
+        (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        (bend,) = torch.autograd.grad((slope**2).sum(), x, create_graph=True)
+        return energy, -slope, bend
+
+
+def leaves(out: Any) -> list[Any]:
+    return list(out) if isinstance(out, list | tuple) else [out]
+
+
+@pytest.mark.parametrize(
+    "kind", [Chosen, Scanned, pytest.param(Mapped, marks=pytest.mark.nightly), Forces]
+)
+def test_values_and_gradients_are_pytorchs(kind: type[torch.nn.Module]) -> None:
+    torch.manual_seed(0)
+    module = kind()
+    converted = tb.convert(module, torch.randn(4, 3))
+
+    def loss(params: Any, x: Any) -> Any:
+        out = converted.apply(params, converted.buffers, x, train=True).output
+        return sum(jnp.sum(jnp.sin(y)) for y in leaves(out)), out
+
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    for sign in (1.0, -1.0):  # both branches
+        module.zero_grad()
+        x = (sign * torch.rand(5, 3)).requires_grad_(True)
+        (_, got), (slopes, slope) = run(converted.params, x.detach().numpy())
+        want = leaves(module(x))
+        for a, b in zip(leaves(got), want, strict=True):
+            np.testing.assert_allclose(a, b.detach().numpy(), rtol=0, atol=2e-6)
+        sum(y.sin().sum() for y in want).backward()  # type: ignore[union-attr]
+        # float32 sums in another order.
+        np.testing.assert_allclose(slope, x.grad, rtol=0, atol=2e-5)
+        for name, parameter in module.named_parameters():
+            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            np.testing.assert_allclose(slopes[name], expected, rtol=0, atol=2e-5, err_msg=name)
+
+
+class Halved(torch.nn.Module):
+    """How often it turns depends on values; its counter is a whole number."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        count = torch.tensor(0)
+        return while_loop(lambda n, x: x.sum() > 1, lambda n, x: (n + 1, x * 0.5), (count, x))
+
+
+def test_a_loop_turns_as_often_as_pytorchs_and_has_no_gradient() -> None:
+    converted = tb.convert(Halved(), torch.ones(4, 3))
+    for size in (1.0, 9.0, 300.0):
+        x = torch.full((4, 3), size)
+        for got, want in zip(converted(x.numpy()), Halved()(x), strict=True):
+            np.testing.assert_array_equal(got, want.numpy())
+    with pytest.raises(ConversionError, match=r"torch.while_loop.*detach"):
+        jax.grad(lambda x: converted(x)[1].sum())(np.ones((4, 3), np.float32))
+
+
+class Hashed(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda x: x * 1000003 % 5003, lambda x: x + 1, (x,))
+
+
+def test_whole_numbers_of_64_bits_within_a_branch() -> None:
+    x = torch.arange(2**20, 2**20 + 6)
+    converted = tb.convert(Hashed(), x)
+    np.testing.assert_array_equal(converted(x.numpy()), Hashed()(x).numpy())
+
+
+class Dropped(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda x: F.dropout(x, 0.5, True), lambda x: x + 1, (x,))
+
+
+class Unused(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x.clone().requires_grad_(True)
+        return torch.autograd.grad(x.sum(), x, allow_unused=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [(Dropped, r"random numbers inside torch.cond"), (Unused, r"allow_unused")]
+)
+def test_what_has_no_form_is_refused(kind: type[torch.nn.Module], said: str) -> None:
+    with pytest.raises(ConversionError, match=said):
+        tb.convert(kind(), torch.ones(4, 3))
+
+
+def test_parity_leaves_out_what_no_graph_holds() -> None:
+    module = Forces()
+    x = torch.randn(4, 3)
+    assert tb.parity(module, tb.convert(module, x), (x,)).agrees
