@@ -432,7 +432,8 @@ def diffusers() -> Iterator[tuple[str, Builder]]:
 
     def flux(batch: int) -> dict[str, Any]:
         return {"hidden_states": floats(batch, 16, 4),
-                "encoder_hidden_states": floats(batch, 5, 16), "pooled_projections": floats(batch, 16), "timestep": torch.ones(batch),
+                "encoder_hidden_states": floats(batch, 5, 16),
+                "pooled_projections": floats(batch, 16), "timestep": torch.ones(batch),
                 "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(5, 3)}  # fmt: skip
 
     found: dict[str, tuple[Callable[[], torch.nn.Module], Call]] = {

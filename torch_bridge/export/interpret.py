@@ -19,7 +19,7 @@ from torch_bridge.export.shapes import unbacked
 from torch_bridge.export.slopes import SLOPES, slopes
 from torch_bridge.lower import find_lowering, register_operator
 from torch_bridge.lower.features_last import call, in_order, takes_last
-from torch_bridge.lower.masks import MASK, SizeMask, size_masks
+from torch_bridge.lower.masks import MASK, Folded, SizeMask, size_masks
 from torch_bridge.lower.refs import Ref, fill
 from torch_bridge.lower.symbolic import python_function
 
@@ -245,7 +245,7 @@ def build_graph(program: torch.export.ExportedProgram, ranges: Ranges) -> Graph:
 def _instructions(
     graph: torch.fx.Graph,
     ranges: Ranges,
-    masks: Mapping[torch.fx.Node, SizeMask],
+    masks: Mapping[torch.fx.Node, Folded],
     reads: _Reads,
 ) -> tuple[tuple[Instruction, ...], int]:
     """The calls of a graph, and how many of them draw random numbers."""

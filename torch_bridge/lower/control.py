@@ -21,9 +21,8 @@ Body = Callable[..., Sequence[Any]]
 @register_operator("cond")
 def cond(predicate: Any, true: Body, false: Body, operands: Sequence[Any] = ()) -> list[Any]:
     chosen = jnp.reshape(jnp.asarray(predicate), ())
-    return list(
-        jax.lax.cond(chosen, lambda: tuple(true(*operands)), lambda: tuple(false(*operands)))
-    )
+    branches = (lambda: tuple(true(*operands)), lambda: tuple(false(*operands)))
+    return list(jax.lax.cond(chosen, *branches))
 
 
 @register_operator("scan")
