@@ -6,6 +6,7 @@ Imported when the first checkpoint is written or read: orbax takes a third as lo
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,17 @@ from fzero.checkpoint.parts import FOLDER, part_of, write_part
 from fzero.checkpoint.urls import kvstore
 
 
+# How often a process looks whether its own part failed, while it waits for the others.
+LOOK_S = 0.05
+
+
 class PartsHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
     """Writes this process's shards of leaves; reading is `restore`'s."""
 
-    async def async_save(self, directory: Any, args: PartsSave) -> list[Future]:
+    def __init__(self, failed: list[BaseException]) -> None:
+        self._failed = failed
+
+    async def async_save(self, directory: Any, args: PartsSave) -> list[Any]:
         """Copies the shards to the host; they are written when the directory is there."""
         for leaf in args.leaves.values():
             leaf.copy_to_host_async()
@@ -32,7 +40,8 @@ class PartsHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
             for key in list(own):
                 await write_part(kvstore(directory / key), own.pop(key))
 
-        return [CommitFutureAwaitingContractedSignals(write(), name="fzero_parts")]
+        job = CommitFutureAwaitingContractedSignals(write(), name="fzero_parts")
+        return [_Noticed(job, self._failed)]
 
     def save(self, directory: Any, args: PartsSave) -> None:
         """Writes at once."""
@@ -55,21 +64,80 @@ class PartsSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
     leaves: Mapping[str, jax.Array]
 
 
-def open_manager(path: str, keep: int | None) -> ocp.CheckpointManager:
-    """A writer for a directory, which keeps so many of the newest checkpoints."""
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-    handlers = {
-        "state": ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False),  # see `array_path`
-        "meta": ocp.JsonCheckpointHandler(),
-        FOLDER: PartsHandler(),
-    }
-    return ocp.CheckpointManager(path, options=options, item_handlers=handlers)
+class _Noticed:
+    """What a handler does in the background, as orbax awaits it; says how it failed."""
+
+    def __init__(self, job: Future, failed: list[BaseException]) -> None:
+        self._job, self._failed = job, failed
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits for the job."""
+        try:
+            return self._job.result(timeout)
+        except BaseException as error:
+            self._failed.append(error)
+            raise
+
+    def cancel(self) -> bool | None:
+        """Ends the job."""
+        return self._job.cancel()
+
+
+class _ArraysHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
+    """Orbax's for arrays that all processes hold shards of."""
+
+    def __init__(self, failed: list[BaseException]) -> None:
+        super().__init__(use_ocdbt=True, use_zarr3=False)  # see `array_path`
+        self._failed = failed
+
+    async def async_save(self, *args: Any, **more: Any) -> list[Any]:
+        """As orbax's."""
+        return [_Noticed(job, self._failed) for job in await super().async_save(*args, **more)]
+
+
+@ocp.args.register_with_handler(_ArraysHandler, for_save=True, for_restore=True)
+@dataclass
+class _ArraysSave(ocp.args.PyTreeSave):  # type: ignore[misc]
+    """What `_ArraysHandler` writes."""
+
+
+class Manager:
+    """Writes the checkpoints of a directory.
+
+    Args:
+        path: the directory.
+        keep: how many of the newest stay.
+    """
+
+    def __init__(self, path: str, keep: int | None) -> None:
+        self._failed: list[BaseException] = []
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        handlers = {
+            "state": _ArraysHandler(self._failed),
+            "meta": ocp.JsonCheckpointHandler(),
+            FOLDER: PartsHandler(self._failed),
+        }
+        self._manager = ocp.CheckpointManager(path, options=options, item_handlers=handlers)
+        self.latest_step, self.save = self._manager.latest_step, self._manager.save
+        self.close = self._manager.close
+
+    def wait_until_finished(self) -> None:
+        """Until what is being written is there.
+
+        Between processes orbax lets one whose part failed wait for the others, which wait for its
+        part: what failed is raised before.
+        """
+        while jax.process_count() > 1 and self._manager.is_saving_in_progress():
+            if self._failed:
+                raise self._failed[0]
+            time.sleep(LOOK_S)
+        self._manager.wait_until_finished()
 
 
 def items(arrays: Mapping[str, Any], parts: Mapping[str, Any], meta: Mapping[str, Any]) -> Any:
     """What a manager saves: arrays, parts of arrays, and what is known of them."""
     return ocp.args.Composite(
-        **({"state": ocp.args.PyTreeSave(arrays)} if arrays else {}),
+        **({"state": _ArraysSave(arrays)} if arrays else {}),
         **({FOLDER: PartsSave(parts)} if parts else {}),
         meta=ocp.args.JsonSave(meta),
     )

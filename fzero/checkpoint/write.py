@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from fzero.checkpoint.urls import folder_of, is_url, kvstore
 from fzero.compat import is_key
 from fzero.errors import CheckpointError
 from fzero.hosts.doing import doing
+from fzero.hosts.join import fail
 from fzero.plan import Plan
 from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
@@ -95,7 +97,8 @@ def save(
     """Writes a checkpoint. The state stays as it is and may be stepped at once.
 
     When the one before failed in the background, and no `wait` said so, this one is written all the
-    same; a `UserWarning` names the one that failed and why.
+    same; a `UserWarning` names the one that failed and why. (In a directory that several processes
+    write, it is an error: the others cannot go on from a checkpoint that one did not write.)
 
     Args:
         path: a directory for checkpoints of one run, made if it is not there; or a folder of an
@@ -112,7 +115,8 @@ def save(
 
     Raises:
         CheckpointError: the directory cannot be written, or the data position is nothing that JSON
-            holds. Earlier checkpoints are untouched.
+            holds; or, in a directory of several processes, the checkpoint before could not be
+            written. Earlier checkpoints are untouched.
         StateConsumedError: the state was given away.
 
     Example:
@@ -158,22 +162,23 @@ def _save(
             np.asarray(jax.random.key_data(state.rng)).tolist(),
         ],
     }
-    earlier = None
-    try:
-        with _alone(path):
-            earlier = _end(path)  # an error of one process alone: none may stop here
+    with _alone(path):
+        earlier = _end(path)  # an error of one process alone: in a store none stops here
+        if earlier is not None and jax.process_count() > 1 and not is_url(path):
+            raise earlier  # which ends the others: they wait in orbax's barrier for its part
+        try:
             begin = _to_objects if is_url(path) else _to_directory
             number = begin(path, leaves, meta, keep)
             if not asynchronous or _EXIT_IS_ABRUPT:
                 wait(path)
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"save: expected to write a checkpoint to {os.fspath(path)}: {error}. Earlier"
-            " checkpoints are untouched"
-        ) from error
-    finally:  # not before: warnings may be errors, and this checkpoint is to be written
-        if earlier is not None:
-            warnings.warn(str(earlier), stacklevel=3)
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"save: expected to write a checkpoint to {os.fspath(path)}: {error}. Earlier"
+                " checkpoints are untouched"
+            ) from error
+        finally:  # not before: warnings may be errors, and this checkpoint is to be written
+            if earlier is not None:
+                warnings.warn(str(earlier), stacklevel=3)
     return number
 
 
@@ -388,10 +393,10 @@ def _alone(path: str | os.PathLike[str]) -> threading.RLock:
 
 def _manager(path: str | os.PathLike[str], keep: int | None) -> Any:
     """A writer for a path; the one before has ended."""
-    from fzero.checkpoint.manager import open_manager
+    from fzero.checkpoint.manager import Manager
 
     _finish_at_exit()
-    manager = open_manager(_absolute(path), keep)
+    manager = Manager(_absolute(path), keep)
     _OPEN[_absolute(path)] = _Open(manager)
     return manager
 
@@ -441,7 +446,11 @@ def _require_json(data_position: Any) -> None:
 
 def _finish() -> None:
     for path in list(_OPEN):
-        wait(path)
+        try:
+            wait(path)
+        except CheckpointError as error:
+            fail(error, 1, "".join(traceback.format_exception(error)).rstrip())
+            raise
 
 
 @functools.cache

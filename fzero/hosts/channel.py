@@ -94,8 +94,8 @@ class Server:
         threading.Thread(target=self._serve, name="fzero-hosts", daemon=True).start()
 
     def send_all(self, message: Message) -> None:
-        """Sends a message to every process that is there."""
-        for line in list(self.lines.values()):
+        """Sends a message to every process that is there; to this one last, which it may end."""
+        for _, line in sorted(self.lines.items(), reverse=True):
             line.send(message)
 
     def _serve(self) -> None:

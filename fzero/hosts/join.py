@@ -37,6 +37,7 @@ class _Joined:
     def __init__(self) -> None:
         self.world: World | None = None
         self.watch: Watch | None = None
+        self.port: socket.socket | None = None  # kept as long as the process lives
 
 
 _JOINED = _Joined()
@@ -146,9 +147,13 @@ def _prepare_transfers(world: World) -> None:
     name = "jax_cross_host_transfer_socket_address"
     if not jax.config.read(name):
         host = _own_address(world.arguments.get("coordinator_address"))
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((host, 0))
-            port = probe.getsockname()[1]
+        kept = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        # jax binds the port at the first transfer. Until then systems would give it to any
+        # connection that goes out; jax shares it with a socket that only holds it.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        kept.bind((host, 0))
+        _JOINED.port, port = kept, kept.getsockname()[1]
         jax.config.update(name, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     # Threads of XLA's CPU client: its devices may all wait for other processes, and somebody has to
     # send what those wait for.

@@ -108,7 +108,7 @@ class Watch:
         kind = type(error).__name__
         said = f"{kind}: {error}".splitlines()[0][:500]
         self._line.send({"failed": said, **_at()})
-        self._ended.wait(4 * GRACE_S)
+        self._ended.wait(20 * GRACE_S)  # on a busy machine, too
         return bool(self._verdict.get("process", self.process) == self.process)
 
     def leave(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.links import Mean
 from fzero.precision import next_loss_scale
@@ -209,8 +209,17 @@ class Update:
             return squares
 
         found = self._by_mesh(local, sums, lambda _: PartitionSpec(), count)
+
+        def in_chain(split: Split, square: jax.Array) -> jax.Array:
+            if split.home is None:
+                return square
+            # Left over the ranks, squares would be added by XLA's own collective, in another order
+            # between processes than within one.
+            whole = NamedSharding(self.blueprint.mesh_of(split.home), PartitionSpec())
+            return jax.lax.with_sharding_constraint(split.home.restore(square), whole)
+
         in_order = [
-            square if split.home is None else split.home.restore(square)
+            in_chain(split, square)
             for split, square in zip(layout_leaves(self.layout), found, strict=True)
         ]
         return jnp.sqrt(jnp.sum(self.fence(jnp.concatenate(in_order))))

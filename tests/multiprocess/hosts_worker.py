@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -35,11 +37,18 @@ def batch(rows: int = 4, seed: int = 0) -> dict[str, np.ndarray]:
     return {"x": x, "y": x[:, :2]}
 
 
+def others_take_the_port() -> None:
+    """Another program takes the port of transfers before jax does, which is at the first one."""
+    host, _, port = jax.config.read("jax_cross_host_transfer_socket_address").rpartition(":")
+    with socket.socket() as other:
+        other.bind((host, int(port)))
+
+
 def refusal(call: Any) -> str:
     """What a call says that refuses."""
     try:
         call()
-    except fz.FzeroError as error:
+    except (fz.FzeroError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -60,6 +69,7 @@ def agrees(folder: Path, world: fz.World) -> dict[str, Any]:
         "plan": refusal(lambda: fz.init(model(), tx, fz.Plan(zero=1, clip_norm=1.0 + me))),
         "model": refusal(lambda: fz.init(model(4 + me), tx, plan)),
     }  # fmt: skip
+    said["port"] = refusal(others_take_the_port)
     state = fz.init(model(), tx, plan)
     said["order"] = refusal(lambda: fz.init(model(), tx, plan) if me else fz.check_same(state))
     said["rows as a batch"] = refusal(
@@ -135,6 +145,17 @@ def stores(folder: Path, world: fz.World) -> dict[str, Any]:
     evaluate = fz.eval_step(model(), plan)
     losses = [float(evaluate(s, batch())["loss"]) for s in (state, again)]
     return {"numbers": numbers, "losses": losses, "whole": fz.checkpoint(url).number}
+
+
+def writes(folder: Path, world: fz.World) -> None:
+    """Saves until one process cannot write its part, while the other waits for it."""
+    tx, plan, where = optax.adam(1e-2), fz.Plan(zero=3), folder / "checkpoints"
+    state = fz.init(model(1 << 16), tx, plan)
+    fz.save(where, state, plan, asynchronous=False)
+    if world.process_id == int(os.environ["VICTIM"]):  # its shards are 256 KiB
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, resource.RLIM_INFINITY))
+    for _ in range(2):
+        fz.save(where, state, plan)
 
 
 def dies(folder: Path, world: fz.World) -> None:

@@ -6,12 +6,9 @@ devices.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import io
 import os
-import random
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +48,7 @@ BY_FOUR = {
     "zb_h1": {"pipe": 4, "data": 2, "zero": 2, "microbatches": 4, "schedule": "zb_h1",
               "clip_norm": 0.5},
 }  # fmt: skip
+FURTHER = ("tensor", "context", "expert")
 # Those above that `make test` runs.
 USUAL = ("zero3", "sparing", "zb_v")
 MORE_BY_TWO = {
@@ -71,6 +69,9 @@ MORE_BY_TWO = {
     "rows": {"pipe": 2, "data": 4, "zero": 3, "microbatches": 2, "clip_norm": 0.5},
     "spanning_rows": {"pipe": 2, "data": 2, "replica": 2, "zero": 0, "microbatches": 2,
                       "schedule": "interleaved", "clip_norm": 0.5},
+    # Further axes, a rank for each process.
+    **{axis: {"pipe": 2, "data": 2, axis: 2, "zero": 3, "microbatches": 2, "clip_norm": 0.5}
+       for axis in FURTHER},
 }  # fmt: skip
 MORE_BY_FOUR = {
     "zb_v4": {"pipe": 4, "data": 2, "zero": 3, "microbatches": 4, "schedule": "zb_v",
@@ -80,12 +81,15 @@ MORE_BY_FOUR = {
                "clip_norm": 0.5},
     "host4": {"pipe": 2, "data": 4, "zero": 3, "microbatches": 2, "clip_norm": 0.5,
               "tiers": {"opt_state": "host"}},
+    # Squares of a stack's layers come from ranks of several processes.
+    "rows_1f1b": {"pipe": 4, "data": 2, "zero": 2, "microbatches": 4, "schedule": "1f1b",
+                  "clip_norm": 0.5},
     "rows4": {"pipe": 4, "data": 2, "zero": 2, "microbatches": 4, "schedule": "zb_h1",
               "clip_norm": 0.5},
 }  # fmt: skip
 # V-shaped schedules have two stages for each rank.
 LAYERS = {"zb_v4": 6}
-OWN_ROWS = {"rows", "spanning_rows", "rows4"}
+OWN_ROWS = {"rows_1f1b", "rows", "spanning_rows", "rows4"}
 # Devices in another order than jax's.
 ORDERS = {name: [0, 4, 1, 5, 2, 6, 3, 7] for name in ("spanning", "spanning_rows")}
 NUM_DEVICES = 8
@@ -93,7 +97,7 @@ NUM_DEVICES = 8
 
 def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
     """Losses, gradient norms, and this process's shards of every leaf by device and position."""
-    from support import tiny
+    from support import axes, tiny
 
     import fzero as fz
     from fzero import pipeline
@@ -108,7 +112,9 @@ def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
         )
         choice = {**choice, "schedule": pipeline.Schedule.from_csv(io.StringIO(known.to_csv()))}
     tx, plan = optax.adamw(1e-2), tiny.plan(**choice)
-    model = tiny.chain(LAYERS.get(case, 3))
+    wide = any(axis in choice for axis in FURTHER)
+    model = axes.chain() if wide else tiny.chain(LAYERS.get(case, 3))
+    rows_of = axes.tokens if wide else tiny.tokens
     devices = [jax.devices()[i] for i in ORDERS.get(case, range(NUM_DEVICES))]
     if plan.secondary == "host":
         alone = jax.process_count() == 1
@@ -117,7 +123,7 @@ def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
     step, trace = fz.train_step(model, tx, plan, devices=devices), []
     layout = fz.layout(model, tx, plan, devices=devices)
     for seed in (0, 1, 2, 0):
-        batch = tiny.tokens(16, seed=seed)
+        batch = rows_of(16, seed=seed)
         if case in OWN_ROWS:
             batch = fz.local_batch(own_rows(batch), layout)
         if case == "accumulated":
@@ -220,35 +226,15 @@ def refused(model, tx, plan) -> None:
             fz.init(model, tx, plan)
 
 
-def free_port() -> int:
-    """A port of loopback that nobody listens on, below those that systems give out themselves.
-
-    So that nobody is given it until it is used.
-    """
-    while True:
-        port = random.SystemRandom().randrange(12_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
 def main() -> None:
     """Joins the other processes, trains, writes."""
     out, process, num_processes, port, *cases = sys.argv[1:]
-    faulthandler.dump_traceback_later(float(os.environ.get("TRACEBACK_AFTER_S", "870")))
+    faulthandler.dump_traceback_later(float(os.environ.get("TRACEBACK_AFTER_S", "3570")))
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES // int(num_processes))
-    # What jax sends between CPU devices of different processes goes through here, and takes threads
-    # beside those that wait for other processes.
-    os.environ["NPROC"] = "16"
-    jax.config.update("jax_cross_host_transfer_socket_address", f"127.0.0.1:{free_port()}")
-    jax.distributed.initialize(
-        f"127.0.0.1:{port}", int(num_processes), int(process), initialization_timeout=300
-    )
-    assert len(jax.devices()) == NUM_DEVICES
-    if OWN_ROWS.intersection(cases):
-        import fzero as fz
+    import fzero as fz
 
-        fz.join()
+    fz.join(f"127.0.0.1:{port}", int(num_processes), int(process), initialization_timeout=300)
+    assert len(jax.devices()) == NUM_DEVICES
     np.savez(out, **train_all(Path(out).with_name("checkpoints"), cases))
 
 

@@ -107,6 +107,7 @@ def test_processes_that_differ_are_refused_in_every_one_by_what_differs(tmp_path
     assert code == 0, shown
     said, other = results(tmp_path, "agrees")
     assert said == other  # the same message in both
+    assert "Address already in use" in said["port"]
     differ = "HostsError: init: processes differ in "
     assert said["seed"].startswith(differ + "seed: "), said["seed"]
     assert said["seed"].endswith("in process 1. Expected the same in every process")
@@ -221,3 +222,22 @@ def test_one_lost_process_ends_all_with_a_sentence_that_names_it(tmp_path, how, 
     assert f"process {victim} of 2 ended first" in shown or how == "SIGSTOP"
     assert "Traceback" not in other
     assert fz.checkpoint(tmp_path / "checkpoints").step == 3
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_cannot_write_its_part_ends_those_that_wait_for_it(tmp_path, victim):
+    """Not after orbax's twenty minutes, and the checkpoint before is whole."""
+    code, shown, seconds = launch(tmp_path, "writes", VICTIM=str(victim))
+    assert code == 1, shown
+    other = log(tmp_path, 1 - victim)
+    (sentence,) = lost(other)
+    assert re.search(
+        rf"process {victim} of 2 \(host \S+, pid \d+\) failed at save: CheckpointError: save:"
+        r" writing checkpoint 1 to .* failed: ",
+        sentence,
+    ), sentence
+    assert "File too large" in log(tmp_path, victim)
+    assert seconds < 600
+    assert fz.checkpoint(tmp_path / "checkpoints").number == 0

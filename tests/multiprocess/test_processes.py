@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -24,44 +24,47 @@ from one_process import (
     MORE_BY_TWO,
     ORDERS,
     USUAL,
-    free_port,
     train_all,
 )
-from support import tiny
+from support import quick, tiny
 
 import fzero as fz
+from fzero.cli.launch import kept_port
 from fzero.tree import named_leaves
 
 
 WORKER = Path(__file__).with_name("one_process.py")
-UNUSUAL = [case for case in (*CASES, *BY_TWO) if case not in USUAL]
 # Each process compiles a dozen programs, on a machine that runs other things too.
-TIMEOUT_S = 900
+TIMEOUT_S = 3600
 
 
 def run(
-    folder: Path, num_processes: int, first_process: int = 0, cases: Sequence[str] = ()
+    folder: Path,
+    num_processes: int,
+    first_process: int = 0,
+    cases: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
 ) -> list[dict[str, np.ndarray]]:
     """What every process wrote. All of them are ended when one fails or time is up."""
-    port = free_port()
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONFAULTHANDLER": "1"}
+    env = {**(environ or os.environ), "JAX_PLATFORMS": "cpu", "PYTHONFAULTHANDLER": "1"}
     # A cache that both processes write could hide that they compiled different programs.
     env.pop("JAX_COMPILATION_CACHE_DIR", None)
     children, outputs = [], []
-    try:
-        for process in range(first_process, first_process + num_processes):
-            out = folder / f"{process}.npz"
-            log = open(out.with_suffix(".log"), "w")  # noqa: SIM115 (open while the child runs)
-            args = [WORKER, out, process, num_processes, port, *cases]
-            command = [sys.executable, *map(str, args)]
-            children.append((subprocess.Popen(command, env=env, stdout=log, stderr=log), log))
-            outputs.append(out)
-        wait(children, outputs)
-    finally:
-        for child, log in children:
-            child.kill()
-            child.wait()
-            log.close()
+    with kept_port() as port:
+        try:
+            for process in range(first_process, first_process + num_processes):
+                out = folder / f"{process}.npz"
+                log = open(out.with_suffix(".log"), "w")  # noqa: SIM115 (open while the child runs)
+                args = [WORKER, out, process, num_processes, port, *cases]
+                command = [sys.executable, *map(str, args)]
+                children.append((subprocess.Popen(command, env=env, stdout=log, stderr=log), log))
+                outputs.append(out)
+            wait(children, outputs)
+        finally:
+            for child, log in children:
+                child.kill()
+                child.wait()
+                log.close()
     results = []
     for out in outputs:
         with np.load(out) as data:
@@ -143,16 +146,19 @@ def test_two_processes_give_the_bits_of_one(one, two, case):
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.nightly
+@pytest.mark.as_users
 @pytest.mark.parametrize(
-    ("processes", "more"), [(2, [*UNUSUAL, *MORE_BY_TWO]), (4, [*BY_FOUR, *MORE_BY_FOUR])]
+    ("processes", "more"),
+    [(2, [*CASES, *BY_TWO, *MORE_BY_TWO]), (4, [*BY_FOUR, *MORE_BY_FOUR])],
 )
 def test_schedules_tiers_accumulation_and_own_rows_over_processes(tmp_path, processes, more):
     """V-shaped schedules and one out of a file, parked states, rows of each process's own.
 
-    And stages that are in two processes. Of four, most have no device of most stages: they run none
-    of their programs.
+    And stages that are in two processes, and further axes. Of four, most have no device of most
+    stages: they run none of their programs. All as users compile: quick programs add otherwise.
     """
-    several = joined(run(tmp_path, processes, cases=more))
+    users = quick.environment_of_users()
+    several = joined(run(tmp_path, processes, cases=more, environ=users))
     (tmp_path / "one").mkdir()
     alone = train_all(tmp_path / "one" / "checkpoints", more)
     for case in more:
@@ -203,6 +209,6 @@ def restored_by_one(case, one, checkpoints) -> None:
 def test_a_failing_process_is_reported_with_its_own_words(tmp_path):
     """Nothing hangs, and what the process said is shown."""
     # The only process of one says that it is number 7.
-    said = r"a process failed(.|\n)*ValueError:.*process_id=7"
+    said = r"a process failed(.|\n)*HostsError: join: .*got process 7 of 1"
     with pytest.raises(pytest.fail.Exception, match=said):
         run(tmp_path, 1, first_process=7)

@@ -15,6 +15,8 @@ from support import tiny
 from support.sample import some
 
 import fzero as fz
+from fzero.programs.places import PlacedFunction
+from fzero.step import divided
 
 
 # All four ZeRO stages
@@ -85,6 +87,24 @@ def test_the_norm_counts_every_stage_once(pipe, zero):
         assert clip / wrong > 1.1 * factor
     twice = np.hypot(norm(grads), norm(grads, "embed/table"))
     assert clip / twice < 0.97 * factor
+
+
+def test_no_sum_of_an_update_is_left_to_the_partitioner(monkeypatch):
+    """Its collective adds in another order between processes than within one."""
+    made = []
+
+    def place(*args, **more):
+        made.append(PlacedFunction(*args, **more))
+        return made[-1]
+
+    monkeypatch.setattr(divided, "PlacedFunction", place)
+    plan = tiny.plan(pipe=2, data=2, zero=1, microbatches=2, clip_norm=0.25)
+    train(tied(2), plan, 1, tx=optax.sgd(1.0))
+    (update,) = made
+    texts = [lowered.compile().as_text() for _, lowered in update.lowered()]
+    sums = [line for text in texts for line in text.splitlines() if " all-reduce(" in line]
+    assert sums  # of the squares of shards
+    assert [line for line in sums if "shard_map/psum" not in line] == []
 
 
 # Steps that are skipped
