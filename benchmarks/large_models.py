@@ -4,6 +4,8 @@
         --batch 8 --seq 4096
     fzero preflight --model benchmarks/large_models.py:llama_70b --topology h200:8x8 \\
         --data 8 --replica 8 --batch 64 --seq 4096 --html llama_70b.html
+    fzero preflight --model benchmarks/large_models.py:llama_70b_qlora --topology h100:8 \\
+        --batch 8 --seq 32768
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 import fzero as fz
+from fzero.quantized import quantized_shape
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,16 @@ def llama_8b() -> tuple[fz.Model, Callable[[int, int], Any]]:
 def llama_70b() -> tuple[fz.Model, Callable[[int, int], Any]]:
     """The model, and the shapes of a batch of so many rows and tokens."""
     return llama(LLAMA_70B), batch_shapes
+
+
+def llama_70b_lora() -> tuple[fz.Model, Callable[[int, int], Any]]:
+    """As `llama_70b`, frozen in bf16, with adapters of rank 16 in every layer's products."""
+    return adapted(LLAMA_70B), batch_shapes
+
+
+def llama_70b_qlora() -> tuple[fz.Model, Callable[[int, int], Any]]:
+    """The same with the layers' products frozen in NF4."""
+    return adapted(LLAMA_70B, quantised=True), batch_shapes
 
 
 def batch_shapes(rows: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -109,6 +122,74 @@ def llama(size: LlamaSize = LLAMA_8B) -> fz.Sequential:
         ],
         loss,
     )
+
+
+class _Adapted:
+    """What `x @ weight` is with an adapter."""
+
+    def __init__(self, weight: jax.Array, down: jax.Array, up: jax.Array) -> None:
+        self.weight, self.down, self.up = weight, down, up
+
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:
+        weight = self.weight
+        if weight.dtype == jnp.uint8:
+            weight = fz.dequantize(weight, (self.down.shape[0], self.up.shape[1]), x.dtype)
+        return x @ weight + (x @ self.down) @ self.up * 2
+
+
+def adapted(size: LlamaSize, rank: int = 16, quantised: bool = False) -> fz.Sequential:
+    """A Llama whose own weights are frozen, with low-rank adapters; the loss without logits.
+
+    Args:
+        size: its shapes.
+        rank: of the adapters.
+        quantised: whether the weights of its layers are kept in NF4, not in bf16.
+    """
+    embed, blocks, _ = llama(size).layers[:3]
+
+    def frozen(weight: jax.Array) -> jax.Array:
+        if quantised and weight.ndim > 1:
+            return jnp.zeros(quantized_shape(weight.shape), jnp.uint8)
+        return weight.astype(jnp.bfloat16)
+
+    def init_block(rng: jax.Array) -> Any:
+        own = blocks.init(rng)
+        found = {name: frozen(weight) for name, weight in own.items()}
+        for name, weight in own.items():
+            if weight.ndim > 1:
+                n, m = weight.shape
+                found[f"{name}_lora_down"] = jax.random.normal(rng, (n, rank)) / n**0.5
+                found[f"{name}_lora_up"] = jnp.zeros((rank, m))
+        return found
+
+    def block(p: Any, x: jax.Array, ctx: fz.Context) -> Any:
+        own = {
+            name: _Adapted(leaf, p[f"{name}_lora_down"], p[f"{name}_lora_up"])
+            if f"{name}_lora_up" in p
+            else leaf
+            for name, leaf in p.items()
+        }
+        return blocks.apply(own, x, ctx)
+
+    def init_embed(rng: jax.Array) -> Any:
+        return {"tokens": jnp.zeros((size.vocab, size.d), jnp.bfloat16)}
+
+    def init_head(rng: jax.Array) -> Any:
+        return {
+            "norm": jnp.ones(size.d, jnp.bfloat16),
+            "out": jnp.zeros((size.vocab, size.d), jnp.bfloat16),
+        }
+
+    def head(p: Any, x: jax.Array, ctx: fz.Context) -> Any:
+        labels = ctx.batch["ids"][:, 1:]
+        return fz.linear_cross_entropy(_rms(x, p["norm"]), p["out"], labels)
+
+    layers = [
+        fz.Layer("embed", init_embed, embed.apply),
+        fz.Stack("blocks", size.layers, init_block, block),
+        fz.Layer("head", init_head, head),
+    ]
+    return fz.Sequential(layers, frozen=lambda name: "_lora_" not in name)
 
 
 def num_params(size: LlamaSize = LLAMA_8B) -> int:

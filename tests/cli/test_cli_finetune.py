@@ -297,10 +297,13 @@ def test_models_that_cannot_be_tuned_or_merged_are_named(
         (bare / name).unlink()
     out = tmp_path / "out"
     assert "expected a tokenizer beside" in here(*tuning(bare, chats, out)).stderr
-    config = json.loads((bare / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (bare / "config.json").write_text(json.dumps(config))
-    assert "quantised (quant_method 'gptq')" in here(*tuning(bare, chats, out)).stderr
+    config, packed = json.loads((bare / "config.json").read_text()), {"quant_method": "gptq"}
+    for where in (
+        {"quantization_config": packed},
+        {"text_config": {"quantization_config": packed}},
+    ):
+        (bare / "config.json").write_text(json.dumps(config | where))
+        assert "quantised (quant_method 'gptq')" in here(*tuning(bare, chats, out)).stderr
     assert "directory with weights" in here(
         "merge", "--model", tmp_path, "--adapter", base, "--out", out
     ).stderr  # fmt: skip

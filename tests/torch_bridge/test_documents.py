@@ -112,6 +112,14 @@ def test_a_turn_whose_thoughts_are_dropped_is_refused_not_cut(tmp_path):
         tb.read_documents(more, tokenizer)
 
 
+def test_a_template_that_asks_for_the_date_gives_the_same_tokens_on_every_day(tmp_path):
+    path = written(tmp_path / "chat.jsonl", {"messages": CHAT[1:3]})
+    for own in (byte_tokenizer().chat_template, MARKED):
+        dated = "{{ strftime_now('%d %b %Y') }}" + own
+        (found,) = tb.read_documents(path, byte_tokenizer(), template=dated)
+        assert byte_tokenizer().decode(found.ids).startswith("26 Jul 2024")
+
+
 def test_a_conversation_that_the_assistant_begins(tmp_path):
     greeting = {"role": "assistant", "content": "Be kind."}  # as the system prompt has it
     path = written(tmp_path / "chat.jsonl", {"messages": [greeting, CHAT[1]]})

@@ -202,6 +202,7 @@ def _load_hf(path: Path, dtype: str) -> LoadedModel:
         raise CommandError(
             f"{config_file}: transformers has no causal language model for it: {error}"
         ) from error
+    text = config.get_text_config()  # itself, but for models that read images, too
     tokenizer = None
     if path.is_dir() and any((path / name).exists() for name in TOKENIZER_FILES):
         from transformers import AutoTokenizer
@@ -210,8 +211,8 @@ def _load_hf(path: Path, dtype: str) -> LoadedModel:
     return LoadedModel(
         module=module,
         spec=f"{HF_PREFIX}{path}",
-        vocab_size=config.vocab_size,
-        max_seq=getattr(config, "max_position_embeddings", None),
+        vocab_size=text.vocab_size,
+        max_seq=getattr(text, "max_position_embeddings", None),
         tokenizer=tokenizer,
         config=config,
     )
@@ -245,8 +246,9 @@ def read_config(config_file: Path) -> Any:
 
 def _refuse_quantised(config_file: Path, values: Any) -> None:
     """Weights that bitsandbytes, GPTQ, AWQ and others have packed are not read."""
-    found = values.get("quantization_config") if isinstance(values, dict) else None
-    if found:
+    parts = [values, *values.values()] if isinstance(values, dict) else []
+    configs = [p.get("quantization_config") for p in parts if isinstance(p, dict)]
+    for found in filter(None, configs):
         method = found.get("quant_method") if isinstance(found, dict) else None
         raise CommandError(
             f"{config_file}: its weights are quantised (quant_method {method!r}), which is not"

@@ -65,17 +65,22 @@ def check(directory: Path, overwrite: bool) -> None:
     What an older run left there goes away only when this run replaces it: a run that fails early
     keeps it.
     """
-    if remote := _REMOTE.match(str(directory)):
-        raise CommandError(
-            f"--out {directory}: expected a directory of this machine, got a URL ({remote[1]}://);"
-            " train into a directory and copy it"
-        )
+    refuse_url(directory)
     if directory.is_file():
         raise CommandError(f"--out {directory} is a file; give a directory")
     if directory.is_dir() and any(directory.iterdir()) and not overwrite:
         raise CommandError(
             f"--out {directory} is not empty; give another directory, or --overwrite to replace "
             "what an earlier run left there"
+        )
+
+
+def refuse_url(directory: Path) -> None:
+    """Refuses a run that would be kept, or go on, in an object store: as a path it is another."""
+    if remote := _REMOTE.match(str(directory)):
+        raise CommandError(
+            f"--out {directory}: expected a directory of this machine, got a URL ({remote[1]}://);"
+            " train into a directory and copy it"
         )
 
 

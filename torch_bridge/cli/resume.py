@@ -66,6 +66,7 @@ def newest(out: Path) -> fz.Checkpoint:
     Raises:
         CommandError: there is nothing, or nothing that `fzero train` wrote.
     """
+    outputs.refuse_url(out)
     number, why = None, ""
     try:
         number = fz.checkpoint(out / FOLDER).number

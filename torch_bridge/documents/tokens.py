@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from torch_bridge.documents.records import Record, kind_of, read_records
 IntArray = NDArray[np.int32]
 IGNORED = -100
 # A template that says itself which of its text the assistant wrote.
+# What templates get that ask for today's date (Llama 3, gpt-oss): tokens of a file are the same on
+# every day, so that a run goes on tomorrow. It is the one that Llama 3.1's writes without a clock.
+_TODAY = datetime.datetime(2024, 7, 26)
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -48,6 +52,7 @@ def read_documents(
     - `{"messages": [{"role": ..., "content": ...}, ...]}`, and `"tools"` beside it: as the chat
       template has them. Learned is what the assistant says, with what the template puts behind it
       until the next turn begins. Where a template marks that itself (`{% generation %}`), that.
+      Templates that ask for the date are told 26 July 2024.
     - `{"prompt": ..., "completion": ...}`: the completion is learned, and the end token.
     - `{"text": ...}`: all of it, and the end token.
 
@@ -82,8 +87,19 @@ def read_documents(
             " fast tokenizer of transformers (with a tokenizer.json)"
         )
     several = [sources] if isinstance(sources, str | Path) else sources
+    own = getattr(tokenizer, "chat_template", None) if template is None else template
+    if isinstance(own, str) and "strftime_now" in own:
+        template = _dated(own)
     reader = _Reader(tokenizer, template, vocabulary)
     return list(reader.documents(read_records(several)))
+
+
+def _dated(template: str) -> str:
+    """A template with a macro for the date: transformers hands no function on to it."""
+    parts = {f"%{letter}": _TODAY.strftime(f"%{letter}") for letter in "aAbBcdHIjmMpSxXyY"}
+    written = "".join(f"|replace({part!r}, {value!r})" for part, value in parts.items())
+    macro = f"{{%- macro strftime_now(format) -%}}{{{{ format{written} }}}}{{%- endmacro -%}}"
+    return macro + template
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,11 @@ def _reference(module: GPT2LMHeadModel, prompt: list[int]) -> list[int]:
     return found[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("plan", [fz.Plan(zero=3), fz.Plan(zero=1, replica=2, data=4)], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [fz.Plan(zero=3), fz.Plan(zero=1, replica=2, data=4), fz.Plan(zero=3, data=4, tensor=2)],
+    ids=str,
+)
 def test_any_layout_of_a_state_gives_the_same_tokens(
     plan: fz.Plan, converted: tb.Converted, greedy: list[list[int]]
 ) -> None:
