@@ -1,5 +1,8 @@
 """ZeRO, mixed precision and exact accumulation as pure functions over one immutable state."""
 
+import importlib as _importlib
+import typing as _typing
+
 from fzero.axes import Parts as Parts
 from fzero.batch import Shared as Shared
 from fzero.batch import pad_batch as pad_batch
@@ -23,10 +26,6 @@ from fzero.errors import ScheduleError as ScheduleError
 from fzero.errors import StateConsumedError as StateConsumedError
 from fzero.errors import StateError as StateError
 from fzero.errors import UnusedDevicesWarning as UnusedDevicesWarning
-from fzero.exchange.attention import attention as attention
-from fzero.exchange.balance import balance_loss as balance_loss
-from fzero.exchange.experts import experts as experts
-from fzero.flax import from_flax as from_flax
 from fzero.float8.recipe import Float8 as Float8
 from fzero.hosts.join import join as join
 from fzero.hosts.world import World as World
@@ -40,23 +39,11 @@ from fzero.losses import cross_entropy as cross_entropy
 from fzero.losses import linear_cross_entropy as linear_cross_entropy
 from fzero.model import Model as Model
 from fzero.model import Sequential as Sequential
-from fzero.optimizer.lookahead import lookahead as lookahead
-from fzero.optimizer.per_layer import as_stacked as as_stacked
-from fzero.optimizer.per_layer import per_layer as per_layer
-from fzero.optimizer.small_moments import small_moments as small_moments
 from fzero.plan import Plan as Plan
 from fzero.precision import cast as cast
 from fzero.preflight.predict import preflight as preflight
-from fzero.preflight.rates import Rates as Rates
-from fzero.preflight.result import Preflight as Preflight
 from fzero.quantized import dequantize as dequantize
 from fzero.quantized import quantize as quantize
-from fzero.report.description import Description as Description
-from fzero.report.description import describe as describe
-from fzero.report.layout import Layout as Layout
-from fzero.report.layout import layout as layout
-from fzero.report.placement import Placement as Placement
-from fzero.report.placement import placement as placement
 from fzero.sharding.local_batch import local_batch as local_batch
 from fzero.state.logical import logical as logical
 from fzero.state.move import Phases as Phases
@@ -77,3 +64,53 @@ from fzero.step import accumulate_step as accumulate_step
 from fzero.step import eval_step as eval_step
 from fzero.step import predict_step as predict_step
 from fzero.step import train_step as train_step
+
+
+# Training needs none of these: each is imported when asked for, so that `import fzero` is quick.
+if _typing.TYPE_CHECKING:
+    from fzero.exchange.attention import attention as attention
+    from fzero.exchange.balance import balance_loss as balance_loss
+    from fzero.exchange.experts import experts as experts
+    from fzero.flax import from_flax as from_flax
+    from fzero.optimizer.lookahead import lookahead as lookahead
+    from fzero.optimizer.per_layer import as_stacked as as_stacked
+    from fzero.optimizer.per_layer import per_layer as per_layer
+    from fzero.optimizer.small_moments import small_moments as small_moments
+    from fzero.preflight.rates import Rates as Rates
+    from fzero.preflight.result import Preflight as Preflight
+    from fzero.report.description import Description as Description
+    from fzero.report.description import describe as describe
+    from fzero.report.layout import Layout as Layout
+    from fzero.report.layout import layout as layout
+    from fzero.report.placement import Placement as Placement
+    from fzero.report.placement import placement as placement
+_LATE = {
+    "Description": "fzero.report.description",
+    "Layout": "fzero.report.layout",
+    "Placement": "fzero.report.placement",
+    "Preflight": "fzero.preflight.result",
+    "Rates": "fzero.preflight.rates",
+    "as_stacked": "fzero.optimizer.per_layer",
+    "attention": "fzero.exchange.attention",
+    "balance_loss": "fzero.exchange.balance",
+    "describe": "fzero.report.description",
+    "experts": "fzero.exchange.experts",
+    "from_flax": "fzero.flax",
+    "layout": "fzero.report.layout",
+    "lookahead": "fzero.optimizer.lookahead",
+    "per_layer": "fzero.optimizer.per_layer",
+    "placement": "fzero.report.placement",
+    "small_moments": "fzero.optimizer.small_moments",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _LATE:
+        return getattr(_importlib.import_module(_LATE[name]), name)
+    if name == "pipeline":  # a public module
+        return _importlib.import_module("fzero.pipeline")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -20,7 +20,6 @@ from fzero.batch import Inputs, place_batch
 from fzero.errors import StateError
 from fzero.keys import eval_key
 from fzero.links import Mean
-from fzero.pipeline.execute import Executor
 from fzero.processes import repeated
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.split import Split, map_splits, trained, with_frozen
@@ -28,6 +27,10 @@ from fzero.tree import PyTree
 from fzero.zero.finite import local_marks
 from fzero.zero.grads import local_evaluation, local_gradients, local_outputs
 from fzero.zero.rules import Rules
+
+
+if TYPE_CHECKING:
+    from fzero.pipeline.execute import Executor
 
 
 # Metrics that steps report themselves.
@@ -203,7 +206,9 @@ class Pipeline:
 
     def __init__(self, blue: Blueprint, on_trace: Callable[[], None]) -> None:
         self.blueprint, self.plan = blue, blue.plan
-        self.executor = Executor(blue, on_trace)
+        from fzero.pipeline.execute import Executor
+
+        self.executor: Executor = Executor(blue, on_trace)
 
     def place(self, batch: PyTree) -> Inputs:
         """The batch as it is: each rank that reads it takes its rows."""

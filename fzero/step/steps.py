@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -12,7 +12,6 @@ from fzero.compat import outside_of_meshes
 from fzero.errors import PlanError, StateError
 from fzero.links import Mean
 from fzero.offload.stream import StreamedFunction
-from fzero.pipeline.execute import Executor
 from fzero.processes import spread
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.chunks import OWNED
@@ -30,6 +29,10 @@ from fzero.step.runners import Divided, Fused, Moment, look, options_of, runner_
 from fzero.step.update import Metrics
 from fzero.tree import PyTree
 from fzero.zero.options import CompilerOptions
+
+
+if TYPE_CHECKING:
+    from fzero.pipeline.execute import Executor
 
 
 _MANY = (

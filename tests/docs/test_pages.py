@@ -73,7 +73,7 @@ def test_reference_has_every_public_name_once():
     public = {
         (module.__name__, name)
         for module, names in (
-            (fzero, [n for n in vars(fzero) if not n.startswith("_")]),
+            (fzero, [n for n in dir(fzero) if not n.startswith("_")]),
             (fzero.pipeline, fzero.pipeline.__all__),
             (torch_bridge, torch_bridge.__all__),
         )

@@ -1,0 +1,356 @@
+"""Compiles a training step for devices that need not exist, and reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+from fzero.batch import Inputs, abstract_batch, check_batch
+from fzero.model import Model
+from fzero.plan import Plan
+from fzero.preflight.bounds import bounds
+from fzero.preflight.kernels import Work
+from fzero.preflight.links import CollectiveUse, Traffic, traffic
+from fzero.preflight.parked import on_the_device, parked
+from fzero.preflight.program import Compiled, Target
+from fzero.preflight.rates import Rates, default_rates
+from fzero.preflight.result import Memory, PipelineSummary, Preflight
+from fzero.preflight.shapes import (
+    batch_bytes,
+    gradient_bytes,
+    held_bytes,
+    model_flops,
+    saved_bytes,
+)
+from fzero.preflight.stages import PipelineRun, StageCompiler, rank_collectives
+from fzero.preflight.topology import Topology, parse
+from fzero.report.placement import CLASSES, Placement, placement
+from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.initial import initial_shapes
+from fzero.sharding.split import layout_leaves
+from fzero.state.train_state import TrainState
+from fzero.step import train_step
+from fzero.step.passes import OneProgram
+from fzero.step.steps import TrainStep
+from fzero.tree import PyTree, shape_of
+
+
+def predicted(
+    model: Model,
+    tx: optax.GradientTransformation,
+    plan: Plan,
+    batch: PyTree,
+    topology: str | Topology,
+    rates: Rates | None,
+) -> Preflight:
+    """As `fzero.preflight`."""
+    where = parse(topology)
+    target = Target(
+        where, where.devices(), default_rates(where) if rates is None else rates, plan.precision
+    )
+    started = time.perf_counter()
+    sizes = plan.sizes(where.num_devices)
+    num_devices = math.prod((plan.pipe, sizes["data"], sizes["replica"], *plan.further.values()))
+    devices = target.devices[:num_devices]
+    step = train_step(model, tx, on_the_device(plan), devices=devices)
+    fields = step.blueprint.shapes()
+    shapes = jax.tree.map(shape_of, Inputs.of(batch))
+    parts = sizes["data"] * sizes["replica"]
+    check_batch(shapes, parts, plan.microbatches)
+    where_kept = placement(step.plan, model, tx, num_devices=num_devices)
+    predictor = _Predictor(target, step, fields, shapes, parts, where_kept)
+    found = predictor.one_program() if step.blueprint.stages is None else predictor.pipeline()
+    if plan.tiers:
+        elsewhere = placement(plan, model, tx, num_devices=num_devices)
+        found = _parking(found, plan, elsewhere, gradient_bytes(step.blueprint, step.plan))
+    spent = time.perf_counter() - started - found.compile_seconds
+
+    def again(plan: Plan) -> Preflight:
+        return predicted(model, tx, plan, batch, where, target.rates)
+
+    return dataclasses.replace(found, trace_seconds=spent, again=again)
+
+
+def _parking(found: Preflight, plan: Plan, where: Placement, gradients: int) -> Preflight:
+    """The prediction of a plan that parks leaves, from that of the same with all on the device."""
+    b, memory = found.bounds, found.memory
+    away = parked(plan, where, found.rates, gradients, found.work.likely_seconds)
+    moved = away.host_bytes + away.disk_bytes
+    scale = {
+        name: seconds / (seconds + away.seconds)
+        for name in ("best", "likely", "serial")
+        for seconds in (getattr(b, f"{name}_seconds"),)
+    }
+    later = {f"{name}_seconds": getattr(b, f"{name}_seconds") + away.seconds for name in scale}
+    slower = {f"{name}_mfu": getattr(b, f"{name}_mfu") * share for name, share in scale.items()}
+    longest = max(b.compute_seconds, b.memory_seconds, b.link_seconds, b.bubble_seconds)
+    limit = "parked" if away.seconds > longest else b.limit
+    note = (
+        f"{moved:,} bytes are kept elsewhere; what they take is the plan's arithmetic at"
+        f" {found.rates.pinned_bytes_per_s / 1e9:.0f} GB/s to the host"
+        + (f" and {found.rates.disk_bytes_per_s / 1e9:.0f} GB/s to disk" if away.disk_bytes else "")
+        + (
+            "; the optimizer's own time on the host's cores is not known"
+            if plan.update_on == "host" else ""
+        )
+    )  # fmt: skip
+    return dataclasses.replace(
+        found,
+        plan=plan,
+        parked=away,
+        memory=dataclasses.replace(
+            memory,
+            state={name: where.bytes_per_device[name] for name in memory.state},
+            temporaries=memory.temporaries + away.visiting_bytes,
+            peak=max(0, memory.peak - moved) + away.visiting_bytes,
+        ),
+        bounds=dataclasses.replace(b, **later, **slower, limit=limit),
+        notes=(*found.notes, note),
+    )
+
+
+def _makespans(run: PipelineRun, update: Traffic, updates: Sequence[Work]) -> tuple[float, float]:
+    """Seconds of a pipeline's step, at best and likely: its schedule, then the optimizer's turn."""
+    best = run.best_seconds + update.exposed_best_seconds
+    likely = run.timeline.makespan_s + update.exposed_seconds
+    return (
+        best + max(own.best_seconds for own in updates),
+        likely + max(own.likely_seconds for own in updates),
+    )
+
+
+class _Predictor:
+    def __init__(
+        self,
+        target: Target,
+        step: TrainStep,
+        fields: dict[str, Any],
+        batch: PyTree,
+        parts: int,
+        where_kept: Placement,
+    ) -> None:
+        self.target, self.step, self.fields = target, step, fields
+        self.batch, self.parts, self.where_kept = batch, parts, where_kept
+        self.plan: Plan = step.plan
+        self.blue: Blueprint = step.blueprint
+        # Before anything is compiled: what cannot be traced is said at once.
+        pieces = self.plan.microbatches * parts
+        traced = model_flops(self.blue.model, self.plan, batch, pieces)
+        self.model_flops = traced / self.blue.mesh.size
+
+    def one_program(self) -> Preflight:
+        """The prediction of a step that is one program."""
+        assert isinstance(self.step.passes, OneProgram)
+        mesh = self.blue.mesh
+        lowered = self.step.lower(TrainState(**self.fields), self.batch)
+        compiled = self.target.compile(lowered, mesh)
+        kept = self._state_bytes(range(mesh.size))
+        saved = secondary = 0
+        notes: list[str] = []
+        if self.blue.stages is None:
+            saved, secondary = saved_bytes(
+                self.step.passes, self.fields, abstract_batch(self.batch, mesh)
+            )
+            if self.plan.remat == "offload":
+                notes.append(
+                    f"remat='offload' keeps {saved:,} bytes of layer inputs in host memory; a"
+                    " described GPU has none, so they count for the device here"
+                )
+            if self.plan.gather == "lazy" and self.blue.group.data > 1:
+                held = held_bytes(self.blue, self.plan)
+                notes.append(
+                    "gather='lazy' holds whole parameters from the first forward pass to the last"
+                    f" backward pass: {held:,} bytes of the temporaries"
+                )
+        own = batch_bytes(self.batch, mesh)
+        gradients = gradient_bytes(self.blue, self.plan) if self.blue.stages is None else 0
+        peak = compiled.peak_bytes
+        known = sum(kept.values()) + own + saved + secondary + gradients
+        memory = Memory(
+            state=kept,
+            batch=own,
+            saved_activations=saved,
+            secondary=secondary,
+            gradients=gradients,
+            temporaries=max(0, peak - known),
+            peak=peak,
+            gathered=compiled.gathered.most_bytes,
+            gathered_in_loops=compiled.gathered.in_loop_bytes,
+        )
+        return self._result(
+            [compiled],
+            memory,
+            compiled.collectives,
+            compiled.work,
+            compiled.work.flops,
+            compiled.compile_seconds,
+            notes,
+        )
+
+    def pipeline(self) -> Preflight:
+        """The prediction of a step that is many programs."""
+        compiler = StageCompiler(self.step.executor, self.target)
+        run = compiler.run(self.fields, abstract_batch(self.batch, self.blue.rank_mesh(0)))
+        per_rank = self.blue.mesh.size // self.plan.pipe
+        kept = [
+            self._state_bytes(range(rank * per_rank, (rank + 1) * per_rank))
+            for rank in range(self.plan.pipe)
+        ]
+        own = batch_bytes(self.batch, self.blue.rank_mesh(0))
+        updating = compiler.update_bytes(self.step, self.fields, run)
+        working = [max(pair) for pair in zip(run.working_bytes, updating, strict=True)]
+        peaks = [sum(s.values()) + own + more for s, more in zip(kept, working, strict=True)]
+        full = max(range(self.plan.pipe), key=lambda rank: peaks[rank])
+        programs = [
+            [run.stages[e.action.stage].programs[e.action.kind] for e in row]
+            for row in run.timeline.rank_events
+        ]
+        updates = compiler.update_work
+        work = [
+            sum((program.work for program in own), update)
+            for own, update in zip(programs, updates, strict=True)
+        ]
+        gradients = sum(stage.sums_bytes for stage in run.stages if stage.rank == full)
+        saved = run.saved_bytes[full]
+        memory = Memory(
+            state=kept[full],
+            batch=own,
+            saved_activations=saved,
+            secondary=0,
+            gradients=gradients,
+            temporaries=max(0, working[full] - saved - gradients),
+            peak=peaks[full],
+            gathered=max(program.gathered.most_bytes for program in programs[full]),
+            gathered_in_loops=max(program.gathered.in_loop_bytes for program in programs[full]),
+        )
+        sent = [
+            rank_collectives(compiler, run.stages, rank) + self._update(rank)
+            for rank in range(self.plan.pipe)
+        ]
+        busiest = max(sent, key=lambda found: traffic(found).communicated_bytes)
+        update = max((traffic(self._update(rank)) for rank in range(self.plan.pipe)),
+                     key=lambda sums: sums.seconds)  # fmt: skip
+        notes = [
+            "bytes are those of the fullest rank, traffic that of the rank with the most, work that"
+            " of the busiest; the optimizer's programs run one after the other (collectives marked"
+            " * are arithmetic)"
+        ]
+        return self._result(
+            [program for own in programs for program in own],
+            memory,
+            busiest,
+            max(work, key=lambda own: own.likely_seconds),
+            sum(own.flops for own in work) // len(work),
+            compiler.seconds,
+            notes,
+            self._summary(run, peaks),
+            _makespans(run, update, updates),
+        )
+
+    def _result(
+        self,
+        programs: Sequence[Compiled],
+        memory: Memory,
+        collectives: Sequence[CollectiveUse],
+        work: Work,
+        compiled_flops: int,
+        compile_seconds: float,
+        notes: Sequence[str],
+        pipeline: PipelineSummary | None = None,
+        makespans: tuple[float, float] | None = None,
+    ) -> Preflight:
+        plan, blue = self.plan, self.blue
+        logical = initial_shapes(blue.model)
+        unknown = dict.fromkeys(u for program in programs for u in program.flops.unknown)
+        sums = traffic(collectives)
+        found = bounds(
+            self.target.rates,
+            plan.precision,
+            work=work,
+            traffic=sums,
+            model_flops=self.model_flops,
+            makespans=makespans,
+        )
+        return Preflight(
+            plan=plan,
+            topology=self.target.topology,
+            rates=self.target.rates,
+            num_elements=sum(leaf.size for leaf in jax.tree.leaves(logical[0])),
+            memory=memory,
+            collectives=tuple(collectives),
+            traffic=sums,
+            model_flops=self.model_flops,
+            compiled_flops=compiled_flops,
+            unknown_flops=tuple(unknown),
+            bounds=found,
+            pipeline=pipeline,
+            compile_seconds=compile_seconds,
+            trace_seconds=0.0,
+            notes=tuple(notes),
+            work=work,
+        )
+
+    def _state_bytes(self, devices: range) -> dict[str, int]:
+        """Bytes of each state class on the fullest of some devices."""
+        held: dict[int, Counter[str]] = {device: Counter() for device in devices}
+        for leaf in self.where_kept.leaves:
+            for device in held.keys() & set(leaf.devices):
+                held[device][leaf.state_class] += leaf.bytes_per_device
+        full = max(held.values(), key=lambda by: by.total())
+        return {name: full[name] for name in CLASSES}
+
+    def _update(self, rank: int) -> list[CollectiveUse]:
+        """What a pipeline's update gathers on a rank: whole parameters from updated shards."""
+        if self.plan.zero == 3 or self.blue.group.data == 1:
+            return []
+        size = 0
+        for split in layout_leaves(self.blue.params):
+            home = split.home
+            if split.dim is None or home is None or rank not in home.ranks:
+                continue
+            mixed = self.plan.keeps_compute_copy
+            dtype = split.compute if mixed else split.dtype
+            rows = home.rows_per_rank / split.shape[0] if home.rows else 1
+            size += round(rows * math.prod(split.stored_shape)) * dtype.itemsize
+        data, rates = self.blue.group.data, self.target.rates
+        sent = size * (data - 1) / data
+        seconds = sent / rates.host_link_bytes_per_s
+        return [
+            CollectiveUse(
+                kind="all-gather", where="update", dtype="", axes="data", bytes=size,
+                sent_bytes=sent, times=1, in_loop=False, crosses_hosts=False, network_bytes=0.0,
+                num_matmuls=0, num_kernels=0, seconds=seconds,
+                exposed_best_seconds=seconds, exposed_seconds=seconds / rates.link_share,
+                estimated=True,
+            )
+        ]  # fmt: skip
+
+    def _summary(self, run: PipelineRun, peaks: Sequence[int]) -> PipelineSummary:
+        timeline, schedule = run.timeline, self.plan.schedule
+        events = tuple(
+            (e.rank, str(e.action.kind), e.action.stage, e.action.microbatch, e.start_s, e.end_s)
+            for e in timeline.events
+        )
+        seconds: list[dict[str, float]] = [{} for _ in run.stages]
+        for _, kind, stage, _, start, end in events:
+            seconds[stage].setdefault(kind, end - start)
+        return PipelineSummary(
+            schedule=schedule
+            if isinstance(schedule, str)
+            else "1f1b"
+            if not schedule
+            else "custom",
+            makespan_seconds=timeline.makespan_s,
+            bubble_fraction=timeline.bubble_fraction,
+            peak_live_per_rank=timeline.peak_live_per_rank,
+            peak_bytes_per_rank=tuple(peaks),
+            stage_seconds=tuple(seconds),
+            events=events,
+        )
