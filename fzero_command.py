@@ -75,6 +75,16 @@ def _root(
     """Train, evaluate and plan models whose state is one immutable, sharded value."""
 
 
+def command_app(**more: Any) -> typer.Typer:
+    """The app of a subcommand: plain help, which wraps; its errors are told by `main`."""
+    return typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # brackets stay brackets
+        **more,
+    )
+
+
 def commands() -> dict[str, EntryPoint]:
     """The subcommands found: fzero's own, then those that installed packages register."""
     own = {

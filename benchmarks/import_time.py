@@ -1,4 +1,4 @@
-"""What `import fzero` costs over `import jax, optax`: CPU seconds of fresh processes that take turns.
+"""What `import fzero` costs over `import jax, optax`: CPU seconds of processes in turns.
 
     python benchmarks/import_time.py
 

@@ -2,5 +2,6 @@
 
 from fzero_command import EXIT_USAGE as EXIT_USAGE
 from fzero_command import app as app
+from fzero_command import command_app as command_app
 from fzero_command import commands as commands
 from fzero_command import main as main

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from fzero.cli import command_app
 from fzero.preflight.tables import table_of, text_of
 
 
@@ -20,11 +21,7 @@ SmallOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the rates file, not a table.")]
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = command_app()
 
 
 @app.command()

@@ -18,6 +18,8 @@ from typing import Annotated, Any
 
 import typer
 
+from fzero.cli import command_app
+
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 # What a command needs beyond fzero itself, and the extra that brings it.
@@ -53,7 +55,7 @@ PathOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = command_app()
 
 
 @app.command()

@@ -18,7 +18,7 @@ from typing import Annotated, Any, BinaryIO
 
 import typer
 
-from fzero.cli import EXIT_USAGE, commands
+from fzero.cli import EXIT_USAGE, command_app, commands
 from fzero.hosts.watch import EXIT_PEER_LOST
 
 
@@ -28,7 +28,7 @@ POLL_S = 0.05
 # Lines of the log of the process that failed first.
 SHOWN = 20
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = command_app()
 
 Processes = Annotated[int, typer.Option(min=1, help="How many processes.")]
 Logs = Annotated[

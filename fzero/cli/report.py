@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from fzero.cli import command_app
+
 
 RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="The directory of a run.", show_default=False)
@@ -28,7 +30,7 @@ TraceOption = Annotated[
     ),
 ]
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = command_app()
 
 
 @app.command()

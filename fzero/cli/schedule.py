@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
+from fzero.cli import command_app
 from fzero.errors import ScheduleError
 from fzero.schedule.actions import Schedule
 from fzero.schedule.check import check
@@ -33,12 +34,9 @@ class _Schedules(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-app = typer.Typer(
+app = command_app(
     cls=_Schedules,
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
     help="Pipeline schedules without a device: build one by name, check a file, compare all.",
 )
 

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from fzero.cli import command_app
+from torch_bridge.cli.options import DataOption, MoreData, Precision
 from torch_bridge.cli.outputs import WEIGHTS, Record
 from torch_bridge.cli.settings import (
     BATCH,
@@ -19,14 +21,9 @@ from torch_bridge.cli.settings import (
     EvalSettings,
     resolve_sources,
 )
-from torch_bridge.cli.train import DataOption, MoreData, Precision
 
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: it wraps, and brackets stay brackets
-)
+app = command_app()
 
 
 @app.command("eval")

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from fzero.cli import command_app
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.grouped import grouped
-from torch_bridge.cli.settings import BATCH, ZERO, TrainSettings
-from torch_bridge.cli.train import (
+from torch_bridge.cli.options import (
     BatchOption,
     ClipOption,
     DevicesOption,
@@ -30,8 +30,9 @@ from torch_bridge.cli.train import (
     StepsOption,
     TrainedModelOption,
     ZeroOption,
-    resolved,
 )
+from torch_bridge.cli.run_flags import sections_of, settings_of
+from torch_bridge.cli.settings import BATCH, ZERO, TrainSettings
 from torch_bridge.cli.tuning_settings import LoraSettings, RowSettings
 
 
@@ -81,11 +82,7 @@ TemplateOption = Annotated[
     str | None, typer.Option(help="A file with a chat template; else the tokenizer's own.")
 ]
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: it wraps, and brackets stay brackets
-)
+app = command_app()
 
 
 @app.command(
@@ -137,7 +134,7 @@ def finetune(
     loss.png, summary.json, and run.json, which --plan runs again. Ctrl-C and SIGTERM stop after the
     current step and write what was reached, and a checkpoint that --resume goes on from.
     """
-    settings = _settings(context, plan, plan_set, dict(locals()))
+    settings = _settings(dict(locals()))
     settings.check()
     # torch and transformers take seconds to import: after what can be refused without them.
     from torch_bridge.cli import run as runs
@@ -156,22 +153,16 @@ _SECTIONS = {
 }
 
 
-def _settings(
-    context: typer.Context, file: Path | None, plan_set: list[str] | None, given: dict[str, Any]
-) -> TrainSettings:
+def _settings(given: dict[str, Any]) -> TrainSettings:
     """The run, from flags and a file."""
     if given["targets"] == ["all-linear"]:
         given["targets"] = "all-linear"
-    given["precision"] = given["precision"].value
-    flags = {name: {flag: given[flag] for flag in own} for name, own in _SECTIONS.items()}
-    sections = resolved(context, flags, file, plan_set)
-    run, rows, adapter = (dict(sections[name]) for name in ("run", "data", "lora"))
-    if run["model"] is None:
-        raise CommandError("--model is missing: give it, or [run] model in --plan's file")
-    if run.get("verify"):
+    sections = sections_of(given, _SECTIONS)
+    rows, adapter = (dict(sections[name]) for name in ("data", "lora"))
+    if sections["run"].get("verify"):
         raise CommandError(
-            f"--plan {file}: [run] verify is of `fzero train`: it compares with PyTorch on plain"
-            " text; take it out"
+            f"--plan {given['plan']}: [run] verify is of `fzero train`: it compares with PyTorch on"
+            " plain text; take it out"
         )
     for name in ("sources", "eval_sources"):
         paths = rows.get(name) or []
@@ -181,15 +172,4 @@ def _settings(
     tuning = LoraSettings.of(adapter)
     if tuning is None and any(adapter.get(n) for n in ("targets", "alpha", "dropout", "base")):
         raise CommandError("--targets, --alpha, --dropout and --base are of adapters: give --lora")
-    return TrainSettings(
-        data=RowSettings(**rows),
-        lora=tuning,
-        out=given["out"],
-        plan_fields=sections["plan"],
-        optimizer=sections["optimizer"] or None,
-        schedule=sections["schedule"] or None,
-        overwrite=given["overwrite"],
-        resume=given["resume"],
-        log=tuple(given["log"] or ()),
-        **run,
-    )
+    return settings_of(given, sections, RowSettings(**rows), tuning)

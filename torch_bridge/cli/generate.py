@@ -6,15 +6,12 @@ from typing import Annotated
 
 import typer
 
+from fzero.cli import command_app
+from torch_bridge.cli.options import Precision
 from torch_bridge.cli.settings import GenerateSettings
-from torch_bridge.cli.train import Precision
 
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: it wraps, and brackets stay brackets
-)
+app = command_app()
 
 
 @app.command("generate")

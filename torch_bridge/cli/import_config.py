@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
+from fzero.cli import command_app
 from torch_bridge.cli.errors import CommandError
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = command_app()
 
 
 @app.command()

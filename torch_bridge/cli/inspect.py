@@ -7,12 +7,10 @@ from typing import Annotated
 
 import typer
 
+from fzero.cli import command_app
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: it wraps, and brackets stay brackets
-)
+
+app = command_app()
 
 
 @app.command("inspect")

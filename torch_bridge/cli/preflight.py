@@ -7,10 +7,21 @@ from typing import Annotated
 
 import typer
 
+from fzero.cli import command_app
 from torch_bridge.cli.grouped import grouped
+from torch_bridge.cli.options import (
+    BatchOption,
+    ClipOption,
+    Gather,
+    GatherOption,
+    MicrobatchesOption,
+    Precision,
+    PrecisionOption,
+    SeqOption,
+    ZeroOption,
+)
 from torch_bridge.cli.preflight_settings import PreflightSettings
 from torch_bridge.cli.settings import BATCH
-from torch_bridge.cli.train import Gather, GatherOption, Precision
 
 
 ModelOption = Annotated[
@@ -29,14 +40,12 @@ TopologyOption = Annotated[
         "a100-40, a100-80, h100, h200, b200; or cpu:8."
     ),
 ]
-ZeroOption = Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")]
 DataOption = Annotated[
     int | None, typer.Option(help="Devices in a sharding group.  [default: all that remain]")
 ]
 ReplicaOption = Annotated[int, typer.Option(help="Sharding groups (hybrid sharding).")]
 PipeOption = Annotated[int, typer.Option(help="Ranks of a pipeline.")]
 ScheduleOption = Annotated[str | None, typer.Option(help="The pipeline's schedule.")]
-MicrobatchesOption = Annotated[int, typer.Option(help="Pieces a device's rows are cut into.")]
 RematOption = Annotated[str, typer.Option(help="What a stack keeps: layer, dots or none.")]
 ReduceOption = Annotated[
     str,
@@ -57,10 +66,6 @@ SecondaryOption = Annotated[
         help="Neighbours that keep layers for the backward pass (ZeRO-3): host, or a number."
     ),
 ]
-BatchOption = Annotated[int, typer.Option(help="Sequences per step, over all devices.")]
-SeqOption = Annotated[int, typer.Option(help="Tokens per sequence.")]
-PrecisionOption = Annotated[Precision, typer.Option(help="What forward and backward compute in.")]
-ClipOption = Annotated[float | None, typer.Option(help="Largest global gradient norm.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 HtmlOption = Annotated[
     Path | None, typer.Option(help="Write a report there: one page that needs nothing else.")
@@ -84,11 +89,7 @@ MeasureOption = Annotated[
     bool, typer.Option("--measure", help="Run the step on devices that are here; print both.")
 ]
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = command_app()
 
 
 @app.command(
@@ -134,32 +135,9 @@ def preflight(
     time of a step. Nothing is allocated: a model of any size will do. Compiling for GPUs takes
     jax's CUDA plugin: pip install "fzero[preflight]".
     """
-    settings = PreflightSettings(
-        model=model,
-        topology=topology,
-        zero=zero,
-        gather=gather.value,
-        data=data,
-        replica=replica,
-        pipe=pipe,
-        schedule=schedule,
-        microbatches=microbatches,
-        remat=remat,
-        reduce=reduce,
-        reduce_dtype=reduce_dtype,
-        gather_dtype=gather_dtype,
-        secondary=secondary,
-        batch=batch,
-        seq=seq,
-        precision=precision.value,
-        clip=clip,
-        as_json=as_json,
-        html=html,
-        sweep=(*(sweep or []), *(more_sweep or [])),
-        measure=measure,
-        rates=rates,
-        explain=explain,
-    )
+    given = {name: getattr(value, "value", value) for name, value in locals().items()}
+    words = (*(given.pop("sweep") or []), *(given.pop("more_sweep") or []))
+    settings = PreflightSettings(**given, sweep=words)
     settings.check()
     # torch and transformers take seconds to import: after what can be refused without them.
     from torch_bridge.cli import preflight_run

@@ -1,0 +1,117 @@
+"""Options of more than one command, each declared once."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Precision(StrEnum):
+    """What the model computes in; the parameters that are trained and written are always fp32."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp8 = "fp8"
+
+
+class Gather(StrEnum):
+    """When stages 1 and 2 gather updated parameters; see `fzero.Plan`."""
+
+    eager = "eager"
+    lazy = "lazy"
+
+
+TrainedModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="hf:DIR (config.json, with or without weights), hf:CONFIG.json (random weights from "
+        "the seed), or path/to/file.py:factory, a function that returns a torch.nn.Module.",
+        show_default=False,
+    ),
+]
+DataOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data",
+        help="Text files, any number of them, or stdlib: the source of this Python's own "
+        "standard library.  [default: stdlib]",
+        show_default=False,
+    ),
+]
+MoreData = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="PATH", help="Further files of --data.", show_default=False),
+]
+DevicesOption = Annotated[
+    int | None,
+    typer.Option(help="Devices the state is sharded over; on a CPU, virtual ones.  [default: all]"),
+]
+ZeroOption = Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")]
+GatherOption = Annotated[
+    Gather,
+    typer.Option(
+        help="Stages 1 and 2 gather updated parameters at the end of a step, or layer by layer in "
+        "the next one's forward pass."
+    ),
+]
+OutOption = Annotated[Path, typer.Option(help="Directory to write; must be empty or not exist.")]
+StepsOption = Annotated[int, typer.Option(help="Optimizer steps.")]
+BatchOption = Annotated[
+    int, typer.Option(help="Sequences per step, over all devices and microbatches.")
+]
+SeqOption = Annotated[int, typer.Option(help="Tokens per sequence.")]
+LrOption = Annotated[
+    float,
+    typer.Option(help="Peak learning rate: 5 % of the steps lead up to it, then a cosine down."),
+]
+MicrobatchesOption = Annotated[
+    int, typer.Option(help="Pieces a batch is cut into on each device, to save memory.")
+]
+PrecisionOption = Annotated[Precision, typer.Option(help="What forward and backward compute in.")]
+ClipOption = Annotated[
+    float | None, typer.Option(help="Clips the global gradient norm to at most this.")
+]
+EvalEveryOption = Annotated[
+    int,
+    typer.Option(min=0, help="Steps between validations; 0: only before the first, at the end."),
+]
+SeedOption = Annotated[
+    int, typer.Option(min=0, help="Of random weights, the order of the data, and dropout.")
+]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what --out holds.")]
+SaveEveryOption = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Steps between checkpoints to resume from; 0: only when Ctrl-C ends the run."
+    ),
+]
+ResumeOption = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on from --out's newest checkpoint, with the same flags."),
+]
+LogOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--log",
+        help="Where figures go besides metrics.jsonl: tensorboard or wandb, if installed.",
+        show_default=False,
+    ),
+]
+PlanOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        help="A run in TOML or JSON: [run], [data], [plan] (any field of fz.Plan), [optimizer] and "
+        "[schedule] (an optax function's name and arguments). Flags go before it.",
+        show_default=False,
+    ),
+]
+PlanSetOption = Annotated[
+    list[str] | None,
+    typer.Option("--plan-set", help="A field of the plan, over all else: pipe=4."),
+]
