@@ -23,6 +23,8 @@ ACTIONS = {"F": "#56B4E9", "B": "#009E73", "I": "#2E8B70", "W": "#E69F00"}
 TIMES = {
     "first step": "#E69F00", "step": "#0072B2", "validation": "#56B4E9", "checkpoint": "#009E73",
 }  # fmt: skip
+# On the colours of actions, whatever the page's are.
+NUMBERS = "#101010"
 # Lines of this many points and more are drawn as running medians over them.
 _MANY = 60
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
@@ -55,6 +57,8 @@ def svg(drawn: Any, name: str) -> str:
     # The picture's own description has addresses of standards, which a page on its own needs not.
     head, _, body = text[text.index("<svg") :].partition("<metadata>")
     body = head + body.partition("</metadata>")[2] if body else head
+    # Paper and ink are the page's, which has two of each.
+    body = body.replace("#ffffff", "var(--page)").replace("#000000", "currentColor")
     return body.replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)
 
 
@@ -125,7 +129,7 @@ def placement(run: Run) -> str:
             axes.fill_between(steps, below, above, color=CLASSES[name], label=name, linewidth=0)
             below = above
         if tier == "device" and len(used) == len(steps):
-            axes.plot(steps, [one / scale for one in used], color="#1c1c1c", linewidth=1.2,
+            axes.plot(steps, [one / scale for one in used], color="black", linewidth=1.2,
                       label="arrays in use")  # fmt: skip
         _bare(axes, f"{tier}: {unit} per device", "step").set_ylim(bottom=0)
         axes.margins(x=0)
@@ -183,7 +187,7 @@ def _draw(axes: Any, timeline: Timeline, scale: float) -> None:
         )  # fmt: skip
         if long > 0.012 * timeline.makespan_s * scale:
             axes.text(start + long / 2, event.rank, str(event.action.microbatch), ha="center",
-                      va="center", fontsize=7)  # fmt: skip
+                      va="center", fontsize=7, color=NUMBERS)  # fmt: skip
 
 
 def _held(entry: dict[str, Any], tier: str) -> dict[str, int]:

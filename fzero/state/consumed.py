@@ -15,10 +15,13 @@ def give_away(leaf: Any, to: str) -> None:
     _GIVEN[key] = (weakref.ref(leaf, lambda _: _GIVEN.pop(key, None)), to)
 
 
+def any_given() -> bool:
+    """Whether any leaf was given away by `give_away`."""
+    return bool(_GIVEN)
+
+
 def given_to(leaf: Any) -> str | None:
     """What a leaf was given to by `give_away`, if it was."""
-    if not _GIVEN:  # as nearly always, and a step asks for every leaf
-        return None
     entry = _GIVEN.get(id(leaf))
     return entry[1] if entry is not None and entry[0]() is leaf else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax
 from fzero.compat import is_key
 from fzero.errors import StateConsumedError, StateError
 from fzero.sharding.blueprint import Blueprint
-from fzero.state.consumed import given_to
+from fzero.state.consumed import any_given, given_to
 from fzero.state.train_state import Pending, TrainState
 from fzero.storage.tiers import is_handle, on_device, require_on_device
 from fzero.tree import aliased_leaves, named_leaves
@@ -19,8 +19,7 @@ from fzero.tree import aliased_leaves, named_leaves
 def consumed_by(state: TrainState) -> str | None:
     """What consumed a state, in words; `None` for a live one."""
     own = state.params, state.compute, state.opt_state, state.buffers, state.ema
-    leaves = jax.tree.leaves(own)
-    for leaf in (*leaves, *jax.tree.leaves(state.grads)):
+    for leaf in jax.tree.leaves((own, state.grads)):
         by = given_to(leaf)
         if by is not None:
             return by
@@ -32,6 +31,11 @@ def consumed_by(state: TrainState) -> str | None:
                 " a state that shares its arrays (by fz.replan or replace)"
             )
     return None
+
+
+def all_alive(leaves: Iterable[Any]) -> bool:
+    """Whether no array was given away, quickly: a step asks for every leaf."""
+    return not any_given() and not any(leaf.is_deleted() for leaf in leaves)
 
 
 def require_state(state: Any, operation: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
+import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +22,13 @@ from fzero.sharding.blueprint import Blueprint
 from fzero.state import compute_copy
 from fzero.state.fingerprint import batch_facts, compare
 from fzero.state.new import compute_of
-from fzero.state.require import require_alive, require_fits, require_state, require_unaliased
+from fzero.state.require import (
+    all_alive,
+    require_alive,
+    require_fits,
+    require_state,
+    require_unaliased,
+)
 from fzero.state.surgery import with_scalars_placed
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import tier_of
@@ -46,20 +54,27 @@ class Checks:
     ) -> None:
         self.blueprint, self.name, self.reads = blue, name, tuple(reads)
         self.donate, self.bare = donate, bare
-        self._known: tuple[weakref.ref[TrainState], list[weakref.ref[Any]]] | None = None
+        self._known: tuple[weakref.ref[TrainState], list[Any]] | None = None
         self._fits: set[Any] = set()
         self._compared, self._steps = False, Steps()
 
-    def state(self, state: TrainState) -> TrainState:
+    def state(self, state: TrainState, leaves: Sequence[Any] | None = None) -> TrainState:
         """The state with all leaves arrived, and a compute copy that is one of its parameters.
+
+        Args:
+            state: the state.
+            leaves: its leaves, where they are at hand: of many, taking a state apart takes longer
+                than looking at them.
 
         Raises:
             StateConsumedError: it was given away.
             StateError: it is not one of this model, optimizer and plan, or two leaves are one.
             PlacementError: a leaf that the step needs is parked.
         """
-        if self._trusted(state):
-            require_alive(state, self.name)
+        given = jax.tree.leaves(state) if leaves is None else leaves
+        if self._trusted(state, given):
+            if not all_alive(given):
+                require_alive(state, self.name)
             return state
         require_state(state, self.name)
         state = with_scalars_placed(state, self.blueprint)
@@ -88,7 +103,8 @@ class Checks:
         """
         if self._known is None or same_object(leaves):
             return None
-        known = {id(ref()) for ref in self._known[1]}
+        alive = self._known[0]() is not None
+        known = {id(known if alive else known()) for known in self._known[1]}
         return {(x.shape, x.dtype) for x in leaves if id(x) not in known}
 
     def traced(self, state: TrainState) -> None:
@@ -109,18 +125,25 @@ class Checks:
         self._require_fits(state, abstract=True)
 
     def trust(self, state: TrainState) -> None:
-        """Says that a state fits."""
-        self._known = weakref.ref(state), [weakref.ref(leaf) for leaf in jax.tree.leaves(state)]
+        """Says that a state fits.
 
-    def _trusted(self, state: TrainState) -> bool:
+        Its leaves are kept here while it lives, as they are anyway; of those that outlive it one is
+        only known. (A weak reference to each would take longer than all other checks.)
+        """
+        leaves = jax.tree.leaves(state)
+
+        # At a process's end nothing is to be made any more, and modules are gone.
+        def gone(_: Any, ref: Any = weakref.ref, ends: Any = sys.is_finalizing) -> None:
+            leaves[:] = () if ends() else map(ref, leaves)
+
+        self._known = weakref.ref(state, gone), leaves
+
+    def _trusted(self, state: TrainState, leaves: Sequence[Any]) -> bool:
         """Whether this very state fitted, with the leaves that it has now."""
         if self._known is None or self._known[0]() is not state:
             return False
-        leaves = jax.tree.leaves(state)
         had = self._known[1]
-        return len(leaves) == len(had) and all(
-            ref() is leaf for ref, leaf in zip(had, leaves, strict=True)
-        )
+        return len(leaves) == len(had) and all(map(operator.is_, leaves, had))
 
     def batch(self, batch: PyTree, microbatches: int) -> None:
         """Raises `BatchError` if a batch cannot be divided evenly."""
@@ -203,6 +226,7 @@ def _asked(name: str) -> bool:
     return bool(getattr(jax.config, name))
 
 
-def is_traced(*trees: PyTree) -> bool:
+def is_traced(leaves: Iterable[Any]) -> bool:
     """Whether a leaf is being traced: by a transformation of jax, or to become a program."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
+    kinds = set(map(type, leaves))  # few, of many leaves
+    return any(issubclass(kind, jax.core.Tracer) for kind in kinds)

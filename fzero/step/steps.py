@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -81,15 +82,18 @@ class TrainStep:
     @outside_of_meshes()
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Takes one step; see `fzero.train_step`."""
-        if is_traced(state, batch):
+        leaves = jax.tree.leaves(state)
+        if is_traced([*leaves, *jax.tree.leaves(batch)]):
             return self.pure(state, batch)
-        state = self._checks.state(state)
+        was, state = state, self._checks.state(state, leaves)
         self._checks.batch(batch, self.plan.microbatches)
         fields, moment = self._parts(state)
         with self._checks.running(state, batch, self.apply):
             new, metrics = self.runner(fields, moment, self.passes.place(batch))
         if self.donate:
-            forget(fields, (new, metrics))
+            given = leaves if state is was else jax.tree.leaves(state)
+            rest = [value for name, value in vars(state).items() if name not in fields]
+            forget(given, rest, (new, metrics))
         require_finite(self.name, metrics)
         state = state.replace(**new)
         compute_copy.pair(state.params, state.compute)
@@ -259,7 +263,7 @@ class EvalStep:
     @outside_of_meshes()
     def __call__(self, state: TrainState, batch: PyTree) -> Metrics:
         """Evaluates; see `fzero.eval_step`."""
-        if is_traced(state, batch):
+        if is_traced(jax.tree.leaves((state, batch))):
             return self.pure(state, batch)
         state = chosen(self._checks.state(state), self.blueprint, self.which)
         self._checks.batch(batch, 1)
@@ -360,7 +364,7 @@ class PredictStep:
     @outside_of_meshes()
     def __call__(self, state: TrainState, batch: PyTree) -> PyTree:
         """Outputs of a batch; see `fzero.predict_step`."""
-        if is_traced(state, batch):
+        if is_traced(jax.tree.leaves((state, batch))):
             return self.pure(state, batch)
         state = chosen(self._checks.state(state), self.blueprint, self.which)
         self._checks.rows(batch)
@@ -421,13 +425,15 @@ def _quotients(mean: Mean, own: dict[str, Mean]) -> Metrics:
 _divided = jax.jit(_quotients)
 
 
-def forget(fields: PyTree, new: PyTree) -> None:
-    """Makes given-away arrays say so.
+def forget(given: Iterable[Any], *kept: PyTree) -> None:
+    """Makes given-away arrays say so, but for leaves of what is kept.
 
     jax cannot donate a shard that somebody else still looks at (a numpy view on CPU, say). It then
     donates the others and leaves the array as if it were whole.
     """
-    kept = {id(leaf) for leaf in jax.tree.leaves(new)}
-    for leaf in jax.tree.leaves(fields):
-        if id(leaf) not in kept and not leaf.is_deleted():
-            leaf.delete()
+    left = [leaf for leaf in given if not leaf.is_deleted()]
+    for tree in kept:  # the first mostly has all that is left
+        own = {id(leaf) for leaf in jax.tree.leaves(tree)} if left else set()
+        left = [leaf for leaf in left if id(leaf) not in own]
+    for leaf in left:
+        leaf.delete()

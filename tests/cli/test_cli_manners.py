@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -100,14 +102,21 @@ def test_help_of_many_options_is_in_groups(command: str, here: Command) -> None:
     assert len(groups[-1].splitlines()) == 2  # nothing else was left without a group
 
 
+def with_fzero(folder: Path) -> dict[str, str]:
+    """An environment whose path has a `fzero` of this source tree."""
+    (folder / "fzero").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{RUN}" "$@"\n')
+    (folder / "fzero").chmod(0o755)
+    environ = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    return environ | {"PYTHONPATH": os.pathsep.join(sys.path[1:])}
+
+
 @pytest.mark.parametrize(("typed", "expected"), [
     ("fzero sch", ["schedule"]),
     ("fzero report --tr", ["--trace"]), ("fzero --de", ["--debug"]),
 ])  # fmt: skip
 def test_bash_completes(typed: str, expected: list[str], tmp_path: Path) -> None:
     """In a real bash, with the script that `fzero --show-completion` gives."""
-    (tmp_path / "fzero").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{RUN}" "$@"\n')
-    (tmp_path / "fzero").chmod(0o755)
+    environ = with_fzero(tmp_path)
     words = typed.split()
     script = f"""
 source <(_FZERO_COMPLETE=source_bash fzero)
@@ -116,8 +125,6 @@ complete -p fzero
 _fzero_completion fzero {words[-1]} {words[-2]}
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
-    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    environ["PYTHONPATH"] = os.pathsep.join(sys.path[1:])
     bash = shutil.which("bash") or "bash"
     done = subprocess.run(
         [bash, "-c", script], capture_output=True, text=True, timeout=600, env=environ
@@ -136,6 +143,44 @@ def test_other_shells_get_a_script(
     done = here()
     assert done.status == 0
     assert "compdef" in done.stdout if shell == "zsh" else "complete --command fzero" in done.stdout
+
+
+def test_fish_and_zsh_complete_where_they_are(tmp_path: Path) -> None:
+    environ = with_fzero(tmp_path) | {"TERM": "dumb", "HOME": str(tmp_path)}
+    fish, zsh = shutil.which("fish"), shutil.which("zsh")
+    if fish is not None:
+        script = "_FZERO_COMPLETE=source_fish fzero | source; complete -C 'fzero sch'"
+        done = subprocess.run(
+            [fish, "-c", script], capture_output=True, text=True, timeout=600, env=environ
+        )
+        assert done.stdout.split()[:1] == ["schedule"], done.stderr
+    if zsh is not None:
+        setup = "autoload -Uz compinit && compinit -u; source <(_FZERO_COMPLETE=source_zsh fzero)"
+        typed = [(f"{setup}; echo has-$((1 + 1))\n", "has-2"), ("fzero sch\t", "fzero schedule")]
+        assert said_in_a_terminal([zsh, "-f", "-i"], typed, environ)
+
+
+def said_in_a_terminal(
+    command: list[str], typed: list[tuple[str, str]], environ: dict[str, str]
+) -> bool:
+    """Whether what stands beside each text to type appears after it, in ten minutes."""
+    own, other = pty.openpty()
+    with subprocess.Popen(
+        command, stdin=other, stdout=other, stderr=other, env=environ, start_new_session=True
+    ) as shell:
+        os.close(other)
+        try:
+            for text, expected in typed:
+                os.write(own, text.encode())
+                said = b""
+                while expected.encode() not in said:
+                    if not select.select([own], [], [], 600)[0]:
+                        return False
+                    said += os.read(own, 4096)
+            return True
+        finally:
+            shell.kill()
+            os.close(own)
 
 
 def test_the_doctor_finds_this_machine_well(here: Command, tmp_path: Path) -> None:
