@@ -99,7 +99,7 @@ def pack(
     return out
 
 
-def packed_mask(segments: Any, dtype: Any = jnp.float32) -> jax.Array:
+def packed_mask(segments: Any, dtype: Any = jnp.float32, window: int | None = None) -> jax.Array:
     """What may see what in packed rows: itself and what is before it in the same document.
 
     What fills a row up sees only what fills it up, and nothing else sees that. It is a mask to add
@@ -109,13 +109,18 @@ def packed_mask(segments: Any, dtype: Any = jnp.float32) -> jax.Array:
         segments: `(B, T)`, as `pack` gives them.
         dtype: floats, as in the example that a module was converted with; or bool, True where
             position i may attend to position j, for a module of yours that does not add it.
+        window: how many tokens each sees at most, itself included, where all layers have a sliding
+            window (Mistral's `sliding_window`). Layers of several kinds need a mask each.
 
     Returns:
         `(B, 1, T, T)`: 0 where position i may attend to position j, elsewhere the lowest number of
         `dtype` (of float32: of bfloat16, so that it stays finite when it is cast). It is what
         `scaled_dot_product_attention` takes, and the `attention_mask` of transformers' decoders,
-        which use one of 4 dims as it is. Windows of theirs are not in it, and layers that carry a
-        state from token to token do not read it.
+        which use one of 4 dims as it is: windows of theirs are in it only if `window` says so.
+        Layers that carry a state from token to token do not read it.
+
+    Raises:
+        BatchError: a window of less than 1.
 
     Example:
         >>> (packed_mask(np.array([[1, 1, 2]]))[0, 0] == 0).astype(int).tolist()
@@ -124,7 +129,13 @@ def packed_mask(segments: Any, dtype: Any = jnp.float32) -> jax.Array:
     given = jnp.asarray(segments)
     order = jnp.arange(given.shape[-1])
     same = given[:, :, None] == given[:, None, :]
-    seen = (same & (order[:, None] >= order[None, :]))[:, None]
+    back = order[:, None] - order[None, :]
+    near = back >= 0
+    if window is not None:
+        if window < 1:
+            raise BatchError(f"packed_mask: window={window}: expected at least 1, a token itself")
+        near &= back < window
+    seen = (same & near)[:, None]
     if dtype in (bool, jnp.bool_):
         return seen
     lowest = max(float(jnp.finfo(kind).min) for kind in (dtype, jnp.bfloat16))

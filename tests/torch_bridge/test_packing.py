@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+import transformers
 
 import fzero as fz
 import torch_bridge as tb
@@ -77,6 +78,30 @@ def test_the_loss_of_packed_rows_is_that_of_the_documents_one_by_one():
     for name, parameter in module.named_parameters():
         want = (parameter - parameter.grad).detach()
         torch.testing.assert_close(stepped[name], want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sliding_window_within_documents_is_that_of_transformers():
+    """Logits of each document alone, which is longer than the window: to float32's rounding."""
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        vocab_size=V, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, sliding_window=3, initializer_range=0.5,
+    )  # fmt: skip
+    module = transformers.MistralForCausalLM(config).eval()
+    documents = [list(range(1, 9)), list(range(9, 14))]
+    packed = tb.pack(documents, length=14)
+    ids, positions = (torch.tensor(packed[name]).long() for name in ("ids", "positions"))
+
+    def logits(window):
+        mask = torch.tensor(np.asarray(tb.packed_mask(packed["segments"], window=window)))
+        return module(ids, attention_mask=mask, position_ids=positions).logits[0]
+
+    with torch.no_grad():
+        alone = torch.cat([module(torch.tensor([one])).logits[0] for one in documents])
+        torch.testing.assert_close(logits(3)[: len(alone)], alone, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(logits(None)[: len(alone)], alone, atol=1e-2)
+    with pytest.raises(fz.BatchError, match="window=0: expected at least 1"):
+        tb.packed_mask(packed["segments"], window=0)
 
 
 def test_what_cannot_be_packed_is_named():
