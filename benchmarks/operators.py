@@ -1,7 +1,7 @@
 """PyTorch's own operator and module databases, entry by entry, beside their conversion.
 
-    python benchmarks/operators.py [--only REGEX] [--samples 3] [--dtype float32]
-                                   [--part I/N] [--missing] [--json OUT] [--table OUT.md]
+    python benchmarks/operators.py [--only REGEX] [--samples 3] [--dtype float32] [--part I/N]
+                                   [--missing] [--check] [--json OUT] [--table OUT.md]
 
 For each entry of `op_db` and `module_db` (torch.testing._internal) the samples that PyTorch tests
 itself with are converted; values, and gradients of a fixed random projection, are compared with
@@ -14,7 +14,8 @@ PyTorch's. An entry is
 - `failed`: some other exception.
 
 The JSON has one row an entry and dtype. Rows of entries that are not run are kept, so that a run
-can be done in pieces.
+can be done in pieces. Without `--dtype` all three are run. `--check` runs what is right in the JSON,
+writes nothing, and fails if an entry is right no more.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from beside import QUICK, RTOL, VERDICTS, Row, Sample, check, verdict
 
 
+DTYPES = ("float32", "int64", "bfloat16")
 # An entry whose conversion takes longer has no finite graph.
 SECONDS = 120
 # Random by themselves: only shapes and dtypes can agree.
@@ -181,9 +183,10 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="a regular expression of names")
     parser.add_argument("--samples", type=int, default=3)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "int64", "bfloat16"])
+    parser.add_argument("--dtype", choices=DTYPES, help="one only")
     parser.add_argument("--part", default="0/1", help="I/N: every Nth entry from the Ith")
     parser.add_argument("--missing", action="store_true", help="only entries without a row")
+    parser.add_argument("--check", action="store_true", help="what is right must be right again")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
@@ -191,22 +194,42 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     known = options.json is not None and options.json.exists()
     rows: Rows = json.loads(options.json.read_text()) if known else {}
-    found = rows.setdefault(options.dtype, {})
+    done: list[Row] = []
+    for dtype in [options.dtype] if options.dtype else DTYPES:
+        done += run(rows.setdefault(dtype, {}), dtype, options, lambda: save(rows, options))
+    print(Counter(row.verdict for row in done))
+    save(rows, options)
+    if options.table and not options.check:
+        options.table.write_text(markdown(rows))
+    if options.check and any(row.verdict != "right" for row in done):
+        sys.exit(1)
+
+
+def run(
+    found: dict[str, list[str]], dtype: str, options: argparse.Namespace, save: Callable[[], None]
+) -> list[Row]:
+    """Runs the chosen entries of a dtype; `found` takes their rows."""
     first, step = (int(n) for n in options.part.split("/"))
     done: list[Row] = []
-    for name, run in entries(options.dtype, options.samples)[first::step]:
-        if not re.search(options.only, name) or (options.missing and name in found):
+    for name, entry in entries(dtype, options.samples)[first::step]:
+        known = found.get(name)
+        wanted = known is not None and known[0] == "right" if options.check else (
+            known is None or not options.missing)  # fmt: skip
+        if not wanted or not re.search(options.only, name):
             continue
-        row = verdict(name, run, SECONDS)
+        row = verdict(name, entry, SECONDS)
         done.append(row)
         found[name] = [row.verdict, row.why]
         if row.verdict != "right":
-            print(f"{row.verdict:8} {name}: {row.why[:200]}", flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(rows, indent=0, sort_keys=True) + "\n")
-    print(Counter(row.verdict for row in done))
-    if options.table:
-        options.table.write_text(markdown(rows))
+            print(f"{row.verdict:8} {dtype} {name}: {row.why[:200]}", flush=True)
+        save()
+    return done
+
+
+def save(rows: Rows, options: argparse.Namespace) -> None:
+    """Writes the rows, unless they are only checked."""
+    if options.json and not options.check:
+        options.json.write_text(json.dumps(rows, indent=0, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

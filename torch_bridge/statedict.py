@@ -23,6 +23,7 @@ from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves
 from torch_bridge.converted import Converted
 from torch_bridge.dtypes import torch_dtype
+from torch_bridge.module.foreign import refuse_quantised
 from torch_bridge.module.lazy import LazyTensor, in_memory
 from torch_bridge.module.names import Leaf
 from torch_bridge.module.weights import to_host, to_torch
@@ -273,6 +274,7 @@ def fit_leaves(
     leaf_of = converted.layout.leaf_of()
     prefix = common_prefix(list(tensors), set(leaf_of))
     tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    refuse_quantised(tensors, leaf_of)
     if strict:
         problems += [f"unexpected: `{name}`" for name in tensors if name not in leaf_of]
     for leaf in converted.layout.leaves:

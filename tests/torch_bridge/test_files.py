@@ -164,3 +164,21 @@ def test_loose_loading_fills_in_and_casts_but_not_shapes(net: Net, converted: tb
         tb.load_state_dict(
             converted, {"norm.num_batches_tracked": torch.tensor(2**40)}, strict=False
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.qweight", "GPTQ or AWQ"),
+        ("a.weight.absmax", "bitsandbytes, in 4 bits"),
+        ("a.SCB", "bitsandbytes, in 8 bits"),
+        ("a.weight_scale_inv", "scales, in 8 bits"),
+    ],
+)
+def test_weights_that_others_quantised_are_refused_also_when_not_strict(
+    net: Net, name: str, kind: str
+) -> None:
+    converted = tb.convert(net, X, train=False)
+    tensors = {**net.state_dict(), name: torch.zeros(4)}
+    with pytest.raises(CheckpointError, match=rf"(?s)`{name}`.*{kind}.*dequantize"):
+        tb.load_state_dict(converted, tensors, strict=False)

@@ -156,6 +156,16 @@ def _as_strided_scatter(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch
     return torch.ops.aten.as_strided_scatter(input, *args, **kwargs)
 
 
+@_instead_of(torch._VF._pack_padded_sequence)
+def _pack_padded_sequence(*args: Any) -> Any:
+    raise ConversionError(
+        "a packed sequence (pack_padded_sequence) has sizes that depend on the lengths' values,"
+        " which XLA cannot compile. Give the recurrent layer the padded batch: its outputs at real"
+        " steps are the same for one direction; take the last one at length - 1 (gather), and leave"
+        " padding out of the loss."
+    )
+
+
 @_instead_of(torch.linalg.lstsq)
 def _lstsq(
     A: torch.Tensor, B: torch.Tensor, *, rcond: float | None = None, driver: str | None = None
