@@ -14,7 +14,7 @@ PyTorch's. An entry is
 - `failed`: some other exception.
 
 The JSON has one row an entry and dtype. Rows of entries that are not run are kept, so that a run
-can be done in pieces. Without `--dtype` all three are run. `--check` runs what is right in the JSON,
+can be done in pieces. Without `--dtype` all three are run. `--check` runs what is right there,
 writes nothing, and fails if an entry is right no more.
 """
 
