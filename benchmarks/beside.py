@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import signal
 import warnings
 from collections.abc import Callable, Sequence
@@ -273,4 +274,11 @@ def verdict(name: str, run: Callable[[], None], seconds: int) -> Row:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    return reason(str(error))
+
+
+def reason(text: str) -> str:
+    """A message in one line, without the places of this machine."""
+    text = " ".join(text.split()).split(" at: ")[0].split(", please report")[0]
+    text = re.sub(r' \("/[^"]*", line \d+.*?\*\*kwargs\)\)', "", text)
+    return re.sub(r'"/[^"]*"(:\d+)?', "its source", text)[:300]

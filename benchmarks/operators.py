@@ -163,7 +163,7 @@ def markdown(rows: Rows) -> str:
         "`op_db` and `module_db`, each converted and compared with PyTorch: values and gradients.",
         "`refused` means that `tb.convert` raises ConversionError with the reason given here.",
     ]
-    for dtype, found in rows.items():
+    for dtype, found in ((dtype, rows[dtype]) for dtype in DTYPES if dtype in rows):
         counts = Counter(kind for kind, _ in found.values())
         summary = ", ".join(f"{counts[kind]} {kind}" for kind in VERDICTS)
         lines += ["", f"## {dtype}: {len(found)} entries, {summary}", ""]

@@ -166,6 +166,36 @@ def _pack_padded_sequence(*args: Any) -> Any:
     )
 
 
+@_instead_of(torch.cov, torch.Tensor.cov)
+def _cov(
+    input: torch.Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None
+) -> torch.Tensor:
+    """Without the checks of the weights' values."""
+    x = input if input.ndim > 1 else input.reshape(1, -1)
+    x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
+    weights = [w for w in (fweights, aweights) if w is not None]
+    if not weights:
+        y = x - x.mean(1, keepdim=True)
+        return (y @ y.mH / max(x.shape[1] - correction, 0)).squeeze()
+    w = math.prod(weights[1:], start=weights[0])
+    total = w.sum()
+    y = x - (x * w).sum(1, keepdim=True) / total
+    lost = correction if aweights is None else correction * (w * aweights).sum() / total
+    return ((y * w) @ y.mH / (total - lost).clamp(min=0)).squeeze()
+
+
+@_instead_of(torch.corrcoef, torch.Tensor.corrcoef)
+def _corrcoef(input: torch.Tensor) -> torch.Tensor:
+    c = _cov(input)
+    if c.ndim == 0:
+        return c / c
+    spread = (c.diag().real if c.is_complex() else c.diag()).sqrt()
+    c = c / spread.unsqueeze(1) / spread.unsqueeze(0)
+    if c.is_complex():
+        return torch.complex(c.real.clip(-1, 1), c.imag.clip(-1, 1))
+    return c.clip(-1, 1)
+
+
 @_instead_of(torch.linalg.lstsq)
 def _lstsq(
     A: torch.Tensor, B: torch.Tensor, *, rcond: float | None = None, driver: str | None = None
@@ -177,7 +207,9 @@ def _lstsq(
     residuals = solution.new_empty((0,))
     if rows > columns:
         residuals = (A @ solution - right).abs().square().sum(-2)
-    rank = torch.linalg.matrix_rank(A)
+    # The driver of full ranks does not ask for one.
+    empty = A.new_empty((0,), dtype=torch.int64)
+    rank = empty if driver == "gels" else torch.linalg.matrix_rank(A)
     made = (solution.squeeze(-1) if vectors else solution, residuals, rank, A.new_empty((0,)))
     kinds: Any = torch.return_types
     return kinds.linalg_lstsq(made)
