@@ -48,6 +48,7 @@ def refusal(here: Command, *args: object) -> str:
         (("--zero", 1, "--gather", "late"), "--gather"),
         (("--precision", "fp4"), "--precision"),
         (("--resume",), "expected a checkpoint in"),
+        (("--resume", "--out", "gs://bucket/run"), "got a URL (gs://)"),
         (("--resume", "--overwrite"), "--resume goes on with what --overwrite would replace"),
     ],
 )
