@@ -280,5 +280,5 @@ def _line(error: Exception) -> str:
 def reason(text: str) -> str:
     """A message in one line, without the places of this machine."""
     text = " ".join(text.split()).split(" at: ")[0].split(", please report")[0]
-    text = re.sub(r' \("/[^"]*", line \d+.*?\*\*kwargs\)\)', "", text)
+    text = re.sub(r' \("/[^"]*", line \d+.*?\)(?=: |$)', "", text)
     return re.sub(r'"/[^"]*"(:\d+)?', "its source", text)[:300]
