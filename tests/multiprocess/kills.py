@@ -171,7 +171,9 @@ def rounds(
             if one["kind"] == "kill":
                 found.append(one)
                 print(json.dumps(one), flush=True)
-        same += finish(folder, processes)[0] == expected
+        alike = finish(folder, processes)[0] == expected
+        same += alike
+        print(json.dumps({"kind": "end", "bit for bit": alike}), flush=True)
     waits = sorted(one["seconds"] for one in found)
     return {
         "processes": processes, "seed": seed, "kills": len(found), "runs": runs,
