@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from fzero.axes import AXES, EXPERT, free_axes
@@ -279,7 +280,7 @@ def _inverse(order: jax.Array) -> jax.Array:
 
 def _weighted(rows: jax.Array, gates: jax.Array, counts: jax.Array) -> jax.Array:
     """Rows times their weights, at least float32; 0 where a row does not count."""
-    wide = jnp.promote_types(jnp.promote_types(rows.dtype, gates.dtype), jnp.float32)
+    wide = np.promote_types(np.promote_types(rows.dtype, gates.dtype), jnp.float32)
     out = rows.astype(wide) * gates.astype(wide)[:, None]
     return jnp.where(counts[:, None], out, jnp.zeros((), wide))
 

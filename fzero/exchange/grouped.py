@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 # Rows of a block: a quarter of an even group, so that filling is about an eighth of the rows; no
@@ -37,7 +38,7 @@ class Grouped:
 
         Rows of no group give 0.
         """
-        dtype = jnp.promote_types(rows.dtype, weight.dtype)
+        dtype = np.promote_types(rows.dtype, weight.dtype)
         return grouped_dot(rows.astype(dtype), weight.astype(dtype), self.sizes)
 
     def each(self, values: jax.Array) -> jax.Array:
@@ -150,4 +151,4 @@ class _Blocks:
 
 def _wide(rows: jax.Array) -> jnp.dtype:
     """In what products are accumulated."""
-    return jnp.promote_types(rows.dtype, jnp.float32)
+    return np.promote_types(rows.dtype, jnp.float32)

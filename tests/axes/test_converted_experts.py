@@ -195,3 +195,76 @@ def test_an_experts_function_that_draws_random_numbers_is_refused():
     assert jax.eval_shape(converted, x).shape == x.shape
     with pytest.raises(fz.ConversionError, match=r"expert_rows.* it reads sizes or draws random"):
         converted.apply(converted.params, {}, x, train=True, rng=jax.random.key(0))
+
+
+def test_a_loop_over_experts_whose_tokens_depend_on_data_is_refused():
+    class Looped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x):
+            chosen, out = x.argmax(-1) % 2, torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                (rows,) = torch.where(chosen == number)
+                out.index_add_(0, rows, expert(x[rows]))
+            return out
+
+    with pytest.raises(fz.ConversionError, match=r"depends on\s+tensor values|data-dependent"):
+        tb.convert(Looped(), torch.zeros(4, WIDTH), train=False)
+
+
+def test_an_axis_of_its_own_keeps_of_experts_what_data_keeps_and_more_of_all_else():
+    """docs/axes.md says why: dense layers are ZeRO's, over `data` alone."""
+    model = net()[1].model(next_word)
+
+    def kept(plan):
+        state = fz.layout(model, optax.adam(1e-2), plan).state
+        sizes = {True: 0, False: 0}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+            bytes_ = np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            sizes["experts" in str(path)] += bytes_ if leaf.shape else 0
+        return sizes
+
+    own, data = (kept(fz.Plan(zero=3, min_shard_bytes=0, **axes))
+                 for axes in ({"data": 2, "expert": 4}, {"data": 8}))  # fmt: skip
+    assert own[True] == data[True]
+    assert own[False] == 4 * data[False]
+
+
+OTHERWISE = [
+    {"remat": "offload"},
+    {"tiers": {"params": "host", "opt_state": "host"}},
+    {"secondary": 2},
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", OTHERWISE, ids=str)
+def test_experts_are_kept_and_computed_in_every_way_as_on_one_device(options):
+    model = net()[1].model(next_word)
+    plan = fz.Plan(zero=3, data=2, expert=2, min_shard_bytes=0, **options)
+    agree(trained(model, plan), trained(model, fz.Plan(zero=0, data=1)))
+
+
+@pytest.mark.nightly
+def test_experts_compute_in_16_bits():
+    model = net()[1].model(next_word)
+    plan = fz.Plan(zero=3, data=2, expert=2, precision="bf16", min_shard_bytes=0)
+    with jax.numpy_dtype_promotion("strict"):
+        plans = plan, fz.Plan(data=1, precision="bf16")
+        found, wanted = (trained(model, one)[0] for one in plans)
+    np.testing.assert_allclose(found, wanted, rtol=2**-8)  # bfloat16 has 8 bits
+
+
+@pytest.mark.nightly
+def test_files_of_pytorch_and_other_plans_have_the_experts_bit_for_bit(tmp_path):
+    converted, plan = net()[1], fz.Plan(zero=3, data=2, expert=4, min_shard_bytes=0)
+    other = fz.Plan(zero=1, data=2, expert=2, tensor=2, min_shard_bytes=0)
+    model = converted.model(next_word)
+    state = fz.init(model, None, plan)
+    tb.save(tmp_path / "model.safetensors", converted, state, plan)
+    read = tb.restore(tmp_path / "model.safetensors", converted, None, other)
+    back = fz.replan(read, model, None, other, plan)
+    assert back.params["blocks"]["blocks.*.mixture.experts.down_proj"].sharding.spec[1] == "expert"
+    jax.tree.map(np.testing.assert_array_equal, back.params, state.params)
