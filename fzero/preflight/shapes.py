@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from fzero.axes import AXES, CONTEXT, EXPERT, manual_axes
 from fzero.batch import Inputs, batch_sharding
+from fzero.compat import abstract_mesh
 from fzero.model import Model
 from fzero.pieces import whole_chain
 from fzero.plan import Plan
@@ -58,7 +60,11 @@ def model_flops(model: Model, plan: Plan, batch: PyTree, parts: int) -> int:
         return end.mean
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return PASSES * parts * flops(jax.make_jaxpr(forward)(params, buffers, one, key))
+    # Constraints of the model's own name the plan's axes; nothing is divided here.
+    mesh = abstract_mesh(dict.fromkeys(plan.further, 1))
+    with jax.sharding.use_abstract_mesh(mesh) if plan.further else nullcontext():
+        traced = jax.make_jaxpr(forward)(params, buffers, one, key)
+    return PASSES * parts * flops(traced)
 
 
 def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tuple[int, int]:
