@@ -24,7 +24,8 @@ from fzero.quantized import quantized_shape
 
 @dataclass(frozen=True)
 class LlamaSize:
-    """Shapes of a Llama; the defaults are those of the 8B one."""
+    """Shapes of a Llama; the defaults are those of the 8B one. `exchange` is that
+    of `fz.attention`."""
 
     vocab: int = 128256
     d: int = 4096
@@ -33,6 +34,7 @@ class LlamaSize:
     kv_heads: int = 8
     hidden: int = 14336
     seq: int = 4096
+    exchange: str = "auto"
 
 
 LLAMA_8B = LlamaSize()
@@ -68,13 +70,14 @@ def llama(size: LlamaSize = LLAMA_8B) -> fz.Sequential:
     """A Llama: RMS norms, rotary positions, grouped queries, SwiGLU, a head of its own."""
     head_dim = size.d // size.heads
 
+    kv = size.kv_heads * head_dim
+    attending = {"q": (size.d, size.d), "k": (size.d, kv), "v": (size.d, kv), "o": (size.d, size.d)}
+    gated = {
+        "gate": (size.d, size.hidden), "up": (size.d, size.hidden), "down": (size.hidden, size.d)
+    }  # fmt: skip
+    shapes = attending | gated
+
     def init_block(rng: jax.Array) -> Any:
-        kv = size.kv_heads * head_dim
-        shapes = {
-            "q": (size.d, size.d), "k": (size.d, kv), "v": (size.d, kv), "o": (size.d, size.d),
-            "gate": (size.d, size.hidden), "up": (size.d, size.hidden),
-            "down": (size.hidden, size.d),
-        }  # fmt: skip
         keys = jax.random.split(rng, len(shapes))
         weights = {
             name: 0.02 * jax.random.normal(key, shape)
@@ -89,7 +92,8 @@ def llama(size: LlamaSize = LLAMA_8B) -> fz.Sequential:
         b, t, _ = x.shape
         h = _rms(x, p["norm_1"])
         q, k, v = (times(h, name).reshape(b, t, -1, head_dim) for name in "qkv")
-        x = x + times(fz.attention(_rotate(q), _rotate(k), v, causal=True).reshape(b, t, -1), "o")
+        seen = fz.attention(_rotate(q), _rotate(k), v, causal=True, exchange=size.exchange)
+        x = x + times(seen.reshape(b, t, -1), "o")
         h = _rms(x, p["norm_2"])
         return x + times(jax.nn.silu(times(h, "gate")) * times(h, "up"), "down")
 
@@ -109,11 +113,9 @@ def llama(size: LlamaSize = LLAMA_8B) -> fz.Sequential:
     def head(p: Any, x: jax.Array, ctx: fz.Context) -> Any:
         return _rms(x, p["norm"]) @ p["out"]
 
-    heads, kv = fz.Parts("tensor", size.heads), fz.Parts("tensor", size.kv_heads)
-    divided = {
-        "q": (None, heads), "k": (None, kv), "v": (None, kv), "o": (heads, None),
-        "gate": (None, "tensor"), "up": (None, "tensor"), "down": ("tensor", None),
-    }  # fmt: skip
+    heads, groups = fz.Parts("tensor", size.heads), fz.Parts("tensor", size.kv_heads)
+    divided = {"q": (None, heads), "k": (None, groups), "v": (None, groups), "o": (heads, None)}
+    divided |= {"gate": (None, "tensor"), "up": (None, "tensor"), "down": ("tensor", None)}
     return fz.Sequential(
         [
             fz.Layer("embed", init_embed, embed, shard={"tokens": ("tensor",)}),
@@ -195,7 +197,8 @@ def adapted(size: LlamaSize, rank: int = 16, quantised: bool = False) -> fz.Sequ
 def num_params(size: LlamaSize = LLAMA_8B) -> int:
     """Ψ of a Llama with a head of its own."""
     kv = size.kv_heads * size.d // size.heads
-    block = 2 * size.d * size.d + 2 * size.d * kv + 3 * size.d * size.hidden + 2 * size.d
+    gated = 3 * size.d * size.hidden
+    block = 2 * size.d * size.d + 2 * size.d * kv + gated + 2 * size.d
     return 2 * size.vocab * size.d + size.layers * block + size.d
 
 

@@ -15,6 +15,8 @@ Source: Ring Attention, arXiv:2310.01889, section 3; the balanced halves are tho
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -139,11 +141,19 @@ class Ring:
         return jnp.stack([jnp.where(odd, second, first), jnp.where(odd, first, second)])
 
     def moved_on(self, tree: Any, places: int) -> Any:
-        """Every leaf from the device that is so many places before this one."""
+        """Every leaf from the device that is so many places before this one, in one transfer.
+
+        (XLA has one under way at a time: of several, only one would run beside a round's work.)
+        """
+        leaves, form = jax.tree.flatten(tree)
         if not places % self.size:
             return tree
         pairs = [(i, (i + places) % self.size) for i in self._all]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree)
+        words = [_words(leaf) for leaf in leaves]
+        sent = jax.lax.ppermute(jnp.concatenate(words), self.axis, pairs)
+        ends = list(itertools.accumulate(part.size for part in words))[:-1]
+        parts = jnp.split(sent, ends)
+        return jax.tree.unflatten(form, map(_of_words, parts, leaves))
 
 
 def ring_attention(
@@ -174,10 +184,9 @@ def _parts(q: jax.Array, k: jax.Array, v: jax.Array, own: Any, ring: Ring) -> ja
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array, own: Any, ring: Ring) -> Any:
     out = jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32)
     level = jnp.full(q.shape[:-1], LOW, jnp.float32)
-    keys, before = (k, v, own), 0
-    for moved in ring.rounds(_length(q, ring)):
-        keys = ring.moved_on(keys, moved - before)
-        before = moved
+    keys = k, v, own
+    for moved, more in _rounds(q, ring):
+        following = ring.moved_on(keys, more)
         for a, b in ring.blocks(moved):
             how = _block(q, keys, own, a, b, moved, ring)
             given, other = how.forward(q[a], keys[0][b], keys[1][b])
@@ -185,6 +194,7 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, own: Any, ring: Ring) -> 
             new = jnp.logaddexp(old, other)
             kept, share = jnp.exp(old - new)[..., None], jnp.exp(other - new)[..., None]
             out, level = out.at[a].set(out[a] * kept + given * share), level.at[a].set(new)
+        keys, out, level = jax.lax.optimization_barrier((following, out, level))
     out = out.astype(q.dtype)
     return out, (q, k, v, own, out, level)
 
@@ -192,22 +202,57 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, own: Any, ring: Ring) -> 
 def _backward(ring: Ring, kept: Any, given: jax.Array) -> Any:
     q, k, v, own, out, level = kept
     dq = jnp.zeros(q.shape, jnp.float32)
-    keys, before = (k, v, own), 0
+    keys, given = jax.lax.optimization_barrier(((k, v, own), given))
     grads = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for moved in ring.rounds(_length(q, ring)):
-        keys, grads = ring.moved_on((keys, grads), moved - before)
-        before = moved
-        dk, dv = grads
+    before = 0
+    for moved, more in _rounds(q, ring):
+        # What others have found of the keys at hand comes while this device's part is computed,
+        # together with the keys that are next.
+        if more == moved - before:
+            following, arriving = ring.moved_on((keys, grads), more)
+        else:
+            following = ring.moved_on(keys, more)
+            arriving = ring.moved_on(grads, moved - before) if moved else grads
+        dk, dv = jnp.zeros_like(grads[0]), jnp.zeros_like(grads[1])
         for a, b in ring.blocks(moved):
             how = _block(q, keys, own, a, b, moved, ring)
             of = how.backward(q[a], keys[0][b], keys[1][b], out[a], level[a], given[a])
             dq, dk, dv = dq.at[a].add(of[0]), dk.at[b].add(of[1]), dv.at[b].add(of[2])
-        grads = dk, dv
+        grads, before = (arriving[0] + dk, arriving[1] + dv), moved
+        keys, dq, grads = jax.lax.optimization_barrier((following, dq, grads))
     dk, dv = ring.moved_on(grads, -before)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
 _parts.defvjp(_forward, _backward)
+
+
+def _rounds(q: jax.Array, ring: Ring) -> Iterator[tuple[int, int]]:
+    """By how many places keys have been moved on, and by how many they are for the next round.
+
+    What is sent for a round is sent while the one before is computed: each round ends with a
+    barrier, or XLA's scheduler would put many transfers in a row, with nothing beside them.
+    """
+    rounds = ring.rounds(_length(q, ring))
+    for moved, following in zip(rounds, [*rounds[1:], rounds[-1]], strict=True):
+        yield moved, following - moved
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of an array, 32 at a time; filled up at the end."""
+    if x.dtype.itemsize >= 4:
+        return jax.lax.bitcast_convert_type(x, jnp.uint32).ravel()
+    size = 4 // x.dtype.itemsize
+    filled = jnp.pad(x.ravel(), (0, -x.size % size))
+    return jax.lax.bitcast_convert_type(filled.reshape(-1, size), jnp.uint32)
+
+
+def _of_words(words: jax.Array, like: jax.Array) -> jax.Array:
+    """The way back."""
+    more = (like.dtype.itemsize // 4,) if like.dtype.itemsize > 4 else ()
+    if like.dtype.itemsize >= 4:
+        return jax.lax.bitcast_convert_type(words.reshape(*like.shape, *more), like.dtype)
+    return jax.lax.bitcast_convert_type(words, like.dtype).ravel()[: like.size].reshape(like.shape)
 
 
 def _length(q: jax.Array, ring: Ring) -> int:

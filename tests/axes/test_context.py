@@ -165,13 +165,13 @@ def test_what_attention_cannot_take_is_refused(options, message):
 VOCAB, D = 29, 16
 
 
-def language_model(causal=True, shard=None):
+def language_model(causal=True, shard=None, places=64):
     """One token after the other: positions, attention, shifted labels, written for one device."""
 
     def embed_init(rng):
         a, b = jax.random.split(rng)
         return {"tokens": 0.3 * jax.random.normal(a, (VOCAB, D)),
-                "places": 0.3 * jax.random.normal(b, (64, D))}  # fmt: skip
+                "places": 0.3 * jax.random.normal(b, (places, D))}  # fmt: skip
 
     def embed(p, batch, ctx):
         return p["tokens"][batch["ids"]] + p["places"][: batch["ids"].shape[1]]
@@ -249,6 +249,21 @@ def test_a_sequence_divided_over_devices_trains_as_on_one(options, shard, alone)
         # by a rounding in a gradient near zero may differ by more in the step.
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5), a, b)
     np.testing.assert_allclose(found[0], alone[0], rtol=1e-6)
+
+
+@pytest.mark.nightly
+def test_4096_tokens_over_8_devices_have_the_loss_and_gradients_of_one():
+    """The ring, balanced. Momentum's first sum is the gradient."""
+    batch, tx, found = text(rows=1, length=4096), optax.sgd(0.1, momentum=0.9), []
+    model = language_model(places=4096)
+    for plan in (fz.Plan(zero=3, data=1, context=8), fz.Plan(zero=0, data=1)):
+        devices = jax.devices()[: plan.context]
+        state = fz.init(model, tx, plan, rng=0, devices=devices)
+        state, metrics = fz.train_step(model, tx, plan, devices=devices)(state, batch)
+        found.append((metrics["loss"], jax.device_get(state.opt_state[0].trace)))
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-6)
+    for a, b in zip(*(jax.tree.leaves(grads) for _, grads in found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.max(np.abs(b)))
 
 
 def test_batches_are_divided_along_sequences_where_that_goes():

@@ -1,5 +1,7 @@
 """Converted models under plans that divide layers and sequences: the numbers of one device."""
 
+import math
+
 import jax
 import numpy as np
 import optax
@@ -16,17 +18,24 @@ from fzero.preflight import hlo
 VOCAB, LENGTH, LAYERS = 64, 32, 2
 
 
-def llama(layers):
+def converted_llama(layers):
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=64,
     )  # fmt: skip
     module = LlamaForCausalLM(config)
-    converted = tb.convert(module, torch.zeros(2, LENGTH, dtype=torch.long))
+    return tb.convert(module, torch.zeros(2, LENGTH, dtype=torch.long))
+
+
+def trained_by(converted):
     return converted.model(
         lambda forward, batch: tb.causal_lm_loss(forward(batch["ids"]).logits, batch["ids"])
     )
+
+
+def llama(layers):
+    return trained_by(converted_llama(layers))
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +103,34 @@ def test_its_attention_exchanges_heads_and_nothing_gathers_sequences(model):
     assert {c.elements for c in exchanged} == {2 * LENGTH // 4 * 16}
     gathered = [c for c in found if c.kind == "all-gather" and c.elements > 2 * LENGTH]
     assert all("scatter-add" in c.op_name and c.times == 1 for c in gathered)
+
+
+@pytest.mark.nightly
+def test_pytorchs_files_and_predictions_do_not_depend_on_axes(tmp_path):
+    """What is written under one plan is read under another, to the bit, moments too."""
+    converted, tx, devices = converted_llama(LAYERS), optax.adamw(1e-3), jax.devices()
+    model = trained_by(converted)
+    ids = np.random.default_rng(0).integers(0, VOCAB, (4, LENGTH), dtype=np.int32)
+    plans = [
+        fz.Plan(zero=3, data=2, context=2, tensor=2, min_shard_bytes=0),
+        fz.Plan(zero=1, data=1, tensor=4, min_shard_bytes=0),
+        fz.Plan(zero=0, data=1),
+    ]
+    used = [devices[: math.prod((plan.data, *plan.further.values()))] for plan in plans]
+    state, _ = fz.train_step(model, tx, plans[0])(fz.init(model, tx, plans[0]), {"ids": ids})
+    wanted = jax.device_get((state.params, state.opt_state))
+    outputs = []
+    for number, (plan, own) in enumerate(zip(plans, used, strict=True)):
+        if number:
+            state = tb.restore(tmp_path / str(number - 1), converted, tx, plan, devices=own)
+        tb.save(tmp_path / str(number), converted, state, to="dcp")
+        jax.tree.map(
+            np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), wanted
+        )
+        predict = fz.predict_step(model, plan, devices=own)
+        outputs.append(np.asarray(predict(state, {"ids": ids}).logits))
+    for found in outputs[:2]:  # sums in another order
+        np.testing.assert_allclose(found, outputs[2], rtol=0, atol=2e-6)
 
 
 def test_a_converted_llama_is_divided_as_transformers_says(model, alone):

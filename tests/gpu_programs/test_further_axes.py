@@ -14,6 +14,10 @@ from jax.sharding import PartitionSpec
 import fzero as fz
 from fzero.compat import auto_mesh
 from fzero.exchange import fused
+from fzero.preflight.hlo.module import Module
+from fzero.preflight.kernels import Kernels
+from fzero.preflight.links import Links, uses
+from fzero.preflight.rates import default_rates
 from fzero.preflight.topology import parse
 from tests.gpu_programs.conftest import case
 from tests.support.large import num_params
@@ -50,12 +54,15 @@ def test_a_divided_layer_is_added_up_twice_a_pass_and_zero_sends_its_part(name, 
     assert not [c for c in sums if c.crosses_hosts]
 
 
-def ring(length, causal):
-    """The compiled program of attention over 8 H200s and its gradients, and how often a kernel in
-    it is told of a causal mask."""
-    mesh = auto_mesh(np.array(parse("h200:8").devices()), ("context",))
-    shape = jax.ShapeDtypeStruct((1, length, 16, 128), jnp.bfloat16)
-    groups = jax.ShapeDtypeStruct((1, length, 8, 128), jnp.bfloat16)
+LENGTH = 2**17
+
+
+def ring(causal):
+    """The compiled program of attention over 8 H200s and its gradients, how often a kernel in it is
+    told of a causal mask, and what is sent."""
+    where = parse("h200:8")
+    mesh = auto_mesh(np.array(where.devices()), ("context",))
+    q, k = (jax.ShapeDtypeStruct((1, LENGTH, n, 128), jnp.bfloat16) for n in (16, 8))
 
     def run(q, k, v):
         out = fz.attention(q, k, v, causal=causal, exchange="ring")
@@ -64,17 +71,27 @@ def ring(length, causal):
     with jax.set_mesh(mesh):
         lies = jax.NamedSharding(mesh, PartitionSpec(None, "context"))
         program = jax.jit(jax.grad(run, (0, 1, 2)), in_shardings=lies, out_shardings=lies)
-        lowered = program.lower(shape, groups, groups)
-        return lowered.compile().as_text(), lowered.as_text().count("CAUSAL")
+        lowered = program.lower(q, k, k)
+    text, rates = lowered.compile().as_text(), default_rates(where)
+    sent = uses(Kernels(Module(text), rates, "bf16"), {"context": 8}, Links(rates, (0,) * 8))
+    return text, lowered.as_text().count("CAUSAL"), sent
 
 
-@pytest.mark.parametrize(("causal", "blocks"), [(True, 3 + 2 * 7), (False, 8)])
-def test_each_block_of_a_ring_is_one_kernel_of_cudnn(causal, blocks):
-    text, masked = ring(4096, causal)
+@pytest.mark.parametrize(("causal", "blocks"), some([(True, 3 + 2 * 7), (False, 8)], (False, 8)))
+def test_each_block_of_a_ring_is_one_kernel_of_cudnn_beside_which_the_next_keys_travel(
+    causal, blocks
+):
+    text, masked, sent = ring(causal)
     assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == blocks
     assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == blocks
     assert masked == (2 * 2 if causal else 0)  # on the diagonal, forwards and back
-    assert not re.search(r"f\d+\[(\d+,){2,}(256|512),(256|512)\]", text), "scores"
+    part = LENGTH // (16 if causal else 8)
+    assert not re.search(rf"f\d+\[(\d+,){{2,}}{part},{part}\]", text), "scores"
+    # Keys and values in 16 bits seven times each way, their gradients in float32 as often, and once
+    # more where nothing is left to compute: home.
+    keys, hidden = 2 * LENGTH // 8 * 8 * 128 * 2, [one for one in sent if one.num_matmuls]
+    assert sum(one.bytes for one in hidden) >= 0.9 * (7 + 7 + 8 * 2) * keys
+    assert not any(one.exposed_seconds for one in hidden)
 
 
 def configs(function, *shapes):

@@ -282,7 +282,9 @@ def test_a_sweep_stops_early_sorts_and_marks_the_best(model, batch, monkeypatch)
 
 def test_a_sweep_divides_layers_and_sequences_and_sums_are_by_axis():
     def loss(p, buffers, batch, rng, train):
-        h = jax.lax.with_sharding_constraint(batch["x"] @ p["w"], PartitionSpec(None, None, "tensor"))
+        h = jax.lax.with_sharding_constraint(
+            batch["x"] @ p["w"], PartitionSpec(None, None, "tensor")
+        )
         return fz.Mean(jnp.sum(h @ p["v"]), jnp.float32(16 * 4)), buffers, {}
 
     shapes = {"w": (64, 512), "v": (512, 64)}
