@@ -163,13 +163,14 @@ def batch_norm_functional(
     count = array.size // array.shape[axis]
     # Normalised with the biased variance, but remembered unbiased.
     unbiased = var * (count / max(count - 1, 1))
+    kept = array.dtype if weight is None else weight.dtype
     old_mean, old_var = cast(running_mean, mean.dtype), cast(running_var, var.dtype)
     new_mean = old_mean * (1.0 - momentum) + jax.lax.stop_gradient(mean) * momentum
     new_var = old_var * (1.0 - momentum) + jax.lax.stop_gradient(unbiased) * momentum
     return (
         out,
-        mean,
-        jax.lax.rsqrt(var + eps),
+        mean.astype(kept),
+        jax.lax.rsqrt(var + eps).astype(kept),
         new_mean.astype(running_mean.dtype),
         new_var.astype(running_var.dtype),
     )
@@ -201,7 +202,7 @@ def batch_norm_no_training(
 
 def _no_statistics(x: jax.Array | Last) -> tuple[jax.Array, jax.Array]:
     """What torch returns for the moments of a batch that it did not look at."""
-    empty = jnp.zeros((0,), accumulation_dtype(features(x)[0]))
+    empty = jnp.zeros((0,), features(x)[0].dtype)
     return empty, empty
 
 
