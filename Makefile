@@ -23,7 +23,7 @@ comma := ,
 # Installed again when what is to be installed changes.
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help install demo test test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-gpu-programs nightly-random mutants operators lint types docs site docs-serve docs-outputs clean
+.PHONY: help install demo test test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-gpu-programs nightly-random mutants operators models lint types docs site docs-serve docs-outputs clean
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 .DELETE_ON_ERROR:
@@ -119,6 +119,18 @@ nightly-random: install
 operators: install
 	$(BIN)/python benchmarks/operators.py --json benchmarks/results/operators.json \
 	  --table docs/operators.md
+
+# Architectures of transformers, diffusers, timm, torchvision, torchaudio and PEFT, each beside its
+# conversion (an hour). In an environment of its own, on top of the other: transformers computes
+# some things otherwise where torchvision is installed.
+MODELS_VENV := $(VENV)-models
+models: install
+	test -x $(MODELS_VENV)/bin/python || $(BIN)/python -m venv $(MODELS_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  $$($(MODELS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(MODELS_VENV)/bin/python -m pip install --quiet --no-deps torchvision torchaudio timm diffusers \
+	  -c constraints.txt
+	PYTHONPATH=. $(MODELS_VENV)/bin/python benchmarks/models.py --table docs/architectures.md
 
 # Bugs planted one at a time, each of which a test must see (tests/mutants).
 mutants: install
