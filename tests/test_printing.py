@@ -94,7 +94,7 @@ TABLE = {**FZERO, **PIPELINE, **BRIDGE}
 
 def test_every_public_class_is_in_the_table():
     for module, table in ((fz, FZERO), (fp, PIPELINE)):
-        names = module.__all__ if hasattr(module, "__all__") else vars(module)
+        names = module.__all__ if hasattr(module, "__all__") else dir(module)
         classes = {
             name
             for name in names

@@ -152,7 +152,8 @@ def test_modes_that_are_alike_are_traced_once_each(
         with torch.no_grad():
             want = module.train(train)(X)
         found = converted.apply(converted.params, {}, X.numpy(), train=train).output
-        np.testing.assert_allclose(found, want.numpy(), rtol=1e-6)
+        # Sums of four products of size 1, in whatever order each library adds them.
+        np.testing.assert_allclose(found, want.numpy(), atol=5e-7)
 
 
 class Allocates(nn.Module):

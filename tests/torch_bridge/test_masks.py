@@ -203,7 +203,7 @@ def test_the_fused_kernel_is_asked_for_the_mask(pattern: Pattern) -> None:
 
     with (
         mock.patch.object(jax.nn, "dot_product_attention", here),
-        mock.patch("fzero.compat.traced_platform", return_value="gpu"),
+        mock.patch("fzero.exchange.fused.traced_platform", return_value="gpu"),
     ):
         found = fused_attention(*x, pattern, 0.25)
     row, column = np.mgrid[:8, :8]
