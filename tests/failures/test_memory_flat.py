@@ -131,7 +131,7 @@ def test_what_is_built_anew_is_collected_and_a_kept_state_is_seen() -> None:
         "import tests.conftest; from tests.failures import test_memory_flat as t;"
         " t.anew(); t.kept_states(); print('both')"
     )
-    # glibc's malloc keeps what is freed in pools of each thread, unless arrays are mapped one by one.
+    # glibc's malloc keeps what is freed in pools, unless arrays are mapped one by one.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment
