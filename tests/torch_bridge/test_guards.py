@@ -261,3 +261,24 @@ def test_parity_compares_scalars() -> None:
 
     module = Loss()
     assert tb.parity(module, tb.convert(module, X), X).agrees
+
+
+class PathOfASize(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x if not self.training and x.shape[0] % 3 == 0 else 2 * x
+
+
+class Renamed(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        a, b = 2 * x, 3 * x
+        return {"a": a, "b": b} if self.training else {"b": a, "a": b}
+
+
+@pytest.mark.parametrize("kind", [PathOfASize, Renamed])
+def test_modes_of_one_graph_that_differ_in_sizes_or_in_what_they_return(kind: Any) -> None:
+    module = kind().eval()
+    converted = tb.convert(module, torch.ones(4, 2))
+    x = torch.ones(6, 2)
+    got, want = converted(x.numpy()), module(x)
+    for name in ("a", "b") if kind is Renamed else (...,):
+        np.testing.assert_array_equal(got[name], want[name])

@@ -27,6 +27,7 @@ from torch_bridge.export.hooks import watch_gradients
 from torch_bridge.export.in_place import remove_hidden_aliases, replace_fresh_writes
 from torch_bridge.export.nameless import refuse_nameless
 from torch_bridge.export.no_grad import inline_no_grad
+from torch_bridge.export.shapes import same_rules
 from torch_bridge.export.slices import tidy_slices
 from torch_bridge.export.stand_ins import stand_ins
 from torch_bridge.export.watch import (
@@ -110,7 +111,7 @@ def export_both(
         with untouched(module, True), quiet():
             if not first.checked:
                 _require_same(module, inputs, _mode(True), batch_dim, first)
-    elif same_program(first.program, trace(False).program):
+    elif _same_everywhere(first.program, trace(False).program):
         with untouched(module, True), quiet():
             return dict.fromkeys((True, False), _tidied(module, first.program, _mode(True)))
     else:
@@ -118,6 +119,11 @@ def export_both(
     with untouched(module, True), quiet():
         trained = _tidied(module, first.program, _mode(True))
     return {True: trained, False: export_program(module, args, kwargs, False, batch_dim)}
+
+
+def _same_everywhere(a: ExportedProgram, b: ExportedProgram) -> bool:
+    """Whether one program is the other, also where a size makes one of them take another path."""
+    return same_program(a, b) and same_rules(a, b)
 
 
 def _mode(train: bool) -> str:

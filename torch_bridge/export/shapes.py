@@ -137,6 +137,19 @@ def shape_rules(
     return ShapeRules(tuple(paths), tuple(shapes), ranges, guards)
 
 
+def same_rules(a: torch.export.ExportedProgram, b: torch.export.ExportedProgram) -> bool:
+    """Whether two exports of one module, for the same example, hold for the same sizes."""
+    one, other = _all_rules(a), _all_rules(b)
+    same = one.shapes == other.shapes and one.ranges == other.ranges
+    return same and set(one.guards) == set(other.guards)
+
+
+def _all_rules(program: torch.export.ExportedProgram) -> ShapeRules:
+    inputs = [n for n in program.graph.nodes if n.op == "placeholder"]
+    names = [n.name for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]
+    return shape_rules(program, names, names)
+
+
 def as_dim(size: Any) -> Dim:
     """A size of a traced tensor: a number, or an expression of the free sizes."""
     if isinstance(size, torch.SymInt):

@@ -190,9 +190,10 @@ class _Same:
 
 
 def same_program(a: ExportedProgram, b: ExportedProgram) -> bool:
-    """Whether two exports of a module compute the same, with the same constants."""
+    """Whether two exports of a module compute and return the same, with the same constants."""
     return (
         _codes(a) == _codes(b)
+        and a.call_spec.out_spec == b.call_spec.out_spec
         and a.constants.keys() == b.constants.keys()
         and all(_same_constant(value, b.constants[name]) for name, value in a.constants.items())
     )
