@@ -156,14 +156,16 @@ def path_patterns(name: str, given: Any) -> tuple[str, ...]:
 
     Args:
         name: the plan's field, for messages.
-        given: one, or several.
+        given: one, or a list or tuple of several (a set has another order in every process).
 
     Raises:
         PlanError: one of them is none; it says which.
     """
-    patterns = (given,) if isinstance(given, str) else tuple(given)
+    patterns = tuple(given) if isinstance(given, list | tuple) else (given,)
     for one in patterns:
         try:
+            if not isinstance(one, str):
+                raise TypeError(f"a string, got {type(one).__name__}")
             re.compile(one)
         except (re.error, TypeError) as error:
             raise PlanError(

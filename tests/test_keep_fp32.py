@@ -177,6 +177,8 @@ def test_it_is_said():
         ({"precision": "fp32", "keep_fp32": "norm"}, "would do nothing"),
         ({"precision": "bf16", "keep_fp32": ("nor[m",)}, "regular expression"),
         ({"precision": "bf16", "keep_fp32": (3,)}, "regular expression"),
+        ({"precision": "bf16", "keep_fp32": None}, "a string, got NoneType"),
+        ({"precision": "bf16", "keep_fp32": {"norm", "router"}}, "a string, got set"),
     ],
 )
 def test_what_a_plan_refuses(values, said):

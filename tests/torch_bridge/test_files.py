@@ -173,6 +173,7 @@ def test_loose_loading_fills_in_and_casts_but_not_shapes(net: Net, converted: tb
         ("a.weight.absmax", "bitsandbytes, in 4 bits"),
         ("a.SCB", "bitsandbytes, in 8 bits"),
         ("a.weight_scale_inv", "scales, in 8 bits"),
+        ("a.gate_up_proj_blocks", "MXFP4"),
     ],
 )
 def test_weights_that_others_quantised_are_refused_also_when_not_strict(

@@ -17,6 +17,7 @@ _SIGNS = {
     ".weight_scale": "scales, in 8 bits",
     ".weight_scale_inv": "scales, in 8 bits",
     ".weight_packed": "compressed-tensors",
+    "_proj_blocks": "MXFP4, as gpt-oss comes",
 }
 
 
