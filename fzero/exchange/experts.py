@@ -83,6 +83,8 @@ def experts(
         >>> y.shape, float(dropped)
         ((2, 3, 8), 0.0)
     """
+    # (Numpy's, outside of jit, cannot be indexed by what a loop carries.)
+    weights, x, chosen, gates = jax.tree.map(jnp.asarray, (weights, x, chosen, gates))
     axes, num = free_axes(), _checked(weights, x, chosen, gates, capacity)
     lead = x.shape[:-1]
     flat = x.reshape(-1, x.shape[-1]), chosen.reshape(-1, chosen.shape[-1]).astype(jnp.int32)

@@ -250,6 +250,14 @@ def test_an_axis_that_does_not_divide_the_experts_is_refused():
         fz.init(chain(), None, fz.Plan(data=1, expert=3), devices=jax.devices()[:3])
 
 
+def test_weights_on_the_host_and_outside_of_jit():
+    given = expert_init(jax.random.key(0)), jnp.ones((3, WIDTH)), jnp.zeros((3, 1), int)
+    wanted, found = (
+        fz.experts(gated, *one, jnp.ones((3, 1)))[0] for one in (given, jax.device_get(given))
+    )
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_a_balanced_router_loses_one_for_each_choice():
     logits = 1e-6 * jnp.tile(jnp.eye(4), (3, 1))
     np.testing.assert_allclose(fz.balance_loss([logits, logits], 1), 1.0, rtol=1e-6)
