@@ -102,6 +102,7 @@ _LATE = {
     "placement": "fzero.report.placement",
     "small_moments": "fzero.optimizer.small_moments",
 }
+__all__ = [*(name for name in globals() if not name.startswith("_")), *_LATE, "pipeline"]
 
 
 def __getattr__(name: str) -> object:
@@ -113,4 +114,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATE})
+    return sorted({*globals(), *__all__})

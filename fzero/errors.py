@@ -15,7 +15,8 @@ class PlanError(FzeroError, ValueError):
 
 
 class UnusedDevicesWarning(UserWarning):
-    """A plan takes fewer devices than there are, and nobody said which."""
+    """A plan leaves devices idle, and nobody said which; or its `tensor` axis divides no parameter
+    of the model, so that devices do the same."""
 
 
 class BatchError(FzeroError, ValueError):

@@ -341,6 +341,17 @@ def test_refusals(states, tmp_path):
     assert fz.checkpoint(tmp_path).number == 0
 
 
+def test_threads_save_to_two_paths_at_once(states, tmp_path, recwarn):
+    plan, state = PLANS["zero 0"], states("zero 0")
+    with ThreadPoolExecutor(4) as threads:
+        numbers = threads.map(lambda n: fz.save(tmp_path / f"{n % 2}", state, plan), range(8))
+        assert sorted(numbers) == sorted([0, 1, 2, 3] * 2)
+    for path in (tmp_path / "0", tmp_path / "1"):
+        fz.wait(path)
+        assert fz.checkpoint(path).number == 3
+    assert not [w for w in recwarn if "failed" in str(w.message)]
+
+
 def test_threads_save_to_one_path_one_after_another(states, tmp_path):
     plan, state = PLANS["zero 0"], states("zero 0")
     with ThreadPoolExecutor(4) as threads:

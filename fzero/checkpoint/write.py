@@ -47,6 +47,7 @@ FORMAT = 1
 FIELDS = ("params", "opt_state", "ema", "buffers", "loss_scale", "grads")
 _OPEN: dict[str, _Open] = {}  # what writes into a path, until it has written
 _LOCKS: dict[str, threading.RLock] = {}  # threads that save to one path do so one after another
+_BEGINNING = threading.RLock()  # and to any: orbax knows a process's saves by the last one's number
 # Python 3.12.0 and 3.12.1 start no thread once the main one has ended: a writer could not finish.
 _EXIT_IS_ABRUPT = (3, 12) <= sys.version_info < (3, 12, 2)
 
@@ -168,7 +169,8 @@ def _save(
             raise earlier  # which ends the others: they wait in orbax's barrier for its part
         try:
             begin = _to_objects if is_url(path) else _to_directory
-            number = begin(path, leaves, meta, keep)
+            with _BEGINNING:
+                number = begin(path, leaves, meta, keep)
             if not asynchronous or _EXIT_IS_ABRUPT:
                 wait(path)
         except (OSError, ValueError, TypeError) as error:

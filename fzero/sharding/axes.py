@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fzero.axes import EXPERT, FURTHER, Parts
-from fzero.errors import PlanError
+from fzero.axes import EXPERT, FURTHER, TENSOR, Parts
+from fzero.errors import PlanError, UnusedDevicesWarning
 from fzero.links import Shard, Stack
 from fzero.model import Model
 from fzero.plan import Plan
@@ -34,7 +35,8 @@ def axes_of(model: Model, plan: Plan, shapes: PyTree) -> dict[str, Axes]:
 
     Raises:
         PlanError: a rule is for no parameter, names an unknown axis or one twice, has too many
-            dims, or a dim does not divide; or nothing lies along the plan's `expert` axis.
+            dims, or a dim does not divide; or nothing lies along the plan's `expert` axis. (Along
+            its `tensor` axis: an `UnusedDevicesWarning`.)
     """
     leaves = dict(named_leaves(shapes))
     found: dict[str, Axes] = dict.fromkeys(leaves, ())
@@ -52,6 +54,16 @@ def axes_of(model: Model, plan: Plan, shapes: PyTree) -> dict[str, Axes]:
             f"plan: expert={plan.expert}, but no parameter of the model lies along it: say"
             " which do, shard={'up': ('expert',)}, and use fz.experts (of a converted model,"
             " converted.parallel says which do); or leave expert out and give its devices to data"
+        )
+    if TENSOR in plan.further and not any(TENSOR in axes for axes in found.values()):
+        # No error: what a function computes may be divided all the same, by its own constraints.
+        warnings.warn(
+            f"plan: tensor={plan.tensor}, but no parameter of the model lies along it: but for what"
+            " the model's own with_sharding_constraint divides, these devices all do the same. Say"
+            " which do, shard={'up': (None, 'tensor')} (of a converted model, converted.parallel"
+            " says which do); or leave tensor out and give its devices to data",
+            UnusedDevicesWarning,
+            stacklevel=2,
         )
     return found
 

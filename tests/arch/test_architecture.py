@@ -183,6 +183,7 @@ def test_names_imported_late_are_those_that_checkers_see():
     body = ast.parse(pathlib.Path(fzero.__file__).read_text()).body
     (checked,) = (node.body for node in body if isinstance(node, ast.If))
     assert {node.names[0].asname: node.module for node in checked} == fzero._LATE
+    assert {*fzero._LATE, "pipeline", "Plan"} <= {*fzero.__all__} & {*dir(fzero)}  # import *, too
     with pytest.raises(AttributeError, match="no attribute 'placements'"):
         fzero.placements  # noqa: B018
 

@@ -288,6 +288,14 @@ def test_what_cannot_be_divided_is_refused_with_what_to_do(shard, plan, message)
         fz.init(chain(shard), None, fz.Plan(**{"data": 4, "tensor": 2, **plan}))
 
 
+def test_an_axis_that_divides_nothing_is_named(recwarn):
+    with pytest.warns(fz.UnusedDevicesWarning, match=r"tensor=2, but no parameter .*all do the"):
+        fz.init(chain({}), None, fz.Plan(data=4, tensor=2))
+    recwarn.clear()
+    fz.init(chain(), None, fz.Plan(data=4, tensor=2))
+    assert not [w for w in recwarn if w.category is fz.UnusedDevicesWarning]
+
+
 def test_one_model_runs_under_plans_with_and_without_the_axis():
     plan = fz.Plan(zero=3, data=2, min_shard_bytes=0)
     state = fz.init(chain(), None, plan, devices=jax.devices()[:2])

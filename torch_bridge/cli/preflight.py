@@ -135,7 +135,8 @@ def preflight(
     time of a step. Nothing is allocated: a model of any size will do. Compiling for GPUs takes
     jax's CUDA plugin: pip install "fzero[preflight]".
     """
-    given = {name: getattr(value, "value", value) for name, value in locals().items()}
+    flags = dict(locals())
+    given = {name: getattr(value, "value", value) for name, value in flags.items()}
     words = (*(given.pop("sweep") or []), *(given.pop("more_sweep") or []))
     settings = PreflightSettings(**given, sweep=words)
     settings.check()
