@@ -344,11 +344,11 @@ def test_refusals(states, tmp_path):
 def test_threads_save_to_two_paths_at_once(states, tmp_path, recwarn):
     plan, state = PLANS["zero 0"], states("zero 0")
     with ThreadPoolExecutor(4) as threads:
-        numbers = threads.map(lambda n: fz.save(tmp_path / f"{n % 2}", state, plan), range(8))
-        assert sorted(numbers) == sorted([0, 1, 2, 3] * 2)
+        numbers = threads.map(lambda n: fz.save(tmp_path / f"{n % 2}", state, plan), range(4))
+        assert sorted(numbers) == [0, 0, 1, 1]
     for path in (tmp_path / "0", tmp_path / "1"):
         fz.wait(path)
-        assert fz.checkpoint(path).number == 3
+        assert fz.checkpoint(path).number == 1
     assert not [w for w in recwarn if "failed" in str(w.message)]
 
 
