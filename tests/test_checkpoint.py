@@ -20,6 +20,7 @@ import pytest
 from support import tiny
 
 import fzero as fz
+from fzero.checkpoint import manager
 from fzero.offload.park import unpark
 
 
@@ -359,6 +360,32 @@ def test_threads_save_to_one_path_one_after_another(states, tmp_path):
         assert sorted(numbers) == [0, 1, 2, 3]
     fz.wait(tmp_path / "new")
     assert sorted(os.listdir(tmp_path / "new")) == ["0", "1", "2", "3"]
+
+
+def test_a_directory_has_one_writer_by_whatever_name(states, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for number, name in enumerate(("run", "link", "other/../run")):
+        assert fz.save(tmp_path / name, states("zero 0"), PLANS["zero 0"]) == number
+    fz.wait(tmp_path / "link")
+    assert fz.checkpoint(tmp_path / "run").number == 2
+
+
+def test_a_handler_within_a_save_is_refused_and_the_checkpoint_is_written(
+    states, tmp_path, monkeypatch
+):
+    """It would close what the save has opened; and a lock would wait for its own thread."""
+    plan, state, begun = PLANS["zero 0"], states("zero 0"), manager.items
+
+    def interrupted(*args):
+        for act in (lambda: fz.wait(tmp_path), lambda: fz.save(tmp_path / "other", state, plan)):
+            with pytest.raises(fz.CheckpointError, match="by a signal's handler"):
+                act()
+        return begun(*args)
+
+    monkeypatch.setattr(manager, "items", interrupted)
+    assert [fz.save(tmp_path, state, plan) for _ in range(2)] == [0, 1]
+    fz.wait(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != "other") == ["0", "1"]
 
 
 def test_a_position_that_json_cannot_hold_is_refused_at_once(states, tmp_path):

@@ -9,6 +9,7 @@ there to wherever another plan keeps it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -16,7 +17,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ FORMAT = 1
 FIELDS = ("params", "opt_state", "ema", "buffers", "loss_scale", "grads")
 _OPEN: dict[str, _Open] = {}  # what writes into a path, until it has written
 _LOCKS: dict[str, threading.RLock] = {}  # threads that save to one path do so one after another
-_BEGINNING = threading.RLock()  # and to any: orbax knows a process's saves by the last one's number
+_HELD: set[str] = set()
+_ANY = ""  # saves to any path begin one after another: orbax knows them by the last one's number
 # Python 3.12.0 and 3.12.1 start no thread once the main one has ended: a writer could not finish.
 _EXIT_IS_ABRUPT = (3, 12) <= sys.version_info < (3, 12, 2)
 
@@ -163,16 +165,16 @@ def _save(
             np.asarray(jax.random.key_data(state.rng)).tolist(),
         ],
     }
-    with _alone(path):
+    with _alone(_absolute(path)):
         earlier = _end(path)  # an error of one process alone: in a store none stops here
         if earlier is not None and jax.process_count() > 1 and not is_url(path):
             raise earlier  # which ends the others: they wait in orbax's barrier for its part
         try:
             begin = _to_objects if is_url(path) else _to_directory
-            with _BEGINNING:
+            with _alone(_ANY):
                 number = begin(path, leaves, meta, keep)
-            if not asynchronous or _EXIT_IS_ABRUPT:
-                wait(path)
+            if (not asynchronous or _EXIT_IS_ABRUPT) and (failed := _end(path)) is not None:
+                raise failed
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(
                 f"save: expected to write a checkpoint to {os.fspath(path)}: {error}. Earlier"
@@ -225,28 +227,28 @@ def wait(path: str | os.PathLike[str]) -> None:
         >>> import fzero as fz
         >>> fz.wait("nothing/is/being/written/here")
     """
-    error = _end(path)
+    with _alone(_absolute(path)):
+        error = _end(path)
     if error is not None:
         raise error
 
 
 def _end(path: str | os.PathLike[str]) -> CheckpointError | None:
     """Waits for what writes into a path; why it failed, if it did, which is told once."""
-    with _alone(path):
-        found = _OPEN.pop(_absolute(path), None)
-        if found is None:
-            return None
-        try:
-            found.writer.wait_until_finished()
-            found.writer.close()
-        except Exception as error:  # whatever the background writer met
-            which = "a checkpoint" if found.number is None else f"checkpoint {found.number}"
-            failed = CheckpointError(
-                f"save: writing {which} to {os.fspath(path)} failed: {error}. Earlier checkpoints"
-                " are untouched"
-            )
-            failed.__cause__ = error
-            return failed
+    found = _OPEN.pop(_absolute(path), None)
+    if found is None:
+        return None
+    try:
+        found.writer.wait_until_finished()
+        found.writer.close()
+    except Exception as error:  # whatever the background writer met
+        which = "a checkpoint" if found.number is None else f"checkpoint {found.number}"
+        failed = CheckpointError(
+            f"save: writing {which} to {os.fspath(path)} failed: {error}. Earlier checkpoints"
+            " are untouched"
+        )
+        failed.__cause__ = error
+        return failed
     return None
 
 
@@ -384,13 +386,29 @@ def _key(number: int) -> str:
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
-    """A path as it is known by."""
-    return str(folder_of(os.fspath(path))) if is_url(path) else str(Path(path).absolute())
+    """A path as it is known by: a directory has one writer, by whatever name."""
+    return str(folder_of(os.fspath(path))) if is_url(path) else os.path.realpath(path)
 
 
-def _alone(path: str | os.PathLike[str]) -> threading.RLock:
-    """What a thread holds while it looks after the writer of a path."""
-    return _LOCKS.setdefault(_absolute(path), threading.RLock())
+@contextlib.contextmanager
+def _alone(key: str) -> Iterator[None]:
+    """Looks after the writer of a path, other threads having done so.
+
+    Raises:
+        CheckpointError: this thread does already, and a signal's handler came in between.
+    """
+    with _LOCKS.setdefault(key, threading.RLock()):
+        if key in _HELD:
+            raise CheckpointError(
+                "save: called within another save or wait of this thread, by a signal's handler:"
+                " have the handler set a flag, and save after the step that sees it. The"
+                " checkpoint that was being written is untouched"
+            )
+        _HELD.add(key)
+        try:
+            yield
+        finally:
+            _HELD.discard(key)
 
 
 def _manager(path: str | os.PathLike[str], keep: int | None) -> Any:
