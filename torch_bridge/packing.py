@@ -120,7 +120,7 @@ def packed_mask(segments: Any, dtype: Any = jnp.float32, window: int | None = No
         Layers that carry a state from token to token do not read it.
 
     Raises:
-        BatchError: a window of less than 1.
+        BatchError: a window that is no whole number of at least 1.
 
     Example:
         >>> (packed_mask(np.array([[1, 1, 2]]))[0, 0] == 0).astype(int).tolist()
@@ -132,7 +132,7 @@ def packed_mask(segments: Any, dtype: Any = jnp.float32, window: int | None = No
     back = order[:, None] - order[None, :]
     near = back >= 0
     if window is not None:
-        if window < 1:
+        if not isinstance(window, int | np.integer) or window < 1:
             raise BatchError(f"packed_mask: window={window}: expected at least 1, a token itself")
         near &= back < window
     seen = (same & near)[:, None]

@@ -100,8 +100,9 @@ def test_a_sliding_window_within_documents_is_that_of_transformers():
         alone = torch.cat([module(torch.tensor([one])).logits[0] for one in documents])
         torch.testing.assert_close(logits(3)[: len(alone)], alone, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(logits(None)[: len(alone)], alone, atol=1e-2)
-    with pytest.raises(fz.BatchError, match="window=0: expected at least 1"):
-        tb.packed_mask(packed["segments"], window=0)
+    for window in (0, 2.5):
+        with pytest.raises(fz.BatchError, match=f"window={window}: expected at least 1"):
+            tb.packed_mask(packed["segments"], window=window)
 
 
 def test_what_cannot_be_packed_is_named():
