@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fzero.errors import ConversionError
+from torch_bridge.lower.refused import without_gradient
 from torch_bridge.lower.registry import register_operator
 
 
@@ -50,8 +50,8 @@ def while_loop(
     goes_on: Body, body: Body, carried: Sequence[Any], more: Sequence[Any] = ()
 ) -> list[Any]:
     """A loop whose number of turns depends on values: it has no gradient."""
-    start = tuple(_without_gradient(jnp.asarray(x)) for x in carried)
-    fixed = [_without_gradient(jnp.asarray(x)) for x in more]
+    start = tuple(_once(x) for x in carried)
+    fixed = [_once(x) for x in more]
 
     def test(carry: Any) -> Any:
         found: Any = goes_on(*carry, *fixed)
@@ -65,20 +65,14 @@ def _like(start: Sequence[Any], out: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(jnp.asarray(x).astype(c.dtype) for c, x in zip(start, out, strict=False))
 
 
-def _without_gradient(x: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-
-    @jax.custom_jvp
-    def same(x: jax.Array) -> jax.Array:
-        return x
-
-    @same.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        raise ConversionError(
-            "a gradient goes through torch.while_loop: how often it turns depends on values, and"
-            " XLA keeps a fixed number of steps for the way back. Use torch's scan with a bound and"
-            " torch.where, or .detach() what goes in."
-        )
-
-    return same(x)
+def _once(x: Any) -> jax.Array:
+    """What goes into a loop that has no way back."""
+    array = jnp.asarray(x)
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        return array
+    return without_gradient(
+        array,
+        "a gradient goes through torch.while_loop: how often it turns depends on values, and"
+        " XLA keeps a fixed number of steps for the way back. Use torch's scan with a bound and"
+        " torch.where, or .detach() what goes in.",
+    )

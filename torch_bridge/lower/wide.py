@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fzero.errors import ConversionError
 from torch_bridge.lower.features_last import in_order
+from torch_bridge.lower.refused import without_gradient
 
 
 @dataclass(frozen=True)
@@ -93,16 +93,8 @@ def _fitted(x: Any) -> Any:
 
 def _no_gradient(x: jax.Array, where: str) -> jax.Array:
     """The array; a gradient that would go through it is refused."""
-
-    @jax.custom_jvp
-    def same(x: jax.Array) -> jax.Array:
-        return x
-
-    @same.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        raise ConversionError(
-            f"a gradient goes through float64, in {where}: JAX has it only with"
-            " jax.config.update('jax_enable_x64', True); or compute there in float32"
-        )
-
-    return same(x)
+    return without_gradient(
+        x,
+        f"a gradient goes through float64, in {where}: JAX has it only with"
+        " jax.config.update('jax_enable_x64', True); or compute there in float32",
+    )
