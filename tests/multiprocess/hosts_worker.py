@@ -128,7 +128,9 @@ def exports(folder: Path, world: fz.World) -> dict[str, Any]:
     state, _ = fz.train_step(jax_model, tx, plan)(state, {"x": x})
     tb.save(folder / "model.safetensors", converted, state)
     tb.save(folder / "dcp", converted, state, to="dcp")
-    said = refusal(lambda: tb.save(folder / "nowhere" / "model.safetensors", converted, state))
+    said = refusal(
+        lambda: tb.save(folder / "dcp" / ".metadata" / "w.safetensors", converted, state)
+    )
     again = tb.restore(folder / "dcp", converted, tx, plan)
     evaluate = fz.eval_step(jax_model, plan)
     losses = [float(evaluate(s, {"x": x})["loss"]) for s in (state, again)]

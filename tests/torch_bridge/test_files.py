@@ -83,6 +83,15 @@ def test_a_failed_save_leaves_the_old_file(
     assert [p.name for p in tmp_path.iterdir()] == ["m.pt"]
 
 
+def test_folders_above_a_file_are_made(converted: tb.Converted, tmp_path: Path) -> None:
+    """A training is not lost for want of a folder."""
+    path = tmp_path / "runs" / "one" / "m.safetensors"
+    tb.save(path, converted, converted.params)
+    assert set(tb.load(path)) >= {"a.weight", "a.bias"}
+    with pytest.raises(CheckpointError, match=r"folders above it; \S+m.safetensors is a file"):
+        tb.save(path / "below" / "m.pt", converted, converted.params)
+
+
 class Malicious:
     def __init__(self, target: Path) -> None:
         self.target = target

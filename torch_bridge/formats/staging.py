@@ -20,8 +20,11 @@ _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bi
 @contextlib.contextmanager
 def staged_file(target: Path) -> Iterator[Path]:
     """A temporary file beside `target` that takes its place only when written completely."""
-    if not target.parent.is_dir():
-        raise CheckpointError(f"{target}: there is no directory {target.parent}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next(above for above in target.parents if above.exists())
+        raise CheckpointError(f"{target}: expected folders above it; {file} is a file") from error
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     os.close(handle)
     temporary = Path(name)
