@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fzero.errors import PlanError
+from fzero.errors import PlanError, StateError
 
 
 PyTree = Any
@@ -37,21 +37,67 @@ def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     A name is the leaf's path. Where two paths are written alike, because keys have slashes, such
     keys are quoted; so whatever is looked up by name is looked up by position.
 
+    Raises:
+        StateError: a dict of the tree has keys of several kinds.
+
     Example:
         >>> named_leaves({"b": 1, "a": {"w": 2}})
         [('a/w', 2), ('b', 1)]
         >>> named_leaves({"a": {"b/c": 1}, "a/b": {"c": 2}})
         [("a/'b/c'", 1), ("'a/b'/c", 2)]
     """
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = _with_paths(tree)
     names = _names([path for path, _ in leaves])
     return [(name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)]
 
 
 def leaf_keys(tree: PyTree) -> list[tuple[str, ...]]:
     """The bare keys on the way to each leaf, in tree order."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [tuple(map(key_name, path)) for path, _ in leaves]
+    return [tuple(map(key_name, path)) for path, _ in _with_paths(tree)]
+
+
+def leaves_of(tree: PyTree) -> list[Any]:
+    """`jax.tree.leaves`; what keys it cannot put in order, by name.
+
+    Raises:
+        StateError: a dict of the tree has keys of several kinds.
+    """
+    try:
+        return jax.tree.leaves(tree)
+    except ValueError:
+        _require_order(tree)
+        raise
+
+
+def _with_paths(tree: PyTree) -> list[tuple[Any, Any]]:
+    try:
+        return jax.tree_util.tree_flatten_with_path(tree)[0]
+    except ValueError:
+        _require_order(tree)
+        raise
+
+
+def _require_order(tree: PyTree) -> None:
+    """That the keys of every dict can be compared: their order is the order of the leaves."""
+    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_has_no_order)[0]:
+        if _has_no_order(node):
+            kinds = {type(key).__name__: key for key in reversed(node)}
+            raise StateError(
+                f"the dict {path_name(path) or 'at the top'} has keys of several kinds"
+                f" ({', '.join(f'{key!r}: {kind}' for kind, key in sorted(kinds.items()))}), which"
+                " cannot be put in order, and the order of keys is that of the leaves; write all"
+                " as strings"
+            )
+
+
+def _has_no_order(node: Any) -> bool:
+    if not isinstance(node, dict) or isinstance(node, OrderedDict):
+        return False
+    try:
+        sorted(node)
+    except TypeError:
+        return True
+    return False
 
 
 def map_named(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:

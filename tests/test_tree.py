@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -14,10 +17,12 @@ from fzero.tree import (
     device_bytes,
     is_floating,
     leaf_bytes,
+    leaf_keys,
     named_leaves,
     same_object,
     shape_of,
 )
+from tests.support import tiny
 
 
 def test_paths_through_dicts_lists_tuples_and_dataclasses():
@@ -121,3 +126,35 @@ def test_bytes_whole_in_part_and_per_device():
     assert device_bytes(split) == 24
     assert device_bytes(jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))) == 192
     assert device_bytes(jnp.zeros(())) == 4
+
+
+class TestKeysOfSeveralKinds:
+    """A dict's leaves are in the order of its keys, and 1 and "a" have none."""
+
+    MIXED = {"layers": [{"b": np.ones((4, 4)), 1: np.ones((4, 4))}]}  # noqa: RUF012
+    WORDS = (
+        r"the dict layers/0 has keys of several kinds \(1: int, 'b': str\), .* write all as strings"
+    )
+
+    def test_named(self):
+        with pytest.raises(fz.StateError, match=self.WORDS):
+            named_leaves(self.MIXED)
+        ordered = OrderedDict({"b": 1, 1: 2})  # which has an order of its own
+        assert named_leaves(ordered) == [("b", 1), ("1", 2)]
+        with pytest.raises(fz.StateError, match="the dict at the top has"):
+            leaf_keys({1: 1, "b": ordered})
+
+    @pytest.mark.parametrize("given", ["values", "function"])
+    def test_of_a_model(self, given):
+        init = (self.MIXED, {}) if given == "values" else lambda rng: (self.MIXED, {})
+        model = fz.Model(init, lambda params, buffers, batch, rng, train: None)
+        with pytest.raises(fz.StateError, match=self.WORDS.replace("layers", "params/layers")):
+            fz.init(model, optax.sgd(0.1), fz.Plan(data=1))
+
+    @pytest.mark.parametrize("make", [fz.train_step, fz.eval_step])
+    def test_of_a_batch(self, make):
+        model, tx, plan = tiny.chain(), optax.sgd(0.1), fz.Plan(data=1)
+        state = fz.init(model, tx, plan)
+        step = make(model, *([tx] if make is fz.train_step else []), plan)
+        with pytest.raises(fz.StateError, match=self.WORDS):
+            step(state, {**self.MIXED, "ids": np.ones((4, 4))})

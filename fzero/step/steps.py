@@ -28,7 +28,7 @@ from fzero.step.finite import require_finite_batch, require_finite_looks
 from fzero.step.passes import OneProgram, Pipeline, Values, kept_by, passes_of
 from fzero.step.runners import Divided, Fused, Moment, look, options_of, runner_of
 from fzero.step.update import Metrics
-from fzero.tree import PyTree
+from fzero.tree import PyTree, leaves_of
 from fzero.zero.options import CompilerOptions
 
 
@@ -83,7 +83,7 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Takes one step; see `fzero.train_step`."""
         leaves = jax.tree.leaves(state)
-        if is_traced([*leaves, *jax.tree.leaves(batch)]):
+        if is_traced([*leaves, *leaves_of(batch)]):
             return self.pure(state, batch)
         was, state = state, self._checks.state(state, leaves)
         self._checks.batch(batch, self.plan.microbatches)
@@ -263,7 +263,7 @@ class EvalStep:
     @outside_of_meshes()
     def __call__(self, state: TrainState, batch: PyTree) -> Metrics:
         """Evaluates; see `fzero.eval_step`."""
-        if is_traced(jax.tree.leaves((state, batch))):
+        if is_traced([*jax.tree.leaves(state), *leaves_of(batch)]):
             return self.pure(state, batch)
         state = chosen(self._checks.state(state), self.blueprint, self.which)
         self._checks.batch(batch, 1)
@@ -364,7 +364,7 @@ class PredictStep:
     @outside_of_meshes()
     def __call__(self, state: TrainState, batch: PyTree) -> PyTree:
         """Outputs of a batch; see `fzero.predict_step`."""
-        if is_traced(jax.tree.leaves((state, batch))):
+        if is_traced([*jax.tree.leaves(state), *leaves_of(batch)]):
             return self.pure(state, batch)
         state = chosen(self._checks.state(state), self.blueprint, self.which)
         self._checks.rows(batch)

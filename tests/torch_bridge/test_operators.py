@@ -164,7 +164,8 @@ class Layers(nn.Module):
 def test_convolutions_agree_with_torch() -> None:
     module = Layers(
         plain=nn.Conv2d(4, 6, 3),
-        same=nn.Conv2d(4, 6, (3, 5), padding="same", bias=False),
+        # Dims whose padding is odd: one more behind than in front.
+        same=nn.Conv2d(4, 6, (4, 5), padding="same", bias=False),
         strided=nn.Conv2d(4, 6, 3, stride=(2, 1), padding=(1, 2)),
         dilated=nn.Conv2d(4, 6, 3, dilation=2, padding=2),
         grouped=nn.Conv2d(4, 6, 3, groups=2),
