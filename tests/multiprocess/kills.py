@@ -1,12 +1,14 @@
 """Kills processes of runs at random moments, over and over, and says what became of the runs.
 
-    python tests/multiprocess/kills.py --kills 200 --processes 2 --seed 0 --out results.json
+    python tests/multiprocess/kills.py --kills 200 --out benchmarks/results/kills.jsonl
+    python tests/multiprocess/kills.py --table benchmarks/results/kills.jsonl
 
 A run is a pipeline over processes (hand-overs), with rows that each process reads for itself
 (collectives), a checkpoint every third step (saving) and every start from the newest one
 (restoring). One random process gets SIGKILL: half of the time at a moment after its start, half of
 the time at one after a step. Then all have to end by themselves, and the run is started again.
-After `--each` kills it may finish, and has to have the bits of a run that nobody killed.
+After `--each` kills it may finish, and has to have the bits of a run that nobody killed. Each run
+is a line of `--out`: what it was killed at, the commit, and whether its bits were those.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,28 +48,41 @@ def worker(folder: Path) -> None:
 
     import fzero as fz
 
+    rank = os.environ["RANK"]
+
+    def at(phase: str) -> None:
+        (folder / f"phase-{rank}").write_text(phase)
+
+    at("join")
     world = fz.join()
     devices, pipe = len(jax.devices()), 2
     plan = tiny.plan(zero=2, pipe=pipe, data=devices // pipe, microbatches=2, schedule="zb_h1")
     model, tx, checkpoints = tiny.chain(), optax.adamw(1e-2), folder / "checkpoints"
+    at("restore")
     try:
         state, done = fz.restore(checkpoints, model, tx, plan), 0
         done = int(state.step)
     except fz.CheckpointError as error:
         if "found none" not in str(error):
             raise  # one that is there has to be whole
+        at("init")
         state, done = fz.init(model, tx, plan), 0
+    at("first step")  # compiling
     step, layout = fz.train_step(model, tx, plan), fz.layout(model, tx, plan)
     while done < NUM_STEPS:
         batch = tiny.tokens(8, seed=done)
         own = 8 // world.num_processes
         part = slice(world.process_id * own, (world.process_id + 1) * own)
         state, metrics = step(state, fz.local_batch({k: x[part] for k, x in batch.items()}, layout))
+        at("step, under way")  # hand-overs and collectives
         jax.block_until_ready(metrics)
         done += 1
         (folder / f"at-{world.process_id}").write_text(str(done))
         if done % SAVE_EVERY == 0:
+            at("save")
             fz.save(checkpoints, state, plan, keep=2)
+        at("step, dispatch")
+    at("end")
     fz.wait(checkpoints)
     digest = xxhash.xxh3_64()
     for leaf in jax.tree.leaves((state.params, state.opt_state)):
@@ -103,7 +120,7 @@ def newest(folder: Path) -> int:
 
 def kill_once(folder: Path, processes: int, rng: random.Random, whole_s: float) -> dict[str, Any]:
     """One start and one kill; what happened."""
-    for path in folder.glob("at-*"):
+    for path in (*folder.glob("at-*"), *folder.glob("phase-*")):
         path.unlink()
     launcher, began, victim = start(folder, processes), time.monotonic(), rng.randrange(processes)
     if rng.random() < 0.5:
@@ -120,11 +137,14 @@ def kill_once(folder: Path, processes: int, rng: random.Random, whole_s: float) 
     listed = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
     children = [int(pid) for pid in (listed.read_text().split() if listed.exists() else ())]
     if launcher.poll() is not None or len(children) != processes:
-        launcher.wait(timeout=START_LIMIT_S)
-        return {"kind": "missed", "code": launcher.returncode}
+        code = launcher.wait(timeout=START_LIMIT_S)
+        assert code == 0, (folder / "launch.log").read_text()[-4000:]
+        return {"kind": "missed"}
     before = newest(folder)
     os.kill(children[victim], signal.SIGKILL)
     killed = time.monotonic()
+    mark = folder / f"phase-{victim}"
+    phase = (mark.read_text() if mark.exists() else "") or "import"
     hung = False
     try:
         launcher.wait(timeout=END_LIMIT_S)
@@ -136,7 +156,8 @@ def kill_once(folder: Path, processes: int, rng: random.Random, whole_s: float) 
                 os.kill(pid, signal.SIGKILL)
         launcher.wait(timeout=END_LIMIT_S)
     return {
-        "kind": "kill", "after": "step" if at else "start", "victim": victim, "hung": hung,
+        "kind": "kill", "after": "step" if at else "start", "phase": phase, "victim": victim,
+        "hung": hung,
         "seconds": round(time.monotonic() - killed, 3), "code": launcher.returncode,
         "lost": newest(folder) < before,
     }  # fmt: skip
@@ -152,37 +173,46 @@ def finish(folder: Path, processes: int) -> tuple[list[str], float]:
 
 
 def rounds(
-    root: Path, kills: int, processes: int, each: int, seed: int, seconds: float
-) -> dict[str, Any]:
+    root: Path, kills: int, processes: int, each: int, seed: int, seconds: float = 86400
+) -> Iterator[dict[str, Any]]:
     """Runs that are killed `each` times, until there have been enough kills or time is up."""
     rng, began = random.Random(seed), time.monotonic()
     expected, _ = finish(root / "straight", processes)
     # Once more, with all programs compiled: as long as those take that are killed.
     again, whole_s = finish(root / "again", processes)
     assert again == expected
-    found: list[dict[str, Any]] = []
-    same = 0
-    runs = 0
-    while len(found) < kills and time.monotonic() - began < seconds:
+    done, runs = 0, 0
+    while done < kills and time.monotonic() - began < seconds:
         folder = root / f"run-{runs}"
         runs += 1
-        for _ in range(min(each, kills - len(found))):
+        found: list[dict[str, Any]] = []
+        while len(found) < min(each, kills - done):
             one = kill_once(folder, processes, rng, whole_s)
-            if one["kind"] == "kill":
-                found.append(one)
-                print(json.dumps(one), flush=True)
-        alike = finish(folder, processes)[0] == expected
-        same += alike
-        print(json.dumps({"kind": "end", "bit for bit": alike}), flush=True)
-    waits = sorted(one["seconds"] for one in found)
-    return {
-        "processes": processes, "seed": seed, "kills": len(found), "runs": runs,
-        "runs bit for bit": same, "hung": sum(one["hung"] for one in found),
-        "lost": sum(one["lost"] for one in found),
-        "after a start": sum(one["after"] == "start" for one in found),
-        "seconds from kill to end, median": waits[len(waits) // 2] if waits else None,
-        "seconds from kill to end, most": waits[-1] if waits else None,
-    }  # fmt: skip
+            if one["kind"] == "missed":
+                break  # it came to its end
+            found.append(one)
+        done += len(found)
+        same = finish(folder, processes)[0] == expected
+        yield {"processes": processes, "seed": seed, "same bits": same, "kills": found}
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """What became of all runs, as Markdown."""
+    rows = ["| processes | kills | hung | lost | runs with the same bits | to the end of all |",
+            "|---|---|---|---|---|---|"]  # fmt: skip
+    phases: Counter[str] = Counter()
+    for processes in sorted({run["processes"] for run in runs}):
+        of = [run for run in runs if run["processes"] == processes]
+        found = [one for run in of for one in run["kills"]]
+        waits = sorted(one["seconds"] for one in found)
+        hung, lost = (sum(one[what] for one in found) for what in ("hung", "lost"))
+        same = sum(run["same bits"] for run in of)
+        rows.append(f"| {processes} | {len(found)} | {hung} | {lost} | {same} of {len(of)} |"
+                    f" {waits[len(waits) // 2]:.1f} s, at most {waits[-1]:.1f} s |")  # fmt: skip
+        phases.update(one["phase"] for one in found)
+    at = ", ".join(f"{phase} {count}" for phase, count in phases.most_common())
+    commits = ", ".join(sorted({run["commit"] for run in runs}))
+    return "\n".join([*rows, "", f"Killed at: {at}. Commits: {commits}."])
 
 
 def main() -> None:
@@ -193,17 +223,25 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=86400)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="a line for each run is appended")
+    parser.add_argument("--table", type=Path, help="shows what is in such a file, and ends")
     options = parser.parse_args()
+    if options.table:
+        print(table([json.loads(line) for line in options.table.read_text().splitlines()]))
+        return
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    about = {"commit": done.stdout.strip(), "day": time.strftime("%Y-%m-%d", time.gmtime())}
     with tempfile.TemporaryDirectory(prefix="fzero-kills-") as folder:
-        found = rounds(
+        for run in rounds(
             Path(folder), options.kills, options.processes, options.each, options.seed,
             options.seconds,
-        )  # fmt: skip
-    text = json.dumps(found, indent=1)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
+        ):  # fmt: skip
+            line = json.dumps({**about, **run})
+            print(line, flush=True)
+            if options.out:
+                with options.out.open("a") as out:
+                    out.write(line + "\n")
 
 
 if __name__ == "__main__":
