@@ -7,6 +7,8 @@
   pipelines hand on, and the same bytes through a raw socket between the same processes, in turns.
 - `steps`: a pipeline of four ranks in one process, in two and in four; their losses must be equal
   to the last bit.
+- `makespans`: a pipeline over four processes whose actions sleep (`sleeping.py`), against its
+  simulation: the cores do not matter, so the rest is what dispatching and transfers cost.
 - `kills`: from SIGKILL of a process to the end of all others (and of SIGSTOP, where the others have
   to wait for `limit_s`).
 - `starts`: from the start of all processes to the end of their first step, from nothing and from a
@@ -35,19 +37,24 @@ from typing import Any
 import common
 import jax
 import numpy as np
+import sleeping
 from rich.console import Console
 
 import fzero as fz
 from fzero.hosts.agree import exchange
 
 
-PARTS = ("transfers", "steps", "kills", "starts")
+PARTS = ("transfers", "steps", "makespans", "kills", "starts")
 KIB, MIB = 2**10, 2**20
 SIZES = (KIB, 64 * KIB, MIB, 16 * MIB)
 STREAM = 8  # messages one after the other, nobody waits in between
 DEVICES = 4
 CONFIG = common.Config("hosts", vocabulary=512, width=256, layers=4, heads=4, seq=64, batch=16)
 PLAN = fz.Plan(pipe=4, data=1, microbatches=8, schedule="1f1b")
+# Actions that sleep, as many and as long as those of a large model; a row is what is handed on.
+SLEEP_S = 0.05
+SLEEPING = {"1f1b": 4, "zb_h1": 4, "interleaved": 8, "zb_v": 8}
+ROW = MIB // 4
 SILENCE_S = 6.0  # `limit_s` where a process is stopped
 PATIENCE_S = 600.0  # compiling on a machine that does other things
 POLL_S = 0.005
@@ -162,6 +169,33 @@ def steps(folder: Path, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def makespans(folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """Steps of a pipeline that sleeps, over four processes, against their simulation."""
+    from fzero.pipeline import Cost, schedule, simulate
+
+    library = sleeping.build(folder)
+    plans = {name: _sleeping_plan(name) for name in SLEEPING}
+    found = [
+        finished(folder / f"makespans-{number}", "makespans", 4, FZERO_SLEEP=str(library))
+        for number in range(rounds)
+    ]
+    rows = []
+    for name, plan in plans.items():
+        cost = Cost(f=SLEEP_S, i=SLEEP_S, w=SLEEP_S)
+        order = schedule(name, stages=SLEEPING[name], microbatches=plan.microbatches)
+        simulated = simulate(order, cost).makespan_s
+        seconds = [x for one in found for x in one[name]]
+        usual, least = statistics.median(seconds), min(seconds)
+        rows.append({
+            "what": f"step of {name} over four processes, whose actions sleep",
+            "figure": f"{1e3 * usual:.0f} ms",
+            "beside": f"{usual / simulated:.2f} of the simulated one, at best"
+            f" {least / simulated:.2f}",
+            "seconds": seconds, "simulated_s": simulated,
+        })  # fmt: skip
+    return rows
+
+
 def kills(folder: Path, rounds: int) -> list[dict[str, Any]]:
     """Seconds from a signal to the end of all."""
     rows = []
@@ -221,9 +255,8 @@ def starts(folder: Path, rounds: int) -> list[dict[str, Any]]:
 def worker(what: str, folder: Path) -> None:
     """One process of a part."""
     world = fz.join()
-    found = {"transfers": _transfers, "steps": _steps, "trains": _trains, "starts": _starts}[what](
-        folder
-    )
+    found = {"transfers": _transfers, "steps": _steps, "makespans": _makespans,
+             "trains": _trains, "starts": _starts}[what](folder)  # fmt: skip
     if world.process_id == 0:
         (folder / "found.json").write_text(json.dumps(found))
 
@@ -324,6 +357,29 @@ def _steps(folder: Path, warmup: int = 3, timed: int = 12) -> dict[str, Any]:
         "seconds": seconds,
         "cpu_seconds": [sum(x) for x in zip(*everyone, strict=True)],
     }
+
+
+def _sleeping_plan(name: str) -> fz.Plan:
+    return fz.Plan(pipe=DEVICES, data=1, microbatches=2 * DEVICES, schedule=name)
+
+
+def _makespans(folder: Path, warmup: int = 2, timed: int = 5) -> dict[str, Any]:
+    sleeping.register(Path(os.environ["FZERO_SLEEP"]))
+    found: dict[str, Any] = {}
+    for name, layers in SLEEPING.items():
+        plan, tx = _sleeping_plan(name), common.adamw()
+        model = sleeping.model(layers, ROW, SLEEP_S)
+        state, step = fz.init(model, tx, plan), fz.train_step(model, tx, plan)
+        batch = {"x": np.ones((plan.microbatches, ROW), np.float32)}
+        for number in range(warmup + timed):
+            exchange("step", None)
+            began = time.perf_counter()
+            state, metrics = step(state, batch)
+            jax.block_until_ready((state, metrics))
+            took = max(exchange("took", time.perf_counter() - began))
+            if number >= warmup:
+                found.setdefault(name, []).append(took)
+    return found
 
 
 def _trains(folder: Path) -> None:

@@ -58,44 +58,77 @@ def pack(
         >>> packed["segments"].tolist(), packed["labels"][0].tolist()
         ([[1, 1, 1, 2, 2], [1, 1, 0, 0, 0]], [-100, 6, 7, -100, 9])
     """
-    found: list[list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]] = []
-    # How much room each row has. Grown by doubling: a list would be searched in Python.
-    room = np.zeros(64, np.int64)
     given: Iterable[Any] = itertools.repeat(None) if labels is None else labels
+    kept = []
     for number, (document, own) in enumerate(zip(documents, given, strict=labels is not None)):
         ids = _checked(number, np.asarray(document), length, vocabulary)
         wanted = ids if own is None else _labels(number, np.asarray(own), ids)
-        if not ids.size:
-            continue
-        fits = room[: len(found)] >= ids.size
-        place = len(found) if alone or not fits.any() else int(np.argmax(fits))
-        if place == len(found):
-            room = np.pad(room, (0, len(room))) if place == len(room) else room
-            found.append([])
-            room[place] = length
-        found[place].append((ids, wanted))
-        room[place] -= ids.size
+        if ids.size:
+            kept.append((ids, wanted))
+    found = places([ids.size for ids, _ in kept], length, alone)
     if rows is not None and len(found) > rows:
         raise BatchError(
             f"pack: the documents take {len(found)} rows of {length} tokens, but rows={rows}; give"
             " fewer documents, or longer rows"
         )
-    shape = len(found) if rows is None else rows, length
+    whole = [[kept[number] for number in row] for row in found]
+    whole += [[]] * ((rows or 0) - len(whole))
+    return filled(whole, length, pad, ignore_index)
+
+
+def places(sizes: Iterable[int], length: int, alone: bool = False) -> list[list[int]]:
+    """Which documents are in which row: each in the first one that has room for it.
+
+    Args:
+        sizes: tokens of each document, at most `length`.
+        length: of a row.
+        alone: give every document a row of its own.
+
+    Returns:
+        The documents' numbers, in their order, for each row.
+    """
+    found: list[list[int]] = []
+    # How much room each row has. Grown by doubling: a list would be searched in Python.
+    room = np.zeros(64, np.int64)
+    for number, size in enumerate(sizes):
+        fits = room[: len(found)] >= size
+        place = len(found) if alone or not fits.any() else int(np.argmax(fits))
+        if place == len(found):
+            room = np.pad(room, (0, len(room))) if place == len(room) else room
+            found.append([])
+            room[place] = length
+        found[place].append(number)
+        room[place] -= size
+    return found
+
+
+def filled(
+    rows: Sequence[Iterable[tuple[Any, Any]]], length: int, pad: int = 0, ignore_index: int = -100
+) -> dict[str, np.ndarray[Any, Any]]:
+    """The arrays of rows, as `pack` gives them.
+
+    Args:
+        rows: the documents of each, `(ids, labels)`, which fit.
+        length: of a row.
+        pad: the token that fills rows up.
+        ignore_index: the label of what does not count.
+    """
+    shape = len(rows), length
     out = {
         "ids": np.full(shape, pad, np.int32),
         "segments": np.zeros(shape, np.int32),
         "positions": np.zeros(shape, np.int32),
         "labels": np.full(shape, ignore_index, np.int32),
     }
-    for row, documents_of in enumerate(found):
+    for row, documents in enumerate(rows):
         start = 0
-        for number, (ids, wanted) in enumerate(documents_of, 1):
-            there = row, slice(start, start + ids.size)
-            out["ids"][there], out["labels"][there] = ids, wanted
+        for number, (ids, labels) in enumerate(documents, 1):
+            there = row, slice(start, start + len(ids))
+            out["ids"][there], out["labels"][there] = ids, labels
             out["labels"][row, start] = ignore_index
             out["segments"][there] = number
-            out["positions"][there] = np.arange(ids.size)
-            start += ids.size
+            out["positions"][there] = np.arange(len(ids))
+            start += len(ids)
     return out
 
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from test_cli_finetune import conversation, llama
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.nightly]
@@ -98,6 +99,34 @@ def test_a_killed_run_goes_on_with_more_processes_and_fewer(tmp_path, config_fil
         assert abs(found / expected - 1) < 1e-5, step
     ends = [json.loads((f / "summary.json").read_text())["val_loss_last"] for f in (out, straight)]
     assert abs(ends[0] / ends[1] - 1) < 1e-5
+
+
+def test_finetune_trains_the_same_in_two_processes_that_read_their_own_rows(tmp_path):
+    """Losses to rounding, counts of tokens exactly; and an adapter that PEFT loads."""
+    import peft
+    import transformers
+
+    base, chats = llama(tmp_path / "base", layers=1), tmp_path / "chats.jsonl"
+    chats.write_text("\n".join(json.dumps({"messages": conversation(n)}) for n in range(40)))
+    found = {}
+    for processes in (1, 2):
+        out = tmp_path / f"out-{processes}"
+        command = [
+            sys.executable, "-m", "fzero.cli", "launch", "--processes", str(processes), "--",
+            "finetune", "--model", f"hf:{base}", "--data", str(chats), "--out", str(out),
+            "--steps", "5", "--batch", "4", "--seq", "96", "--lr", "1e-2", "--zero", "3",
+            "--plan-set", "min_shard_bytes=0", "--eval-every", "0", "--lora", "2",
+        ]  # fmt: skip
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(2 // processes)}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stdout + done.stderr
+        summary = json.loads((out / "summary.json").read_text())
+        losses = [loss for _, loss in in_order(out / "metrics.jsonl")]
+        found[processes] = [*losses, summary["val_loss_last"]], summary["tokens"]
+        plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+        assert peft.PeftModel.from_pretrained(plain, out)
+    assert found[2][1] == found[1][1]
+    assert found[2][0] == pytest.approx(found[1][0], rel=1e-5)
 
 
 def in_order(metrics: Path) -> list[tuple[int, float]]:

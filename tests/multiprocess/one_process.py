@@ -86,12 +86,23 @@ MORE_BY_FOUR = {
                   "clip_norm": 0.5},
     "rows4": {"pipe": 4, "data": 2, "zero": 2, "microbatches": 4, "schedule": "zb_h1",
               "clip_norm": 0.5},
+    # A rank in two processes, each with all of a further axis.
+    **{f"{axis}4": {"pipe": 2, "data": 2, axis: 2, "zero": 3, "microbatches": 2, "clip_norm": 0.5}
+       for axis in FURTHER},
 }  # fmt: skip
+# A further axis over all four processes, whose sums gloo adds in its own order.
+WIDE_BY_FOUR = {
+    f"{axis}_wide": {"data": 2, axis: 4, "zero": 3, "microbatches": 2, "clip_norm": 0.5}
+    for axis in FURTHER
+}
 # V-shaped schedules have two stages for each rank.
 LAYERS = {"zb_v4": 6}
 OWN_ROWS = {"rows_1f1b", "rows", "spanning_rows", "rows4"}
 # Devices in another order than jax's.
-ORDERS = {name: [0, 4, 1, 5, 2, 6, 3, 7] for name in ("spanning", "spanning_rows")}
+ORDERS = {
+    **{name: [0, 4, 1, 5, 2, 6, 3, 7] for name in ("spanning", "spanning_rows")},
+    **{name: [0, 2, 4, 6, 1, 3, 5, 7] for name in WIDE_BY_FOUR},
+}
 NUM_DEVICES = 8
 
 
@@ -105,12 +116,13 @@ def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
     from fzero.tree import named_leaves
 
     print(case, flush=True)  # shown where something hangs
-    choice = {**CASES, **BY_TWO, **BY_FOUR, **MORE_BY_TWO, **MORE_BY_FOUR}[case]
+    known = (CASES, BY_TWO, BY_FOUR, MORE_BY_TWO, MORE_BY_FOUR, WIDE_BY_FOUR)
+    choice = next(cases[case] for cases in known if case in cases)
     if choice.get("schedule") == "csv":
-        known = pipeline.schedule(
+        table = pipeline.schedule(
             "zb_h1", stages=choice["pipe"], microbatches=choice["microbatches"]
-        )
-        choice = {**choice, "schedule": pipeline.Schedule.from_csv(io.StringIO(known.to_csv()))}
+        ).to_csv()
+        choice = {**choice, "schedule": pipeline.Schedule.from_csv(io.StringIO(table))}
     tx, plan = optax.adamw(1e-2), tiny.plan(**choice)
     wide = any(axis in choice for axis in FURTHER)
     model = axes.chain() if wide else tiny.chain(LAYERS.get(case, 3))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
+import tracemalloc
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -13,6 +16,8 @@ import tokenizers
 import fzero as fz
 import torch_bridge as tb
 from tests.support.tokens import MARKED, VOCABULARY, byte_tokenizer
+from torch_bridge.documents.spool import Spool
+from torch_bridge.documents.tokens import Document
 
 
 CHAT = [
@@ -243,3 +248,70 @@ def test_batches_go_on_in_another_number_of_processes(tmp_path):
     assert sorted(map(bytes, seen)) == sorted(2 * list(map(bytes, rows.values["ids"])))
     with pytest.raises(fz.BatchError, match="7 rows in batches of 4 over 3 processes"):
         tb.grain_batches(rows, 4, process=0, num_processes=3)
+
+
+class _Counted(Spool):
+    """Notes which documents are looked at."""
+
+    def __getitem__(self, index):
+        looked.append(index)
+        return super().__getitem__(index)
+
+
+looked: list[int] = []
+
+
+def test_a_process_reads_and_holds_only_its_own_rows():
+    """Of documents in a file: batches, what fills the last one, counts and memory."""
+
+    def made():
+        for n in range(1000):
+            ids = np.full(1000 + n % 25, n)
+            yield Document(ids, np.where(np.arange(ids.size) < 3, -100, ids), f"ünder:{n}")
+
+    tracemalloc.start()
+    spool = Spool.of(made())
+    rows = tb.Rows.of(spool, length=2048)
+    assert (len(rows), rows.num_learned) == (500, sum(1000 + n % 25 - 3 for n in range(1000)))
+    own = list(rows.in_order(64, slice(0, 1)))
+    mean = rows.fingerprint, rows.num_tokens, rows.batch(0, 3, 64, slice(0, 1))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # Documents are 8 MiB, rows as arrays 16 MiB; 64 rows, of which all is counted, are 2 MiB.
+    assert peak < 4 * 2**20, peak
+    # The same as in memory, of each process and of all.
+    whole = tb.Rows.of(list(made()), length=2048)
+    assert mean[:2] == (whole.fingerprint, whole.num_tokens)
+    assert spool[999].where == "ünder:999"
+    for kind in (rows, whole):
+        parts = [kind.batch(0, 3, 64, slice(n * 16, n * 16 + 16)) for n in range(4)]
+        for name, value in whole.batch(0, 3, 64).items():
+            np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), value)
+    assert [len(x["ids"]) for x in own] == [1] * 8
+    last = [x["labels"] for x in whole.in_order(64)][-1]
+    assert (last[500 - 7 * 64 :] == -100).all()
+    # Every twentieth validates, and the others train.
+    held, kept = spool[19::20], spool.without(spool[19::20])
+    assert (len(held), len(kept), held[0].ids[0], kept[19].ids[0]) == (50, 950, 19, 20)
+    # Two documents a row, and nobody else's.
+    counted = tb.Rows.of(_Counted(spool._bytes, spool._ends, spool._chosen), length=2048)
+    looked.clear()
+    counted.batch(0, 3, 64, slice(16, 32))
+    assert len(looked) == 32
+
+
+def test_documents_without_a_label_for_each_token_and_full_disks_are_named(monkeypatch):
+    short = Document(np.arange(3), np.arange(2), "file:7")
+    with pytest.raises(fz.BatchError, match=r"file:7: .* got int64 of shape \[3\] and int64 of"):
+        tb.Rows.of([short], length=8)
+    with pytest.raises(fz.BatchError, match=r"file:8: expected whole numbers .* got float64"):
+        tb.Rows.of([Document(np.ones(2), np.ones(2), "file:8")], length=8)
+    assert len(Spool.of([])) == len(tb.Rows.of(Spool.of([]), length=8)) == 0
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: mock.MagicMock(
+        __enter__=lambda _: mock.Mock(write=full), __exit__=lambda *_: False))  # fmt: skip
+    with pytest.raises(fz.BatchError, match=r"cannot be written .*No space left.*TMPDIR"):
+        Spool.of([Document(np.arange(3), np.arange(3), "file:1")])

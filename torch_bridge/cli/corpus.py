@@ -40,8 +40,12 @@ class Source(Protocol):
         """Tokens in the batch of a step, over all processes, that are some."""
 
 
-def entropy(tokens: Any) -> float:
-    """Nats per token of a model that knows how often each token occurs here, and nothing else."""
-    shares = np.bincount(tokens) / len(tokens)
+def entropy(counts: Any) -> float:
+    """Nats per token of a model that knows how often each token occurs, and nothing else.
+
+    Args:
+        counts: how often each occurs.
+    """
+    shares = counts / counts.sum()
     shares = shares[shares > 0]
     return float(-(shares * np.log(shares)).sum())

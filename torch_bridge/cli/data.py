@@ -98,7 +98,7 @@ def load(settings: DataSettings, tokenizer: Any = None) -> Corpus:
         train=train[: len(train) // seq * seq].reshape(-1, seq),
         validation=rows,
         labels=labels,
-        unigram_entropy=entropy(rows[labels != IGNORED]),
+        unigram_entropy=entropy(np.bincount(rows[labels != IGNORED])),
         byte_level=tokenizer is None,
         num_files=counts,
     )

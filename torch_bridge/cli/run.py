@@ -182,7 +182,10 @@ def _schedule(lr: float, num_steps: int) -> optax.Schedule:
 
 
 def _gauge(settings: TrainSettings, job: _Job, state: fz.TrainState, num_devices: int) -> Gauge:
-    first = job.corpus.train_batch(settings.seed, 0, settings.batch)
+    row = job.corpus.train_batch(settings.seed, 0, settings.batch, (0, settings.batch))
+    first = {
+        k: jax.ShapeDtypeStruct((settings.batch, *x.shape[1:]), x.dtype) for k, x in row.items()
+    }
     tokens = settings.batch * settings.data.seq
     found = gauge_of(job.model, job.plan, first, tokens, num_devices, state)
     if job.converted.adapters and found.flops_per_token is not None:

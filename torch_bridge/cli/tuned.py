@@ -19,8 +19,9 @@ from torch_bridge.cli.models import LoadedModel
 from torch_bridge.cli.settings import TrainSettings
 from torch_bridge.cli.tasks import Trained
 from torch_bridge.cli.tuning_settings import QUANTISED, VALIDATION_EVERY, LoraSettings, RowSettings
-from torch_bridge.documents.rows import Rows
-from torch_bridge.documents.tokens import IGNORED, Document
+from torch_bridge.documents.rows import Rows, batch_places
+from torch_bridge.documents.spool import Spool
+from torch_bridge.documents.tokens import IGNORED, documents_of
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,17 @@ class RowCorpus:
     @cached_property
     def unigram_entropy(self) -> float:
         """Of what is learned in validation."""
-        labels = self.validation.values["labels"]
-        return entropy(labels[labels != IGNORED])
+        counts = np.zeros(0, np.int64)
+        for chunk in self.validation.chunks():
+            own = np.bincount(chunk["labels"][chunk["labels"] != IGNORED], minlength=len(counts))
+            own[: len(counts)] += counts
+            counts = own
+        return entropy(counts)
 
     def describe(self) -> str:
         """One line for the reader of a run."""
         rows, other = self.train, self.validation
-        room = rows.values["ids"].size
+        room = len(rows) * rows.length
         missing = "".join(
             f"; {count:,} too long: {word}"
             for count, word in (
@@ -68,12 +73,11 @@ class RowCorpus:
 
     def validation_batches(self, size: int, part: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
         """See `Rows.in_order`."""
-        for batch in self.validation.in_order(size):
-            yield {name: value[_own(size, part)] for name, value in batch.items()}
+        return self.validation.in_order(size, _own(size, part))
 
     def num_tokens(self, seed: int, step: int, size: int) -> int:
         """Without what fills rows up."""
-        return int(np.count_nonzero(self.train.batch(seed, step, size)["segments"]))
+        return int(self.train.tokens[batch_places(len(self.train), seed, step, size)].sum())
 
 
 @dataclass(frozen=True)
@@ -108,16 +112,15 @@ class Tuning:
             except (OSError, ValueError) as error:
                 raise CommandError(f"--template {own.template}: cannot be read: {error}") from error
 
-        def read(sources: tuple[str, ...]) -> list[Document]:
-            return tb.read_documents(sources, loaded.tokenizer, vocabulary=loaded.vocab_size)
+        def read(sources: tuple[str, ...]) -> Spool:
+            return Spool.of(documents_of(sources, loaded.tokenizer, vocabulary=loaded.vocab_size))
 
         train = read(own.sources)
         if own.eval_sources:
             other = read(own.eval_sources)
         else:
             other = train[VALIDATION_EVERY - 1 :: VALIDATION_EVERY] or train[-1:]
-            kept = {id(one) for one in other}
-            train = [one for one in train if id(one) not in kept]
+            train = train.without(other)
         how = {"packed": own.pack, "too_long": own.too_long}
         found = RowCorpus(
             Rows.of(train, own.seq, **how),  # type: ignore[arg-type]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from fzero.errors import BatchError
 from torch_bridge.documents.tokens import IGNORED, Document
-from torch_bridge.packing import pack
+from torch_bridge.packing import filled, places
 
 
 IntArray = NDArray[np.int32]
@@ -21,13 +22,18 @@ Batch = dict[str, IntArray]
 TOO_LONG = ("error", "cut", "skip")
 
 
+# Rows that are in memory at once where all are looked at.
+_CHUNK = 16
+
+
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one length.
+    """Rows of one length, made of their documents when they are asked for.
 
     Attributes:
-        values: int32 arrays `(N, length)`, as `tb.pack` gives them: `ids`, `labels`, `segments`,
-            `positions`.
+        documents: what they hold; a `Spool` keeps them in a file.
+        places: the numbers of each row's documents.
+        length: tokens of a row; what is longer loses its end.
         left_out: documents that were left out because they are too long.
         cut: documents that lost their end for it.
 
@@ -38,7 +44,9 @@ class Rows:
         (2, [4, 5, 6, 4, 5, 6, 0, 0], 9)
     """
 
-    values: Mapping[str, IntArray]
+    documents: Sequence[Document]
+    places: Sequence[NDArray[np.int64]]
+    length: int
     left_out: int = 0
     cut: int = 0
 
@@ -65,39 +73,70 @@ class Rows:
         """
         if too_long not in TOO_LONG:
             raise BatchError(f"too_long={too_long!r}: expected one of {TOO_LONG}")
-        kept, cut = [], 0
-        for one in documents:
-            if len(one.ids) > length:
+        kept, sizes, cut, left_out = [], [], 0, 0
+        for number, one in enumerate(documents):
+            size = _checked(one)
+            if size > length:
                 if too_long == "error":
                     raise BatchError(
-                        f"{one.where}: {len(one.ids)} tokens, but rows have {length}: expected a"
+                        f"{one.where}: {size} tokens, but rows have {length}: expected a"
                         ' shorter one; make rows longer (--seq), or say too_long="cut" or "skip"'
                         " (--too-long)"
                     )
                 if too_long == "skip":
+                    left_out += 1
                     continue
                 cut += 1
-                one = Document(one.ids[:length], one.labels[:length], one.where)
-            kept.append(one)
-        ids, labels = [d.ids for d in kept], [d.labels for d in kept]
-        made = pack(ids, length, labels=labels, alone=not packed)  # type: ignore[arg-type]
-        return cls(made, len(documents) - len(kept), cut)
+            if size:
+                kept.append(number)
+                sizes.append(min(size, length))
+        numbers = np.asarray(kept, np.int64)
+        found = [numbers[row] for row in places(sizes, length, alone=not packed)]
+        return cls(documents, found, length, left_out, cut)
 
     def __len__(self) -> int:
-        return len(self.values["ids"])
+        return len(self.places)
 
     def __getitem__(self, index: Any) -> Batch:
-        return {name: value[index] for name, value in self.values.items()}
+        """Rows by their numbers, as numpy takes them: int32 `(n, length)`, or `(length,)` of one.
+
+        As `tb.pack` gives them: `ids`, `labels`, `segments`, `positions`.
+        """
+        chosen = np.arange(len(self))[index]
+        rows = [self._documents(number) for number in np.atleast_1d(chosen)]
+        found = filled(rows, self.length)
+        return found if chosen.ndim else {name: value[0] for name, value in found.items()}
+
+    def _documents(self, row: int) -> Iterator[tuple[IntArray, IntArray]]:
+        for number in self.places[row]:
+            one = self.documents[int(number)]
+            yield one.ids[: self.length], one.labels[: self.length]
+
+    @property
+    def values(self) -> Batch:
+        """All rows: they may be more than memory takes."""
+        return self[:]
+
+    def chunks(self) -> Iterator[Batch]:
+        """All rows, in their order, a few at a time."""
+        for start in range(0, len(self), _CHUNK):
+            yield self[start : start + _CHUNK]
+
+    @cached_property
+    def tokens(self) -> NDArray[np.int64]:
+        """How many tokens each row has, without what fills it up."""
+        found = [np.count_nonzero(chunk["segments"], axis=1) for chunk in self.chunks()]
+        return np.concatenate([np.zeros(0, np.int64), *found])
 
     @property
     def num_tokens(self) -> int:
         """Tokens that are some, without what fills rows up."""
-        return int(np.count_nonzero(self.values["segments"]))
+        return int(self.tokens.sum())
 
-    @property
+    @cached_property
     def num_learned(self) -> int:
         """Tokens that are predicted, and count."""
-        return int(np.count_nonzero(self.values["labels"] != IGNORED))
+        return sum(int(np.count_nonzero(x["labels"] != IGNORED)) for x in self.chunks())
 
     def batch(self, seed: int, step: int, size: int, part: slice = slice(None)) -> Batch:
         """The batch of a step, from seed and step alone: no step needs those before it.
@@ -112,24 +151,37 @@ class Rows:
         """
         return self[batch_places(len(self), seed, step, size)[part]]
 
-    def in_order(self, size: int) -> Iterator[Batch]:
-        """All rows once, in batches of one size; rows that fill the last one count nothing."""
-        fill = {"labels": IGNORED}
-        for start in range(0, len(self), size):
-            found = self[start : start + size]
-            missing = size - len(found["ids"])
-            yield {
-                name: np.pad(value, ((0, missing), (0, 0)), constant_values=fill.get(name, 0))
-                for name, value in found.items()
-            }
+    def in_order(self, size: int, part: slice = slice(None)) -> Iterator[Batch]:
+        """All rows once, in batches of one size; rows that fill the last one count nothing.
 
-    @property
+        Args:
+            size: rows in the whole batch.
+            part: which of them; a process that reads only its own.
+        """
+        for start in range(0, len(self), size):
+            own = np.arange(start, start + size)[part]
+            rows = [self._documents(n) if n < len(self) else () for n in own]
+            yield filled(rows, self.length)
+
+    @cached_property
     def fingerprint(self) -> str:
         """Equal for equal rows."""
         digest = hashlib.sha256()
-        for name in sorted(self.values):
-            digest.update(self.values[name].tobytes())
+        for name in ("ids", "labels", "positions", "segments"):
+            for chunk in self.chunks():
+                digest.update(chunk[name].tobytes())
         return digest.hexdigest()[:16]
+
+
+def _checked(one: Document) -> int:
+    """A document's number of tokens, if it has a label for each."""
+    ids, labels = np.asarray(one.ids), np.asarray(one.labels)
+    if ids.ndim != 1 or ids.shape != labels.shape or {ids.dtype.kind, labels.dtype.kind} - {*"iu"}:
+        raise BatchError(
+            f"{one.where}: expected whole numbers for ids (T,) and labels (T,), got {ids.dtype} of"
+            f" shape {list(ids.shape)} and {labels.dtype} of shape {list(labels.shape)}"
+        )
+    return int(ids.size)
 
 
 def batch_places(length: int, seed: int, step: int, size: int) -> NDArray[np.int64]:

@@ -81,6 +81,17 @@ def read_documents(
         >>> [(d.ids.tolist(), d.labels.tolist()) for d in read_documents(file, own)]
         [([0, 1, 2], [-100, 1, 2])]
     """
+    return list(documents_of(sources, tokenizer, template=template, vocabulary=vocabulary))
+
+
+def documents_of(
+    sources: str | Path | Iterable[str | Path],
+    tokenizer: Any,
+    *,
+    template: str | None = None,
+    vocabulary: int | None = None,
+) -> Iterator[Document]:
+    """`read_documents`, one at a time."""
     if not getattr(tokenizer, "is_fast", False):
         raise BatchError(
             f"{type(tokenizer).__name__} does not know which characters its tokens are: expected a"
@@ -91,7 +102,7 @@ def read_documents(
     if isinstance(own, str) and "strftime_now" in own:
         template = _dated(own)
     reader = _Reader(tokenizer, template, vocabulary)
-    return list(reader.documents(read_records(several)))
+    yield from reader.documents(read_records(several))
 
 
 def _dated(template: str) -> str:
