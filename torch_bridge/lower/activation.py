@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from torch_bridge.dtypes import accumulation_dtype, cast, jax_dtype
 from torch_bridge.lower.features_last import elementwise
 from torch_bridge.lower.registry import register_operator
+from torch_bridge.lower.rounding import once
 
 
 @register_operator("aten.relu.default")
@@ -36,12 +37,14 @@ def silu(x: jax.Array) -> jax.Array:
 
 @register_operator("aten.mish.default")
 @elementwise
+@once
 def mish(x: jax.Array) -> jax.Array:
     return jax.nn.mish(x)
 
 
 @register_operator("aten.softplus.default")
 @elementwise
+@once
 def softplus(x: jax.Array, beta: Any = 1, threshold: Any = 20) -> jax.Array:
     scaled = x * beta
     # The inner `where` keeps the unused branch finite, so that its gradient is 0 and not NaN.
@@ -51,6 +54,7 @@ def softplus(x: jax.Array, beta: Any = 1, threshold: Any = 20) -> jax.Array:
 
 @register_operator("aten.hardswish.default")
 @elementwise
+@once
 def hardswish(x: jax.Array) -> jax.Array:
     inside = jnp.clip(x, -3, 3)  # finite, so that the unused slope is not NaN
     return _between(x, -3, 3, x * 0, inside * ((inside + 3.0) / 6.0), x)
@@ -58,6 +62,7 @@ def hardswish(x: jax.Array) -> jax.Array:
 
 @register_operator("aten.hardsigmoid.default")
 @elementwise
+@once
 def hardsigmoid(x: jax.Array) -> jax.Array:
     return _between(x, -3, 3, jnp.zeros_like(x), (x + 3.0) / 6.0, jnp.ones_like(x))
 
@@ -76,12 +81,14 @@ def _between(x: Any, low: Any, high: Any, below: Any, inside: Any, above: Any) -
 
 @register_operator("aten.leaky_relu.default")
 @elementwise
+@once
 def leaky_relu(x: jax.Array, negative_slope: Any = 0.01) -> jax.Array:
     return jnp.where(x > 0, x, x * negative_slope)
 
 
 @register_operator("aten.elu.default")
 @elementwise
+@once
 def elu(x: jax.Array, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> jax.Array:
     low = jnp.where(x > 0, jnp.zeros((), x.dtype), x)
     return jnp.where(x > 0, x * scale, jnp.expm1(low * input_scale) * (alpha * scale))
@@ -102,16 +109,19 @@ def prelu(x: jax.Array, weight: Any) -> jax.Array:
 
 
 @register_operator("aten.log_sigmoid_forward.default")
+@once
 def log_sigmoid_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jax.nn.log_sigmoid(x), jnp.zeros((0,), x.dtype)
 
 
 @register_operator("aten.log_sigmoid.default")
+@once
 def log_sigmoid(x: jax.Array) -> jax.Array:
     return jax.nn.log_sigmoid(x)
 
 
 @register_operator("aten.glu.default")
+@once
 def glu(x: jax.Array, dim: int = -1) -> jax.Array:
     a, b = jnp.split(x, 2, axis=dim)
     return a * jax.nn.sigmoid(b)

@@ -23,6 +23,7 @@ from torch_bridge.dtypes import (
 )
 from torch_bridge.lower.features_last import elementwise
 from torch_bridge.lower.registry import register_operator
+from torch_bridge.lower.rounding import exact_numbers, once
 
 
 def _scaled(y: Any, alpha: Any) -> Any:
@@ -31,6 +32,7 @@ def _scaled(y: Any, alpha: Any) -> Any:
 
 @register_operator("aten.add.Tensor", "aten.add.Scalar")
 @elementwise
+@exact_numbers
 def add(x: jax.Array, y: Any, alpha: Any = 1) -> jax.Array:
     a, b = promote(x, y)
     return jnp.add(a, _scaled(b, alpha))
@@ -38,6 +40,7 @@ def add(x: jax.Array, y: Any, alpha: Any = 1) -> jax.Array:
 
 @register_operator("aten.sub.Tensor", "aten.sub.Scalar")
 @elementwise
+@exact_numbers
 def sub(x: jax.Array, y: Any, alpha: Any = 1) -> jax.Array:
     a, b = promote(x, y)
     return jnp.subtract(a, _scaled(b, alpha))
@@ -50,6 +53,7 @@ def rsub(x: jax.Array, y: Any, alpha: Any = 1) -> jax.Array:
 
 @register_operator("aten.mul.Tensor", "aten.mul.Scalar")
 @elementwise
+@exact_numbers
 def mul(x: jax.Array, y: Any) -> jax.Array:
     a, b = promote(x, y)
     return jnp.multiply(a, b)
@@ -59,6 +63,7 @@ def mul(x: jax.Array, y: Any) -> jax.Array:
     "aten.div.Tensor", "aten.div.Scalar", "aten.div.Tensor_mode", "aten.div.Scalar_mode"
 )
 @elementwise
+@exact_numbers
 def div(x: jax.Array, y: Any, rounding_mode: str | None = None) -> jax.Array:
     if rounding_mode is None:
         a, b = promote_float(x, y)
@@ -91,6 +96,12 @@ def fmod(x: jax.Array, y: Any) -> jax.Array:
 @register_operator("aten.pow.Tensor_Scalar")
 @elementwise
 def pow_scalar(x: jax.Array, exponent: Any) -> jax.Array:
+    # A square is one operation: rounded once as it is.
+    return jnp.square(x) if exponent == 2 and is_float(x) else _pow_scalar(x, exponent)
+
+
+@once
+def _pow_scalar(x: jax.Array, exponent: Any) -> jax.Array:
     dtype = result_dtype(x, exponent)
     base = cast(x, dtype)
     if not (is_float(dtype) or is_complex(dtype)):
@@ -106,6 +117,7 @@ def pow_scalar(x: jax.Array, exponent: Any) -> jax.Array:
 
 
 @register_operator("aten.pow.Tensor_Tensor", "aten.pow.Scalar")
+@once
 def pow_tensor(x: jax.Array, exponent: Any) -> jax.Array:
     a, b = promote(x, exponent)
     whole = not (is_float(a) or is_complex(a))
@@ -119,16 +131,19 @@ def _whole_power(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 @register_operator("aten.addcmul.default")
+@once
 def addcmul(x: jax.Array, a: Any, b: Any, value: Any = 1) -> jax.Array:
     return add(x, mul(mul(a, b), value))
 
 
 @register_operator("aten.addcdiv.default")
+@once
 def addcdiv(x: jax.Array, a: Any, b: Any, value: Any = 1) -> jax.Array:
     return add(x, mul(div(a, b), value))
 
 
 @register_operator("aten.lerp.Scalar", "aten.lerp.Tensor")
+@once
 def lerp(x: jax.Array, end: Any, weight: Any) -> jax.Array:
     return add(x, mul(weight, sub(end, x)))
 
@@ -158,6 +173,7 @@ def atan2(x: jax.Array, y: Any) -> jax.Array:
 
 
 @register_operator("aten.hypot.default")
+@once
 def hypot(x: jax.Array, y: Any) -> jax.Array:
     return jnp.hypot(*promote_float(x, y))
 
@@ -207,8 +223,17 @@ def _unary(name: str, fn: Any) -> None:
     register_operator(f"aten.{name}.default")(elementwise(lambda x: fn(x)))
 
 
+# One operation of XLA's each, which rounds once as it is and keeps what it gives for its gradient.
+_ROUNDED_ONCE = frozenset(("cos", "erf", "exp", "log", "reciprocal", "sin", "sqrt", "tanh"))
+
+
 def _unary_float(name: str, fn: Any) -> None:
-    register_operator(f"aten.{name}.default")(elementwise(lambda x: fn(promote_float(x)[0])))
+    own = (
+        (lambda x: fn(promote_float(x)[0]))
+        if name in _ROUNDED_ONCE
+        else once(lambda x: fn(promote_float(x)[0]))
+    )
+    register_operator(f"aten.{name}.default")(elementwise(own))
 
 
 _name: str
@@ -330,7 +355,8 @@ def cumsum(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
 def cumprod(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
     if dtype is not None:
         x = cast(x, jax_dtype(dtype))
-    return jnp.cumprod(x, axis=dim) if x.ndim else jnp.asarray(x)
+    wide = cast(x, accumulation_dtype(x))
+    return jnp.cumprod(wide, axis=dim).astype(x.dtype) if x.ndim else jnp.asarray(x)
 
 
 @register_operator("aten._to_copy.default", "prims.convert_element_type.default")

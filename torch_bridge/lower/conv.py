@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from fzero.axes import free_axes
-from torch_bridge.dtypes import cast, promote
+from torch_bridge.dtypes import promote
 from torch_bridge.lower.features_last import Last, over, takes_last
 from torch_bridge.lower.registry import register_operator
+from torch_bridge.lower.rounding import product_dtype, with_bias
 
 
 _SPATIAL = "DHW"
@@ -38,9 +39,12 @@ def convolution(
     x = over(x, dims)
     unbatched = not isinstance(x, Last) and x.ndim == dims + 1
     a, w = promote(_whole(_held(x, unbatched)), weight)
+    dtype = product_dtype(a, bias)
     stride, padding, dilation = (_each(v, dims) for v in (stride, padding, dilation))
     if transposed:
-        out = _transposed(a, w, stride, padding, dilation, _each(output_padding, dims), groups)
+        out = _transposed(
+            a, w, stride, padding, dilation, _each(output_padding, dims), groups, dtype
+        )
     else:
         out = jax.lax.conv_general_dilated(
             a,
@@ -50,10 +54,9 @@ def convolution(
             rhs_dilation=dilation,
             feature_group_count=groups,
             dimension_numbers=_layout(dims),
+            preferred_element_type=dtype,
         )
-    out = _whole(out)
-    if bias is not None:
-        out = out + cast(bias, out.dtype)
+    out = with_bias(_whole(out), bias, a.dtype)
     return jnp.moveaxis(jnp.squeeze(out, 0), -1, 0) if unbatched else Last(out)
 
 
@@ -146,6 +149,7 @@ def _transposed(
     dilation: Sequence[int],
     output_padding: Sequence[int],
     groups: int,
+    dtype: Any,
 ) -> jax.Array:
     """The transpose of a convolution: the input spread by `stride`, the kernel mirrored."""
     dims = weight.ndim - 2
@@ -167,6 +171,7 @@ def _transposed(
         rhs_dilation=dilation,
         feature_group_count=groups,
         dimension_numbers=_layout(dims),
+        preferred_element_type=dtype,
     )
 
 

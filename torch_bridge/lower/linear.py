@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from fzero.exchange.attention import divided_sequences
-from torch_bridge.dtypes import cast, is_complex, is_float, promote, result_dtype
+from torch_bridge.dtypes import cast, is_complex, is_float, promote
 from torch_bridge.lower.registry import register_operator
+from torch_bridge.lower.rounding import once, product_dtype, with_bias
 
 
 @register_operator("aten.linear.default")
@@ -22,9 +23,12 @@ def linear(x: jax.Array, weight: Any, bias: Any = None) -> jax.Array:
     # joined with other dims: it would be gathered.)
     join = a.ndim > 2 and a.size and not divided_sequences()
     rows = jnp.reshape(a, (-1, a.shape[-1])) if join else a
-    out = jax.lax.dot_general(rows, w, (((rows.ndim - 1,), (w.ndim - 1,)), ((), ())))
+    out = jax.lax.dot_general(
+        rows, w, (((rows.ndim - 1,), (w.ndim - 1,)), ((), ())),
+        preferred_element_type=product_dtype(a, bias),
+    )  # fmt: skip
     out = jnp.reshape(out, (*a.shape[:-1], *w.shape[:-1]))
-    return out if bias is None else out + cast(bias, out.dtype)
+    return with_bias(out, bias, a.dtype)
 
 
 @register_operator("aten.mm.default", "aten.bmm.default", "aten.mv.default", "aten.dot.default")
@@ -39,30 +43,33 @@ def matmul(x: jax.Array, y: Any) -> jax.Array:
 
 @register_operator("aten.addmm.default", "aten.addmv.default", "aten.baddbmm.default")
 def addmm(bias: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1) -> jax.Array:
-    dtype = result_dtype(x, y)
-    return _added(bias, jnp.matmul(cast(x, dtype), cast(y, dtype)), beta, alpha)
+    a, b = promote(x, y)
+    product = jnp.matmul(a, b, preferred_element_type=product_dtype(a, bias))
+    return _added(bias, product, beta, alpha, a.dtype)
 
 
-def _added(bias: Any, product: jax.Array, beta: Any, alpha: Any) -> jax.Array:
+def _added(bias: Any, product: jax.Array, beta: Any, alpha: Any, dtype: Any) -> jax.Array:
     """`beta * bias + alpha * product`; factors of whole numbers are whole, as in torch."""
     whole = not (is_float(product) or is_complex(product))
     beta, alpha = (int(f) if whole and not isinstance(f, complex) else f for f in (beta, alpha))
     out = product if alpha == 1 else product * alpha
     if beta == 0:  # torch ignores the bias altogether then, NaN included
-        return out
-    return out + cast(bias, product.dtype) * (1 if beta == 1 else beta)
+        return out.astype(dtype)
+    return (out + cast(bias, product.dtype) * (1 if beta == 1 else beta)).astype(dtype)
 
 
 @register_operator("aten.addbmm.default")
 def addbmm(bias: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1) -> jax.Array:
-    dtype = result_dtype(x, y)
-    return _added(bias, jnp.einsum("bij,bjk->ik", cast(x, dtype), cast(y, dtype)), beta, alpha)
+    a, b = promote(x, y)
+    product = jnp.einsum("bij,bjk->ik", a, b, preferred_element_type=product_dtype(a, bias))
+    return _added(bias, product, beta, alpha, a.dtype)
 
 
 @register_operator("aten.addr.default")
+@once
 def addr(bias: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1) -> jax.Array:
-    dtype = result_dtype(bias, x, y)
-    return _added(cast(bias, dtype), cast(x, dtype)[:, None] * cast(y, dtype), beta, alpha)
+    c, a, b = promote(bias, x, y)
+    return _added(c, a[:, None] * b, beta, alpha, a.dtype)
 
 
 @register_operator("aten.outer.default")

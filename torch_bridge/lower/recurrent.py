@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from torch_bridge.dtypes import cast, result_dtype
+from torch_bridge.dtypes import accumulation_dtype, cast, result_dtype
 from torch_bridge.lower.random import native_dropout
 from torch_bridge.lower.registry import register_operator
+from torch_bridge.lower.rounding import product_dtype
 
 
 Step = Callable[[Any, jax.Array], tuple[Any, jax.Array]]
@@ -65,23 +66,35 @@ def _split(params: Sequence[Any], options: _Options, dtype: Any) -> list[_Weight
 
 
 def _plus(x: jax.Array, bias: Any) -> jax.Array:
-    return x if bias is None else x + bias
+    return x if bias is None else x + cast(bias, x.dtype)
 
 
-def _times(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`x @ weight.T` without the transpose."""
-    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+def _inputs(x: jax.Array, w: _Weights) -> jax.Array:
+    """The input's part of the gates."""
+    return _plus(_times(x, w.w_ih, product_dtype(x, w.b_ih)), w.b_ih)
+
+
+def _gates(h: jax.Array, w: _Weights) -> jax.Array:
+    """The state's part of the gates, which are computed in float32: only states are rounded."""
+    return _plus(_times(h, w.w_hh, accumulation_dtype(h)), w.b_hh)
+
+
+def _times(x: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
+    """`x @ weight.T` without the transpose, as an array of `dtype`."""
+    sums = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight, sums, preferred_element_type=dtype)
 
 
 def _lstm_step(w: _Weights) -> Step:
     def step(carry: Any, gates: jax.Array) -> tuple[Any, jax.Array]:
         h, c = carry
-        i, f, g, o = jnp.split(_plus(gates + _times(h, w.w_hh), w.b_hh), 4, axis=-1)
-        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        hidden = _gates(h, w)
+        i, f, g, o = jnp.split(cast(gates, hidden.dtype) + hidden, 4, axis=-1)
+        cell = jax.nn.sigmoid(f) * cast(c, f.dtype) + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = (jax.nn.sigmoid(o) * jnp.tanh(cell)).astype(h.dtype)
         if w.w_hr is not None:
-            h = _times(h, w.w_hr)
-        return (h, c), h
+            h = _times(h, w.w_hr, h.dtype)
+        return (h, cell.astype(c.dtype)), h
 
     return step
 
@@ -90,12 +103,12 @@ def _gru_step(w: _Weights) -> Step:
     def step(carry: Any, gates: jax.Array) -> tuple[Any, jax.Array]:
         (h,) = carry
         # The hidden part of `n` is gated by `r`, so it cannot be added to the input's part here.
-        hidden = _plus(_times(h, w.w_hh), w.b_hh)
-        xr, xz, xn = jnp.split(gates, 3, axis=-1)
+        hidden = _gates(h, w)
+        xr, xz, xn = jnp.split(cast(gates, hidden.dtype), 3, axis=-1)
         hr, hz, hn = jnp.split(hidden, 3, axis=-1)
         r, z = jax.nn.sigmoid(xr + hr), jax.nn.sigmoid(xz + hz)
         n = jnp.tanh(xn + r * hn)
-        h = (h - n) * z + n
+        h = ((cast(h, n.dtype) - n) * z + n).astype(h.dtype)
         return (h,), h
 
     return step
@@ -105,7 +118,8 @@ def _rnn_step(activation: Callable[[jax.Array], jax.Array]) -> Callable[[_Weight
     def of(w: _Weights) -> Step:
         def step(carry: Any, gates: jax.Array) -> tuple[Any, jax.Array]:
             (h,) = carry
-            h = activation(_plus(gates + _times(h, w.w_hh), w.b_hh))
+            hidden = _gates(h, w)
+            h = activation(cast(gates, hidden.dtype) + hidden).astype(h.dtype)
             return (h,), h
 
         return step
@@ -136,7 +150,7 @@ def _layers(
             w = weights[number]
             initial = tuple(cast(state[number], dtype) for state in states)
             # The input's part of all time steps is one large product outside the loop.
-            gates = _plus(_times(out, w.w_ih), w.b_ih)
+            gates = _inputs(out, w)
             final, side = jax.lax.scan(cell(w), initial, gates, reverse=direction == 1)
             finals.append(final)
             sides.append(side)
@@ -178,7 +192,7 @@ def rnn_relu(
 
 
 def _cell(step: Step, x: jax.Array, w: _Weights, carry: tuple[Any, ...]) -> Any:
-    return step(carry, _plus(_times(x, w.w_ih), w.b_ih))[0]
+    return step(carry, _inputs(x, w))[0]
 
 
 @register_operator("aten.lstm_cell.default")

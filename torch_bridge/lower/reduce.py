@@ -14,6 +14,7 @@ from torch_bridge.dtypes import accumulation_dtype, canonical, cast, is_complex,
 from torch_bridge.lower.arithmetic import absolute
 from torch_bridge.lower.features_last import Last, takes_last
 from torch_bridge.lower.registry import register_operator
+from torch_bridge.lower.rounding import once
 
 
 Dims = Any
@@ -134,6 +135,7 @@ def var(x: jax.Array, dim: Dims = None, correction: Any = 1, keepdim: bool = Fal
 
 
 @register_operator("aten.std.correction", "aten.std.dim")
+@once
 def std(x: jax.Array, dim: Dims = None, correction: Any = 1, keepdim: bool = False) -> jax.Array:
     return safe_sqrt(var(x, dim, correction, keepdim))
 
@@ -169,6 +171,7 @@ def var_mean(
 
 
 @register_operator("aten.logsumexp.default")
+@once
 def logsumexp(x: jax.Array, dim: Dims, keepdim: bool = False) -> jax.Array:
     return jax.nn.logsumexp(x, axis=axes_of(x, dim), keepdims=keepdim)
 
@@ -177,8 +180,11 @@ def logsumexp(x: jax.Array, dim: Dims, keepdim: bool = False) -> jax.Array:
 def vector_norm(
     x: jax.Array, ord: Any = 2, dim: Dims = None, keepdim: bool = False, dtype: Any = None
 ) -> jax.Array:
-    if dtype is not None:
-        x = cast(x, jax_dtype(dtype))
+    return _vector_norm(x if dtype is None else cast(x, jax_dtype(dtype)), ord, dim, keepdim)
+
+
+@once
+def _vector_norm(x: jax.Array, ord: Any, dim: Dims, keepdim: bool) -> jax.Array:
     axes = axes_of(x, dim)
     size = jnp.abs(x) if is_complex(x) else absolute(x)
     if ord == 2:
@@ -204,6 +210,7 @@ def _power(x: jax.Array, exponent: float) -> jax.Array:
 
 
 @register_operator("aten._cdist_forward.default")
+@once
 def cdist(x: jax.Array, y: Any, p: float, compute_mode: int | None) -> jax.Array:
     """Distances of all pairs of rows. Shapes: x `(..., P, M)`, y `(..., R, M)`."""
     gaps = jnp.expand_dims(x, -2) - jnp.expand_dims(y, -3)

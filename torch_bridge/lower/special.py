@@ -16,6 +16,7 @@ import numpy as np
 from torch_bridge.dtypes import accumulation_dtype, cast, is_float, promote, promote_float
 from torch_bridge.lower.reduce import vector_norm
 from torch_bridge.lower.registry import register_operator
+from torch_bridge.lower.rounding import once
 
 
 @jax.custom_jvp
@@ -44,7 +45,7 @@ for _name, _fn in {
     "deg2rad": jnp.deg2rad,
     "rad2deg": jnp.rad2deg,
 }.items():
-    register_operator(f"aten.{_name}.default")(lambda x, fn=_fn: fn(*promote_float(x)))
+    register_operator(f"aten.{_name}.default")(once(lambda x, fn=_fn: fn(*promote_float(x))))
 
 for _name, _fn in {
     "special_xlog1py": jsp.xlog1py,
@@ -53,7 +54,7 @@ for _name, _fn in {
     "logaddexp": jnp.logaddexp,
     "logaddexp2": jnp.logaddexp2,
 }.items():
-    register_operator(f"aten.{_name}.default")(lambda x, y, fn=_fn: fn(*promote_float(x, y)))
+    register_operator(f"aten.{_name}.default")(once(lambda x, y, fn=_fn: fn(*promote_float(x, y))))
 
 
 @register_operator(
@@ -208,6 +209,7 @@ def _shifted(fn: Any, x: Any, y: Any) -> jax.Array:
 
 
 @register_operator("aten.logcumsumexp.default")
+@once
 def logcumsumexp(x: jax.Array, dim: int) -> jax.Array:
     return _log_sums(dim % x.ndim, x) if x.ndim else x
 
@@ -229,6 +231,7 @@ def _log_sums_jvp(axis: int, values: Any, tangents: Any) -> tuple[jax.Array, jax
 
 
 @register_operator("aten.dist.default")
+@once
 def dist(x: jax.Array, y: Any, p: Any = 2) -> jax.Array:
     a, b = promote(x, y)
     return vector_norm(a - b, p)

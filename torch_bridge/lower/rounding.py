@@ -1,0 +1,107 @@
+"""Half precision as PyTorch's kernels have it: computed in float32, rounded once.
+
+An operator that JAX writes as several operations would round after each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from fzero.compat import traced_platform
+from torch_bridge.dtypes import accumulation_dtype, cast, is_float, result_dtype
+
+
+def once(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a function of arrays compute 16-bit ones in float32, and rounds its results once.
+
+    Args:
+        fn: of arrays and Python values; what it returns has torch's common dtype of them.
+
+    Returns:
+        The same function. Numbers beside 16-bit arrays keep all their digits: `0.1` is not rounded
+        before it multiplies.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> once(lambda x: x + 1 - x)(jnp.asarray(300, jnp.bfloat16))
+        Array(1, dtype=bfloat16)
+    """
+
+    @functools.wraps(fn)
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        given = [x for x in (*args, *kwargs.values()) if _is_array(x)]
+        if not any(map(_is_narrow, given)):
+            return fn(*args, **kwargs)
+        narrow = result_dtype(*given)
+        wide = accumulation_dtype(np.empty(0, narrow))
+        out = fn(
+            *(_widened(x, wide) for x in args), **{k: _widened(x, wide) for k, x in kwargs.items()}
+        )
+        return jax.tree.map(lambda x: x.astype(narrow) if x.dtype == wide else x, out)
+
+    return computed
+
+
+def exact_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`once`, for one operation of arrays, where an operand is a number: it keeps all its digits.
+
+    Of two 16-bit arrays one operation is rounded once as it is, and keeps no wider values for its
+    gradient.
+
+    Args:
+        fn: as for `once`.
+
+    Returns:
+        The same function.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> float(exact_numbers(lambda x, y: x * y)(jnp.asarray(1000, jnp.bfloat16), 0.1))
+        100.0
+    """
+    wide = once(fn)
+
+    @functools.wraps(fn)
+    def computed(x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
+        numbers = args or kwargs or any(isinstance(v, float) or _is_wide_number(v) for v in (x, y))
+        return (wide if numbers else fn)(x, y, *args, **kwargs)
+
+    return computed
+
+
+def _is_wide_number(x: Any) -> bool:
+    return _is_array(x) and not x.ndim and is_float(x) and not _is_narrow(x)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray)
+
+
+def _is_narrow(x: Any) -> bool:
+    return is_float(x) and np.dtype(x.dtype).itemsize < 4
+
+
+def _widened(x: Any, dtype: np.dtype[Any]) -> Any:
+    return cast(x, dtype) if _is_array(x) and _is_narrow(x) else x
+
+
+def product_dtype(x: Any, bias: Any) -> np.dtype[Any]:
+    """The dtype of a product of arrays like `x`, to which a bias is added before it is rounded.
+
+    On GPUs XLA adds a bias within the product's kernel, if both have the dtype of the operands:
+    it is rounded once there, too, and a float32 product would have to be written out.
+    """
+    fused = bias is None or traced_platform() == "gpu"
+    return np.dtype(x.dtype) if fused else accumulation_dtype(x)
+
+
+def with_bias(product: jax.Array, bias: Any, dtype: Any) -> jax.Array:
+    """`product + bias`, of `product_dtype`, as an array of `dtype`."""
+    if bias is None:
+        return product
+    return (product + cast(cast(bias, dtype), product.dtype)).astype(dtype)
