@@ -20,6 +20,7 @@ POSITIVE = torch.rand(4096, generator=_MAKE) * 1.8 + 0.1
 INSIDE = torch.rand(4096, generator=_MAKE) * 1.9 - 0.95
 ROWS, WEIGHT = X.view(64, 64), B.view(64, 64) / 8
 IMAGE, KERNEL = X.view(4, 16, 64), B[: 16 * 16 * 3].view(16, 16, 3) / 7
+HEADS = C.view(4, 4, 16, 16)
 
 # Operators by name, with what they are called with.
 CASES: dict[str, tuple[Any, ...]] = {
@@ -65,6 +66,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "convolution.default": (IMAGE, KERNEL, C[:16], [1], [1], [1], False, [0], 1),
     "dist.default": (X, B),
+    "scaled_dot_product_attention.default": (HEADS * 2, HEADS.flip(1), HEADS.flip(2)),
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from torch_bridge.lower.fused import fused_attention
 from torch_bridge.lower.masks import Pattern, SizeMask
 from torch_bridge.lower.random import dropout_mask
 from torch_bridge.lower.registry import register_operator
+from torch_bridge.lower.rounding import sum_dtype
 
 
 def _draws(
@@ -66,11 +67,11 @@ def attention(
         q = jnp.reshape(q, (*q.shape[:-3], k.shape[-3], groups, *q.shape[-2:]))
         k, v = jnp.expand_dims(k, -3), jnp.expand_dims(v, -3)
     scores = _contract(q, jnp.swapaxes(k, -1, -2), np.float32)
-    probs = _softmax(_masked(scores * scale, attn_mask, pattern, groups))
+    weights, total = _weights(_masked(scores * scale, attn_mask, pattern, groups))
     if dropout_p > 0.0:
-        kept = dropout_mask(key, dropout_p, probs.shape)
-        probs = jnp.where(kept, probs / (1.0 - dropout_p), 0.0)
-    out = _contract(probs.astype(dtype), v, dtype)
+        kept = dropout_mask(key, dropout_p, weights.shape)
+        weights = jnp.where(kept, weights / (1.0 - dropout_p), 0.0)
+    out = _sums(weights, total, v)
     if groups > 1:
         out = jnp.reshape(out, (*out.shape[:-4], -1, *out.shape[-2:]))
     return out
@@ -114,9 +115,22 @@ def _masked(scores: jax.Array, mask: Any, pattern: Pattern, groups: int) -> jax.
     return scores
 
 
-def _softmax(scores: jax.Array) -> jax.Array:
-    """Softmax over the last dim that gives 0 for rows of only -inf, with gradients free of NaN."""
+def _weights(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Softmax over the last dim before it is divided, and by what; of only -inf it is 0."""
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf))
     weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights / jnp.where(total == 0.0, 1.0, total)
+    return weights, jnp.where(total == 0.0, 1.0, total)
+
+
+def _sums(weights: jax.Array, total: jax.Array, values: jax.Array) -> jax.Array:
+    """Values by their weights. As in PyTorch's kernel for CPUs, 16-bit weights are divided last.
+
+    The largest weight is 1 then, which has no error. A product that is rounded before would
+    overflow float16.
+    """
+    dtype = values.dtype
+    wide = sum_dtype(values)
+    if wide == dtype:
+        return _contract((weights / total).astype(dtype), values, dtype)
+    return (_contract(weights.astype(dtype), values, wide) / total).astype(dtype)

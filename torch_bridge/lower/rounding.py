@@ -90,14 +90,18 @@ def _widened(x: Any, dtype: np.dtype[Any]) -> Any:
     return cast(x, dtype) if _is_array(x) and _is_narrow(x) else x
 
 
-def product_dtype(x: Any, bias: Any) -> np.dtype[Any]:
-    """The dtype of a product of arrays like `x`, to which a bias is added before it is rounded.
+def sum_dtype(x: Any) -> np.dtype[Any]:
+    """The dtype of a product of arrays like `x` that is rounded after what follows it.
 
-    On GPUs XLA adds a bias within the product's kernel, if both have the dtype of the operands:
-    it is rounded once there, too, and a float32 product would have to be written out.
+    On GPUs it is that of `x`: XLA adds a bias within the product's kernel if all have one dtype,
+    and rounds once there, too; a float32 product would have to be written out.
     """
-    fused = bias is None or traced_platform() == "gpu"
-    return np.dtype(x.dtype) if fused else accumulation_dtype(x)
+    return np.dtype(x.dtype) if traced_platform() == "gpu" else accumulation_dtype(x)
+
+
+def product_dtype(x: Any, bias: Any) -> np.dtype[Any]:
+    """The dtype of a product of arrays like `x`, to which a bias may be added (`with_bias`)."""
+    return np.dtype(x.dtype) if bias is None else sum_dtype(x)
 
 
 def with_bias(product: jax.Array, bias: Any, dtype: Any) -> jax.Array:
