@@ -23,6 +23,7 @@ from fzero.sharding.split import Split, stored_shapes, trained
 from fzero.state.train_state import TrainState
 from fzero.step.passes import kept_by
 from fzero.step.steps import TrainStep
+from fzero.step.values import Gradients
 from fzero.tree import PyTree, device_bytes
 
 
@@ -140,11 +141,11 @@ class StageCompiler:
             trained(blue.params), blue.sharding, True,
             lambda split: np.dtype("float32") if several else split.compute,
         )  # fmt: skip
-        kept = {"sums": sums, "mean": mean, "own": own, "changed": {"buffers": fields["buffers"]}}
+        gradients = Gradients(sums, mean, own, {"buffers": fields["buffers"]})
         ranks = range(self.plan.pipe)
         sums_of = [sum(s.sums_bytes for s in run.stages if s.rank == rank) for rank in ranks]
         most = list(sums_of)
-        for mesh, lowered in step.lower_update(TrainState(**fields), kept):
+        for mesh, lowered in step.lower_update(TrainState(**fields), gradients):
             text = lowered.as_text()
             if text not in self._known:
                 self._known[text] = self.target.compile(lowered, mesh)

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fzero.compat import is_key
 from fzero.errors import StateError
 from fzero.processes import from_host, jit_on, spread
-from fzero.programs.jaxprs import Program, Step, Var
+from fzero.programs.jaxprs import Program, Step, Var, run_steps
 from fzero.tree import PyTree
 
 
@@ -293,9 +293,7 @@ class PlacedFunction:
         def run(*values: Any) -> list[Any]:
             env: dict[Any, Any] = dict(self.program.consts)
             env.update(zip(part.reads, values, strict=True))
-            for step in part.steps:
-                operands = [env[x] if isinstance(x, Var) else x for x in step.operands]
-                env.update(zip(step.results, step.run(operands), strict=True))
+            run_steps(part.steps, env)
             return [env[var] for var in part.gives]
 
         return run

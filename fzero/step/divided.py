@@ -15,14 +15,11 @@ from fzero.programs.places import PlacedFunction
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.chunks import OWNED, Parking
 from fzero.sharding.split import layout_leaves, map_splits, owner_of, trained, with_frozen
-from fzero.step.update import Metrics, Update
+from fzero.step.update import Update
+from fzero.step.values import Gradients, Metrics, Values
 from fzero.storage.tiers import on_device
 from fzero.tree import PyTree, named_leaves
 from fzero.zero.options import deterministic_options
-
-
-# Parts of a state, or of what a step computes for one, by name.
-Values = dict[str, Any]
 
 
 class DividedUpdate:
@@ -49,71 +46,77 @@ class DividedUpdate:
         self.stream: StreamedFunction | None = None
         self._divided: dict[Any, Any] = {}
 
-    def __call__(self, fields: Values, kept: Values) -> tuple[Values, Metrics]:
+    def __call__(
+        self, fields: Values, step: jax.Array, gradients: Gradients
+    ) -> tuple[Values, Metrics]:
         """New fields of the state, and the step's metrics.
 
         Args:
             fields: the state's fields, without step and key.
-            kept: `step`, and what the first half computed: `sums`, `mean`, `own`, `changed`.
+            step: steps taken so far.
+            gradients: what the first half computed.
         """
         layout = self.blueprint.params
         streams = self.apply and self.blueprint.chunks.parked
         # What is frozen stays where it is.
         own = {n: trained(layout, x) if n == "params" else x for n, x in fields.items()}
-        new, metrics = (self._streamed if streams else self._updated)(own, kept)
+        new, metrics = (self._streamed if streams else self._updated)(own, step, gradients)
         if "params" in new:
             new["params"] = with_frozen(layout, new["params"], fields["params"])
         return new, metrics
 
-    def lowered(self, fields: Values, kept: Values) -> list[tuple[Any, Any]]:
+    def lowered(
+        self, fields: Values, step: jax.Array, gradients: Gradients
+    ) -> list[tuple[Any, Any]]:
         """The programs of an update where nothing is parked, with their meshes, for shapes."""
         fields = {**fields, "params": trained(self.blueprint.params, fields["params"])}
-        programs: list[tuple[Any, Any]] = self._whole(fields, kept).lowered()
+        args = fields, gradients._asdict(), {"step": step}
+        programs: list[tuple[Any, Any]] = self._whole(args).lowered()
         return programs
 
-    def _updated(self, fields: Values, kept: Values) -> tuple[Values, Metrics]:
-        new: tuple[Values, Metrics] = self._whole(fields, kept)(fields, kept)
+    def _updated(
+        self, fields: Values, step: jax.Array, gradients: Gradients
+    ) -> tuple[Values, Metrics]:
+        args = fields, gradients._asdict(), {"step": step}
+        new: tuple[Values, Metrics] = self._whole(args)(*args)
         return new
 
-    def _whole(self, fields: Values, kept: Values) -> PlacedFunction:
-        def run(fields: Values, kept: Values) -> tuple[Values, Metrics]:
-            return self.update.run(
-                fields, kept["step"], kept["sums"], kept["mean"], kept["own"], kept["changed"],
-                self.apply,
-            )  # fmt: skip
+    def _whole(self, args: tuple[Values, ...]) -> PlacedFunction:
+        def run(fields: Values, gradients: Values, at: Values) -> tuple[Values, Metrics]:
+            return self.update.run(fields, at["step"], Gradients(**gradients), self.apply)
 
         def make(shapes: Any, **options: Any) -> PlacedFunction:
             return PlacedFunction(run, shapes, self._out_shardings, self.blueprint.mesh,
                                   donate=(0,) if self.donate else (), **options)  # fmt: skip
 
-        made: PlacedFunction = self._made("update", make, (fields, kept))
+        made: PlacedFunction = self._made("update", make, args)
         return made
 
-    def _streamed(self, fields: Values, kept: Values) -> tuple[Values, Metrics]:
+    def _streamed(
+        self, fields: Values, step: jax.Array, gradients: Gradients
+    ) -> tuple[Values, Metrics]:
         """The update where parked leaves visit the device in turn.
 
         What needs all gradients at once, their norm, comes first: the rest may see pieces.
         """
         blue, update = self.blueprint, self.update
-        step, changed = kept["step"], kept["changed"]
 
-        def totals(kept: Values, grads: Values) -> tuple[Values, Metrics]:
-            sums, mean, metrics = update.totals(
-                grads["grads"], kept["sums"], kept["mean"], kept["own"]
-            )
+        def totals(given: Values, pending: Values) -> tuple[Values, Metrics]:
+            found, metrics = update.totals(pending["grads"], Gradients(**given, changed={}))
+            sums, mean = found.sums, found.mean
             return {"sums": sums, "mean": mean, "norm": update.norm(sums, mean)}, metrics
 
         def make_totals(shapes: Any, **options: Any) -> PlacedFunction:
             return PlacedFunction(totals, shapes, self._out_shardings, blue.mesh, **options)
 
-        first = ({name: kept[name] for name in ("sums", "mean", "own")}, {"grads": fields["grads"]})
+        given = {"sums": gradients.sums, "mean": gradients.mean, "own": gradients.own}
+        first = (given, {"grads": fields["grads"]})
         total, metrics = self._made("totals", make_totals, first)(*first)
 
         def apply(fields: Values, spent: Values, rest: Values) -> tuple[Values, Metrics]:
-            return update.applied(
-                {**fields, "grads": None}, rest["step"], spent["sums"], rest["mean"],
-                rest["changed"], rest["metrics"], rest["norm"],
-            )  # fmt: skip
+            found = Gradients(spent["sums"], rest["mean"], {}, rest["changed"])
+            fields = {**fields, "grads": None}
+            return update.applied(fields, rest["step"], found, rest["metrics"], rest["norm"])
 
         def make(shapes: Any, **options: Any) -> StreamedFunction:
             return StreamedFunction(
@@ -124,7 +127,7 @@ class DividedUpdate:
 
         own = {name: fields[name] for name in fields if name != "grads"}
         rest = {"step": step, "mean": total["mean"], "norm": total["norm"], "metrics": metrics,
-                "changed": changed}  # fmt: skip
+                "changed": gradients.changed}  # fmt: skip
         second = (own, {"sums": total["sums"]}, rest)
         self.stream = self._made("applied", make, second)
         return self.stream(*second)

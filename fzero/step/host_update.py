@@ -21,13 +21,10 @@ from fzero.sharding.blueprint import Blueprint, blueprint
 from fzero.sharding.chunks import OWNED
 from fzero.sharding.split import map_splits, stored_shapes, trained, with_frozen
 from fzero.state.compute_copy import rounded
-from fzero.step.update import Metrics, Update
+from fzero.step.update import Update
+from fzero.step.values import Gradients, Metrics, Values
 from fzero.storage.tiers import host_sharding
 from fzero.tree import PyTree, named_leaves
-
-
-# Parts of a state, or of what a step computes for one, by name.
-Values = dict[str, Any]
 
 
 class HostUpdate:
@@ -61,12 +58,15 @@ class HostUpdate:
         whole = _shardings(stored_shapes(self._layout, blue.sharding, sharded=False))
         self._gather = jax.jit(Update(blue, lambda value: value).gathered, out_shardings=whole)
 
-    def __call__(self, fields: Values, kept: Values) -> tuple[Values, Metrics]:
+    def __call__(
+        self, fields: Values, step: jax.Array, gradients: Gradients
+    ) -> tuple[Values, Metrics]:
         """New fields of the state, and the step's metrics.
 
         Args:
             fields: the state's fields, without step and key.
-            kept: `step`, and what the first half computed: `sums`, `mean`, `own`, `changed`.
+            step: steps taken so far.
+            gradients: what the first half computed.
         """
         whole = not self.blueprint.plan.shards("params")
         params = trained(self.blueprint.params, fields["params"])
@@ -80,17 +80,17 @@ class HostUpdate:
                 leaf.delete()
         rest = {name: fields[name] for name in ("buffers", "grads", "loss_scale")}
         rest = self._down({"params": params, **rest})
-        new, metrics = self._program(owned, rest, self._down(kept))
+        new, metrics = self._program(owned, rest, *self._down((step, gradients)))
         new = self._up(new)
         if "params" in new:
             new["params"] = with_frozen(self.blueprint.params, new["params"], fields["params"])
         return new, self._on_device(metrics)
 
-    def _run(self, owned: Values, rest: Values, kept: Values) -> tuple[Values, Metrics]:
+    def _run(
+        self, owned: Values, rest: Values, step: jax.Array, gradients: Gradients
+    ) -> tuple[Values, Metrics]:
         fields = {**rest, **owned, "compute": None}
-        new, metrics = self._update.run(
-            fields, kept["step"], kept["sums"], kept["mean"], kept["own"], kept["changed"], True
-        )
+        new, metrics = self._update.run(fields, step, gradients, apply=True)
         if self.blueprint.plan.keeps_compute_copy:
             new["compute"] = map_splits(
                 lambda split, x: rounded(x, split.compute), self._layout, new["params"]

@@ -23,6 +23,7 @@ from fzero.links import Mean
 from fzero.processes import repeated
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.split import Split, map_splits, trained, with_frozen
+from fzero.step.values import Gradients, Values
 from fzero.tree import PyTree
 from fzero.zero.finite import local_marks
 from fzero.zero.grads import local_evaluation, local_gradients, local_outputs
@@ -35,11 +36,6 @@ if TYPE_CHECKING:
 
 # Metrics that steps report themselves.
 RESERVED = ("loss", "count", "grad_norm", "nonfinite", "skipped", "loss_scale")
-
-# Fields of a state, or parts of what a step computes for one, by name.
-Values = dict[str, Any]
-# Summed gradients, mean loss, the model's metrics, and the fields that change on the way.
-Summed = tuple[PyTree, Mean, dict[str, Mean], Values]
 
 
 class OneProgram:
@@ -74,7 +70,7 @@ class OneProgram:
         """A user's batch over the devices."""
         return place_batch(batch, self.blueprint.mesh)
 
-    def gradients(self, fields: Values, batch: Inputs, key: jax.Array) -> Summed:
+    def gradients(self, fields: Values, batch: Inputs, key: jax.Array) -> Gradients:
         """Gradients of the loss's total, summed over the batch.
 
         Args:
@@ -86,23 +82,23 @@ class OneProgram:
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
 
         def local(kept: PyTree, buffers: PyTree, batch: Inputs, key: Any, scale: Any) -> Any:
-            *out, buffers = local_gradients(model, rules, kept, buffers, batch, key, scale)
-            refuse_reserved(out[2])
-            return *out, {"buffers": buffers}
+            sums, mean, own, buffers = local_gradients(
+                model, rules, kept, buffers, batch, key, scale
+            )
+            refuse_reserved(own)
+            return Gradients(sums, mean, own, {"buffers": buffers})
 
         whole, rows = PartitionSpec(), Inputs.specs(PartitionSpec(AXES), PartitionSpec())
-        buffers = self._buffer_specs()
+        buffers, sums = self._buffer_specs(), trained(self.blueprint.params)
+        # Of a mean, the spec is that of all its leaves.
+        specs: Any = self._specs(lambda s: s.spec, sums), whole, whole, {"buffers": buffers}
         run = self._shard_map(
             local,
             in_specs=(self.kept_specs(), buffers, rows, whole, whole),
-            out_specs=(
-                self._specs(lambda s: s.spec, trained(self.blueprint.params)),
-                whole,
-                whole,
-                {"buffers": buffers},
-            ),
+            out_specs=Gradients(*specs),
         )
-        found: Summed = run(kept_by(self.blueprint, fields), fields["buffers"], batch, key, scale)
+        kept = kept_by(self.blueprint, fields)
+        found: Gradients = run(kept, fields["buffers"], batch, key, scale)
         return found
 
     def marks(self, fields: Values, batch: Inputs, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -214,14 +210,14 @@ class Pipeline:
         """The batch as it is: each rank that reads it takes its rows."""
         return Inputs.of(batch)
 
-    def gradients(self, fields: Values, batch: Inputs, key: jax.Array) -> Summed:
+    def gradients(self, fields: Values, batch: Inputs, key: jax.Array) -> Gradients:
         """As `OneProgram.gradients`."""
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
         sums, mean, own, buffers = self.executor.train(
             kept_by(self.blueprint, fields), fields["buffers"], batch, key, scale
         )
         refuse_reserved(own)
-        return sums, mean, own, {"buffers": buffers}
+        return Gradients(sums, mean, own, {"buffers": buffers})
 
     def evaluation(
         self, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array

@@ -14,13 +14,10 @@ from fzero.state.train_state import Pending
 from fzero.step.divided import DividedUpdate
 from fzero.step.finite import Look, looks_at_one_program, looks_at_stages
 from fzero.step.host_update import HostUpdate
-from fzero.step.passes import OneProgram, Passes, Pipeline, Values, kept_by, read_by
-from fzero.step.update import Metrics, Update
+from fzero.step.passes import OneProgram, Passes, Pipeline, kept_by, read_by
+from fzero.step.update import Update
+from fzero.step.values import Metrics, StepAndKey, Values
 from fzero.zero.options import CompilerOptions, compiler_options
-
-
-# Step count and key, which a step never gives away, so that a consumed state knows its step.
-Moment = tuple[jax.Array, jax.Array]
 
 
 class Fused:
@@ -44,17 +41,17 @@ class Fused:
             compiler_options=options_of(passes.blueprint) or None,
         )
 
-    def step(self, fields: Values, moment: Moment, batch: Inputs) -> tuple[Values, Metrics]:
+    def step(self, fields: Values, at: StepAndKey, batch: Inputs) -> tuple[Values, Metrics]:
         """New fields of the state, and metrics: the pure function."""
         self.on_trace()
-        step, rng = moment
+        step, rng = at
         key = step_key(rng, step, _calls(fields["grads"]))
-        sums, mean, own, changed = self.passes.gradients(fields, batch.at(step), key)
-        return self.update.run(fields, step, sums, mean, own, changed, self.apply)
+        gradients = self.passes.gradients(fields, batch.at(step), key)
+        return self.update.run(fields, step, gradients, self.apply)
 
-    def __call__(self, fields: Values, moment: Moment, batch: Inputs) -> tuple[Values, Metrics]:
+    def __call__(self, fields: Values, at: StepAndKey, batch: Inputs) -> tuple[Values, Metrics]:
         """Runs the program."""
-        new: tuple[Values, Metrics] = self.program(fields, moment, batch)
+        new: tuple[Values, Metrics] = self.program(fields, at, batch)
         return new
 
 
@@ -84,24 +81,23 @@ class Divided:
         self.on_trace()
         return self.passes.gradients(fields, batch, key)
 
-    def __call__(self, fields: Values, moment: Moment, batch: Inputs) -> tuple[Values, Metrics]:
+    def __call__(self, fields: Values, at: StepAndKey, batch: Inputs) -> tuple[Values, Metrics]:
         """Runs all programs."""
-        step, rng = moment
+        step, rng = at
         key = self._key(rng, step, _calls(fields["grads"]))
         read = read_by(self.passes.blueprint, fields)
-        sums, mean, own, changed = self._gradients(read, batch.at(step), key)
-        kept = {"step": step, "sums": sums, "mean": mean, "own": own, "changed": changed}
+        gradients = self._gradients(read, batch.at(step), key)
         try:
-            return self.update(fields, kept)
+            return self.update(fields, step, gradients)
         except Exception:
             if isinstance(self.passes, Pipeline):
                 self.passes.executor.wait()  # what it reads may be what failed
             raise
 
 
-def look(passes: Passes, fields: Values, moment: Moment, batch: Inputs) -> list[Look]:
+def look(passes: Passes, fields: Values, at: StepAndKey, batch: Inputs) -> list[Look]:
     """Whether what a step computes is finite, without its update; see `TrainStep.check_finite`."""
-    step, rng = moment
+    step, rng = at
     key = jax.jit(step_key)(rng, step, _calls(fields["grads"]))
     read = read_by(passes.blueprint, fields)
     if isinstance(passes, Pipeline):

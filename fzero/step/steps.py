@@ -25,9 +25,9 @@ from fzero.state.which import chosen, reads_of, require_known
 from fzero.step.checks import Checks, is_traced, require_finite
 from fzero.step.divided import DividedUpdate
 from fzero.step.finite import require_finite_batch, require_finite_looks
-from fzero.step.passes import OneProgram, Pipeline, Values, kept_by, passes_of
-from fzero.step.runners import Divided, Fused, Moment, look, options_of, runner_of
-from fzero.step.update import Metrics
+from fzero.step.passes import OneProgram, Pipeline, kept_by, passes_of
+from fzero.step.runners import Divided, Fused, look, options_of, runner_of
+from fzero.step.values import Gradients, Metrics, StepAndKey, Values
 from fzero.tree import PyTree, leaves_of
 from fzero.zero.options import CompilerOptions
 
@@ -87,9 +87,9 @@ class TrainStep:
             return self.pure(state, batch)
         was, state = state, self._checks.state(state, leaves)
         self._checks.batch(batch, self.plan.microbatches)
-        fields, moment = self._parts(state)
+        fields, at = self._parts(state)
         with self._checks.running(state, batch, self.apply):
-            new, metrics = self.runner(fields, moment, self.passes.place(batch))
+            new, metrics = self.runner(fields, at, self.passes.place(batch))
         if self.donate:
             given = leaves if state is was else jax.tree.leaves(state)
             rest = [value for name, value in vars(state).items() if name not in fields]
@@ -142,9 +142,9 @@ class TrainStep:
         self._checks.batch(batch, self.plan.microbatches)
         check_finite(state)
         require_finite_batch(batch)
-        fields, moment = self._parts(state)
+        fields, at = self._parts(state)
         with self._checks.running(state, batch):
-            looks = look(self.passes, fields, moment, self.passes.place(batch))
+            looks = look(self.passes, fields, at, self.passes.place(batch))
         require_finite_looks(self.blueprint, looks)
 
     def pure(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -177,8 +177,8 @@ class TrainStep:
             raise PlanError(f"{self.name}.pure: {_MANY}")
         self._checks.traced(state)
         self._checks.batch(batch, self.plan.microbatches)
-        fields, moment = self._parts(_recast(state, self.blueprint))
-        new, metrics = runner.step(fields, moment, constrain_batch(batch, self.blueprint.mesh))
+        fields, at = self._parts(_recast(state, self.blueprint))
+        new, metrics = runner.step(fields, at, constrain_batch(batch, self.blueprint.mesh))
         return dataclasses.replace(state, **new), metrics
 
     @property
@@ -214,19 +214,19 @@ class TrainStep:
         update = self.runner.update if isinstance(self.runner, Divided) else None
         return update.stream if isinstance(update, DividedUpdate) else None
 
-    def lower_update(self, state: Any, kept: Values) -> list[tuple[Any, Any]]:
+    def lower_update(self, state: Any, gradients: Gradients) -> list[tuple[Any, Any]]:
         """The programs of a pipeline's update, each with its mesh, lowered for shapes.
 
         Args:
             state: a `TrainState` of shapes.
-            kept: shapes of what the first half of the step gives; see `DividedUpdate`.
+            gradients: shapes of what the first half of the step gives.
         """
         assert isinstance(self.runner, Divided)
         assert isinstance(self.runner.update, DividedUpdate)
         fields, (step, _) = self._parts(state)
-        return self.runner.update.lowered(fields, {"step": step, **kept})
+        return self.runner.update.lowered(fields, step, gradients)
 
-    def _parts(self, state: TrainState) -> tuple[Values, Moment]:
+    def _parts(self, state: TrainState) -> tuple[Values, StepAndKey]:
         """What may be given away, and what is kept."""
         return {name: getattr(state, name) for name in self._reads}, (state.step, state.rng)
 
@@ -234,46 +234,36 @@ class TrainStep:
         self.num_traces += 1
 
 
-class EvalStep:
-    """An evaluation step; see `fzero.eval_step`.
+class _ReadingStep:
+    """A step that leaves the state as it is.
 
     Args:
         blue: the blueprint.
+        name: of the step, for messages.
         which: the parameters that it reads.
 
     Attributes:
         num_traces: how often a program of it was traced.
     """
 
-    def __repr__(self) -> str:
-        traces = f"{self.num_traces} programs traced"
-        return f"{self.name}({self.plan!r}; {traces})\n{self.blueprint.model!r}"
-
-    def __init__(self, blue: Blueprint, which: str = "params") -> None:
-        self.blueprint, self.plan, self.name = blue, blue.plan, "eval_step"
-        require_known(which, blue, self.name)
+    def __init__(self, blue: Blueprint, name: str, which: str) -> None:
+        require_known(which, blue, name)
+        self.blueprint, self.plan, self.name = blue, blue.plan, name
         self.num_traces, self.which = 0, which
         self.passes = passes_of(blue, self._traced)
         self._program: Any = self._dispatched
         if isinstance(self.passes, OneProgram):
-            self._program = jax.jit(self._evaluated, compiler_options=options_of(blue) or None)
+            self._program = jax.jit(self._one_program, compiler_options=options_of(blue) or None)
         reads = (*reads_of(blue, which), "buffers")
-        self._checks = Checks(blue, self.name, reads, donate=False, bare=True)
+        self._checks = Checks(blue, name, reads, donate=False, bare=True)
 
-    @outside_of_meshes()
-    def __call__(self, state: TrainState, batch: PyTree) -> Metrics:
-        """Evaluates; see `fzero.eval_step`."""
-        if is_traced([*jax.tree.leaves(state), *leaves_of(batch)]):
-            return self.pure(state, batch)
-        state = chosen(self._checks.state(state), self.blueprint, self.which)
-        self._checks.batch(batch, 1)
-        with self._checks.running(state, batch):
-            metrics: Metrics = self._program(*self._parts(state), self.passes.place(batch))
-        require_finite(self.name, metrics)
-        return metrics
+    def __repr__(self) -> str:
+        traces = f"{self.num_traces} programs traced"
+        return f"{self.name}({self.plan!r}; {traces})\n{self.blueprint.model!r}"
 
-    def pure(self, state: TrainState, batch: PyTree) -> Metrics:
-        """The step as a pure function; see `TrainStep.pure`. Derivatives pass through it:
+    def pure(self, state: TrainState, batch: PyTree) -> PyTree:
+        """The step as a pure function; see `TrainStep.pure`. Rows must divide over the devices.
+        Derivatives pass through it:
         `jax.grad(lambda p: step(state.replace(params=p), batch)["loss"])(state.params)`.
 
         Raises:
@@ -282,12 +272,12 @@ class EvalStep:
             BatchError: the batch does not fit.
         """
         if not isinstance(self.passes, OneProgram) or self.blueprint.parks("params"):
-            raise PlanError(f"eval_step.pure: {_MANY}")
+            raise PlanError(f"{self.name}.pure: {_MANY}")
         self._checks.traced(state)
         self._checks.batch(batch, 1)
         state = chosen(state, self.blueprint, self.which)
         parts = self._parts(_recast(state, self.blueprint))
-        return self._evaluated(*parts, constrain_batch(batch, self.blueprint.mesh))
+        return self._one_program(*parts, constrain_batch(batch, self.blueprint.mesh))
 
     @property
     def compiler_options(self) -> CompilerOptions:
@@ -301,7 +291,7 @@ class EvalStep:
             PlanError: such a step is many programs.
         """
         if not isinstance(self.passes, OneProgram):
-            raise PlanError(f"eval_step.lower: {_MANY}")
+            raise PlanError(f"{self.name}.lower: {_MANY}")
         self._checks.batch(batch, 1)
         return self._program.lower(
             *self._parts(state), abstract_batch(batch, self.blueprint.mesh).at(None)
@@ -313,34 +303,63 @@ class EvalStep:
         assert isinstance(self.passes, Pipeline)
         return self.passes.executor
 
-    def _parts(self, state: TrainState) -> tuple[PyTree, PyTree, Moment]:
+    def _parts(self, state: TrainState) -> tuple[PyTree, PyTree, StepAndKey]:
         return kept_by(self.blueprint, vars(state)), state.buffers, (state.step, state.rng)
 
-    def _evaluated(self, kept: PyTree, buffers: PyTree, moment: Moment, batch: Inputs) -> Metrics:
-        self._traced()
-        step, rng = moment
-        return _quotients(*self.passes.evaluation(kept, buffers, batch.at(step), rng))
+    def _one_program(self, kept: PyTree, buffers: PyTree, at: StepAndKey, batch: Inputs) -> PyTree:
+        raise NotImplementedError
 
-    def _dispatched(self, kept: PyTree, buffers: PyTree, moment: Moment, batch: Inputs) -> Metrics:
-        step, rng = moment
-        found = self.passes.evaluation(kept, buffers, batch.at(step), rng)
-        everywhere = jax.tree.map(lambda x: spread(x, self.blueprint.mesh), found)
-        metrics: Metrics = _divided(*everywhere)
-        return metrics
+    def _dispatched(self, kept: PyTree, buffers: PyTree, at: StepAndKey, batch: Inputs) -> PyTree:
+        """The same where passes are many programs."""
+        raise NotImplementedError
 
     def _traced(self) -> None:
         self.num_traces += 1
 
 
-class PredictStep:
+class EvalStep(_ReadingStep):
+    """An evaluation step; see `fzero.eval_step`, and `_ReadingStep` for its attributes.
+
+    Args:
+        blue: the blueprint.
+        which: the parameters that it reads.
+    """
+
+    def __init__(self, blue: Blueprint, which: str = "params") -> None:
+        super().__init__(blue, "eval_step", which)
+
+    @outside_of_meshes()
+    def __call__(self, state: TrainState, batch: PyTree) -> Metrics:
+        """Evaluates; see `fzero.eval_step`."""
+        if is_traced([*jax.tree.leaves(state), *leaves_of(batch)]):
+            traced: Metrics = self.pure(state, batch)
+            return traced
+        state = chosen(self._checks.state(state), self.blueprint, self.which)
+        self._checks.batch(batch, 1)
+        with self._checks.running(state, batch):
+            metrics: Metrics = self._program(*self._parts(state), self.passes.place(batch))
+        require_finite(self.name, metrics)
+        return metrics
+
+    def _one_program(self, kept: PyTree, buffers: PyTree, at: StepAndKey, batch: Inputs) -> Metrics:
+        self._traced()
+        step, rng = at
+        return _quotients(*self.passes.evaluation(kept, buffers, batch.at(step), rng))
+
+    def _dispatched(self, kept: PyTree, buffers: PyTree, at: StepAndKey, batch: Inputs) -> Metrics:
+        step, rng = at
+        found = self.passes.evaluation(kept, buffers, batch.at(step), rng)
+        everywhere = jax.tree.map(lambda x: spread(x, self.blueprint.mesh), found)
+        metrics: Metrics = _divided(*everywhere)
+        return metrics
+
+
+class PredictStep(_ReadingStep):
     """A step that gives outputs for each example; see `fzero.predict_step`.
 
     Args:
         blue: the blueprint.
         which: the parameters that it reads.
-
-    Attributes:
-        num_traces: how often its program was traced.
 
     Raises:
         PlanError: the model does not say what its outputs are, or not for a pipeline.
@@ -348,18 +367,10 @@ class PredictStep:
 
     def __init__(self, blue: Blueprint, which: str = "params") -> None:
         _ = blue.model.predictor  # says so now if there is none
-        require_known(which, blue, "predict_step")
         if blue.stages is not None:
             stages = stages_of_outputs(blue.stages, blue.model)
             blue = dataclasses.replace(blue, stages=stages)
-        self.blueprint, self.plan, self.name = blue, blue.plan, "predict_step"
-        self.num_traces, self.which = 0, which
-        self.passes = passes_of(blue, self._traced)
-        self._program: Any = self._outputs
-        if isinstance(self.passes, OneProgram):
-            self._program = jax.jit(self._traced_outputs, compiler_options=options_of(blue) or None)
-        reads = (*reads_of(blue, which), "params", "buffers")
-        self._checks = Checks(blue, self.name, reads, donate=False, bare=True)
+        super().__init__(blue, "predict_step", which)
 
     @outside_of_meshes()
     def __call__(self, state: TrainState, batch: PyTree) -> PyTree:
@@ -375,31 +386,13 @@ class PredictStep:
         real = int(mask.sum())
         return found if real == len(mask) else jax.tree.map(lambda x: x[:real], found)
 
-    def pure(self, state: TrainState, batch: PyTree) -> PyTree:
-        """The step as a pure function; see `TrainStep.pure`. Rows must divide over the devices."""
-        if not isinstance(self.passes, OneProgram) or self.blueprint.parks("params"):
-            raise PlanError(f"predict_step.pure: {_MANY}")
-        self._checks.traced(state)
-        self._checks.batch(batch, 1)
-        state = chosen(state, self.blueprint, self.which)
-        parts = self._parts(_recast(state, self.blueprint))
-        return self._traced_outputs(*parts, constrain_batch(batch, self.blueprint.mesh))
-
-    def _parts(self, state: TrainState) -> tuple[PyTree, PyTree, Moment]:
-        return kept_by(self.blueprint, vars(state)), state.buffers, (state.step, state.rng)
-
-    def _outputs(self, kept: PyTree, buffers: PyTree, moment: Moment, batch: Inputs) -> PyTree:
-        step, rng = moment
-        return self.passes.outputs(kept, buffers, batch.at(step), rng)
-
-    def _traced_outputs(
-        self, kept: PyTree, buffers: PyTree, moment: Moment, batch: Inputs
-    ) -> PyTree:
+    def _one_program(self, kept: PyTree, buffers: PyTree, at: StepAndKey, batch: Inputs) -> PyTree:
         self._traced()
-        return self._outputs(kept, buffers, moment, batch)
+        return self._dispatched(kept, buffers, at, batch)
 
-    def _traced(self) -> None:
-        self.num_traces += 1
+    def _dispatched(self, kept: PyTree, buffers: PyTree, at: StepAndKey, batch: Inputs) -> PyTree:
+        step, rng = at
+        return self.passes.outputs(kept, buffers, batch.at(step), rng)
 
 
 def _recast(state: TrainState, blue: Blueprint) -> TrainState:

@@ -33,12 +33,10 @@ from fzero.state import averages
 from fzero.state.compute_copy import rounded
 from fzero.state.logical import logical_view
 from fzero.state.train_state import Pending
+from fzero.step.values import Gradients, Metrics, Values
 from fzero.tree import PyTree
 from fzero.zero.bits import apart
 from fzero.zero.collectives import all_reduce, all_reduce_tree, gather, sum_over
-
-
-Metrics = dict[str, jax.Array]
 
 
 class Update:
@@ -67,57 +65,43 @@ class Update:
 
     def run(
         self,
-        fields: dict[str, Any],
+        fields: Values,
         step: jax.Array,
-        sums: PyTree,
-        mean: Mean,
-        own: dict[str, Mean],
-        changed: dict[str, PyTree],
+        gradients: Gradients,
         apply: bool,
-    ) -> tuple[dict[str, Any], Metrics]:
+    ) -> tuple[Values, Metrics]:
         """New fields of the state, and the step's metrics.
 
         Args:
             fields: the state's fields, without step and key.
             step: steps taken so far.
-            sums: gradients of the summed loss total, as shards.
-            mean: the loss over all devices and microbatches.
-            own: the model's metrics, likewise.
-            changed: new values of the fields that computing gradients changes: `buffers`.
+            gradients: what the pass over the batch gave.
             apply: whether to take an optimizer step, or only to add to `fields["grads"]`.
         """
-        sums, mean, metrics = self.totals(fields["grads"], sums, mean, own)
+        gradients, metrics = self.totals(fields["grads"], gradients)
         if not apply:
-            return self._accumulated(fields, step, sums, mean, changed), metrics
+            return self._accumulated(fields, step, gradients), metrics
         # The two halves of a step are compiled apart, so that each is the same in every stage.
-        sums, mean, metrics = self.fence((sums, mean, metrics))
-        return self.applied(fields, step, sums, mean, changed, metrics, self.norm(sums, mean))
+        sums, mean, metrics = self.fence((gradients.sums, gradients.mean, metrics))
+        gradients = gradients._replace(sums=sums, mean=mean)
+        return self.applied(fields, step, gradients, metrics, self.norm(sums, mean))
 
-    def totals(
-        self, pending: Pending | None, sums: PyTree, mean: Mean, own: dict[str, Mean]
-    ) -> tuple[PyTree, Mean, Metrics]:
+    def totals(self, pending: Pending | None, gradients: Gradients) -> tuple[Gradients, Metrics]:
         """Sums and mean with those of an accumulation in progress, and the metrics so far."""
+        sums, mean = gradients.sums, gradients.mean
         if pending is not None:
             sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), pending.sums, sums)
             mean = Mean(pending.total + mean.total, pending.count + mean.count)
         metrics = {"loss": mean.total / mean.divisor, "count": mean.count}
-        metrics |= {name: value.total / value.count for name, value in own.items()}
-        return sums, mean, metrics
+        metrics |= {name: value.total / value.count for name, value in gradients.own.items()}
+        return gradients._replace(sums=sums, mean=mean), metrics
 
-    def _accumulated(
-        self,
-        fields: dict[str, Any],
-        step: jax.Array,
-        sums: PyTree,
-        mean: Mean,
-        changed: dict[str, PyTree],
-    ) -> dict[str, Any]:
+    def _accumulated(self, fields: Values, step: jax.Array, gradients: Gradients) -> Values:
         pending: Pending | None = fields["grads"]
         calls = jnp.int32(0) if pending is None else pending.calls
-        sums = jax.tree.map(lambda g: g.astype(jnp.float32), sums)
-        sums = self._pin_shards(sums)
-        grads = Pending(sums, mean.total, mean.count, calls + 1)
-        return {**fields, **changed, "grads": grads, "step": step}
+        mean, sums = gradients.mean, jax.tree.map(lambda g: g.astype(jnp.float32), gradients.sums)
+        grads = Pending(self._pin_shards(sums), mean.total, mean.count, calls + 1)
+        return {**fields, **gradients.changed, "grads": grads, "step": step}
 
     def norm(self, sums: PyTree, mean: Mean) -> jax.Array:
         """Global norm of the mean gradient."""
@@ -126,21 +110,28 @@ class Update:
 
     def applied(
         self,
-        fields: dict[str, Any],
+        fields: Values,
         step: jax.Array,
-        sums: PyTree,
-        mean: Mean,
-        changed: dict[str, PyTree],
+        gradients: Gradients,
         metrics: Metrics,
         norm: jax.Array,
-    ) -> tuple[dict[str, Any], Metrics]:
-        """An optimizer step: new fields of the state, and the step's metrics."""
+    ) -> tuple[Values, Metrics]:
+        """An optimizer step: new fields of the state, and the step's metrics.
+
+        Args:
+            fields: as for `run`.
+            step: likewise.
+            gradients: those of all batches of an accumulation, as `totals` gives them.
+            metrics: likewise.
+            norm: their global norm.
+        """
         plan, blue = self.plan, self.blueprint
         if blue.updates_shards and not plan.shards("opt_state"):
-            return self._as_stage_1(fields, step, sums, mean, changed, metrics, norm)
-        new = {**changed, "step": step + 1, "grads": None}
-        new |= self._updated(fields, sums, mean.count, norm, metrics["loss"])
-        counts = mean.count != 0
+            return self._as_stage_1(fields, step, gradients, metrics, norm)
+        count = gradients.mean.count
+        new = {**gradients.changed, "step": step + 1, "grads": None}
+        new |= self._updated(fields, gradients.sums, count, norm, metrics["loss"])
+        counts = count != 0
         norm = jnp.where(counts, norm, 0)
         finite = jnp.isfinite(norm)
         metrics = {**metrics, "grad_norm": norm, "nonfinite": 1.0 - finite.astype(jnp.float32)}
@@ -160,7 +151,7 @@ class Update:
             new[name] = jax.tree.map(_constrained, shapes[name], new[name])
         return new, metrics
 
-    def _as_stage_1(self, fields: dict[str, Any], *rest: Any) -> tuple[dict[str, Any], Metrics]:
+    def _as_stage_1(self, fields: Values, *rest: Any) -> tuple[Values, Metrics]:
         """The step of stage 1, for an optimizer that adds elements up; then all is gathered.
 
         Added up in the order of whole leaves, sums would round otherwise than in other stages.
@@ -248,12 +239,12 @@ class Update:
 
     def _updated(
         self,
-        fields: dict[str, Any],
+        fields: Values,
         sums: PyTree,
         count: jax.Array,
         norm: jax.Array,
         loss: jax.Array,
-    ) -> dict[str, Any]:
+    ) -> Values:
         """New parameters, compute copy, optimizer state and averages."""
         plan, blue = self.plan, self.blueprint
         params, opt_state = trained(blue.params, fields["params"]), fields["opt_state"]
