@@ -45,6 +45,8 @@ from fzero.preflight.predict import preflight as preflight
 from fzero.quantized import dequantize as dequantize
 from fzero.quantized import quantize as quantize
 from fzero.sharding.local_batch import local_batch as local_batch
+from fzero.state.comparison import check_finite as check_finite
+from fzero.state.comparison import check_same as check_same
 from fzero.state.logical import logical as logical
 from fzero.state.move import Phases as Phases
 from fzero.state.move import enter as enter
@@ -53,13 +55,11 @@ from fzero.state.move import reload as reload
 from fzero.state.new import abstract_state as abstract_state
 from fzero.state.new import init as init
 from fzero.state.replan import replan as replan
-from fzero.state.same import check_finite as check_finite
-from fzero.state.same import check_same as check_same
+from fzero.state.selection import averaged as averaged
 from fzero.state.surgery import eval_params as eval_params
 from fzero.state.surgery import with_optimizer as with_optimizer
 from fzero.state.train_state import Pending as Pending
 from fzero.state.train_state import TrainState as TrainState
-from fzero.state.which import averaged as averaged
 from fzero.step import accumulate_step as accumulate_step
 from fzero.step import eval_step as eval_step
 from fzero.step import predict_step as predict_step

@@ -17,8 +17,8 @@ from fzero.quantized import Quantized
 from fzero.sharding.homes import cut_into_stages
 from fzero.sharding.split import Home
 from fzero.state.require import require_alive
+from fzero.state.selection import read_from
 from fzero.state.train_state import TrainState
-from fzero.state.which import read_from
 from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves
 from torch_bridge.converted import Converted

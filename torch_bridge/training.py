@@ -19,8 +19,8 @@ from fzero.errors import CheckpointError, ConversionError
 from fzero.plan import Plan
 from fzero.state.new import init
 from fzero.state.require import require_alive
+from fzero.state.selection import read_from
 from fzero.state.train_state import TrainState
-from fzero.state.which import read_from
 from fzero.step import train_step
 from torch_bridge.convert import convert
 from torch_bridge.converted import Converted

@@ -10,7 +10,6 @@ import jax
 import optax
 
 from fzero.errors import PlanError
-from fzero.optimizer.bound import state_shapes
 from fzero.optimizer.layers import (
     Rows,
     Scope,
@@ -20,6 +19,7 @@ from fzero.optimizer.layers import (
     one_layer,
     stack_of,
 )
+from fzero.optimizer.optimizer import state_shapes
 from fzero.optimizer.roll import Rolled, layers_of, state_layers
 from fzero.tree import PyTree
 

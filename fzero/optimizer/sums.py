@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax
 
-from fzero.optimizer.bound import Optimizer
+from fzero.optimizer.optimizer import Optimizer
 from fzero.programs.jaxprs import ELEMENTWISE, Program, Step
 from fzero.tree import PyTree
 

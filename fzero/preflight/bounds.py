@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fzero.preflight.kernels import Work
-from fzero.preflight.links import Traffic
+from fzero.preflight.network import Traffic
 from fzero.preflight.rates import Rates
 
 

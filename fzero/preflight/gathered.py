@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from fzero.preflight.hlo.module import Module
-from fzero.preflight.hlo.text import Computation, Instruction
+from fzero.preflight.hlo.counts import Module
+from fzero.preflight.hlo.module import Computation, Instruction
 
 
 # What hands a value on without computing: the same bytes under another name.

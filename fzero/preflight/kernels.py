@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from fzero.preflight.hlo.module import FREE, KINDS, Matmuls, Module
-from fzero.preflight.hlo.text import Computation, Instruction
+from fzero.preflight.hlo.counts import FREE, KINDS, Matmuls, Module
+from fzero.preflight.hlo.module import Computation, Instruction
 from fzero.preflight.rates import Rates
 
 

@@ -17,7 +17,7 @@ from fzero.model import Model
 from fzero.plan import Plan
 from fzero.preflight.bounds import bounds
 from fzero.preflight.kernels import Work
-from fzero.preflight.links import CollectiveUse, Traffic, traffic
+from fzero.preflight.network import CollectiveUse, Traffic, traffic
 from fzero.preflight.parked import on_the_device, parked
 from fzero.preflight.program import Compiled, Target
 from fzero.preflight.rates import Rates, default_rates

@@ -10,9 +10,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from fzero.preflight.gathered import Gathered, gathered
-from fzero.preflight.hlo.module import Flops, Module, matmul_flops
+from fzero.preflight.hlo.counts import Flops, Module, matmul_flops
 from fzero.preflight.kernels import Kernels, Work
-from fzero.preflight.links import CollectiveUse, Links, uses
+from fzero.preflight.network import CollectiveUse, Network, uses
 from fzero.preflight.rates import Rates
 from fzero.preflight.topology import Topology
 
@@ -93,7 +93,7 @@ class Target:
             temporary_bytes=memory.temp_size_in_bytes,
             flops=matmul_flops(text),
             work=kernels.total(),
-            collectives=uses(kernels, dict(mesh.shape), Links(rates, hosts)),
+            collectives=uses(kernels, dict(mesh.shape), Network(rates, hosts)),
             gathered=gathered(module),
             compile_seconds=seconds,
             outputs_at=compiled.output_shardings,

@@ -12,7 +12,7 @@ from fzero.plan import Plan
 from fzero.preflight.bounds import Bounds
 from fzero.preflight.costs import Explanation, costs_of, explain
 from fzero.preflight.kernels import Work
-from fzero.preflight.links import CollectiveUse, Traffic, traffic
+from fzero.preflight.network import CollectiveUse, Traffic, traffic
 from fzero.preflight.parked import Parked
 from fzero.preflight.rates import Rates
 from fzero.preflight.tables import duration, merged, size, table_of, text_of

@@ -13,7 +13,7 @@ from fzero.batch import Inputs, batch_sharding
 from fzero.pipeline.execute import Executor
 from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, unmarked
 from fzero.preflight.kernels import Work
-from fzero.preflight.links import CollectiveUse, traffic
+from fzero.preflight.network import CollectiveUse, traffic
 from fzero.preflight.program import Compiled, Target
 from fzero.schedule.actions import Action, Kind
 from fzero.schedule.simulate import Cost, Timeline, simulate

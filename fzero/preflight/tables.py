@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from fzero.preflight.links import CollectiveUse
+from fzero.preflight.network import CollectiveUse
 
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Exponential moving averages of parameters: where they begin, and how a step moves them.
 
 They are a state class like the others (`TrainState.ema`, laid out by `Blueprint.ema`): one leaf for
-each parameter that is trained. `fzero.state.which` reads a model's parameters from them.
+each parameter that is trained. `fzero.state.selection` reads a model's parameters from them.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from fzero.sharding.chunks import OWNED
 from fzero.sharding.homes import stages_of_outputs
 from fzero.sharding.split import layout_leaves
 from fzero.state import compute_copy
-from fzero.state.same import check_finite
+from fzero.state.comparison import check_finite
+from fzero.state.selection import chosen, reads_of, require_known
 from fzero.state.train_state import TrainState
-from fzero.state.which import chosen, reads_of, require_known
 from fzero.step.checks import Checks, is_traced, require_finite
 from fzero.step.divided import DividedUpdate
 from fzero.step.finite import require_finite_batch, require_finite_looks

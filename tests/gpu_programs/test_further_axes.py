@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 import fzero as fz
 from fzero.compat import auto_mesh
 from fzero.exchange import fused
-from fzero.preflight.hlo.module import Module
+from fzero.preflight.hlo.counts import Module
 from fzero.preflight.kernels import Kernels
-from fzero.preflight.links import Links, uses
+from fzero.preflight.network import Network, uses
 from fzero.preflight.rates import default_rates
 from fzero.preflight.topology import parse
 from tests.gpu_programs.conftest import case
@@ -73,7 +73,7 @@ def ring(causal):
         program = jax.jit(jax.grad(run, (0, 1, 2)), in_shardings=lies, out_shardings=lies)
         lowered = program.lower(q, k, k)
     text, rates = lowered.compile().as_text(), default_rates(where)
-    sent = uses(Kernels(Module(text), rates, "bf16"), {"context": 8}, Links(rates, (0,) * 8))
+    sent = uses(Kernels(Module(text), rates, "bf16"), {"context": 8}, Network(rates, (0,) * 8))
     return text, lowered.as_text().count("CAUSAL"), sent
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from fzero.preflight import hlo
-from fzero.preflight.hlo.text import Array, replica_groups
+from fzero.preflight.hlo.module import Array, replica_groups
 
 
 P = PartitionSpec

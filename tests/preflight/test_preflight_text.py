@@ -7,7 +7,7 @@ import pytest
 from fzero.preflight.gathered import gathered
 from fzero.preflight.hlo import Module
 from fzero.preflight.kernels import Kernels
-from fzero.preflight.links import Links, traffic, uses
+from fzero.preflight.network import Network, traffic, uses
 from fzero.preflight.rates import Rates
 
 
@@ -111,7 +111,7 @@ def test_a_kernel_takes_the_longer_of_its_flops_and_its_bytes():
 
 
 def test_collectives_know_their_links_and_what_is_beside_them():
-    gather, total = uses(kernels(LINKS), {"data": 4}, Links(RATES, (0, 0, 1, 1)))
+    gather, total = uses(kernels(LINKS), {"data": 4}, Network(RATES, (0, 0, 1, 1)))
     assert (gather.kind, gather.crosses_hosts, gather.num_matmuls) == ("all-gather", True, 1)
     assert gather.sent_bytes == 12000
     # A ring through two devices of each host: their two network cards share what it sends.
@@ -126,12 +126,12 @@ def test_collectives_know_their_links_and_what_is_beside_them():
     assert sums.exposed_bytes == sums.without_matmul_bytes == 256
     assert (sums.cross_host_bytes, sums.network_bytes) == (12000, 6000)
     # A host with one device of the group has one card for it, however many the others have.
-    uneven, _ = uses(kernels(LINKS), {"data": 4}, Links(RATES, (0, 1, 1, 1)))
+    uneven, _ = uses(kernels(LINKS), {"data": 4}, Network(RATES, (0, 1, 1, 1)))
     assert uneven.network_bytes == 12000
 
 
 def test_one_host_has_no_network():
-    found = uses(kernels(LINKS), {"data": 4}, Links(RATES, (0, 0, 0, 0)))
+    found = uses(kernels(LINKS), {"data": 4}, Network(RATES, (0, 0, 0, 0)))
     assert not any(c.crosses_hosts for c in found)
     assert found[0].seconds == pytest.approx(12000 / 1e8)
 
@@ -139,7 +139,7 @@ def test_one_host_has_no_network():
 def test_copies_hide_nothing():
     text = LINKS.replace("%m = f32[8,8]{1,0} dot(%y, %y), lhs_contracting_dims={1}, "
                          "rhs_contracting_dims={0}", "%m = f32[8,8]{1,0} copy(%y)")  # fmt: skip
-    gather, _ = uses(kernels(text), {"data": 4}, Links(RATES, (0, 0, 1, 1)))
+    gather, _ = uses(kernels(text), {"data": 4}, Network(RATES, (0, 0, 1, 1)))
     assert (gather.exposed, gather.num_kernels) == (True, 0)
 
 

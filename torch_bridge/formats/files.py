@@ -14,7 +14,7 @@ from fzero.checkpoint.urls import is_url
 from fzero.errors import CheckpointError
 from fzero.hosts.doing import doing
 from fzero.plan import Plan
-from fzero.state.which import read_from
+from fzero.state.selection import read_from
 from torch_bridge.converted import Converted
 from torch_bridge.formats.across import by_first
 from torch_bridge.formats.adam import require_known

@@ -1,491 +1,339 @@
-"""Read a compiled XLA module: what it communicates, what hides it, what it multiplies.
+"""The text of a compiled XLA module as computations, instructions and the calls between them.
 
-The text of `compiled.as_text()` is the only input; no device is needed. Loops are multiplied out.
-What cannot be known (a loop without a trip count, a kernel whose FLOPs the text does not show) is
-reported as unknown, never guessed.
-
-Units: `elements` and `bytes` are the full size of the value that a collective assembles, reduces
-or moves (the gathered side of an all-gather, the unreduced side of a reduce-scatter). `wire_*` is
-what one device has to send for it: (n-1)/n of the full size in a group of n, twice that for an
-all-reduce. Both are per device and per execution; `times` counts the executions.
-
-Two traps. The CPU backend converts bfloat16 to float32 before it gathers or reduces, so on CPU
-compare elements; bytes are right on GPU. And XLA peels iterations off loops on GPU: a loop of 16
-layers may be one of 15 and a copy of its body outside, so sums are exact, but `times` of one
-instruction may be 15.
+Only what counting needs: shapes, operands, attributes, who runs whom and how often, and the groups
+of devices. `fzero.preflight.hlo` is the public side. jax 0.10 and 0.11 print the same grammar
+on CPU and GPU; a scheduled module is printed in schedule order.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
-from fzero.preflight.hlo.text import (
-    Array,
-    Computation,
-    Groups,
-    HloError,
-    Instruction,
-    Module,
-    braces,
-    replica_groups,
+from fzero.errors import FzeroError
+
+
+_NO_DIGITS_BITS = {"pred": 8, "token": 0, "opaque": 0}
+_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<= ]*)\]")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(")
+_PARENTHESES = re.compile(r'[()]|"(?:[^"\\]|\\.)*"')
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_TRIP_COUNT = re.compile(r"known_trip_count\W+n\W+(\d+)")
+_CALLED = re.compile(r"\b(calls|to_apply|called_computations)=(\{[^}]*\}|%?[\w.\-]+)")
+_BRANCHES = re.compile(
+    r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=(%[\w.\-]+))"
 )
 
 
-__all__ = [
-    "FREE", "KINDS", "Collective", "Flops", "HloError", "Matmuls", "Module", "Overlap", "Total",
-    "Window", "collectives", "matmul_flops", "overlaps", "total", "windows",
-]  # fmt: skip
-
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
-         "collective-permute", "collective-broadcast")  # fmt: skip
-
-# Instructions that launch no kernel, so that they cannot hide a collective. The copies are those
-# between memory spaces, which run on their own engine.
-FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all",
-         "opt-barrier", "add-dependency", "partition-id", "replica-id", "copy-start")  # fmt: skip
-_MATMULS = ("dot", "ragged-dot", "convolution")
-# cuBLAS, cuDNN (convolutions, attention), oneDNN, Triton and CUTLASS kernels by target name.
-_MATMUL_CALL = re.compile(r"__cublas\$|__cudnn\$|__onednn\$(matmul|conv)|gemm|fmha|attention", re.I)
+class HloError(FzeroError, ValueError):
+    """The module's text does not say what was asked."""
 
 
 @dataclass(frozen=True)
-class Collective:
-    """One collective instruction; a combined one, with several operands, counts as one."""
+class Array:
+    """Element type and dims of one array."""
 
-    name: str
-    kind: str
     dtype: str
-    """XLA's name (`bf16`); joined by `+` where one instruction moves several types."""
-    elements: int
-    bytes: int
-    wire_elements: float
-    wire_bytes: float
-    group_size: int
-    replica_groups: tuple[tuple[int, ...], ...]
-    """Device numbers of each group; of a collective-permute, its (source, target) pairs."""
-    axes: tuple[str, ...] | None
-    """Mesh axes it runs over; None without `mesh_axes`, or where the groups fit no set of axes."""
-    times: int | None
-    """Executions per call of the module; None in a loop whose trip count is unknown."""
-    in_loop: bool
-    conditional: bool
-    """Inside a conditional: counted because no other branch of it communicates more."""
-    computation: str
-    """Where its start is scheduled."""
-    op_name: str
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """A collective, and the work that stands between its start and its done in the schedule."""
-
-    collective: Collective
-    is_async: bool
-    """False for a single instruction, and for a pair that XLA marked `is_sync`."""
-    num_matmuls: int
-    num_compute: int
-    """Other instructions that launch a kernel, copies included."""
-    matmul_flops: int
+    dims: tuple[int, ...]
 
     @property
-    def exposed(self) -> bool:
-        """True if no matmul runs while it communicates."""
-        return self.num_matmuls == 0
+    def elements(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        if self.dtype in _NO_DIGITS_BITS:
+            return self.elements * _NO_DIGITS_BITS[self.dtype] // 8
+        digits = re.search(r"\d+", self.dtype)  # bf16, s4, u8, f8e4m3fn, c64
+        if digits is None:
+            raise HloError(f"unknown element type {self.dtype!r}")
+        return -(-self.elements * int(digits[0]) // 8)
 
 
 @dataclass(frozen=True)
-class Window:
-    """A collective, and the instructions that the schedule runs between its start and its done."""
+class Instruction:
+    """One line of a computation, cut into its parts."""
 
-    collective: Collective
-    is_async: bool
-    computation: Computation
-    between: tuple[Instruction, ...]
-    """Those that launch a kernel; of a loop among them, the loop alone."""
+    name: str
+    shape: str
+    opcode: str
+    arguments: str
+    attributes: str
+    is_root: bool
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the instructions it reads."""
+        return tuple(re.findall(r"%([\w.\-]+)", self.arguments))
+
+    @cached_property
+    def plain(self) -> str:
+        """Attributes without quoted strings, so that metadata cannot pass for an attribute."""
+        return _QUOTED.sub("", self.attributes)
+
+    @cached_property
+    def arrays(self) -> list[Array]:
+        """Arrays of its result, tuples flattened; bounded dynamic dims (`<=8`) at their bound."""
+        return [
+            Array(dtype, tuple(int(d.strip(" <=")) for d in dims.split(",") if d.strip()))
+            for dtype, dims in _ARRAY.findall(self.shape)
+        ]
+
+    @property
+    def target(self) -> str:
+        """Target of a custom call, or nothing."""
+        match = _TARGET.search(self.attributes)
+        return match[1] if match else ""
+
+    @property
+    def op_name(self) -> str:
+        """The JAX name stack it came from."""
+        match = _OP_NAME.search(self.attributes)
+        return match[1] if match else ""
+
+    @property
+    def branches(self) -> list[str]:
+        """Computations of a conditional, one of which runs."""
+        found = ",".join(a or b for a, b in _BRANCHES.findall(self.plain))
+        return [name.strip(" %") for name in found.split(",") if name]
+
+    def called(self, attribute: str) -> str:
+        """Name of the computation under `attribute` (`body`, `calls`, ...), or nothing."""
+        match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.plain)
+        return match[1] if match else ""
+
+    def ints(self, attribute: str) -> list[int]:
+        """`attribute={1,2}` as numbers; empty if absent."""
+        match = re.search(rf"\b{attribute}=\{{([0-9,]*)\}}", self.plain)
+        return [int(i) for i in match[1].split(",") if i] if match else []
 
 
-@dataclass(frozen=True)
-class Total:
-    """Sums over executions, per device."""
+@dataclass
+class Computation:
+    """Instructions in printed (in a scheduled module: schedule) order."""
 
-    elements: int
-    bytes: int
-    wire_elements: float
-    wire_bytes: float
-    executions: int
+    name: str
+    instructions: list[Instruction] = field(default_factory=list)
+    index: dict[str, int] = field(default_factory=dict)
+
+    def get(self, name: str) -> Instruction:
+        """The instruction of that name."""
+        return self.instructions[self.index[name]]
+
+    def inputs(self, i: Instruction) -> list[Array]:
+        """Arrays that an instruction reads."""
+        return [a for name in i.operands if name in self.index for a in self.get(name).arrays]
+
+    @property
+    def root(self) -> Instruction:
+        """The instruction whose value the computation returns."""
+        return next(i for i in reversed(self.instructions) if i.is_root)
 
 
-@dataclass(frozen=True)
-class Flops:
-    """2·M·N·K of every matmul, loops multiplied out, per device."""
+class Module:
+    """Computations by name and the call graph between them."""
 
-    flops: int
-    num_matmuls: int
-    """Executions."""
-    unknown: tuple[str, ...] = ()
-    """What is missing from the sums, and why."""
+    def __init__(self, text: str) -> None:
+        lines = text.splitlines()
+        header = next((line for line in lines if line.startswith("HloModule")), "")
+        counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
+        self.is_scheduled = "is_scheduled=true" in header
+        self.num_devices = math.prod(int(n) for n in counts)
+        self.computations: dict[str, Computation] = {}
+        self.entry = ""
+        current: Computation | None = None
+        for line in lines:
+            if line[:1] not in (" ", "\t"):
+                if match := _HEADER.match(line):
+                    current = self.computations[match[2]] = Computation(match[2])
+                    self.entry = match[2] if match[1] else self.entry
+                elif line.strip() != "":
+                    current = None
+            elif current is not None and (match := _INSTRUCTION.match(line)):
+                end = _closing(line, match.end() - 1)
+                parts = (line[match.end() : end], line[end + 1 :], bool(match[1]))
+                current.index[match[2]] = len(current.instructions)
+                current.instructions.append(Instruction(match[2], match[3], match[4], *parts))
+        if not self.entry:
+            raise HloError("expected the text of a module (`compiled.as_text()`), found no ENTRY")
+
+    def runs(self, comp: Computation, i: Instruction) -> Iterator[tuple[str, int | None]]:
+        """Computations that `i` always runs, each with how often; None if that is unknown."""
+        if i.opcode == "while":
+            trips = self.trip_count(comp, i)
+            yield i.called("body"), trips
+            yield i.called("condition"), None if trips is None else trips + 1
+            return
+        for attribute, names in _CALLED.findall(i.plain):
+            # Elsewhere than in a call, `to_apply` is the scalar function of a reduction or a sort.
+            if attribute != "to_apply" or i.opcode == "call":
+                for name in re.findall(r"[\w.\-]+", names):
+                    if name in self.computations:
+                        yield name, 1
+
+    def trip_count(self, comp: Computation, loop: Instruction) -> int | None:
+        """XLA's own count where it left one, else read off a counter compared with a constant."""
+        known = _TRIP_COUNT.search(loop.attributes)
+        return int(known[1]) if known else _derived_trip_count(self, comp, loop)
 
 
-def collectives(text: str, *, mesh_axes: Mapping[str, int] | None = None) -> tuple[Collective, ...]:
-    """Every collective that the entry computation reaches, in the order of the schedule.
+def _closing(line: str, start: int) -> int:
+    """Position of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for match in _PARENTHESES.finditer(line, start):
+        depth += {"(": 1, ")": -1}.get(match[0], 0)
+        if depth == 0:
+            return match.start()
+    raise HloError(f"unbalanced parentheses in {line.strip()[:120]!r}")
 
-    Args:
-        text: `compiled.as_text()`.
-        mesh_axes: sizes by name, major to minor, of a mesh over devices 0, 1, 2, ...; fills
-            `Collective.axes`.
 
-    Example:
-        >>> text = '''HloModule m, is_scheduled=true, num_partitions=4
-        ... ENTRY %main (x: f32[2,3]) -> f32[8,3] {
-        ...   %x = f32[2,3]{1,0} parameter(0)
-        ...   ROOT %g = f32[8,3]{1,0} all-gather(%x), replica_groups=[1,4]<=[4], dimensions={0}
-        ... }'''
-        >>> (gather,) = collectives(text, mesh_axes={"data": 4})
-        >>> gather.kind, gather.elements, gather.wire_bytes, gather.axes, gather.times
-        ('all-gather', 24, 72.0, ('data',), 1)
+# A scalar: the tuple index of a loop variable (None: no variable) plus an offset.
+_Scalar = tuple[int | None, int]
+_Arguments = tuple[_Scalar | None, ...] | None
+
+
+def _scalar(module: Module, comp: Computation, name: str, arguments: _Arguments) -> _Scalar | None:
+    """A constant, or a loop variable plus a constant; None for anything else.
+
+    `arguments` are the values of the computation's parameters; None in the body or the condition of
+    the loop, whose one parameter is the tuple of loop variables.
     """
-    return tuple(found.collective for found in _walk(Module(text), mesh_axes))
-
-
-def total(found: Iterable[Collective], kind: str | None = None) -> Total:
-    """Sums over all executions, of one kind or of all.
-
-    Raises:
-        HloError: one of them sits in a loop whose trip count is unknown.
-    """
-    sums = Total(0, 0, 0.0, 0.0, 0)
-    for c in found:
-        if kind not in (None, c.kind):
-            continue
-        if c.times is None:
-            raise HloError(
-                f"{c.kind} `{c.name}` in `{c.computation}` runs in a loop whose trip count is not "
-                f"in the module (op_name {c.op_name!r}), so a total would be a guess; make it a "
-                "loop of known length (`lax.scan`) or leave it out of the sum"
-            )
-        sums = Total(
-            sums.elements + c.times * c.elements,
-            sums.bytes + c.times * c.bytes,
-            sums.wire_elements + c.times * c.wire_elements,
-            sums.wire_bytes + c.times * c.wire_bytes,
-            sums.executions + c.times,
-        )
-    return sums
-
-
-def overlaps(text: str, *, mesh_axes: Mapping[str, int] | None = None) -> tuple[Overlap, ...]:
-    """What XLA scheduled between the start and the done of each collective.
-
-    A collective that is one instruction hides behind nothing. Where the done is not in the same
-    computation (it belongs to the next iteration), the end of the computation stands for it.
-
-    Raises:
-        HloError: the module is not scheduled, so the order of its lines means nothing.
-    """
-    module = Module(text)
-    if not module.is_scheduled:
-        raise HloError("overlaps: expected a compiled module (`is_scheduled=true`)")
-    counter = Matmuls(module)
-    return tuple(_overlap(counter, window) for window in windows(module, mesh_axes))
-
-
-def windows(module: Module, mesh_axes: Mapping[str, int] | None = None) -> Iterator[Window]:
-    """What `overlaps` counts, as the instructions themselves; of a scheduled module."""
-    for found in _walk(module, mesh_axes):
-        comp = found.computation
-        end = _done(comp, found.start) if found.is_async else found.start + 1
-        between = tuple(filter(_launches, comp.instructions[found.start + 1 : end]))
-        yield Window(found.collective, found.is_async, comp, between)
-
-
-def matmul_flops(text: str) -> Flops:
-    """FLOPs of every dot, convolution and GEMM call, those inside fusions included.
-
-    A product that XLA rewrote as multiply and reduce (matrix times vector, on CPU) is not counted.
-
-    Example:
-        >>> text = '''HloModule m
-        ... ENTRY %main (x: f32[2,3], y: f32[3,5]) -> f32[2,5] {
-        ...   %x = f32[2,3]{1,0} parameter(0)
-        ...   %y = f32[3,5]{1,0} parameter(1)
-        ...   ROOT %d = f32[2,5] dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-        ... }'''
-        >>> matmul_flops(text)
-        Flops(flops=60, num_matmuls=1, unknown=())
-    """
-    module = Module(text)
-    return Matmuls(module).flops(module.entry)
-
-
-# --- collectives ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Found:
-    collective: Collective
-    computation: Computation
-    start: int
-    """Position of the instruction that starts it."""
-    is_async: bool
-
-
-@dataclass(frozen=True)
-class _Context:
-    """How the walk came to a computation."""
-
-    times: int | None = 1
-    in_loop: bool = False
-    conditional: bool = False
-    anchor: tuple[Computation, int, bool] | None = None
-    """Async pair or fusion around the collective: where, at which line, async or not."""
-
-
-def _walk(module: Module, mesh_axes: Mapping[str, int] | None) -> Iterator[_Found]:
-    def visit(comp: Computation, context: _Context) -> Iterator[_Found]:
-        for position, i in enumerate(comp.instructions):
-            kind = i.opcode.removesuffix("-start").removesuffix("-done")
-            if kind in KINDS:
-                if not i.opcode.endswith("-done"):
-                    where = context.anchor or (comp, position, i.opcode.endswith("-start"))
-                    yield _found(module, comp, i, context, where, mesh_axes)
-                continue
-            is_loop = i.opcode == "while"
-            # Inside a fusion or an async wrapper the schedule is that of the caller.
-            anchor = context.anchor
-            if anchor is None and (i.opcode == "fusion" or i.opcode.endswith("-start")):
-                anchor = (comp, position, i.opcode.endswith("-start"))
-            for name, trips in module.runs(comp, i):
-                times = None if context.times is None or trips is None else context.times * trips
-                inner = _Context(times, context.in_loop or is_loop, context.conditional, anchor)
-                yield from visit(module.computations[name], inner)
-            if i.branches:
-                inner = _Context(context.times, context.in_loop, True, anchor)
-                branches = [[*visit(module.computations[name], inner)] for name in i.branches]
-                yield from max(branches, key=_known_wire_bytes)
-
-    yield from visit(module.computations[module.entry], _Context())
-
-
-def _known_wire_bytes(found: list[_Found]) -> float:
-    """Size of a branch; a loop of unknown length outweighs all, so that it is reported."""
-    return sum(
-        math.inf if f.collective.times is None else f.collective.times * f.collective.wire_bytes
-        for f in found
-    )
-
-
-def _found(
-    module: Module,
-    comp: Computation,
-    i: Instruction,
-    context: _Context,
-    where: tuple[Computation, int, bool],
-    mesh_axes: Mapping[str, int] | None,
-) -> _Found:
-    kind = i.opcode.removesuffix("-start")
-    if kind == "collective-permute":
-        groups = braces(i.plain, "source_target_pairs")
-        group_size = _ring_size(groups)
-    else:
-        groups = replica_groups(i.plain) or (tuple(range(module.num_devices)),)
-        group_size = max(map(len, groups))
-    # Operands: the shape of a start holds operands, results and contexts, in an order of its own.
-    arrays = comp.inputs(i)
-    if kind == "ragged-all-to-all":
-        arrays = arrays[:1]  # the rest is the output buffer, offsets and sizes
-    scale = group_size if kind == "all-gather" else 1
-    elements = scale * sum(a.elements for a in arrays)
-    size = scale * sum(a.bytes for a in arrays)
-    share = _wire_share(kind, group_size)
-    comp_of_start, start, is_async = where
-    starter = comp_of_start.instructions[start]
-    collective = Collective(
-        name=i.name,
-        kind=kind,
-        dtype="+".join(sorted({a.dtype for a in arrays})),
-        elements=elements,
-        bytes=size,
-        wire_elements=share * elements,
-        wire_bytes=share * size,
-        group_size=group_size,
-        replica_groups=groups,
-        axes=_axes(kind, groups, mesh_axes) if mesh_axes else None,
-        times=context.times,
-        in_loop=context.in_loop,
-        conditional=context.conditional,
-        computation=comp_of_start.name,
-        op_name=i.op_name or starter.op_name,
-    )
-    is_sync = '"is_sync":true' in starter.attributes.replace("\\", "")
-    return _Found(collective, comp_of_start, start, is_async and not is_sync)
-
-
-def _wire_share(kind: str, group_size: int) -> float:
-    """Part of the full size that one device, the busiest, sends."""
-    if group_size <= 1:
-        return 0.0
-    if kind in ("collective-permute", "collective-broadcast"):
-        return 1.0
-    return (2 if kind == "all-reduce" else 1) * (group_size - 1) / group_size
-
-
-def _ring_size(pairs: Groups) -> int:
-    """Devices of the largest set that (source, target) pairs connect."""
-    member_of: dict[int, set[int]] = {}
-    for source, target in pairs:
-        merged = member_of.get(source, {source}) | member_of.get(target, {target})
-        member_of.update(dict.fromkeys(merged, merged))
-    return max(map(len, member_of.values()), default=1)
-
-
-def _axes(kind: str, groups: Groups, mesh_axes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Axes whose coordinates differ inside the groups, if the groups are exactly their product."""
-    sizes = tuple(mesh_axes.values())
-    if max(map(max, groups), default=0) >= math.prod(sizes):
+    i = comp.get(name)
+    if not re.match(r"\w+\[\]", i.shape):
         return None
-    coordinates = [np.stack(np.unravel_index(group, sizes)) for group in groups if group]
-    varies = np.any([(c != c[:, :1]).any(axis=1) for c in coordinates], axis=0)
-    names = tuple(name for name, varying in zip(mesh_axes, varies, strict=True) if varying)
-    # A permute's groups are pairs, of any two along the axes.
-    whole = math.prod(mesh_axes[name] for name in names)
-    return (
-        names
-        if kind == "collective-permute" or all(len(group) == whole for group in groups)
-        else None
-    )
+    if i.opcode == "constant":
+        return (None, int(i.arguments)) if re.fullmatch(r"-?\d+", i.arguments) else None
+    if i.opcode == "parameter":
+        position = int(i.arguments)
+        return arguments[position] if arguments and position < len(arguments) else None
+    if i.opcode == "get-tuple-element":
+        source, index = comp.get(i.operands[0]), int(i.plain.split("index=")[1].split(",")[0])
+        if source.opcode == "tuple":
+            return _scalar(module, comp, source.operands[index], arguments)
+        return (index, 0) if source.opcode == "parameter" and arguments is None else None
+    inputs = tuple(_scalar(module, comp, n, arguments) for n in i.operands if n in comp.index)
+    if i.opcode in ("copy", "bitcast", "convert", "reshape"):
+        return inputs[0]
+    if i.opcode in ("add", "subtract"):
+        a, b = inputs
+        if a is None or b is None or (b[0] is not None and (a[0] is not None or i.opcode != "add")):
+            return None
+        sign = 1 if i.opcode == "add" else -1
+        return (b[0] if a[0] is None else a[0], a[1] + sign * b[1])
+    inner = module.computations.get(i.called("calls") or i.called("to_apply"))
+    return _scalar(module, inner, inner.root.name, inputs) if inner else None
 
 
-# --- matmuls --------------------------------------------------------------------------------------
+def _compared(
+    module: Module, comp: Computation, arguments: _Arguments
+) -> tuple[str, tuple[_Scalar | None, ...]] | None:
+    """Direction and sides of the comparison that a computation returns."""
+    root = comp.root
+    sides = tuple(_scalar(module, comp, n, arguments) for n in root.operands if n in comp.index)
+    if root.opcode == "compare":
+        return root.called("direction"), sides
+    inner = module.computations.get(root.called("calls") or root.called("to_apply"))
+    return _compared(module, inner, sides) if inner else None
 
 
-class Matmuls:
-    """Counts matmuls; remembers each computation, which may be called from many places.
-
-    Args:
-        module: the module.
-    """
-
-    def __init__(self, module: Module) -> None:
-        self.module = module
-        self._instructions: dict[str, int] = {}
-        self._flops: dict[str, Flops] = {}
-
-    def instructions(self, name: str) -> int:
-        """Matmul instructions in a computation and in all it may run, each counted once."""
-        if name not in self._instructions:
-            comp = self.module.computations[name]
-            self._instructions[name] = sum(self.instructions_at(comp, i) for i in comp.instructions)
-        return self._instructions[name]
-
-    def instructions_at(self, comp: Computation, i: Instruction) -> int:
-        """Matmul instructions that `i` is or runs; a fusion is one kernel, so at most one."""
-        if _is_matmul(i):
-            return 1
-        called = {name for name, _ in self.module.runs(comp, i)} | set(i.branches)
-        inside = sum(map(self.instructions, called))
-        return min(inside, 1) if i.opcode == "fusion" else inside
-
-    def flops(self, name: str) -> Flops:
-        """FLOPs of one execution of a computation."""
-        if name not in self._flops:
-            comp = self.module.computations[name]
-            self._flops[name] = _sum(self.flops_at(comp, i) for i in comp.instructions)
-        return self._flops[name]
-
-    def flops_at(self, comp: Computation, i: Instruction) -> Flops:
-        """FLOPs of one execution of an instruction; of a conditional, its costliest branch."""
-        if _is_matmul(i):
-            own = _own_flops(comp, i)
-            what = f"`{i.name}` ({i.target or i.opcode}): the text does not show its FLOPs"
-            return Flops(0, 1, (what,)) if own is None else Flops(own, 1)
-        parts = [max(map(self.flops, i.branches), key=lambda f: f.flops, default=Flops(0, 0))]
-        for name, times in self.module.runs(comp, i):
-            f = self.flops(name)
-            if times is not None:
-                parts.append(Flops(times * f.flops, times * f.num_matmuls, f.unknown))
-            elif f.num_matmuls:
-                parts.append(Flops(0, 0, (f"`{i.name}` in `{comp.name}`: loop of unknown length",)))
-        return _sum(parts)
-
-
-def _sum(parts: Iterable[Flops]) -> Flops:
-    parts = [*parts]
-    unknown = tuple(dict.fromkeys(u for f in parts for u in f.unknown))
-    return Flops(sum(f.flops for f in parts), sum(f.num_matmuls for f in parts), unknown)
-
-
-def _is_matmul(i: Instruction) -> bool:
-    return i.opcode in _MATMULS or (
-        i.opcode.startswith("custom-call") and _MATMUL_CALL.search(i.target) is not None
-    )
-
-
-def _own_flops(comp: Computation, i: Instruction) -> int | None:
-    """FLOPs of a matmul instruction; None if the text does not show them."""
-    inputs = comp.inputs(i)
-    if len(inputs) < 2 or not i.arrays:
+def _derived_trip_count(module: Module, comp: Computation, loop: Instruction) -> int | None:
+    """Trips of `for (i = start; i < stop; i += step)`; None if the loop is anything else."""
+    body = module.computations[loop.called("body")]
+    compared = _compared(module, module.computations[loop.called("condition")], None)
+    init = comp.get(loop.operands[0])
+    if compared is None or init.opcode != "tuple" or body.root.opcode != "tuple":
         return None
-    lhs, rhs = inputs[0].dims, inputs[1].dims
-    out = i.arrays[0].elements  # a GEMM call returns the result, then its workspace
-    if i.opcode == "dot":
-        return 2 * out * math.prod(lhs[d] for d in i.ints("lhs_contracting_dims"))
-    if i.opcode == "convolution" and (labels := re.search(r"dim_labels=\w+_(\w+)->", i.plain)):
-        # Each element of the result meets one kernel, which is all of rhs but its output features.
-        return 2 * out * math.prod(rhs) // rhs[labels[1].index("o")]
-    if "__cudnn$conv" in i.target and (labels := re.search(r"dim_labels=\w+_(\w+)->", i.plain)):
-        # (input, kernel), (input, gradient of the output), or (gradient of the output, kernel).
-        kernel = i.arrays[0] if "BackwardFilter" in i.target else inputs[1]
-        forward = i.arrays[0] if "Forward" in i.target else inputs[0]
-        result = inputs[1] if "BackwardFilter" in i.target else forward
-        return 2 * result.elements * kernel.elements // kernel.dims[labels[1].index("o")]
-    if "__cudnn$fmha" in i.target and len(lhs) == len(rhs) == 4:
-        return _attention_flops(inputs, i.target.endswith("Backward"))
-    config = i.attributes.replace("\\", "")
-    dims = re.search(r'"lhs_contracting_dimensions":\[(.*?)\]', config)
-    if "__cublas$" in i.target and dims:
-        return 2 * out * math.prod(lhs[int(d)] for d in re.findall(r"\d+", dims[1]))
-    if "__onednn$matmul" in i.target:
-        return 2 * out * lhs[-2 if re.search(r"transpose_a\W+true", config) else -1]
+    direction, (left, right) = compared
+    if left is not None and left[0] is None:  # `stop > i` is `i < stop`
+        left, right = right, left
+        direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
+    if left is None or right is None or left[0] is None or right[0] is not None:
+        return None
+    start = _scalar(module, comp, init.operands[left[0]], ())
+    after = _scalar(module, body, body.root.operands[left[0]], None)
+    if start is None or start[0] is not None or after is None or after[0] != left[0]:
+        return None
+    stop, step = right[1] + {"LE": 1, "GE": -1}.get(direction, 0), after[1]
+    if (direction in ("LT", "LE") and step > 0) or (direction in ("GT", "GE") and step < 0):
+        return max(0, -((start[1] + left[1] - stop) // step))
     return None
 
 
-def _attention_flops(inputs: Sequence[Array], backward: bool) -> int:
-    """FLOPs of a fused attention; hidden scores count, as where products compute them.
+# --- replica groups -------------------------------------------------------------------------------
 
-    Its first operands are queries `(B, T, H, E)`, and keys and values `(B, S, K, E)`. Forwards it
-    makes two products, backwards five: the scores again, and two gradients of either product.
+Groups = tuple[tuple[int, ...], ...]
+IntArray = npt.NDArray[np.int_]
+_IOTA = re.compile(r"\breplica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
+_MESH = re.compile(
+    r"\breplica_groups=mesh\[([^\]]*?)(?:,\s*device_ids=\((.*?)\))?\](?:\s*\{([^}]*)\})?"
+)
+
+
+def replica_groups(attributes: str) -> Groups:
+    """Groups in any of XLA's three spellings; nothing where one group of all is meant."""
+    if iota := _IOTA.search(attributes):
+        return _rows(_iota(iota[1]))
+    if mesh := _MESH.search(attributes):
+        return _mesh_groups(mesh[1], mesh[2] or "", mesh[3])
+    return braces(attributes, "replica_groups")
+
+
+def braces(attributes: str, attribute: str) -> Groups:
+    """`{{0,1},{2,3}}`."""
+    match = re.search(rf"\b{attribute}=\{{((?:\{{[\d,\s]*\}},?\s*)*)\}}", attributes)
+    groups = re.findall(r"\{([\d,\s]*)\}", match[1]) if match else []
+    return tuple(tuple(int(i) for i in group.split(",") if i.strip()) for group in groups)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text)]
+
+
+def _iota(text: str) -> IntArray:
+    """`[2,4]<=[4,2]T(1,0)`: count up over the right shape, transpose, take the left shape."""
+    shape, _, source = text.partition("<=")
+    dims, _, order = source.partition("T")
+    ids = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
+    return (ids.transpose(_numbers(order)) if order else ids).reshape(_numbers(shape))
+
+
+def _mesh_groups(axes: str, device_ids: str, over: str | None) -> Groups:
+    """`mesh['x'=2,'y'=8, device_ids=(...)] {'x','y':(2)4}`: one group per coordinate of the rest.
+
+    `'y':(2)4` is the part of size 4 of axis y that has 2 major to it. Without braces: all axes.
     """
-    query, keys = inputs[0], inputs[1].dims[1]
-    return (5 if backward else 2) * 2 * query.elements * keys
+    sizes = {name: int(n) for name, n in re.findall(r"'?([\w.\-]+)'?=(\d+)", axes)}
+    parts = re.findall(
+        r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", over if over is not None else ""
+    )
+    wanted = {
+        name: (int(pre or 1), int(pre or 1) * int(size or sizes[name])) for name, pre, size in parts
+    } or {name: (1, n) for name, n in sizes.items()}
+    dims: list[int] = []
+    group_dims: dict[str, int] = {}
+    for name, n in sizes.items():
+        low, high = wanted.get(name, (1, 1))
+        group_dims[name] = len(dims) + 1
+        dims += [low, high // low, n // high]
+    if "T" in device_ids or "[" in device_ids:
+        shape, ids_of = f"[{math.prod(dims)}]", device_ids.rpartition("<=")[2]
+        ids = _iota(f"{shape}<={ids_of}")
+    else:
+        ids = np.array(_numbers(device_ids)) if device_ids else np.arange(math.prod(dims))
+    inner = [group_dims[name] for name in wanted]
+    outer = [d for d in range(len(dims)) if d not in inner]
+    size = math.prod(dims[d] for d in inner)
+    return _rows(ids.reshape(dims).transpose(outer + inner).reshape(-1, size))
 
 
-def _overlap(matmuls: Matmuls, window: Window) -> Overlap:
-    comp, num_compute, num_matmuls, flops = window.computation, 0, 0, 0
-    for i in window.between:
-        inside = matmuls.instructions_at(comp, i)
-        num_matmuls += inside
-        num_compute += inside == 0
-        flops += matmuls.flops_at(comp, i).flops
-    return Overlap(window.collective, window.is_async, num_matmuls, num_compute, flops)
-
-
-def _launches(i: Instruction) -> bool:
-    """Whether an instruction runs a kernel that is no collective."""
-    name = i.opcode.removesuffix("-start").removesuffix("-done")
-    return not (i.opcode in FREE or i.opcode.endswith(("-done", "-update")) or name in KINDS)
-
-
-def _done(comp: Computation, start: int) -> int:
-    """Position of the done of the pair that starts at `start`, through any updates on the way."""
-    waiting = comp.instructions[start].name
-    for position, i in enumerate(comp.instructions[start + 1 :], start + 1):
-        if waiting in i.operands and i.opcode.endswith("-update"):
-            waiting = i.name
-        elif waiting in i.operands and i.opcode.endswith("-done"):
-            return position
-    return len(comp.instructions)
+def _rows(groups: IntArray) -> Groups:
+    return tuple(tuple(int(i) for i in row) for row in groups)

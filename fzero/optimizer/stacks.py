@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import optax
 
 from fzero.errors import PlanError
-from fzero.optimizer.bound import takes_value
 from fzero.optimizer.follow import Follow, Value, program_of
 from fzero.optimizer.layers import Rows, Scope, apart, is_layers, one_layer, regrouped, scope_of
+from fzero.optimizer.optimizer import takes_value
 from fzero.optimizer.terms import OWN, Terms
 from fzero.optimizer.zeros import Zeros
 from fzero.tree import PyTree, path_name

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from fzero.axes import DATA
-from fzero.preflight.hlo.module import Collective, Window, windows
+from fzero.preflight.hlo.counts import Collective, Window, windows
 from fzero.preflight.kernels import Kernels, Work
 from fzero.preflight.rates import Rates
 
@@ -71,7 +71,7 @@ class CollectiveUse:
 
 
 @dataclass(frozen=True)
-class Links:
+class Network:
     """The links between the devices of a program.
 
     Args:
@@ -103,16 +103,16 @@ class Links:
         return min(min(count.values()) for count in across)
 
 
-def uses(kernels: Kernels, axes: Mapping[str, int], links: Links) -> tuple[CollectiveUse, ...]:
+def uses(kernels: Kernels, axes: Mapping[str, int], network: Network) -> tuple[CollectiveUse, ...]:
     """The collectives of a compiled module, in the order of its schedule.
 
     Args:
         kernels: the module and what its kernels cost.
         axes: sizes of the mesh axes.
-        links: the links between its devices.
+        network: what lies between its devices.
     """
     return tuple(
-        _use(kernels, window, axes, links) for window in windows(kernels.module, mesh_axes=axes)
+        _use(kernels, window, axes, network) for window in windows(kernels.module, mesh_axes=axes)
     )
 
 
@@ -127,7 +127,9 @@ def _axes(c: Collective, axes: Mapping[str, int]) -> str:
     return f"{DATA} / {data // size}" if neighbours and data and not data % size else "?"
 
 
-def _use(kernels: Kernels, window: Window, axes: Mapping[str, int], links: Links) -> CollectiveUse:
+def _use(
+    kernels: Kernels, window: Window, axes: Mapping[str, int], network: Network
+) -> CollectiveUse:
     c, comp = window.collective, window.computation
     num_matmuls = num_kernels = 0
     beside = Work()
@@ -137,7 +139,7 @@ def _use(kernels: Kernels, window: Window, axes: Mapping[str, int], links: Links
         # A copy moves data; it computes nothing.
         num_kernels += inside == 0 and i.opcode != "copy"
         beside += kernels.at(comp, i)
-    crosses, carried, seconds = links.of(c)
+    crosses, carried, seconds = network.of(c)
     return CollectiveUse(
         kind=c.kind,
         where="",
@@ -154,7 +156,7 @@ def _use(kernels: Kernels, window: Window, axes: Mapping[str, int], links: Links
         num_kernels=num_kernels,
         seconds=seconds,
         exposed_best_seconds=max(0.0, seconds - beside.best_seconds),
-        exposed_seconds=max(0.0, seconds / links.rates.link_share - beside.likely_seconds),
+        exposed_seconds=max(0.0, seconds / network.rates.link_share - beside.likely_seconds),
     )
 
 
