@@ -15,7 +15,8 @@ class LossScaling:
 
     The defaults are the usual constants (Megatron, DeepSpeed and torch.amp agree on them): start
     high and fall quickly, double after 1000 clean steps, and forgive one overflow before halving,
-    because a single overflow says little.
+    because a single overflow says little. A device adds up the rows of a microbatch in float16, so
+    whether a step overflows depends on how its batch is divided.
 
     Args:
         initial: the scale that a new state starts with; a power of two, as all others then are, so

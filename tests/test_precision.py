@@ -318,6 +318,28 @@ class TestLossScaleInParts:
         assert int(new.step) == 2
 
 
+def test_whether_a_step_overflows_depends_on_how_its_batch_is_divided():
+    """A device adds the rows of a microbatch up in float16; `reduce_dtype` is that of the rest.
+
+    A gradient of 1.5, each of its 16 rows at 2^12 of the scale: 98304 on one device, 24576 on four.
+    """
+
+    def loss(p, buffers, batch, rng, train):
+        total = jnp.sum(1.5 * (batch["x"] @ p["w"]).astype(jnp.float32))
+        return fz.Mean(total, jnp.float32(batch["x"].shape[0])), buffers, {}
+
+    model = fz.Model(({"w": np.zeros((1, 1), np.float32)}, {}), loss)
+    batch, found = {"x": np.ones((16, 1), np.float16)}, {}
+    for data, power in [(1, 16), (4, 16), (1, 15), (4, 15)]:
+        plan = fz.Plan(zero=0, data=data, precision="fp16", reduce_dtype="fp32",
+                       loss_scale=fz.LossScaling(initial=2.0**power))  # fmt: skip
+        state = fz.init(model, TX, plan)
+        state, metrics = fz.train_step(model, TX, plan)(state, batch)
+        found[data, power] = float(metrics["skipped"]), float(metrics["grad_norm"])
+    assert found.pop((1, 16)) == (1, np.inf)
+    assert set(found.values()) == {(0, 1.5)}
+
+
 def replaced(old, scale):
     """A loss scale with another value."""
     return LossScale(scale, old.good_steps, old.hysteresis, old.skipped)

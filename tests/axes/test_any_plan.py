@@ -137,3 +137,21 @@ def test_a_drawn_plan_trains_as_one_device(seed, tmp_path):
 @pytest.mark.parametrize("seed", range(10, 500))
 def test_many_drawn_plans_train_as_one_device(seed, tmp_path):
     check(seed, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_plans_in_fp16_train_as_one_device_where_none_overflows(seed):
+    """At 2^16 some plans skip their first steps, and others do not (tests/test_precision.py)."""
+    scaling = fz.LossScaling(initial=2.0**8)
+    plan = draw(seed).replace(precision="fp16", loss_scale=scaling)
+    one = fz.Plan(data=1, clip_norm=plan.clip_norm, precision="fp16", loss_scale=scaling)
+    made = model(EXPERTS if plan.expert > 1 else 0)
+    further = plan.tensor * plan.context * plan.expert
+    num = plan.pipe * plan.data * plan.replica * further
+    (state, found), (alone, wanted) = (
+        trained(made, p, jax.devices()[:n]) for p, n in ((plan, num), (one, 1))
+    )
+    assert float(state.loss_scale.skipped) == float(alone.loss_scale.skipped) == 0
+    # A float16 has 11 bits, and sums of its products round in another order.
+    np.testing.assert_allclose(found, wanted, rtol=2e-3, err_msg=str(plan))
