@@ -26,6 +26,12 @@ from fzero.tree import PyTree
 WHOLE = PartitionSpec()
 
 
+def named_devices(devices: Sequence[Any]) -> str:
+    """The first devices of some, with their processes, for messages."""
+    shown = ", ".join(f"{one} of process {one.process_index}" for one in devices[:3])
+    return shown + (f" and {len(devices) - 3} more" if len(devices) > 3 else "")
+
+
 def at_home(mesh: Mesh) -> bool:
     """Whether this process runs programs of a mesh (or may compile them: for described devices)."""
     if jax.process_count() == 1:

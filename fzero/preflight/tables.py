@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fzero.preflight.network import CollectiveUse
+from fzero.units import byte_unit
 
 
 if TYPE_CHECKING:
@@ -36,10 +37,8 @@ def size(count: float) -> str:
         >>> size(1536), size(141 * 2**30)
         ('1.5 KiB', '141.0 GiB')
     """
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(count) >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count:.0f} B"
+    scale, unit = byte_unit(count)
+    return f"{count:.0f} B" if scale == 1 else f"{count / scale:.1f} {unit}"
 
 
 def duration(seconds: float) -> str:

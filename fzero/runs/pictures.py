@@ -11,6 +11,7 @@ from typing import Any
 from fzero.errors import FzeroError
 from fzero.runs.files import Run
 from fzero.schedule.simulate import Timeline
+from fzero.units import byte_unit
 
 
 # Okabe and Ito's colours, told apart with every common colour blindness: one for each run.
@@ -27,7 +28,6 @@ TIMES = {
 NUMBERS = "#101010"
 # Lines of this many points and more are drawn as running medians over them.
 _MANY = 60
-_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 
 
 def figure(width: float, height: float) -> Any:
@@ -120,7 +120,7 @@ def placement(run: Run) -> str:
         sizes = {c: [_held(e, tier).get(c, 0) for e in entries] for c in CLASSES}
         used = [e["bytes_in_use"] for e in entries if e.get("bytes_in_use") is not None]
         most = max(sum(column) for column in zip(*sizes.values(), strict=True))
-        scale, unit = next(u for u in _UNITS if most >= u[0] or u[0] == 1)
+        scale, unit = byte_unit(most)
         below = [0.0] * len(steps)
         for name, counts in sizes.items():
             if not any(counts):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fzero.errors import ScheduleError
 from fzero.schedule.actions import Kind
 from fzero.schedule.simulate import Timeline
+from fzero.units import byte_unit
 
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
     from matplotlib import colormaps
 
     in_bytes = max(timeline.peak_bytes_per_rank) > 0
-    size, unit = _byte_unit(max(timeline.peak_bytes_per_rank)) if in_bytes else (1, "")
+    size, unit = byte_unit(max(timeline.peak_bytes_per_rank)) if in_bytes else (1, "")
     peaks = timeline.peak_bytes_per_rank if in_bytes else timeline.peak_live_per_rank
     count = timeline.schedule.num_ranks
     for rank, levels in enumerate(timeline.memory_per_rank):
@@ -179,10 +180,3 @@ def _paler(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:
     share = 0.5 * chunk / max(1, chunks - 1) if chunks > 1 else 0.0
     red, green, blue = (int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5))
     return tuple(c + (1 - c) * share for c in (red, green, blue))  # type: ignore[return-value]
-
-
-def _byte_unit(most: int) -> tuple[int, str]:
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if most >= 1024**power:
-            return 1024**power, unit
-    return 1, "bytes"

@@ -15,7 +15,7 @@ from fzero.compat import is_key
 from fzero.errors import DivergenceError, NonFiniteError
 from fzero.hosts.agree import exchange
 from fzero.hosts.doing import doing
-from fzero.processes import jit_on, mesh_of
+from fzero.processes import jit_on, mesh_of, named_devices
 from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import DEVICE, tier_of
@@ -56,7 +56,7 @@ def check_same(state: TrainState) -> None:
                 hashes.setdefault(marks[device.id][0], []).append(device)
             for found in holders.values():
                 if len(found) > 1:
-                    who = "; ".join(f"{h:08x} on {_devices(ds)}" for h, ds in found.items())
+                    who = "; ".join(f"{h:08x} on {named_devices(ds)}" for h, ds in found.items())
                     raise DivergenceError(
                         f"check_same: {path} {leaf.dtype}{list(leaf.shape)} is not the same on"
                         f" devices that should hold the same: {who}. A checkpoint from before the"
@@ -97,7 +97,7 @@ def check_finite(state: TrainState) -> None:
             }
             if rows:
                 first = min(rows.values())
-                who = _devices([device for device, row in rows.items() if row == first])
+                who = named_devices([device for device, row in rows.items() if row == first])
                 raise NonFiniteError(
                     f"check_finite: {path} {leaf.dtype}{list(leaf.shape)} has values that are not"
                     f" finite, first in row {first}; on {who}"
@@ -160,8 +160,3 @@ def _bits(x: jax.Array) -> PyTree:
     width = min(x.dtype.itemsize, 4)
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[width]
     return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-
-
-def _devices(devices: list[Any]) -> str:
-    shown = ", ".join(f"{d} of process {d.process_index}" for d in devices[:3])
-    return shown + (f" and {len(devices) - 3} more" if len(devices) > 3 else "")

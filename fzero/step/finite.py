@@ -14,6 +14,7 @@ from fzero.errors import NonFiniteError
 from fzero.hosts.agree import exchange
 from fzero.links import Stack
 from fzero.pieces import Piece, whole_chain
+from fzero.processes import named_devices
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.split import Split, layout_leaves, trained
 from fzero.tree import named_leaves
@@ -122,11 +123,10 @@ def require_finite_looks(blue: Blueprint, looks: Sequence[Look]) -> None:
             continue
         what, bad = where
         stage = f" on stage {look.stage} (rank {look.rank})" if blue.stages is not None else ""
-        who = ", ".join(f"{owners[d]} of process {owners[d].process_index}" for d in bad[:3])
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        who = named_devices([owners[device] for device in bad])
         raise NonFiniteError(
             f"check_finite: microbatch {look.microbatch}: {what}{stage} is not finite, while all"
-            f" before it is; on {who}{more}"
+            f" before it is; on {who}"
         )
 
 

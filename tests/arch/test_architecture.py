@@ -22,7 +22,7 @@ SOURCES = FZERO + sorted((ROOT / "torch_bridge").rglob("*.py"))
 # own here, and from its own line.
 LAYERS = {
     "fzero": [
-        ["errors", "tree", "compat", "keys", "axes"],
+        ["errors", "tree", "units", "compat", "keys", "axes"],
         ["programs", "schedule", "exchange", "processes", "hosts"],
         [
             "storage",
