@@ -90,7 +90,8 @@ class Plan:
         gather_dtype: what training gathers send with zero=3: `None`, weights in the compute dtype;
             `int8`, blocks of 256 weights as 8-bit integers with one float32 scale each, which is
             1.016 bytes an element. Every device then computes with the same rounded weights; the
-            gradient, the update and evaluation are those of the exact ones.
+            gradient, the update and evaluation are those of the exact ones. (What only products of
+            `precision="fp8"` read goes in 8-bit floats with their own scale, which rounds nothing.)
         secondary: with zero=3, neighbouring devices of the data axis that together keep a copy of
             each layer from its forward to its backward pass, in the compute dtype, so that the
             backward pass gathers from them alone: a number, or `host`, for the devices of a host.
@@ -300,6 +301,16 @@ class Plan:
         if self.precision != "fp8":
             return None
         return dataclasses.replace(self.float8, keep=(*self.float8.keep, *self.keep_fp32))
+
+    @property
+    def gathers_float8(self) -> bool:
+        """Whether parameters that only products in 8 bits read are gathered in 8 bits.
+
+        No value hangs on it. Not in pipelines, where a pass may read its parameters within a
+        branch, nor with `secondary`, where parts of whole ones are kept.
+        """
+        scaled_whole = self.precision == "fp8" and self.float8.recipe == "tensorwise"
+        return scaled_whole and self.zero == 3 and self.pipe == 1 and self.secondary is None
 
     @property
     def gathers_at_use(self) -> bool:

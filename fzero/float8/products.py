@@ -21,11 +21,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fzero import compat
 from fzero.float8.recipe import Float8
+from fzero.float8.scaling import E4M3, E5M2, Scaled, scaled_weight
 from fzero.programs.jaxprs import CHECKPOINTS
 from fzero.tree import PyTree, path_name
 
-
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 # A parameter that is cast, transposed or cut is still that parameter.
 _MOVEMENT = frozenset(
@@ -34,8 +33,6 @@ _MOVEMENT = frozenset(
      "name")
 )  # fmt: skip
 _INLINED = frozenset(("jit", "pjit", "closed_call", "core_call"))
-# Below this largest value, scales would overflow.
-_SMALLEST = 1e-12
 # What `checkpoint_name` calls the result of a product in 8 bits.
 PRODUCT = "fzero.product"
 
@@ -208,7 +205,7 @@ def _general(product: _Product, equation: Any, values: list[Any]) -> jax.Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _multiply(recipe: str, dtype: Any, x: jax.Array, w: jax.Array) -> jax.Array:
     """`x @ w` of [rows, size] with [size, columns], rounded to `dtype`."""
-    return _dot(_Scaled.of(x, 1, E4M3, recipe), _Scaled.of(w, 0, E4M3, recipe), dtype)
+    return Scaled.of(x, 1, E4M3, recipe).times(scaled_weight(w, 0, recipe), dtype)
 
 
 def _forward(recipe: str, dtype: Any, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
@@ -220,36 +217,9 @@ def _forward(recipe: str, dtype: Any, x: jax.Array, w: jax.Array) -> tuple[jax.A
 def _backward(recipe: str, _: Any, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = kept
     of_gradients = E5M2 if recipe == "tensorwise" else E4M3
-    dx = _dot(_Scaled.of(g, 1, of_gradients, recipe), _Scaled.of(w.T, 0, E4M3, recipe), x.dtype)
-    dw = _dot(_Scaled.of(x.T, 1, E4M3, recipe), _Scaled.of(g, 0, of_gradients, recipe), w.dtype)
+    dx = Scaled.of(g, 1, of_gradients, recipe).times(scaled_weight(w, 1, recipe).T, x.dtype)
+    dw = Scaled.of(x.T, 1, E4M3, recipe).times(Scaled.of(g, 0, of_gradients, recipe), w.dtype)
     return dx, dw
 
 
 _multiply.defvjp(_forward, _backward)
-
-
-class _Scaled(NamedTuple):
-    """A matrix in 8 bits, and what it was divided by: [1, 1], or a row or column of such."""
-
-    bits: jax.Array
-    unit: jax.Array
-
-    @staticmethod
-    def of(matrix: jax.Array, dim: int, dtype: Any, recipe: str) -> _Scaled:
-        """A matrix that will be summed along `dim`, scaled to what 8 bits hold at most."""
-        wide, most = matrix.astype(jnp.float32), float(jnp.finfo(dtype).max)
-        along = (0, 1) if recipe == "tensorwise" else (dim,)
-        largest = jnp.max(jnp.abs(wide), axis=along, keepdims=True, initial=0.0)
-        scale = most / jnp.maximum(largest, _SMALLEST)
-        if recipe == "rowwise":
-            # The power of two below: its bits without those of the fraction.
-            bits = jax.lax.bitcast_convert_type(scale, jnp.int32) & 0x7F800000
-            scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        return _Scaled(jnp.clip(wide * scale, -most, most).astype(dtype), 1 / scale)
-
-
-def _dot(a: _Scaled, b: _Scaled, dtype: Any) -> jax.Array:
-    sums = jax.lax.dot_general(
-        a.bits, b.bits, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-    )
-    return (sums * a.unit * b.unit).astype(dtype)

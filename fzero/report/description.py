@@ -183,6 +183,8 @@ class Description:
         if self.plan.gather_dtype is not None:
             part = encoded_bytes(BLOCK) / BLOCK
             lines += f"\ngathers over the data axis send int8: {part:.3f} bytes an element"
+        if self.plan.gathers_float8 and self.num_data > 1:
+            lines += "\ngathers of what only products in 8 bits read send float8: 1 byte an element"
         if self.plan.reduce_dtype is not None:
             lines += "\nreductions send and add float32: 4 bytes an element"
         if self.secondary_bytes:

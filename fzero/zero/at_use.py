@@ -19,6 +19,7 @@ import jax
 
 from fzero.programs.jaxprs import Program, Var
 from fzero.tree import PyTree
+from fzero.zero.narrow import Narrow, narrow_inputs, run_step
 
 
 def gather_at_use(
@@ -28,6 +29,7 @@ def gather_at_use(
     gather: Callable[[int, jax.Array], jax.Array],
     needs_gather: Sequence[bool],
     finish: Callable[[int, Any], Any] | None = None,
+    narrow: Callable[[int, jax.Array], Narrow | None] = lambda i, shard: None,
 ) -> PyTree:
     """`function([gather(0, shards[0]), ...])`, each weight gathered near its first use.
 
@@ -39,13 +41,21 @@ def gather_at_use(
         needs_gather: per weight, whether gathering it costs anything. Others are read at once.
         finish: in a backward pass, whose first outputs are the gradients of the weights: replaces
             the gradient of weight `i` as soon as it is computed.
+        narrow: the whole weight `i` in 8 bits from its shard, if it may come so where nothing reads
+            it in another way.
 
     Returns:
         What the function returns, its gradients finished.
     """
     closed, out = jax.make_jaxpr(function, return_shape=True)(list(shapes))
     program = Program(closed.jaxpr, closed.consts)
-    replay = _Replay(program, shards, gather, needs_gather)
+    only = narrow_inputs(program, program.inputs)
+
+    def fetch(i: int, shard: jax.Array) -> Any:
+        found = narrow(i, shard) if program.inputs[i] in only else None
+        return gather(i, shard) if found is None else found
+
+    replay = _Replay(program, shards, fetch, needs_gather)
     num_grads = len(jax.tree.leaves(out[0])) if finish else 0
     return jax.tree.unflatten(jax.tree.structure(out), replay.run(finish, num_grads))
 
@@ -60,7 +70,7 @@ class _Replay:
         self,
         program: Program,
         shards: Sequence[jax.Array],
-        gather: Callable[[int, jax.Array], jax.Array],
+        gather: Callable[[int, jax.Array], Any],
         needs_gather: Sequence[bool],
     ) -> None:
         self.program = program
@@ -105,7 +115,7 @@ class _Replay:
         for index, step in enumerate(self.program.steps):
             if index in following:
                 self._fetch(following[index], self._anchor(index))
-            values = step.run([self._read(x) for x in step.operands])
+            values = run_step(step, [self._read(x) for x in step.operands])
             self.env.update(zip(step.results, values, strict=True))
             self.live.extend(step.results)
             for var in step.results:

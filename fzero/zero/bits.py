@@ -33,6 +33,9 @@ from fzero.sharding.group import Group
 from fzero.tree import PyTree
 
 
+_AS_INTEGERS = {1: jnp.uint8, 2: jnp.uint16}
+
+
 def fence(value: PyTree) -> PyTree:
     """Stops the compiler from fusing across; the value is the same."""
     fenced: PyTree = jax.lax.optimization_barrier(value)
@@ -79,9 +82,9 @@ def row_major(value: jax.Array, group: Group) -> jax.Array:
 
 
 def as_bits(value: jax.Array, group: Group) -> jax.Array:
-    """What is sent: 16-bit floats as integers, where the backend would widen them."""
-    if group.bits and value.dtype.itemsize == 2:
-        return jax.lax.bitcast_convert_type(value, jnp.uint16)
+    """What is sent: floats of 16 and 8 bits as integers, where the backend would widen them."""
+    if group.bits and value.dtype.itemsize <= 2 and jnp.issubdtype(value.dtype, jnp.floating):
+        return jax.lax.bitcast_convert_type(value, _AS_INTEGERS[value.dtype.itemsize])
     return value
 
 

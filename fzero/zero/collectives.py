@@ -6,7 +6,7 @@ within a group first, so that only a shard crosses groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,17 @@ def gather_int8(
     shape = list(shard.shape)
     shape[dim] *= group.data
     return _without_pad(jnp.moveaxis(parts, 0, dim).reshape(shape), dim, split)
+
+
+def agreed_largest(values: Sequence[jax.Array]) -> list[jax.Array]:
+    """The largest of all shards' values, for each of several scalars that are not negative.
+
+    As integers, of which floats that are not negative have the order: NaN is above all others,
+    where a reduction of floats may drop it.
+    """
+    bits = jax.lax.bitcast_convert_type(jnp.stack(values), jnp.int32)
+    found = jax.lax.bitcast_convert_type(jax.lax.pmax(bits, DATA), jnp.float32)
+    return [found[i] for i in range(len(values))]
 
 
 def part_of(whole: jax.Array, split: Split, group: Group) -> jax.Array:

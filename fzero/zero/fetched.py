@@ -16,6 +16,7 @@ from fzero.links import (
 from fzero.sharding.split import Split, layout_leaves, map_splits, trained
 from fzero.tree import PyTree
 from fzero.zero.at_use import gather_at_use
+from fzero.zero.narrow import Narrow
 from fzero.zero.rules import Rules
 from fzero.zero.vjp import Pullback
 
@@ -91,7 +92,14 @@ class Fetched:
             lambda i, shard: self._fetch(splits[i], shard),
             [split.dim is not None and split.path not in self.by_path for split in splits],
             finish,
+            lambda i, shard: self._narrow(splits[i], shard),
         )
+
+    def _narrow(self, split: Split, shard: jax.Array) -> Narrow | None:
+        """A whole leaf in 8 bits, if it may come so and nobody else has it whole."""
+        if split.path in self.by_path or not self.rules.may_narrow(split):
+            return None
+        return self.rules.fetch_narrow([split], [shard], again=self.parts is not None)[0]
 
     def whole(self) -> PyTree:
         """All parameters, after a pass that held what it gathered. (What no layer read is gathered

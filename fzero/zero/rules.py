@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fzero import compat
+from fzero.float8.scaling import E4M3, by_largest
 from fzero.links import Context
 from fzero.plan import Plan
 from fzero.precision import COMPUTE_DTYPES, round_to
@@ -19,6 +20,7 @@ from fzero.sharding.split import Split, layout_leaves, map_splits, trained
 from fzero.tree import PyTree, found_in, is_floating
 from fzero.zero import bits
 from fzero.zero.collectives import (
+    agreed_largest,
     all_reduce_tree,
     gather,
     gather_int8,
@@ -26,6 +28,7 @@ from fzero.zero.collectives import (
     part_of,
     reduce_scatter,
 )
+from fzero.zero.narrow import Narrow
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,28 @@ class Rules:
             return self._ready(gather_int8(leaf, split, split.compute, self.group, again))
         leaf = round_to(leaf, split.compute)
         return self._ready(gather(leaf, split, self.group, again) if self.sharded else leaf)
+
+    def may_narrow(self, split: Split) -> bool:
+        """Whether a parameter could be gathered in 8 bits, if nothing reads it in another way."""
+        narrows = self.sharded and self.plan.gathers_float8
+        return narrows and split.dim is not None and split.compute == jnp.bfloat16
+
+    def fetch_narrow(
+        self, splits: Sequence[Split], leaves: Sequence[jax.Array], again: bool = False
+    ) -> list[Narrow]:
+        """Leaves as every product will scale them: their largest values are agreed in one
+        reduction, then each device scales its shards and gathers them in 8 bits."""
+        own = [round_to(compat.to_device(x), s.compute).astype(jnp.float32)
+               for s, x in zip(splits, leaves, strict=True)]  # fmt: skip
+        largest = agreed_largest([jnp.max(jnp.abs(x), initial=0.0) for x in own])
+        found = []
+        for split, wide, most in zip(splits, own, largest, strict=True):
+            bits, unit = by_largest(wide, most, E4M3)
+            whole = self._alone(
+                split, partial(gather, split=split, group=self.group, again=again), bits
+            )
+            found.append(Narrow(self._ready(whole), unit))
+        return found
 
     def _ready(self, whole: jax.Array) -> jax.Array:
         return bits.row_major(bits.fence(whole), self.group) if self.fenced else whole

@@ -69,6 +69,7 @@ def stack_forward(
         y, saved, buffers = program.forward(weights, x, k)
         return y, (saved, layers.parts(weights)), buffers
 
+    layers = layers.narrowed(shards, lambda weights: run(weights, start, 0))
     y, saved, buffers, held = _forward(layers, shards, start, run, rules.hold)
     if rules.hold:
         layers = dataclasses.replace(layers, rules=rules.held())
@@ -104,7 +105,8 @@ def stack_watched(
         y, (y_rest, buffers) = program.apply(weights, x[0], program.shared, x[1], k)
         return (y, y_rest), (look(y), None), buffers
 
-    y, (looped, last), buffers, _ = _forward(program.static, shards, start, run)
+    layers = program.static.narrowed(shards, lambda weights: run(weights, start, 0))
+    y, (looped, last), buffers, _ = _forward(layers, shards, start, run)
     seen = join_rows(looped and looped[0], last and last[0])
     return program.joined(*y), _placed(piece, ctx.buffers, buffers), seen
 
@@ -137,7 +139,8 @@ def _forward(
     def compute(carry: Any, weights: PyTree, k: Any, apart: bool) -> tuple[Any, Any]:
         x, held = carry
         # A loop settles what it carries; outside of it a fence does.
-        x, saved, buffers = run(weights, rules.fence(x) if apart else x, k)
+        x = rules.fence(x) if apart else x
+        x, saved, buffers = layers.of_whole(lambda weights: run(weights, x, k), weights)
         result = (saved if apart else _away(layers, saved)), buffers
         return (x, put_row(held, weights, k)), result
 
@@ -170,7 +173,9 @@ def stack_backward(link: StackLink, shards: PyTree, cotangent: Any) -> tuple[PyT
         if rules.halves:
             cts, values, rest = program.input_half(weights, kept, cts)
             return program.weight_half(rest, values, weights), cts
-        grads, dx, ds = program.backward(weights, kept, cts[0])
+        grads, dx, ds = layers.of_whole(
+            lambda weights: program.backward(weights, kept, cts[0]), weights
+        )
         return grads, rules.fence((dx, [a + b for a, b in zip(cts[1], ds, strict=True)]))
 
     def at_once(cts: Any, weights: PyTree, k: Any, apart: bool) -> tuple[Any, PyTree]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,9 @@ from fzero.links import Context, Stack, apply_layer, split_shared
 from fzero.pieces import Piece
 from fzero.programs.halves import Rest, first_half
 from fzero.sharding.buffers import require_reductions
-from fzero.sharding.split import Split, map_splits, trained, with_frozen
+from fzero.sharding.split import Split, layout_leaves, map_splits, trained, with_frozen
 from fzero.tree import PyTree, shapes_of
+from fzero.zero.narrow import Narrow, narrow_inputs, traced, with_narrow
 from fzero.zero.rules import Rules
 from fzero.zero.vjp import Floats, forward, remat_policy
 
@@ -30,6 +32,7 @@ class StackLayers:
         like: its shapes: (floating-point leaves, others).
         shared: the structure of what all of them read.
         train: whether in training mode.
+        narrow: paths of the leaves that are gathered in 8 bits.
     """
 
     rules: Rules
@@ -38,6 +41,7 @@ class StackLayers:
     like: tuple[list[Any], list[Any]]
     shared: Floats
     train: bool
+    narrow: frozenset[str] = frozenset()
 
     @property
     def stack(self) -> Stack:
@@ -52,18 +56,49 @@ class StackLayers:
 
     def fetch(self, shards: PyTree, k: Any) -> PyTree:
         """Layer k's parameters, ready for use."""
-        row = self.piece.row
+        row, narrow = self.piece.row, self._in_8_bits(shards, k, again=False)
         return map_splits(
-            lambda split, leaf: self.rules.fetch(split, at_row(leaf, row + k)), self.layout, shards
-        )
+            lambda split, leaf: narrow.get(split.path)
+            or self.rules.fetch(split, at_row(leaf, row + k)),
+            self.layout, shards,
+        )  # fmt: skip
 
     def refetch(self, shards: PyTree, parts: PyTree, k: Any) -> PyTree:
         """Layer k's parameters, ready for use in a backward pass."""
-        row = self.piece.row
+        row, narrow = self.piece.row, self._in_8_bits(shards, k, again=True)
         return map_splits(
-            lambda split, leaf, part: self.rules.refetch(split, at_row(leaf, row + k), part),
+            lambda split, leaf, part: narrow.get(split.path)
+            or self.rules.refetch(split, at_row(leaf, row + k), part),
             self.layout, shards, parts,
         )  # fmt: skip
+
+    def _in_8_bits(self, shards: PyTree, k: Any, again: bool) -> dict[str, Narrow]:
+        """Those of layer k's parameters that are gathered in 8 bits, by path."""
+        pairs = zip(layout_leaves(self.layout), jax.tree.leaves(shards), strict=True)
+        own = [(split, leaf) for split, leaf in pairs if split.path in self.narrow]
+        if not own:
+            return {}
+        splits = [split for split, _ in own]
+        rows = [at_row(leaf, self.piece.row + k) for _, leaf in own]
+        found = self.rules.fetch_narrow(splits, rows, again)
+        return {split.path: narrow for split, narrow in zip(splits, found, strict=True)}
+
+    def narrowed(self, shards: PyTree, run: Callable[[PyTree], PyTree]) -> StackLayers:
+        """The same, with those leaves in `narrow` that `run(weights)` reads in 8 bits only."""
+        splits = layout_leaves(self.layout)
+        if not any(self.rules.may_narrow(split) for split in splits):
+            return self
+        shapes = jax.eval_shape(lambda: self.fetch(shards, 0))
+        program, _ = traced(run, shapes)
+        only = narrow_inputs(program, program.inputs)
+        paths = [split.path for split, var in zip(splits, program.inputs, strict=True)
+                 if var in only and self.rules.may_narrow(split)]  # fmt: skip
+        return replace(self, narrow=frozenset(paths))
+
+    def of_whole(self, function: Callable[[PyTree], PyTree], weights: PyTree) -> Any:
+        """`function(weights)` of a layer's fetched parameters."""
+        dtypes = [split.compute for split in layout_leaves(self.layout)]
+        return with_narrow(function, weights, dtypes)
 
     def parts(self, weights: PyTree) -> PyTree:
         """This device's parts of a layer's parameters."""

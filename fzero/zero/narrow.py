@@ -1,0 +1,109 @@
+"""Parameters that every product reads in 8 bits, gathered in 8 bits.
+
+A product in 8 bits scales its parameter by the largest value of all of it
+(`fzero.float8.scaling.WHOLE`). Where the parameter is kept in shards, that value is the largest of
+theirs: once it is agreed, each device can scale its own shard, and half the bytes travel. What
+comes is, bit for bit, what scaling the gathered parameter gives. Whether nothing else reads a
+parameter is seen in the traced program, which is then run with the scaled parameter in place of
+that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from fzero.float8.scaling import WHOLE
+from fzero.programs.jaxprs import Program, Step, Var, read
+from fzero.tree import PyTree
+
+
+class Narrow(NamedTuple):
+    """A whole parameter in 8 bits.
+
+    Args:
+        bits: its elements, scaled.
+        unit: what they were divided by, a scalar.
+    """
+
+    bits: jax.Array
+    unit: jax.Array
+
+
+# Where each element goes hangs on no value: it may come before scaling or after.
+_MOVEMENT = frozenset(("transpose", "reshape", "squeeze", "expand_dims", "copy", "copy_p", "rev"))
+
+
+def narrow_inputs(program: Program, inputs: Collection[Var]) -> set[Var]:
+    """Those inputs that the program reads to scale the whole of them, and for nothing else."""
+    origin = {var: var for var in inputs}
+    found: set[Var] = set()
+    refused = {x for x in program.outputs if isinstance(x, Var)}
+    for step in program.steps:
+        for var in step.reads():
+            if var not in origin:
+                continue
+            if _scales(step):
+                found.add(origin[var])
+            elif _moves(step):
+                origin[step.results[0]] = origin[var]
+            else:
+                refused.add(var)
+    return found - {origin[var] for var in refused if var in origin}
+
+
+def run_step(step: Step, values: list[Any]) -> list[Any]:
+    """One step of a program some of whose inputs are `Narrow`."""
+    if not any(isinstance(value, Narrow) for value in values):
+        return step.run(values)
+    one: Narrow = values[0]
+    if _scales(step):
+        return [one.bits, one.unit.reshape(step.results[1].aval.shape)]
+    assert _moves(step), step.equation
+    return [one._replace(bits=step.run([one.bits])[0])]
+
+
+def with_narrow(
+    function: Callable[[PyTree], PyTree], weights: PyTree, dtypes: Sequence[Any]
+) -> Any:
+    """`function(weights)`, where leaves of `weights` may be `Narrow`.
+
+    Args:
+        function: takes whole weights; may read other values of the surrounding trace.
+        weights: the weights.
+        dtypes: the dtype that each leaf has where it is not narrow.
+    """
+    leaves, treedef = jax.tree.flatten(weights, is_leaf=is_narrow)
+    if not any(map(is_narrow, leaves)):
+        return function(weights)
+    shapes = [
+        jax.ShapeDtypeStruct(leaf.bits.shape, dtype) if is_narrow(leaf) else leaf
+        for leaf, dtype in zip(leaves, dtypes, strict=True)
+    ]
+    program, out = traced(function, jax.tree.unflatten(treedef, shapes))
+    env = program.consts | dict(zip(program.inputs, leaves, strict=True))
+    for step in program.steps:
+        values = run_step(step, [read(env, x) for x in step.operands])
+        env.update(zip(step.results, values, strict=True))
+    return jax.tree.unflatten(out, [read(env, x) for x in program.outputs])
+
+
+def traced(function: Callable[[PyTree], PyTree], weights: PyTree) -> tuple[Program, Any]:
+    """A function's program, and the structure of what it gives."""
+    closed, out = jax.make_jaxpr(function, return_shape=True)(weights)
+    return Program(closed.jaxpr, closed.consts), jax.tree.structure(out)
+
+
+def is_narrow(value: Any) -> bool:
+    """Whether a value is a parameter in 8 bits."""
+    return isinstance(value, Narrow)
+
+
+def _scales(step: Step) -> bool:
+    return step.equation is not None and step.equation.params.get("name") == WHOLE
+
+
+def _moves(step: Step) -> bool:
+    return step.equation is not None and step.equation.primitive.name in _MOVEMENT
