@@ -190,11 +190,11 @@ RUNS = {
     ),
     "titan-8b-h100-fp8": Run(
         "Llama 3.1 8B, FP8", large_models.LLAMA_8B, H100, 2, 8192, 8532, TITAN_H100, selective_op,
-        {"precision": "fp8"}, GRAND_TETON, why="gathers bf16 here, 8 bits there",
+        {"precision": "fp8"}, GRAND_TETON, why="500 W: twice the rate is not to be had",
     ),
     "titan-8b-128-h100-fp8": Run(
         "Llama 3.1 8B, FP8", large_models.LLAMA_8B, "h100:16x8", 2, 8192, 8380, TITAN_H100,
-        selective_op, {"precision": "fp8"}, GRAND_TETON, why="gathers bf16 here, 8 bits there",
+        selective_op, {"precision": "fp8"}, GRAND_TETON, why="500 W: twice the rate is not to be had",
     ),
 }  # fmt: skip
 
