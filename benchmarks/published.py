@@ -190,11 +190,11 @@ RUNS = {
     ),
     "titan-8b-h100-fp8": Run(
         "Llama 3.1 8B, FP8", large_models.LLAMA_8B, H100, 2, 8192, 8532, TITAN_H100, selective_op,
-        {"precision": "fp8"}, GRAND_TETON, why="500 W: twice the rate is not to be had",
+        {"precision": "fp8"}, GRAND_TETON, why="500 W hold the rate back",
     ),
     "titan-8b-128-h100-fp8": Run(
         "Llama 3.1 8B, FP8", large_models.LLAMA_8B, "h100:16x8", 2, 8192, 8380, TITAN_H100,
-        selective_op, {"precision": "fp8"}, GRAND_TETON, why="500 W: twice the rate is not to be had",
+        selective_op, {"precision": "fp8"}, GRAND_TETON, why="500 W hold the rate back",
     ),
 }  # fmt: skip
 
