@@ -74,6 +74,14 @@ CASES = {
         large_models.LLAMA_70B, "h200:8x8", 64, (8192,),
         {"tensor": (1, 2, 4, 8), "context": (1, 2)},
     ),
+    "mixtral-8x22b": Case(
+        large_models.MIXTRAL_8X22B, "h200:8x8", 64, (8192,),
+        {"expert": (1, 2, 4, 8), "tensor": (1, 2)},
+    ),
+    "between": Case(
+        large_models.LLAMA_8B, "h200:8", 8, (512, 1024, 2048, 4096),
+        {"sequence_parallel": (False, True)}, {"tensor": 8},
+    ),
     "long": Case(
         large_models.LLAMA_8B, "h200:8", 1, (131072,), {"context": (2, 4), "tensor": (2, 4)},
     ),

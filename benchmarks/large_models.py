@@ -1,4 +1,4 @@
-"""Llamas of 8 and 70 billion parameters, to ask `fzero preflight` about; none is ever allocated.
+"""Llamas of 8 and 70 billion parameters, Mixtral 8x22B; to ask `fzero preflight` about, never made.
 
     fzero preflight --model benchmarks/large_models.py:llama_8b --topology h200:8 \\
         --batch 8 --seq 4096
@@ -24,8 +24,8 @@ from fzero.quantized import quantized_shape
 
 @dataclass(frozen=True)
 class LlamaSize:
-    """Shapes of a Llama; the defaults are those of the 8B one. `exchange` is that
-    of `fz.attention`."""
+    """Shapes of a Llama; the defaults are those of the 8B one. `exchange` is that of
+    `fz.attention`; with `experts` each token takes two of so many gated products of a layer."""
 
     vocab: int = 128256
     d: int = 4096
@@ -35,10 +35,12 @@ class LlamaSize:
     hidden: int = 14336
     seq: int = 4096
     exchange: str = "auto"
+    experts: int = 0
 
 
 LLAMA_8B = LlamaSize()
 LLAMA_70B = LlamaSize(d=8192, layers=80, heads=64, hidden=28672)
+MIXTRAL_8X22B = LlamaSize(32768, 6144, 56, 48, hidden=16384, experts=8)
 
 
 def llama_8b() -> tuple[fz.Model, Callable[[int, int], Any]]:
@@ -49,6 +51,11 @@ def llama_8b() -> tuple[fz.Model, Callable[[int, int], Any]]:
 def llama_70b() -> tuple[fz.Model, Callable[[int, int], Any]]:
     """The model, and the shapes of a batch of so many rows and tokens."""
     return llama(LLAMA_70B), batch_shapes
+
+
+def mixtral_8x22b() -> tuple[fz.Model, Callable[[int, int], Any]]:
+    """The model, and the shapes of a batch of so many rows and tokens."""
+    return llama(MIXTRAL_8X22B), batch_shapes
 
 
 def llama_70b_lora() -> tuple[fz.Model, Callable[[int, int], Any]]:
@@ -75,7 +82,10 @@ def llama(size: LlamaSize = LLAMA_8B) -> fz.Sequential:
     gated = {
         "gate": (size.d, size.hidden), "up": (size.d, size.hidden), "down": (size.hidden, size.d)
     }  # fmt: skip
-    shapes = attending | gated
+    own = (size.experts,) if size.experts else ()
+    shapes = attending | {name: (*own, *shape) for name, shape in gated.items()}
+    if size.experts:
+        shapes |= {"router": (size.d, size.experts)}
 
     def init_block(rng: jax.Array) -> Any:
         keys = jax.random.split(rng, len(shapes))
@@ -95,6 +105,8 @@ def llama(size: LlamaSize = LLAMA_8B) -> fz.Sequential:
         seen = fz.attention(_rotate(q), _rotate(k), v, causal=True, exchange=size.exchange)
         x = x + times(seen.reshape(b, t, -1), "o")
         h = _rms(x, p["norm_2"])
+        if size.experts:
+            return x + _mixture(p, h)
         return x + times(jax.nn.silu(times(h, "gate")) * times(h, "up"), "down")
 
     def init_embed(rng: jax.Array) -> Any:
@@ -115,7 +127,8 @@ def llama(size: LlamaSize = LLAMA_8B) -> fz.Sequential:
 
     heads, groups = fz.Parts("tensor", size.heads), fz.Parts("tensor", size.kv_heads)
     divided = {"q": (None, heads), "k": (None, groups), "v": (None, groups), "o": (heads, None)}
-    divided |= {"gate": (None, "tensor"), "up": (None, "tensor"), "down": ("tensor", None)}
+    gates = {"gate": (None, "tensor"), "up": (None, "tensor"), "down": ("tensor", None)}
+    divided |= dict.fromkeys(gates, ("expert",)) if size.experts else gates
     return fz.Sequential(
         [
             fz.Layer("embed", init_embed, embed, shard={"tokens": ("tensor",)}),
@@ -206,6 +219,17 @@ def _rms(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-5)
     return wide.astype(x.dtype) * scale
+
+
+def _mixture(p: Any, x: jax.Array) -> jax.Array:
+    """Of each token, its two experts' gated products."""
+
+    def gated(own: Any, p: Any, rows: jax.Array) -> jax.Array:
+        return own.dot(jax.nn.silu(own.dot(rows, p["gate"])) * own.dot(rows, p["up"]), p["down"])
+
+    best, chosen = jax.lax.top_k((x @ p["router"]).astype(jnp.float32), 2)
+    weights = {name: p[name] for name in ("gate", "up", "down")}
+    return fz.experts(gated, weights, x, chosen, jax.nn.softmax(best).astype(x.dtype))[0]
 
 
 def _rotate(x: jax.Array) -> jax.Array:

@@ -51,6 +51,12 @@ class Plan:
         tensor: devices that share out each layer (mesh axis `tensor`): leaves whose model says so
             (`shard` of `fz.Layer`, `fz.Stack`, `fz.Model`) are split over them, beside ZeRO, and
             stay so while they are used. A model's functions see whole arrays; XLA divides the work.
+        sequence_parallel: whether, between the layers of a `Stack`, the devices of `tensor` share
+            out positions too: dim 1 of values with three dims, where it divides. Norms and dropout
+            there are computed once and not by each of them, and of what is kept for the backward
+            pass each has its part. `None`: where it takes less time than it costs, which is where a
+            device has many tokens: three values have as many elements as a layer's leaves that lie
+            along `tensor`.
         microbatches: pieces a batch is cut into, one after the other on each device.
         precision: `fp32`; `bf16` or `fp16` compute from one fp32 master; `fp8`: `bf16`, with the
             products of parameters on 8-bit operands.
@@ -141,6 +147,7 @@ class Plan:
     expert: int = 1
     context: int = 1
     tensor: int = 1
+    sequence_parallel: bool | None = None
     microbatches: int = 1
     precision: str = "fp32"
     keep_fp32: tuple[str, ...] = ()

@@ -64,6 +64,12 @@ EXCLUSIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "keep_fp32={p.keep_fp32!r} with precision='fp32' would do nothing; use precision='bf16',"
         " or leave it out",
     ),
+    (
+        lambda p: p.sequence_parallel is True and p.tensor == 1,
+        "sequence_parallel=True with tensor=1 would do nothing: positions are shared out by the"
+        " devices that share out layers; use tensor=2 or more, or leave it out (long sequences:"
+        " context=2)",
+    ),
     # What is parked off the device.
     (
         lambda p: "master" in _parked(p) and not p.keeps_compute_copy,

@@ -25,6 +25,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "gather_dtype": (None, "int8"),
     "update_on": ("device", "host"),
     "prefetch": (None, True, False),
+    "sequence_parallel": (None, True, False),
     "skip_nonfinite": (True, False),
     "deterministic": (True, False),
 }

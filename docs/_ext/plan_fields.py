@@ -11,7 +11,7 @@ from fzero.plan import Plan
 
 GROUPS = {
     "layout": ("zero", "data", "replica", "pipe", "tensor", "context", "expert",
-        "min_shard_bytes",
+        "sequence_parallel", "min_shard_bytes",
     ),
     "memory": (
         "microbatches", "remat", "tiers", "stream_bytes", "update_on", "disk_path",

@@ -168,6 +168,13 @@ class Description:
     def _sent_as(self) -> str:
         """What the plan changes about what is sent and computed, in words."""
         lines = ""
+        if self.plan.tensor > 1 and self.plan.sequence_parallel is not False:
+            where = (
+                "where they divide"
+                if self.plan.sequence_parallel
+                else ("where tokens are many (sequence_parallel=None)")
+            )
+            lines += f"\npositions between layers of a stack: shared out over tensor, {where}"
         if self.plan.deterministic:
             lines += "\ndeterministic: on GPUs, kernels of fixed order, none picked by timing"
         if self.plan.keep_fp32:

@@ -16,6 +16,7 @@ from fzero.programs.halves import Rest, first_half
 from fzero.sharding.buffers import require_reductions
 from fzero.sharding.split import Split, layout_leaves, map_splits, trained, with_frozen
 from fzero.tree import PyTree, shapes_of
+from fzero.zero.handed import Handover
 from fzero.zero.narrow import Narrow, narrow_inputs, traced, with_narrow
 from fzero.zero.rules import Rules
 from fzero.zero.vjp import Floats, forward, remat_policy
@@ -53,6 +54,11 @@ class StackLayers:
     def layout(self) -> PyTree:
         """A `Split` for each of the stack's leaves."""
         return self.rules.layout[self.piece.layer.name]
+
+    @property
+    def handover(self) -> Handover:
+        """How values go from layer to layer."""
+        return Handover.of(self.rules.plan, self.layout)
 
     def fetch(self, shards: PyTree, k: Any) -> PyTree:
         """Layer k's parameters, ready for use."""
@@ -151,7 +157,7 @@ class LayerProgram:
         shared_def, floats, shared_rest = Floats.of(shared)
         like = shapes_of((start, rest))
         static = StackLayers(rules, piece, structure, like, shared_def, ctx.train)
-        inputs = ctx.batch, ctx.step
+        start, inputs = static.handover.given(start), (ctx.batch, ctx.step)
         made = LayerProgram(static, floats, shared_rest, inputs, ctx.rng, ctx.buffers)
         return made, (start, rest)
 
@@ -163,7 +169,7 @@ class LayerProgram:
         piece = static.piece
         state = jax.tree.map(lambda leaf: at_row(leaf, piece.row + k), self.buffers)
         assert self.rng is not None
-        carry = static.carry.join(floats, rest)
+        carry = static.carry.join(static.handover.taken(floats), rest)
         fixed = static.shared.join(shared, self.shared_rest)
         ctx = static.rules.context(self.batch, self.rng, static.train, None)
         ctx = ctx.at(piece.number + k, state)
@@ -176,7 +182,7 @@ class LayerProgram:
                 f"stack {static.stack.name!r}: a layer's output must have its input's structure and"
                 f" dtypes: expected {static.carry.treedef}, got {out.treedef}"
             )
-        return y_floats, (y_rest, buffers)
+        return static.handover.given(y_floats), (y_rest, buffers)
 
     def forward(self, weights: PyTree, x: Any, k: Any) -> tuple[Any, Any, PyTree]:
         """One layer in the forward pass: `(x, what to keep, new buffers)`."""

@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import fzero as fz
-from tests.support.sample import some
 
 
 WORDS, WIDTH, HEADS, LENGTH, ROWS, EXPERTS = 16, 16, 4, 16, 8, 4
@@ -80,6 +79,7 @@ def draw(seed):
         "remat": of.choice(["none", "layer", "dots"]), "min_shard_bytes": of.choice([0, 512]),
         "clip_norm": of.choice([None, 0.5]),
     }  # fmt: skip
+    options["sequence_parallel"] = random.Random(1000 + seed).choice([None, True, False])
     instead = random.Random(-1 - seed).choice(["", "", "tensor", "context"])
     if options.get(instead, 1) > 1:  # its devices share out experts
         options |= {"expert": options[instead], instead: 1}
@@ -94,47 +94,70 @@ def draw(seed):
     return fz.Plan(**options)
 
 
-def trained(made, plan, devices):
-    state = fz.init(made, TX, plan, rng=0, devices=devices)
+def one_device(plan):
+    return fz.Plan(zero=0, data=1, clip_norm=plan.clip_norm), jax.devices()[:1]
+
+
+@pytest.fixture(scope="module")
+def initial(tmp_path_factory):
+    """For so many experts, the file of an initial state on one device."""
+
+    @functools.cache
+    def saved(num):
+        plan, devices = one_device(fz.Plan())
+        folder = tmp_path_factory.mktemp("initial") / "state"
+        fz.save(folder, fz.init(model(num), TX, plan, rng=0, devices=devices), plan)
+        return folder
+
+    return saved
+
+
+def trained(made, plan, folder, devices):
+    """The state after a step from a file's, with the loss and the gradients' norm."""
+    state = fz.restore(folder, made, TX, plan, devices=devices)
     state, metrics = fz.train_step(made, TX, plan, devices=devices)(state, batch())
     return state, (float(metrics["loss"]), float(metrics["grad_norm"]))
 
 
 @functools.cache
-def alone(clip_norm, num):
-    plan = fz.Plan(zero=0, data=1, clip_norm=clip_norm)
-    state, numbers = trained(model(num), plan, jax.devices()[:1])
+def alone(clip_norm, num, folder):
+    plan, devices = one_device(fz.Plan(clip_norm=clip_norm))
+    state, numbers = trained(model(num), plan, folder, devices)
     return numbers, jax.device_get((state.params, state.opt_state))
 
 
-def check(seed, tmp_path):
+def check(seed, initial, tmp_path=None):
     plan = draw(seed)
     num = EXPERTS if plan.expert > 1 else 0
     made, further = model(num), plan.tensor * plan.context * plan.expert
     devices = jax.devices()[: plan.pipe * plan.data * plan.replica * further]
-    state, numbers = trained(made, plan, devices)
-    wanted, arrays = alone(plan.clip_norm, num)
+    state, numbers = trained(made, plan, initial(num), devices)
+    wanted, arrays = alone(plan.clip_norm, num, initial(num))
     # Sums over a divided dim, and softmaxes of parts, round in another order.
     np.testing.assert_allclose(numbers, wanted, rtol=1e-5, err_msg=str(plan))
-    # What is written is what is read on one device, to the bit.
-    fz.save(tmp_path / "state", state, plan)
-    one = fz.Plan(zero=0, data=1, clip_norm=plan.clip_norm)
-    read = fz.restore(tmp_path / "state", made, TX, one, devices=jax.devices()[:1])
+    # What moves to one device, or is written and read there, is what there was, to the bit.
     whole = jax.device_get(fz.logical(made, state, plan))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(read.params), whole)
+    one, first = one_device(plan)
+    if tmp_path is not None:
+        fz.save(tmp_path / "state", state, plan)
+        found = fz.restore(tmp_path / "state", made, TX, one, devices=first)
+    else:
+        found = fz.replan(state, made, TX, plan, one, devices=first)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found.params), whole)
     # Adam's first step is as long as its rate, whatever the gradient: moments are compared, too.
-    found = jax.device_get((read.params, read.opt_state))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-6, err_msg=str(plan))
-    jax.tree.map(close, found, arrays)
+    jax.tree.map(close, jax.device_get((found.params, found.opt_state)), arrays)
 
 
-@pytest.mark.parametrize("seed", some(range(10), *(set(range(10)) - {5, 6})))
-def test_a_drawn_plan_trains_as_one_device(seed, tmp_path):
-    check(seed, tmp_path)
+# Of the three CPU seconds that a plan takes most is compilation: ten take 30; others, a night.
+@pytest.mark.parametrize("seed", range(10))
+def test_a_drawn_plan_trains_as_one_device(seed, initial):
+    check(seed, initial)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10, 500))
+<<<<<<< HEAD
 def test_many_drawn_plans_train_as_one_device(seed, tmp_path):
     check(seed, tmp_path)
 
@@ -155,3 +178,7 @@ def test_drawn_plans_in_fp16_train_as_one_device_where_none_overflows(seed):
     assert float(state.loss_scale.skipped) == float(alone.loss_scale.skipped) == 0
     # A float16 has 11 bits, and sums of its products round in another order.
     np.testing.assert_allclose(found, wanted, rtol=2e-3, err_msg=str(plan))
+=======
+def test_many_drawn_plans_train_as_one_device(seed, initial, tmp_path):
+    check(seed, initial, tmp_path)
+>>>>>>> 80945bb (Axes: sequence parallelism, chosen by the plan where tokens are many; drawn plans cost a third; Mixtral 8x22B in the benchmarks)
