@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import signal
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,7 +30,7 @@ QUICK = (
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
     "--xla_cpu_parallel_codegen_split_count=1"
 )
-VERDICTS = ("right", "refused", "wrong", "failed")
+VERDICTS = ("right", "refused", "wrong", "failed")  # the best first
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,18 @@ class Row:
     name: str
     verdict: str
     why: str = ""
+
+
+def worse(new: str, old: str) -> bool:
+    """Whether a verdict is worse than one that was kept. What is no entry any more is, too."""
+    return new not in VERDICTS or VERDICTS.index(new) > VERDICTS.index(old)
+
+
+def write(path: Path, rows: Any) -> None:
+    """Writes a table; one that is read or killed meanwhile finds the old one or the new one."""
+    made = path.with_suffix(".new")
+    made.write_text(json.dumps(rows, indent=0, sort_keys=True) + "\n")
+    made.replace(path)
 
 
 class Wrong(Exception):
@@ -279,6 +293,7 @@ def _line(error: Exception) -> str:
 
 def reason(text: str) -> str:
     """A message in one line, without the places of this machine."""
+    text = re.sub(r"\n\s+at: [^\n]*", "", text)  # the place
     text = " ".join(text.split()).split(" at: ")[0].split(", please report")[0]
     text = re.sub(r' \("/[^"]*", line \d+.*?\)(?=: |$)', "", text)
     return re.sub(r'"/[^"]*"(:\d+)?', "its source", text)[:300]

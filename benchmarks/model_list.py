@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 4, "n_groups": 1},
     "rwkv": {"num_hidden_layers": 2},
 }  # fmt: skip
-_FIRST = 70
 # The ones that are tried, the best known first; without those that take images beside text.
 _KINDS = """
 llama qwen3 gpt2 bert t5 vit mistral gemma mixtral gpt_neox deepseek_v3 qwen2_moe phi3 roberta
@@ -493,8 +493,15 @@ def entries() -> list[tuple[str, Builder]]:
             found += library()
         except (ImportError, OSError) as error:
             print(f"left out: {library.__name__}: {error}", file=sys.stderr)
-    # The best known first: a run may be cut short.
-    return found[:_FIRST] + found[len(_KINDS) :] + found[_FIRST : len(_KINDS)]
+    # A run may be cut short: it then has as large a part of each library, the best known first.
+    size = Counter(name.split("/")[0] for name, _ in found)
+    seen: Counter[str] = Counter()
+    place: dict[str, float] = {}
+    for name, _ in found:
+        library_name = name.split("/")[0]
+        place[name] = seen[library_name] / size[library_name]
+        seen[library_name] += 1
+    return sorted(found, key=lambda entry: place[entry[0]])
 
 
 def _names_of_torchvision() -> None:

@@ -16,8 +16,8 @@ within that of what PyTorch gives in float64; or if they are as near to that as 
 float32 (twice its error at most: both are roundings). In bfloat16 the error against float32 is at
 most 1.1 times that of PyTorch's own module in bfloat16, and a rounding of the result.
 
-What PyTorch itself cannot run from a tiny config is no entry. `--check N` runs every Nth right
-entry again and fails if one is right no more.
+What PyTorch itself cannot run from a tiny config is no entry. `--check N` runs every Nth row again
+and fails if one turned worse.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import json
 import os
 import re
@@ -34,7 +35,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).parent))
 import model_list
-from beside import QUICK, VERDICTS, Wrong, verdict
+from beside import QUICK, VERDICTS, Wrong, verdict, worse, write
 
 import torch_bridge as tb
 
@@ -172,7 +173,9 @@ def ours(
     return Side(out, [], converted.by_name(gradients), converted.by_name(buffers))
 
 
-def compare(what: str, got: Any, want: Any, exact: Any, tolerance: float, scale: float) -> None:
+def compare(
+    what: str, got: Any, want: Any, exact: Callable[[], Any], tolerance: float, scale: float
+) -> None:
     """Raises `Wrong` unless two arrays agree as the head of this file says."""
     got = np.asarray(got)
     if got.shape != want.shape:
@@ -192,7 +195,8 @@ def compare(what: str, got: Any, want: Any, exact: Any, tolerance: float, scale:
     near = gap(got, want)
     if near <= tolerance:
         return
-    if exact is None or gap(got, exact) > max(tolerance, 2 * gap(want, exact)):
+    truth = exact()
+    if truth is None or gap(got, truth) > max(tolerance, 2 * gap(want, truth)):
         raise Wrong(f"{what}: off by {near:.1e}")
 
 
@@ -203,18 +207,23 @@ def check_mode(converted: tb.Converted, module: Any, inputs: Any, train: bool) -
     mode = "train" if train else "eval"
     if len(got.outputs) != len(want.outputs):
         raise Wrong(f"{mode}: {len(got.outputs)} outputs, torch {len(want.outputs)}")
-    try:
-        exact = theirs(module, inputs, train, torch.float64)
-    except Exception:  # some have no float64
-        exact = Side([None] * len(want.outputs), [], {}, {})
-    for i, (g, w, e) in enumerate(zip(got.outputs, want.outputs, exact.outputs, strict=True)):
-        compare(f"{mode}: output {i}", g, w, e, VALUES, 0.0)
+
+    @functools.cache
+    def exact() -> Side:
+        try:
+            return theirs(module, inputs, train, torch.float64)
+        except Exception:  # some have no float64
+            return Side([None] * len(want.outputs), [], {}, {})
+
+    for i, (g, w) in enumerate(zip(got.outputs, want.outputs, strict=True)):
+        compare(f"{mode}: output {i}", g, w, lambda i=i: exact().outputs[i], VALUES, 0.0)
     largest = max((float(np.abs(w).max()) for w in want.gradients.values() if w.size), default=0.0)
     for name, g in got.gradients.items():
-        w, e = want.gradients[name], exact.gradients.get(name)
+        w, e = want.gradients[name], lambda name=name: exact().gradients.get(name)
         compare(f"gradient of {name}", g, w, e, GRADIENTS, NEGLIGIBLE * largest)
     for name, g in got.buffers.items() if train else ():
-        compare(f"buffer {name}", g, want.buffers[name], exact.buffers.get(name), VALUES, 0.0)
+        w, e = want.buffers[name], lambda name=name: exact().buffers.get(name)
+        compare(f"buffer {name}", g, w, e, VALUES, 0.0)
 
 
 def check_bfloat16(converted: tb.Converted, module: Any, inputs: Any) -> str:
@@ -361,7 +370,7 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="a regular expression of names")
     parser.add_argument("--missing", action="store_true", help="only entries without a row")
-    parser.add_argument("--check", type=int, help="every Nth right entry must be right again")
+    parser.add_argument("--check", type=int, help="every Nth row may not have turned worse")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -374,8 +383,7 @@ def main() -> None:
     if options.missing:
         names = [name for name in names if name not in rows]
     if options.check:
-        names = [name for name in names if rows.get(name, {}).get("verdict") == "right"]
-        names = names[:: options.check]
+        names = [n for n in names if rows.get(n, {}).get("verdict") in VERDICTS][:: options.check]
     worker, found = Worker(), {}
     for name in names:
         found[name] = worker.check(name)
@@ -383,13 +391,14 @@ def main() -> None:
             print(f"{found[name]['verdict']:8} {name}: {found[name]['why'][:200]}", flush=True)
         if not options.check:
             rows[name] = found[name]
-            options.json.write_text(json.dumps(rows, indent=0, sort_keys=True) + "\n")
+            write(options.json, rows)
     worker.close()
     print(Counter(row["verdict"] for row in found.values()))
-    if options.table:
+    if options.table and not options.check:
         options.table.write_text(markdown(rows))
-    if options.check and any(row["verdict"] != "right" for row in found.values()):
-        sys.exit(1)
+    turned = [n for n in found if options.check and worse(found[n]["verdict"], rows[n]["verdict"])]
+    if turned:
+        sys.exit(f"turned worse: {', '.join(turned)}")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ PyTorch's. An entry is
 - `wrong`: a value, a shape, a dtype or a gradient differs;
 - `failed`: some other exception.
 
-The JSON has one row an entry and dtype. Rows of entries that are not run are kept, so that a run
-can be done in pieces. Without `--dtype` all three are run. `--check` runs what is right there,
-writes nothing, and fails if an entry is right no more.
+The JSON has one row an entry and dtype, with the number of samples (of each mode, for modules).
+Rows of entries that are not run are kept, so that a run can be done in pieces. Without `--dtype`
+all three are run. `--check` runs what has a row, writes nothing, and fails if one turned worse.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,11 @@ from torch.utils import _pytree as pytree
 
 
 sys.path.insert(0, str(Path(__file__).parent))
-from beside import QUICK, RTOL, VERDICTS, Row, Sample, check, verdict
+from beside import QUICK, RTOL, VERDICTS, Sample, check, verdict, worse, write
 
 
 DTYPES = ("float32", "int64", "bfloat16")
+SAMPLES = 3
 # An entry whose conversion takes longer has no finite graph.
 SECONDS = 120
 # Random by themselves: only shapes and dtypes can agree.
@@ -52,7 +54,8 @@ RANDOM = re.compile(
 # Which of several equal values is named is left open: what stands there is compared.
 ANY_OF_EQUALS = ("topk", "kthvalue")
 Entry = tuple[str, Callable[[], None]]
-Rows = dict[str, dict[str, list[str]]]
+# By dtype and name: the verdict, why, and how many samples were run.
+Rows = dict[str, dict[str, list[Any]]]
 
 
 class Called(torch.nn.Module):
@@ -164,13 +167,17 @@ def markdown(rows: Rows) -> str:
         "`refused` means that `tb.convert` raises ConversionError with the reason given here.",
     ]
     for dtype, found in ((dtype, rows[dtype]) for dtype in DTYPES if dtype in rows):
-        counts = Counter(kind for kind, _ in found.values())
+        counts = Counter(kind for kind, *_ in found.values())
         summary = ", ".join(f"{counts[kind]} {kind}" for kind in VERDICTS)
         lines += ["", f"## {dtype}: {len(found)} entries, {summary}", ""]
+        fewer = Counter(samples for _, _, samples in found.values() if samples < SAMPLES)
+        if fewer:
+            parts = [f"{fewer[n]} of them with {n}" for n in sorted(fewer, reverse=True)]
+            lines += [f"Samples an entry: {SAMPLES}, {', '.join(parts)}.", ""]
         rest = {name: row for name, row in sorted(found.items()) if row[0] != "right"}
         if rest:
             lines += ["| entry | verdict | why |", "|---|---|---|"]
-        for name, (kind, why) in rest.items():
+        for name, (kind, why, _) in rest.items():
             short = why.split(" at: ")[0].replace("|", "\\|")
             lines.append(f"| {name} | {kind} | {short} |")
     return "\n".join(lines) + "\n"
@@ -182,11 +189,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="a regular expression of names")
-    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--dtype", choices=DTYPES, help="one only")
     parser.add_argument("--part", default="0/1", help="I/N: every Nth entry from the Ith")
     parser.add_argument("--missing", action="store_true", help="only entries without a row")
-    parser.add_argument("--check", action="store_true", help="what is right must be right again")
+    parser.add_argument("--check", action="store_true", help="no row may have turned worse")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
@@ -194,42 +201,49 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     known = options.json is not None and options.json.exists()
     rows: Rows = json.loads(options.json.read_text()) if known else {}
-    done: list[Row] = []
+    counts: Counter[str] = Counter()
+    turned: list[str] = []
     for dtype in [options.dtype] if options.dtype else DTYPES:
-        done += run(rows.setdefault(dtype, {}), dtype, options, lambda: save(rows, options))
-    print(Counter(row.verdict for row in done))
-    save(rows, options)
+        found = rows.setdefault(dtype, {})
+        made = run(dict(found), dtype, options, partial(save, rows, dtype, options))
+        counts.update(row[0] for row in made.values())
+        turned += [name for name in made if name in found and worse(made[name][0], found[name][0])]
+        found |= made
+    print(counts)
     if options.table and not options.check:
         options.table.write_text(markdown(rows))
-    if options.check and any(row.verdict != "right" for row in done):
-        sys.exit(1)
+    if options.check and turned:
+        sys.exit(f"turned worse: {', '.join(turned)}")
 
 
 def run(
-    found: dict[str, list[str]], dtype: str, options: argparse.Namespace, save: Callable[[], None]
-) -> list[Row]:
-    """Runs the chosen entries of a dtype; `found` takes their rows."""
+    known: Mapping[str, list[Any]],
+    dtype: str,
+    options: argparse.Namespace,
+    save: Callable[[dict[str, list[Any]]], None],
+) -> dict[str, list[Any]]:
+    """The rows of the chosen entries of a dtype; `save` is given those so far, after each."""
     first, step = (int(n) for n in options.part.split("/"))
-    done: list[Row] = []
+    done: dict[str, list[Any]] = {}
     for name, entry in entries(dtype, options.samples)[first::step]:
-        known = found.get(name)
-        wanted = known is not None and known[0] == "right" if options.check else (
-            known is None or not options.missing)  # fmt: skip
-        if not wanted or not re.search(options.only, name):
+        skipped = name not in known if options.check else options.missing and name in known
+        if skipped or not re.search(options.only, name):
             continue
         row = verdict(name, entry, SECONDS)
-        done.append(row)
-        found[name] = [row.verdict, row.why]
+        done[name] = [row.verdict, row.why, options.samples]
         if row.verdict != "right":
             print(f"{row.verdict:8} {dtype} {name}: {row.why[:200]}", flush=True)
-        save()
+        save(done)
     return done
 
 
-def save(rows: Rows, options: argparse.Namespace) -> None:
-    """Writes the rows, unless they are only checked."""
+def save(
+    rows: Rows, dtype: str, options: argparse.Namespace, done: Mapping[str, list[Any]]
+) -> None:
+    """Writes all rows with those of a dtype that are done, unless they are only checked."""
     if options.json and not options.check:
-        options.json.write_text(json.dumps(rows, indent=0, sort_keys=True) + "\n")
+        merged = {**rows, dtype: {**rows[dtype], **done}}
+        write(options.json, merged)
 
 
 if __name__ == "__main__":

@@ -60,12 +60,36 @@ class Forces(torch.nn.Module):
         return energy, -slope, bend
 
 
+class Functional(torch.nn.Module):
+    """torch.func: gradients of functions that also read what they are differentiated by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+
+    def energy(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(torch.tanh(self.inner(x))).sum()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        # The x of the closure is a constant of the inner function, not of the outer one.
+        closed, value = torch.func.grad_and_value(lambda y: (y * x.detach() * x).sum())(x)
+        each = torch.vmap(torch.func.grad(self.energy))(x)
+        both = torch.func.grad(lambda a, b: (a["x"] * b**2).sum(), argnums=(0, -1))({"x": x}, x + 1)
+        twice = torch.func.grad(lambda y: torch.func.grad(self.energy)(y).pow(2).sum())(x)
+        out, pull = torch.func.vjp(lambda y: torch.tanh(self.inner(y)), x)
+        rows = torch.func.jacrev(lambda y: self.inner(y).sin())(x[0])
+        with torch.no_grad():
+            fixed = torch.func.grad(self.energy)(x)
+        found = (closed, value, each, both[0]["x"], both[1], twice, pull(out)[0], rows)
+        return (*found, fixed * self.energy(x))
+
+
 def leaves(out: Any) -> list[Any]:
     return list(out) if isinstance(out, list | tuple) else [out]
 
 
 @pytest.mark.parametrize(
-    "kind", [Chosen, Scanned, pytest.param(Mapped, marks=pytest.mark.nightly), Forces]
+    "kind", [Chosen, Scanned, pytest.param(Mapped, marks=pytest.mark.nightly), Forces, Functional]
 )
 def test_values_and_gradients_are_pytorchs(kind: type[torch.nn.Module]) -> None:
     torch.manual_seed(0)
@@ -132,8 +156,31 @@ class Unused(torch.nn.Module):
         return torch.autograd.grad(x.sum(), x, allow_unused=True)[0]
 
 
+class Shared(Functional):
+    def forward(self, x: torch.Tensor) -> Any:
+        by = torch.func.grad(lambda weight, row: (weight * row).sum() ** 2)
+        return torch.vmap(by, (None, 0))(x[0], x)
+
+
+class Columns(Functional):
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.func.hessian(self.energy)(x[0])
+
+
+class NotOneNumber(Functional):
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.func.grad(self.inner)(x)
+
+
 @pytest.mark.parametrize(
-    ("kind", "said"), [(Dropped, r"random numbers inside torch.cond"), (Unused, r"allow_unused")]
+    ("kind", "said"),
+    [
+        (Dropped, r"random numbers inside torch.cond"),
+        (Unused, r"allow_unused"),
+        (Shared, r"torch\.func\.grad under torch\.vmap.*expand"),
+        (Columns, r"torch\.func\.jacfwd.*jacrev"),
+        (NotOneNumber, r"torch\.func\.grad.*one number.*vjp"),
+    ],
 )
 def test_what_has_no_form_is_refused(kind: type[torch.nn.Module], said: str) -> None:
     with pytest.raises(ConversionError, match=said):

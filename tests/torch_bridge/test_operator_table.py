@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from torch_bridge.lower import registry
 
 
 ROOT = Path(__file__).parents[2]
@@ -25,16 +30,58 @@ PARTS, STEP = 6, {"float32": 6, "int64": 18, "bfloat16": 18}
 @pytest.mark.parametrize("dtype", list(STEP))
 def test_no_entry_turned_worse(dtype: str, part: int) -> None:
     stored = json.loads(TABLE.read_text())[dtype]
-    right = sorted(name for name, (verdict, _) in stored.items() if verdict == "right")
-    chosen = set(right[:: STEP[dtype]][part::PARTS])
+    chosen = set(sorted(stored)[:: STEP[dtype]][part::PARTS])
     found = {
         name: beside.verdict(name, run, operators.SECONDS)
         for name, run in operators.entries(dtype, 1)
         if name in chosen
     }
     assert set(found) == chosen, "PyTorch's databases have other names: make operators"
-    worse = {name: row.why for name, row in found.items() if row.verdict != "right"}
+    worse = [row for name, row in found.items() if beside.worse(row.verdict, stored[name][0])]
     assert not worse
+
+
+@pytest.mark.parametrize(
+    "name", ["nn.PReLU", "linalg.eig", "linalg.eigvals", "max_pool2d_with_indices_backward"]
+)
+def test_entries_that_were_not_right_are(name: str) -> None:
+    entry = dict(operators.entries("float32", 3))[name]
+    assert beside.verdict(name, entry, operators.SECONDS) == beside.Row(name, "right")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("equal", r"torch\.isclose"),
+        ("resize_as_", r"reshape"),
+        ("to_sparse", r"index_add"),
+        ("geqrf", r"torch\.linalg\.qr"),
+        ("hash_tensor", r"outside of the model"),
+        ("unique", r"neighbours"),
+        ("nonzero", r"torch\.where"),
+        ("jiterator_unary", r"torch's operators"),
+    ],
+)
+def test_a_refusal_says_what_to_do(name: str, remedy: str) -> None:
+    row = beside.verdict(name, dict(operators.entries("float32", 1))[name], operators.SECONDS)
+    assert row.verdict == "refused"
+    assert re.search(remedy, row.why), row.why
+
+
+def test_a_check_fails_where_a_row_turned_worse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "operators.json"
+    kept.write_text(json.dumps({"int64": {"abs": ["right", "", 1], "neg": ["right", "", 1]}}))
+    arguments = ["--check", "--dtype", "int64", "--samples", "1", "--json", str(kept)]
+    monkeypatch.setattr(sys, "argv", ["operators.py", *arguments, "--only", "^(abs|neg)$"])
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    operators.main()
+    lowering = registry._TABLE["aten.neg.default"]
+    monkeypatch.setitem(registry._TABLE, "aten.neg.default", replace(lowering, fn=lambda x: x))
+    with pytest.raises(SystemExit, match=r"turned worse: neg$"):
+        operators.main()
+    assert json.loads(kept.read_text())["int64"]["neg"][0] == "right"
 
 
 def test_nothing_in_the_table_is_wrong() -> None:
@@ -46,3 +93,10 @@ def test_nothing_in_the_table_is_wrong() -> None:
     refused = {name for (_, name), row in rows.items() if row[0] == "refused"}
     assert len(refused) <= 40
     assert all(row[1] for row in rows.values() if row[0] == "refused")
+    told = (
+        r"[Uu]se |[Cc]all |[Cc]ompute |[Gg]ive |[Kk]eep|[Ss]ort|[Ww]rite|convert |is torch\.where"
+    )
+    told += r"|has |counts|Say |Compare |Make |make |gives|detach|take it|float32"
+    assert all(re.search(told, row[1]) for row in rows.values() if row[0] == "refused")
+    # A verdict, a reason, and how many samples were run.
+    assert all(len(row) == 3 for row in rows.values())

@@ -27,11 +27,13 @@ from torch_bridge.export.hooks import watch_gradients
 from torch_bridge.export.in_place import remove_hidden_aliases, replace_fresh_writes
 from torch_bridge.export.nameless import refuse_nameless
 from torch_bridge.export.no_grad import inline_no_grad
+from torch_bridge.export.remedies import remedy_of_trace
 from torch_bridge.export.shapes import same_rules
 from torch_bridge.export.slices import tidy_slices
 from torch_bridge.export.stand_ins import stand_ins
 from torch_bridge.export.watch import (
     PythonState,
+    failing_call,
     failing_place,
     first_difference,
     refuse_python_random,
@@ -334,10 +336,5 @@ def _explain(error: Exception, mode: str, module: torch.nn.Module) -> str:
     cause = lines[0] if lines else type(error).__name__
     place = failing_place(error, module)
     where = f"\n  in {place[0]} at: {place[1]}" if place else ""
-    hint = ""
-    if "item()" in str(error) or "data-dependent" in str(error).lower():
-        hint = (
-            "\n  Control flow and sizes must not depend on tensor values (use torch.where, or a "
-            "size that is known before)."
-        )
-    return f"torch.export cannot trace the {mode} forward: {cause}{where}{hint}"
+    hint = remedy_of_trace(str(error), failing_call(error))
+    return f"torch.export cannot trace the {mode} forward: {cause} {hint}".rstrip() + where

@@ -15,6 +15,7 @@ from fzero.errors import ConversionError
 from torch_bridge.export.mixtures import with_mixtures
 from torch_bridge.export.places import module_path, source_line
 from torch_bridge.export.ranges import Ranges
+from torch_bridge.export.remedies import remedy_of_missing, remedy_of_values
 from torch_bridge.export.shapes import unbacked
 from torch_bridge.export.slopes import SLOPES, slopes
 from torch_bridge.lower import find_lowering, register_operator
@@ -164,11 +165,12 @@ def refuse_missing(found: Sequence[Mapping[str, frozenset[str]]]) -> None:
         for name, paths in operators.items():
             merged.setdefault(name, set()).update(paths)
     if merged:
-        lines = [f"  {name}  in {', '.join(sorted(merged[name]))}" for name in sorted(merged)]
+        lines = [
+            f"  {name}  in {', '.join(sorted(merged[name]))}. {remedy_of_missing(name)}"
+            for name in sorted(merged)
+        ]
         raise ConversionError(
-            f"{len(merged)} operator(s) have no JAX lowering:\n" + "\n".join(lines) + "\n"
-            "Write these modules with other operators, or add each with "
-            "torch_bridge.register_operator(name)."
+            f"{len(merged)} operator(s) have no JAX lowering:\n" + "\n".join(lines)
         )
 
 
@@ -182,9 +184,8 @@ def refuse_data_dependent(program: torch.export.ExportedProgram) -> None:
         if node.op == "call_function" and unbacked(node.meta.get("val")):
             raise ConversionError(
                 f"{node.target} in {module_path(node)} has a size or number that depends on "
-                f"tensor values, which XLA cannot compile.\n  at: {source_line(node)}\n  Use "
-                "torch.where or a mask of fixed size instead of boolean indexing, nonzero or "
-                ".item()."
+                f"tensor values, which XLA cannot compile. {remedy_of_values(str(node.target))}"
+                f"\n  at: {source_line(node)}"
             )
 
 

@@ -1,18 +1,25 @@
-"""`torch.autograd.grad` in a forward (forces of an energy): one operator, which JAX differentiates.
+"""`torch.autograd.grad` and `torch.func.grad` in a forward: one operator, which JAX differentiates.
 
 torch.export records what a forward computes, not what autograd does. While a module is exported the
-call is one operator of this package; when the graph runs, the steps before it are differentiated
-with respect to the values that it names.
+call (forces of an energy, say) is one operator of this package; when the graph runs, the steps
+before it are differentiated with respect to the values that it names.
+
+`torch.func.grad(f)(x)` names a copy of `x` that only `f` is given, since what `f` reads of `x` by
+itself is a constant to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
+from torch._functorch import eager_transforms
+from torch.utils import _pytree as pytree
 
 from fzero.errors import ConversionError
 
@@ -37,6 +44,46 @@ _LIBRARY.impl("slopes", _shapes, "CompositeExplicitAutograd")
 torch.library.register_fake("torch_bridge::slopes", _shapes, lib=_LIBRARY)
 
 
+def _mapped(
+    info: Any, dims: Any, outputs: Any, inputs: Any, seeds: Any, further: bool
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Under `torch.vmap`: all rows at once where each has inputs of its own, else row by row."""
+    of_outputs, of_inputs, of_seeds, _ = dims
+    rows = range(info.batch_size)
+    if all(d is None for d in (*of_outputs, *of_inputs)):
+        found = [
+            torch.ops.torch_bridge.slopes(outputs, inputs, _row(seeds, of_seeds, i), further)
+            for i in rows
+        ]
+        return [torch.stack(each) for each in zip(*found, strict=True)], [0] * len(inputs)
+    if any(d is None for d in of_inputs):
+        raise ConversionError(
+            "torch.func.grad under torch.vmap in the forward: with respect to a value that all"
+            " rows share. Expand it first, x.expand(rows, *x.shape), and map over it, too."
+        )
+    pairs = zip(outputs, of_outputs, seeds, of_seeds, strict=True)
+    # No row's output depends on another row's input: the gradient of the sum is each row's own.
+    whole = [(x, _rows(seed, at, x, d, info.batch_size)) for x, d, seed, at in pairs]
+    found = torch.ops.torch_bridge.slopes(
+        [x for x, _ in whole], inputs, [seed for _, seed in whole], further
+    )
+    return found, list(of_inputs)
+
+
+def _row(values: Any, dims: Any, i: int) -> list[torch.Tensor]:
+    return [x if d is None else x.select(d, i) for x, d in zip(values, dims, strict=True)]
+
+
+def _rows(seed: torch.Tensor, at: int | None, x: torch.Tensor, d: int | None, rows: int) -> Any:
+    """A seed with the rows of its output where the output has them."""
+    if d is None:  # the same output in each row: it is counted once for each
+        return seed * rows if at is None else seed.sum(at)
+    return seed.unsqueeze(d).expand_as(x) if at is None else seed.movedim(at, d)
+
+
+torch.library.register_vmap("torch_bridge::slopes", _mapped, lib=_LIBRARY)
+
+
 def record_grad(
     outputs: Any,
     inputs: Any,
@@ -53,7 +100,8 @@ def record_grad(
     if is_grads_batched or (allow_unused and not materialize_grads):
         raise ConversionError(
             "torch.autograd.grad in the forward: is_grads_batched is not converted, and"
-            " allow_unused only with materialize_grads=True (zeros, not None)"
+            " allow_unused only with materialize_grads=True (zeros, not None). Of several outputs"
+            " or in place of torch.autograd.functional: torch.func.vjp, jacrev"
         )
     if any(x.is_complex() for x in (*outs, *ins)):
         raise ConversionError(
@@ -65,6 +113,106 @@ def record_grad(
         torch.ones_like(x) if seed is None else seed for x, seed in zip(outs, seeds, strict=True)
     ]
     return tuple(torch.ops.torch_bridge.slopes(outs, ins, given, bool(create_graph)))
+
+
+@contextlib.contextmanager
+def functional_gradients() -> Iterator[None]:
+    """While a module is exported: `torch.func.grad` and `vjp` are recorded."""
+    kept = {name: getattr(eager_transforms, name) for name in _FUNCTIONAL}
+    exporting = threading.get_ident()
+
+    def here(name: str) -> Callable[..., Any]:
+        def either(*args: Any, **kwargs: Any) -> Any:
+            mine = threading.get_ident() == exporting  # another thread's are its own
+            return (_FUNCTIONAL if mine else kept)[name](*args, **kwargs)
+
+        return either
+
+    for name in _FUNCTIONAL:
+        setattr(eager_transforms, name, here(name))
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(eager_transforms, name, function)
+
+
+def _grad_and_value(
+    func: Callable[..., Any], argnums: Any, has_aux: bool, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """What stands for `torch.func.grad_and_value(func, argnums, has_aux)(*args, **kwargs)`."""
+    args, chosen = _own_copies(args, argnums)
+    with torch.enable_grad():
+        given = func(*args, **kwargs)
+        out = given[0] if has_aux else given
+        if not isinstance(out, torch.Tensor) or out.ndim:
+            raise ConversionError(
+                "torch.func.grad in the forward: of a function that gives one number, got"
+                f" {tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__};"
+                " use torch.func.vjp or jacrev"
+            )
+    leaves, spec = pytree.tree_flatten(chosen)
+    found = record_grad(out, leaves, create_graph=torch.is_grad_enabled())
+    return pytree.tree_unflatten(list(found), spec), _outward(given)
+
+
+def _vjp(
+    func: Callable[..., Any], *primals: Any, argnums: Any = None, has_aux: bool = False
+) -> tuple[Any, ...]:
+    """What stands for `torch.func.vjp(func, *primals)`."""
+    primals, chosen = _own_copies(
+        primals, tuple(range(len(primals))) if argnums is None else argnums
+    )
+    with torch.enable_grad():
+        given = func(*primals)
+    out, aux = given if has_aux else (given, None)
+    leaves, spec = pytree.tree_flatten(chosen)
+
+    def pull(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
+        further = torch.is_grad_enabled() if create_graph is None else create_graph
+        seeds = pytree.tree_leaves(cotangents)
+        found = record_grad(pytree.tree_leaves(out), leaves, seeds, create_graph=further)
+        return pytree.tree_unflatten(list(found), spec)
+
+    return (_outward(out), pull, _outward(aux)) if has_aux else (_outward(out), pull)
+
+
+_jvp = eager_transforms._jvp_with_argnums
+
+
+def _jvp_but_of_columns(*args: Any, argnums: Any = None, **kwargs: Any) -> Any:
+    """`torch.func.jvp` is traced as it is; `jacfwd`, which alone says `argnums`, has no trace."""
+    if argnums is not None:
+        raise ConversionError(
+            "torch.func.jacfwd (or hessian) in the forward is not converted: torch.func.jacrev has"
+            " the same values, and jacrev(jacrev(f)) is the hessian"
+        )
+    return _jvp(*args, **kwargs)
+
+
+_FUNCTIONAL: dict[str, Callable[..., Any]] = {
+    "grad_and_value_impl": _grad_and_value,
+    "_vjp_with_argnums": _vjp,
+    "_jvp_with_argnums": _jvp_but_of_columns,
+}
+
+
+def _outward(given: Any) -> Any:
+    """What a function gave, without gradient if `no_grad` stands around the whole."""
+    return (
+        given
+        if torch.is_grad_enabled()
+        else pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, given)
+    )
+
+
+def _own_copies(args: Sequence[Any], argnums: Any) -> tuple[tuple[Any, ...], Any]:
+    """The arguments, those of `argnums` as copies; and these alone."""
+    copied, places = list(args), (argnums,) if isinstance(argnums, int) else argnums
+    for i in places:
+        copied[i] = pytree.tree_map(torch.clone, copied[i])
+    chosen = tuple(copied[i] for i in places)
+    return tuple(copied), chosen[0] if isinstance(argnums, int) else chosen
 
 
 def _listed(value: Any) -> list[Any]:

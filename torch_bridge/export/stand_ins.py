@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.errors import ConversionError
 from torch_bridge.export.experts import experts_stand_ins
-from torch_bridge.export.slopes import record_grad
+from torch_bridge.export.slopes import functional_gradients, record_grad
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")
@@ -65,7 +65,7 @@ def stand_ins() -> Iterator[None]:
     # Inference's own kernel, which takes ragged tensors where there is padding.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with _Mode(), experts_stand_ins():
+        with _Mode(), experts_stand_ins(), functional_gradients():
             yield
     finally:
         _BatchNorm.forward = forward  # type: ignore[method-assign]
@@ -129,6 +129,13 @@ def _linear_cross_entropy(
 @_instead_of(torch.take, torch.Tensor.take)
 def _take(input: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return input.reshape(-1)[index.reshape(-1)].reshape(index.shape)
+
+
+@_instead_of(torch.resize_as_, torch.Tensor.resize_as_)
+def _resize_as_(input: torch.Tensor, the_template: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    if input.shape == the_template.shape:  # nothing changes, of which torch.export has no trace
+        return input
+    return torch.ops.aten.resize_as_(input, the_template, **kwargs)
 
 
 @_instead_of(torch.as_strided, torch.Tensor.as_strided)

@@ -292,6 +292,15 @@ def failing_place(error: BaseException, module: torch.nn.Module) -> tuple[str, s
     return found
 
 
+def failing_call(error: BaseException) -> str | None:
+    """The name of the function of PyTorch that a forward called when it failed, or None."""
+    name: str | None = None
+    for frame, _ in _frames(error):
+        if frame.f_code.co_name == "__torch_function__":
+            name = getattr(frame.f_locals.get("func"), "__name__", name)
+    return name
+
+
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
     """All frames of an error and of those it came from, the outermost first."""
     chain: list[BaseException] = []

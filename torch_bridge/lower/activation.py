@@ -102,7 +102,7 @@ def celu(x: jax.Array, alpha: Any = 1) -> jax.Array:
 
 @register_operator("aten.prelu.default", "aten._prelu_kernel.default")
 def prelu(x: jax.Array, weight: Any) -> jax.Array:
-    slope = weight
+    slope = jnp.reshape(weight, ()) if weight.size == 1 else weight  # x may have no dims
     if weight.size > 1 and weight.ndim == 1 and x.ndim > 1:
         slope = jnp.reshape(weight, (1, -1, *(1,) * (x.ndim - 2)))
     return jnp.where(x > 0, x, x * slope.astype(x.dtype))

@@ -189,6 +189,35 @@ def eigvalsh(x: jax.Array, UPLO: str = "L") -> jax.Array:
     return eigh(x, UPLO)[0]
 
 
+@jax.custom_jvp
+def _eig(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    values, vectors = jax.lax.linalg.eig(x, compute_left_eigenvectors=False)
+    return values, vectors
+
+
+@_eig.defjvp
+def _eig_slopes(primals: Any, tangents: Any) -> Any:
+    """Of vectors of length 1, as PyTorch has them (jax differentiates eigenvalues only)."""
+    (x,), (dx,) = primals, tangents
+    values, vectors = _eig(x)
+    inner = _LA.solve(vectors, dx.astype(vectors.dtype) @ vectors)
+    apart = values[..., None, :] - values[..., :, None]
+    same = jnp.eye(x.shape[-1], dtype=bool)
+    turned = vectors @ jnp.where(same, 0, inner / jnp.where(same, 1, apart))
+    along = jnp.sum(jnp.conj(vectors) * turned, axis=-2, keepdims=True).real
+    return (values, vectors), (jnp.diagonal(inner, axis1=-2, axis2=-1), turned - vectors * along)
+
+
+@register_operator("aten.linalg_eig.default")
+def eig(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _eig(x)
+
+
+@register_operator("aten.linalg_eigvals.default", "aten._linalg_eigvals.default")
+def eigvals(x: jax.Array) -> jax.Array:
+    return _eig(x)[0]
+
+
 @register_operator("aten.linalg_svd.default")
 def svd(
     x: jax.Array, full_matrices: bool = True, *, driver: Any = None

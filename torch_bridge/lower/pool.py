@@ -301,3 +301,16 @@ def _largest(
         jnp.take_along_axis(values, best, axis=axis),
         jnp.take_along_axis(where, best, axis=axis),
     )
+
+
+@register_operator("aten.max_pool2d_with_indices_backward.default")
+def max_pool2d_backward(
+    slope: jax.Array, x: jax.Array, kernel: Any, stride: Any, padding: Any, dilation: Any,
+    ceil_mode: bool, places: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """The gradient of max pooling that a forward works out itself: each where its maximum is."""
+    lead = x.shape[:-2]
+    rows, plane = math.prod(lead), math.prod(x.shape[-2:])
+    where = (jnp.arange(rows)[:, None], jnp.reshape(places, (rows, -1)))
+    summed = jnp.zeros((rows, plane), slope.dtype).at[where].add(jnp.reshape(slope, (rows, -1)))
+    return jnp.reshape(summed, x.shape)

@@ -66,7 +66,8 @@ def roll_blocks(
         return Rolling({}, Names(), Blocks(unrolled=(Unrolled("(root)", "roll=False"),)))
     if any(step.operator == SLOPES for mode in modes.values() for step in mode.graph.instructions):
         reason = (
-            "the forward differentiates itself (torch.autograd.grad): all of it is one function"
+            "the forward differentiates itself (torch.autograd.grad, torch.func.grad): all of it is"
+            " one function"
         )
         return Rolling({}, Names(), Blocks(unrolled=(Unrolled("(root)", reason),)))
     traces = {train: trace(programs[train], modes[train], layout) for train in modes}

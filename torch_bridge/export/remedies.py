@@ -1,0 +1,103 @@
+"""What to write instead of a function of PyTorch that has no form in JAX."""
+
+from __future__ import annotations
+
+import re
+
+
+_OF_FIXED_SIZE = (
+    "Keep the size: torch.where(mask, x, 0) and sums that are divided by mask.sum(), or topk with"
+    " a number that is known before."
+)
+_A_QUESTION = (
+    "Its answer is a Python bool, which a compiled program does not have. Compare element by"
+    " element (torch.isclose, ==), keep the answer as a tensor (.all()), and choose with"
+    " torch.where."
+)
+_BY_REPEATS = (
+    "Sort, and compare neighbours: torch.sort(x).values, then x[1:] != x[:-1] marks the first of"
+    " each value; torch.where keeps the size."
+)
+_DENSE = (
+    "JAX has no sparse layouts: keep the tensor dense, or keep indices and values and compute with"
+    " index_add and gather."
+)
+_IN_PLACE_SIZE = (
+    "An array keeps its size: make another one with reshape, x[:n] or torch.nn.functional.pad."
+)
+_SYMMETRIC = (
+    "torch.linalg.solve, lu_factor and cholesky have one; a symmetric matrix is factorised by"
+    " torch.linalg.eigh, too."
+)
+
+# By names of functions, without their overloads.
+_TABLE: dict[str, str] = {
+    **dict.fromkeys(("allclose", "equal", "is_nonzero"), _A_QUESTION),
+    **dict.fromkeys(("nonzero", "argwhere", "masked_select", "index"), _OF_FIXED_SIZE),
+    "index_put": "x[mask] = y is torch.where(mask, y, x), where y has the size of x.",
+    "index_put_": "x[mask] = y is torch.where(mask, y, x), where y has the size of x.",
+    **dict.fromkeys(("_unique2", "unique_consecutive", "unique_dim"), _BY_REPEATS),
+    "bincount": "F.one_hot(x, n).sum(0) counts n values, known before; of weights: zeros(n)"
+    ".index_add(0, x, weights).",
+    "one_hot": "Say how many classes there are: F.one_hot(x, num_classes=n).",
+    "repeat_interleave": "Say how long the result is: repeat_interleave(x, repeats,"
+    " output_size=n).",
+    "tensor_split": "Give the places as Python numbers: tensor_split(x, [2, 5]).",
+    **dict.fromkeys(("_to_sparse", "to_sparse", "to_sparse_csr"), _DENSE),
+    **dict.fromkeys(("resize_", "resize_as_"), _IN_PLACE_SIZE),
+    "geqrf": "torch.linalg.qr gives both factors.",
+    **dict.fromkeys(("linalg_ldl_factor_ex", "linalg_ldl_factor", "linalg_ldl_solve"), _SYMMETRIC),
+    "hash_tensor": "A hash is of bits, which no gradient needs: take it outside of the model.",
+    "jiterator": "It compiles CUDA while the model runs: write the same with torch's operators.",
+}
+_ANY = "Write it with other operators, or add it with torch_bridge.register_operator(name)."
+_VALUES = (
+    "Sizes and branches must not depend on tensor values: torch.where or a mask of fixed size"
+    " instead of boolean indexing, nonzero or .item(), or a size that is known before."
+)
+
+
+def remedy(function: str) -> str | None:
+    """What to do about a function, or None where nothing is known of it.
+
+    Args:
+        function: its name, with or without a library and an overload: `aten.equal.default`.
+
+    Example:
+        >>> remedy("aten.geqrf.default")
+        'torch.linalg.qr gives both factors.'
+        >>> remedy("mylib.fused.default") is None
+        True
+    """
+    parts = function.split(".")
+    return _TABLE.get(parts[1] if len(parts) > 1 else parts[0])
+
+
+def remedy_of_missing(function: str) -> str:
+    """What to do about an operator without a lowering."""
+    return remedy(function) or _ANY
+
+
+def remedy_of_values(function: str) -> str:
+    """What to do about an operator whose result's size depends on values."""
+    return remedy(function) or _VALUES
+
+
+def remedy_of_trace(text: str, called: str | None) -> str:
+    """What to do where PyTorch could not trace a forward.
+
+    Args:
+        text: what it said.
+        called: the function that the forward called then, if that is known.
+
+    Returns:
+        A sentence; empty where nothing is known.
+    """
+    names = [*re.findall(r"\baten\.\w+", text), *([called] if called else [])]
+    if "jiterator" in text.lower():
+        names.insert(0, "jiterator")
+    for name in names:
+        known = remedy(name)
+        if known is not None:
+            return known
+    return _VALUES if "item()" in text or "data-dependent" in text.lower() else ""
