@@ -53,7 +53,7 @@ def test_entries_that_were_not_right_are(name: str) -> None:
     ("name", "remedy"),
     [
         ("equal", r"torch\.isclose"),
-        ("resize_as_", r"reshape"),
+        ("resize_", r"reshape"),
         ("to_sparse", r"index_add"),
         ("geqrf", r"torch\.linalg\.qr"),
         ("hash_tensor", r"outside of the model"),

@@ -204,8 +204,11 @@ def _eig_slopes(primals: Any, tangents: Any) -> Any:
     apart = values[..., None, :] - values[..., :, None]
     same = jnp.eye(x.shape[-1], dtype=bool)
     turned = vectors @ jnp.where(same, 0, inner / jnp.where(same, 1, apart))
-    along = jnp.sum(jnp.conj(vectors) * turned, axis=-2, keepdims=True).real
-    return (values, vectors), (jnp.diagonal(inner, axis1=-2, axis2=-1), turned - vectors * along)
+    along = jnp.sum(jnp.conj(vectors) * turned, axis=-2, keepdims=True)
+    return (values, vectors), (
+        jnp.diagonal(inner, axis1=-2, axis2=-1),
+        turned - vectors * along.real.astype(vectors.dtype),
+    )
 
 
 @register_operator("aten.linalg_eig.default")
