@@ -280,7 +280,10 @@ def torchvision() -> Iterator[tuple[str, Builder]]:
     calm = {"dropout": 0.0, **classes}
     block = convnext.CNBlockConfig
     found: dict[str, tuple[Callable[[], torch.nn.Module], Call]] = {
-        "mobilenet_v2": (lambda: models.mobilenet_v2(width_mult=0.25, **calm), _image(64)),
+        "mobilenet_v2": (
+            lambda: models.mobilenet_v2(
+                width_mult=0.25, inverted_residual_setting=[[1, 16, 1, 1], [6, 24, 2, 2]], **calm),
+            _image(64)),
         "mobilenet_v3_small": (
             lambda: models.mobilenet_v3_small(width_mult=0.5, **calm), _image(64)),
         "shufflenet_v2": (lambda: models.shufflenet_v2_x0_5(**classes), _image(64)),
