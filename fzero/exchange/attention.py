@@ -151,25 +151,35 @@ def _alone(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, ring: Ring
 ) -> jax.Array:
     """Attention of a sequence that is all here; of scores, nothing is kept for a backward pass."""
-    if segments is None:
-        heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
-        out = fused_attention(heads, k, v, causal=ring.causal, window=ring.window, scale=ring.scale)
-        if out is not None:
-            return out.reshape(*q.shape[:-1], -1)
+    heads, alone = q.reshape(*q.shape[:2], -1, q.shape[-1]), segments is None
+    out = fused_attention(
+        heads, k, v, causal=ring.causal, window=ring.window if alone else None, scale=ring.scale,
+        mask=None if alone else _seen(q, k, segments, causal=False, window=ring.window),
+    )  # fmt: skip
+    if out is not None:
+        return out.reshape(*q.shape[:-1], -1)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         scores = jnp.einsum("bqghf,bkgf->bghqk", q, k, preferred_element_type=jnp.float32)
-        far = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None]
-        seen = far >= 0 if ring.causal else jnp.ones_like(far, bool)
-        seen &= True if ring.window is None else jnp.abs(far) <= ring.window
-        if segments is not None:
-            seen = seen & (segments[:, :, None] == segments[:, None, :])[:, None, None]
+        seen = _seen(q, k, segments, causal=ring.causal, window=ring.window)[:, None]
         weights = jax.nn.softmax(jnp.where(seen, scores * ring.scale, -jnp.inf))
         given = jnp.einsum("bghqk,bkgf->bqghf", weights, v.astype(jnp.float32))
         return given.astype(q.dtype)
 
     return run(q, k, v)
+
+
+def _seen(
+    q: jax.Array, k: jax.Array, segments: jax.Array | None, *, causal: bool, window: int | None
+) -> jax.Array:
+    """Which keys each query sees, `(batch or 1, 1, queries, keys)`."""
+    far = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None]
+    seen = far >= 0 if causal else jnp.ones_like(far, bool)
+    seen &= True if window is None else jnp.abs(far) <= window
+    if segments is None:
+        return seen[None, None]
+    return seen & (segments[:, None, :, None] == segments[:, None, None, :])
 
 
 def _joined(out: jax.Array) -> jax.Array:

@@ -18,16 +18,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from fzero.axes import TENSOR, free_axes, rows_axis
+from fzero.axes import CONTEXT, TENSOR, free_axes, rows_axis
 from fzero.compat import traced_platform
 
 
 _TYPES = {jnp.dtype(jnp.float16): "F16", jnp.dtype(jnp.bfloat16): "BF16"}
+# Added to a score, this leaves no weight; as jax has it: cuDNN's differences of lower ones are off.
+_LOWEST = {jnp.dtype(jnp.float16): -(2.0**15), jnp.dtype(jnp.bfloat16): -(2.0**41)}
 
 
 def fused_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, window: int | None, scale: float
-) -> jax.Array | None:
+    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, window: int | None, scale: float,
+    mask: jax.Array | None = None,
+) -> jax.Array | None:  # fmt: skip
     """Attention of whole sequences by cuDNN, where a program is for a GPU and cuDNN can do it.
 
     Heads lie along the axis `tensor` and rows along `expert`, where those divide them: what XLA
@@ -40,6 +43,9 @@ def fused_attention(
         causal: whether a position sees none behind it.
         window: how many positions before it one sees, itself not counted; `None` for all.
         scale: factor of the scores.
+        mask: what is computed of data: True where a key is seen, or a number that is added to a
+            score (rounded to the dtype of `q`), for all heads alike, `(batch or 1, 1, length,
+            length of keys)`. A row that sees nothing gives 0; with `causal` there may be none.
 
     Returns:
         `(batch, length, heads, features)`, or `None`.
@@ -47,26 +53,47 @@ def fused_attention(
     if (causal and q.shape[1] != k.shape[1]) or (window is not None and not causal):
         return None  # cuDNN does not say which corner it counts from, and has windows backwards
     near = None if window is None else (window, 0)
-    if not can_fuse(q, k, v, causal=causal, window=near):
-        return None
-    run = _kernel(causal, near, scale)
     axes = free_axes()
-    if not axes:
-        return run(q, k, v)
-    ways = axes.get(TENSOR, 1)
-    heads = TENSOR if ways > 1 and not k.shape[2] % ways else None
-    split = PartitionSpec(rows_axis(q.shape[0]), None, heads)
-    return jax.shard_map(
-        run, in_specs=(split, split, split), out_specs=split, axis_names=set(axes),
-        check_vma=False,
-    )(q, k, v)  # fmt: skip
+    if mask is not None and axes.get(CONTEXT, 1) > 1:
+        return None  # each device would compute the whole sequence
+    if mask is not None and mask.dtype != bool and q.dtype == jnp.float16:
+        return None  # its lowest number does not swallow scores, where a row adds that to all
+    bias = None if mask is None or q.dtype not in _TYPES else _bias(mask, q.dtype)
+    if not can_fuse(q, k, v, causal=causal, window=near, bias=bias):
+        return None
+    run, given = _kernel(causal, near, scale), (q, k, v) if bias is None else (q, k, v, bias)
+    if axes:
+        ways, rows = axes.get(TENSOR, 1), rows_axis(q.shape[0])
+        heads = TENSOR if ways > 1 and not k.shape[2] % ways else None
+        split = PartitionSpec(rows, None, heads)
+        own = PartitionSpec(None if bias is None or bias.shape[0] == 1 else rows)
+        run = jax.shard_map(
+            run, in_specs=(split, split, split, own)[: len(given)], out_specs=split,
+            axis_names=set(axes), check_vma=False,
+        )  # fmt: skip
+    out: jax.Array = run(*given)
+    if mask is None:
+        return out
+    seen = jnp.any(mask if mask.dtype == bool else mask > -jnp.inf, axis=-1)
+    return jnp.where(seen[:, 0, :, None, None], out, jnp.zeros((), out.dtype))
 
 
-def can_fuse(q: Any, k: Any, v: Any, *, causal: bool, window: tuple[int, int] | None) -> bool:
+def _bias(mask: jax.Array, dtype: Any) -> jax.Array:
+    """A mask as numbers that cuDNN adds to scores."""
+    lowest = _LOWEST[jnp.dtype(dtype)]
+    if mask.dtype == bool:
+        return jnp.where(mask, jnp.zeros((), dtype), jnp.asarray(lowest, dtype))
+    return jnp.maximum(mask, jnp.asarray(lowest, mask.dtype)).astype(dtype)
+
+
+def can_fuse(
+    q: Any, k: Any, v: Any, *, causal: bool, window: tuple[int, int] | None, bias: Any = None
+) -> bool:
     """Whether what is traced here is for a GPU with a kernel for such queries, keys and values."""
     if q.ndim != 4 or q.dtype not in _TYPES or traced_platform() != "gpu":
         return False
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
+    given = (q, k, v) if bias is None else (q, k, v, bias)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
     try:
         jax.eval_shape(_kernel(causal, window, 1.0), *shapes)
     except (NotImplementedError, ValueError):  # shapes that it has no kernel for
@@ -83,6 +110,7 @@ def can_fuse(q: Any, k: Any, v: Any, *, causal: bool, window: tuple[int, int] | 
 
 
 def _kernel(causal: bool, window: tuple[int, int] | None, scale: float) -> Any:
+    """Of queries, keys, values and perhaps what is added to scores."""
     return partial(
         jax.nn.dot_product_attention, scale=scale, is_causal=causal, local_window_size=window,
         implementation="cudnn",

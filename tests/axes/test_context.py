@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import fzero as fz
 from fzero.compat import auto_mesh
 from fzero.preflight import hlo
+from tests.support.cudnn import answered
 
 
 ROWS, LENGTH, HEADS, GROUPS, FEATURES, OUT = 2, 24, 4, 2, 4, 3
@@ -138,6 +139,27 @@ def test_auto_takes_what_sends_less_of_what_is_possible():
     assert set(exchanged(heads=4, groups=2)) == {"collective-permute"}  # 2 groups, 4 devices
     assert set(exchanged(heads=32, groups=4)) == {"collective-permute"}  # 6 against 13.5
     assert set(exchanged(heads=4, groups=4, causal=True, window=3)) == {"collective-permute"}
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"causal": True, "window": 2}, {"window": 2}, {}]
+)
+def test_documents_are_the_fused_kernels_too(options):
+    (q, k, _, _), segments = values()
+    half, given = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, k[..., ::-1])], jnp.asarray(q)
+
+    def loss(*x):
+        return jnp.sum(fz.attention(*x, segments=segments, **options) * given, dtype=jnp.float32)
+
+    with jax.numpy_dtype_promotion("standard"):
+        want = jax.value_and_grad(loss, (0, 1, 2))(*half)
+        with answered():
+            assert "checkpoint" not in str(jax.make_jaxpr(loss)(*half))  # what products have
+            got = jax.value_and_grad(loss, (0, 1, 2))(*half)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        # Weights are rounded to 8 bits of mantissa in one of the two.
+        np.testing.assert_allclose(one, other, rtol=0.03, atol=0.03 * np.abs(other).max())
 
 
 @pytest.mark.parametrize(

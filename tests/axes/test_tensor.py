@@ -340,3 +340,51 @@ def test_labels_of_a_divided_vocabulary_are_those_of_a_whole_one(dtype, last, fi
         losses.append(float(fz.eval_step(model, plan)(state, batch)["loss"]))
     assert np.isfinite(losses).tolist() == [finite, finite]
     np.testing.assert_allclose(*losses, rtol=1e-6)  # sums in another order; NaN equals NaN
+
+
+VOCAB, CHUNK = 512, 8
+
+
+def language(tied, terms):
+    """A model whose head is divided by words; its loss reads no logits."""
+
+    def init(key):
+        table, head, bias = jax.random.split(key, 3)
+        params = {"table": jax.random.normal(table, (VOCAB, D)),
+                  "bias": jax.random.normal(bias, (VOCAB,))}  # fmt: skip
+        return params if tied else params | {"head": jax.random.normal(head, (VOCAB, D))}, {}
+
+    def loss(params, buffers, batch, rng, train):
+        x = jnp.tanh(params["table"][batch["ids"]])
+        head = params["table"] if tied else params["head"]
+        args = x, head, jnp.roll(batch["ids"], -1, 1)
+        mean = fz.linear_cross_entropy(*args, bias=params["bias"], terms=terms, chunk=CHUNK)
+        return mean, buffers, {}
+
+    return fz.Model(init, loss, shard={re.compile("table|head|bias"): ("tensor",)})
+
+
+@pytest.mark.parametrize(
+    ("tied", "terms"),
+    [
+        (True, fz.CrossEntropy(label_smoothing=0.2, z_loss=1e-2, soft_cap=3.0)),
+        (False, fz.CrossEntropy()),
+        pytest.param(True, fz.CrossEntropy(), marks=pytest.mark.nightly),
+        pytest.param(False, fz.CrossEntropy(label_smoothing=0.2, z_loss=1e-2, soft_cap=3.0),
+                     marks=pytest.mark.nightly),
+    ],
+)  # fmt: skip
+def test_a_divided_head_has_the_loss_of_a_whole_one_and_no_logits(tied, terms):
+    model, tx = language(tied, terms), optax.sgd(1.0)
+    ids = np.random.default_rng(0).integers(0, VOCAB, (8, 64)).astype(np.int32)
+    found = []
+    for plan in (fz.Plan(zero=0, data=1), fz.Plan(zero=3, data=2, tensor=4, min_shard_bytes=0)):
+        state, step = fz.init(model, tx, plan), fz.train_step(model, tx, plan)
+        text = step.lower(state, {"ids": ids}).compile().as_text()
+        state, metrics = step(state, {"ids": ids})
+        found.append((float(metrics["loss"]), jax.tree.map(np.asarray, dict(state.params))))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-6)
+    agree([found[1][1]], [found[0][1]], **CLOSE)
+    # Of 256 tokens on a device, and a quarter of the words: eight tokens' logits at a time.
+    assert max(int(n) for n in re.findall(rf"f32\[(\d+),{VOCAB // 4}\]", text)) == CHUNK
+    assert not re.search(rf"f32\[[\d,]+,{VOCAB}\]", text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import warnings
 
@@ -89,7 +90,9 @@ def read(request):
     )
     plan = fz.Plan(zero=3, precision="bf16", **axes)
     batch = {"ids": jax.ShapeDtypeStruct((axes["data"] * rows, SEQ), np.int32)}
-    return dataclasses.replace(compiled(model, plan, batch, "h200:8"), rows=rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fzero.losses.CHUNK_BYTES", 1)  # 128 tokens, the least
+        return dataclasses.replace(compiled(model, plan, batch, "h200:8"), rows=rows)
 
 
 def test_attention_is_fused(read):
@@ -102,6 +105,14 @@ def test_attention_is_fused(read):
     assert backward
     assert not scores.search(read.text)
     assert f"{SEQ},{SEQ}]" not in "".join(x for x in read.text.split() if x.startswith("pred["))
+
+
+def test_no_array_has_the_size_of_the_logits(read):
+    """Not of all words, nor of those of a device where the head is divided over `tensor`."""
+    shapes = re.findall(r"\w+\[([\d,]+)\]", read.text)
+    words = {VOCAB, VOCAB // 2}
+    logits = {s for s in shapes if int(s.rpartition(",")[2]) in words}
+    assert max(math.prod(map(int, s.split(","))) for s in logits) < read.rows * SEQ * VOCAB // 2
 
 
 def test_flops_of_fused_attention_are_counted(read):
@@ -177,3 +188,29 @@ def test_a_mixtral_s_tokens_travel_and_its_experts_stay():
     added = sum(c.bytes for c in others if c.kind == "all-reduce" and c.bytes > 8)
     assert added == 2 * (dense - VOCAB * WIDTH)
     assert '"__cudnn$fmhaSoftmax"' in read.text
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rows", ["packed", "padded"])
+def test_rows_of_documents_and_padded_rows_are_fused(rows):
+    """Their mask depends on data: 16 bits for each pair of a row, and no scores."""
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    more = {"attention_mask": torch.ones(2, 16, dtype=torch.long)}
+    if rows == "packed":
+        more = {"attention_mask": torch.zeros(2, 1, 16, 16), "position_ids": ids}
+    converted = tb.convert(llama(), input_ids=ids, **more)
+
+    def loss(forward, batch):
+        given = {"attention_mask": batch["seen"]}
+        if rows == "packed":
+            given = {"attention_mask": tb.packed_mask(batch["seen"]), "position_ids": batch["ids"]}
+        return tb.causal_lm_loss(forward(input_ids=batch["ids"], **given).logits, batch["ids"])
+
+    plan = fz.Plan(zero=3, precision="bf16", data=1)
+    batch = dict.fromkeys(("ids", "seen"), jax.ShapeDtypeStruct((2, SEQ), np.int32))
+    read = compiled(converted.model(loss), plan, batch, "h200:1")
+    for name in ("fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"):
+        assert f'custom_call_target="__cudnn${name}"' in read.text
+    heads = re.findall(rf"\w+\[(?:\d+,)*{HEADS},{SEQ},{SEQ}\]", read.text)
+    assert not heads, "scores"
+    assert not read.found.unknown_flops

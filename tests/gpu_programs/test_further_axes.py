@@ -94,6 +94,28 @@ def test_each_block_of_a_ring_is_one_kernel_of_cudnn_beside_which_the_next_keys_
     assert not any(one.exposed_seconds for one in hidden)
 
 
+def test_documents_in_a_row_are_one_kernel_of_cudnn_and_no_scores():
+    where = parse("h200:1")
+    mesh = auto_mesh(np.array(where.devices()), ("data",))
+    q, k = (jax.ShapeDtypeStruct((2, 1024, n, 64), jnp.bfloat16) for n in (8, 2))
+    segments = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
+
+    def run(q, k, v, segments):
+        out = fz.attention(q, k, v, causal=True, segments=segments)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    with jax.set_mesh(mesh):
+        lies = jax.NamedSharding(mesh, PartitionSpec())
+        program = jax.jit(jax.grad(run, (0, 1, 2)), in_shardings=lies, out_shardings=lies)
+        compiled = program.lower(q, k, k, segments).compile()
+    text = compiled.as_text()
+    assert text.count('custom_call_target="__cudnn$fmhaScaleBiasSoftmax"') == 1
+    assert text.count('custom_call_target="__cudnn$fmhaScaleBiasSoftmaxBackward"') == 1
+    assert not re.search(r"f32\[(\d+,)*1024,1024\]", text)
+    # The mask and its unread gradient, in 16 bits; scores would be 64 MiB.
+    assert compiled.memory_analysis().temp_size_in_bytes < 16 * 2**20
+
+
 def configs(function, *shapes):
     """The kernels' settings in a program as it is handed to XLA, by the kernels' names."""
     text = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()

@@ -19,6 +19,7 @@ from transformers import GPT2LMHeadModel
 
 import torch_bridge as tb
 from fzero.links import Context
+from tests.support.cudnn import answered
 from torch_bridge.export.interpret import Instruction
 from torch_bridge.lower.attention import attention
 from torch_bridge.lower.fused import fused_attention
@@ -192,19 +193,9 @@ def test_angles_in_float32_do_not_widen_attention() -> None:
 
 @pytest.mark.parametrize("pattern", [Pattern(True), Pattern(True, 1), Pattern(True, 4), Pattern()])
 def test_the_fused_kernel_is_asked_for_the_mask(pattern: Pattern) -> None:
-    """What cuDNN is asked for, answered by jax's own products: a window has its size."""
-    asked = jax.nn.dot_product_attention
+    """A window has its size."""
     x = jax.random.normal(jax.random.key(0), (3, 2, 4, 8, 16), jnp.bfloat16)
-
-    def here(*args: Any, implementation: str, **more: Any) -> Any:
-        assert implementation == "cudnn"
-        with jax.numpy_dtype_promotion("standard"):
-            return asked(*args, implementation="xla", **more)
-
-    with (
-        mock.patch.object(jax.nn, "dot_product_attention", here),
-        mock.patch("fzero.exchange.fused.traced_platform", return_value="gpu"),
-    ):
+    with answered():
         found = fused_attention(*x, pattern, 0.25)
     row, column = np.mgrid[:8, :8]
     keep = (column <= row) if pattern.causal else np.ones((8, 8), bool)
@@ -215,3 +206,58 @@ def test_the_fused_kernel_is_asked_for_the_mask(pattern: Pattern) -> None:
     expected = jnp.einsum("bhts,bhse->bhte", weights, x[2].astype(jnp.float32))
     # Weights of 16 bits: 2^-8 of values up to four.
     np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.03)
+
+
+LOWEST = float(np.finfo(np.float32).min)
+
+
+def documents() -> np.ndarray[Any, Any]:
+    """`(2, 8, 8)`: of documents of 3 and 5 tokens, and of one that is filled up in front."""
+    row, column = np.mgrid[:8, :8]
+    first, second = np.repeat([1, 2], [3, 5]), np.repeat([0, 1], [3, 5])
+    return np.stack(
+        [(column <= row) & (s[:, None] == s[None]) & (s > 0)[None] for s in (first, second)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "half"),
+    [("bool", jnp.float16), *((x, jnp.bfloat16) for x in ("lowest", "infinite", "one", "keys"))],
+)
+def test_masks_of_data_are_the_fused_kernels_too(kind: str, half: Any) -> None:
+    """As products and a softmax have them, and their gradients: rows that see nothing, too."""
+    seen = documents()[:, None]
+    if kind == "one":
+        seen = seen[0, 0]
+    elif kind == "keys":
+        seen = seen[:, :, -1:]
+    mask = jnp.asarray(seen)
+    if kind in ("lowest", "infinite"):
+        mask = jnp.where(mask, 0.0, LOWEST if kind == "lowest" else -jnp.inf)
+    x = jax.random.normal(jax.random.key(0), (3, 2, 4, 8, 16), half)
+    given = jax.random.normal(jax.random.key(1), x.shape[1:], half)
+
+    def loss(x: Any) -> Any:
+        out = attention(*x, mask, scale=0.25)
+        return jnp.sum((out * given).astype(jnp.float32)), out
+
+    want = jax.grad(loss, has_aux=True)(x)
+    with (
+        answered(),
+        jax.numpy_dtype_promotion("standard"),
+        mock.patch("torch_bridge.lower.attention._softmax", side_effect=AssertionError),
+    ):
+        got = jax.grad(loss, has_aux=True)(x)
+    for one, other in zip(got, want, strict=True):  # weights of 16 bits, as above
+        np.testing.assert_allclose(*(v.astype(jnp.float32) for v in (one, other)), atol=0.06)
+
+
+def test_biases_of_heads_and_masks_beside_a_causal_one_are_products() -> None:
+    """A bias for each head may be learned, and is not rounded."""
+    x = jax.random.normal(jax.random.key(0), (3, 2, 4, 8, 16), jnp.bfloat16)
+    seen = jnp.asarray(documents()[:, None])
+    with answered():
+        assert fused_attention(*x, Pattern(), 0.25, jnp.zeros((4, 8, 8))) is None
+        assert fused_attention(*x, Pattern(True), 0.25, seen) is None
+        assert fused_attention(*x.astype(jnp.float16), Pattern(), 0.25, jnp.zeros((8, 8))) is None
+        assert fused_attention(*x, Pattern(), 0.25, seen) is not None

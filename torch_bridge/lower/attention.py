@@ -57,11 +57,12 @@ def attention(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     shape = (*q.shape[:-1], k.shape[-2])
     attn_mask, pattern = _read_mask(attn_mask, mask_sizes, is_causal, shape)
-    if attn_mask is None and dropout_p == 0.0:
-        for attend in (exchanged_attention, fused_attention):
-            found = attend(q, k, v, pattern, scale)
-            if found is not None:
-                return found
+    if dropout_p == 0.0:
+        found = exchanged_attention(q, k, v, pattern, scale) if attn_mask is None else None
+        if found is None:
+            found = fused_attention(q, k, v, pattern, scale, attn_mask)
+        if found is not None:
+            return found
     groups = q.shape[-3] // k.shape[-3] if enable_gqa and q.ndim > 2 else 1
     if groups > 1:  # head h reads key head h // groups
         q = jnp.reshape(q, (*q.shape[:-3], k.shape[-3], groups, *q.shape[-2:]))
