@@ -113,8 +113,11 @@ def initial(tmp_path_factory):
 
 
 def trained(made, plan, folder, devices):
-    """The state after a step from a file's, with the loss and the gradients' norm."""
-    state = fz.restore(folder, made, TX, plan, devices=devices)
+    """The state after a step from a file's, or a new one, with loss and gradients' norm."""
+    if folder is None:
+        state = fz.init(made, TX, plan, rng=0, devices=devices)
+    else:
+        state = fz.restore(folder, made, TX, plan, devices=devices)
     state, metrics = fz.train_step(made, TX, plan, devices=devices)(state, batch())
     return state, (float(metrics["loss"]), float(metrics["grad_norm"]))
 
@@ -157,9 +160,8 @@ def test_a_drawn_plan_trains_as_one_device(seed, initial):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10, 500))
-<<<<<<< HEAD
-def test_many_drawn_plans_train_as_one_device(seed, tmp_path):
-    check(seed, tmp_path)
+def test_many_drawn_plans_train_as_one_device(seed, initial, tmp_path):
+    check(seed, initial, tmp_path)
 
 
 @pytest.mark.nightly
@@ -173,12 +175,8 @@ def test_drawn_plans_in_fp16_train_as_one_device_where_none_overflows(seed):
     further = plan.tensor * plan.context * plan.expert
     num = plan.pipe * plan.data * plan.replica * further
     (state, found), (alone, wanted) = (
-        trained(made, p, jax.devices()[:n]) for p, n in ((plan, num), (one, 1))
+        trained(made, p, None, jax.devices()[:n]) for p, n in ((plan, num), (one, 1))
     )
     assert float(state.loss_scale.skipped) == float(alone.loss_scale.skipped) == 0
     # A float16 has 11 bits, and sums of its products round in another order.
     np.testing.assert_allclose(found, wanted, rtol=2e-3, err_msg=str(plan))
-=======
-def test_many_drawn_plans_train_as_one_device(seed, initial, tmp_path):
-    check(seed, initial, tmp_path)
->>>>>>> 80945bb (Axes: sequence parallelism, chosen by the plan where tokens are many; drawn plans cost a third; Mixtral 8x22B in the benchmarks)
