@@ -107,6 +107,20 @@ def test_the_newest_are_kept_and_numbered(states, tmp_path):
     assert fz.checkpoint(tmp_path, 2).data_position == 2
     with pytest.raises(fz.CheckpointError, match=r"expected a checkpoint 0 .* found \[2, 3\]"):
         fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"], number=0)
+    # By number, not by name: 10 comes after 2.
+    (tmp_path / "3").rename(tmp_path / "10")
+    assert fz.checkpoint(tmp_path).number == 10
+
+
+def test_leaves_without_elements_go_along(tmp_path):
+    """They are not written; those behind them keep their places."""
+    values = {"a": np.zeros((0, 4), np.float32), "b": np.arange(8.0, dtype=np.float32)}
+    model = fz.Model((values, {}), lambda p, b, batch, rng, train: (jnp.sum(p["b"]), b, {}))
+    tx, plan = optax.adam(1e-2), fz.Plan(data=1)
+    state = fz.init(model, tx, plan)
+    fz.save(tmp_path, state, plan)
+    read = fz.restore(tmp_path, model, tx, plan)
+    tiny.same_bits((state.params, state.opt_state), (read.params, read.opt_state))
 
 
 def test_a_directory_s_name_is_no_url(states, tmp_path):

@@ -63,6 +63,21 @@ def test_a_mixture_gives_what_a_loop_over_experts_gives(chosen, devices):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
+def test_an_expert_takes_the_first_of_its_tokens_up_to_its_capacity(devices):
+    """An even share of 8 tokens is one of each of 8 experts, the capacity three: all choose one."""
+    p, x = expert_init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (8, WIDTH))
+    chosen, gates = jnp.zeros((8, 1), int), jnp.ones((8, 1))
+    mesh = jax.make_mesh((devices,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        found, dropped = jax.jit(functools.partial(fz.experts, gated, capacity=3.0))(
+            p, x, chosen, gates
+        )
+    wanted = jnp.where(jnp.arange(8)[:, None] < 3, looped(p, x, chosen, gates), 0)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)  # sums in another order
+    assert float(dropped) == 5
+
+
+@pytest.mark.parametrize("devices", [1, 2])
 def test_numbers_that_no_expert_has_are_no_choice_and_frozen_leaves_have_no_gradient(devices):
     keys = jax.random.split(jax.random.key(0), 2)
     p, x = expert_init(keys[0]), jax.random.normal(keys[1], (6, WIDTH))

@@ -50,7 +50,7 @@ BY_FOUR = {
 }  # fmt: skip
 FURTHER = ("tensor", "context", "expert")
 # Those above that `make test` runs.
-USUAL = ("zero3", "sparing", "zb_v")
+USUAL = ("zero3", "zb_v")
 MORE_BY_TWO = {
     "dualpipe_v": {"pipe": 2, "data": 4, "zero": 1, "microbatches": 4, "schedule": "dualpipe_v",
                    "clip_norm": 0.5},

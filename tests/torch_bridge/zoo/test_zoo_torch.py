@@ -15,7 +15,7 @@ from tests.support.sample import some
 # What others cover in part, or transformers do.
 NIGHTLY = (
     "transformer_encoder", "products", "spectra", "weight_and_spectral_norm",
-    "multihead_attention", "norms", "recurrent", "residual_net", "unet", "indexing", "ordering",
+    "transformer", "norms", "recurrent", "residual_net", "unet", "indexing", "ordering",
 )  # fmt: skip
 every_model = pytest.mark.parametrize("name", some(ENTRIES, *NIGHTLY))
 

@@ -12,8 +12,9 @@ from zoo_transformers import ENTRIES, ROLLED
 from tests.support.sample import some
 
 
-# One of each kind (GPT-2 has tests/torch_bridge/test_gpt2.py); `make nightly` has the others.
-CORE = ("llama", "resnet")
+# GPT-2 has tests/torch_bridge/test_gpt2.py, convolutions have test_zoo_torch.py, and batch norms in
+# rolled blocks test_rolled.py; `make nightly` has the others.
+CORE = ("llama",)
 every_model = pytest.mark.parametrize("name", some(ENTRIES, *(set(ENTRIES) - set(CORE))))
 
 
