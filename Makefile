@@ -23,7 +23,7 @@ comma := ,
 # Installed again when what is to be installed changes.
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help install demo test test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-gpu-programs nightly-random nightly-models mutants operators models models-venv lint types docs site docs-serve docs-outputs clean
+.PHONY: help install demo test test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-gpu-programs nightly-ray nightly-random nightly-models mutants operators models models-venv lint types docs site docs-serve docs-outputs clean
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 .DELETE_ON_ERROR:
@@ -101,7 +101,7 @@ gpu:
 # What `make test` and `make test-bits` leave to the night, planted bugs, ten times as many random
 # sequences of what can happen to a state, and kills of a process that saves.
 # `make -k nightly` goes on after a failure.
-nightly: nightly-tests nightly-bits nightly-gpu-programs nightly-models mutants nightly-random
+nightly: nightly-tests nightly-bits nightly-gpu-programs nightly-ray nightly-models mutants nightly-random
 
 nightly-tests: install
 	$(PYTEST) -m "nightly and not bits" $(PYTEST_ARGS)
@@ -111,6 +111,15 @@ nightly-bits: install
 
 nightly-gpu-programs: install
 	$(MAKE) test-gpu-programs GPU_CASES=nightly
+
+# The example for Ray Train under Ray, in an environment of its own, on top of the other.
+RAY_VENV := $(VENV)-ray
+nightly-ray: install
+	test -x $(RAY_VENV)/bin/python || $(BIN)/python -m venv $(RAY_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  $$($(RAY_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(RAY_VENV)/bin/python -m pip install --quiet 'ray[train]' -c constraints.txt
+	$(RAY_VENV)/bin/python -m pytest -m nightly tests/multiprocess/test_ray.py
 
 nightly-random: install
 	FZERO_NIGHTLY=1 $(BIN)/python -m pytest tests/offload/test_state_machine.py tests/test_checkpoint.py

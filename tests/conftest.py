@@ -83,6 +83,7 @@ KNOWN_SKIPS = (
     "CUDA plugin",  # jax's compiler for GPUs is not installed; make test-gpu-programs has it
     "SSE4.2",  # XLA compiles no float16 there
     "another file system",
+    "Ray is not installed",  # make nightly-ray has it
 )
 
 

@@ -14,8 +14,11 @@ import xxhash
 from fzero.compat import is_key
 from fzero.hosts.agree import require_same
 from fzero.hosts.join import watch
+from fzero.programs.digest import digest
 from fzero.sharding.blueprint import Blueprint
-from fzero.tree import named_leaves
+from fzero.sharding.initial import initial_shapes
+from fzero.sharding.split import trained
+from fzero.tree import named_leaves, shapes_of
 
 
 WHOLE = (
@@ -70,6 +73,32 @@ def batch_facts(batch: Any) -> dict[str, Any]:
         facts[f"batch {path}"] = shape
         facts[f"the values of batch {path} ({WHOLE})"] = _hash(leaf)
     return facts
+
+
+def computed_facts(blue: Blueprint, batch: Any, train: bool) -> dict[str, Any]:
+    """What the model and the optimizer compute, as numbers that equal programs share.
+
+    Each is traced once more for it, alone: neither learning rates nor losses have a shape.
+    """
+    params, buffers = initial_shapes(blue.model)
+    facts = {"what the model computes (its functions, and numbers in them)": _digest(
+        lambda p, b, rows, rng: blue.model.loss(p, b, rows, rng, train),
+        params, buffers, shapes_of(batch), jax.eval_shape(lambda: jax.random.key(0)),
+    )}  # fmt: skip
+    if blue.tx is not None and train:
+        tx, own = blue.tx, trained(blue.params, params)
+        what = "what the optimizer computes (its learning rate and other numbers)"
+        facts[what] = _digest(lambda p: tx.update(p, tx.init(p), p), own)
+    return facts
+
+
+def _digest(function: Any, *shapes: Any) -> str | None:
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            traced = jax.make_jaxpr(function)(*shapes)
+    except Exception:  # it wants more than that, such as a mesh: the step will say so, if it does
+        return None
+    return digest(traced)
 
 
 def _version(package: str) -> str:

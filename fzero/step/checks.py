@@ -20,7 +20,7 @@ from fzero.hosts.doing import Steps, doing
 from fzero.hosts.join import watch
 from fzero.sharding.blueprint import Blueprint
 from fzero.state import compute_copy
-from fzero.state.fingerprint import batch_facts, compare
+from fzero.state.fingerprint import batch_facts, compare, computed_facts
 from fzero.state.new import compute_of
 from fzero.state.require import (
     all_alive,
@@ -166,7 +166,9 @@ class Checks:
         step = None
         if watch() is not None:
             if not self._compared:
-                compare(self.name, self.blueprint, **batch_facts(Inputs.of(batch).batch))
+                rows = Inputs.of(batch).batch
+                computed = computed_facts(self.blueprint, rows, train=not self.bare)
+                compare(self.name, self.blueprint, **batch_facts(rows), **computed)
                 self._compared = True
             if apply:
                 step = self._steps.number(state.step, apply)

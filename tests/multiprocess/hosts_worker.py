@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,9 @@ import optax
 import fzero as fz
 
 
-def model(width: int = 4) -> fz.Model:
+def model(width: int = 4, power: int = 2) -> fz.Model:
     def loss(p: Any, buffers: Any, batch: Any, rng: Any, train: bool) -> Any:
-        error = (batch["x"] @ p["w"] - batch["y"]) ** 2
+        error = (batch["x"] @ p["w"] - batch["y"]) ** power
         mask = batch["mask"] if "mask" in batch else jnp.ones(error.shape[:1])
         return fz.Mean(jnp.sum(error * mask[:, None]), mask.sum()), buffers, {}
 
@@ -42,6 +43,12 @@ def others_take_the_port() -> None:
     host, _, port = jax.config.read("jax_cross_host_transfer_socket_address").rpartition(":")
     with socket.socket() as other:
         other.bind((host, int(port)))
+
+
+def of_version(version: str, *args: Any) -> fz.TrainState:
+    """`fz.init` where another version of fzero is installed."""
+    with mock.patch("fzero.state.fingerprint.version", return_value=version):
+        return fz.init(*args)
 
 
 def refusal(call: Any) -> str:
@@ -75,6 +82,13 @@ def agrees(folder: Path, world: fz.World) -> dict[str, Any]:
     said["rows as a batch"] = refusal(
         lambda: fz.train_step(model(), tx, plan)(state, batch(seed=me))
     )
+    said["rate"] = refusal(
+        lambda: fz.train_step(model(), optax.adam(1e-2 + me / 100), plan)(state, batch())
+    )
+    said["loss function"] = refusal(
+        lambda: fz.train_step(model(power=2 + me), tx, plan)(state, batch())
+    )
+    said["version"] = refusal(lambda: of_version("0.1" if me else "0.2", model(), tx, plan))
     layout, evaluate = fz.layout(model(), tx, plan), fz.eval_step(model(), plan)
     own = batch(3 - 2 * me, seed=me)  # three rows, and one
     said["uneven"] = refusal(lambda: fz.local_batch(own, layout))

@@ -137,7 +137,7 @@ def kill_once(folder: Path, processes: int, rng: random.Random, whole_s: float) 
     listed = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
     children = [int(pid) for pid in (listed.read_text().split() if listed.exists() else ())]
     if launcher.poll() is not None or len(children) != processes:
-        code = launcher.wait(timeout=START_LIMIT_S)
+        code = launcher.wait(timeout=4 * START_LIMIT_S)
         assert code == 0, (folder / "launch.log").read_text()[-4000:]
         return {"kind": "missed"}
     before = newest(folder)

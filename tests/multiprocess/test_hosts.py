@@ -119,6 +119,11 @@ def test_processes_that_differ_are_refused_in_every_one_by_what_differs(tmp_path
         r" whole global batch.*fz\.local_batch",
         said["rows as a batch"],
     )
+    step = "HostsError: train_step: processes differ in what the "
+    # Shapes would not tell.
+    assert said["rate"].startswith(step + "optimizer computes (its learning rate"), said["rate"]
+    assert said["loss function"].startswith(step + "model computes"), said["loss function"]
+    assert said["version"].startswith(differ + "the version of fzero: 0.2 in process 0; 0.1 in")
     assert "process 0: 3, process 1: 1" in said["uneven"]
     assert "differ in batch y: float32[2] for each row in process 0; float16[2]" in said["dtype"]
     assert said["mask"].startswith("BatchError: local_batch: processes differ in what is wrong")
