@@ -8,6 +8,8 @@ import jax
 import numpy as np
 import xxhash
 
+from fzero.compat import is_key
+
 
 # What parameters of operations say the same in every process; functions, meshes and sets do not.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.dtype, np.generic)
@@ -77,6 +79,6 @@ def _text(found: xxhash.xxh3_64, *parts: Any) -> None:
 def _constant(found: xxhash.xxh3_64, value: Any) -> None:
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return
-    if jax.dtypes.issubdtype(getattr(value, "dtype", np.float32), jax.dtypes.prng_key):
+    if isinstance(value, jax.Array) and is_key(value):
         value = jax.random.key_data(value)
     found.update(np.ascontiguousarray(np.asarray(value)).tobytes())
