@@ -24,6 +24,10 @@ import optax
 import fzero as fz
 
 
+# What PyTorch reads beside safetensors and DCP, by the names that the test gives them.
+FORMATS = {"model.pt": "pt", "model.ckpt": "lightning", "universal": "universal"}
+
+
 def model(width: int = 4, power: int = 2) -> fz.Model:
     def loss(p: Any, buffers: Any, batch: Any, rng: Any, train: bool) -> Any:
         error = (batch["x"] @ p["w"] - batch["y"]) ** power
@@ -142,6 +146,11 @@ def exports(folder: Path, world: fz.World) -> dict[str, Any]:
     state, _ = fz.train_step(jax_model, tx, plan)(state, {"x": x})
     tb.save(folder / "model.safetensors", converted, state)
     tb.save(folder / "dcp", converted, state, to="dcp")
+    for name, to in FORMATS.items():
+        tb.save(folder / name, converted, state, to=to)
+    adapted = tb.lora(converted, rank=2, targets="all-linear")
+    tuned = adapted.model(lambda forward, b: jnp.mean((forward(b["x"]) - 1) ** 2))
+    tb.save(folder / "peft", adapted, fz.init(tuned, tx, plan), to="peft")
     said = refusal(
         lambda: tb.save(folder / "dcp" / ".metadata" / "w.safetensors", converted, state)
     )

@@ -168,6 +168,13 @@ def test_a_state_over_processes_is_written_for_pytorch(tmp_path):
     import torch_bridge as tb
 
     weights = tb.load(tmp_path / "model.safetensors")
+    for name in hosts_worker.FORMATS:
+        other = tb.load(tmp_path / name)
+        assert other.keys() == weights.keys(), name
+        for path, value in other.items():
+            np.testing.assert_array_equal(value.numpy(), weights[path].numpy(), err_msg=path)
+    adapter = tb.load(tmp_path / "peft" / "adapter_model.safetensors")
+    assert sorted(tuple(x.shape) for x in adapter.values()) == [(2, 6), (2, 64), (64, 2), (64, 2)]
     module = torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
     module.load_state_dict(weights)
     x = torch.tensor(np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32))
