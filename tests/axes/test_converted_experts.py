@@ -1,6 +1,8 @@
 """Mixtures of experts of converted models: experts on their owners, the numbers of one device."""
 
 import functools
+import sys
+import types
 
 import jax
 import numpy as np
@@ -191,6 +193,27 @@ def test_the_load_balancing_loss_of_transformers_is_that_of_all_devices():
     given = {"input_ids": batch()["ids"], "labels": batch()["labels"]}
     found = fz.eval_step(model, plan, devices=devices)(state, given)
     np.testing.assert_allclose(float(found["loss"]), wanted, rtol=1e-6)
+
+
+def test_a_load_balancing_loss_of_another_kind_is_said(monkeypatch):
+    """It stays what it is, a function of the tokens at hand."""
+
+    def load_balancing_loss_func(router_probs, expert_indices):
+        return (router_probs.mean(0) * expert_indices.float().mean(0)).sum()
+
+    own = types.ModuleType("transformers.models.own.modeling_own")
+    own.load_balancing_loss_func = load_balancing_loss_func
+    monkeypatch.setitem(sys.modules, own.__name__, own)
+
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return own.load_balancing_loss_func(x.softmax(-1), x > 0)
+
+    x = torch.randn(4, 3)
+    with pytest.warns(UserWarning, match="modeling_own is its own, .* fz.balance_loss"):
+        converted = tb.convert(Net(), x)
+    assert own.load_balancing_loss_func is load_balancing_loss_func
+    np.testing.assert_allclose(converted(x.numpy()), Net()(x).numpy(), rtol=1e-6)
 
 
 def test_an_experts_function_that_draws_random_numbers_is_refused():

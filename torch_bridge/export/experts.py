@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,10 @@ _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")
 _SAME = (None, "eager", "grouped_mm", "batched_mm")
 _INTERFACE = "transformers.integrations.moe"
 _BALANCE = "load_balancing_loss_func"
+
+
+class OwnLossWarning(UserWarning):
+    """A loss of a module's own that is not the same on several devices as on one."""
 
 
 def _define(schema: str, run: Callable[..., Any], shape: Callable[..., Any]) -> None:
@@ -165,8 +170,10 @@ def experts_stand_ins() -> Iterator[None]:
     wanted = list(inspect.signature(_balance_loss).parameters)
     for name, module in list(sys.modules.items()):
         own = vars(module).get(_BALANCE) if name.startswith("transformers.models.") else None
-        if own is not None and list(inspect.signature(own).parameters) == wanted:
-            put(module, _BALANCE, _elsewhere(exporting, own))
+        if own is not None:
+            same = list(inspect.signature(own).parameters) == wanted
+            here = _balance_loss if same else _said(name, own)
+            put(module, _BALANCE, _elsewhere(exporting, own, here))
     try:
         yield
     finally:
@@ -174,9 +181,28 @@ def experts_stand_ins() -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _elsewhere(exporting: int, own: Callable[..., Any]) -> Callable[..., Any]:
+def _elsewhere(
+    exporting: int, own: Callable[..., Any], stand_in: Callable[..., Any]
+) -> Callable[..., Any]:
     def balance_loss(*args: Any, **kwargs: Any) -> Any:
         here = threading.get_ident() == exporting
-        return (_balance_loss if here else own)(*args, **kwargs)
+        return (stand_in if here else own)(*args, **kwargs)
+
+    return balance_loss
+
+
+def _said(module: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss that is kept, as its arguments are not those of the usual one: it is no mean."""
+
+    def balance_loss(*args: Any, **kwargs: Any) -> Any:
+        warnings.warn(
+            f"the load-balancing loss of {module} is its own, a product of means over tokens: over"
+            " several devices or microbatches it is the mean of each one's, which is not that of"
+            " all tokens. For that of all, leave output_router_logits out and add fz.balance_loss"
+            " of the router's logits to your loss",
+            OwnLossWarning,
+            stacklevel=2,
+        )
+        return own(*args, **kwargs)
 
     return balance_loss

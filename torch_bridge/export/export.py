@@ -22,6 +22,7 @@ from torch.export import Dim, ExportedProgram, default_decompositions
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
+from torch_bridge.export.experts import OwnLossWarning
 from torch_bridge.export.functions import refuse_functions, watch_functions
 from torch_bridge.export.hooks import watch_gradients
 from torch_bridge.export.in_place import remove_hidden_aliases, replace_fresh_writes
@@ -159,15 +160,24 @@ def _tidied(module: torch.nn.Module, program: ExportedProgram, mode: str) -> Exp
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep torch's deprecation notices, and the graphs it prints when a try fails, to itself."""
+    """Keep torch's deprecation notices, and the graphs it prints when a try fails, to itself.
+
+    What this package has to say is said when it is over.
+    """
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        with (
+            warnings.catch_warnings(record=True) as seen,
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
+            warnings.simplefilter("always", OwnLossWarning)
             yield
     finally:
         logging.disable(level)
+    for said in dict.fromkeys(str(one.message) for one in seen):  # once for both modes
+        warnings.warn(said, OwnLossWarning, stacklevel=2)
 
 
 @dataclass(frozen=True)
