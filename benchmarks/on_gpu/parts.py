@@ -41,12 +41,14 @@ PARTS = (
     Part("attention", "check", "checks:attention", "cuDNN's attention against products", 40),
     Part("tiers", "check", "checks:tiers", "parked and streamed states train alike", 60),
     Part("encode", "check", "checks:encoding", "8-bit blocks: the same bits as on the CPU", 10),
+    Part("float8", "check", "narrow:products", "products in 8 bits beside the CPU's", 20),
     Part("bits", "check", "checks:deterministic", "deterministic plans: the same bits twice", 20),
     Part("memory", "check", "memory:plans", "peaks beside preflight's", 60, ALONE),
     Part("processes", "check", "checks:processes", "two processes share the GPU", 40, GROWING),
     Part("calibrate", "figure", "moves:calibration", "rates of this device", 40),
     Part("gpt2-124m", "figure", "training:gpt2_124m", "GPT-2 124M beside its peers", 90, SHARED),
     Part("llama-1b", "figure", "training:llama_1b", "Llama 1.1B beside its peers", 120, SHARED),
+    Part("llama-1b-fp8", "figure", "narrow:llama_1b", "Llama 1.1B in 8 bits and bf16", 90, ALONE),
     Part("resnet-50", "figure", "training:resnet_50", "ResNet-50 beside its peers", 90, SHARED),
     Part("vit-b", "figure", "training:vit_b", "ViT-B beside its peers", 80, SHARED),
     Part("moves", "figure", "moves:moves", "12 GiB to the host and back, beside raw copies", 60),
@@ -54,6 +56,15 @@ PARTS = (
     Part("gpt2-1.5b", "figure", "training:gpt2_15b", "GPT-2 1.5B beside its peers", 140, SHARED),
     Part(
         "llama-8b-host", "figure", "moves:llama_8b", "Llama 8B, optimizer on the host", 150, ALONE
+    ),
+    Part("llama-8b-lora", "figure", "finetuning:lora_8b", "Llama 8B with LoRA", 180, ALONE),
+    Part(
+        "generate",
+        "figure",
+        "finetuning:generation",
+        "tokens beside a loop by hand",
+        60,
+        SHARED,
     ),
     Part("tests", "check", "suite:tests", "the tests that need no second device", 500, GROWING),
 )

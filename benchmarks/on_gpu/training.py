@@ -52,11 +52,15 @@ def gpt2_15b(tiny: bool) -> dict[str, Row]:
 
 def llama_1b(tiny: bool) -> dict[str, Row]:
     """TinyLlama's shapes, 2 x 4096 tokens."""
-    make = functools.partial(
-        cases.llama, 2, 4096, num_hidden_layers=22, hidden_size=2048, intermediate_size=5632,
+    return _rows("llama", llama_1b_case, tiny)
+
+
+def llama_1b_case() -> Any:
+    """TinyLlama's shapes on random tokens."""
+    return cases.llama(
+        2, 4096, num_hidden_layers=22, hidden_size=2048, intermediate_size=5632,
         num_attention_heads=32, num_key_value_heads=4, vocab_size=32000,
     )  # fmt: skip
-    return _rows("llama", make, tiny)
 
 
 def resnet_50(tiny: bool) -> dict[str, Row]:
