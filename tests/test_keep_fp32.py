@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -124,6 +125,23 @@ def test_no_way_to_a_device_rounds_them(values):
         metrics = out[1] if isinstance(out, tuple) else out
         assert float(metrics["loss"]) == EXACT, "rounded"
         assert float(metrics["w"]) == 1.0
+
+
+def test_what_is_stored_in_16_bits_is_used_in_32():
+    """A frozen leaf is kept as it was given; the model sees it widened."""
+    initial = {name: np.ones((64, 8), BF16) for name in ("norm", "w")}
+    own, one = fz.Model((initial, {}), sums), tiny.plan(precision="bf16", keep_fp32="norm")
+    found = {}
+
+    def seen(p, *given):
+        found.update({name: leaf.dtype for name, leaf in p.items()})
+        return sums(p, *given)
+
+    own = dataclasses.replace(own, loss=seen, frozen={"norm"})
+    state = fz.init(own, TX, one)
+    assert state.params["norm"].dtype == BF16
+    fz.eval_step(own, one)(state, {"x": np.ones((8, 1), np.float32)})
+    assert found == {"norm": F32, "w": BF16}
 
 
 def test_the_copy_follows_when_a_plan_keeps_more():
