@@ -30,9 +30,6 @@ if not FOR_GPUS:  # here, as conftests of folders may start jax
 def pytest_configure(config: pytest.Config) -> None:
     # Tracing allocates much that lives: converting models, 2 % less time than every 700 objects.
     gc.set_threshold(50_000)
-    # Where in Python an operation came from is for people; a twentieth of the time of a build.
-    jax.config.update("jax_include_full_tracebacks_in_locations", False)
-    jax.config.update("jax_traceback_in_locations_limit", 0)
     # Many tests compile the same step from different function objects. XLA's cache knows programs
     # by their text, so each is compiled once a session; children spawned by tests share it.
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
