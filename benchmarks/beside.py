@@ -60,6 +60,10 @@ def write(path: Path, rows: Any) -> None:
     made.replace(path)
 
 
+class Late(BaseException):
+    """It took too long: no exception, since a conversion that is cut short would refuse for it."""
+
+
 class Wrong(Exception):
     """A value differs."""
 
@@ -268,7 +272,7 @@ def verdict(name: str, run: Callable[[], None], seconds: int) -> Row:
     """Runs one entry; what takes longer than `seconds` of CPU time has failed."""
 
     def late(*_: Any) -> None:
-        raise TimeoutError(f"took more than {seconds} s of CPU time")
+        raise Late(f"took more than {seconds} s of CPU time")
 
     signal.signal(signal.SIGPROF, late)
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -280,14 +284,14 @@ def verdict(name: str, run: Callable[[], None], seconds: int) -> Row:
         return Row(name, "refused", _line(error))
     except Wrong as error:
         return Row(name, "wrong", str(error))
-    except Exception as error:
+    except (Exception, Late) as error:
         return Row(name, "failed", f"{type(error).__name__}: {_line(error)}")
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     return Row(name, "right")
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     return reason(str(error))
 
 

@@ -59,7 +59,8 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """
     if dtype not in _TO_NUMPY:
         raise ConversionError(
-            f"no JAX dtype has the bits of {dtype}; quantised tensors are not covered"
+            f"no JAX dtype has the bits of {dtype}: give complex32 as .cfloat(), quantised"
+            " tensors as .dequantize()"
         )
     found: np.dtype[Any] = _TO_NUMPY[dtype]
     return found

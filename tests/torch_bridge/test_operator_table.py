@@ -10,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import torch_bridge as tb
 from torch_bridge.lower import registry
 
 
@@ -42,10 +44,17 @@ def test_no_entry_turned_worse(dtype: str, part: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["nn.PReLU", "linalg.eig", "linalg.eigvals", "max_pool2d_with_indices_backward"]
+    ("dtype", "name"),
+    [
+        ("float32", "nn.PReLU"),
+        ("float32", "linalg.eig"),
+        ("float32", "linalg.eigvals"),
+        ("float32", "max_pool2d_with_indices_backward"),
+        ("bfloat16", "matrix_exp"),
+    ],
 )
-def test_entries_that_were_not_right_are(name: str) -> None:
-    entry = dict(operators.entries("float32", 3))[name]
+def test_entries_that_were_not_right_are(dtype: str, name: str) -> None:
+    entry = dict(operators.entries(dtype, 3))[name]
     assert beside.verdict(name, entry, operators.SECONDS) == beside.Row(name, "right")
 
 
@@ -66,6 +75,16 @@ def test_a_refusal_says_what_to_do(name: str, remedy: str) -> None:
     row = beside.verdict(name, dict(operators.entries("float32", 1))[name], operators.SECONDS)
     assert row.verdict == "refused"
     assert re.search(remedy, row.why), row.why
+
+
+def test_what_takes_too_long_has_failed_and_is_not_refused() -> None:
+    class Slow(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            while True:
+                x = x + 1
+
+    row = beside.verdict("slow", lambda: tb.convert(Slow(), torch.ones(2)), 1)
+    assert (row.verdict, row.why) == ("failed", "Late: took more than 1 s of CPU time")
 
 
 def test_a_check_fails_where_a_row_turned_worse(

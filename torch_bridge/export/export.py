@@ -347,4 +347,7 @@ def _explain(error: Exception, mode: str, module: torch.nn.Module) -> str:
     place = failing_place(error, module)
     where = f"\n  in {place[0]} at: {place[1]}" if place else ""
     hint = remedy_of_trace(str(error), failing_call(error))
-    return f"torch.export cannot trace the {mode} forward: {cause} {hint}".rstrip() + where
+    return (
+        f"torch.export cannot trace the {mode} forward: {cause.rstrip('.')}. {hint}".rstrip()
+        + where
+    )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.scipy.linalg as jsl
 
 from fzero.errors import ConversionError
-from torch_bridge.dtypes import canonical, cast, is_complex, jax_dtype
+from torch_bridge.dtypes import accumulation_dtype, canonical, cast, is_complex, jax_dtype
 from torch_bridge.lower.reduce import vector_norm
 from torch_bridge.lower.registry import register_operator
 
@@ -319,7 +319,7 @@ def _solve_product(a: jax.Array, b: jax.Array, left: bool, adjoint: bool) -> jax
 def matrix_exp(x: jax.Array) -> jax.Array:
     if 0 in x.shape:
         return x
-    return jsl.expm(x)
+    return jsl.expm(cast(x, accumulation_dtype(x))).astype(x.dtype)  # jax's has no 16 bits
 
 
 @register_operator("aten.linalg_matrix_power.default", "aten.matrix_power.default")
