@@ -79,7 +79,7 @@ CASES = {
         {"expert": (1, 2, 4, 8), "tensor": (1, 2)},
     ),
     "between": Case(
-        large_models.LLAMA_8B, "h200:8", 8, (512, 1024, 2048, 4096),
+        large_models.LLAMA_8B, "h200:8", 8, (4096, 1024),
         {"sequence_parallel": (False, True)}, {"tensor": 8},
     ),
     "long": Case(
