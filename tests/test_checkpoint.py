@@ -382,6 +382,21 @@ def test_threads_save_to_one_path_one_after_another(states, tmp_path):
     assert sorted(os.listdir(tmp_path / "new")) == ["0", "1", "2", "3"]
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # jax's, of its threads
+def test_a_forked_process_waits_for_nobody(tmp_path):
+    """A data loader's worker, say, that begins while another thread saves."""
+    with write._alone(write._absolute(tmp_path)):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # ends it where it hangs
+            thread = threading.Thread(target=fz.wait, args=(tmp_path,))
+            thread.start()
+            thread.join()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+    assert status == 0
+
+
 def test_a_directory_has_one_writer_by_whatever_name(states, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "run")
     for number, name in enumerate(("run", "link", "other/../run")):

@@ -50,6 +50,10 @@ _OPEN: dict[str, _Open] = {}  # what writes into a path, until it has written
 _LOCKS: dict[str, threading.RLock] = {}  # threads that save to one path do so one after another
 _HELD: set[str] = set()
 _ANY = ""  # saves to any path begin one after another: orbax knows them by the last one's number
+# A forked process has none of the threads that write or hold a lock here, and would wait for ever.
+os.register_at_fork(after_in_child=_OPEN.clear)
+os.register_at_fork(after_in_child=_LOCKS.clear)
+os.register_at_fork(after_in_child=_HELD.clear)
 # Python 3.12.0 and 3.12.1 start no thread once the main one has ended: a writer could not finish.
 _EXIT_IS_ABRUPT = (3, 12) <= sys.version_info < (3, 12, 2)
 

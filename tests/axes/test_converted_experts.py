@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import threading
 import types
 
 import jax
@@ -214,6 +215,34 @@ def test_a_load_balancing_loss_of_another_kind_is_said(monkeypatch):
         converted = tb.convert(Net(), x)
     assert own.load_balancing_loss_func is load_balancing_loss_func
     np.testing.assert_allclose(converted(x.numpy()), Net()(x).numpy(), rtol=1e-6)
+
+
+def test_another_thread_trains_a_mixture_while_one_is_converted():
+    """What stands in its place in a trace has no gradient: it is the converting thread's alone."""
+    x = torch.randn(2, LENGTH, WIDTH)
+    other, found = Block().mixture, []
+
+    def train():
+        other.zero_grad()
+        out = other(x)
+        (out[0] if isinstance(out, tuple) else out).square().sum().backward()
+        found.append(other.experts.down_proj.grad.clone())
+
+    class Meanwhile(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mixture = Block().mixture
+
+        def forward(self, x):
+            thread = threading.Thread(target=train)
+            thread.start()
+            thread.join()
+            return self.mixture(x)
+
+    train()
+    tb.convert(Meanwhile(), x)
+    assert len(found) > 1
+    assert all(torch.equal(one, found[0]) for one in found)
 
 
 def test_an_experts_function_that_draws_random_numbers_is_refused():
