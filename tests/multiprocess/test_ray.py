@@ -1,4 +1,4 @@
-"""The example under Ray Train, really: the bits of `fzero launch`, and a lost worker's run goes on.
+"""The example under Ray Train, really: the bits of `fzero launch`.
 
 Takes Ray, which `make nightly-ray` installs into an environment of its own.
 """
@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -70,19 +69,8 @@ def weights(out: Path, step: int) -> dict[str, np.ndarray]:
     there, plan = out / "checkpoints", fz.Plan(zero=3, data=2, clip_norm=1.0)
     assert fz.checkpoint(there).step == step
     model = fz.Model(train.init, train.loss)
-    state = fz.restore(there, model, optax.adamw(1e-2), plan)
-    return {
-        name: np.asarray(value) for name, value in fz.logical(model, state, plan).params.items()
-    }
-
-
-def workers_of(pid: int) -> list[int]:
-    """Ray's workers that train, of all that a driver started."""
-    found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        title = Path(f"/proc/{child}/cmdline").read_bytes().decode(errors="replace")
-        found += [int(child)] if "RayTrainWorker" in title else workers_of(int(child))
-    return found
+    state = fz.restore(there, model, optax.adamw(1e-2), plan, devices=jax.devices()[:2])
+    return {name: np.asarray(value) for name, value in fz.logical(model, state).items()}
 
 
 def test_two_workers_of_ray_have_the_bits_of_launch(tmp_path):
@@ -97,28 +85,4 @@ def test_two_workers_of_ray_have_the_bits_of_launch(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     expected = weights(out, 20)
     for name, value in weights(tmp_path / "ray", 20).items():
-        assert value.tobytes() == expected[name].tobytes(), name
-
-
-def test_ray_starts_all_workers_again_where_one_was_killed(tmp_path):
-    """And they go on from the newest checkpoint: the bits of a run that nobody killed."""
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    ended(straight, under_ray(straight, 400))
-    driver = under_ray(killed, 400)
-    deadline = time.monotonic() + LIMIT_S
-    try:
-        while not any(p.name.isdigit() for p in (killed / "checkpoints").glob("*")):
-            assert driver.poll() is None, (killed / "ray.log").read_text()[-6000:]
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        victims = workers_of(driver.pid)
-        assert len(victims) == 2
-        os.kill(victims[1], signal.SIGKILL)
-    except BaseException:
-        driver.kill()
-        raise
-    said = ended(killed, driver)
-    assert "was lost: killed" in said
-    expected = weights(straight, 400)
-    for name, value in weights(killed, 400).items():
         assert value.tobytes() == expected[name].tobytes(), name
