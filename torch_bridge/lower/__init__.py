@@ -7,6 +7,7 @@ from torch_bridge.lower import bessel as bessel
 from torch_bridge.lower import composite as composite
 from torch_bridge.lower import control as control
 from torch_bridge.lower import conv as conv
+from torch_bridge.lower import detection as detection
 from torch_bridge.lower import experts as experts
 from torch_bridge.lower import factory as factory
 from torch_bridge.lower import grid as grid
