@@ -226,6 +226,7 @@ MANY_PARAMETERS = {
         "torch_bridge/export/slopes.py record_grad",
         "torch_bridge/lower/attention.py attention",
         "torch_bridge/lower/conv.py convolution",
+        "torch_bridge/lower/detection.py deform_conv2d",
         "torch_bridge/lower/norm.py batch_norm",
         "torch_bridge/lower/segments.py embedding_bag",
     ],

@@ -367,3 +367,49 @@ def test_arrays_of_64_bits_are_not_cut() -> None:
         converted(large)
     with pytest.raises(ConversionError, match="`args"):
         jax.jit(converted)(large)
+
+
+class Between(nn.Module):
+    """Hashes what it is given first, and looks it up behind its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.behind = nn.Embedding(50, 8), nn.Embedding(97, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hashed, turned = ids * 1000003 * 1000003 + 12345, ids.double() * 1e9 / 3
+        h = self.table(ids)
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        return h * self.behind(hashed % 97) * torch.sin(turned).float()[..., None]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("zero", [1, 3])
+def test_64_bits_are_read_on_another_stage_of_a_pipeline(zero: int) -> None:
+    torch.manual_seed(0)
+    module, ids = Between(), torch.arange(32).reshape(8, 4) + 3
+    model = tb.convert(module, ids[:2]).model(lambda forward, b: jnp.mean(forward(b) ** 2))
+    plan, devices = fz.Plan(zero=zero, data=2, pipe=2, microbatches=2), jax.devices()[:4]
+    state = fz.init(model, optax.sgd(0.1), plan, rng=0, devices=devices)
+    step = fz.train_step(model, optax.sgd(0.1), plan, devices=devices)
+    state, metrics = step(state, ids.numpy().astype(np.int32))
+    want = (module(ids) ** 2).mean()
+    want.backward()
+    np.testing.assert_allclose(metrics["loss"], want.detach(), rtol=1e-6)
+    norm = sum(float((p.grad**2).sum()) for p in module.parameters() if p.grad is not None) ** 0.5
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+
+
+class Hashed(nn.Module):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids * 1000003 * 1000003
+
+
+def test_64_bits_between_modules_of_a_sequential_are_refused_by_name() -> None:
+    modules = nn.Sequential(Hashed(), nn.Embedding(97, 2))
+    modules[1].forward = lambda hashed: modules[1].weight[hashed % 97]  # type: ignore[method-assign]
+    chain = tb.sequential(modules, IDS, loss=lambda y, batch: jnp.mean(y), inputs=None)
+    with pytest.raises(ConversionError, match=r"argument `hashed`: whole numbers of 64 bits"):
+        jax.eval_shape(chain.model.loss, chain.params, IDS.numpy().astype(np.int32), None)

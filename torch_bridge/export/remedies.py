@@ -48,8 +48,8 @@ _TABLE: dict[str, str] = {
     "geqrf": "torch.linalg.qr gives both factors.",
     **dict.fromkeys(("linalg_ldl_factor_ex", "linalg_ldl_factor", "linalg_ldl_solve"), _SYMMETRIC),
     "hash_tensor": "A hash is of bits, which no gradient needs: take it outside of the model.",
-    "nms": "Let the module return boxes and scores, and call torchvision.ops.nms on them afterwards;"
-    " or say which boxes stay by a mask over all, with an operator of your own"
+    "nms": "Let the module return boxes and scores, and call torchvision.ops.nms on them"
+    " afterwards; or say which boxes stay by a mask over all, with an operator of your own"
     " (torch_bridge.register_operator).",
     "jiterator": "It compiles CUDA while the model runs: write the same with torch's operators.",
 }

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from fzero.errors import ConversionError
 from torch_bridge.export.experts import experts_stand_ins
 from torch_bridge.export.slopes import functional_gradients, record_grad
+from torch_bridge.export.state_spaces import state_space_stand_ins
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")
@@ -65,7 +66,7 @@ def stand_ins() -> Iterator[None]:
     # Inference's own kernel, which takes ragged tensors where there is padding.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with _Mode(), experts_stand_ins(), functional_gradients():
+        with _Mode(), experts_stand_ins(), state_space_stand_ins(), functional_gradients():
             yield
     finally:
         _BatchNorm.forward = forward  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""LSTM, GRU and plain RNN layers: one `lax.scan` over time for each layer and direction."""
+"""LSTM, GRU, plain RNN and state space layers: one `lax.scan` over time each and direction."""
 
 # mypy: allow-untyped-calls, no-warn-return-any
 # (parts of jax.numpy have no types, or are typed as Any)
@@ -210,3 +210,15 @@ def gru_cell(
 ) -> jax.Array:
     w = _Weights(w_ih, w_hh, b_ih, b_hh, None)
     return _cell(_gru_step(w), x, w, (hx,))[0]
+
+
+@register_operator("torch_bridge.linear_recurrence.default")
+def linear_recurrence(decay: jax.Array, added: jax.Array) -> jax.Array:
+    """States `h_t = decay_t h_{t-1} + added_t` along dim 2, from 0. Shapes: all `(N, C, T, S)`."""
+
+    def step(state: jax.Array, now: Any) -> tuple[jax.Array, jax.Array]:
+        state = now[0] * state + now[1]
+        return state, state
+
+    rows = tuple(jnp.moveaxis(x, 2, 0) for x in (decay, added))
+    return jnp.moveaxis(jax.lax.scan(step, jnp.zeros_like(rows[1][0]), rows)[1], 0, 2)
