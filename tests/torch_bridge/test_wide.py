@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from torch import nn
 
+import fzero as fz
 import torch_bridge as tb
 from fzero.errors import ConversionError
 
@@ -369,19 +371,24 @@ def test_arrays_of_64_bits_are_not_cut() -> None:
         jax.jit(converted)(large)
 
 
+class Residual(nn.Linear):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h + torch.tanh(super().forward(h))
+
+
 class Between(nn.Module):
     """Hashes what it is given first, and looks it up behind its layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table, self.behind = nn.Embedding(50, 8), nn.Embedding(97, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.blocks = nn.ModuleList(Residual(8, 8) for _ in range(4))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hashed, turned = ids * 1000003 * 1000003 + 12345, ids.double() * 1e9 / 3
         h = self.table(ids)
         for block in self.blocks:
-            h = h + torch.tanh(block(h))
+            h = block(h)
         return h * self.behind(hashed % 97) * torch.sin(turned).float()[..., None]
 
 
@@ -412,4 +419,7 @@ def test_64_bits_between_modules_of_a_sequential_are_refused_by_name() -> None:
     modules[1].forward = lambda hashed: modules[1].weight[hashed % 97]  # type: ignore[method-assign]
     chain = tb.sequential(modules, IDS, loss=lambda y, batch: jnp.mean(y), inputs=None)
     with pytest.raises(ConversionError, match=r"argument `hashed`: whole numbers of 64 bits"):
-        jax.eval_shape(chain.model.loss, chain.params, IDS.numpy().astype(np.int32), None)
+        jax.eval_shape(
+            lambda ids: chain.model.loss(chain.params, {}, ids, jax.random.key(0), True),
+            IDS.numpy().astype(np.int32),
+        )
