@@ -56,6 +56,8 @@ def fused_attention(
     axes = free_axes()
     if mask is not None and axes.get(CONTEXT, 1) > 1:
         return None  # each device would compute the whole sequence
+    if mask is not None and (q.shape[1] % 2 or k.shape[1] % 2):
+        return None  # no gradients of such lengths, which only a trace of those would say
     if mask is not None and mask.dtype != bool and q.dtype == jnp.float16:
         return None  # its lowest number does not swallow scores, where a row adds that to all
     bias = None if mask is None or q.dtype not in _TYPES else _bias(mask, q.dtype)

@@ -245,19 +245,20 @@ def test_masks_of_data_are_the_fused_kernels_too(kind: str, half: Any) -> None:
     with (
         answered(),
         jax.numpy_dtype_promotion("standard"),
-        mock.patch("torch_bridge.lower.attention._softmax", side_effect=AssertionError),
+        mock.patch("torch_bridge.lower.attention._contract", side_effect=AssertionError),
     ):
         got = jax.grad(loss, has_aux=True)(x)
     for one, other in zip(got, want, strict=True):  # weights of 16 bits, as above
         np.testing.assert_allclose(*(v.astype(jnp.float32) for v in (one, other)), atol=0.06)
 
 
-def test_biases_of_heads_and_masks_beside_a_causal_one_are_products() -> None:
-    """A bias for each head may be learned, and is not rounded."""
+def test_biases_of_heads_masks_beside_a_causal_one_and_odd_lengths_are_products() -> None:
+    """A bias for each head may be learned, and is not rounded; odd lengths have no gradients."""
     x = jax.random.normal(jax.random.key(0), (3, 2, 4, 8, 16), jnp.bfloat16)
     seen = jnp.asarray(documents()[:, None])
     with answered():
         assert fused_attention(*x, Pattern(), 0.25, jnp.zeros((4, 8, 8))) is None
         assert fused_attention(*x, Pattern(True), 0.25, seen) is None
         assert fused_attention(*x.astype(jnp.float16), Pattern(), 0.25, jnp.zeros((8, 8))) is None
+        assert fused_attention(*x[..., :7, :], Pattern(), 0.25, seen[..., :7, :7]) is None
         assert fused_attention(*x, Pattern(), 0.25, seen) is not None
