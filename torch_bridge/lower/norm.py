@@ -61,11 +61,10 @@ def native_layer_norm(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     wide = cast(x, accumulation_dtype(x))
     mean, var = _moments(wide, tuple(range(x.ndim - len(normalized_shape), x.ndim)))
-    return (
-        layer_norm(x, normalized_shape, weight, bias, eps),
-        mean,
-        jax.lax.rsqrt(var + eps),
-    )
+    # torch keeps both in the dtype of the weights.
+    kept = x.dtype if weight is None else weight.dtype
+    stats = (each.astype(kept) for each in (mean, jax.lax.rsqrt(var + eps)))
+    return layer_norm(x, normalized_shape, weight, bias, eps), *stats
 
 
 @register_operator("aten.rms_norm.default")
