@@ -79,10 +79,11 @@ def draw(seed):
         "remat": of.choice(["none", "layer", "dots"]), "min_shard_bytes": of.choice([0, 512]),
         "clip_norm": of.choice([None, 0.5]),
     }  # fmt: skip
-    options["sequence_parallel"] = random.Random(1000 + seed).choice([None, True, False])
     instead = random.Random(-1 - seed).choice(["", "", "tensor", "context"])
     if options.get(instead, 1) > 1:  # its devices share out experts
         options |= {"expert": options[instead], instead: 1}
+    if options["tensor"] > 1:
+        options["sequence_parallel"] = random.Random(1000 + seed).choice([None, True, False])
     if pipe > 1:
         schedules = ["1f1b", "zb_h1", "interleaved", "zb_v"]
         options |= {"schedule": of.choice(schedules), "microbatches": 2}
