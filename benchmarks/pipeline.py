@@ -123,8 +123,8 @@ class Run:
             jax.block_until_ready((held.last, list(held.sent.values())))
             now = time.perf_counter()
             seen[action.stage, action.kind].append(now - clock)
-            for (stage, _), links in held.links.items():
-                size = sum(leaf.nbytes for leaf in jax.tree.leaves(links))
+            for (stage, _), saved in held.saved.items():
+                size = sum(leaf.nbytes for leaf in jax.tree.leaves(saved))
                 slot_bytes[stage] = max(slot_bytes[stage], size)
             clock = time.perf_counter()
 

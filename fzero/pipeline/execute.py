@@ -37,21 +37,21 @@ class Slots:
     """Everything that is held between the actions of one step.
 
     Attributes:
-        links: what forwards left, by (stage, microbatch): the live activations.
+        saved: what forwards left, by (stage, microbatch): the live activations.
         halves: what weight gradients wait for.
         sent: what was sent and not yet read.
         last: a result of the last action, to wait for it.
     """
 
     def __init__(self) -> None:
-        self.links: dict[tuple[int, int], Any] = {}
+        self.saved: dict[tuple[int, int], Any] = {}
         self.halves: dict[tuple[int, int], Any] = {}
         self.sent: dict[tuple[str, int, int], Any] = {}
         self.last: Any = None
 
     def live(self, stage: int) -> int:
         """Live activations of a stage, one per microbatch."""
-        return len({m for held in (self.links, self.halves) for s, m in held if s == stage})
+        return len({m for held in (self.saved, self.halves) for s, m in held if s == stage})
 
 
 class Executor:
@@ -245,12 +245,12 @@ class _Run:
         _, stage, m = action
         x = self.slots.sent.pop(("F", stage, m), None)
         buffers = {name: self.buffers[program.rank][name] for name in program.stateful}
-        (out, links, new), done = program.forward(
+        (out, saved, new), done = program.forward(
             self.kept[stage], buffers, *self._inputs(program, action), x, self.scale
             if program.last else None,
         )  # fmt: skip
         self.buffers[program.rank] |= new
-        self.slots.links[stage, m] = links
+        self.slots.saved[stage, m] = saved
         if program.last:
             seed, unscale, *self.parts[m] = out
             self.parts[m] = tuple(self.parts[m])
@@ -271,10 +271,10 @@ class _Run:
     def _backward(self, program: StagePrograms, action: Action) -> Any:
         _, stage, m = action
         cotangent, unscale = self._cotangent(program, m)
-        links = self.slots.links.pop((stage, m))
+        saved = self.slots.saved.pop((stage, m))
         sums = self._sums_for(stage, m)
         (back, sums), done = program.backward(sums is not None)(
-            self.kept[stage], *self._inputs(program, action), links, cotangent, unscale, sums
+            self.kept[stage], *self._inputs(program, action), saved, cotangent, unscale, sums
         )
         self._summed(program, m, sums)
         self._send_back(program, m, back, unscale)
@@ -283,11 +283,11 @@ class _Run:
     def _input_backward(self, program: StagePrograms, action: Action) -> Any:
         _, stage, m = action
         cotangent, unscale = self._cotangent(program, m)
-        links = self.slots.links.pop((stage, m))
+        saved = self.slots.saved.pop((stage, m))
         (back, halves), done = program.input_backward(
-            self.kept[stage], *self._inputs(program, action), links, cotangent
+            self.kept[stage], *self._inputs(program, action), saved, cotangent
         )
-        self.slots.halves[stage, m] = unmarked(halves, links), unscale
+        self.slots.halves[stage, m] = unmarked(halves, saved), unscale
         self._send_back(program, m, back, unscale)
         return done
 

@@ -145,7 +145,7 @@ class StagePrograms:
 
     @cached_property
     def forward(self) -> Any:
-        """`F(kept, buffers, batch, key, number, x, scale) -> (out, links, buffers)`.
+        """`F(kept, buffers, batch, key, number, x, scale) -> (out, saved, buffers)`.
 
         `out` is what the next stage gets, or `(seed, unscale, mean, metrics)` at the end.
         """
@@ -155,16 +155,16 @@ class StagePrograms:
         ) -> Any:
             rows, rng = self._microbatch(batch, key, number, self.count)
             old = unpack(buffers)
-            out, links, new = train_forward(
+            out, saved, new = train_forward(
                 self.pieces, self.rules, kept, rows if self.first else unpack(x), old, rows, rng,
                 first=self.first, last=self.last,
             )  # fmt: skip
-            links = self.rules.fence(without_inputs(links))
+            saved = self.rules.fence(without_inputs(saved))
             if isinstance(out, End):
                 mean, metrics = self.rules.fence((out.mean, out.metrics))
                 seed, unscale = loss_seed(self.rules, mean, scale)
                 out = seed, unscale, float_mean(mean), float_means(metrics)
-            return pack((out, links, {name: new[name] for name in old}))
+            return pack((out, saved, {name: new[name] for name in old}))
 
         specs = (self.kept_specs, LOCAL, INPUTS, WHOLE, WHOLE, LOCAL, WHOLE)
         return self._jit(
@@ -182,17 +182,17 @@ class StagePrograms:
         return None if self.plan.further else self._local
 
     def backward(self, with_sums: bool) -> Any:
-        """`B(kept, batch, key, number, links, cotangent, unscale, sums) -> (cotangent, sums)`.
+        """`B(kept, batch, key, number, saved, cotangent, unscale, sums) -> (cotangent, sums)`.
 
         Without sums to add to, the gradients of the microbatch are given.
         """
 
         def run(
-            kept: PyTree, batch: Inputs, key: Any, number: Any, links: Any, cotangent: Any,
+            kept: PyTree, batch: Inputs, key: Any, number: Any, saved: Any, cotangent: Any,
             unscale: Any, sums: PyTree,
         ) -> Any:  # fmt: skip
             rows, rng = self._microbatch(batch, key, number, self.count)
-            whole = with_inputs(unpack(links), rows, rng)
+            whole = with_inputs(unpack(saved), rows, rng)
             grads, back = train_backward(whole, self.rules, kept, unpack(cotangent), rng)
             return pack(back), self._added(sums, unscaled(grads, unpack(unscale)))
 
@@ -207,17 +207,17 @@ class StagePrograms:
 
     @cached_property
     def input_backward(self) -> Any:
-        """`I(kept, batch, key, number, links, cotangent) -> (cotangent, halves)`.
+        """`I(kept, batch, key, number, saved, cotangent) -> (cotangent, halves)`.
 
-        What the weights' gradients need of the links is only marked in the halves, not copied: see
+        What the weights' gradients need of that is only marked in the halves, not copied: see
         `unmarked`.
         """
 
         def run(
-            kept: PyTree, batch: Inputs, key: Any, number: Any, links: Any, cotangent: Any
+            kept: PyTree, batch: Inputs, key: Any, number: Any, saved: Any, cotangent: Any
         ) -> Any:
             rows, rng = self._microbatch(batch, key, number, self.count)
-            own = unpack(links)
+            own = unpack(saved)
             whole = with_inputs(own, rows, rng)
             halves, back = input_backward(whole, self.rules, kept, unpack(cotangent), rng)
             return pack((back, marked(without_inputs(halves), own)))

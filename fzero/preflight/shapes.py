@@ -87,9 +87,9 @@ def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tu
     def local(kept: PyTree, buffers: PyTree, batch: Inputs, key: jax.Array) -> tuple[()]:
         rows = batch.map_rows(lambda x: x[: x.shape[0] // plan.microbatches])
         pieces = whole_chain(blue.model.layers)
-        _, links, _ = train_forward(pieces, passes.rules(), kept, rows, buffers, rows, key)
-        held = {id(leaf): leaf for leaf in jax.tree.leaves(without_inputs(links))}
-        parts = sum(map(leaf_bytes, kept_parts(links)))
+        _, saved, _ = train_forward(pieces, passes.rules(), kept, rows, buffers, rows, key)
+        held = {id(leaf): leaf for leaf in jax.tree.leaves(without_inputs(saved))}
+        parts = sum(map(leaf_bytes, kept_parts(saved)))
         found.append((sum(map(leaf_bytes, held.values())) - parts, parts))
         return ()
 

@@ -35,8 +35,8 @@ class StageRun:
         stage: which stage.
         rank: the rank that runs it.
         programs: by kind of action.
-        link_bytes: what a forward leaves for its backward pass.
-        half_bytes: what an input gradient leaves for its weight gradient, links that it keeps
+        slot_bytes: what a forward leaves for its backward pass.
+        half_bytes: what an input gradient leaves for its weight gradient, what it keeps of that
             included; 0 where backward passes are whole.
         sums_bytes: of its summed gradients.
         sent_bytes: what it hands to the next stage, per microbatch.
@@ -47,7 +47,7 @@ class StageRun:
     stage: int
     rank: int
     programs: dict[Kind, Compiled]
-    link_bytes: int
+    slot_bytes: int
     half_bytes: int
     sums_bytes: int
     sent_bytes: int
@@ -187,11 +187,11 @@ class StageCompiler:
             }
             last_scale = self._whole(program, scale) if program.last and scale is not None else None
             args = (own, buffers, *inputs, x, last_scale)
-            (out, links, _), _ = jax.eval_shape(program.forward, *args)
+            (out, saved, _), _ = jax.eval_shape(program.forward, *args)
             out = jax.tree.map(lambda leaf, p=program: self._local(p, leaf), out)
             at = self._compile(program, program.forward, args).outputs_at[0][1]
-            links = self._lying(program, links, at)
-            found.append(_Forward(own, inputs, args, out, links))
+            saved = self._lying(program, saved, at)
+            found.append(_Forward(own, inputs, args, out, saved))
             if not program.last:
                 following = self.executor.programs[program.stage + 1]
                 x = jax.tree.map(lambda leaf, p=following: self._local(p, leaf), out)
@@ -210,15 +210,15 @@ class StageCompiler:
         back, half_bytes, grads = None, 0, None
         if "B" in kinds:
             run = program.backward(sums is not None)
-            full = (*args, at.links, cotangent, unscale, sums)
+            full = (*args, at.saved, cotangent, unscale, sums)
             compiled["B"] = self._compile(program, run, full)
             (back, grads), _ = jax.eval_shape(program.backward(False), *full[:-1], None)
         if "I" in kinds:
-            first = (*args, at.links, cotangent)
+            first = (*args, at.saved, cotangent)
             compiled["I"] = self._compile(program, program.input_backward, first)
             (back, halves), _ = jax.eval_shape(program.input_backward, *first)
             halves = self._lying(program, halves, compiled["I"].outputs_at[0][1])
-            halves = unmarked(halves, at.links)
+            halves = unmarked(halves, at.saved)
             half_bytes = self._bytes(halves)
             run = program.weight_backward(sums is not None)
             rest = (*args, halves, unscale)
@@ -229,7 +229,7 @@ class StageCompiler:
             stage=program.stage,
             rank=program.rank,
             programs=compiled,
-            link_bytes=self._bytes(at.links),
+            slot_bytes=self._bytes(at.saved),
             half_bytes=half_bytes,
             sums_bytes=self._bytes(sums),
             sent_bytes=0 if program.last else self._bytes(at.out),
@@ -313,7 +313,7 @@ class StageCompiler:
             send /= self.target.rates.link_share if likely else 1.0
             per_stage.append(Cost(f=seconds["F"], b=b, i=i, w=w, send=send))
         return Cost(
-            per_stage=tuple(per_stage), activation_bytes=tuple(run.link_bytes for run in runs)
+            per_stage=tuple(per_stage), activation_bytes=tuple(run.slot_bytes for run in runs)
         )
 
     def send(self, run: StageRun, back: bool = False) -> CollectiveUse:
@@ -355,7 +355,7 @@ class _Forward:
     inputs: tuple[Any, Any, Any]
     args: tuple[Any, ...]
     out: Any
-    links: Any
+    saved: Any
 
 
 def rank_collectives(
@@ -418,7 +418,7 @@ class _Held:
     def start(self, action: Action) -> None:
         run = self.runs[action.stage]
         program = run.programs[action.kind]
-        # Arguments other than state are held already; the output of a forward is its links.
+        # Arguments other than state are held already; the output of a forward is what it saved.
         fresh = program.output_bytes - program.alias_bytes + self._waiting(action)
         held = self.sums + sum(self.values.values())
         self.most = max(self.most, held + program.temporary_bytes + fresh)
@@ -428,14 +428,14 @@ class _Held:
         kind, stage, m = action
         run, waiting = self.runs[stage], self._waiting(action)
         self.values.pop(("F" if kind == "F" else "B", stage, m), None)
-        self.values["links", stage, m] = {"F": run.link_bytes, "I": run.half_bytes}.get(kind, 0)
+        self.values["saved", stage, m] = {"F": run.slot_bytes, "I": run.half_bytes}.get(kind, 0)
         if waiting:
             self.values["gradients", stage, m] = waiting
         elif kind in ("B", "W"):
             self.next_sum[stage] += 1
             while self.values.pop(("gradients", stage, self.next_sum[stage]), 0):
                 self.next_sum[stage] += 1
-        saved = (size for (what, *_), size in self.values.items() if what == "links")
+        saved = (size for (what, *_), size in self.values.items() if what == "saved")
         self.most_saved = max(self.most_saved, sum(saved))
         self.most = max(self.most, self.sums + sum(self.values.values()))
         if kind == "F" and stage + 1 < len(self.runs):

@@ -34,18 +34,18 @@ from fzero.zero.fetched import Fetched, Parts, Sums, trained_leaves
 from fzero.zero.layer import (
     End,
     Half,
-    Link,
+    LayerSaved,
     layer_backward,
     layer_forward,
     layer_input_backward,
     layer_weight_backward,
 )
 from fzero.zero.rules import Rules
-from fzero.zero.stack import StackLink, stack_backward, stack_eval, stack_forward
+from fzero.zero.stack import StackSaved, stack_backward, stack_eval, stack_forward
 from fzero.zero.stack_halves import StackHalf, stack_input_backward, stack_weight_backward
 
 
-Links = list[Link | StackLink]
+Saved = list[LayerSaved | StackSaved]
 
 
 def train_forward(
@@ -59,7 +59,7 @@ def train_forward(
     *,
     first: bool = True,
     last: bool = True,
-) -> tuple[Any, Links, PyTree]:
+) -> tuple[Any, Saved, PyTree]:
     """Runs a chain, or a stage of one, in training mode and keeps what the backward pass needs.
 
     Args:
@@ -74,7 +74,7 @@ def train_forward(
         last: whether it ends here, with the loss.
 
     Returns:
-        `(out, links, new buffers)`; `out` is an `End` where the chain ends.
+        `(out, saved, new buffers)`; `out` is an `End` where the chain ends.
     """
     fetched = Fetched(rules, kept)
     return _train_forward(pieces, fetched, x, buffers, batch, rng, first, last)
@@ -88,16 +88,16 @@ def holding_forward(
     buffers: PyTree,
     batch: PyTree,
     rng: jax.Array,
-) -> tuple[End, Links, PyTree, PyTree]:
+) -> tuple[End, Saved, PyTree, PyTree]:
     """`train_forward` of a whole chain, for rules that hold what is gathered.
 
     Returns:
-        `(end, links, new buffers, whole)`. `whole` is every parameter as the pass gathered it. What
+        `(end, saved, new buffers, whole)`. `whole` is every parameter as the pass gathered it. What
         follows, the backward pass first, reads it with `rules.held()`.
     """
     fetched = Fetched(rules, kept)
-    end, links, new = _train_forward(pieces, fetched, x, buffers, batch, rng, True, True)
-    return end, links, new, fetched.whole()
+    end, saved, new = _train_forward(pieces, fetched, x, buffers, batch, rng, True, True)
+    return end, saved, new, fetched.whole()
 
 
 def _train_forward(
@@ -109,10 +109,10 @@ def _train_forward(
     rng: jax.Array,
     first: bool,
     last: bool,
-) -> tuple[Any, Links, PyTree]:
+) -> tuple[Any, Saved, PyTree]:
     rules, kept = fetched.rules, fetched.kept
     x, inputs = entered(rules, pieces[0], x), opened(batch)
-    links: Links = []
+    saved: Saved = []
     end: list[End] = []
     # Whether a gradient is to go further back than the piece at hand.
     before = not first
@@ -121,24 +121,24 @@ def _train_forward(
         nonlocal before
         ctx, layer = rules.context(inputs, rng, True, state), piece.layer
         learns = bool(trained_leaves(rules, layer))
-        link: Link | StackLink
+        one: LayerSaved | StackSaved
         if isinstance(layer, Stack):
-            link, x, state, held = stack_forward(rules, piece, kept[layer.name], x, ctx)
+            one, x, state, held = stack_forward(rules, piece, kept[layer.name], x, ctx)
             if rules.hold:
                 fetched.stacks[layer.name] = held
         else:
-            link, x, state = layer_forward(
+            one, x, state = layer_forward(
                 layer, fetched, x, ctx.at(piece.number),
                 differentiable=before,
                 end=end if last and piece is pieces[-1] else None,
             )  # fmt: skip
         if before or learns:  # otherwise all so far is frozen, and has no backward pass
-            links.append(link)
+            saved.append(one)
         before = before or learns
         return x, state
 
     out, new = run_chain(pieces, x, buffers, run_piece)
-    return end[0] if last else out, links, new
+    return end[0] if last else out, saved, new
 
 
 def entered(rules: Rules, first: Piece, x: Any) -> Any:
@@ -148,38 +148,38 @@ def entered(rules: Rules, first: Piece, x: Any) -> Any:
     return cast_input(rules.plan, x) if starts else x
 
 
-def kept_parts(links: Links) -> list[jax.Array]:
+def kept_parts(saved: Saved) -> list[jax.Array]:
     """What this device keeps of weights for the backward pass (`Plan.secondary`)."""
-    own = [link.parts if isinstance(link, Link) else link.parts() for link in links]
+    own = [one.parts if isinstance(one, LayerSaved) else one.parts() for one in saved]
     return jax.tree.leaves(own)
 
 
 _Kept = TypeVar("_Kept", bound=Sequence[Any])
 
 
-def without_inputs(links: _Kept) -> _Kept:
-    """Links or halves without the microbatch's rows and key, which live as long anyway."""
-    return with_inputs(links, None, None)
+def without_inputs(saved: _Kept) -> _Kept:
+    """Saved values or halves without the microbatch's rows and key, which live as long anyway."""
+    return with_inputs(saved, None, None)
 
 
-def with_inputs(links: _Kept, batch: PyTree, rng: jax.Array | None) -> _Kept:
-    """Links or halves with the microbatch's rows and key, as they were traced."""
+def with_inputs(saved: _Kept, batch: PyTree, rng: jax.Array | None) -> _Kept:
+    """Saved values or halves with the microbatch's rows and key, as they were traced."""
     known = None if batch is None else opened(batch)
     found: Any = [
-        link.with_inputs(known, rng) if isinstance(link, StackLink | StackHalf) else link
-        for link in links
+        one.with_inputs(known, rng) if isinstance(one, StackSaved | StackHalf) else one
+        for one in saved
     ]
     return found
 
 
 def train_backward(
-    links: Links, rules: Rules, kept: PyTree, cotangent: Any, rng: jax.Array | None = None
+    saved: Saved, rules: Rules, kept: PyTree, cotangent: Any, rng: jax.Array | None = None
 ) -> tuple[PyTree, list[Any]]:
     """Gradients of every trained parameter read, reduced as the rules say.
 
     Args:
-        links: what the forward pass left.
-        rules: those of the forward pass; `rules.layout` has the parameters that these links read.
+        saved: what the forward pass left.
+        rules: those of the forward pass; `rules.layout` has the parameters that these layers read.
         kept: as in the forward pass.
         cotangent: of the chain's output: a scalar for the loss's total where the chain ends, else
             one array per floating-point leaf.
@@ -189,44 +189,44 @@ def train_backward(
         `(gradients, cotangents of the input's floating-point leaves)`. Gradients are in the
         compute dtype: shards for split leaves if reduced now, otherwise whole.
     """
-    fetched = Fetched(rules, kept, _parts(links))
-    sums = Sums(rules, [_layer_of(link) for link in links])
-    for link in reversed(links):
-        if isinstance(link, StackLink):
-            name = link.program.static.piece.layer.name
-            grads, cotangent = stack_backward(link, kept[name], cotangent)
+    fetched = Fetched(rules, kept, _parts(saved))
+    sums = Sums(rules, [_layer_of(one) for one in saved])
+    for one in reversed(saved):
+        if isinstance(one, StackSaved):
+            name = one.program.static.piece.layer.name
+            grads, cotangent = stack_backward(one, kept[name], cotangent)
             sums.add_stack(name, grads)
         else:
-            cotangent = layer_backward(fetched, link, cotangent, sums, rng)
+            cotangent = layer_backward(fetched, one, cotangent, sums, rng)
     return sums.finish(), cotangent
 
 
-def _parts(links: Sequence[Link | StackLink | Half | StackHalf]) -> Parts:
+def _parts(saved: Sequence[LayerSaved | StackSaved | Half | StackHalf]) -> Parts:
     """What a pass before kept of leaves outside stacks."""
-    own = [link.parts for link in links if isinstance(link, Link | Half)]
+    own = [one.parts for one in saved if isinstance(one, LayerSaved | Half)]
     return {path: part for parts in own for path, part in parts.items()}
 
 
-def _layer_of(link: Link | StackLink) -> Layer | Stack:
-    return link.layer if isinstance(link, Link) else link.program.static.piece.layer
+def _layer_of(one: LayerSaved | StackSaved) -> Layer | Stack:
+    return one.layer if isinstance(one, LayerSaved) else one.program.static.piece.layer
 
 
 Halves = list[Half | StackHalf]
 
 
 def input_backward(
-    links: Links, rules: Rules, kept: PyTree, cotangent: Any, rng: jax.Array
+    saved: Saved, rules: Rules, kept: PyTree, cotangent: Any, rng: jax.Array
 ) -> tuple[Halves, list[Any]]:
     """The first half of `train_backward`: cotangents of the input, and what is left to do."""
-    fetched = Fetched(rules, kept, _parts(links))
+    fetched = Fetched(rules, kept, _parts(saved))
     halves: Halves = []
     half: Half | StackHalf
-    for link in reversed(links):
-        if isinstance(link, StackLink):
-            shards = kept[link.program.static.piece.layer.name]
-            half, cotangent = stack_input_backward(link, shards, cotangent)
+    for one in reversed(saved):
+        if isinstance(one, StackSaved):
+            shards = kept[one.program.static.piece.layer.name]
+            half, cotangent = stack_input_backward(one, shards, cotangent)
         else:
-            half, cotangent = layer_input_backward(fetched, link, cotangent, rng)
+            half, cotangent = layer_input_backward(fetched, one, cotangent, rng)
         halves.append(half)
     return halves, cotangent
 

@@ -96,9 +96,9 @@ def local_marks(
         rows, key = parts.map_rows(lambda x: x[index]), block_key(rng, block + index)
         own = rules, kept, rows, buffers, rows, key
         _, forward = chain_marks(pieces, *own)
-        end, links, new = train_forward(pieces, *own)
+        end, saved, new = train_forward(pieces, *own)
         seed, unscale = loss_seed(rules, end.mean, scale)
-        grads, _ = train_backward(links, rules, kept, seed)
+        grads, _ = train_backward(saved, rules, kept, seed)
         backward = gradient_marks(trained(rules.layout), unscaled(grads, unscale))
         return new, (forward, backward)
 

@@ -67,15 +67,15 @@ def local_gradients(
         key = block_key(rng, block + index)
         rows = rows.map_rows(group.spread)
         if rules.hold:
-            end, links, new, kept = holding_forward(pieces, rules, kept, rows, buffers, rows, key)
+            end, saved, new, kept = holding_forward(pieces, rules, kept, rows, buffers, rows, key)
             rules = rules.held()
         else:
-            end, links, new = train_forward(pieces, rules, kept, rows, buffers, rows, key)
+            end, saved, new = train_forward(pieces, rules, kept, rows, buffers, rows, key)
         # Everything the forward pass leaves is settled here; only then does the backward pass start
         # from it, in every stage alike.
         mean, metrics = rules.fence((end.mean, end.metrics))
         seed, unscale = loss_seed(rules, mean, scale)
-        grads, _ = train_backward(links, rules, kept, seed)
+        grads, _ = train_backward(saved, rules, kept, seed)
         return (unscaled(grads, unscale), float_mean(mean), float_means(metrics)), new, kept
 
     if count == 1:

@@ -29,7 +29,7 @@ from fzero.zero.vjp import Floats, Pullback, forward, remat_policy
     meta_fields=["layer", "pullback"],
 )
 @dataclass(frozen=True, eq=False)
-class Link:
+class LayerSaved:
     """What a layer leaves for its backward pass: never a gathered weight.
 
     Args:
@@ -60,8 +60,8 @@ def layer_forward(
     ctx: Context,
     differentiable: bool,
     end: list[End] | None,
-) -> tuple[Link, Any, PyTree]:
-    """Runs a layer in training mode: `(link, x, new buffers)`; the last one puts its `End` in."""
+) -> tuple[LayerSaved, Any, PyTree]:
+    """Runs a layer in training mode: `(saved, x, new buffers)`; the last one puts its `End` in."""
     structure, floats, rest = Floats.of(x, differentiable)
     cell: dict[str, Any] = {}  # static facts learnt while tracing
     treedef = jax.tree.structure(layer_params(layer, fetched.kept))
@@ -89,33 +89,33 @@ def layer_forward(
         return y, aux, kept
 
     y, aux, kept = fetched.run(layer, of_weights)
-    link = Link(layer, cell["pullback"], kept, fetched.new_parts(layer, cell["pullback"]))
+    saved = LayerSaved(layer, cell["pullback"], kept, fetched.new_parts(layer, cell["pullback"]))
     if end is not None:
         count, metrics, buffers = aux
         end.append(End(Mean(y, count), metrics))
-        return link, None, buffers
+        return saved, None, buffers
     y_rest, buffers = aux
-    return link, cell["out"].join(y, y_rest), buffers
+    return saved, cell["out"].join(y, y_rest), buffers
 
 
 def layer_backward(
-    fetched: Fetched, link: Link, cotangent: Any, sums: Sums, rng: jax.Array | None
+    fetched: Fetched, saved: LayerSaved, cotangent: Any, sums: Sums, rng: jax.Array | None
 ) -> Any:
     """The cotangent of a layer's input; the gradients of its leaves go to `sums`."""
     rules = fetched.rules
     if rules.halves:
-        half, cotangent = layer_input_backward(fetched, link, cotangent, rng)
+        half, cotangent = layer_input_backward(fetched, saved, cotangent, rng)
         layer_weight_backward(fetched, half, sums, rng)
         return cotangent
     # The fence keeps what the forward pass computes out of the backward pass's fusions, and the
     # gathers from starting before there is anything to differentiate.
-    residuals, cotangent = rules.fence((link.residuals, cotangent))
+    residuals, cotangent = rules.fence((saved.residuals, cotangent))
 
     def of_weights(weights: list[Any]) -> PyTree:
-        return link.pullback.run(residuals, weights, cotangent)
+        return saved.pullback.run(residuals, weights, cotangent)
 
-    finish = sums.taker(link.layer)
-    _, cotangent = fetched.run(link.layer, of_weights, residuals, finish)
+    finish = sums.taker(saved.layer)
+    _, cotangent = fetched.run(saved.layer, of_weights, residuals, finish)
     return cotangent
 
 
@@ -135,26 +135,26 @@ class Half:
 
 
 def layer_input_backward(
-    fetched: Fetched, link: Link, cotangent: Any, rng: jax.Array | None
+    fetched: Fetched, saved: LayerSaved, cotangent: Any, rng: jax.Array | None
 ) -> tuple[Half, Any]:
     """The first half of `layer_backward`: the cotangent of the input, and what is left to do."""
     rules = fetched.rules
     assert rng is not None
-    residuals, cotangent = rules.fence((link.residuals, cotangent))
+    residuals, cotangent = rules.fence((saved.residuals, cotangent))
     cell: list[Rest] = []
 
     def of_weights(weights: list[Any]) -> PyTree:
         def whole(weights: list[Any]) -> Any:
-            grads, dx = link.pullback.run(residuals, weights, cotangent)
+            grads, dx = saved.pullback.run(residuals, weights, cotangent)
             return list(grads), dx
 
         dx, values, rest = first_half(whole, weights, lambda run: rules.apart(run, rng))
         cell.append(rest)
         return dx, values
 
-    cotangent, values = fetched.run(link.layer, of_weights, residuals)
-    values = unfenced(values, residuals, link.residuals)
-    return Half(link.layer, values, cell[-1], link.parts), cotangent
+    cotangent, values = fetched.run(saved.layer, of_weights, residuals)
+    values = unfenced(values, residuals, saved.residuals)
+    return Half(saved.layer, values, cell[-1], saved.parts), cotangent
 
 
 def layer_weight_backward(fetched: Fetched, half: Half, sums: Sums, rng: jax.Array | None) -> None:

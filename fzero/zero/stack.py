@@ -30,34 +30,34 @@ from fzero.zero.rules import Rules
 from fzero.zero.stack_layer import LayerProgram, StackLayers, at_row, join_rows, put_row
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["program", "saved"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["program", "values"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
-class StackLink:
+class StackSaved:
     """What a stack leaves for its backward pass: never a gathered weight.
 
     Args:
         program: the differentiable program of one layer.
-        saved: per layer, what the backward pass reads, and this device's parts of its weights
+        values: per layer, what the backward pass reads, and this device's parts of its weights
             (`Plan.secondary`): all layers stacked, or (all but the last stacked, the last).
     """
 
     program: LayerProgram
-    saved: tuple[Any, Any]
+    values: tuple[Any, Any]
 
     def parts(self) -> list[PyTree]:
         """This device's parts of weights."""
-        return [saved[1] for saved in self.saved if saved is not None]
+        return [values[1] for values in self.values if values is not None]
 
-    def with_inputs(self, batch: PyTree, rng: jax.Array | None) -> StackLink:
-        """The link with the microbatch's rows and key put in (or taken out: `None`)."""
+    def with_inputs(self, batch: PyTree, rng: jax.Array | None) -> StackSaved:
+        """The same with the microbatch's rows and key put in (or taken out: `None`)."""
         program = dataclasses.replace(self.program, batch=batch, rng=rng)
-        return StackLink(program, self.saved)
+        return StackSaved(program, self.values)
 
 
 def stack_forward(
     rules: Rules, piece: Piece, shards: PyTree, x: Any, ctx: Context
-) -> tuple[StackLink, Any, PyTree, PyTree]:
-    """Runs layers of a stack in training mode: `(link, x, new buffers, held)`.
+) -> tuple[StackSaved, Any, PyTree, PyTree]:
+    """Runs layers of a stack in training mode: `(saved, x, new buffers, held)`.
 
     `held` is all layers' weights as they were gathered, if the rules hold them; the backward pass
     then takes them for its shards.
@@ -73,8 +73,8 @@ def stack_forward(
     y, saved, buffers, held = _forward(layers, shards, start, run, rules.hold)
     if rules.hold:
         layers = dataclasses.replace(layers, rules=rules.held())
-    link = StackLink(dataclasses.replace(program, static=layers), saved)
-    return link, program.joined(*y), _placed(piece, ctx.buffers, buffers), held
+    found = StackSaved(dataclasses.replace(program, static=layers), saved)
+    return found, program.joined(*y), _placed(piece, ctx.buffers, buffers), held
 
 
 def stack_eval(
@@ -154,14 +154,14 @@ def _forward(
     return rules.fence(x), saved, join_rows(*buffers), held
 
 
-def stack_backward(link: StackLink, shards: PyTree, cotangent: Any) -> tuple[PyTree, Any]:
+def stack_backward(given: StackSaved, shards: PyTree, cotangent: Any) -> tuple[PyTree, Any]:
     """Gradients of a piece's parameters (stacked) and of its input's floating-point leaves."""
-    program, layers = link.program, link.program.static
+    program, layers = given.program, given.program.static
     rules, num = layers.rules, layers.piece.num_layers
 
     # The fence keeps the compiler from reusing layers gathered in the forward pass, and from
     # gathering the last one again before its input exists.
-    shards, (looped, last) = rules.fence((shards, link.saved))
+    shards, (looped, last) = rules.fence((shards, given.values))
 
     def saved(which: int, k: Any) -> Any:
         return jax.tree.map(lambda leaf: compat.to_device(at_row(leaf, k)), looped[which])

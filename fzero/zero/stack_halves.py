@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from fzero.programs.halves import Rest
 from fzero.tree import PyTree
 from fzero.zero.prefetch import look_ahead
-from fzero.zero.stack import StackLink
+from fzero.zero.stack import StackSaved
 from fzero.zero.stack_layer import LayerProgram, at_row, join_rows
 
 
@@ -39,19 +39,19 @@ class StackHalf:
     parts: PyTree
 
     def with_inputs(self, batch: PyTree, rng: jax.Array | None) -> StackHalf:
-        """As `StackLink.with_inputs`."""
+        """As `StackSaved.with_inputs`."""
         program = dataclasses.replace(self.program, batch=batch, rng=rng)
         return dataclasses.replace(self, program=program)
 
 
 def stack_input_backward(
-    link: StackLink, shards: PyTree, cotangent: Any
+    given: StackSaved, shards: PyTree, cotangent: Any
 ) -> tuple[StackHalf, list[Any]]:
     """The first half of `stack_backward`: cotangents of the input's floating-point leaves."""
-    program, layers = link.program, link.program.static
+    program, layers = given.program, given.program.static
     rules = layers.rules
-    shards, saved = rules.fence((shards, link.saved))
-    before, saved = join_rows(*link.saved), join_rows(*saved)
+    shards, saved = rules.fence((shards, given.values))
+    before, saved = join_rows(*given.values), join_rows(*saved)
     cell: list[tuple[Rest, list[int | None]]] = []
 
     def fetch(k: Any) -> PyTree:

@@ -54,7 +54,7 @@ class Watched:
         def observe(action, held) -> None:
             for stage in range(4):
                 self.live[stage] = max(self.live[stage], held.live(stage))
-            self.held.append(nbytes((held.links, held.halves, held.sent)))
+            self.held.append(nbytes((held.saved, held.halves, held.sent)))
             self.all.append(live_bytes())
 
         gc.collect()  # so that what others left does not end meanwhile
