@@ -13,8 +13,9 @@ gradients of all parameters, and outputs in bfloat16. An entry is
 
 Values agree within 2e-5 of the largest, gradients within 1e-4 of the largest of their parameter; or
 within that of what PyTorch gives in float64; or if they are as near to that as PyTorch's own
-float32 (twice its error at most: both are roundings). In bfloat16 the error against float32 is at
-most 1.1 times that of PyTorch's own module in bfloat16, and a rounding of the result.
+float32 (twice its error at most: both are roundings); or, where a rounding goes far, if module and
+conversion agree within 1e-9 when both compute in float64. In bfloat16 the error against float32 is
+at most 1.1 times that of PyTorch's own module in bfloat16, and a rounding of the result.
 
 What PyTorch itself cannot run from a tiny config is no entry. `--check N` runs every Nth row again
 and fails if one turned worse.
@@ -56,6 +57,7 @@ import torch_bridge as tb
 
 SECONDS, EXAMPLE, BATCH = 60, 2, 3
 VALUES, GRADIENTS, NEGLIGIBLE = 2e-5, 1e-4, 3e-3
+WIDE = 1e-9
 RESULTS = Path(__file__).parent / "results" / "models.json"
 # Larger than this no config is tiny.
 MOST = 6_000_000
@@ -226,6 +228,24 @@ def check_mode(converted: tb.Converted, module: Any, inputs: Any, train: bool) -
         compare(f"buffer {name}", g, w, e, VALUES, 0.0)
 
 
+def check_wide(module: Any, call: Any, train: bool) -> None:
+    """One mode, with all of it in float64."""
+
+    def cast(x: Any) -> Any:
+        floating = isinstance(x, torch.Tensor) and x.is_floating_point()
+        return x.double() if floating else x
+
+    with jax.enable_x64(True):
+        wide, inputs = copy.deepcopy(module).double(), pytree.tree_map(cast, call(BATCH))
+        converted = tb.convert(wide, **pytree.tree_map(cast, call(EXAMPLE)))
+        want = theirs(wide, inputs, train, torch.float64)
+        got = ours(converted, inputs, want.smooth if train else None, np.float64)
+    for i, (g, w) in enumerate(zip(got.outputs, want.outputs, strict=True)):
+        compare(f"float64: output {i}", g, w, lambda: None, WIDE, 0.0)
+    for name, g in got.gradients.items():
+        compare(f"float64: gradient of {name}", g, want.gradients[name], lambda: None, WIDE, 0.0)
+
+
 def check_bfloat16(converted: tb.Converted, module: Any, inputs: Any) -> str:
     """The float32 conversion in bfloat16; PyTorch's own module in bfloat16 is the measure."""
     truth = theirs(module, inputs, False, torch.float32).outputs
@@ -274,8 +294,14 @@ def check_model(build: model_list.Builder, row: dict[str, Any]) -> None:
     converted = tb.convert(module, **call(EXAMPLE))
     row["seconds"] = round(time.process_time() - start, 1)
     inputs = call(BATCH)
-    check_mode(converted, module, inputs, train=False)
-    check_mode(converted, module, inputs, train=True)
+    for train in (False, True):
+        try:
+            check_mode(converted, module, inputs, train)
+        except Wrong as far:
+            try:
+                check_wide(module, call, train)
+            except Exception as error:
+                raise Wrong(f"{far}; {error}") from error
     row["bfloat16"] = check_bfloat16(converted, module, inputs)
 
 

@@ -53,6 +53,8 @@ RANDOM = re.compile(
 )
 # Which of several equal values is named is left open: what stands there is compared.
 ANY_OF_EQUALS = ("topk", "kthvalue")
+# Sorting leaves open which of equals comes first, and so which one a gradient goes to.
+ANY_ORDER = ("sort", "msort")
 Entry = tuple[str, Callable[[], None]]
 # By dtype and name: the verdict, why, and how many samples were run.
 Rows = dict[str, dict[str, list[Any]]]
@@ -100,6 +102,8 @@ def operators(dtype: torch.dtype, samples: int) -> Iterator[Entry]:
                     out = sample.output_process_fn_grad(op.op(*args, **kwargs))
                     return _chosen(args, out) if name in ANY_OF_EQUALS else out
 
+                if name in ANY_ORDER and dtype == torch.bfloat16:
+                    _set_distinct(sample.input)
                 args = (sample.input, *sample.args)
                 module, tensors = _call(function, args, sample.kwargs)
                 drops = sample.kwargs.get("dropout_p", 0) > 0
@@ -107,6 +111,14 @@ def operators(dtype: torch.dtype, samples: int) -> Iterator[Entry]:
                 check(Sample(module.eval(), tensors, RTOL[dtype], random))
 
         yield name, run
+
+
+def _set_distinct(x: torch.Tensor) -> None:
+    """Fills a bfloat16 tensor with positive values of which no two are equal."""
+    order = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))
+    bits = 0x3C00 + order.to(torch.int16)
+    with torch.no_grad():
+        x.copy_(bits.view(torch.bfloat16).reshape(x.shape))
 
 
 def _chosen(args: Any, out: Any) -> Any:
