@@ -84,12 +84,22 @@ class Functional(torch.nn.Module):
         return (*found, fixed * self.energy(x))
 
 
+class Slopes(Functional):
+    """As much of it as one trace is worth."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        closed, value = torch.func.grad_and_value(lambda y: (y * x.detach() * x).sum())(x)
+        return closed, value, torch.vmap(torch.func.grad(self.energy))(x)
+
+
 def leaves(out: Any) -> list[Any]:
     return list(out) if isinstance(out, list | tuple) else [out]
 
 
 @pytest.mark.parametrize(
-    "kind", [Chosen, Scanned, pytest.param(Mapped, marks=pytest.mark.nightly), Forces, Functional]
+    "kind",
+    [Chosen, Scanned, Forces, Slopes]
+    + [pytest.param(kind, marks=pytest.mark.nightly) for kind in (Mapped, Functional)],
 )
 def test_values_and_gradients_are_pytorchs(kind: type[torch.nn.Module]) -> None:
     torch.manual_seed(0)
