@@ -54,7 +54,7 @@ RANDOM = re.compile(
 # Which of several equal values is named is left open: what stands there is compared.
 ANY_OF_EQUALS = ("topk", "kthvalue")
 # Sorting leaves open which of equals comes first, and so which one a gradient goes to.
-ANY_ORDER = ("sort", "msort")
+ANY_ORDER = ("sort", "msort", "argsort")
 Entry = tuple[str, Callable[[], None]]
 # By dtype and name: the verdict, why, and how many samples were run.
 Rows = dict[str, dict[str, list[Any]]]
@@ -92,7 +92,7 @@ def operators(dtype: torch.dtype, samples: int) -> Iterator[Entry]:
         name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
 
         def run(op: Any = op, name: str = name) -> None:
-            gradients = dtype.is_floating_point and op.supports_autograd
+            gradients = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
             torch.manual_seed(0)
             found = op.sample_inputs("cpu", dtype, requires_grad=gradients)
             for sample in itertools.islice(found, samples):
