@@ -95,6 +95,48 @@ def test_gradients_pass_through_evaluation(zero, precision):
     tiny.close(found, stepped, rtol=0, atol=1e-5 if precision == "fp32" else 3e-2)
 
 
+@jax.custom_vjp
+def turned(x):
+    """The identity, whose gradient is turned round."""
+    return x
+
+
+turned.defvjp(lambda x: (x, None), lambda _, g: (-g,))
+
+
+def turned_loss(p, buffers, batch, rng, train):
+    out = jnp.tanh(fz.cast(batch["x"], like=p) @ p["w"]) @ p["odd"]
+    error = (turned(out) * p["gain"] - batch["y"]).astype(jnp.float32)
+    return fz.Mean(jnp.sum(jnp.square(error)), jnp.float32(error.size)), buffers, {}
+
+
+TURNED = {
+    "function": (fz.Model(MODEL.init, turned_loss), tiny.points(4)),
+    "chain": (tiny.chain(2, lambda p, x, ctx: turned(tiny.block(p, x, ctx))), tiny.tokens(4)),
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("numbers", [{}, {"precision": "fp8", "float8": fz.Float8(keep=())}])
+def test_derivatives_of_ones_own_pass_through_evaluation(name, zero, numbers):
+    """And so do those of products in 8 bits, whatever is gathered."""
+    model, batch = TURNED[name]
+
+    def slopes(**options):
+        plan = tiny.plan(**numbers, **options)
+        state, evaluate = fz.init(model, TX, plan), fz.eval_step(model, plan)
+        of = jax.grad(lambda p: evaluate(state.replace(params=p), batch)["loss"])
+        return jax.jit(of)(state.params)
+
+    one, several = slopes(zero=0, data=1), slopes(zero=zero, data=2)
+    assert max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(one)) > 0.01
+    several = jax.tree.map(lambda a, b: a[tuple(map(slice, b.shape))], several, one)  # no padding
+    # Devices add up in another order. In 8 bits each scales what it has, and gradients have two
+    # bits behind the first; one that was turned would be off by twice its size.
+    tiny.close(several, one, rtol=0, atol=0.15 if numbers else 1e-5)
+
+
 def test_accumulation_composes():
     plan = tiny.plan(zero=2, data=2, precision="bf16")
     state, step, _ = made(plan)

@@ -103,8 +103,8 @@ def can_fuse(
     except RuntimeError as error:
         warnings.warn(
             f"no fused attention in this program for GPUs: {error} It multiplies the matrices one"
-            " by one instead and holds all scores. Install cuDNN (nvidia-cudnn-cu13) to compile"
-            " what runs where there is a GPU.",
+            " by one instead and holds all scores. Install cuDNN (nvidia-cudnn-cu13) beside jax's"
+            " CUDA plugin to compile what runs where there is a GPU.",
             stacklevel=2,
         )
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import jax
@@ -65,7 +66,10 @@ def _program(found: xxhash.xxh3_64, closed: Any) -> None:
 def _parameter(found: xxhash.xxh3_64, value: Any) -> None:
     if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
         _program(found, value)
+    elif isinstance(value, enum.Enum):
+        _text(found, str(value))
     elif isinstance(value, tuple | list):
+        _text(found, len(value))
         for one in value:
             _parameter(found, one)
     elif isinstance(value, _PLAIN):

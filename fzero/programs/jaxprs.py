@@ -15,9 +15,8 @@ from fzero import compat
 CHECKPOINTS = frozenset(("checkpoint", "remat", "remat2"))
 
 # Calls whose body may be replayed in place, once differentiation is over.
-_CALLS = CHECKPOINTS | frozenset(
-    ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
-)
+_OWN_DERIVATIVES = frozenset(("custom_jvp_call", "custom_vjp_call"))
+_CALLS = CHECKPOINTS | _OWN_DERIVATIVES | frozenset(("jit", "pjit", "closed_call", "core_call"))
 
 # Functions jitted under a name that begins so stay one step of a program.
 _STEPS = "fzero_scaled"
@@ -88,9 +87,12 @@ class Program:
     Args:
         jaxpr: the jaxpr.
         consts: values of its constants.
+        differentiable: whether what is replayed may be differentiated: calls that bring a
+            derivative of their own then stay one step.
     """
 
-    def __init__(self, jaxpr: Any, consts: Iterable[Any]) -> None:
+    def __init__(self, jaxpr: Any, consts: Iterable[Any], differentiable: bool = False) -> None:
+        self._calls = _CALLS - _OWN_DERIVATIVES if differentiable else _CALLS
         self.steps: list[Step] = []
         env: dict[Any, Any] = {var: Var(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
         self.consts: dict[Var, Any] = {
@@ -112,7 +114,7 @@ class Program:
                 None,
             )
             whole = str(equation.params.get("name", "")).startswith(_STEPS)
-            if equation.primitive.name not in _CALLS or body is None or whole:
+            if equation.primitive.name not in self._calls or body is None or whole:
                 results = [Var(var.aval) for var in equation.outvars]
                 self.steps.append(Step(equation, operands, results, names))
                 env.update(zip(equation.outvars, results, strict=True))

@@ -30,6 +30,7 @@ def gather_at_use(
     needs_gather: Sequence[bool],
     finish: Callable[[int, Any], Any] | None = None,
     narrow: Callable[[int, jax.Array], Narrow | None] = lambda i, shard: None,
+    differentiable: bool = False,
 ) -> PyTree:
     """`function([gather(0, shards[0]), ...])`, each weight gathered near its first use.
 
@@ -43,12 +44,13 @@ def gather_at_use(
             the gradient of weight `i` as soon as it is computed.
         narrow: the whole weight `i` in 8 bits from its shard, if it may come so where nothing reads
             it in another way.
+        differentiable: whether a user may differentiate what this computes.
 
     Returns:
         What the function returns, its gradients finished.
     """
     closed, out = jax.make_jaxpr(function, return_shape=True)(list(shapes))
-    program = Program(closed.jaxpr, closed.consts)
+    program = Program(closed.jaxpr, closed.consts, differentiable)
     only = narrow_inputs(program, program.inputs)
 
     def fetch(i: int, shard: jax.Array) -> Any:

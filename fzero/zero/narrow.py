@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fzero.errors import StateError
 from fzero.float8.scaling import WHOLE
 from fzero.programs.jaxprs import Program, Step, Var, read
 from fzero.tree import PyTree
@@ -61,7 +62,8 @@ def run_step(step: Step, values: list[Any]) -> list[Any]:
     one: Narrow = values[0]
     if _scales(step):
         return [one.bits, one.unit.reshape(step.results[1].aval.shape)]
-    assert _moves(step), step.equation
+    if not _moves(step):
+        raise StateError(f"a weight that came in 8 bits is read by {step.equation.primitive}")
     return [one._replace(bits=step.run([one.bits])[0])]
 
 

@@ -95,7 +95,8 @@ class Rules:
 
     def may_narrow(self, split: Split) -> bool:
         """Whether a parameter could be gathered in 8 bits, if nothing reads it in another way."""
-        narrows = self.sharded and self.plan.gathers_float8
+        # Not in evaluations, which users differentiate: bits in 8 have no derivative.
+        narrows = self.sharded and self.plan.gathers_float8 and not self.exact
         return narrows and split.dim is not None and split.compute == jnp.bfloat16
 
     def fetch_narrow(

@@ -89,7 +89,8 @@ class Slopes(Functional):
 
     def forward(self, x: torch.Tensor) -> Any:
         closed, value = torch.func.grad_and_value(lambda y: (y * x.detach() * x).sum())(x)
-        return closed, value, torch.vmap(torch.func.grad(self.energy))(x)
+        each = torch.vmap(torch.func.grad(self.energy))(x)
+        return closed, value, each, *torch.func.jvp(self.inner, (x,), (x.sin(),))
 
 
 def leaves(out: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from transformers import GPT2LMHeadModel
 
 import torch_bridge as tb
 from fzero.links import Context
+from fzero.preflight.topology import has_plugin
 from tests.support.cudnn import answered
 from torch_bridge.export.interpret import Instruction
 from torch_bridge.lower.attention import attention
@@ -154,9 +155,8 @@ def test_transformers_mask_travels_through_no_block(
     assert not [x.shape for x in between if x.shape[-2:] == (length, length)]
 
 
-CUDNN = importlib.util.find_spec("nvidia") is not None and (
-    importlib.util.find_spec("nvidia.cudnn") is not None
-)
+# PyTorch for CUDA brings the library, too; jax finds it by its own plugin.
+CUDNN = has_plugin() and importlib.util.find_spec("nvidia.cudnn") is not None
 
 
 def on_a_gpu() -> Any:

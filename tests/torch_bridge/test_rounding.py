@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import torch_bridge as tb
 from torch_bridge.dtypes import jax_dtype
 from torch_bridge.lower import find_lowering
 
@@ -131,3 +133,40 @@ def test_two_arrays_of_16_bits_keep_no_wider_ones_for_their_gradient() -> None:
         assert lowering is not None
         program = jax.make_jaxpr(lowering.fn)(*[jnp.ones(3, jnp.bfloat16)] * 2)
         assert all(v.aval.dtype == jnp.bfloat16 for e in program.eqns for v in e.outvars)
+
+
+class Spread(torch.nn.Module):
+    """Parameters that many elements share: a number, a row, both ways of a choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+        self.row = torch.nn.Parameter(torch.ones(8))
+        self.other = torch.nn.Parameter(torch.tensor(0.5))
+        self.slope = torch.nn.Parameter(torch.tensor([0.25]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.where(x > -0.5, x, self.other)
+        return torch.nn.functional.prelu(x, self.slope) * self.row * self.scale.expand(8)
+
+
+@pytest.mark.as_users
+def test_gradients_of_what_many_elements_share_are_summed_in_float32() -> None:
+    """As PyTorch sums them: in 16 bits 2^15 numbers of one sign end at half of their sum."""
+    torch.manual_seed(0)
+    module, x = Spread().bfloat16(), (2 * torch.rand(8, 4096, 8) - 1).bfloat16()
+    converted = tb.convert(module, x[:2])
+    params = {name: jnp.asarray(value) for name, value in converted.params.items()}
+
+    def loss(params: Any) -> Any:
+        out = converted.apply(params, converted.buffers, _array(x)).output
+        return jnp.mean(jnp.abs(out.astype(jnp.float32)))
+
+    got = jax.jit(jax.grad(loss))(params)
+    wide = copy.deepcopy(module).float()
+    wide(x.float()).abs().mean().backward()
+    for name, parameter in wide.named_parameters():
+        # The elements are rounded to 16 bits before they are added.
+        np.testing.assert_allclose(
+            np.asarray(got[name], np.float32), parameter.grad, rtol=0.01, err_msg=name
+        )

@@ -187,7 +187,7 @@ def _jvp_but_of_columns(*args: Any, argnums: Any = None, **kwargs: Any) -> Any:
             "torch.func.jacfwd (or hessian) in the forward is not converted: torch.func.jacrev has"
             " the same values, and jacrev(jacrev(f)) is the hessian"
         )
-    return _jvp(*args, **kwargs)
+    return _jvp(*args, argnums=None, **kwargs)
 
 
 _FUNCTIONAL: dict[str, Callable[..., Any]] = {

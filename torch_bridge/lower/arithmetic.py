@@ -23,7 +23,7 @@ from torch_bridge.dtypes import (
 )
 from torch_bridge.lower.features_last import elementwise
 from torch_bridge.lower.registry import register_operator
-from torch_bridge.lower.rounding import exact_numbers, once
+from torch_bridge.lower.rounding import exact_numbers, once, spread
 
 
 def _scaled(y: Any, alpha: Any) -> Any:
@@ -326,7 +326,8 @@ for _name, _fn in {
 @register_operator("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf")
 def where(condition: Any, x: Any, y: Any) -> jax.Array:
     a, b = promote(x, y)
-    return jnp.where(condition, a, b)
+    shape = jnp.broadcast_shapes(jnp.shape(condition), a.shape, b.shape)
+    return jnp.where(condition, spread(a, shape), spread(b, shape))
 
 
 @register_operator("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
