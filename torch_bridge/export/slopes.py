@@ -180,14 +180,16 @@ def _vjp(
 _jvp = eager_transforms._jvp_with_argnums
 
 
-def _jvp_but_of_columns(*args: Any, argnums: Any = None, **kwargs: Any) -> Any:
+def _jvp_but_of_columns(
+    function: Any, primals: Any, tangents: Any, argnums: Any = None, **kwargs: Any
+) -> Any:
     """`torch.func.jvp` is traced as it is; `jacfwd`, which alone says `argnums`, has no trace."""
     if argnums is not None:
         raise ConversionError(
             "torch.func.jacfwd (or hessian) in the forward is not converted: torch.func.jacrev has"
             " the same values, and jacrev(jacrev(f)) is the hessian"
         )
-    return _jvp(*args, argnums=None, **kwargs)
+    return _jvp(function, primals, tangents, argnums, **kwargs)
 
 
 _FUNCTIONAL: dict[str, Callable[..., Any]] = {
