@@ -71,7 +71,15 @@ class NoEntry(Exception):
 
 
 def livelier(module: torch.nn.Module) -> torch.nn.Module:
-    """The module with weights that all have an effect: no zero biases, no norms of 1."""
+    """The module with weights that all have an effect: no zero biases, no norms of 1.
+
+    And with nothing dropped, so that train mode can be compared.
+    """
+    for part in module.modules():
+        if isinstance(part, torch.nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+        elif isinstance(getattr(part, "dropout_prob", None), float):
+            part.dropout_prob = 0.0
     make = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in module.parameters():
