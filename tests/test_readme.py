@@ -18,6 +18,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 def test_readme_is_short():
     assert len(README.splitlines()) <= 150
+    assert len(BLOCKS) == 2
+    for block in BLOCKS:
+        assert len([line for line in block.splitlines() if line.strip()]) <= 12
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))

@@ -14,8 +14,9 @@ from fzero import compat
 # What `jax.checkpoint` is called in a jaxpr, by version.
 CHECKPOINTS = frozenset(("checkpoint", "remat", "remat2"))
 
-# Calls whose body may be replayed in place, once differentiation is over.
+# Calls that bring a derivative of their own, which replaying their body would lose.
 _OWN_DERIVATIVES = frozenset(("custom_jvp_call", "custom_vjp_call"))
+# Calls whose body may be replayed in place, once differentiation is over.
 _CALLS = CHECKPOINTS | _OWN_DERIVATIVES | frozenset(("jit", "pjit", "closed_call", "core_call"))
 
 # Functions jitted under a name that begins so stay one step of a program.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -234,7 +235,7 @@ class TrainStep:
         self.num_traces += 1
 
 
-class _ReadingStep:
+class _ReadingStep(ABC):
     """A step that leaves the state as it is.
 
     Args:
@@ -306,12 +307,13 @@ class _ReadingStep:
     def _parts(self, state: TrainState) -> tuple[PyTree, PyTree, StepAndKey]:
         return kept_by(self.blueprint, vars(state)), state.buffers, (state.step, state.rng)
 
+    @abstractmethod
     def _one_program(self, kept: PyTree, buffers: PyTree, at: StepAndKey, batch: Inputs) -> PyTree:
-        raise NotImplementedError
+        """What the step gives, to be traced as one program."""
 
+    @abstractmethod
     def _dispatched(self, kept: PyTree, buffers: PyTree, at: StepAndKey, batch: Inputs) -> PyTree:
         """The same where passes are many programs."""
-        raise NotImplementedError
 
     def _traced(self) -> None:
         self.num_traces += 1
