@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+
+from torch_bridge.export.replaced import StandIn, replaced
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")
@@ -148,47 +149,24 @@ def experts_stand_ins() -> Iterator[None]:
 
     So is their load-balancing loss, which is then one over the tokens of all devices.
     """
-    exporting = threading.get_ident()
-    put_back: list[tuple[Any, str, Any]] = []
-
-    def put(owner: Any, name: str, stand_in: Callable[..., Any]) -> None:
-        put_back.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, stand_in)
-
+    chosen: list[StandIn] = []
     # (What a module uses is imported already; nothing here imports transformers.)
     found = getattr(sys.modules.get(_INTERFACE), "ExpertsInterface", None)
     if found is not None:
         given = found.get_interface
 
         def interface(self: Any, implementation: Any, default: Any) -> Any:
-            here = threading.get_ident() == exporting  # another thread trains meanwhile
-            return _experts if here and implementation in _SAME else given(
-                self, implementation, default
-            )  # fmt: skip
+            return _experts if implementation in _SAME else given(self, implementation, default)
 
-        put(found, "get_interface", interface)
+        chosen.append((found, "get_interface", interface))
     wanted = list(inspect.signature(_balance_loss).parameters)
     for name, module in list(sys.modules.items()):
         own = vars(module).get(_BALANCE) if name.startswith("transformers.models.") else None
         if own is not None:
             same = list(inspect.signature(own).parameters) == wanted
-            here = _balance_loss if same else _said(name, own)
-            put(module, _BALANCE, _elsewhere(exporting, own, here))
-    try:
+            chosen.append((module, _BALANCE, _balance_loss if same else _said(name, own)))
+    with replaced(chosen):
         yield
-    finally:
-        for owner, name, value in put_back:
-            setattr(owner, name, value)
-
-
-def _elsewhere(
-    exporting: int, own: Callable[..., Any], stand_in: Callable[..., Any]
-) -> Callable[..., Any]:
-    def balance_loss(*args: Any, **kwargs: Any) -> Any:
-        here = threading.get_ident() == exporting
-        return (stand_in if here else own)(*args, **kwargs)
-
-    return balance_loss
 
 
 def _said(module: str, own: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,6 @@ itself is a constant to it.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch._functorch import eager_transforms
 from torch.utils import _pytree as pytree
 
 from fzero.errors import ConversionError
+from torch_bridge.export.replaced import replaced
 
 
 SLOPES = "torch_bridge.slopes.default"
@@ -118,23 +118,8 @@ def record_grad(
 @contextlib.contextmanager
 def functional_gradients() -> Iterator[None]:
     """While a module is exported: `torch.func.grad` and `vjp` are recorded."""
-    kept = {name: getattr(eager_transforms, name) for name in _FUNCTIONAL}
-    exporting = threading.get_ident()
-
-    def here(name: str) -> Callable[..., Any]:
-        def either(*args: Any, **kwargs: Any) -> Any:
-            mine = threading.get_ident() == exporting  # another thread's are its own
-            return (_FUNCTIONAL if mine else kept)[name](*args, **kwargs)
-
-        return either
-
-    for name in _FUNCTIONAL:
-        setattr(eager_transforms, name, here(name))
-    try:
+    with replaced((eager_transforms, name, fn) for name, fn in _FUNCTIONAL.items()):
         yield
-    finally:
-        for name, function in kept.items():
-            setattr(eager_transforms, name, function)
 
 
 def _grad_and_value(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.errors import ConversionError
 from torch_bridge.export.experts import experts_stand_ins
+from torch_bridge.export.replaced import replaced
 from torch_bridge.export.slopes import functional_gradients, record_grad
 from torch_bridge.export.state_spaces import state_space_stand_ins
 
@@ -48,29 +48,27 @@ class _Mode(TorchFunctionMode):
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
     """While a module is exported: each function of the table is traced as what stands for it."""
-    forward, hint = _BatchNorm.forward, transformer._detect_is_causal_mask
-    fast = torch.backends.mha.get_fastpath_enabled()
-
-    exporting = threading.get_ident()
+    forward, fast = _BatchNorm.forward, torch.backends.mha.get_fastpath_enabled()
 
     def counted(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if threading.get_ident() != exporting:  # another thread trains meanwhile
-            return forward(self, x)
         if self.training and self.track_running_stats and self.momentum is None:
             return _batch_norm_of_all(self, x)
         return forward(self, x)
 
-    _BatchNorm.forward = counted  # type: ignore[method-assign, assignment]
-    # A hint only: the mask itself is applied either way.
-    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    def hint(mask: Any, is_causal: Any = None, size: Any = None) -> bool:
+        """No more than that: the mask itself is applied either way."""
+        return is_causal is True
+
+    own = (_BatchNorm, "forward", counted), (transformer, "_detect_is_causal_mask", hint)
     # Inference's own kernel, which takes ragged tensors where there is padding.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with _Mode(), experts_stand_ins(), state_space_stand_ins(), functional_gradients():
+        with (
+            _Mode(), replaced(own), experts_stand_ins(), state_space_stand_ins(),
+            functional_gradients(),
+        ):  # fmt: skip
             yield
     finally:
-        _BatchNorm.forward = forward  # type: ignore[method-assign]
-        transformer._detect_is_causal_mask = hint
         torch.backends.mha.set_fastpath_enabled(fast)
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+
+from torch_bridge.export.replaced import replaced
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")
@@ -71,24 +72,10 @@ _KNOWN = frozenset(
 @contextlib.contextmanager
 def state_space_stand_ins() -> Iterator[None]:
     """While a module is exported: transformers' loops over positions are one operator each."""
-    loops = {}
-    exporting = threading.get_ident()
+    loops = []
     for name, module in list(sys.modules.items()):
         loop = vars(module).get(_SCAN) if name.startswith("transformers.models.") else None
         if loop is not None and _KNOWN.union(("kwargs",)) == {*inspect.signature(loop).parameters}:
-            loops[module] = loop
-
-    def instead(loop: Any) -> Any:
-        def scan(*args: Any, **kwargs: Any) -> Any:
-            own = threading.get_ident() == exporting  # another thread trains meanwhile
-            return (_selective_scan if own else loop)(*args, **kwargs)
-
-        return scan
-
-    for module, loop in loops.items():
-        setattr(module, _SCAN, instead(loop))
-    try:
+            loops.append((module, _SCAN, _selective_scan))
+    with replaced(loops):
         yield
-    finally:
-        for module, loop in loops.items():
-            setattr(module, _SCAN, loop)

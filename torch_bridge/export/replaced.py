@@ -1,0 +1,36 @@
+"""Functions of other libraries, replaced while a module is exported."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+
+# Whose function (a module or class), its name there, and what stands in for it.
+StandIn = tuple[Any, str, Callable[..., Any]]
+
+
+@contextlib.contextmanager
+def replaced(stand_ins: Iterable[StandIn]) -> Iterator[None]:
+    """Puts functions in place of others, for this thread alone: another may train meanwhile."""
+    exporting = threading.get_ident()
+
+    def either(own: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            here = threading.get_ident() == exporting
+            return (stand_in if here else own)(*args, **kwargs)
+
+        return function
+
+    chosen = [(owner, name, getattr(owner, name), stand_in) for owner, name, stand_in in stand_ins]
+    for owner, name, own, stand_in in chosen:
+        setattr(owner, name, either(own, stand_in))
+    try:
+        yield
+    finally:
+        for owner, name, own, _ in chosen:
+            setattr(owner, name, own)
