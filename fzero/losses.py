@@ -214,7 +214,7 @@ def _chunked(terms: CrossEntropy, size: int) -> Callable[..., jax.Array]:
             x, own = xs
             loss, slope = terms.gradient(logits(x, w, b), own)
             slopes = slope.astype(x.dtype)
-            back = _product(slopes, w, ((1,), (0,))).astype(_kept(x)) if wanted[0] else None
+            back = _product(slopes, w, ((1,), (0,))).astype(_seed_dtype(x)) if wanted[0] else None
             new = (
                 loss,
                 _product(slopes, x, ((0,), (0,))) if wanted[1] else None,
@@ -238,8 +238,8 @@ def _chunked(terms: CrossEntropy, size: int) -> Callable[..., jax.Array]:
         like = tuple(jnp.zeros((), x.dtype) for x in (rows.value, w, b))
         return _named(loss), (*found, like)
 
-    def backward(kept: Any, seed: Any) -> tuple[Any, ...]:
-        *found, like = kept
+    def backward(residuals: Any, seed: Any) -> tuple[Any, ...]:
+        *found, like = residuals
         if isinstance(seed, jax.custom_derivatives.SymbolicZero):
             return None, None, None, None
         scaled = [
@@ -256,7 +256,7 @@ def _named(tree: Any) -> Any:
     return jax.tree.map(lambda x: checkpoint_name(x, "linear_cross_entropy"), tree)
 
 
-def _kept(x: jax.Array) -> Any:
+def _seed_dtype(x: jax.Array) -> Any:
     """The dtype in which an input's gradient waits for its seed: float16 would lose small ones,
     which a loss scale is there to save."""
     return jnp.float32 if x.dtype == jnp.float16 else x.dtype

@@ -16,7 +16,7 @@ from fzero.model import Model
 from fzero.summary import Printed, summary
 from fzero.tree import shapes_of
 from torch_bridge.dtypes import is_float
-from torch_bridge.export.mode import Mode, as_kept, bind_state, frozen_dtypes
+from torch_bridge.export.mode import Mode, bind_state, frozen_dtypes, in_own_dtypes
 from torch_bridge.losses import all_but_the_loss, called_with_batch, module_loss
 from torch_bridge.module.adapters import Adapter
 from torch_bridge.module.initial import on_host, with_masters
@@ -179,7 +179,7 @@ class Converted(Printed):
             leaves, changed = mode.graph.run(values, rng)
             names = self.layout.leaf_of()
             updated = {names[name].name: value for name, value in changed.items()}
-        return leaves, {**buffers, **as_kept(updated, buffers)}
+        return leaves, {**buffers, **in_own_dtypes(updated, buffers)}
 
     def _run_rolled(
         self,
@@ -403,7 +403,7 @@ class Converted(Printed):
         if ctx is None or not ctx.keep_fp32:
             return self._graphs.dtype_of(params)
         return Computed(
-            np.dtype(ctx.dtype), self._graphs.kept(ctx, {name: name for name in params})
+            np.dtype(ctx.dtype), self._graphs.float32(ctx, {name: name for name in params})
         )
 
     def _same_anywhere(self) -> dict[str, str]:

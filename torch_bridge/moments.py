@@ -122,10 +122,10 @@ def with_moments(
     given = _given(found.leaves, moments)
     new: dict[str, Any] = {path: np.asarray(moments.step) for path in found.counts}
     for own, values in ((found.mu, moments.exp_avg), (found.nu, moments.exp_avg_sq)):
-        for path, kept in own.items():
-            rows = [values[given[leaf.name]] for leaf in kept.leaves if leaf.name in given]
+        for path, moment in own.items():
+            rows = [values[given[leaf.name]] for leaf in moment.leaves if leaf.name in given]
             if rows:
-                new[path] = Stacked(rows) if kept.stacked else rows[0]
+                new[path] = Stacked(rows) if moment.stacked else rows[0]
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: _replaced(leaf, new[at]) if (at := path_name(path)) in new else leaf,
         opt_state,
@@ -138,7 +138,7 @@ def holds_adam(opt_state: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Moment:
     """A leaf of the optimizer state: moments of a parameter, or of one in each layer of a stack."""
 
     leaves: tuple[Leaf, ...]
@@ -173,8 +173,8 @@ class _Found:
     ) -> None:
         params = _param_paths(converted)
         self.leaves: dict[str, Leaf] = {}
-        self.mu: dict[str, _Kept] = {}
-        self.nu: dict[str, _Kept] = {}
+        self.mu: dict[str, _Moment] = {}
+        self.nu: dict[str, _Moment] = {}
         self.counts: dict[str, Any] = {}
         self.steps: dict[str, Any] = {}
         for path, node in _nodes(opt_state):
@@ -193,7 +193,7 @@ class _Found:
                 f"{operation}: expected an optimizer state with Adam in it (optax.adam,"
                 f" optax.adamw, optax.scale_by_adam), got {type(opt_state).__name__} without"
             )
-        both = [(path, kept.value) for path, kept in (*self.mu.items(), *self.nu.items())]
+        both = [(path, moment.value) for path, moment in (*self.mu.items(), *self.nu.items())]
         for path, leaf in both:
             if given_to(leaf) or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
                 raise StateConsumedError(
@@ -208,30 +208,31 @@ class _Found:
                 )
         require_on_device([(f"opt_state/{path}", leaf) for path, leaf in both], operation)
 
-    def _add(self, path: str, node: optax.ScaleByAdamState, params: Mapping[str, _Kept]) -> None:
+    def _add(self, path: str, node: optax.ScaleByAdamState, params: Mapping[str, _Moment]) -> None:
         """The moments of one Adam; parameters that it does not update have none."""
         for field, tree, into in (("mu", node.mu, self.mu), ("nu", node.nu, self.nu)):
             for inner, value in named_leaves(tree):
                 where = f"{path}/{field}/{inner}".removeprefix("/")
-                kept = params.get(inner)
-                if kept is None:
+                moment = params.get(inner)
+                if moment is None:
                     raise CheckpointError(
                         f"opt_state/{where} belongs to no parameter of the converted module; was"
                         " the state made from another one?"
                     )
-                if field == "mu" and kept.leaves[0].name in self.leaves:
+                if field == "mu" and moment.leaves[0].name in self.leaves:
                     raise CheckpointError(
-                        f"opt_state/{where}: `{kept.leaves[0].name}` has other moments, too:"
+                        f"opt_state/{where}: `{moment.leaves[0].name}` has other moments, too:"
                         " expected Adam once for each parameter"
                     )
-                if len(value.shape) != len(kept.shape) or any(
-                    have < want for have, want in zip(value.shape, kept.shape, strict=True)
+                if len(value.shape) != len(moment.shape) or any(
+                    have < want for have, want in zip(value.shape, moment.shape, strict=True)
                 ):
                     raise CheckpointError(
-                        f"opt_state/{where}: expected shape {kept.shape}, got {tuple(value.shape)}"
+                        f"opt_state/{where}: expected shape {moment.shape},"
+                        f" got {tuple(value.shape)}"
                     )
-                into[where] = dataclasses.replace(kept, value=value)
-                self.leaves.update({leaf.name: leaf for leaf in kept.leaves})
+                into[where] = dataclasses.replace(moment, value=value)
+                self.leaves.update({leaf.name: leaf for leaf in moment.leaves})
 
     def step(self) -> int:
         """The count of all Adams."""
@@ -241,7 +242,7 @@ class _Found:
         return next(iter(found.values()))
 
 
-def _param_paths(converted: Converted | ConvertedSequential) -> dict[str, _Kept]:
+def _param_paths(converted: Converted | ConvertedSequential) -> dict[str, _Moment]:
     """What is kept at every path of a params tree."""
     names: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for leaf in converted.layout.leaves:
@@ -251,10 +252,10 @@ def _param_paths(converted: Converted | ConvertedSequential) -> dict[str, _Kept]
         trees.append(
             chain_values(converted._source(), *trees[0])
         )  # in a chain they lie under their links
-    found: dict[str, _Kept] = {}
+    found: dict[str, _Moment] = {}
     for path, name in (pair for params, _ in trees for pair in named_leaves(params)):
         rows = name.rows if isinstance(name, Stacked) else (name,)
-        found[path] = _Kept(tuple(row.leaf for row in rows), isinstance(name, Stacked))
+        found[path] = _Moment(tuple(row.leaf for row in rows), isinstance(name, Stacked))
     return found
 
 
@@ -316,27 +317,27 @@ def _replaced(old: Any, value: Any) -> Any:
 class _OnDemand(Mapping[str, np.ndarray[Any, Any]]):
     """Arrays that are copied to the host, without padding, when they are looked up."""
 
-    def __init__(self, kept: Mapping[str, _Kept]) -> None:
-        self._kept = {
+    def __init__(self, moments: Mapping[str, _Moment]) -> None:
+        self._rows = {
             leaf.name: (leaf, one, row)
-            for one in kept.values()
+            for one in moments.values()
             for row, leaf in enumerate(one.leaves)
             if not leaf.frozen
         }
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        leaf, kept, row = self._kept[name]
-        value = kept.value
+        leaf, moment, row = self._rows[name]
+        value = moment.value
         if isinstance(value, jax.Array) and not has_whole(value):
             raise CheckpointError(
                 f"the moments of `{name}` live partly on other processes' devices; gather them"
                 " first (jax.experimental.multihost_utils.process_allgather)"
             )
-        whole = np.asarray(value[row] if kept.stacked else value)
+        whole = np.asarray(value[row] if moment.stacked else value)
         return np.array(whole[tuple(slice(n) for n in leaf.shape)])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._kept)
+        return iter(self._rows)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._rows)

@@ -138,7 +138,7 @@ def run_torch(
         ConversionError: the module cannot be exported, or not to the graph of `converted`.
     """
     nodes = _node_values(module, converted, args, kwargs, train)
-    with _kept(module), untouched(module, train):
+    with _restored(module), untouched(module, train):
         with _NoDropout():
             outputs = torch_pytree.tree_leaves(module(*args, **kwargs))
         generator = np.random.default_rng(0)
@@ -164,7 +164,7 @@ def run_torch(
 
 
 @contextlib.contextmanager
-def _kept(module: torch.nn.Module) -> Iterator[None]:
+def _restored(module: torch.nn.Module) -> Iterator[None]:
     """Give the contents of all buffers, and the gradients, back as they were."""
     buffers = [(b, b.detach().clone()) for b in module.buffers()]
     gradients = [(p, p.grad) for p in module.parameters()]

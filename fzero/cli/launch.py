@@ -70,7 +70,7 @@ def launch_all(command: Sequence[str], processes: int, folder: Path) -> int:
     world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     children: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as opened, _forwarded(children):
-        port = opened.enter_context(kept_port())
+        port = opened.enter_context(reserved_port())
         world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         try:
             for number in range(processes):
@@ -195,12 +195,12 @@ def _lines(folder: Path, number: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def kept_port() -> Iterator[int]:
+def reserved_port() -> Iterator[int]:
     """A port for jax's coordinator that nobody else is given in the meantime.
 
     gRPC shares ports (`SO_REUSEPORT`), so process 0 can listen on one that is bound here.
     """
-    with socket.socket() as kept:
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        kept.bind(("127.0.0.1", 0))
-        yield int(kept.getsockname()[1])
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield int(reserved.getsockname()[1])

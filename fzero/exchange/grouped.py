@@ -73,8 +73,8 @@ def _forward(rows: jax.Array, weight: jax.Array, sizes: jax.Array) -> Any:
     return blocks.times(rows, weight), (rows, weight, sizes)
 
 
-def _backward(kept: Any, given: jax.Array) -> Any:
-    rows, weight, sizes = kept
+def _backward(residuals: Any, given: jax.Array) -> Any:
+    rows, weight, sizes = residuals
     blocks = _Blocks.of(rows.shape[0], sizes)
     by_rows = blocks.times(given, jnp.swapaxes(weight, 1, 2))
     return by_rows, blocks.outer(rows, given, weight.shape).astype(weight.dtype), None

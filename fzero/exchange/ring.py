@@ -199,8 +199,8 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, own: Any, ring: Ring) -> 
     return out, (q, k, v, own, out, level)
 
 
-def _backward(ring: Ring, kept: Any, given: jax.Array) -> Any:
-    q, k, v, own, out, level = kept
+def _backward(ring: Ring, residuals: Any, given: jax.Array) -> Any:
+    q, k, v, own, out, level = residuals
     dq = jnp.zeros(q.shape, jnp.float32)
     keys, given = jax.lax.optimization_barrier(((k, v, own), given))
     grads = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)

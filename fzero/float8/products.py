@@ -214,8 +214,8 @@ def _forward(recipe: str, dtype: Any, x: jax.Array, w: jax.Array) -> tuple[jax.A
     return _multiply(recipe, dtype, x, w), (x, w)
 
 
-def _backward(recipe: str, _: Any, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, w = kept
+def _backward(recipe: str, _: Any, residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = residuals
     of_gradients = E5M2 if recipe == "tensorwise" else E4M3
     dx = Scaled.of(g, 1, of_gradients, recipe).times(scaled_weight(w, 1, recipe).T, x.dtype)
     dw = Scaled.of(x.T, 1, E4M3, recipe).times(Scaled.of(g, 0, of_gradients, recipe), w.dtype)

@@ -79,7 +79,7 @@ class Outbound:
         self._on_disk = [i for i, one in enumerate(parking) if one.tier == DISK]
         on_host = [i for i in range(len(arrays)) if i not in self._on_disk]
         copies = _to_host([arrays[i] for i in on_host])
-        self._kept: dict[int, Any] = dict(zip(on_host, copies, strict=True))
+        self._parked: dict[int, Any] = dict(zip(on_host, copies, strict=True))
         self._written: Future[list[DiskArray]] | None = None
         if self._on_disk:
             out = [arrays[i] for i in self._on_disk]
@@ -96,7 +96,7 @@ class Outbound:
         Raises:
             PlacementError: something cannot be written; nothing was let go.
         """
-        jax.block_until_ready(list(self._kept.values()))
+        jax.block_until_ready(list(self._parked.values()))
         if self._written is not None:
             out = [self._arrays[i] for i in self._on_disk]
             try:
@@ -107,10 +107,10 @@ class Outbound:
                 for i in self._on_disk:
                     otherwise(self._names[i], error)
                 written = jax.block_until_ready(_to_host(out))
-            self._kept.update(zip(self._on_disk, written, strict=True))
+            self._parked.update(zip(self._on_disk, written, strict=True))
         for one in (*self._arrays, *self._replaced):
             one.delete()
-        return [self._kept[i] for i in range(len(self._arrays))]
+        return [self._parked[i] for i in range(len(self._arrays))]
 
 
 def _to_host(arrays: Sequence[jax.Array]) -> list[jax.Array]:

@@ -67,16 +67,16 @@ def table_of(title: str, *columns: str, left: int = 1) -> Table:
 
 def merged(found: Iterable[CollectiveUse]) -> list[CollectiveUse]:
     """Collectives with those of equal description added up."""
-    kept: dict[Any, CollectiveUse] = {}
+    by_description: dict[Any, CollectiveUse] = {}
     for c in found:
         key = dataclasses.replace(
             c, times=0, where="", seconds=0.0, exposed_best_seconds=0.0, exposed_seconds=0.0
         )
-        old = kept.get(key)
+        old = by_description.get(key)
         if old is None:
-            kept[key] = c
+            by_description[key] = c
             continue
         times = old.times + c.times
         added = (old.times * old.exposed_seconds + c.times * c.exposed_seconds) / times
-        kept[key] = dataclasses.replace(old, times=times, exposed_seconds=added)
-    return list(kept.values())
+        by_description[key] = dataclasses.replace(old, times=times, exposed_seconds=added)
+    return list(by_description.values())

@@ -420,14 +420,14 @@ def _quotients(mean: Mean, own: dict[str, Mean]) -> Metrics:
 _divided = jax.jit(_quotients)
 
 
-def forget(given: Iterable[Any], *kept: PyTree) -> None:
+def forget(given: Iterable[Any], *alive: PyTree) -> None:
     """Makes given-away arrays say so, but for leaves of what is kept.
 
     jax cannot donate a shard that somebody else still looks at (a numpy view on CPU, say). It then
     donates the others and leaves the array as if it were whole.
     """
     left = [leaf for leaf in given if not leaf.is_deleted()]
-    for tree in kept:  # the first mostly has all that is left
+    for tree in alive:  # the first mostly has all that is left
         own = {id(leaf) for leaf in jax.tree.leaves(tree)} if left else set()
         left = [leaf for leaf in left if id(leaf) not in own]
     for leaf in left:

@@ -154,15 +154,15 @@ def kept_parts(saved: Saved) -> list[jax.Array]:
     return jax.tree.leaves(own)
 
 
-_Kept = TypeVar("_Kept", bound=Sequence[Any])
+_Links = TypeVar("_Links", bound=Sequence[Any])
 
 
-def without_inputs(saved: _Kept) -> _Kept:
+def without_inputs(saved: _Links) -> _Links:
     """Saved values or halves without the microbatch's rows and key, which live as long anyway."""
     return with_inputs(saved, None, None)
 
 
-def with_inputs(saved: _Kept, batch: PyTree, rng: jax.Array | None) -> _Kept:
+def with_inputs(saved: _Links, batch: PyTree, rng: jax.Array | None) -> _Links:
     """Saved values or halves with the microbatch's rows and key, as they were traced."""
     known = None if batch is None else opened(batch)
     found: Any = [

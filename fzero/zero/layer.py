@@ -85,11 +85,15 @@ def layer_forward(
     def of_weights(weights: list[Any]) -> PyTree:
         policy = remat_policy(fetched.rules.plan.remat)
         primals = [weights[i] for i in learnt], floats
-        y, aux, cell["pullback"], kept = forward(partial(run, weights), primals, weights, policy)
-        return y, aux, kept
+        y, aux, cell["pullback"], residuals = forward(
+            partial(run, weights), primals, weights, policy
+        )
+        return y, aux, residuals
 
-    y, aux, kept = fetched.run(layer, of_weights)
-    saved = LayerSaved(layer, cell["pullback"], kept, fetched.new_parts(layer, cell["pullback"]))
+    y, aux, residuals = fetched.run(layer, of_weights)
+    saved = LayerSaved(
+        layer, cell["pullback"], residuals, fetched.new_parts(layer, cell["pullback"])
+    )
     if end is not None:
         count, metrics, buffers = aux
         end.append(End(Mean(y, count), metrics))

@@ -163,29 +163,29 @@ def stack_backward(given: StackSaved, shards: PyTree, cotangent: Any) -> tuple[P
     # gathering the last one again before its input exists.
     shards, (looped, last) = rules.fence((shards, given.values))
 
-    def saved(which: int, k: Any) -> Any:
+    def saved_at(which: int, k: Any) -> Any:
         return jax.tree.map(lambda leaf: compat.to_device(at_row(leaf, k)), looped[which])
 
     def fetch(k: Any) -> PyTree:
-        return layers.refetch(shards, saved(1, k), k)
+        return layers.refetch(shards, saved_at(1, k), k)
 
-    def back(weights: PyTree, kept: Any, cts: Any) -> tuple[PyTree, Any]:
+    def back(weights: PyTree, saved: Any, cts: Any) -> tuple[PyTree, Any]:
         if rules.halves:
-            cts, values, rest = program.input_half(weights, kept, cts)
+            cts, values, rest = program.input_half(weights, saved, cts)
             return program.weight_half(rest, values, weights), cts
         grads, dx, ds = layers.of_whole(
-            lambda weights: program.backward(weights, kept, cts[0]), weights
+            lambda weights: program.backward(weights, saved, cts[0]), weights
         )
         return grads, rules.fence((dx, [a + b for a, b in zip(cts[1], ds, strict=True)]))
 
     def at_once(cts: Any, weights: PyTree, k: Any, apart: bool) -> tuple[Any, PyTree]:
-        grads, cts = back(weights, saved(0, k), cts)
+        grads, cts = back(weights, saved_at(0, k), cts)
         return cts, layers.scatter(grads)
 
     def behind(carry: Any, weights: PyTree, k: Any, apart: bool) -> tuple[Any, None]:
         cts, pending, done = carry
         done = put_row(done, layers.scatter(pending), k + 1)
-        grads, cts = back(weights, saved(0, k), cts)
+        grads, cts = back(weights, saved_at(0, k), cts)
         return (cts, grads, done), None
 
     cts: Any = rules.fence(program.split_cotangent(cotangent))

@@ -59,10 +59,10 @@ def stack_input_backward(
         return layers.refetch(shards, parts, k)
 
     def back(cts: Any, weights: PyTree, k: Any, apart: bool) -> tuple[Any, list[Any]]:
-        kept = jax.tree.map(lambda leaf: at_row(leaf, k), saved[0])
-        cts, values, rest = program.input_half(weights, kept, cts)
+        layer_saved = jax.tree.map(lambda leaf: at_row(leaf, k), saved[0])
+        cts, values, rest = program.input_half(weights, layer_saved, cts)
         # What is only passed on need not be copied through the loop.
-        index = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(kept))}
+        index = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(layer_saved))}
         cell.append((rest, [index.get(id(value)) for value in values]))
         return cts, [value for value in values if id(value) not in index]
 

@@ -200,28 +200,28 @@ class LayerProgram:
         )
         return (y, y_rest), (pullback, residuals), buffers
 
-    def backward(self, weights: PyTree, kept: Any, cotangent: Any) -> tuple[Any, Any, Any]:
+    def backward(self, weights: PyTree, saved: Any, cotangent: Any) -> tuple[Any, Any, Any]:
         """One layer in the backward pass: gradients of (trained weights, carry, shared)."""
         if self.static.rules.plan.keeps_inputs:
-            floats, rest, k = kept
+            floats, rest, k = saved
             _, pull, _ = jax.vjp(
                 lambda w, f, s: self.apply(self._with_frozen(w, weights), f, s, rest, k),
                 trained(self.static.layout, weights), floats, self.shared, has_aux=True,
             )  # fmt: skip
             grads: tuple[Any, Any, Any] = pull(cotangent)
             return grads
-        pullback, residuals = kept
+        pullback, residuals = saved
         grads = pullback.run(residuals, self._known(weights), cotangent)
         return grads
 
-    def input_half(self, weights: PyTree, kept: Any, cts: Any) -> tuple[Any, list[Any], Rest]:
+    def input_half(self, weights: PyTree, saved: Any, cts: Any) -> tuple[Any, list[Any], Rest]:
         """The first half of `backward`: new cotangents, and what the second half takes."""
         leaves, treedef = jax.tree.flatten(weights)
         rules, rng = self.static.rules, self.rng
         assert rng is not None
 
         def whole(leaves: list[Any]) -> Any:
-            grads, dx, ds = self.backward(jax.tree.unflatten(treedef, leaves), kept, cts[0])
+            grads, dx, ds = self.backward(jax.tree.unflatten(treedef, leaves), saved, cts[0])
             return jax.tree.leaves(grads), (dx, ds)
 
         (dx, ds), values, rest = first_half(whole, leaves, lambda run: rules.apart(run, rng))

@@ -106,14 +106,14 @@ class Pullback:
         treedef: structure of the pulled-back function with all its leaves.
         leaves: what each of them is.
         known: those that are known arrays, with their index among these.
-        kept: those that are kept, in order.
+        residuals: the others that it reads, in order.
         steps: how the others follow: movement of known arrays.
     """
 
     treedef: Any
     leaves: tuple[Any, ...]
     known: dict[Var, int]
-    kept: tuple[Var, ...]
+    residuals: tuple[Var, ...]
     steps: tuple[Step, ...]
 
     @property
@@ -121,9 +121,9 @@ class Pullback:
         """Which of the known arrays it reads."""
         return sorted(set(self.known.values()))
 
-    def run(self, kept: Sequence[Any], known: Sequence[Any], cotangent: Any) -> Any:
+    def run(self, residuals: Sequence[Any], known: Sequence[Any], cotangent: Any) -> Any:
         """Gradients of all primal inputs."""
-        env: dict[Var, Any] = dict(zip(self.kept, kept, strict=True))
+        env: dict[Var, Any] = dict(zip(self.residuals, residuals, strict=True))
         env.update({var: known[index] for var, index in self.known.items()})
         run_steps(self.steps, env)
         leaves = [env[x] if isinstance(x, Var) else x for x in self.leaves]
@@ -146,7 +146,7 @@ def forward(
             overrides those inside, so one that has any is left as it is.)
 
     Returns:
-        `(out, aux, pullback, kept)`; `kept` holds no known array.
+        `(out, aux, pullback, residuals)`; `residuals` holds no known array.
     """
     from jax.extend.core import jaxpr_as_fun
 
@@ -163,24 +163,24 @@ def forward(
 
     def with_residuals(*primals: Any) -> tuple[Any, Any, list[Any]]:
         out, pull, aux = jax.vjp(run, *primals, has_aux=True)
-        residuals, treedef = jax.tree.flatten(pull)
+        leaves, treedef = jax.tree.flatten(pull)
         pulled.append(treedef)
-        return out, aux, residuals
+        return out, aux, leaves
 
     closed, shapes = jax.make_jaxpr(with_residuals, return_shape=True)(*primals)
     flat = jaxpr_as_fun(closed)(*jax.tree.leaves(primals))
-    out, aux, residuals = jax.tree.unflatten(jax.tree.structure(shapes), flat)
+    out, aux, pulled_back = jax.tree.unflatten(jax.tree.structure(shapes), flat)
     program = Program(closed.jaxpr, closed.consts)
     values = program.consts | dict(zip(program.inputs, jax.tree.leaves(primals), strict=True))
     index = {id(array): i for i, array in reversed(list(enumerate(known)))}
     marks = {var: index[id(value)] for var, value in values.items() if id(value) in index}
-    leaves = program.outputs[len(flat) - len(residuals) :]
+    leaves = program.outputs[len(flat) - len(pulled_back) :]
     steps, reads = _movement(program, marks, leaves)
-    values.update(zip(leaves, residuals, strict=True))
-    kept = tuple(var for var in reads if var not in marks)
+    values.update(zip(leaves, pulled_back, strict=True))
+    residuals = tuple(var for var in reads if var not in marks)
     marks = {var: i for var, i in marks.items() if var in reads}
-    pullback = Pullback(pulled[-1], tuple(leaves), marks, kept, steps)
-    return out, aux, pullback, [values[var] for var in kept]
+    pullback = Pullback(pulled[-1], tuple(leaves), marks, residuals, steps)
+    return out, aux, pullback, [values[var] for var in residuals]
 
 
 def _movement(

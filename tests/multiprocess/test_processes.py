@@ -30,7 +30,7 @@ from one_process import (
 from support import quick, tiny
 
 import fzero as fz
-from fzero.cli.launch import kept_port
+from fzero.cli.launch import reserved_port
 from fzero.tree import named_leaves
 
 
@@ -51,7 +51,7 @@ def run(
     # A cache that both processes write could hide that they compiled different programs.
     env.pop("JAX_COMPILATION_CACHE_DIR", None)
     children, outputs = [], []
-    with kept_port() as port:
+    with reserved_port() as port:
         try:
             for process in range(first_process, first_process + num_processes):
                 out = folder / f"{process}.npz"

@@ -130,11 +130,11 @@ def _again(
 ) -> Any:
     """Values that the first steps compute, once some of them are given."""
     values = {**start, **chosen}
-    evaluate([_kept(step) for step in steps if step.name not in chosen], values, rng)
+    evaluate([_keeping_all(step) for step in steps if step.name not in chosen], values, rng)
     return fill(outputs, values)
 
 
-def _kept(step: Instruction) -> Instruction:
+def _keeping_all(step: Instruction) -> Instruction:
     return replace(step, drop=())
 
 

@@ -345,6 +345,6 @@ def as_leaf(value: Any, frozen: bool, dtype: Any = None) -> Any:
     return jax.lax.stop_gradient(value) if frozen else value
 
 
-def as_kept(new: Mapping[str, Any], kept: Arrays) -> dict[str, Any]:
+def in_own_dtypes(new: Mapping[str, Any], old: Arrays) -> dict[str, Any]:
     """New values of buffers, in the dtypes in which they are kept."""
-    return {name: jnp.asarray(value).astype(kept[name].dtype) for name, value in new.items()}
+    return {name: jnp.asarray(value).astype(old[name].dtype) for name, value in new.items()}

@@ -112,20 +112,20 @@ def read_dcp(folder: Path) -> Checkpoint:
         for path, (_, lazy) in rest.items()
         if lazy is not None and path[: len(prefix)] == prefix
     }
-    kept: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     ties: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, lazy in found.items():
         same = first.setdefault(chunks.places(lazy.name) or name, name)
         if same == name:
-            kept[name] = lazy.named(name)
+            tensors[name] = lazy.named(name)
         else:
             ties[name] = same
     extra = {".".join(map(str, p)): chunks.value(n) for p, (n, lazy) in rest.items()
              if lazy is None and len(p) <= 2 and "param_groups" not in str(p)}  # fmt: skip
     version = getattr(about, "version", None)
     return Checkpoint(
-        str(folder), "torch.distributed.checkpoint", kept, ties=ties,
+        str(folder), "torch.distributed.checkpoint", tensors, ties=ties,
         version=str(version) if version else None,
         extra={k: v for k, v in extra.items() if isinstance(v, bool | int | float | str)},
         **optimizer_fields(_optimizer(folder, moments, chunks, rest)),

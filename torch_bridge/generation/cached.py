@@ -259,7 +259,7 @@ class _Recorded:
         return _layer_class()(3, 0, write)
 
 
-class _Kept:
+class _ModuleCache:
     """A layer's cache in the buffers of a module.
 
     Args:
@@ -335,11 +335,11 @@ def with_cache(module: torch.nn.Module, spots: Sequence[Spot], sizes: Sizes) -> 
 
     class Cached(kind):  # type: ignore[valid-type]
         def forward(self, ids: Any, mask: Any, positions: Any, start: Any) -> Any:
-            kept = [_Kept(self.get_submodule(spot.module), sizes, start) for spot in spots]
-            cache = _cache(kept)
+            layers = [_ModuleCache(self.get_submodule(spot.module), sizes, start) for spot in spots]
+            cache = _cache(layers)
             with _as(self, kind):
                 logits = _run(self, ids, mask, positions, cache)
-            for one in kept:
+            for one in layers:
                 one.keep()
             return logits
 

@@ -40,10 +40,10 @@ class Wide:
             found, form = jax.tree.flatten(in_order(self.fn(*args, **kwargs)))
             kept = zip(found, self.keeps, strict=True)
             return jax.tree.unflatten(
-                form, [self._kept(x) if keep else narrowed(x) for x, keep in kept]
+                form, [self._wide(x) if keep else narrowed(x) for x, keep in kept]
             )
 
-    def _kept(self, x: Any) -> Any:
+    def _wide(self, x: Any) -> Any:
         taught = self.taught and np.dtype(x.dtype).kind in "fc"
         return _no_gradient(x, self.where) if taught else x
 

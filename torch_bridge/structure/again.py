@@ -63,11 +63,11 @@ class Computed(NamedTuple):
 
     Attributes:
         dtype: that of all, such as bfloat16.
-        kept: names of the module's own leaves that are in float32 all the same.
+        float32: names of the module's own leaves that are in float32 all the same.
     """
 
     dtype: Any
-    kept: frozenset[str] = frozenset()
+    float32: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Graphs:
             )
         return Computed(next(iter(given.values())))
 
-    def kept(self, ctx: Context, paths: Mapping[str, str]) -> frozenset[str]:
+    def float32(self, ctx: Context, paths: Mapping[str, str]) -> frozenset[str]:
         """The module's own leaves that a plan keeps in float32.
 
         Args:
@@ -314,7 +314,7 @@ class Again:
             with self.device:
                 return export_program(module, args, kwargs, train, self.batch_dim, False)
 
-        if computed is None or not computed.kept:
+        if computed is None or not computed.float32:
             return export(self._copy(computed))
         with contextlib.suppress(ConversionError):
             program = export(self._copy(computed))
@@ -350,7 +350,7 @@ class Again:
         if (computed, between) not in self._copies:
             dtype = torch_dtype(computed.dtype)
             made = without_weights(self.module, dtype)
-            for submodule in _owners(made, computed.kept):
+            for submodule in _owners(made, computed.float32):
                 for tensor in (*submodule._parameters.values(), *submodule._buffers.values()):
                     if tensor is not None and tensor.is_floating_point():
                         tensor.data = _untouched_like(tensor.data, torch.float32)

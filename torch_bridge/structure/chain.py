@@ -25,7 +25,7 @@ from fzero.errors import ConversionError
 from fzero.links import Context, Layer, Shard, Stack
 from fzero.model import Sequential
 from torch_bridge.export.interpret import evaluate
-from torch_bridge.export.mode import Mode, TensorInput, as_kept, as_leaf, frozen_dtypes
+from torch_bridge.export.mode import Mode, TensorInput, as_leaf, frozen_dtypes, in_own_dtypes
 from torch_bridge.lower.refs import fill, refs
 from torch_bridge.structure.again import Computed, Graphs
 from torch_bridge.structure.halves import Halves, Halving, halve
@@ -176,8 +176,8 @@ class _Plan:
         graphs = self.source.graphs
         own = set(graphs.dtypes.values())
         if ctx.dtype is not None:
-            kept, dtype = self.kept(ctx), np.dtype(ctx.dtype)
-            return None if own <= {dtype} and not kept else Computed(dtype, kept)
+            float32, dtype = self.float32(ctx), np.dtype(ctx.dtype)
+            return None if own <= {dtype} and not float32 else Computed(dtype, float32)
         found = graphs.dtype_of(params)
         told = len(own) == 1 and not graphs.dtypes.keys().isdisjoint(params)
         return found if found is not None or told else graphs.dtype_of(self.source.params)
@@ -185,12 +185,12 @@ class _Plan:
     def told(self, x: Any, ctx: Context) -> Computed | None:
         """What the start has found that the module computes in; None: its own dtype."""
         given = x["shared"].get(_DTYPE)
-        return None if given is None else Computed(np.dtype(given.dtype), self.kept(ctx))
+        return None if given is None else Computed(np.dtype(given.dtype), self.float32(ctx))
 
-    def kept(self, ctx: Context) -> frozenset[str]:
+    def float32(self, ctx: Context) -> frozenset[str]:
         """The module's own leaves that the plan keeps in float32."""
         paths = {name: f"{self.owner[name]}/{name}" for name in self.source.params}
-        return self.source.graphs.kept(ctx, paths)
+        return self.source.graphs.float32(ctx, paths)
 
     def call(self, halving: Halving, batch: Any, train: bool, computed: Computed | None) -> Halves:
         """The graph for a batch, the module's inputs, and the loss of its output."""
@@ -300,8 +300,8 @@ def _layer(plan: _Plan, index: int, name: str, halving: Halving) -> Layer:
         read_as = frozen_dtypes(mode.param_dtypes, source.frozen)
         for placeholder, leaf in mode.params.items():
             if leaf in params:
-                kept = params[leaf]
-                env[placeholder] = as_leaf(kept, leaf in source.frozen, read_as.get(leaf))
+                param = params[leaf]
+                env[placeholder] = as_leaf(param, leaf in source.frozen, read_as.get(leaf))
         for placeholder, leaf in mode.buffers.items():
             if leaf in state:
                 env[placeholder] = as_leaf(state[leaf], False, mode.buffer_dtypes.get(leaf))
@@ -312,7 +312,7 @@ def _layer(plan: _Plan, index: int, name: str, halving: Halving) -> Layer:
             env.update({given: x["carry"][place] for given, place in before.ends.items()})
         _evaluated(part, rolled, halves.logits if last else (), env, ctx.rng)
         written = {leaf: rolled.updates[leaf] for leaf in buffers if leaf in rolled.updates}
-        new = {**state, **as_kept(fill(written, env), state)}
+        new = {**state, **in_own_dtypes(fill(written, env), state)}
         if last:
             out = halves.finish(fill(list(rolled.outputs), env))
         else:
@@ -377,7 +377,7 @@ def _stack(plan: _Plan, index: int, name: str, halving: Halving) -> Stack:
         out = {"carry": carry, "shared": x["shared"]}
         if number is not None:
             out["number"] = number + 1
-        return (out, {**state, **as_kept(new, state)}) if stateful else out
+        return (out, {**state, **in_own_dtypes(new, state)}) if stateful else out
 
     loop = source.graphs.first.parts[index]
     assert isinstance(loop, Loop)

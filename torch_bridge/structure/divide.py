@@ -52,7 +52,7 @@ class Divided:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Whole:
     """One parameter that stays whole, and why."""
 
     name: str
@@ -71,14 +71,14 @@ class Parallel:
 
     Example:
         >>> found = Parallel((Divided("up.weight", 0, 24, "columns", "graph"),),
-        ...                  (Kept("norm.weight", "not a product's"),))
+        ...                  (Whole("norm.weight", "not a product's"),))
         >>> print(found)
         up.weight: columns, dim 0 of 24 parts (graph)
         norm.weight: whole: not a product's
     """
 
     divided: tuple[Divided, ...] = ()
-    whole: tuple[Kept, ...] = ()
+    whole: tuple[Whole, ...] = ()
 
     @property
     def shard(self) -> dict[str | re.Pattern[str], Sequence[str | Parts | None]]:
@@ -123,7 +123,7 @@ def read_parallel(
     told = _told(module)
     decided = {leaf.name: _decide(leaf, found, told) for leaf in layout.leaves if leaf.is_param}
     divided: list[Divided] = []
-    whole: list[Kept] = []
+    whole: list[Whole] = []
     inside = names.place_of()
     alone = {name: [one] for name, one in decided.items() if name not in inside}
     stacked = {
@@ -135,7 +135,7 @@ def read_parallel(
         first = ways[0]
         cuts = {(one.dim, one.parts) if isinstance(one, Divided) else None for one in ways}
         if len(cuts) > 1:
-            whole.append(Kept(name, "its layers differ"))
+            whole.append(Whole(name, "its layers differ"))
         elif isinstance(first, Divided):
             divided.append(replace(first, name=name))
         else:
@@ -164,7 +164,7 @@ def _decide(
     leaf: Leaf,
     found: tuple[Found, Mapping[str, tuple[str, bool]]],
     told: Mapping[str, str],
-) -> Divided | Kept:
+) -> Divided | Whole:
     flow, stops = found
     if leaf.name in flow.experts:
         dim = flow.experts[leaf.name]
@@ -188,9 +188,9 @@ def _decide(
         how = min(cut.how for cut in cuts)
         return Divided(leaf.name, dims.pop(), parts, how, "graph")
     if style is not None:
-        return Kept(leaf.name, f"transformers: {style}")
+        return Whole(leaf.name, f"transformers: {style}")
     why = stops.get(leaf.name, ("no product that is divided reads it", False))[0]
-    return Kept(leaf.name, "it is used along several dims" if dims else why)
+    return Whole(leaf.name, "it is used along several dims" if dims else why)
 
 
 def _modules(leaf: Leaf) -> list[str]:
