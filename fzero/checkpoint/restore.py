@@ -32,7 +32,7 @@ from fzero.sharding.lazy import Index, LazyArray
 from fzero.sharding.relayout import Kept, copy_leaf, relayout
 from fzero.sharding.split import (
     Split,
-    layout_leaves,
+    flat_splits,
     map_splits,
     owner_of,
     split_averages,
@@ -244,11 +244,11 @@ class _Stored:
         def want(name: str, sharded: tuple[bool, bool], a: Split, b: Split, to: Any) -> None:
             found[f"{name}/{a.path}"] = Kept.of(a, sharded[0]), Kept.of(b, sharded[1]), to
 
-        for name, layout in old.items():
+        for name, splits in old.items():
             both = was.shards(name), blue.plan.shards(name)
-            for splits in zip(*map(layout_leaves, (layout, new[name])), jax.tree.leaves(kept[name]),
+            for pair in zip(*map(flat_splits, (splits, new[name])), jax.tree.leaves(kept[name]),
                               strict=True):  # fmt: skip
-                want(name, both, *splits)
+                want(name, both, *pair)
         for path, to in named_leaves(kept["buffers"]):
             link = path.split("/")[0]
             before = None if homes is None else homes[link]
@@ -259,8 +259,8 @@ class _Stored:
                 Kept.at(before, stored), Kept.at(blue.home_of(link), to.shape), to
             )  # fmt: skip
         if "grads/total" in self.numbers:
-            layouts = trained(old["params"]), trained(blue.params)
-            for a, b in zip(*map(layout_leaves, layouts), strict=True):
+            both = trained(old["params"]), trained(blue.params)
+            for a, b in zip(*map(flat_splits, both), strict=True):
                 sharding = blue.sharding(b.home, b.lies(True))
                 to = jax.ShapeDtypeStruct(b.stored_shape, jnp.float32, sharding=sharding)
                 want("grads/sums", (True, True), a, b, to)
@@ -291,7 +291,7 @@ class _Stored:
         compared = ("params", *OWNED, "buffers", "grads")
         have = {p for p in self.numbers if self._takes(p) and p.split("/")[0] in compared}
         # Moments from before a parameter was frozen stay where they are.
-        frozen = {split.path for split in layout_leaves(self.blue.params) if split.frozen}
+        frozen = {split.path for split in flat_splits(self.blue.params) if split.frozen}
         extra = {
             path for path in have - set(self.want)
             if path.startswith("params/") or owner_of(path, frozen) is None
@@ -330,7 +330,7 @@ class _Stored:
         return map_named(leaf, shapes, *([new] if jax.tree.leaves(new) else []))
 
     def rest(self, state: TrainState) -> dict[str, Any]:
-        """The fields that are taken and have no layout; `state` is a new one."""
+        """The fields that are taken and are not split; `state` is a new one."""
         shapes = self.blue.shapes()
         found: dict[str, Any] = {}
         if "step" in self.fields:

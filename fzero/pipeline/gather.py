@@ -17,7 +17,7 @@ from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, pack, unpack
 from fzero.processes import at_home, jit_on, joined, mesh_of, send, view
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.homes import stage_tree
-from fzero.sharding.split import Home, Split, layout_leaves, map_splits, trained
+from fzero.sharding.split import Home, Split, flat_splits, map_splits, trained
 from fzero.tree import PyTree
 from fzero.zero.buffers import agreed_buffers
 
@@ -42,7 +42,7 @@ class Gatherer:
         # Stages that give gradients of a leaf, in order.
         self.givers: dict[str, list[StagePrograms]] = {}
         for program in programs:
-            for split in layout_leaves(program.layout):
+            for split in flat_splits(program.splits):
                 self.givers.setdefault(split.path, []).append(program)
             self._require_at_hand(program)
         self._joins: dict[Any, Any] = {}
@@ -68,7 +68,7 @@ class Gatherer:
         return [
             jax.tree.map(
                 lambda split, to, leaf, rank=program.rank: self._on_rank(leaf, split, to, rank),
-                program.layout, program.kept_at, stage_tree(program.pieces, tree),
+                program.splits, program.kept_at, stage_tree(program.pieces, tree),
                 is_leaf=lambda x: isinstance(x, Split),
             )
             for program in self.programs
@@ -162,7 +162,7 @@ class Gatherer:
         flat = {
             program.stage: dict(
                 zip(
-                    [split.path for split in layout_leaves(trained(program.layout))],
+                    [split.path for split in flat_splits(trained(program.splits))],
                     jax.tree.leaves(sums.pop(program.stage)),
                     strict=True,
                 )

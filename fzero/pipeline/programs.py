@@ -58,7 +58,7 @@ class StagePrograms:
     Attributes:
         rank: the rank that runs it.
         mesh: that rank's devices, axes `(replica, data)` and the plan's further ones.
-        layout: a `Split` for each parameter that the stage reads, as its rank holds it.
+        splits: a `Split` for each parameter that the stage reads, as its rank holds it.
     """
 
     def __init__(self, blue: Blueprint, stage: int, on_trace: Callable[[], None]) -> None:
@@ -70,13 +70,13 @@ class StagePrograms:
         self.mesh: Mesh = blue.rank_mesh(self.rank)
         self.first = stage == 0
         self.last = stage == stages.schedule.num_stages - 1
-        self.layout: PyTree = stage_tree(self.pieces, blue.params)
+        self.splits: PyTree = stage_tree(self.pieces, blue.params)
         self.count = self.plan.microbatches
         self.stateful = [p.layer.name for p in self.pieces if p.layer.stateful]
         self._made: dict[str, Any] = {}
         self.rules = Rules(
             plan=self.plan,
-            layout=self.layout,
+            splits=self.splits,
             group=blue.group,
             sharded=self.plan.zero == 3 and blue.group.data > 1,
             reduce=True,
@@ -91,24 +91,24 @@ class StagePrograms:
     @property
     def grad_specs(self) -> PyTree:
         """Specs of the stage's gradients on its mesh."""
-        return map_splits(lambda s: s.spec, trained(self.layout))
+        return map_splits(lambda s: s.spec, trained(self.splits))
 
     @property
     def grads_at(self) -> PyTree:
         """Where its gradients lie."""
         return map_splits(
-            lambda s: NamedSharding(self.mesh, s.lies(sharded=True)), trained(self.layout)
+            lambda s: NamedSharding(self.mesh, s.lies(sharded=True)), trained(self.splits)
         )
 
     @cached_property
     def kept_specs(self) -> PyTree:
         """Specs of what the forward pass reads."""
-        return map_splits(lambda s: s.spec if self._sharded else WHOLE, self.layout)
+        return map_splits(lambda s: s.spec if self._sharded else WHOLE, self.splits)
 
     @cached_property
     def kept_at(self) -> PyTree:
         """Where what the forward pass reads lies."""
-        return map_splits(lambda s: NamedSharding(self.mesh, s.lies(self._sharded)), self.layout)
+        return map_splits(lambda s: NamedSharding(self.mesh, s.lies(self._sharded)), self.splits)
 
     @property
     def _sharded(self) -> bool:
@@ -136,7 +136,7 @@ class StagePrograms:
             check_vma=False,
         )
         platform = self.mesh.devices.flat[0].platform
-        options = compiler_options(self.plan, self.layout, self.blue.group.data, platform)
+        options = compiler_options(self.plan, self.splits, self.blue.group.data, platform)
         local = NamedSharding(self.mesh, LOCAL)
         at = NamedSharding(self.mesh, out) if at is None else at
         return jit_on(
@@ -287,7 +287,7 @@ class StagePrograms:
         """`G(gradients) -> marks` of one microbatch's gradients."""
 
         def run(grads: PyTree) -> Any:
-            return pack(gradient_marks(trained(self.layout), grads))
+            return pack(gradient_marks(trained(self.splits), grads))
 
         return self._jit(run, (self.grad_specs,), LOCAL)
 
@@ -318,7 +318,7 @@ class StagePrograms:
             return jnp.zeros(shape, jnp.float32)
 
         def run() -> PyTree:
-            return None if self.count == 1 else map_splits(zero, trained(self.layout))
+            return None if self.count == 1 else map_splits(zero, trained(self.splits))
 
         return jit_on(self.mesh, run, None if self.count == 1 else self.grads_at)
 

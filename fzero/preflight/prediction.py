@@ -34,7 +34,7 @@ from fzero.preflight.topology import Topology, parse
 from fzero.report.placement import CLASSES, Placement, placement
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.initial import initial_shapes
-from fzero.sharding.split import layout_leaves
+from fzero.sharding.split import flat_splits
 from fzero.state.train_state import TrainState
 from fzero.step import train_step
 from fzero.step.passes import OneProgram
@@ -311,7 +311,7 @@ class _Predictor:
         if self.plan.zero == 3 or self.blue.group.data == 1:
             return []
         size = 0
-        for split in layout_leaves(self.blue.params):
+        for split in flat_splits(self.blue.params):
             home = split.home
             if split.dim is None or home is None or rank not in home.ranks:
                 continue

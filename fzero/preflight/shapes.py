@@ -20,7 +20,7 @@ from fzero.programs.flops import flops
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.group import Group
 from fzero.sharding.initial import initial_shapes
-from fzero.sharding.split import layout_leaves, split_params, trained
+from fzero.sharding.split import flat_splits, split_params, trained
 from fzero.step.passes import OneProgram, kept_by
 from fzero.tree import PyTree, leaf_bytes
 from fzero.zero.chain import kept_parts, train_forward, without_inputs
@@ -111,7 +111,7 @@ def gradient_bytes(blue: Blueprint, plan: Plan) -> int:
     """Bytes of one device's summed gradients during a step: shards, wherever leaves are split."""
     sums = 0
     wide = plan.microbatches > 1 or plan.reduce_dtype == "fp32"
-    for split in layout_leaves(trained(blue.params)):
+    for split in flat_splits(trained(blue.params)):
         dtype = np.dtype(np.float32) if wide else split.compute
         sharded = split.dim is not None and plan.reduce == "microbatch"
         shape = split.stored_shape if sharded else split.shape
@@ -124,7 +124,7 @@ def held_bytes(blue: Blueprint, plan: Plan) -> int:
     """Bytes of the parameters that a step gathers once and holds, in the compute dtype."""
     return sum(
         math.prod(split.shape) // split.ways * split.compute.itemsize
-        for split in layout_leaves(blue.params)
+        for split in flat_splits(blue.params)
         if split.dim is not None
     )
 

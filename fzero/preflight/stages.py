@@ -256,7 +256,7 @@ class StageCompiler:
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=to)
 
         return jax.tree.map(
-            on_rank, program.layout, program.kept_at, stage_tree(program.pieces, kept),
+            on_rank, program.splits, program.kept_at, stage_tree(program.pieces, kept),
             is_leaf=lambda x: isinstance(x, Split),
         )  # fmt: skip
 

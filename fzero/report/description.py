@@ -25,7 +25,7 @@ from fzero.sharding.blueprint import Blueprint, planned, secondary_size
 from fzero.sharding.chunks import OWNED
 from fzero.sharding.homes import Stages, stage_tree
 from fzero.sharding.relayout import Kept
-from fzero.sharding.split import Home, Split, layout_leaves, trained
+from fzero.sharding.split import Home, Split, flat_splits, trained
 from fzero.storage.tiers import DEVICE
 from fzero.summary import as_html
 from fzero.tree import PyTree, found_in, leaf_bytes, named_leaves
@@ -241,20 +241,20 @@ def describe(
         named = plan.pipe * plan.data * plan.replica * ways if plan.data else None
         num_devices = len(devices) if devices is not None else named or len(jax.devices())
     blue = planned(model, tx, plan, num_devices)
-    sizes, stages, layout = dict(blue.mesh.shape), blue.stages, blue.params
+    sizes, stages, splits = dict(blue.mesh.shape), blue.stages, blue.params
     leaves = tuple(_planned(blue))
     trains = {"opt_state": tx is not None, "ema": plan.ema is not None}
     counted = ["params", "compute", *(name for name in OWNED if trains[name]), "buffers"]
     known = plan.secondary != "host" or devices is not None
     secondary = secondary_size(plan, sizes[DATA], devices) if known else 0
-    gathered, reduced = _communication(plan, layout, sizes, secondary, stages)
+    gathered, reduced = _communication(plan, splits, sizes, secondary, stages)
     gathered += _gathered_state(blue)
     return Description(
         plan=plan,
         num_devices=plan.pipe * sizes[DATA] * sizes[REPLICA] * math.prod(plan.further.values()),
         num_data=sizes[DATA],
         num_replica=sizes[REPLICA],
-        num_elements=sum(math.prod(Kept.of(split).logical) for split in layout_leaves(layout)),
+        num_elements=sum(math.prod(Kept.of(split).logical) for split in flat_splits(splits)),
         leaves=leaves,
         bytes_per_device=_fullest(plan, leaves, counted),
         parked_bytes={
@@ -262,7 +262,7 @@ def describe(
             for tier in sorted({leaf.tier for leaf in leaves} - {"device"})
         },
         reduction=_reduction(plan),
-        secondary_bytes=_secondary_bytes(plan, layout, secondary, stages),
+        secondary_bytes=_secondary_bytes(plan, splits, secondary, stages),
         elements_gathered=gathered,
         elements_reduced=reduced,
     )
@@ -300,12 +300,12 @@ def _planned(blue: Blueprint) -> Iterator[LeafPlan]:
         )  # fmt: skip
 
     own = {name: getattr(blue, name) for name in OWNED}
-    layouts = {"params": blue.params, "compute": trained(blue.params), **own}
-    for name, layout in layouts.items():
+    of_fields = {"params": blue.params, "compute": trained(blue.params), **own}
+    for name, splits in of_fields.items():
         if shapes[name] is None:
             continue
         leaves = jax.tree.leaves(shapes[name])
-        for split, to in zip(layout_leaves(layout), leaves, strict=True):
+        for split, to in zip(flat_splits(splits), leaves, strict=True):
             yield row(name, split.path, to, split, split.home)
     for path, to in named_leaves(shapes["buffers"]):
         yield row("buffers", path, to, None, blue.home_of(path.split("/")[0]))
@@ -340,29 +340,29 @@ def _reduction(plan: Plan) -> str:
     return f"one reduction per microbatch, {plan.microbatches} per step; only shards accumulate"
 
 
-def _secondary_bytes(plan: Plan, layout: PyTree, secondary: int, stages: Stages | None) -> int:
+def _secondary_bytes(plan: Plan, splits: PyTree, secondary: int, stages: Stages | None) -> int:
     """Bytes of weights that a device keeps for a backward pass; of the stage with the most."""
     if not secondary:
         return 0
-    links = [layout_leaves(layout)] if stages is None else [
-        [split for own in _by_owner(pieces, layout).values() for split in own]
+    links = [flat_splits(splits)] if stages is None else [
+        [split for own in _by_owner(pieces, splits).values() for split in own]
         for pieces in stages.pieces
     ]  # fmt: skip
     return max(
         sum(
             math.prod(s.stored_shape) // s.ways * s.compute.itemsize // secondary
-            for s in splits
+            for s in own_splits
             if s.dim is not None
         )
-        for splits in links
+        for own_splits in links
     )
 
 
-def _by_owner(pieces: tuple[Piece, ...], layout: PyTree) -> dict[bool, list[Split]]:
+def _by_owner(pieces: tuple[Piece, ...], splits: PyTree) -> dict[bool, list[Split]]:
     """A stage's leaves: of its own links (`True`), or tied to those of others."""
     num_layers = {piece.layer.name: piece.num_layers for piece in pieces}
     parts: dict[bool, list[Split]] = {True: [], False: []}
-    for split in layout_leaves(stage_tree(pieces, layout)):
+    for split in flat_splits(stage_tree(pieces, splits)):
         name = split.path.split("/")[0]
         if split.stacked and name in num_layers:
             shape = (num_layers[name], *split.shape[1:])
@@ -372,16 +372,16 @@ def _by_owner(pieces: tuple[Piece, ...], layout: PyTree) -> dict[bool, list[Spli
 
 
 def _communication(
-    plan: Plan, layout: PyTree, sizes: dict[str, int], secondary: int, stages: Stages | None
+    plan: Plan, splits: PyTree, sizes: dict[str, int], secondary: int, stages: Stages | None
 ) -> tuple[int, int]:
     """Elements that one device (gathers, reduces) per step, with ring collectives."""
     if stages is None:
-        return _of_parts(plan, layout_leaves(layout), sizes, secondary, 2)
+        return _of_parts(plan, flat_splits(splits), sizes, secondary, 2)
     # A backward pass in halves gathers for both, where weight gradients read weights at all.
     halves = any(action.kind == "W" for action in stages.schedule.actions)
     ranks = [[0, 0] for _ in range(plan.pipe)]
     for stage, pieces in enumerate(stages.pieces):
-        parts, passes = _by_owner(pieces, layout), 3 if halves else 2
+        parts, passes = _by_owner(pieces, splits), 3 if halves else 2
         own, tied = (_of_parts(plan, parts[own], sizes, secondary, passes) for own in (True, False))
         rank = ranks[stages.rank_of(stage)]
         # Tied weights are gathered with their own link, or where they are read.
@@ -397,7 +397,7 @@ def _gathered_state(blue: Blueprint) -> int:
         return 0
     # Of a master beside a compute copy, both are gathered.
     master = trained(blue.params) if blue.plan.mixed else None
-    splits = [*layout_leaves(blue.opt_state), *layout_leaves(blue.ema), *layout_leaves(master)]
+    splits = [*flat_splits(blue.opt_state), *flat_splits(blue.ema), *flat_splits(master)]
 
     def of(rank: int) -> int:
         own = [s for s in splits if s.dim is not None and (not s.home or rank in s.home.ranks)]

@@ -34,9 +34,9 @@ from fzero.sharding.initial import memo, tracing_context
 from fzero.sharding.split import (
     Home,
     Split,
+    flat_splits,
     frozen_names,
     kept_shape,
-    layout_leaves,
     map_splits,
     split_averages,
     split_opt_state,
@@ -194,7 +194,7 @@ class Blueprint:
         """The fields of a state that passes over the model read parameters from."""
         if not self.plan.keeps_compute_copy:
             return ("params",)
-        frozen = any(split.frozen for split in layout_leaves(self.params))
+        frozen = any(split.frozen for split in flat_splits(self.params))
         return ("compute", "params") if frozen else ("compute",)
 
     def parks(self, field: str) -> bool:
@@ -405,12 +405,12 @@ def _blueprint(
             )
     check_buffers(model, buffers)
     if plan.pipe == 1:
-        layout = split_params(model, params, plan, dict(mesh.shape)[DATA])
-        return Blueprint(model, tx, plan, mesh, layout, buffers)
+        splits = split_params(model, params, plan, dict(mesh.shape)[DATA])
+        return Blueprint(model, tx, plan, mesh, splits, buffers)
     stages = cut_into_stages(model, plan)
-    layout = split_params(model, params, plan, dict(mesh.shape)[DATA], stages.homes)
+    splits = split_params(model, params, plan, dict(mesh.shape)[DATA], stages.homes)
     kept = {
         name: jax.tree.map(lambda x, home=stages.homes[name]: kept_shape(x, home), tree)
         for name, tree in buffers.items()
     }
-    return Blueprint(model, tx, plan, mesh, layout, kept, stages)
+    return Blueprint(model, tx, plan, mesh, splits, kept, stages)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fzero.plan import Plan
-from fzero.sharding.split import Split, layout_leaves
+from fzero.sharding.split import Split, flat_splits
 from fzero.storage.tiers import DEVICE, cut_of, largest
 from fzero.tree import PyTree, device_bytes, is_plain, named_leaves
 
@@ -51,23 +51,23 @@ class Chunks:
 
 
 def plan_chunks(
-    plan: Plan, layout: PyTree, owned: Mapping[str, PyTree], shapes: Mapping[str, PyTree]
+    plan: Plan, splits: PyTree, owned: Mapping[str, PyTree], shapes: Mapping[str, PyTree]
 ) -> Chunks:
     """Divides what a plan parks into chunks of at most `plan.stream_bytes` per device.
 
     Args:
         plan: the plan.
-        layout: a `Split` for every parameter.
+        splits: a `Split` for every parameter.
         owned: the same for each of `OWNED`.
         shapes: shapes and shardings of the state's fields, as if on the device.
     """
     params = dict(named_leaves(shapes["params"]))
-    splits = {split.path: split for split in layout_leaves(layout)}
+    by_path = {split.path: split for split in flat_splits(splits)}
     owners = {
         (field, split.path): split.owner
-        for field, leaves in owned.items() for split in layout_leaves(leaves)
+        for field, leaves in owned.items() for split in flat_splits(leaves)
     }  # fmt: skip
-    sizes = dict.fromkeys(splits, 0)
+    sizes = dict.fromkeys(by_path, 0)
     found: list[tuple[str, str, str, Any]] = []  # field, path, owner, leaf
     for field in FIELDS:
         tier, share = plan.tier(field)
@@ -76,17 +76,17 @@ def plan_chunks(
         # Scalars, such as counters, are needed by every chunk.
         leaves = {p: x for p, x in named_leaves(shapes[field]) if is_plain(x) and x.ndim}
         if field == "params" and plan.keeps_compute_copy:  # only what has such a copy is a master
-            leaves = {path: leaf for path, leaf in leaves.items() if not splits[path].frozen}
+            leaves = {path: leaf for path, leaf in leaves.items() if not by_path[path].frozen}
         bytes_of = {path: device_bytes(leaf) for path, leaf in leaves.items()}
         for path in largest(bytes_of, share):
             owner = path if field == "params" else owners[field, path]
             if owner is not None:
                 found.append((field, path, owner, leaves[path]))
                 # No update sees what is frozen.
-                sizes[owner] += 0 if splits[owner].frozen else bytes_of[path]
+                sizes[owner] += 0 if by_path[owner].frozen else bytes_of[path]
     if plan.update_on == "host":  # nothing visits
         sizes = dict.fromkeys(sizes, 0)
-    labels, cuts = _packed(plan.stream_bytes, sizes, splits)
+    labels, cuts = _packed(plan.stream_bytes, sizes, by_path)
     # Forward passes read parameters from the host as they are: as single arrays.
     whole = () if plan.keeps_compute_copy else ("params",)
     parked = {

@@ -1,6 +1,6 @@
 """Which dim of a leaf is split over the data axis, with what padding, and why.
 
-Everything here is computed from shapes; no device is needed. A layout is decided once per
+Everything here is computed from shapes; no device is needed. Splits are decided once per
 (model, plan, number of devices) and is the same for all four ZeRO stages: the stage only says
 which state classes are *kept* in it between steps.
 """
@@ -212,7 +212,7 @@ def stacked_names(model: Model) -> frozenset[str]:
 def split_params(
     model: Model, shapes: PyTree, plan: Plan, parts: int, homes: Mapping[str, Home] | None = None
 ) -> PyTree:
-    """The layout of a params tree: a `Split` for every leaf.
+    """How a params tree is split: a `Split` for every leaf.
 
     Args:
         model: the model.
@@ -284,18 +284,18 @@ def _frozen(split: Split, plan: Plan) -> Split:
     return dataclasses.replace(split, frozen=True, dim=None, pad=0, reason=why)
 
 
-def trained(layout: PyTree, tree: PyTree = None) -> PyTree:
-    """A layout, or a tree of its structure, without frozen leaves: `None` is in their place.
+def trained(splits: PyTree, tree: PyTree = None) -> PyTree:
+    """Splits, or a tree of their structure, without frozen leaves: `None` is in their place.
 
     That is the structure of gradients, of the compute copy, and of what an optimizer is given.
     """
-    tree = layout if tree is None else tree
-    return map_splits(lambda split, leaf: None if split.frozen else leaf, layout, tree)
+    tree = splits if tree is None else tree
+    return map_splits(lambda split, leaf: None if split.frozen else leaf, splits, tree)
 
 
-def with_frozen(layout: PyTree, own: PyTree, whole: PyTree) -> PyTree:
+def with_frozen(splits: PyTree, own: PyTree, whole: PyTree) -> PyTree:
     """A tree of all leaves: trained ones of `own`, frozen ones of `whole`."""
-    return map_splits(lambda s, new, old: old if s.frozen else new, layout, own, whole)
+    return map_splits(lambda s, new, old: old if s.frozen else new, splits, own, whole)
 
 
 def _mapped(function: Callable[[tuple[str, ...], str, Any], Split], shapes: PyTree) -> PyTree:
@@ -317,7 +317,7 @@ def kept_shape(leaf: Any, home: Home | None) -> Any:
 def split_opt_state(
     init: Callable[[PyTree], PyTree], params: PyTree, plan: Plan, parts: int
 ) -> PyTree:
-    """The layout of any optax state.
+    """How any optax state is split.
 
     A leaf that mirrors a parameter (its path ends with the parameter's, same shape) is cut like it,
     so that the update touches only local memory. Any other leaf (factored moments, counters) is
@@ -325,14 +325,14 @@ def split_opt_state(
 
     Args:
         init: the transformation's `init`.
-        params: the layout of the parameters; it is given those that are trained.
+        params: the splits of the parameters; it is given those that are trained.
         plan: the plan.
         parts: devices on the data axis.
     """
     params = trained(params)
     shapes = jax.eval_shape(init, map_splits(_kept, params))
     by_rows = _by_rows(init, params, shapes)
-    by_keys = dict(zip(_layout_keys(params), layout_leaves(params), strict=True))
+    by_keys = dict(zip(_split_keys(params), flat_splits(params), strict=True))
     ranks = {rank for split in by_keys.values() if split.home for rank in split.home.ranks}
     everywhere = Home(tuple(sorted(ranks))) if ranks else None
 
@@ -362,7 +362,7 @@ def split_opt_state(
 
 
 def split_averages(params: PyTree) -> PyTree:
-    """The layout of averages of the trained parameters: each lies as its parameter, in float32."""
+    """The splits of averages of the trained parameters: each lies as its parameter, in float32."""
 
     def split(own: Split) -> Split:
         why = f"as {own.path}"
@@ -373,8 +373,8 @@ def split_averages(params: PyTree) -> PyTree:
     return map_splits(split, trained(params))
 
 
-def _layout_keys(layout: PyTree) -> list[tuple[str, ...]]:
-    return leaf_keys(map_splits(lambda split: split.path, layout))
+def _split_keys(splits: PyTree) -> list[tuple[str, ...]]:
+    return leaf_keys(map_splits(lambda split: split.path, splits))
 
 
 def owner_of(path: str, params: Container[str]) -> str | None:
@@ -417,11 +417,11 @@ def _by_rows(init: Callable[[PyTree], PyTree], params: PyTree, shapes: PyTree) -
 
         return [x.shape for x in jax.tree.leaves(jax.eval_shape(init, map_splits(change, params)))]
 
-    splits = layout_leaves(params)
+    splits = flat_splits(params)
     if all(split.home is None or not split.home.rows for split in splits):
         return set()
     found: set[str] = set()
-    leaves, owned = named_leaves(shapes), [keys for keys in _layout_keys(params) if keys]
+    leaves, owned = named_leaves(shapes), [keys for keys in _split_keys(params) if keys]
     for (name, leaf), keys, fewer, wider in zip(
         leaves, leaf_keys(shapes), changed(-1, 0), changed(0, 1), strict=True
     ):
@@ -446,18 +446,18 @@ def is_split(node: Any) -> bool:
     return isinstance(node, Split)
 
 
-def layout_leaves(layout: PyTree) -> list[Split]:
-    """All splits of a layout, in tree order."""
-    return jax.tree.leaves(layout, is_leaf=is_split)
+def flat_splits(splits: PyTree) -> list[Split]:
+    """All splits of a tree of them, in tree order."""
+    return jax.tree.leaves(splits, is_leaf=is_split)
 
 
-def map_splits(function: Any, layout: PyTree, *trees: PyTree) -> PyTree:
-    """`jax.tree.map` over a layout and trees of the same structure."""
-    return jax.tree.map(function, layout, *trees, is_leaf=is_split)
+def map_splits(function: Any, splits: PyTree, *trees: PyTree) -> PyTree:
+    """`jax.tree.map` over splits and trees of the same structure."""
+    return jax.tree.map(function, splits, *trees, is_leaf=is_split)
 
 
 def stored_shapes(
-    layout: PyTree,
+    splits: PyTree,
     sharding: Callable[[Home | None, PartitionSpec], NamedSharding],
     sharded: bool,
     dtype: Any = None,
@@ -465,7 +465,7 @@ def stored_shapes(
     """`ShapeDtypeStruct`s with shardings for leaves as they are kept between steps.
 
     Args:
-        layout: a `Split` per leaf.
+        splits: a `Split` per leaf.
         sharding: the sharding at a home with a spec.
         sharded: whether the leaves are kept sharded over the data axis.
         dtype: the dtype of a split's leaf, where that is not the one it is kept in.
@@ -478,4 +478,4 @@ def stored_shapes(
             sharding=sharding(split.home, split.lies(sharded)),
         )
 
-    return map_splits(stored, layout)
+    return map_splits(stored, splits)

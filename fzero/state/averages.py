@@ -13,18 +13,18 @@ from fzero.sharding.split import map_splits
 from fzero.tree import PyTree
 
 
-def start(layout: PyTree, params: PyTree) -> PyTree:
-    """Averages that begin at parameters (inside jit); `None` for no layout.
+def start(splits: PyTree, params: PyTree) -> PyTree:
+    """Averages that begin at parameters (inside jit); `None` for no splits.
 
     Args:
-        layout: a `Split` for each average.
+        splits: a `Split` for each average.
         params: trained parameters in their own shapes.
     """
-    if layout is None:
+    if splits is None:
         return None
 
     # Arrays of their own: both are given away by steps.
-    return map_splits(lambda split, leaf: jnp.copy(leaf.astype(split.dtype)), layout, params)
+    return map_splits(lambda split, leaf: jnp.copy(leaf.astype(split.dtype)), splits, params)
 
 
 def moved(averages: PyTree, params: PyTree, decay: float | None) -> PyTree:

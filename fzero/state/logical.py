@@ -28,14 +28,14 @@ def store(blue: Blueprint, name: str, logical: PyTree) -> PyTree:
     return map_splits(lambda split, leaf: split.store(leaf), getattr(blue, name), logical)
 
 
-def logical_view(blue: Blueprint, name: str, stored: PyTree, layout: PyTree = None) -> PyTree:
+def logical_view(blue: Blueprint, name: str, stored: PyTree, splits: PyTree = None) -> PyTree:
     """Kept leaves of a state class in their own shapes (inside jit).
 
     Args:
         blue: the blueprint.
         name: the state class.
         stored: its leaves.
-        layout: a `Split` for each, if they are not all.
+        splits: a `Split` for each, if they are not all.
     """
     if not blue.plan.shards(name):
         return stored
@@ -43,7 +43,7 @@ def logical_view(blue: Blueprint, name: str, stored: PyTree, layout: PyTree = No
     def view(split: Split, leaf: jax.Array) -> jax.Array:
         return blue.constrain(split, split.logical(leaf)) if split.pad else leaf
 
-    return map_splits(view, getattr(blue, name) if layout is None else layout, stored)
+    return map_splits(view, getattr(blue, name) if splits is None else splits, stored)
 
 
 def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree:

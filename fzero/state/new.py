@@ -225,9 +225,9 @@ def compute_of(blue: Blueprint, params: PyTree) -> PyTree:
 
 
 def _cast(blue: Blueprint, params: PyTree) -> PyTree:
-    layout = trained(blue.params)
+    splits = trained(blue.params)
     return map_splits(
-        lambda s, leaf: compute_copy.rounded(leaf, s.compute), layout, trained(blue.params, params)
+        lambda s, leaf: compute_copy.rounded(leaf, s.compute), splits, trained(blue.params, params)
     )
 
 

@@ -13,7 +13,7 @@ from fzero.offload.park import unpark
 from fzero.plan import Plan
 from fzero.sharding.blueprint import Blueprint, blueprint
 from fzero.sharding.relayout import Kept
-from fzero.sharding.split import Split, layout_leaves, map_splits, trained, with_frozen
+from fzero.sharding.split import Split, flat_splits, map_splits, trained, with_frozen
 from fzero.state.compute_copy import settled_state
 from fzero.state.logical import logical_view
 from fzero.state.new import compute_of
@@ -77,7 +77,7 @@ def reads_of(blue: Blueprint, which: str) -> tuple[str, ...]:
     """The fields of a state that a pass reads parameters from, by which it takes."""
     if which == "params":
         return blue.reads
-    frozen = any(split.frozen for split in layout_leaves(blue.params))
+    frozen = any(split.frozen for split in flat_splits(blue.params))
     return (which, "params") if frozen else (which,)  # frozen ones have no average
 
 

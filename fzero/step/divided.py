@@ -14,7 +14,7 @@ from fzero.offload.stream import StreamedFunction
 from fzero.programs.places import PlacedFunction
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.chunks import OWNED, Parking
-from fzero.sharding.split import layout_leaves, map_splits, owner_of, trained, with_frozen
+from fzero.sharding.split import flat_splits, map_splits, owner_of, trained, with_frozen
 from fzero.step.update import Update
 from fzero.step.values import Gradients, Metrics, Values
 from fzero.storage.tiers import on_device
@@ -56,13 +56,13 @@ class DividedUpdate:
             step: steps taken so far.
             gradients: what the first half computed.
         """
-        layout = self.blueprint.params
+        splits = self.blueprint.params
         streams = self.apply and self.blueprint.chunks.parked
         # What is frozen stays where it is.
-        own = {n: trained(layout, x) if n == "params" else x for n, x in fields.items()}
+        own = {n: trained(splits, x) if n == "params" else x for n, x in fields.items()}
         new, metrics = (self._streamed if streams else self._updated)(own, step, gradients)
         if "params" in new:
-            new["params"] = with_frozen(layout, new["params"], fields["params"])
+            new["params"] = with_frozen(splits, new["params"], fields["params"])
         return new, metrics
 
     def lowered(
@@ -168,7 +168,7 @@ class DividedUpdate:
 
         owners = {
             (field, split.path): split.owner
-            for field in OWNED for split in layout_leaves(getattr(blue, field))
+            for field in OWNED for split in flat_splits(getattr(blue, field))
         }  # fmt: skip
 
         def cut(path: str, leaf: Any) -> Cut | None:

@@ -16,7 +16,7 @@ from fzero.links import Stack
 from fzero.pieces import Piece, whole_chain
 from fzero.processes import named_devices
 from fzero.sharding.blueprint import Blueprint
-from fzero.sharding.split import Split, layout_leaves, trained
+from fzero.sharding.split import Split, flat_splits, trained
 from fzero.tree import named_leaves
 
 
@@ -48,7 +48,7 @@ class Look:
 
 def looks_at_one_program(blue: Blueprint, marks: tuple[jax.Array, jax.Array]) -> list[Look]:
     """What `OneProgram.marks` found here."""
-    pieces, leaves = whole_chain(blue.model.layers), layout_leaves(trained(blue.params))
+    pieces, leaves = whole_chain(blue.model.layers), flat_splits(trained(blue.params))
     return [
         Look(m, 0, 0, forward, pieces, leaves, {
             shard.device.id: np.asarray(shard.data)[0, m].tolist()
@@ -71,7 +71,7 @@ def looks_at_stages(executor: Any, marks: dict[Any, jax.Array]) -> list[Look]:
     for action, found in sorted(marks.items(), key=when):
         program = executor.programs[action.stage]
         own = {s.device.id: np.asarray(s.data)[0].tolist() for s in found.addressable_shards}
-        leaves = layout_leaves(trained(program.layout))
+        leaves = flat_splits(trained(program.splits))
         looks.append(Look(action.microbatch, program.stage, program.rank, action.kind == "F",
                           program.pieces, leaves, own))  # fmt: skip
     return looks

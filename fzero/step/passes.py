@@ -53,7 +53,7 @@ class OneProgram:
         plan, group = self.plan, self.blueprint.group
         return Rules(
             plan=plan,
-            layout=self.blueprint.params,
+            splits=self.blueprint.params,
             group=group,
             sharded=plan.gathers_at_use and group.data > 1,
             reduce=plan.reduce == "microbatch",
@@ -160,10 +160,10 @@ class OneProgram:
         )  # fmt: skip
         return run(kept, buffers, batch, eval_key(rng))
 
-    def _specs(self, spec: Callable[[Split], PartitionSpec], layout: PyTree) -> PyTree:
+    def _specs(self, spec: Callable[[Split], PartitionSpec], splits: PyTree) -> PyTree:
         """Specs over all mesh axes from specs over the data axis."""
         blue = self.blueprint
-        return map_splits(lambda s: blue.sharding(s.home, spec(s)).spec, layout)
+        return map_splits(lambda s: blue.sharding(s.home, spec(s)).spec, splits)
 
     def _buffer_specs(self) -> PyTree:
         return jax.tree.map(lambda x: x.sharding.spec, self.blueprint.shapes()["buffers"])

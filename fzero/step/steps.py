@@ -18,7 +18,7 @@ from fzero.processes import spread
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.chunks import OWNED
 from fzero.sharding.homes import stages_of_outputs
-from fzero.sharding.split import layout_leaves
+from fzero.sharding.split import flat_splits
 from fzero.state import compute_copy
 from fzero.state.comparison import check_finite
 from fzero.state.selection import chosen, reads_of, require_known
@@ -63,7 +63,7 @@ class TrainStep:
         )
 
     def __init__(self, blue: Blueprint, donate: bool, apply: bool) -> None:
-        if all(split.frozen for split in layout_leaves(blue.params)):
+        if all(split.frozen for split in flat_splits(blue.params)):
             raise StateError("train_step: every parameter is frozen (Model.frozen): none to train")
         if apply:
             blue.require_optimizer("train_step")

@@ -23,7 +23,7 @@ from fzero.sharding.chunks import OWNED
 from fzero.sharding.group import Group
 from fzero.sharding.split import (
     Split,
-    layout_leaves,
+    flat_splits,
     map_splits,
     trained,
     update_dtype,
@@ -55,7 +55,7 @@ class Update:
         groups: Mapping[str, PyTree] | None = None,
     ) -> None:
         self.blueprint, self.plan, self.fence = blue, blue.plan, fence
-        self.layout = trained(blue.params)
+        self.splits = trained(blue.params)
         self.groups = blue.groups() if groups is None else groups
         # Whether parts are compiled by themselves. (Without a pipeline fences do, but for sums.)
         divided = blue.stages is not None or bool(blue.chunks.parked)
@@ -159,11 +159,11 @@ class Update:
         blue, outer = self.blueprint, self.blueprint.shapes()
         sharded = dataclasses.replace(blue, plan=self.plan.replace(zero=1, tiers={}))
         inner = Update(sharded, self.fence, self.groups)
-        layouts = {name: getattr(blue, name) for name in ("params", *OWNED)}
-        cut = [name for name in layouts if sharded.plan.shards(name)]
+        of_fields = {name: getattr(blue, name) for name in ("params", *OWNED)}
+        cut = [name for name in of_fields if sharded.plan.shards(name)]
 
         def store(name: str) -> PyTree:
-            whole = map_splits(lambda s, leaf: s.store(leaf), layouts[name], fields[name])
+            whole = map_splits(lambda s, leaf: s.store(leaf), of_fields[name], fields[name])
             return jax.tree.map(_constrained, sharded.shapes()[name], whole)
 
         new, metrics = inner.applied({**fields, **{name: store(name) for name in cut}}, *rest)
@@ -211,7 +211,7 @@ class Update:
 
         in_order = [
             in_chain(split, square)
-            for split, square in zip(layout_leaves(self.layout), found, strict=True)
+            for split, square in zip(flat_splits(self.splits), found, strict=True)
         ]
         return jnp.sqrt(jnp.sum(self.fence(jnp.concatenate(in_order))))
 
@@ -226,7 +226,7 @@ class Update:
             sums = self.gathered(sums)
         else:
             sums = map_splits(
-                lambda s, g: blue.constrain(s, s.logical(g)) if s.pad else g, self.layout, sums
+                lambda s, g: blue.constrain(s, s.logical(g)) if s.pad else g, self.splits, sums
             )
         factor = None if clip is None else clip / jnp.maximum(norm, clip)
 
@@ -235,7 +235,7 @@ class Update:
             grad = grad if factor is None else grad * factor
             return grad.astype(update_dtype(split.dtype))
 
-        return map_splits(mean, self.layout, sums)
+        return map_splits(mean, self.splits, sums)
 
     def _updated(
         self,
@@ -261,7 +261,7 @@ class Update:
             compute = self._cast(params, loss) if plan.keeps_compute_copy else None
             return {"params": whole(params), "compute": compute, "opt_state": opt_state, "ema": ema}
         if not plan.shards("params"):
-            params = map_splits(lambda s, x: blue.constrain(s, s.store(x)), self.layout, params)
+            params = map_splits(lambda s, x: blue.constrain(s, s.store(x)), self.splits, params)
         given = sums, opt_state, ema, params, count, norm, loss
         # What is fused with its sums, and so rounds, is then the same in every stage.
         run = partial(self._of_shards, given)
@@ -275,14 +275,14 @@ class Update:
         blue = self.blueprint
         sums, opt_state, ema, params, count, norm, loss = given
         grads = self._mean_gradients(sums, count, norm)
-        params = map_splits(lambda s, x: blue.constrain(s, s.logical(x)), self.layout, params)
+        params = map_splits(lambda s, x: blue.constrain(s, s.logical(x)), self.splits, params)
         opt_state = logical_view(blue, "opt_state", opt_state)
         updates, opt_state = blue.optimizer.update(grads, opt_state, params, loss)
         params = optax.apply_updates(params, updates)
         ema = self._averaged(logical_view(blue, "ema", ema), params, loss)
         opt_state = map_splits(lambda s, leaf: s.store(leaf), blue.opt_state, opt_state)
         ema = map_splits(lambda s, leaf: s.store(leaf), blue.ema, ema)
-        shards = map_splits(lambda s, leaf: s.store(leaf), self.layout, params)
+        shards = map_splits(lambda s, leaf: s.store(leaf), self.splits, params)
         return self._pin_shards(shards), opt_state, ema
 
     def _averaged(self, ema: PyTree, params: PyTree, loss: jax.Array) -> PyTree:
@@ -304,10 +304,10 @@ class Update:
             # The update is compiled by itself, or it would round otherwise where a copy is kept.
             return apart(run, loss) if self.apart else run()
 
-        return map_splits(cast, self.layout, tree)
+        return map_splits(cast, self.splits, tree)
 
     def _pin_shards(self, tree: PyTree) -> PyTree:
-        return map_splits(self.blueprint.constrain, self.layout, tree)
+        return map_splits(self.blueprint.constrain, self.splits, tree)
 
     def gathered(self, shards: PyTree, field: str = "params") -> PyTree:
         """Whole leaves from stored shards, by explicit all-gathers.
@@ -339,17 +339,17 @@ class Update:
         results lie, `args` are whole. (Without a pipeline all leaves are on one mesh.)
         """
         blue, labels = self.blueprint, self.groups[field]
-        layout = self.layout if field == "params" else getattr(blue, field)
+        splits = self.splits if field == "params" else getattr(blue, field)
         if field == "params":
             labels = trained(blue.params, labels)
-        splits, leaves = layout_leaves(layout), jax.tree.leaves(shards)
+        flat, leaves = flat_splits(splits), jax.tree.leaves(shards)
         groups: dict[Any, list[int]] = {}
-        for index, (split, label) in enumerate(zip(splits, jax.tree.leaves(labels), strict=True)):
+        for index, (split, label) in enumerate(zip(flat, jax.tree.leaves(labels), strict=True)):
             where = split.home and split.home.ranks, label
             groups.setdefault(where, []).append(index)
         found: list[Any] = [None] * len(leaves)
         for group in groups.values():
-            own = [splits[i] for i in group]
+            own = [flat[i] for i in group]
             mesh = blue.mesh_of(own[0].home)
             results = jax.shard_map(
                 partial(function, own),

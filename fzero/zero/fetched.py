@@ -13,7 +13,7 @@ from fzero.links import (
     Stack,
     layer_params,
 )
-from fzero.sharding.split import Split, layout_leaves, map_splits, trained
+from fzero.sharding.split import Split, flat_splits, map_splits, trained
 from fzero.tree import PyTree
 from fzero.zero.at_use import gather_at_use
 from fzero.zero.narrow import Narrow
@@ -45,7 +45,7 @@ class Fetched:
     def new_parts(self, layer: Layer, pullback: Pullback) -> Parts:
         """What to keep of the leaves that a layer's backward pass reads and nobody kept before."""
         found: Parts = {}
-        splits = layout_leaves(layer_params(layer, self.rules.layout))
+        splits = flat_splits(layer_params(layer, self.rules.splits))
         for path, split in ((splits[i].path, splits[i]) for i in pullback.reads):
             if path in self.by_path and path not in self._taken:
                 part = self.rules.part(split, self.by_path[path])
@@ -73,7 +73,7 @@ class Fetched:
                 reduces the one number `i`.
         """
         rules = self.rules
-        splits = layout_leaves(layer_params(layer, rules.layout))
+        splits = flat_splits(layer_params(layer, rules.splits))
         shards = jax.tree.leaves(layer_params(layer, self.kept))
         parts = self.parts or {}
         shards = [parts.get(s.path, shard) for s, shard in zip(splits, shards, strict=True)]
@@ -105,16 +105,16 @@ class Fetched:
     def whole(self) -> PyTree:
         """All parameters, after a pass that held what it gathered. (What no layer read is gathered
         here; nobody reads it, so that the compiler drops it.)"""
-        layout = self.rules.layout
+        splits = self.rules.splits
         stacked = {split.path: leaf
                    for name, held in self.stacks.items()
-                   for split, leaf in zip(layout_leaves(layout[name]), jax.tree.leaves(held),
+                   for split, leaf in zip(flat_splits(splits[name]), jax.tree.leaves(held),
                                           strict=True)}  # fmt: skip
 
         def find(split: Split, shard: jax.Array) -> jax.Array:
             return stacked[split.path] if split.path in stacked else self._fetch(split, shard)
 
-        return map_splits(find, layout, self.kept)
+        return map_splits(find, splits, self.kept)
 
     def _fetch(self, split: Split, shard: jax.Array) -> jax.Array:
         """A whole leaf from its shard, or from its part where there is one."""
@@ -137,14 +137,14 @@ class Sums:
             path
             for layer in layers
             if not isinstance(layer, Stack)
-            for path in _paths(layer_params(layer, rules.layout))
+            for path in _paths(layer_params(layer, rules.splits))
         )
         self.single: dict[str, jax.Array] = {}
         self.stacked: dict[str, jax.Array] = {}
 
     def taker(self, layer: Layer) -> Callable[[int, jax.Array], jax.Array]:
         """Takes the gradient of a layer's trained leaf number `i`."""
-        splits = layout_leaves(trained(layer_params(layer, self.rules.layout)))
+        splits = flat_splits(trained(layer_params(layer, self.rules.splits)))
         return lambda i, grad: self._add(splits[i], grad)
 
     def _add(self, split: Split, grad: jax.Array) -> jax.Array:
@@ -156,7 +156,7 @@ class Sums:
 
     def add_stack(self, name: str, grads: PyTree) -> None:
         """Takes the gradients of a stack's layers, which are reduced already."""
-        paths = _paths(trained(self.rules.layout[name]))
+        paths = _paths(trained(self.rules.splits[name]))
         self.stacked |= dict(zip(paths, jax.tree.leaves(grads), strict=True))
 
     def finish(self) -> PyTree:
@@ -166,15 +166,15 @@ class Sums:
             parts = [p[split.path] for p in (self.stacked, self.single) if split.path in p]
             return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
-        grads = map_splits(grad_of, trained(self.rules.layout))
+        grads = map_splits(grad_of, trained(self.rules.splits))
         return self.rules.finish(grads)
 
 
 def trained_leaves(rules: Rules, layer: Layer | Stack) -> list[int]:
     """Which of a layer's leaves are trained, in tree order."""
-    splits = layout_leaves(layer_params(layer, rules.layout))
+    splits = flat_splits(layer_params(layer, rules.splits))
     return [i for i, split in enumerate(splits) if not split.frozen]
 
 
-def _paths(layout: PyTree) -> list[str]:
-    return [split.path for split in layout_leaves(layout)]
+def _paths(splits: PyTree) -> list[str]:
+    return [split.path for split in flat_splits(splits)]

@@ -16,7 +16,7 @@ from fzero.keys import block_key
 from fzero.links import Stack, apply_layer, layer_params
 from fzero.model import Model
 from fzero.pieces import Piece, run_chain, whole_chain
-from fzero.sharding.split import Split, layout_leaves, trained
+from fzero.sharding.split import Split, flat_splits, trained
 from fzero.tree import PyTree
 from fzero.zero.chain import entered, train_backward, train_forward
 from fzero.zero.collectives import shard_index
@@ -64,11 +64,11 @@ def chain_marks(
     return out, jnp.stack([mark.astype(jnp.int32) for mark in marks])
 
 
-def gradient_marks(layout: PyTree, grads: PyTree) -> jax.Array:
+def gradient_marks(splits: PyTree, grads: PyTree) -> jax.Array:
     """For each gradient the last layer of a stack, or the leaf, that is not finite."""
     found = [
         _leaf_mark(split, grad)
-        for split, grad in zip(layout_leaves(layout), jax.tree.leaves(grads), strict=True)
+        for split, grad in zip(flat_splits(splits), jax.tree.leaves(grads), strict=True)
     ]
     return jnp.stack(found)
 
@@ -99,7 +99,7 @@ def local_marks(
         end, saved, new = train_forward(pieces, *own)
         seed, unscale = loss_seed(rules, end.mean, scale)
         grads, _ = train_backward(saved, rules, kept, seed)
-        backward = gradient_marks(trained(rules.layout), unscaled(grads, unscale))
+        backward = gradient_marks(trained(rules.splits), unscaled(grads, unscale))
         return new, (forward, backward)
 
     _, marks = jax.lax.scan(one, buffers, jnp.arange(count))

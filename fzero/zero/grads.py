@@ -84,7 +84,7 @@ def local_gradients(
         (sums, mean, metrics), new = _accumulated(one, rules, kept, buffers, batch)
     if not rules.reduce:
         rules = dataclasses.replace(rules, reduce=True)
-        sums = rules.finish(map_splits(rules.scatter, trained(rules.layout), sums))
+        sums = rules.finish(map_splits(rules.scatter, trained(rules.splits), sums))
     mean, metrics = summed((mean, metrics), group)
     return sums, mean, metrics, agreed_buffers(model.layers, buffers, new, group)
 

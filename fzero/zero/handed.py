@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from fzero.axes import CONTEXT, EXPERT, TENSOR, free_axes, rows_axis
 from fzero.errors import UnusedDevicesWarning
 from fzero.plan import Plan
-from fzero.sharding.split import layout_leaves
+from fzero.sharding.split import flat_splits
 from fzero.tree import PyTree
 
 
@@ -40,9 +40,9 @@ class Handover:
     elements: int
 
     @staticmethod
-    def of(plan: Plan, layout: PyTree) -> Handover:
+    def of(plan: Plan, splits: PyTree) -> Handover:
         """What a plan says of a stack whose leaves lie so."""
-        divided = [split for split in layout_leaves(layout) if TENSOR in split.axes]
+        divided = [split for split in flat_splits(splits) if TENSOR in split.axes]
         elements = sum(math.prod(split.shape[int(split.stacked) :]) for split in divided)
         return Handover(plan.sequence_parallel, elements)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from fzero.plan import Plan
-from fzero.sharding.split import Split, layout_leaves, trained
+from fzero.sharding.split import Split, flat_splits, trained
 from fzero.tree import PyTree
 from fzero.zero.quantize import encoded_bytes
 
@@ -16,12 +16,12 @@ CompilerOptions = dict[str, str | int | bool]
 _GPUS = ("gpu", "cuda")
 
 
-def compiler_options(plan: Plan, layout: PyTree, parts: int, platform: str) -> CompilerOptions:
+def compiler_options(plan: Plan, splits: PyTree, parts: int, platform: str) -> CompilerOptions:
     """XLA options for a step.
 
     Args:
         plan: the plan.
-        layout: a `Split` per parameter.
+        splits: a `Split` per parameter.
         parts: devices on the data axis.
         platform: platform of the devices, such as `cpu`, `gpu` or `cuda`.
 
@@ -34,16 +34,16 @@ def compiler_options(plan: Plan, layout: PyTree, parts: int, platform: str) -> C
     # XLA schedules collectives beside computation by itself on Hopper and later; on an A100 it
     # leaves all of them exposed unless asked (Llama 8B, 8 A100: 6 % of a step).
     options["xla_gpu_enable_latency_hiding_scheduler"] = True
-    layer = largest_layer_bytes(plan, layout)
+    layer = largest_layer_bytes(plan, splits)
     if not layer:
         return options
-    reduced = largest_layer_bytes(plan, trained(layout))
+    reduced = largest_layer_bytes(plan, trained(splits))
     # By default XLA joins gathers up to about 30 MiB, cuts a larger layer into several, and leaves
     # one of them without a matmul to hide behind. One gather and one reduce-scatter a layer hide
     # completely; above that, layers are joined with their neighbours and memory grows.
     # (benchmarks/results/overlap.md: exposed bytes in the loops 420 MiB by default, 0 with these.)
     options["xla_gpu_all_gather_combine_threshold_bytes"] = gathered_layer_bytes(
-        plan, layout, parts
+        plan, splits, parts
     )
     # Counts the scattered result, which is one part of the layer.
     options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(reduced // parts, 1)
@@ -68,24 +68,24 @@ def deterministic_options(plan: Plan, platform: str) -> CompilerOptions:
     }
 
 
-def largest_layer_bytes(plan: Plan, layout: PyTree) -> int:
+def largest_layer_bytes(plan: Plan, splits: PyTree) -> int:
     """Bytes of the largest layer of a stack in the compute dtype, counting split leaves."""
-    return _largest_layer(layout, lambda split, size: size * split.compute.itemsize)
+    return _largest_layer(splits, lambda split, size: size * split.compute.itemsize)
 
 
-def gathered_layer_bytes(plan: Plan, layout: PyTree, parts: int) -> int:
+def gathered_layer_bytes(plan: Plan, splits: PyTree, parts: int) -> int:
     """Bytes that the gathers of the largest layer of a stack give, of the pass that has the most.
 
     Secondary shards are gathered in the compute dtype, whatever travels between all devices.
     """
     if plan.gather_dtype != "int8" or plan.secondary is not None:
-        return largest_layer_bytes(plan, layout)
-    return _largest_layer(layout, lambda _, size: parts * encoded_bytes(size // parts))
+        return largest_layer_bytes(plan, splits)
+    return _largest_layer(splits, lambda _, size: parts * encoded_bytes(size // parts))
 
 
-def _largest_layer(layout: PyTree, bytes_of: Callable[[Split, int], int]) -> int:
+def _largest_layer(splits: PyTree, bytes_of: Callable[[Split, int], int]) -> int:
     layers: dict[str, int] = {}
-    for split in layout_leaves(layout):
+    for split in flat_splits(splits):
         if split.stacked and split.dim is not None:
             name = split.path.split("/")[0]
             size = bytes_of(split, math.prod(split.stored_shape[1:]) // split.ways)

@@ -16,7 +16,7 @@ from fzero.links import Context
 from fzero.plan import Plan
 from fzero.precision import COMPUTE_DTYPES, round_to
 from fzero.sharding.group import Group
-from fzero.sharding.split import Split, layout_leaves, map_splits, trained
+from fzero.sharding.split import Split, flat_splits, map_splits, trained
 from fzero.tree import PyTree, found_in, is_floating
 from fzero.zero import bits
 from fzero.zero.collectives import (
@@ -37,7 +37,7 @@ class Rules:
 
     Args:
         plan: the plan.
-        layout: a `Split` per parameter.
+        splits: a `Split` per parameter.
         group: the devices.
         sharded: whether the parameters at hand are shards.
         reduce: whether gradients are reduced now (or stay local sums).
@@ -48,7 +48,7 @@ class Rules:
     """
 
     plan: Plan
-    layout: PyTree
+    splits: PyTree
     group: Group
     sharded: bool
     reduce: bool
@@ -185,11 +185,11 @@ class Rules:
                 wide = self.plan.reduce_dtype == "fp32"
                 whole[split.path] = grad.astype(jnp.float32) if wide else grad
 
-        layout = trained(self.layout)
-        map_splits(collect, layout, grads)
-        specs = {s.path: s.lies(False) for s in layout_leaves(layout) if s.path in whole}
+        splits = trained(self.splits)
+        map_splits(collect, splits, grads)
+        specs = {s.path: s.lies(False) for s in flat_splits(splits) if s.path in whole}
         summed = self.group.alone(
             lambda whole: all_reduce_tree(whole, self.group), (specs,), specs
         )(self.fence(whole))  # fmt: skip
         done = {path: round_to(leaf, leaf.dtype) for path, leaf in summed.items()}
-        return map_splits(lambda split, grad: done.get(split.path, grad), layout, grads)
+        return map_splits(lambda split, grad: done.get(split.path, grad), splits, grads)

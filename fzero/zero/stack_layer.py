@@ -14,7 +14,7 @@ from fzero.links import Context, Stack, apply_layer, split_shared
 from fzero.pieces import Piece
 from fzero.programs.halves import Rest, first_half
 from fzero.sharding.buffers import require_reductions
-from fzero.sharding.split import Split, layout_leaves, map_splits, trained, with_frozen
+from fzero.sharding.split import Split, flat_splits, map_splits, trained, with_frozen
 from fzero.tree import PyTree, shapes_of
 from fzero.zero.handed import Handover
 from fzero.zero.narrow import Narrow, narrow_inputs, traced, with_narrow
@@ -51,14 +51,14 @@ class StackLayers:
         return self.piece.layer
 
     @property
-    def layout(self) -> PyTree:
+    def splits(self) -> PyTree:
         """A `Split` for each of the stack's leaves."""
-        return self.rules.layout[self.piece.layer.name]
+        return self.rules.splits[self.piece.layer.name]
 
     @property
     def handover(self) -> Handover:
         """How values go from layer to layer."""
-        return Handover.of(self.rules.plan, self.layout)
+        return Handover.of(self.rules.plan, self.splits)
 
     def fetch(self, shards: PyTree, k: Any) -> PyTree:
         """Layer k's parameters, ready for use."""
@@ -66,7 +66,7 @@ class StackLayers:
         return map_splits(
             lambda split, leaf: narrow.get(split.path)
             or self.rules.fetch(split, at_row(leaf, row + k)),
-            self.layout, shards,
+            self.splits, shards,
         )  # fmt: skip
 
     def refetch(self, shards: PyTree, parts: PyTree, k: Any) -> PyTree:
@@ -75,12 +75,12 @@ class StackLayers:
         return map_splits(
             lambda split, leaf, part: narrow.get(split.path)
             or self.rules.refetch(split, at_row(leaf, row + k), part),
-            self.layout, shards, parts,
+            self.splits, shards, parts,
         )  # fmt: skip
 
     def _in_8_bits(self, shards: PyTree, k: Any, again: bool) -> dict[str, Narrow]:
         """Those of layer k's parameters that are gathered in 8 bits, by path."""
-        pairs = zip(layout_leaves(self.layout), jax.tree.leaves(shards), strict=True)
+        pairs = zip(flat_splits(self.splits), jax.tree.leaves(shards), strict=True)
         own = [(split, leaf) for split, leaf in pairs if split.path in self.narrow]
         if not own:
             return {}
@@ -91,7 +91,7 @@ class StackLayers:
 
     def narrowed(self, shards: PyTree, run: Callable[[PyTree], PyTree]) -> StackLayers:
         """The same, with those leaves in `narrow` that `run(weights)` reads in 8 bits only."""
-        splits = layout_leaves(self.layout)
+        splits = flat_splits(self.splits)
         if not any(self.rules.may_narrow(split) for split in splits):
             return self
         shapes = jax.eval_shape(lambda: self.fetch(shards, 0))
@@ -103,16 +103,16 @@ class StackLayers:
 
     def of_whole(self, function: Callable[[PyTree], PyTree], weights: PyTree) -> Any:
         """`function(weights)` of a layer's fetched parameters."""
-        dtypes = [split.compute for split in layout_leaves(self.layout)]
+        dtypes = [split.compute for split in flat_splits(self.splits)]
         return with_narrow(function, weights, dtypes)
 
     def parts(self, weights: PyTree) -> PyTree:
         """This device's parts of a layer's parameters."""
-        return map_splits(self.rules.part, self.layout, weights)
+        return map_splits(self.rules.part, self.splits, weights)
 
     def scatter(self, grads: PyTree) -> PyTree:
         """The reduced gradients of a layer."""
-        return map_splits(self.rules.scatter, trained(self.layout), grads)
+        return map_splits(self.rules.scatter, trained(self.splits), grads)
 
     def room(self, grads: PyTree) -> PyTree:
         """Room for every layer's reduced gradient."""
@@ -125,7 +125,7 @@ class StackLayers:
             zeros = jnp.zeros((num, *shape), rules.reduced_dtype(split, grad.dtype))
             return rules.group.pin(zeros, split.lies(False))
 
-        return map_splits(room, trained(self.layout), grads)
+        return map_splits(room, trained(self.splits), grads)
 
 
 @partial(
@@ -191,7 +191,7 @@ class LayerProgram:
         if plan.keeps_inputs:
             y, (y_rest, buffers) = self.apply(weights, floats, self.shared, rest, k)
             return (y, y_rest), (floats, rest, k), buffers
-        own = trained(self.static.layout, weights)
+        own = trained(self.static.splits, weights)
         y, (y_rest, buffers), pullback, residuals = forward(
             lambda w, f, s: self.apply(self._with_frozen(w, weights), f, s, rest, k),
             (own, floats, self.shared),
@@ -206,7 +206,7 @@ class LayerProgram:
             floats, rest, k = saved
             _, pull, _ = jax.vjp(
                 lambda w, f, s: self.apply(self._with_frozen(w, weights), f, s, rest, k),
-                trained(self.static.layout, weights), floats, self.shared, has_aux=True,
+                trained(self.static.splits, weights), floats, self.shared, has_aux=True,
             )  # fmt: skip
             grads: tuple[Any, Any, Any] = pull(cotangent)
             return grads
@@ -229,7 +229,7 @@ class LayerProgram:
 
     def weight_half(self, rest: Rest, values: list[Any], weights: PyTree) -> PyTree:
         """The second half of `backward`: gradients of the weights."""
-        leaves, own = jax.tree.leaves(weights), trained(self.static.layout, weights)
+        leaves, own = jax.tree.leaves(weights), trained(self.static.splits, weights)
         assert self.rng is not None
         grads = self.static.rules.apart(lambda: rest.run(values, leaves), self.rng)
         return jax.tree.unflatten(jax.tree.structure(own), grads)
@@ -258,7 +258,7 @@ class LayerProgram:
         return Floats.of({**carry, **self.static.shared.join(cts[1], self.shared_rest)})[1]
 
     def _with_frozen(self, own: PyTree, weights: PyTree) -> PyTree:
-        return with_frozen(self.static.layout, own, weights)
+        return with_frozen(self.static.splits, own, weights)
 
     def _known(self, weights: PyTree) -> list[Any]:
         return [

@@ -12,7 +12,7 @@ import fzero as fz
 from fzero.preflight import hlo
 from fzero.preflight.html import page
 from fzero.sharding.blueprint import blueprint, secondary_size
-from fzero.sharding.split import layout_leaves
+from fzero.sharding.split import flat_splits
 from tests.support import tiny
 from tests.support.zeropp import sent
 
@@ -42,7 +42,7 @@ def compiled_text(model, plan, batch):
 def with_sent_weights(model, plan, state):
     """The state with weights as int8 gathers show them."""
     blue = blueprint(model, TX, plan)
-    splits = layout_leaves(blue.params)
+    splits = flat_splits(blue.params)
     leaves, treedef = jax.tree.flatten(state.params)
     seen = [
         jax.device_put(sent(split, np.asarray(leaf), blue.group.data), leaf.sharding)
@@ -119,7 +119,7 @@ def test_backward_gathers_stay_within_secondary_groups(prefetch):
     # Each weight once over all devices, and once within a group: the table is read by two layers.
     stored = sum(
         np.prod(split.stored_shape)
-        for split in layout_leaves(blueprint(model, TX, plan).params)
+        for split in flat_splits(blueprint(model, TX, plan).params)
         if split.dim is not None
     )
     assert sent_by(found, 8) == pytest.approx(2 * stored * 7 / 8)
