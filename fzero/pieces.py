@@ -109,14 +109,14 @@ def chain_init(chain: tuple[Layer | Stack, ...]) -> InitFn:
     return init
 
 
-def chain_loss(chain: tuple[Layer | Stack, ...]) -> LossFn:
-    """A chain as one function, on whole parameters."""
+def chain_forward(chain: Sequence[Layer | Stack]) -> Callable[..., tuple[Any, PyTree]]:
+    """A chain as one function on whole parameters: `(output, new buffers)`."""
     pieces = whole_chain(chain)
 
-    def loss(
+    def forward(
         params: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array, train: bool,
         step: Any = None,
-    ) -> tuple[Mean, PyTree, dict[str, Any]]:  # fmt: skip
+    ) -> tuple[Any, PyTree]:  # fmt: skip
         def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
             layer = piece.layer
             weights = layer_params(layer, params)
@@ -125,7 +125,20 @@ def chain_loss(chain: tuple[Layer | Stack, ...]) -> LossFn:
                 return _scan_stack(layer, weights, x, ctx, piece.number)
             return apply_layer(layer, weights, x, {}, ctx.at(piece.number))
 
-        x, new = run_chain(pieces, batch, buffers, run_piece)
+        return run_chain(pieces, batch, buffers, run_piece)
+
+    return forward
+
+
+def chain_loss(chain: Sequence[Layer | Stack]) -> LossFn:
+    """A chain that ends in a loss, as one function on whole parameters."""
+    forward = chain_forward(chain)
+
+    def loss(
+        params: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array, train: bool,
+        step: Any = None,
+    ) -> tuple[Mean, PyTree, dict[str, Any]]:  # fmt: skip
+        x, new = forward(params, buffers, batch, rng, train, step)
         out, metrics = split_loss(x)
         return out, new, metrics
 

@@ -234,24 +234,25 @@ def _rank_meshes(mesh: Mesh) -> list[Mesh]:
     return [auto_mesh(devices, mesh.axis_names[1:]) for devices in mesh.devices]
 
 
-def to_first(leaf: jax.Array) -> np.ndarray[Any, Any] | None:
-    """An array of any processes, whole on the host of process 0; `None` in the others.
+def to_process(leaf: jax.Array, process: int) -> np.ndarray[Any, Any] | None:
+    """An array of any processes, whole on the host of one; `None` in the others.
 
     Every process calls this for the same arrays in the same order. Each device of the array holds
     the whole for that long.
 
     Args:
         leaf: on any mesh.
+        process: which one gets it.
     """
     mesh = mesh_of(leaf)
     if not leaf.sharding.is_fully_replicated:
         leaf = _replicated(mesh)(leaf)
-    owners = {device.process_index for device in mesh.devices.flat}
-    if 0 not in owners:
+    if process not in {device.process_index for device in mesh.devices.flat}:
         flat = auto_mesh(mesh.devices.reshape(-1), ("all",))
-        there = auto_mesh(np.array(jax.devices()[: flat.size]), ("all",))
+        nearest = sorted(jax.devices(), key=lambda device: device.process_index != process)
+        there = auto_mesh(np.array(nearest[: flat.size]), ("all",))
         leaf = send(view(leaf, NamedSharding(flat, WHOLE)), NamedSharding(there, WHOLE))
-    if jax.process_index() != 0:
+    if jax.process_index() != process:
         jax.block_until_ready(leaf)
         return None
     return np.asarray(leaf.addressable_shards[0].data)

@@ -9,15 +9,20 @@ import jax
 import numpy as np
 import xxhash
 
-from fzero.compat import is_key
+from fzero.compat import is_key, run_equation
 
 
+# Operations whose derivative is a function of its own, which no parameter shows.
+_RULED = ("custom_jvp_call", "custom_vjp_call")
 # What parameters of operations say the same in every process; functions, meshes and sets do not.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.dtype, np.generic)
 
 
 def digest(closed: Any) -> str:
     """A hash of operations, of what they read, of their numbers and of constants.
+
+    Derivatives of one's own (`jax.custom_vjp`, `jax.custom_jvp`) are traced for it, once each: they
+    are in no program until somebody differentiates.
 
     Args:
         closed: what `jax.make_jaxpr` returns.
@@ -34,11 +39,11 @@ def digest(closed: Any) -> str:
         (True, False)
     """
     found = xxhash.xxh3_64()
-    _program(found, closed)
+    _program(found, closed, rules=True)
     return found.hexdigest()
 
 
-def _program(found: xxhash.xxh3_64, closed: Any) -> None:
+def _program(found: xxhash.xxh3_64, closed: Any, rules: bool) -> None:
     jaxpr = getattr(closed, "jaxpr", closed)
     for const in getattr(closed, "consts", ()):
         _constant(found, const)
@@ -47,7 +52,9 @@ def _program(found: xxhash.xxh3_64, closed: Any) -> None:
         _text(found, eqn.primitive.name)
         for name in sorted(eqn.params):
             _text(found, name)
-            _parameter(found, eqn.params[name])
+            _parameter(found, eqn.params[name], rules)
+        if rules and eqn.primitive.name in _RULED:
+            _rule(found, eqn)
         for operand in eqn.invars:
             if hasattr(operand, "val"):  # a number in the program's text
                 _constant(found, operand.val)
@@ -63,15 +70,37 @@ def _program(found: xxhash.xxh3_64, closed: Any) -> None:
             _text(found, numbers[var])
 
 
-def _parameter(found: xxhash.xxh3_64, value: Any) -> None:
+def _rule(found: xxhash.xxh3_64, eqn: Any) -> None:
+    """The derivative of an operation; what it calls is hashed without its own, which may be it."""
+
+    def back(*values: Any) -> Any:
+        outputs, pull = jax.vjp(lambda *xs: run_equation(eqn, xs, ()), *values)
+        return pull([_ones(x) for x in outputs])
+
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            traced = jax.make_jaxpr(back)(*(var.aval for var in eqn.invars))
+    except Exception:  # it takes a mesh, or has no derivative
+        return
+    _program(found, traced, rules=False)
+
+
+def _ones(like: Any) -> Any:
+    """A cotangent."""
+    if jax.numpy.issubdtype(like.dtype, jax.numpy.inexact):
+        return jax.numpy.ones_like(like)
+    return np.zeros(like.shape, jax.dtypes.float0)
+
+
+def _parameter(found: xxhash.xxh3_64, value: Any, rules: bool) -> None:
     if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-        _program(found, value)
+        _program(found, value, rules)
     elif isinstance(value, enum.Enum):
         _text(found, str(value))
     elif isinstance(value, tuple | list):
         _text(found, len(value))
         for one in value:
-            _parameter(found, one)
+            _parameter(found, one, rules)
     elif isinstance(value, _PLAIN):
         _text(found, repr(value))
 

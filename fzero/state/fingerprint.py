@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import xxhash
 from fzero.compat import is_key
 from fzero.hosts.agree import require_same
 from fzero.hosts.join import watch
+from fzero.pieces import chain_forward
 from fzero.programs.digest import digest
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.initial import initial_shapes
@@ -26,6 +28,8 @@ WHOLE = (
     " process's own rows"
 )
 PACKAGES = ("fzero", "jax", "jaxlib", "optax", "numpy")
+# What one version of fzero consists of.
+SOURCES = ("fzero", "torch_bridge")
 
 
 def compare(operation: str, blue: Blueprint, initial: Any = None, **also: Any) -> None:
@@ -43,7 +47,7 @@ def compare(operation: str, blue: Blueprint, initial: Any = None, **also: Any) -
     if watch() is None:
         return
     facts: dict[str, Any] = {f"the version of {name}": _version(name) for name in PACKAGES}
-    facts["the source of fzero"] = _source()
+    facts |= {f"the source of {name}": _source(name) for name in SOURCES}
     facts |= {f"plan.{name}": value for name, value in blue.plan.to_json().items()}
     facts["devices"] = [f"{d.id}: {d.device_kind}" for d in blue.mesh.devices.flat]
     facts |= {name: _plain(value) for name, value in also.items()}
@@ -57,11 +61,20 @@ def compare(operation: str, blue: Blueprint, initial: Any = None, **also: Any) -
 
 
 @functools.cache
-def _source() -> str:
-    """Of all modules: a checkout that is behind has the same version."""
+def _source(package: str) -> str | None:
+    """Of all its modules, which are not imported: a checkout that is behind has the same version.
+
+    Args:
+        package: its name.
+    """
+    found = importlib.util.find_spec(package)
+    if found is None:
+        return None
     digest = xxhash.xxh3_64()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
+    for folder in map(Path, found.submodule_search_locations or ()):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{path.relative_to(folder)}".encode())
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
@@ -75,14 +88,21 @@ def batch_facts(batch: Any) -> dict[str, Any]:
     return facts
 
 
-def computed_facts(blue: Blueprint, batch: Any, train: bool) -> dict[str, Any]:
+def computed_facts(blue: Blueprint, batch: Any, train: bool, outputs: bool) -> dict[str, Any]:
     """What the model and the optimizer compute, as numbers that equal programs share.
 
     Each is traced once more for it, alone: neither learning rates nor losses have a shape.
+
+    Args:
+        blue: the blueprint of the state.
+        batch: a batch.
+        train: whether the step trains.
+        outputs: whether it gives the model's outputs, and no loss.
     """
+    compute = chain_forward(blue.model.predictor) if outputs else blue.model.loss
     params, buffers = initial_shapes(blue.model)
     facts = {"what the model computes (its functions, and numbers in them)": _digest(
-        lambda p, b, rows, rng: blue.model.loss(p, b, rows, rng, train),
+        lambda p, b, rows, rng: compute(p, b, rows, rng, train),
         params, buffers, shapes_of(batch), jax.eval_shape(lambda: jax.random.key(0)),
     )}  # fmt: skip
     if blue.tx is not None and train:

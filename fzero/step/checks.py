@@ -151,13 +151,16 @@ class Checks:
         check_batch(batch, group.data * group.replica, microbatches)
 
     @contextlib.contextmanager
-    def running(self, state: TrainState, batch: PyTree, apply: bool = False) -> Iterator[None]:
+    def running(
+        self, state: TrainState, batch: PyTree, apply: bool = False, outputs: bool = False
+    ) -> Iterator[None]:
         """Runs programs of a step; other processes know that this one does.
 
         Args:
             state: the state that it takes.
             batch: its batch.
             apply: whether it takes an optimizer step.
+            outputs: whether it gives the model's outputs, and no loss.
 
         Raises:
             HostsError: before the first time, if other processes would run something else.
@@ -167,7 +170,7 @@ class Checks:
         if watch() is not None:
             if not self._compared:
                 rows = Inputs.of(batch).batch
-                computed = computed_facts(self.blueprint, rows, train=not self.bare)
+                computed = computed_facts(self.blueprint, rows, not self.bare, outputs)
                 compare(self.name, self.blueprint, **batch_facts(rows), **computed)
                 self._compared = True
             if apply:

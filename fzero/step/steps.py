@@ -383,7 +383,7 @@ class PredictStep(_ReadingStep):
         self._checks.rows(batch)
         group = self.blueprint.group
         full, mask = pad_batch(batch, group.data * group.replica)
-        with self._checks.running(state, batch):
+        with self._checks.running(state, batch, outputs=True):
             found = self._program(*self._parts(state), self.passes.place(full))
         real = int(mask.sum())
         return found if real == len(mask) else jax.tree.map(lambda x: x[:real], found)

@@ -22,6 +22,7 @@ import numpy as np
 import optax
 
 import fzero as fz
+from fzero.state import fingerprint
 
 
 # What PyTorch reads beside safetensors and DCP, by the names that the test gives them.
@@ -53,6 +54,38 @@ def of_version(version: str, *args: Any) -> fz.TrainState:
     """`fz.init` where another version of fzero is installed."""
     with mock.patch("fzero.state.fingerprint.version", return_value=version):
         return fz.init(*args)
+
+
+def of_bridge(folder: Path, *args: Any) -> fz.TrainState:
+    """`fz.init` where another torch_bridge lies first on the path."""
+    package = folder / "torch_bridge"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(f"# of {folder.name}\n")
+    fingerprint._source.cache_clear()
+    sys.path.insert(0, str(folder))
+    try:
+        return fz.init(*args)
+    finally:
+        sys.path.remove(str(folder))
+        fingerprint._source.cache_clear()
+
+
+def with_own_derivative(factor: float) -> fz.Model:
+    """The same loss, whose derivative is another function."""
+
+    @jax.custom_vjp
+    def same(x: Any) -> Any:
+        return x
+
+    same.defvjp(lambda x: (x, None), lambda _, g: (factor * g,))
+
+    def loss(p: Any, buffers: Any, batch: Any, rng: Any, train: bool) -> Any:
+        error = same(batch["x"] @ p["w"]) - batch["y"]
+        return fz.Mean(jnp.sum(error**2), float(len(error))), buffers, {}
+
+    return fz.Model(
+        model().init, loss, predict=lambda p, b, batch, rng: factor * (batch["x"] @ p["w"])
+    )
 
 
 def refusal(call: Any) -> str:
@@ -92,6 +125,10 @@ def agrees(folder: Path, world: fz.World) -> dict[str, Any]:
     said["loss function"] = refusal(
         lambda: fz.train_step(model(power=2 + me), tx, plan)(state, batch())
     )
+    own = with_own_derivative(1.0 + me)
+    said["derivative"] = refusal(lambda: fz.train_step(own, tx, plan)(state, batch()))
+    said["outputs"] = refusal(lambda: fz.predict_step(own, plan)(state, {"x": batch()["x"]}))
+    said["bridge"] = refusal(lambda: of_bridge(folder / f"path-{me}", model(), tx, plan))
     said["version"] = refusal(lambda: of_version("0.1" if me else "0.2", model(), tx, plan))
     layout, evaluate = fz.layout(model(), tx, plan), fz.eval_step(model(), plan)
     own = batch(3 - 2 * me, seed=me)  # three rows, and one
@@ -154,10 +191,80 @@ def exports(folder: Path, world: fz.World) -> dict[str, Any]:
     said = refusal(
         lambda: tb.save(folder / "dcp" / ".metadata" / "w.safetensors", converted, state)
     )
+    said_full = refusal(lambda: on_a_full_disk(folder / "full", converted, state, world))
     again = tb.restore(folder / "dcp", converted, tx, plan)
     evaluate = fz.eval_step(jax_model, plan)
     losses = [float(evaluate(s, {"x": x})["loss"]) for s in (state, again)]
-    return {"said": said, "losses": losses, "step": int(again.step)}
+    return {
+        "said": said, "said full": said_full, "losses": losses, "step": int(again.step),
+        "wrote": [*files_written(folder / "hf", converted, state), *written_of_a_stack(folder)],
+    }  # fmt: skip
+
+
+def files_written(folder: Path, converted: Any, state: Any, plan: Any = None) -> list[str]:
+    """Saves in files of 9 KB; those that this process wrote."""
+    import torch_bridge as tb
+    from torch_bridge.formats import safetensors_files
+
+    with mock.patch.object(
+        safetensors_files, "write_file", side_effect=safetensors_files.write_file
+    ) as write:
+        tb.save(folder, converted, state, plan, max_shard_size="9KB")
+    assert sorted(path.name for path in folder.parent.glob(".*")) == []
+    return [call.args[0].name for call in write.call_args_list]
+
+
+def written_of_a_stack(folder: Path) -> list[str]:
+    """Equal blocks, whose layers are one array in a pipeline over both processes."""
+    import torch
+
+    import torch_bridge as tb
+
+    torch.manual_seed(1)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()) for _ in range(6)]
+    converted = tb.convert(torch.nn.Sequential(*blocks), torch.zeros(2, 32))
+    jax_model = converted.model(lambda forward, b: jnp.mean(forward(b["x"]) ** 2))
+    plan = fz.Plan(pipe=2, zero=3, microbatches=2, min_shard_bytes=0)
+    state = fz.init(jax_model, optax.sgd(1e-2), plan)
+    assert any(leaf.ndim == 3 for leaf in jax.tree.leaves(state.params))
+    return files_written(folder / "stack", converted, state, plan)
+
+
+def on_a_full_disk(path: Path, converted: Any, state: Any, world: fz.World) -> None:
+    """Saves where process 1 can write no more than a KiB."""
+    import torch_bridge as tb
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if world.process_id == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, limits[1]))
+    try:
+        tb.save(path, converted, state, to="dcp")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def dies_exporting(folder: Path, world: fz.World) -> None:
+    """A process is killed in its turn, in the middle of its file."""
+    import torch
+
+    import torch_bridge as tb
+    from torch_bridge.formats import safetensors_files
+
+    torch.manual_seed(0)
+    converted = tb.convert(torch.nn.Linear(256, 64), torch.zeros(2, 256))
+    jax_model = converted.model(lambda forward, b: jnp.mean(forward(b["x"])))
+    state = fz.init(jax_model, None, fz.Plan(zero=3))
+
+    def half(path: Path, *args: Any) -> None:
+        if world.process_id == int(os.environ["VICTIM"]):
+            path.write_bytes(b"half")
+            time.sleep(2)  # the other one waits for it
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(path, *args)
+
+    write = safetensors_files.write_file
+    with mock.patch.object(safetensors_files, "write_file", half):
+        tb.save(folder / "hf", converted, state, max_shard_size="1KB")
 
 
 def stores(folder: Path, world: fz.World) -> dict[str, Any]:

@@ -123,6 +123,11 @@ def test_processes_that_differ_are_refused_in_every_one_by_what_differs(tmp_path
     # Shapes would not tell.
     assert said["rate"].startswith(step + "optimizer computes (its learning rate"), said["rate"]
     assert said["loss function"].startswith(step + "model computes"), said["loss function"]
+    assert said["derivative"].startswith(step + "model computes"), said["derivative"]
+    # Its loss wants labels, which the batch has not.
+    outputs = "HostsError: predict_step: processes differ in what the model computes"
+    assert said["outputs"].startswith(outputs), said["outputs"]
+    assert said["bridge"].startswith(differ + "the source of torch_bridge: "), said["bridge"]
     assert said["version"].startswith(differ + "the version of fzero: 0.2 in process 0; 0.1 in")
     assert "process 0: 3, process 1: 1" in said["uneven"]
     assert "differ in batch y: float32[2] for each row in process 0; float16[2]" in said["dtype"]
@@ -156,19 +161,35 @@ def test_processes_that_differ_are_refused_in_every_one_by_what_differs(tmp_path
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_state_over_processes_is_written_for_pytorch(tmp_path):
-    """Leaves come to process 0 one at a time; what it cannot write, all processes say."""
+    """Each writes files in its turn, leaf by leaf; what one cannot write, all processes say."""
     code, shown, _ = launch(tmp_path, "exports")
     assert code == 0, shown
+    wrote = []
     for one in results(tmp_path, "exports"):
         assert ".metadata is a file" in one["said"]
+        assert "File too large" in one["said full"]
+        wrote.append(one["wrote"])
         assert one["losses"][0] == one["losses"][1]
         assert one["step"] == 1
+    # Process 1 would not have ended where it was not told of the other's failure.
+    assert not (tmp_path / "full").exists()
+    files = [f"model-{n:05}-of-00003.safetensors" for n in range(1, 4)]
+    stack = [f"model-{n:05}-of-00003.safetensors" for n in range(1, 4)]
+    assert wrote == [[*files[:2], *stack[:2]], [*files[2:], *stack[2:]]]
+    assert {p.name for p in (tmp_path / "dcp").glob("*.distcp")} == {
+        "__0_0.distcp", "__1_0.distcp"
+    }  # fmt: skip
     import torch
 
     import torch_bridge as tb
 
+    torch.manual_seed(1)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()) for _ in range(6)]
+    expected = torch.nn.Sequential(*blocks).state_dict()
+    found = tb.load(tmp_path / "stack")
+    assert all(found[name].numpy().tobytes() == x.numpy().tobytes() for name, x in expected.items())
     weights = tb.load(tmp_path / "model.safetensors")
-    for name in hosts_worker.FORMATS:
+    for name in ("dcp", "hf", *hosts_worker.FORMATS):
         other = tb.load(tmp_path / name)
         assert other.keys() == weights.keys(), name
         for path, value in other.items():
@@ -180,6 +201,17 @@ def test_a_state_over_processes_is_written_for_pytorch(tmp_path):
     x = torch.tensor(np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32))
     loss = torch.mean((module(x) - 1) ** 2)
     np.testing.assert_allclose(loss.item(), one["losses"][0], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_kill_in_the_middle_of_an_export_leaves_nothing_under_its_name(tmp_path, victim):
+    code, shown, _ = launch(tmp_path, "dies_exporting", VICTIM=str(victim))
+    assert code == 137, shown
+    (sentence,) = lost(log(tmp_path, 1 - victim))
+    assert re.search(rf"process {victim} of 2 .* was lost: killed.*tb\.save", sentence), sentence
+    assert not (tmp_path / "hf").exists()
 
 
 @pytest.mark.slow

@@ -7,21 +7,20 @@ that knows only the handful of names in it and makes inert records of them; each
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import pickle
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fzero.errors import CheckpointError
@@ -29,6 +28,7 @@ from fzero.sharding.lazy import Index
 from torch_bridge.formats.adam import MOMENTS, groups_of, one_step, step_of
 from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
 from torch_bridge.formats.torch_files import cause_of
+from torch_bridge.formats.turns import ALONE, Turns
 from torch_bridge.module.lazy import LazyTensor
 
 
@@ -362,14 +362,16 @@ def _optimizer(
     )  # fmt: skip
 
 
-def write_dcp(folder: Path, content: Checkpoint) -> None:
+def write_dcp(folder: Path, content: Checkpoint, turns: Turns = ALONE) -> None:
     """Writes `{"model": ..., "optim": ...}`, as `get_state_dict` gives them, for `dcp.load`.
 
-    Tensors are read one after the other; a tied one is stored once.
+    Tensors are read one after the other; a tied one is stored once. Each writer is a rank of the
+    checkpoint, with a file of its own.
 
     Args:
         folder: an empty directory.
         content: what to write.
+        turns: who writes.
     """
     lazy: dict[str, LazyTensor] = {}
 
@@ -392,9 +394,46 @@ def write_dcp(folder: Path, content: Checkpoint) -> None:
             }
         state["optim"] = {"state": entries, "param_groups": groups_of(optimizer, list(entries))}
     ties = {f"model.{name}": f"model.{kept}" for name, kept in content.ties.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save(state, storage_writer=_Writer(folder, ties), planner=_Planner(lazy), no_dist=True)
+    planner, writer = _Planner(lazy), _Writer(folder, ties)
+    planner.set_up_planner(state, writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    whole = planner.create_local_plan()
+    parts = [dataclasses.replace(whole, items=x) for x in _divided(whole.items, lazy, turns.count)]
+    plans, metadata = planner.create_global_plan(parts)
+    written: list[WriteResult] = []
+    for rank, plan in enumerate(writer.prepare_global_plan(plans)):
+        with turns.turn(rank, turns.count) as mine:
+            if mine:
+                written += writer.write_data(plan, planner).value()
+    everywhere = turns.told([_plain_result(result) for result in written])
+    if turns.leads:
+        writer.finish(metadata, [[_result(one) for one in part] for part in everywhere])
+
+
+def _divided(
+    items: list[WriteItem], lazy: Mapping[str, LazyTensor], parts: int
+) -> list[list[WriteItem]]:
+    """Items in order, in parts of about equally many bytes."""
+    sizes = [lazy[i.index.fqn].num_bytes if i.index.fqn in lazy else 0 for i in items]
+    found: list[list[WriteItem]] = [[] for _ in range(parts)]
+    before, total = 0, max(sum(sizes), 1)
+    for item, size in zip(items, sizes, strict=True):
+        found[min(before * parts // total, parts - 1)].append(item)
+        before += size
+    return found
+
+
+def _plain_result(result: WriteResult) -> list[Any]:
+    """Where an item was written, for processes that did not write it."""
+    index, place = result.index, result.storage_data
+    at = None if index.offset is None else list(index.offset)
+    return [index.fqn, at, index.index, place.relative_path, place.offset, place.length]
+
+
+def _result(plain: list[Any]) -> WriteResult:
+    name, at, number, file, offset, length = plain
+    index = MetadataIndex(name, None if at is None else torch.Size(at), number)
+    return WriteResult(index, length, _StorageInfo(file, offset, length))
 
 
 class _Planner(DefaultSavePlanner):

@@ -16,14 +16,15 @@ from fzero.hosts.doing import doing
 from fzero.plan import Plan
 from fzero.state.selection import read_from
 from torch_bridge.converted import Converted
-from torch_bridge.formats.across import by_first
+from torch_bridge.formats.across import in_turns
 from torch_bridge.formats.adam import require_known
 from torch_bridge.formats.adapters import adapter_content, merged_content
 from torch_bridge.formats.peft import write_adapter
 from torch_bridge.formats.read import checkpoint
 from torch_bridge.formats.remote import fetched, sent
 from torch_bridge.formats.state import state_content
-from torch_bridge.formats.write import format_of, holds_optimizer, write
+from torch_bridge.formats.turns import Turns
+from torch_bridge.formats.write import format_of, holds_optimizer, write_in_turns
 from torch_bridge.sequential import ConvertedSequential
 
 
@@ -44,8 +45,8 @@ def save(
     """Write a state as a checkpoint that PyTorch loads; what is there is replaced at the end.
 
     Leaves are copied to the host one after the other, so that it never holds two of them. Over
-    several processes every process calls this, leaves come to process 0 one at a time, and that
-    one writes.
+    several processes every process calls this. Formats of several files (shards of safetensors,
+    "dcp", "universal") are written by all in turn, one leaf at a time; a single file by process 0.
 
     In `.safetensors` a tied tensor is stored once, under the name that transformers keeps, with
     its other names in the metadata (as `safetensors.torch.save_model` has it), so that both
@@ -54,7 +55,7 @@ def save(
     Args:
         path: file to write, whose suffix says the format, or a directory: then as Hugging Face
             does, in shards with an index where the weights do not fit into one file. Also in an
-            object store, `s3://` or `gs://`, by way of process 0's disk; a folder there is new.
+            object store, `s3://` or `gs://`, by way of each host's disk; a folder there is new.
         converted: the module or chain that the state was made from.
         state_or_params: as for `state_dict`.
         plan: likewise.
@@ -92,7 +93,9 @@ def save(
     asked |= {"merge": merge, "adapter": adapter}
     with doing("tb.save"):
         chosen = read_from(state_or_params, which, "save")
-        by_first(lambda state: _save(path, converted, state, plan, **asked), chosen)
+        in_turns(
+            lambda state, turns: _save(path, converted, state, plan, turns=turns, **asked), chosen
+        )
 
 
 def _save(
@@ -107,24 +110,26 @@ def _save(
     hyper: Mapping[str, Any] | None,
     merge: bool,
     adapter: str | None,
+    turns: Turns,
 ) -> None:
-    """`save`, in the process that writes."""
+    """`save`, in every process."""
     if is_url(path):
         asked: dict[str, Any] = {"to": to, "max_shard_size": max_shard_size, "hyper": hyper}
         asked |= {"optimizer": optimizer, "merge": merge, "adapter": adapter}
-        with sent(str(path)) as local:
+        asked |= {"turns": turns}
+        with sent(str(path), turns) as local:
             return _save(local, converted, state_or_params, plan, **asked)
     if to == "peft":
         if not isinstance(converted, Converted):
             raise CheckpointError('save: to="peft": expected a converted module with adapters')
-        return write_adapter(path, *adapter_content(converted, state_or_params, plan, adapter))
+        own = adapter_content(converted, state_or_params, plan, adapter)
+        return write_adapter(path, *own, turns)
     to = to or format_of(Path(path))
     if merge:
         if optimizer or not isinstance(converted, Converted):
             raise CheckpointError("save: merge=True: expected a module with adapters, no optimizer")
-        return write(
-            merged_content(converted, state_or_params, plan, adapter), path, to, max_shard_size
-        )
+        merged = merged_content(converted, state_or_params, plan, adapter)
+        return write_in_turns(merged, path, to, max_shard_size, turns)
     if optimizer and not holds_optimizer(to):
         raise CheckpointError(f"save: optimizer=True, but {to} has no place for its state")
     wanted = optimizer if holds_optimizer(to) else False
@@ -132,7 +137,7 @@ def _save(
     if content.optimizer is not None and hyper:
         known = dataclasses.replace(content.optimizer, groups=(require_known(hyper),))
         content = dataclasses.replace(content, optimizer=known)
-    write(content, path, to, max_shard_size)
+    write_in_turns(content, path, to, max_shard_size, turns)
 
 
 def load(path: str | os.PathLike[str], key: str | None = None) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from fzero.errors import CheckpointError
 from torch_bridge.formats.safetensors_files import read_file, write_file
 from torch_bridge.formats.staging import staged_directory
 from torch_bridge.formats.torch_files import read_state_dict
+from torch_bridge.formats.turns import ALONE, Turns
 from torch_bridge.module.adapters import Adapter, pick
 from torch_bridge.module.lazy import LazyTensor
 
@@ -54,7 +55,10 @@ def read_weights(folder: str | os.PathLike[str]) -> dict[str, LazyTensor]:
 
 
 def write_adapter(
-    folder: str | os.PathLike[str], adapter: Adapter, tensors: Mapping[str, LazyTensor]
+    folder: str | os.PathLike[str],
+    adapter: Adapter,
+    tensors: Mapping[str, LazyTensor],
+    turns: Turns = ALONE,
 ) -> None:
     """Writes an adapter as PEFT does; what was there is replaced at the end, or not at all.
 
@@ -62,16 +66,18 @@ def write_adapter(
         folder: directory; it may hold other files.
         adapter: what it is.
         tensors: by leaf name.
+        turns: who writes.
 
     Raises:
         CheckpointError: the folder is a file.
     """
     own = {key: tensors[leaf] for leaf, key in adapter.keys.items()}
     config = {**adapter.config, "inference_mode": True}
-    with staged_directory(Path(folder), merge=True) as temporary:
-        write_file(temporary / WEIGHTS, own)
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        (temporary / CONFIG).write_text(text, encoding="utf-8")
+    with staged_directory(Path(folder), True, turns) as temporary, turns.turn() as mine:
+        if mine:
+            write_file(temporary / WEIGHTS, own)
+            text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+            (temporary / CONFIG).write_text(text, encoding="utf-8")
 
 
 def fit_adapter(

@@ -11,6 +11,7 @@ from typing import Any
 import fsspec
 
 from fzero.errors import CheckpointError
+from torch_bridge.formats.turns import Turns
 
 
 # What makes a folder a checkpoint is sent last.
@@ -40,15 +41,20 @@ def fetched(url: str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def sent(url: str) -> Iterator[Path]:
+def sent(url: str, turns: Turns) -> Iterator[Path]:
     """Where to write what shall be in an object store; it is sent when all of it is written.
 
     A file is there whole or not at all, and replaces what had its name. A folder has to be new; the
     files that say what is in it are sent last.
 
+    Args:
+        url: where.
+        turns: who writes; every process sends what it has written.
+
     Raises:
         CheckpointError: it cannot be written, or is a folder that is there.
     """
+    turns.apart = True
     url = url.rstrip("/")
     with tempfile.TemporaryDirectory(prefix="fzero-") as folder:
         local = Path(folder) / url.rpartition("/")[2]
@@ -60,17 +66,17 @@ def sent(url: str) -> Iterator[Path]:
             yield local
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(str(local), url)) from error
-        with _said(url, "written"):
-            for path in _in_order(local):
-                inner = path.relative_to(local).as_posix()
-                store.put_file(str(path), url if path == local else f"{url}/{inner}")
+        files = [local] if local.is_file() else sorted(p for p in local.rglob("*") if p.is_file())
+        for part in ([p for p in files if not _is_last(p)], [p for p in files if _is_last(p)]):
+            with _said(url, "written"):
+                for path in part:
+                    inner = path.relative_to(local).as_posix()
+                    store.put_file(str(path), url if path == local else f"{url}/{inner}")
+            turns.told(None)
 
 
-def _in_order(local: Path) -> list[Path]:
-    if local.is_file():
-        return [local]
-    files = sorted(path for path in local.rglob("*") if path.is_file())
-    return sorted(files, key=lambda path: path.name in _LAST or path.name.endswith(".index.json"))
+def _is_last(path: Path) -> bool:
+    return path.name in _LAST or path.name.endswith(".index.json")
 
 
 def _store(url: str) -> Any:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from fzero.errors import CheckpointError
 from fzero.sharding.lazy import Index
+from torch_bridge.formats.turns import ALONE, Turns
 from torch_bridge.module.lazy import LazyTensor
 
 
@@ -233,6 +234,7 @@ def write_directory(
     tensors: Mapping[str, LazyTensor],
     ties: Mapping[str, str],
     max_shard_size: int,
+    turns: Turns = ALONE,
 ) -> None:
     """Writes `model.safetensors`, or numbered shards and `model.safetensors.index.json`.
 
@@ -241,11 +243,14 @@ def write_directory(
         tensors: what to write; read once each, one after the other.
         ties: further names.
         max_shard_size: bytes of tensors in a file.
+        turns: who writes.
     """
     files = shards(tensors, max_shard_size, "model", ".safetensors")
-    for file, names in files.items():
-        write_file(folder / file, {name: tensors[name] for name in names}, ties)
-    if len(files) > 1:
+    for number, (file, names) in enumerate(files.items()):
+        with turns.turn(number, len(files)) as mine:
+            if mine:
+                write_file(folder / file, {name: tensors[name] for name in names}, ties)
+    if len(files) > 1 and turns.leads:
         index = {
             "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors.values())},
             "weight_map": {name: file for file, names in files.items() for name in names},

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fzero.errors import CheckpointError
+from torch_bridge.formats.turns import ALONE, Turns
 
 
 # Weights of an earlier save, which a loader would take for a part of the new one.
@@ -39,46 +40,61 @@ def staged_file(target: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def staged_directory(target: Path, merge: bool) -> Iterator[Path]:
+def staged_directory(target: Path, merge: bool, turns: Turns = ALONE) -> Iterator[Path]:
     """A temporary directory beside `target` that takes its place when written completely.
 
     Args:
         target: a directory that does not exist, or is empty.
         merge: whether it may also have files: those of the same name are replaced one by one, after
             all have been written, and weights that do not belong to the new ones are removed.
+        turns: who writes; one process makes the directory and gives it its name.
 
     Raises:
         CheckpointError: there is something else.
     """
+    owns = turns.leads or turns.apart
+    temporary = turns.folder(lambda: _beside(target, merge))
+    try:
+        yield temporary
+        turns.told(None)  # all is written
+        if temporary.is_dir():
+            for path in (*temporary.rglob("*"), temporary):
+                _sync(path)
+        turns.told(None)  # and on the disk
+        if owns:
+            _take_place(temporary, target, merge)
+    finally:
+        if owns:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _beside(target: Path, merge: bool) -> Path:
+    """A new directory for what shall be at `target`, if it may be there."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target}: is a file; expected a directory")
-    filled = target.is_dir() and any(target.iterdir())
-    if filled and not merge:
+    if not merge and target.is_dir() and any(target.iterdir()):
         raise CheckpointError(
             f"{target}: is not empty; this format is written to a new directory, because files of"
             " an earlier checkpoint would be taken for its own"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        yield temporary
-        for path in (*temporary.rglob("*"), temporary):
-            _sync(path)
-        if not filled:
-            temporary.chmod(0o777 & ~_umask())
-            temporary.replace(target)
-            _sync(target.parent)
-            return
-        written = sorted(temporary.iterdir())
-        for path in written:
-            path.replace(target / path.name)
-        names = {path.name for path in written}
-        for path in target.iterdir():
-            if _WEIGHTS.fullmatch(path.name) and path.name not in names:
-                path.unlink()
-        _sync(target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+
+
+def _take_place(temporary: Path, target: Path, merge: bool) -> None:
+    if not (merge and target.is_dir() and any(target.iterdir())):
+        temporary.chmod(0o777 & ~_umask())
+        temporary.replace(target)
+        _sync(target.parent)
+        return
+    written = sorted(temporary.iterdir())
+    for path in written:
+        path.replace(target / path.name)
+    names = {path.name for path in written}
+    for path in target.iterdir():
+        if _WEIGHTS.fullmatch(path.name) and path.name not in names:
+            path.unlink()
+    _sync(target)
 
 
 def _sync(path: Path) -> None:

@@ -20,6 +20,7 @@ from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
 from torch_bridge.formats.deepspeed import absent_names, frozen_weights, own_weights, shared_names
 from torch_bridge.formats.deepspeed_files import STAND_INS, Files, load_model, shape_of
 from torch_bridge.formats.torch_files import is_dense, load_plain, write_plain
+from torch_bridge.formats.turns import ALONE, Turns
 from torch_bridge.module.lazy import LazyTensor, flat_piece, in_memory
 
 
@@ -160,7 +161,7 @@ def _groups(common: Mapping[str, Any], states: list[dict[str, Any]]) -> tuple[An
     )
 
 
-def write_universal(folder: Path, content: Checkpoint) -> None:
+def write_universal(folder: Path, content: Checkpoint, turns: Turns = ALONE) -> None:
     """Writes what DeepSpeed loads with `"checkpoint": {"load_universal": true}` and ZeRO 1 to 3.
 
     Stage 3 has a model file of its own, and reads no checkpoint without moments.
@@ -168,6 +169,7 @@ def write_universal(folder: Path, content: Checkpoint) -> None:
     Args:
         folder: an empty directory.
         content: what to write; with moments by name, or without.
+        turns: who writes.
 
     Raises:
         CheckpointError: a parameter's name cannot be that of a folder.
@@ -188,34 +190,61 @@ def write_universal(folder: Path, content: Checkpoint) -> None:
     step = int(content.extra.get("step", content.extra.get("global_steps", step)))
     tag = f"global_step{step}_universal"
     zero = folder / tag / "zero"
-    zero.mkdir(parents=True)
     for name in learned:
         if Path(name).name != name or "\\" in name or name not in by_name:
             raise CheckpointError(f"universal: there is no folder or no weight for `{name}`")
-        own = {_FP32: by_name[name].cast(torch.float32)}
-        if optimizer is not None:
-            own |= {"exp_avg": optimizer.exp_avg[name], "exp_avg_sq": optimizer.exp_avg_sq[name]}
-        (zero / name).mkdir()
-        for key, tensor in own.items():
-            torch.save({"param": tensor.tensor().clone(), "cat_dim": 0}, zero / name / f"{key}.pt")
-        if optimizer is not None:
+    kinds = {_FP32: {name: by_name[name].cast(torch.float32) for name in learned}}
+    if optimizer is not None:
+        kinds |= {"exp_avg": dict(optimizer.exp_avg), "exp_avg_sq": dict(optimizer.exp_avg_sq)}
+    names, parts = list(learned), turns.count
+    for part in range(parts):
+        with turns.turn(part, parts) as mine:
+            if mine:
+                own = names[len(names) * part // parts : len(names) * (part + 1) // parts]
+                _write_folders(zero, own, kinds, optimizer)
+    with turns.turn() as mine:
+        if mine:
+            zero.mkdir(parents=True, exist_ok=True)
+            shapes = OrderedDict((name, torch.Size(by_name[name].shape)) for name in learned)
+            _write_models(folder / tag, content, _model_state(content, shapes, step))
+            for file in ("latest_universal", "latest"):
+                (folder / file).write_text(tag, encoding="utf-8")
+
+
+def _write_folders(
+    zero: Path,
+    names: list[str],
+    kinds: Mapping[str, Mapping[str, LazyTensor]],
+    optimizer: Optimizer | None,
+) -> None:
+    """The folders of some parameters, kind by kind: layers of a stack come from one array."""
+    for name in names:
+        (zero / name).mkdir(parents=True)
+    for kind, tensors in kinds.items():
+        for name in names:
+            whole = tensors[name].tensor().clone()
+            torch.save({"param": whole, "cat_dim": 0}, zero / name / f"{kind}.pt")
+    if optimizer is not None:
+        for name in names:
             torch.save(torch.tensor(float(optimizer.step)), zero / name / "step.pt")
+
+
+def _write_models(folder: Path, content: Checkpoint, model: dict[str, Any]) -> None:
+    """What lies beside the parameters' folders."""
+    optimizer = content.optimizer
     groups = groups_of(optimizer, [0]) if optimizer else []
-    shapes = OrderedDict((name, torch.Size(by_name[name].shape)) for name in learned)
     common = _common_state(groups)
-    model = _model_state(content, shapes, step)
-    write_plain(folder / tag / "mp_rank_00_model_states.pt", model)
+    write_plain(folder / "mp_rank_00_model_states.pt", model)
     if optimizer is not None:
         state = {0: {"step": torch.tensor(float(optimizer.step))}}
         common["optimizer_state_dict"] = {"state": state, "param_groups": groups}
         # Stage 3's modules hold empty parameters; it refuses others, frozen ones too.
         here = set(model["buffer_names"])
+        by_name = content.by_name()
         absent = {n: t if n in here else torch.empty(0) for n, t in by_name.items()}
         stage_3 = {**model, "module": absent}
-        write_plain(folder / tag / "zero_pp_rank_0_mp_rank_00_model_states.pt", stage_3)
-    torch.save(common, zero / "optimizer_state.pt")
-    for file in ("latest_universal", "latest"):
-        (folder / file).write_text(tag, encoding="utf-8")
+        write_plain(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt", stage_3)
+    torch.save(common, folder / "zero" / "optimizer_state.pt")
 
 
 def _common_state(groups: list[dict[str, Any]]) -> dict[str, Any]:

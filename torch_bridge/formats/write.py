@@ -14,6 +14,7 @@ from torch_bridge.formats.read import LIGHTNING, PICKLED, SUFFIXES
 from torch_bridge.formats.safetensors_files import write_directory, write_file
 from torch_bridge.formats.staging import staged_directory, staged_file
 from torch_bridge.formats.torch_files import write_plain
+from torch_bridge.formats.turns import ALONE, Turns
 from torch_bridge.formats.universal import write_universal
 
 
@@ -46,26 +47,42 @@ def write(
         ...     tb.checkpoint(folder + "/model.safetensors").format
         'safetensors'
     """
+    write_in_turns(content, path, to, max_shard_size, ALONE)
+
+
+def write_in_turns(
+    content: Checkpoint,
+    path: str | os.PathLike[str],
+    to: str | None,
+    max_shard_size: int | str,
+    turns: Turns,
+) -> None:
+    """`write`, by all that write: a single file has one writer, the files of a folder several."""
     target = Path(path)
     to = to or format_of(target)
     if to not in FORMATS:
         raise CheckpointError(f"unknown format {to!r}; expected one of {', '.join(FORMATS)}")
     size = parse_size(max_shard_size)
-    if to == "pt":
-        with staged_file(target) as temporary:
-            write_plain(temporary, content.by_name())
-    elif to == "lightning":
-        with staged_file(target) as temporary:
-            write_lightning(temporary, content)
-    elif to in ("dcp", "universal"):
-        with staged_directory(target, merge=False) as folder:
-            (write_dcp if to == "dcp" else write_universal)(folder, content)
-    elif target.suffix.lower() == ".safetensors":
-        with staged_file(target) as temporary:
-            write_file(temporary, content.tensors, content.ties)
+    if to in ("dcp", "universal"):
+        with staged_directory(target, False, turns) as folder:
+            (write_dcp if to == "dcp" else write_universal)(folder, content, turns)
+    elif to == "safetensors" and target.suffix.lower() != ".safetensors":
+        with staged_directory(target, True, turns) as folder:
+            write_directory(folder, content.tensors, content.ties, size, turns)
     else:
-        with staged_directory(target, merge=True) as folder:
-            write_directory(folder, content.tensors, content.ties, size)
+        with turns.turn() as mine:
+            if mine:
+                _write_file(target, content, to)
+
+
+def _write_file(target: Path, content: Checkpoint, to: str) -> None:
+    with staged_file(target) as temporary:
+        if to == "pt":
+            write_plain(temporary, content.by_name())
+        elif to == "lightning":
+            write_lightning(temporary, content)
+        else:
+            write_file(temporary, content.tensors, content.ties)
 
 
 def holds_optimizer(to: str) -> bool:

@@ -1,0 +1,46 @@
+"""Who writes which file of a checkpoint; by itself, a process writes all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+class Turns:
+    """The writers of one checkpoint: here this process alone (`formats.across` has several).
+
+    Every writer makes the same calls in the same order. A format with several files divides them
+    into parts in their order, so that a stack's layers are mostly in one part.
+
+    Attributes:
+        leads: whether this process does what one alone has to do.
+        apart: whether every process writes into a folder of its own.
+        count: how many write.
+    """
+
+    leads = True
+    apart = False
+    count = 1
+
+    @contextlib.contextmanager
+    def turn(self, part: int = 0, parts: int = 1) -> Iterator[bool]:
+        """Whether this process writes a part; where another one does, it has when this is left.
+
+        Args:
+            part: which one, from 0.
+            parts: how many there are.
+        """
+        yield True
+
+    def told(self, value: Any) -> list[Any]:
+        """What every process gives, once all have come here: plain values."""
+        return [value]
+
+    def folder(self, make: Callable[[], Path]) -> Path:
+        """A new folder for all that write; what makes one is called once."""
+        return make()
+
+
+ALONE = Turns()
