@@ -1,6 +1,6 @@
 """What gathering parameters in the next forward pass saves: four steps compiled for 8 H200s.
 
-    python -m benchmarks.gathered_lazily      # prints the table of docs/preflight.md; no GPU
+    python -m benchmarks.gathered_lazily      # and the table of docs/preflight.md; no GPU
 
 Takes the extra `preflight` (`make gpu-programs`), a minute of one core and 2 GiB a row.
 """
@@ -22,6 +22,8 @@ from tests.support.large import GPT2_XL, LLAMA_8B, abstract_batch, gpt2, llama
 
 
 RESULTS = Path(__file__).parent / "results" / "gathered_lazily.json"
+DOCS = Path(__file__).parents[1] / "docs" / "preflight.md"
+BEGIN, END = "<!-- made by benchmarks.gathered_lazily -->", "<!-- end -->"
 ROWS = {
     "Llama 8B, stage 1": (llama, LLAMA_8B, 1, 1),
     "GPT-2 1.5B, stage 2": (gpt2, GPT2_XL, 4, 2),
@@ -51,18 +53,31 @@ def row(name: str, gather: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def table(rows: dict[str, Any]) -> str:
+    """Rows as markdown."""
+    lines = [
+        "| per device and step, 8 H200s | sent | gathers, reductions without a matmul |"
+        " collectives add | at best | kept | peak |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, r in rows.items():
+        lines.append(
+            f"| {name} | {r['sent_gib']:.1f} GiB | {100 * r['gathers']:.0f} %,"
+            f" {100 * r['reductions']:.0f} % | {r['add_ms']:.1f} ms | {r['best_ms']:.0f} ms"
+            f" | {r['kept_gib']:.1f} GiB | {r['peak_gib']:.1f} GiB |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     found = {}
     for name in ROWS:
         for gather in ("eager", "lazy"):
-            r = found[f"{name}, {gather}"] = row(name, gather)
-            print(
-                f"| {name}, {gather} | {r['sent_gib']:.1f} GiB | {r['gathers']:.0%},"
-                f" {r['reductions']:.0%} | {r['add_ms']:.1f} ms | {r['best_ms']:.0f} ms"
-                f" | {r['kept_gib']:.1f} GiB | {r['peak_gib']:.1f} GiB | {r['exposed']:.0f} bytes",
-                flush=True,
-            )
+            found[f"{name}, {gather}"] = row(name, gather)
+            print(f"{name}, {gather}: {found[f'{name}, {gather}']}", flush=True)
             RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    before, _, rest = DOCS.read_text().partition(BEGIN)
+    DOCS.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a step costs the host beside the compiled program: CPU seconds per call, of many leaves.
 
-    python benchmarks/host_overhead.py
+    python benchmarks/host_overhead.py --json benchmarks/results/host_overhead.json
 
 A step of a model of many tiny leaves, next to the bare call of the same program (`step.pure` under
 `jax.jit` with the state donated). Rounds of both take turns, so that what else runs on the machine
@@ -9,14 +9,16 @@ slows both; the medians of CPU time are compared, which waiting does not count i
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from rich.console import Console
 
 import fzero as fz
 
@@ -45,8 +47,8 @@ def seconds(step, state, batch):  # type: ignore[no-untyped-def]
     return (time.process_time() - started) / CALLS, state
 
 
-def main() -> None:
-    """Prints both, and their ratio."""
+def measure() -> dict[str, float]:
+    """Both medians, and of how many leaves."""
     model, tx, plan = fz.Model(init, loss), optax.adam(1e-3), fz.Plan(data=1)
     step = fz.train_step(model, tx, plan)
     bare = jax.jit(step.pure, donate_argnums=0)
@@ -60,12 +62,25 @@ def main() -> None:
         for name in steps:
             spent, states[name] = seconds(steps[name], states[name], batch)
             found[name].append(spent)
-    median = {name: statistics.median(times) for name, times in found.items()}
-    leaves = len(jax.tree.leaves(states["fzero"]))
-    sys.stdout.write(
-        f"{leaves} leaves: step {1e3 * median['fzero']:.2f} ms, bare jit"
-        f" {1e3 * median['bare']:.2f} ms, ratio {median['fzero'] / median['bare']:.2f}\n"
-    )
+    medians = {f"{name}_s": statistics.median(times) for name, times in found.items()}
+    return {"leaves": len(jax.tree.leaves(states["fzero"])), **medians}
+
+
+def main() -> None:
+    """Prints both, and their ratio."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", help="write the figures there, and the table beside it")
+    given = parser.parse_args()
+    before, found = common.provenance(), measure()
+    found["ratio"] = found["fzero_s"] / found["bare_s"]
+    cells = (*(f"{1e3 * found[name]:.2f} ms" for name in ("fzero_s", "bare_s")),)
+    grid = common.Grid(
+        "CPU seconds of a call", ("leaves", "step", "bare jit", "ratio"),
+        [(str(found["leaves"]), *cells, f"{found['ratio']:.2f}")],
+    )  # fmt: skip
+    Console().print(grid.rich())
+    if given.json:
+        common.save(given.json, {"before": before, **found, "after": common.provenance()}, grid)
 
 
 if __name__ == "__main__":

@@ -130,25 +130,31 @@ def main() -> None:
     parser.add_argument("--json")
     given = parser.parse_args()
     shape = (given.rows, given.tokens)
-    if not (given.time or given.gpu):
-        return memory(shape)
     before = common.provenance()
-    report, grid = predicted(shape) if given.gpu else timed(given.rows, given.rounds)
+    if given.time:
+        report, grid = timed(given.rows, given.rounds)
+    else:
+        report, grid = predicted(shape) if given.gpu else memory(shape)
     Console(width=None if sys.stdout.isatty() else 150).print(grid.rich())
     if given.json:
         report = {"before": before, **report, "after": common.provenance()}
         common.save(given.json, report, grid)
 
 
-def memory(shape: tuple[int, int]) -> None:
-    """Prints what both steps of GPT-2 124M take."""
+def memory(shape: tuple[int, int]) -> tuple[dict[str, Any], common.Grid]:
+    """What both steps of GPT-2 124M take."""
     with torch.device("meta"):
         module = transformers.GPT2LMHeadModel(transformers.GPT2Config())
     converted = tb.convert(module, torch.zeros(2, 16, dtype=torch.long, device="meta"))
+    report, cells = {}, []
     for precision in ("fp32", "bf16"):
-        sizes = [temporaries(converted, loss, precision, shape) for loss in (whole, fused)]
-        before, after = (size / 2**30 for size in sizes)
-        print(f"{precision}: {before:.2f} GiB with logits, {after:.2f} GiB without", flush=True)
+        losses = {"with": whole, "without": fused}
+        report[precision] = {
+            name: temporaries(converted, loss, precision, shape) for name, loss in losses.items()
+        }
+        cells.append((precision, *(f"{x / 2**30:.2f} GiB" for x in report[precision].values())))
+    title = f"Temporary memory, GPT-2 124M, {shape[0]} x {shape[1]} tokens, CPU: compiled, not run"
+    return report, common.Grid(title, ("", "with logits", "without"), cells)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Kills processes of runs at random moments, over and over, and says what became of the runs.
 
     python tests/multiprocess/kills.py --kills 200 --out benchmarks/results/kills.jsonl
-    python tests/multiprocess/kills.py --table benchmarks/results/kills.jsonl
+    python tests/multiprocess/kills.py --table benchmarks/results/kills.jsonl --page docs/hosts.md
 
 A run is a pipeline over processes (hand-overs), with rows that each process reads for itself
 (collectives), a checkpoint every third step (saving) and every start from the newest one
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 
+BEGIN, END = "<!-- made by tests/multiprocess/kills.py -->", "<!-- end -->"
 NUM_STEPS = 60
 SAVE_EVERY = 3
 # Compiling on a machine that does other things, too.
@@ -225,9 +226,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=86400)
     parser.add_argument("--out", type=Path, help="a line for each run is appended")
     parser.add_argument("--table", type=Path, help="shows what is in such a file, and ends")
+    parser.add_argument("--page", type=Path, help="writes that into a page")
     options = parser.parse_args()
     if options.table:
-        print(table([json.loads(line) for line in options.table.read_text().splitlines()]))
+        shown = table([json.loads(line) for line in options.table.read_text().splitlines()])
+        print(shown)
+        if options.page:
+            before, _, rest = options.page.read_text().partition(BEGIN)
+            options.page.write_text(f"{before}{BEGIN}\n{shown}\n{END}{rest.partition(END)[2]}")
         return
     command = ["git", "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)

@@ -1,0 +1,280 @@
+"""Where the figures in sentences of the pages come from: files in `benchmarks/results`, or no run.
+
+`SAID` has sentences with their figures computed from those files: a file that changed makes the
+sentence wrong, and `tests/docs/test_figures.py` says what it should be. `GIVEN` has what was not
+measured: bounds that a test holds, settings, arithmetic, and what others have published.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks import float8_curves, large_models, published
+from fzero.preflight.rates import default_rates
+from fzero.preflight.topology import parse
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+GIB = 2**30
+
+
+def read(name: str) -> Any:
+    """What a benchmark wrote."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def rows_of(name: str, *keys: str) -> dict[Any, Any]:
+    """The rows that a benchmark wrote, by some of their fields."""
+    return {tuple(row[key] for key in keys): row for row in read(name)["rows"]}
+
+
+divided, runs = read("divided"), read("published")
+small = large_models.LlamaSize(vocab=32000, hidden=14336)  # Mixtral 8x7B with one expert
+experts_8x7b = 3 * small.d * small.hidden * small.layers
+dense_8x7b = large_models.num_params(small) - experts_8x7b
+mixtral = {tuple(row["choice"].values()): row for row in divided["mixtral-8x22b"]}
+speed = {
+    key: row["ratio"]["by hand"] for key, row in rows_of("bridge_speed", "model", "what").items()
+}
+forwards = [speed[f"resnet-{images}", "forward"] for images in (8, 32)]
+steps = [ratio for (_, what), ratio in speed.items() if what == "train step"]
+torchax = {
+    key: row["ratio"]["torchax"] for key, row in rows_of("bridge_torchax", "model", "what").items()
+}
+depth = rows_of("bridge_depth", "layers")
+logits_time, logits_gpu = read("logits_time"), read("logits_gpu")
+gathers, curves = read("gathers")["normal"], read("float8_curves")["losses"]
+hosts = {row["what"].strip(): row for row in read("hosts")["rows"]}
+sleeping = [
+    [one / row["simulated_s"] for one in (statistics.median(row["seconds"]), min(row["seconds"]))]
+    for row in read("hosts_makespans")["rows"]
+]
+generated = rows_of("generate", "rows")
+by_hand = rows_of("step", "zero")
+peers = {name: row["tok_per_cpu_s"] for (name,), row in rows_of("peers", "name").items()}
+piped = {name: 1e3 * row["step_s_median"]
+         for (name,), row in rows_of("pipeline_peers", "name").items()}  # fmt: skip
+pipeline = rows_of("pipeline", "schedule", "ranks")
+offload = read("offload")["rows"]
+moves = offload["moves"]
+disk = {case["number"]: case for case in read("offload_disk")["cases"]}
+overhead = read("host_overhead")
+
+
+def percent(share: float) -> float:
+    return 100 * share
+
+
+def adds(choice: tuple[int, int]) -> float:
+    return mixtral[choice]["over"]["data"]["adds_s"]
+
+
+def last_hundred(name: str) -> float:
+    """How much a precision's mean loss is above bf16's at the end, in percent."""
+    return percent(statistics.fmean(float8_curves.differences(curves, name)[-100:]))
+
+
+def share(topology: str) -> float:
+    return default_rates(parse(topology)).flops_share
+
+
+def serial(name: str) -> float:
+    """A run without overlap, beside what was published, in percent."""
+    return percent(abs(runs[name]["serial_s"] / published.RUNS[name].seconds - 1))
+
+
+def of_disk(number: int) -> list[Any]:
+    """Of a number of arrays: GB/s and shares of bare threads and tensorstore, written and read."""
+    found: list[Any] = []
+    for what in ("write", "read"):
+        rates = disk[number][what]["gb_per_s"]
+        found += [rates["fzero"], disk[number][what]["of_raw"]]
+        found += [rates["fzero"] / rates["tensorstore"]]
+    return found
+
+
+fitted = [name for name, run in published.RUNS.items() if run.fitted]
+ratios = [
+    row["likely_s"] / published.RUNS[name].seconds
+    for name, row in runs.items()
+    if name not in fitted
+]
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+bubbles = [piped[f"fzero_{ours}_2"] / piped[f"tp2_{theirs}"]
+           for ours, theirs in (("gpipe", "gpipe"), ("1f1b", "1f1b"), ("interleaved", "int1f1b"),
+                                ("zb_v", "zbv"))]  # fmt: skip
+
+# Page, a sentence with its figures left out, the figures.
+SAID: list[tuple[Any, ...]] = [
+    ("docs/limits.md", "({:.2f} on A100, {:.2f} on Hoppers of 700 W)",
+     share("a100-80:8"), share("h100:8")),
+    ("docs/limits.md", "takes {:.2f} to {:.2f} times that of one written by hand (train steps at"
+     " most {:.2f}; `benchmarks/README.md`)", min(forwards), max(forwards), max(steps)),
+    ("docs/axes.md", "Of Mixtral 8x7B's {:.1f} billion parameters {:.1f} are dense",
+     (dense_8x7b + 8 * experts_8x7b) / 1e9, dense_8x7b / 1e9),
+    ("docs/axes.md", "Of what a ring sends {:.0f} % are beside a round's kernels",
+     percent(divided["long-ring"][0]["over"]["context"]["hidden"])),
+    ("docs/axes.md", "wait longer for it ({:.1f} to {:.1f} s;", adds((2, 1)), adds((4, 1))),
+    ("docs/axes.md", "12 bytes a parameter, {:.0f} GiB,", 12 * large_models.num_params() / GIB),
+    ("docs/finetuning.md", "takes {:.2f} of the CPU seconds", logits_time["CPU seconds"]["ratio"]),
+    ("docs/generate.md", "decodes in {:.2f} (one row) and {:.2f} (eight rows) of the time",
+     generated[1,]["ratio"], generated[8,]["ratio"]),
+    ("docs/published.md", "`flops_share`: {:.2f} for A100 (its first row), {:.2f} for Hoppers of"
+     " 700 W (between what MaxText's 7B and 70B want), {:.2f} for those of 500 W",
+     share("a100-80:8"), share("h100:8"), published.GRAND_TETON["flops_share"]),
+    ("docs/published.md", "The other {} rows are predictions: {} are within 10 %",
+     NUMBERS[len(ratios)], NUMBERS[sum(abs(ratio - 1) <= 0.1 for ratio in ratios)]),
+    ("docs/published.md", "*Llama 3.1 8B, FP8* ({:.2f}, {:.2f})", *ratios[-2:]),
+    ("docs/published.md", "*Llama 2 13B, all kept* ({:.2f})",
+     runs["titan-2-13b-a100"]["likely_s"] / runs["titan-2-13b-a100"]["published_s"]),
+    ("docs/published.md", "takes {:.0f} GiB, more than the GPU has, so XLA saves memory before"
+     " time, and collectives add {:.2f} s", runs["titan-2-13b-a100"]["peak_gib"],
+     runs["titan-2-13b-a100"]["adds_s"]),
+    ("docs/published.md", "*MaxText's 7B on several hosts* ({:.2f}, {:.2f})",
+     *(runs[name]["likely_s"] / runs[name]["published_s"]
+       for name in ("maxtext-7b-2-hosts", "maxtext-7b-16-hosts"))),
+    ("docs/published.md", "add {:.2f} s and {:.2f} s where nothing is computed beside them",
+     *(runs[name]["serial_s"] - runs[name]["likely_s"]
+       for name in ("maxtext-7b-2-hosts", "maxtext-7b-16-hosts"))),
+    ("docs/published.md", "within {:.0f} % and {:.0f} % of MaxText's",
+     serial("maxtext-7b-2-hosts"), serial("maxtext-7b-16-hosts")),
+    ("docs/stages.md", "| bf16 | 2 | {:.2f} % | 0 | 0 |", percent(gathers["bf16"]["weight"])),
+    ("docs/stages.md", "| `int8`, blocks of 256 | {:.3f} | {:.2f} % | {:.2f} % | {:.2f} % |",
+     gathers["int8 blocks"]["bytes"],
+     *(percent(gathers["int8 blocks"][name]) for name in ("weight", "bf16", "fp8"))),
+    ("docs/stages.md", "| 8-bit floats, one scale | 1 | {:.2f} % | {:.2f} % | 0 |",
+     *(percent(gathers["float8, one scale"][name]) for name in ("weight", "bf16"))),
+    ("docs/stages.md", "the mean loss is {:.1f} % above bf16's with `tensorwise`, {:.1f} % below"
+     " with `rowwise`", last_hundred("tensorwise"), -last_hundred("rowwise")),
+    ("docs/stages.md", "above bf16's: about {:.0f} % at first, below half a percent at the end",
+     percent(statistics.fmean(float8_curves.differences(curves, "tensorwise")[:100]))),
+    ("docs/hosts.md", "| hand-over of 1 KiB, alone | {:.2f} ms | raw socket {:.2f} ms |",
+     *(1e3 * hosts["transfer of 1 KiB, and back, half of it"][name]
+       for name in ("send_s", "socket_s"))),
+    ("docs/hosts.md", "| hand-overs of 1 KiB in a row, each | {:.2f} ms, {:.0f} us of it the call",
+     1e3 * hosts["transfer of 1 KiB, 8 in a row, each"]["send_s"],
+     1e6 * hosts["the call itself"]["send_s"]),
+    *(("docs/hosts.md", f"| each MiB more, {words} | {{:.1f}} ms | raw socket {{:.1f}} ms |",
+       *(1e3 * hosts[f"of it for each MiB ({name})"][field] for field in ("send_s", "socket_s")))
+      for words, name in (("alone", "alone"), ("in a row", "streamed"))),
+    ("docs/hosts.md", "four ranks in two processes | {:.2f} | of the same step in one | | the same"
+     " in four | {:.2f} |",
+     *(hosts[f"step of a pipeline of four ranks, {number} processes"]["cpu_seconds"]
+       / hosts["step of a pipeline of four ranks, 1 process"]["cpu_seconds"]
+       for number in (2, 4))),
+    ("docs/hosts.md", "the end of all others | {:.1f} s of two, {:.1f} s of four | {:.1f} s at"
+     " most |", *(statistics.median(hosts[f"SIGKILL of one of {number} to the end of the others"]
+                                   ["seconds"]) for number in (2, 4)),
+     max(hosts["SIGKILL of one of 2 to the end of the others"]["seconds"])),
+    ("docs/hosts.md", "the end of the other | {:.1f} s | `limit_s=6` |",
+     statistics.median(hosts["SIGSTOP of one of 2 to the end of the others"]["seconds"])),
+    ("docs/hosts.md", "took {:.2f} (`1f1b`, `zb_h1`, `zb_v`) and {:.2f} (`interleaved`) of their"
+     " simulation", sleeping[0][0], sleeping[2][0]),
+    ("docs/hosts.md", "and {:.2f} to {:.2f} at best", min(best for _, best in sleeping),
+     max(best for _, best in sleeping)),
+]  # fmt: skip
+BENCH = "benchmarks/README.md"
+SAID += [
+    (BENCH, "ratios {:.3f}, {:.3f}, {:.3f} and {:.3f} for stages 0 to 3",
+     *(by_hand[zero,]["ratio"] for zero in range(4))),
+    (BENCH, "PyTorch eager {:.0f}, DDP {:.0f}, FSDP2 {:.0f}, DeepSpeed ZeRO 1 to"
+     " 3 {:.0f}, {:.0f}, {:.0f};",
+     *(peers[name]
+       for name in ("plain_2thr", "ddp", "fsdp2", "ds_zero1", "ds_zero2", "ds_zero3"))),
+    *((BENCH, words, *(pick(peers[f"fzero_zero{zero}_{devices}"]
+                                             for zero in range(4)) for pick in (min, max)))
+      for devices, words in ((1, "fzero {:.0f} to {:.0f} on one device"),
+                             (2, "{:.0f} to {:.0f} on two"))),
+    (BENCH, "within {:.1e} of PyTorch's",
+     max(row["largest_loss_difference"] for row in read("peers")["rows"])),
+    (BENCH, "one large leaf {:.2f} of a raw copy;",
+     moves["one leaf"]["of_raw_out"]),
+    (BENCH, "of 64 KiB {:.2f} and {:.2f}; {} bytes stay",
+     moves["64 KiB leaves"]["of_raw_out"], moves["64 KiB leaves"]["of_raw_back"],
+     offload["residue"]["bytes_left"]),
+    (BENCH, "takes {:.3f} of the same step", offload["step"]["host"]["of_device"]),
+    (BENCH, "with 2 ranks 1F1B takes {:.2f} and ZB-H1 {:.2f} of the simulated time,"
+     " with 4 on the two cores {:.2f} and {:.2f}, with 8 {:.2f} and {:.2f}, where the limit is the"
+     " cores ({:.2f} to {:.2f} of it)",
+     *(pipeline[schedule, ranks]["ratio"] for ranks in (2, 4, 8) for schedule in ("1f1b", "zb_h1")),
+     *(pick(row["of_limit"] for (_, ranks), row in pipeline.items() if ranks > 2)
+       for pick in (min, max))),
+    (BENCH, "{:.0f} us per action", read("pipeline")["dispatch"]["us_per_action"]),
+    (BENCH, "1F1B holds {:.2f} of GPipe's", pipeline["1f1b", 2]["of_gpipe"]),
+    (BENCH, "| torch.distributed.pipelining | {:.0f} | {:.0f} | {:.0f} | {:.0f} |"
+     " interleaved zero bubble {:.0f} |",
+     *(piped[f"tp2_{name}"] for name in ("gpipe", "1f1b", "int1f1b", "zbv", "intzb"))),
+    (BENCH, "| DeepSpeed's PipelineEngine | | {:.0f} | | | |", piped["ds_pipe2"]),
+    (BENCH, "| fzero | {:.0f} | {:.0f} | {:.0f} | {:.0f} | ZB-H1 {:.0f} |",
+     *(piped[f"fzero_{name}_2"] for name in ("gpipe", "1f1b", "interleaved", "zb_v", "zb_h1"))),
+    (BENCH, "fzero takes {:.1f} to {:.1f} of PyTorch's time", min(bubbles),
+     max(bubbles)),
+    *((BENCH, f"| {words} | write | {{:.2f}} | {{:.2f}} | {{:.1f}} | | | read |"
+       " {:.2f} | {:.2f} | {:.1f} |", *of_disk(number))
+      for words, number in (("1 x 256 MiB", 1), ("64 x 4 MiB", 64), ("4096 x 64 KiB", 4096))),
+    (BENCH, "48 layers convert in {:.1f} s, of which torch.export takes {:.1f} s; 4"
+     " in {:.1f} s", depth[48,]["convert"], depth[48,]["of_it_torch"], depth[4,]["convert"]),
+    (BENCH, "in the time of 4, {:.1f} s; unrolled in {:.1f} s and {:.1f} s, after"
+     " {:.1f} s and {:.1f} s of tracing", depth[48,]["compile_rolled"],
+     *(depth[layers,][f"{what}_unrolled"]
+       for what in ("compile", "trace") for layers in (48, 4))),
+    (BENCH, "GPT-2 {:.3f} and {:.3f}, Llama {:.3f} and {:.3f}, ResNet with 8 images"
+     " {:.3f} and {:.3f}, with 32 {:.3f} and {:.3f}.",
+     *(speed[model, what] for model in ("gpt2", "llama", "resnet-8", "resnet-32")
+       for what in ("forward", "train step"))),
+    (BENCH, "take {:.2f} (GPT-2) and {:.2f} (Llama) of PyTorch's time, and {:.2f} and"
+     " {:.2f} of torch.compile's",
+     *(rows_of("bridge_speed", "model", "what")[model, "train step"]["ratio"][other]
+       for other in ("torch", "torch.compile") for model in ("gpt2", "llama"))),
+    (BENCH, "the forward passes take {:.2f}, {:.2f} and {:.2f} of its time for"
+     " GPT-2, Llama and ResNet, the train steps {:.2f}, {:.2f} and {:.2f}.",
+     *(torchax[model, what] for what in ("forward", "train step")
+       for model in ("gpt2", "llama", "resnet"))),
+    (BENCH, "takes {:.3f} of the CPU seconds of the one with them (95 %: {:.3f} to"
+     " {:.3f})", logits_time["CPU seconds"]["ratio"], *logits_time["CPU seconds"]["interval"]),
+    (BENCH, "likely {:.1f} ms and {:.1f} ms with and without, at a peak of {:.2f}"
+     " GiB and {:.2f} GiB", *(1e3 * logits_gpu[name]["likely_seconds"] for name in
+                              ("with", "without")),
+     *(logits_gpu[name]["peak_bytes"] / GIB for name in ("with", "without"))),
+    (BENCH, "{} tiny leaves", overhead["leaves"]),
+    (BENCH, "{:.1f} ms and {:.1f} ms, a ratio of {:.2f}.",
+     1e3 * overhead["fzero_s"], 1e3 * overhead["bare_s"], overhead["ratio"]),
+]  # fmt: skip
+
+# Page: what was not measured. Bounds stand beside the test that holds them, settings beside what
+# they set, arithmetic with its formula.
+GIVEN: dict[str, tuple[str, ...]] = {
+    "README.md": ("Python >= 3.11",),
+    "benchmarks/README.md": (
+        "a 95 % bootstrap interval; the goal is at most 1.03.",
+        "quiet, 256 MiB)", "leaves of 4 MiB are faster", "requests of 4 MiB in flight",
+        "The goal is 0.9 of the bare", "with a 95 % interval of 15 rounds",
+        "The goal by hand, at most 1.03,",
+    ),
+    "docs/axes.md": (
+        "Losses agree to 1e-5, parameters after a step to 2e-5 of their size (tests:",
+        "within 1e-6 of one device's", "rounds of 1.5 times an even share",
+        "take 1.25 times its even share",
+        "agree with one device's to 1e-5, gradients to 1e-4 (converted: parameters after a step to"
+        " 2e-5)",
+    ),
+    "docs/design.md": ("arXiv:2306.10209",),
+    "docs/finetuning.md": (
+        "within 1e-5 (`tests/torch_bridge/test_lora.py`)",
+        "4 + 32/64 = 4.5 bits an element, `int8` 8.5", "8 H100s of 80 GB",
+        "within 1 % (bf16) and 5 % (int8) of float32's (`tests/optimizers/test_small_moments.py`)",
+    ),
+    "docs/hosts.md": (
+        "plan.clip_norm: 1.0 in process 0; 2.0 in process 1", "waits 20 minutes for the",
+        "actions of 50 ms that hand on 1 MiB",
+    ),
+    "docs/limits.md": ("With jax 0.11 on CPUs", "need jax 0.10 there"),
+    "docs/published.md": (
+        "96 GB at 2.4 TB/s, limited to 500 W", "from 492 to 375 TFLOP/s", "(100 Gbit/s a GPU)",
+    ),
+    "docs/stages.md": ("hold the table to 1 % and 2 %",),
+    "docs/tutorials/hugging_face.md": ("--lr 4e-3",),
+}  # fmt: skip
