@@ -22,7 +22,7 @@ from fzero.storage.tiers import DEVICE, tier_of
 from fzero.tree import PyTree, named_leaves
 
 
-# Knuth's multiplier: neighbouring positions get weights far apart.
+# Knuth's multiplier: neighbouring positions get numbers far apart.
 _GOLDEN = 2654435761
 # What is known of a shard: its hash, and its first row with a value that is not finite (from 1).
 Mark = tuple[int, int]
@@ -142,13 +142,25 @@ def _program(mesh: Mesh, specs: Sequence[PartitionSpec]) -> Any:
 
 def _mark(shard: jax.Array) -> jax.Array:
     bits = _bits(shard).reshape(-1)
-    weights = jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(_GOLDEN) | jnp.uint32(1)
+    places = jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(_GOLDEN)
     bad = jnp.zeros((1, 1), bool)
     if jnp.issubdtype(shard.dtype, jnp.inexact):
         bad = ~jnp.isfinite(shard).reshape(shard.shape[0] if shard.ndim else 1, -1)
     rows = jnp.any(bad, axis=1)
     first = jnp.where(jnp.any(rows), jnp.argmax(rows) + 1, 0).astype(jnp.uint32)
-    return jnp.stack([jnp.sum(bits * weights, dtype=jnp.uint32), first])
+    return jnp.stack([jnp.sum(_mixed(bits + places), dtype=jnp.uint32), first])
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """Numbers each bit of which depends on all bits of those given.
+
+    Without it two signs that are turned over would not be seen: they are the highest bit of a sum.
+
+    Source: the last steps of MurmurHash3.
+    """
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ x >> shift) * jnp.uint32(factor)
+    return x ^ x >> 16
 
 
 def _bits(x: jax.Array) -> PyTree:

@@ -277,6 +277,11 @@ def test_a_balanced_router_loses_one_for_each_choice():
     logits = 1e-6 * jnp.tile(jnp.eye(4), (3, 1))
     np.testing.assert_allclose(fz.balance_loss([logits, logits], 1), 1.0, rtol=1e-6)
     np.testing.assert_allclose(fz.balance_loss(logits * 1e8, 1, jnp.arange(12) % 4 == 0), 4.0)
+    # Tokens that do not count are as if they were not there, wherever they would have gone.
+    drawn = jax.random.normal(jax.random.key(1), (12, 4))
+    counted = np.arange(12) % 3 > 0
+    found = fz.balance_loss(drawn, 2, jnp.asarray(counted))
+    np.testing.assert_allclose(found, fz.balance_loss(drawn[counted], 2), rtol=1e-6)
     with pytest.raises(fz.PlanError, match=r"k of at most as many; .* k=5"):
         fz.balance_loss(logits, 5)
 

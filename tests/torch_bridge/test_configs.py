@@ -194,6 +194,20 @@ def test_arguments_with_a_deepspeed_file_fill_in_its_autos():
     assert float(got.schedule(4)) == pytest.approx(1e-3)
 
 
+def test_arguments_that_clip_nothing_do_not_clip():
+    assert tb.from_training_arguments({**ARGUMENTS, "max_grad_norm": 0.0}).plan.clip_norm is None
+    assert tb.from_training_arguments({**ARGUMENTS, "max_grad_norm": None}).plan.clip_norm == 1.0
+
+
+@pytest.mark.parametrize(("strategy", "zero"), [("HYBRID_SHARD", 3), ("HYBRID_SHARD_ZERO2", 2)])
+def test_machines_are_replicas_of_a_hybrid_sharding(strategy, zero):
+    plan = tb.from_accelerate({
+        "distributed_type": "FSDP", "num_processes": 24, "num_machines": 3,
+        "fsdp_config": {"fsdp_sharding_strategy": strategy},
+    }).plan  # fmt: skip
+    assert (plan.zero, plan.data, plan.replica) == (zero, 8, 3)
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -66,7 +66,10 @@ def test_segments_bags_and_places() -> None:
     samples = torch.rand(1, 6, 2, generator=torch.Generator().manual_seed(2))
 
     def every_kind(x: torch.Tensor) -> Any:
-        reduced = [torch.segment_reduce(x, kind, lengths=lengths) for kind in ("sum", "max", "min")]
+        reduced = [
+            torch.segment_reduce(x, kind, lengths=lengths, initial=start)
+            for kind, start in (("sum", None), ("max", None), ("min", None), ("mean", None))
+        ]
         bagged = [
             F.embedding_bag(bags, x, offsets, mode=m, padding_idx=p)
             for m in ("sum", "mean", "max")

@@ -50,7 +50,7 @@ def elementwise(x: torch.Tensor) -> Any:
         torch.masked_fill(x, x > 1, -7.0), torch.nan_to_num(x / 0.0), x.detach().double().float(),
         x.long(), (x * 0).bool(), torch.expm1(x), torch.cosh(x), torch.logical_not(x > 0),
         torch.lgamma(p), torch.digamma(p), torch.erfinv(x / 4), torch.hypot(x, p),
-        x.masked_scatter(x > 0.5, p.flip(1)), x.median(1).values,
+        x.masked_scatter(x > 0.5, p.flip(1)), x.median(1).values, (ints % 3 - 1) ** (1 - ints),
     )  # fmt: skip
 
 
@@ -61,6 +61,7 @@ def activations(x: torch.Tensor) -> Any:
         F.elu(x), F.selu(x), F.celu(x, 1.3), F.logsigmoid(x), F.glu(x), F.softmax(x, 1),
         F.log_softmax(x, 0), F.relu6(x), F.tanhshrink(x), F.softsign(x), F.normalize(x, dim=1),
         F.hardshrink(x), F.softshrink(x), F.threshold(x, 0.1, 20.0), F.softmin(x, 0),
+        F.softplus(x * 2, beta=3),
     )  # fmt: skip
 
 
@@ -94,6 +95,7 @@ def views(x: torch.Tensor) -> Any:
         torch.einsum("ij,kj->ik", x, x), x.reshape(-1, 8), x.split([1, 5], 1)[1],
         torch.meshgrid(x[0], x[1], indexing="ij"), F.pixel_shuffle(x.view(1, 4, 2, 3), 2),
         x.masked_fill(torch.ones(4, 6, dtype=torch.bool).tril(), 0.0), x.new_zeros(2).add(1),
+        x.diff(prepend=x[:, :2], append=x[:, 2:3]), *x.chunk(4, 1),
     )  # fmt: skip
 
 
@@ -105,13 +107,13 @@ def indexing(x: torch.Tensor, ids: torch.Tensor) -> Any:
     return (
         x[ids], x[:, ids], x[ids, ids], x.index_select(0, flat), x.gather(1, ids.expand(2, 3)),
         x.scatter(1, ids, x[:2, :3]), x.scatter_add(1, ids, x[:2, :3]), x.scatter(1, ids, 2.5),
-        x.index_add(0, flat, x[flat]), F.one_hot(ids, 5), x[torch.tensor([-1, 0])], y, put,
+        x.index_add(0, flat, x[flat], alpha=0.5), F.one_hot(ids, 5), x[torch.tensor([-1, 0])], y,
         torch.take_along_dim(x[:2], ids, 1), x.index_put((flat,), x[flat], accumulate=True),
         torch.searchsorted(torch.linspace(-2, 2, 6), x), x[:, torch.tril_indices(3, 4)[1]],
         torch.searchsorted(torch.arange(4), ids, right=True), torch.triu_indices(3, 3, 1),
         F.embedding(ids, x), x[None, :, ids[0]], torch.arange(6) * 2, torch.full((2,), 3),
         torch.zeros(2, 3), torch.ones_like(ids), torch.eye(3), torch.linspace(0, 1, 5),
-        torch.tril(torch.ones(4, 4, dtype=torch.bool)),
+        torch.tril(torch.ones(4, 4, dtype=torch.bool)), put,
     )  # fmt: skip
 
 
@@ -243,7 +245,9 @@ def test_linear_layers_and_embeddings_agree_with_torch(train: bool) -> None:
             a = h @ h.transpose(-1, -2)
             flat = h.flatten(0, 1)
             low = self.l2(flat)
-            return low, a, torch.bmm(h, h.mT), self.prelu(flat)
+            nothing = torch.full((3,), math.nan)  # what is not added is not looked at
+            ignored = torch.addmm(nothing, flat, self.l2.weight.t(), beta=0)
+            return low, a, torch.bmm(h, h.mT), self.prelu(flat), ignored
 
     module = Net()
     with torch.no_grad():
@@ -278,6 +282,7 @@ BOOL_MASK = torch.rand(2, 1, 5, 7, generator=torch.Generator().manual_seed(7)) >
 BOOL_MASK[0, 0, 1] = False  # a row with nothing to attend to
 FLOAT_MASK = torch.zeros(5, 7).masked_fill(~BOOL_MASK[1, 0], -math.inf)
 FINITE_MASK = torch.randn(2, 4, 5, 7, generator=torch.Generator().manual_seed(8))
+SIX_MASK = torch.randn(2, 6, 5, 7, generator=torch.Generator().manual_seed(9))
 MASKS = (BOOL_MASK, BOOL_MASK[1, 0], FINITE_MASK, FLOAT_MASK)
 
 
@@ -287,7 +292,8 @@ MASKS = (BOOL_MASK, BOOL_MASK[1, 0], FINITE_MASK, FLOAT_MASK)
         (({}, {"is_causal": True}, {"is_causal": True, "scale": 0.2}), qkv(), ()),
         (({"is_causal": True},), qkv(rows=7, cols=5), ()),
         (({}, {"scale": 0.1}), qkv(), MASKS),
-        (({"enable_gqa": True},), qkv(key_heads=2), MASKS),
+        # Three heads to a group: a mask of heads is divided otherwise than by two.
+        (({"enable_gqa": True},), qkv(heads=6, key_heads=2), (*MASKS[:2], SIX_MASK, FLOAT_MASK)),
         (({"enable_gqa": True, "is_causal": True}, {"enable_gqa": True}), qkv(key_heads=1), ()),
     ],
     ids=["plain", "causal_tall", "masks", "grouped_masks", "one_key_head"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -341,7 +342,12 @@ def test_blocks_that_alternate_are_layers_of_two() -> None:
     assert "blocks.0.back.bias" in converted.params
     assert "blocks.0: not rolled" in str(converted.blocks)
     check_parity(net, X, converted=converted)
-    assert list(tb.state_dict(converted, converted.params)) == list(net.state_dict())
+    values = tb.state_dict(converted, converted.params)
+    assert list(values) == list(net.state_dict())
+    again = Net([kind(k + 9, norm=False) for k, kind in enumerate(kinds)])  # of other values
+    state = types.SimpleNamespace(params=converted.params, buffers=converted.buffers)
+    for name, tensor in tb.load_into(again, state).state_dict().items():
+        assert torch.equal(tensor, values[name]), name
 
 
 def bare(number: int, **options: Any) -> Block:

@@ -69,13 +69,13 @@ def test_a_module_a_loader_and_an_optimizer_are_all_it_takes() -> None:
 def test_rows_that_devices_cannot_share_are_left_out_with_a_word() -> None:
     module = nn.Linear(4, 3)
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match="1 of 4 rows of a batch are left out"):
+    with pytest.warns(UserWarning, match="2 of 6 rows of a batch are left out"):
         state = tb.fit(
             module,
             DataLoader(data(10), 6),
             nn.functional.cross_entropy,
             optimizer=sgd,
-            plan=fz.Plan(data=1, microbatches=3),
+            plan=fz.Plan(data=1, replica=2, microbatches=2),
         )
     assert int(state.step) == 2
 

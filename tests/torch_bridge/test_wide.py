@@ -84,6 +84,13 @@ def test_whole_numbers_are_those_of_64_bits() -> None:
         np.testing.assert_array_equal(found, want.numpy(), err_msg=name)
 
 
+def test_indices_beyond_32_bits_do_not_come_round_to_others() -> None:
+    """As any index outside, which torch refuses, they read NaN."""
+    looked_up = Fn(lambda x: nn.functional.embedding(x * 2**32 + x % 2, TABLE[:, None]))
+    found = tb.convert(looked_up, torch.tensor([0, 0]), train=False)(np.int32([0, 1]))
+    np.testing.assert_array_equal(found[:, 0], [0.0, np.nan])
+
+
 def test_what_fits_stays_in_32_bits() -> None:
     """Positions, comparisons and places are computed as before, in 32 bits."""
 

@@ -306,6 +306,18 @@ def test_what_is_not_all_of_adam_is_not_taken_for_it(tmp_path: Path) -> None:
         tb.restore(tmp_path / name, chain, optax.adam(1e-3), fz.Plan(data=1), optimizer=False)
 
 
+def test_moments_of_different_steps_are_refused(tmp_path: Path) -> None:
+    """One of them would be corrected for a bias that it does not have."""
+    stages(tmp_path / "step", two_stages())
+
+    def step_more(content: Any) -> None:
+        content["optimizer"]["state"][1]["step"] += 1
+
+    change(tmp_path / "step/mp_rank_01_model_states.pt", step_more)
+    with pytest.raises(CheckpointError, match=r"parameters are at different steps \[3, 4\]"):
+        tb.checkpoint(tmp_path / "step")
+
+
 class AMSGrad(torch.optim.AdamW):
     """Another class, so that `stages` looks at another key."""
 

@@ -38,7 +38,10 @@ class Lion(torch.optim.Optimizer):
 OPTIM = torch.optim
 OPTIMIZERS = {
     "adamw": (OPTIM.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
-    "adamw-amsgrad-maximize": (OPTIM.AdamW, {"lr": 1e-2, "amsgrad": True, "maximize": True}),
+    "adamw-amsgrad-maximize": (
+        OPTIM.AdamW,  # a variance that is forgotten, so that the largest is not the last
+        {"lr": 1e-2, "betas": (0.9, 0.5), "amsgrad": True, "maximize": True},
+    ),
     "adamw-odd": (OPTIM.AdamW, {"lr": torch.tensor(3e-3), "betas": (0.0, 0.9), "eps": 1e-3}),
     "adam": (OPTIM.Adam, {"lr": 1e-2, "betas": (0.8, 0.9999)}),
     "adam-decay": (OPTIM.Adam, {"lr": 1e-2, "weight_decay": 0.3, "maximize": True}),
