@@ -87,6 +87,10 @@ class Inputs:
         """The same with a function of each row leaf."""
         return dataclasses.replace(self, rows=jax.tree.map(function, self.rows))
 
+    def in_microbatches(self, count: int) -> Inputs:
+        """The same with dim 0 of each row leaf cut in two: microbatches, and rows of each."""
+        return self.map_rows(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]))
+
     def at(self, step: Any) -> Inputs:
         """The same for another step."""
         return dataclasses.replace(self, step=step)
@@ -106,12 +110,12 @@ def opened(inputs: Any) -> tuple[PyTree, Any]:
     return (inputs.batch, inputs.step) if isinstance(inputs, Inputs) else (inputs, None)
 
 
-def check_batch(batch: PyTree, parts: int, microbatches: int) -> None:
+def check_batch(batch: PyTree, num_devices: int, microbatches: int) -> None:
     """Checks a global batch; a pytree of arrays with one leading dim of examples in common.
 
     Args:
         batch: the batch.
-        parts: devices it is spread over.
+        num_devices: devices it is spread over.
         microbatches: pieces that each device's rows are cut into.
 
     Raises:
@@ -142,11 +146,12 @@ def check_batch(batch: PyTree, parts: int, microbatches: int) -> None:
             " wrapped: fz.Shared(value)"
         )
     size = next(iter(rows.values()))
-    if size == 0 or size % (parts * microbatches):
+    if size == 0 or size % (num_devices * microbatches):
         raise BatchError(
-            f"batch: {size} examples cannot be split evenly over {parts} devices x {microbatches}"
-            f" microbatches; expected a positive multiple of {parts * microbatches}. Pad the batch"
-            " (fz.pad_batch) and leave the padding out of the loss's fz.Mean count"
+            f"batch: {size} examples cannot be split evenly over {num_devices} devices x"
+            f" {microbatches} microbatches; expected a positive multiple of"
+            f" {num_devices * microbatches}. Pad the batch (fz.pad_batch)"
+            " and leave the padding out of the loss's fz.Mean count"
         )
 
 

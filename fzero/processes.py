@@ -123,17 +123,17 @@ class _Elsewhere:
 
 
 def joined(
-    shape: Sequence[int], sharding: NamedSharding, parts: Sequence[jax.Array], dtype: Any
+    shape: Sequence[int], sharding: NamedSharding, arrays: Sequence[jax.Array], dtype: Any
 ) -> jax.Array:
     """An array of arrays that already lie where its shards belong; no copy.
 
     Args:
         shape: of the whole.
         sharding: of the whole.
-        parts: arrays on some of its devices each.
+        arrays: arrays on some of its devices each.
         dtype: of the whole: a process without any of its devices has nobody to ask.
     """
-    shards = [shard.data for part in parts for shard in part.addressable_shards]
+    shards = [shard.data for array in arrays for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards, dtype=dtype)
 
 
@@ -179,16 +179,16 @@ def _send_shards(leaf: jax.Array, to: NamedSharding) -> jax.Array:
     """`send` where some shards change the process and others do not."""
     have = {shard.device: shard.data for shard in leaf.addressable_shards}
     shape = leaf.sharding.shard_shape(leaf.shape)
-    parts: list[jax.Array] = []
+    arrays: list[jax.Array] = []
     pairs = zip(mesh_of(leaf).devices.flat, to.mesh.devices.flat, strict=True)
     for giver, taker in pairs:
         if giver.process_index != taker.process_index:
             own = [have[giver]] if giver in have else []
             shard = joined(shape, _alone(giver), own, leaf.dtype)
-            parts.append(jax.device_put(shard, _alone(taker)))
+            arrays.append(jax.device_put(shard, _alone(taker)))
         elif giver in have:
-            parts.append(jax.device_put(have[giver], _alone(taker)))
-    return joined(leaf.shape, to, parts, leaf.dtype)
+            arrays.append(jax.device_put(have[giver], _alone(taker)))
+    return joined(leaf.shape, to, arrays, leaf.dtype)
 
 
 def _alone(device: Any) -> NamedSharding:
@@ -210,21 +210,21 @@ def spread(value: jax.Array, mesh: Mesh) -> jax.Array:
         value = jit_on(home, lambda x: x, NamedSharding(home, WHOLE))(value)
     have, ranks = value.sharding.device_set, _rank_meshes(home)
     first = view(value, NamedSharding(ranks[0], WHOLE))
-    parts: list[jax.Array] = []
+    arrays: list[jax.Array] = []
     for rank in _rank_meshes(mesh):
         to = NamedSharding(rank, WHOLE)
-        parts.append(view(value, to) if to.device_set <= have else send(first, to))
-    return joined(value.shape, NamedSharding(mesh, WHOLE), parts, value.dtype)
+        arrays.append(view(value, to) if to.device_set <= have else send(first, to))
+    return joined(value.shape, NamedSharding(mesh, WHOLE), arrays, value.dtype)
 
 
 def repeated(value: jax.Array, mesh: Mesh) -> jax.Array:
     """An array of one rank of a pipeline on the devices of every rank, cut as it is on its own."""
-    parts: list[jax.Array] = []
+    arrays: list[jax.Array] = []
     for rank in _rank_meshes(mesh):
         to = NamedSharding(rank, value.sharding.spec)  # type: ignore[attr-defined]
         own = to.device_set == value.sharding.device_set
-        parts.append(value if own else send(value, to))
-    return joined(value.shape, NamedSharding(mesh, to.spec), parts, value.dtype)
+        arrays.append(value if own else send(value, to))
+    return joined(value.shape, NamedSharding(mesh, to.spec), arrays, value.dtype)
 
 
 def _rank_meshes(mesh: Mesh) -> list[Mesh]:

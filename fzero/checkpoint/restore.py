@@ -228,16 +228,16 @@ class _Stored:
 
     def _wants(self) -> dict[str, Want]:
         """How each leaf of the model's and the optimizer's was kept, and shall be."""
-        blue, model, was, parts = self.blue, self.blue.model, self.about.plan, self.meta["data"]
+        blue, model, was, num_data = self.blue, self.blue.model, self.about.plan, self.meta["data"]
         shapes, _ = initial_shapes(model)
         homes = cut_into_stages(model, was).homes if was.pipe > 1 else None
-        params = split_params(model, shapes, was, parts, homes)
+        params = split_params(model, shapes, was, num_data, homes)
         averages = None if blue.ema is None else split_averages(params)
         old = {"params": params, "opt_state": (), "ema": averages}
         new = {name: getattr(blue, name) for name in old}
         if blue.tx is not None:
             make = bound_optimizer(blue.tx, model, homes).init
-            old["opt_state"] = split_opt_state(make, old["params"], was, parts)
+            old["opt_state"] = split_opt_state(make, old["params"], was, num_data)
         kept = blue.shapes()
         found: dict[str, Want] = {}
 

@@ -180,7 +180,7 @@ class _Run:
         self.sums: dict[int, Any] = {}
         self.early: dict[int, dict[int, Any]] = defaultdict(dict)
         self.next_sum: dict[int, int] = defaultdict(int)
-        self.parts: dict[int, Any] = {}
+        self.results: dict[int, Any] = {}
 
     def train(self) -> tuple[PyTree, Mean, dict[str, Mean], PyTree]:
         if self.plan.microbatches > 1:
@@ -207,7 +207,7 @@ class _Run:
 
     def outputs(self, count: int) -> PyTree:
         self._run_forwards(count, outputs=True)
-        found, _ = self.programs[-1].rows([self.parts[m] for m in sorted(self.parts)])
+        found, _ = self.programs[-1].rows([self.results[m] for m in sorted(self.results)])
         return found
 
     def _run_forwards(self, count: int, outputs: bool) -> None:
@@ -218,7 +218,9 @@ class _Run:
         self._settle()
 
     def _totals(self) -> tuple[Mean, dict[str, Mean]]:
-        (mean, metrics), _ = self.programs[-1].totals([self.parts[m] for m in sorted(self.parts)])
+        (mean, metrics), _ = self.programs[-1].totals(
+            [self.results[m] for m in sorted(self.results)]
+        )
         return mean, metrics
 
     def _dispatch(self, action: Action, run: Callable[[StagePrograms, Action], Any]) -> None:
@@ -252,8 +254,8 @@ class _Run:
         self.buffers[program.rank] |= new
         self.slots.saved[stage, m] = saved
         if program.last:
-            seed, unscale, *self.parts[m] = out
-            self.parts[m] = tuple(self.parts[m])
+            seed, unscale, *self.results[m] = out
+            self.results[m] = tuple(self.results[m])
             self.slots.sent["B", stage, m] = seed, unscale
         else:
             self.slots.sent["F", stage + 1, m] = self.programs[stage + 1].place(out)
@@ -334,7 +336,7 @@ class _Run:
             self.kept[stage], buffers, *self._inputs(program, action), x
         )
         if program.last:
-            self.parts[m] = out
+            self.results[m] = out
         else:
             self.slots.sent["F", stage + 1, m] = self.programs[stage + 1].place(out)
         return done

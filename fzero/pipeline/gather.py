@@ -138,7 +138,7 @@ class Gatherer:
         homes = self.stages.homes
         return {
             name: jax.tree.map(
-                lambda *parts, home=homes[name]: self._joined(parts, home, WHOLE),
+                lambda *rows, home=homes[name]: self._joined(rows, home, WHOLE),
                 *(done[rank][name] for rank in homes[name].ranks),
             )
             for name in self.blue.buffers
@@ -174,10 +174,10 @@ class Gatherer:
             home = split.home
             assert home is not None
             givers = self.givers[split.path]
-            parts = [(program, flat[program.stage].pop(split.path)) for program in givers]
+            grads = [(program, flat[program.stage].pop(split.path)) for program in givers]
             if not split.stacked:
-                return self._added([grad for _, grad in parts], split, home.ranks[0])
-            by_rank = [self._rows(parts, split, rank) for rank in home.ranks]
+                return self._added([grad for _, grad in grads], split, home.ranks[0])
+            by_rank = [self._rows(grads, split, rank) for rank in home.ranks]
             return self._joined(by_rank, home, split.lies(sharded=True))
 
         return map_splits(home_sum, trained(self.blue.params))
@@ -190,14 +190,14 @@ class Gatherer:
         key = "add", len(grads), to
         if key not in self._joins:
             self._joins[key] = jit_on(
-                self.blue.rank_mesh(rank), lambda *parts: sum(parts[1:], parts[0]), to
+                self.blue.rank_mesh(rank), lambda *grads: sum(grads[1:], grads[0]), to
             )
         total: jax.Array = self._joins[key](*(send(grad, to) for grad in grads))
         return total
 
-    def _rows(self, parts: list[tuple[StagePrograms, jax.Array]], split: Split, rank: int) -> Any:
+    def _rows(self, grads: list[tuple[StagePrograms, jax.Array]], split: Split, rank: int) -> Any:
         """The gradients of a stack's layers on one rank, in the rows where they are kept."""
-        own = [grad for program, grad in parts if program.rank == rank]
+        own = [grad for program, grad in grads if program.rank == rank]
         assert split.home is not None
         rows = split.home.rows_per_rank if split.home.rows else split.shape[0]
         fill = rows - sum(grad.shape[0] for grad in own)
@@ -214,10 +214,10 @@ class Gatherer:
             self._joins[key] = jit_on(self.blue.rank_mesh(rank), join, to)
         return self._joins[key](*own)
 
-    def _joined(self, parts: Any, home: Home, spec: PartitionSpec) -> jax.Array:
-        """A leaf at home from its pieces on the ranks."""
-        if len(parts) == 1:
-            one: jax.Array = parts[0]
+    def _joined(self, rows: Any, home: Home, spec: PartitionSpec) -> jax.Array:
+        """A leaf at home from its rows on each of the ranks."""
+        if len(rows) == 1:
+            one: jax.Array = rows[0]
             return one
-        shape = (len(home.rows), *parts[0].shape[1:])
-        return joined(shape, self.blue.sharding(home, spec), parts, parts[0].dtype)
+        shape = (len(home.rows), *rows[0].shape[1:])
+        return joined(shape, self.blue.sharding(home, spec), rows, rows[0].dtype)

@@ -295,8 +295,8 @@ class StagePrograms:
     def rows(self) -> Any:
         """`R([outputs, ...]) -> outputs` of all microbatches, rows in the batch's order."""
 
-        def run(parts: list[PyTree]) -> PyTree:
-            return jax.tree.map(lambda *x: jnp.concatenate(x), *unpack(parts))
+        def run(results: list[PyTree]) -> PyTree:
+            return jax.tree.map(lambda *x: jnp.concatenate(x), *unpack(results))
 
         return self._jit(run, (LOCAL,), LOCAL)
 
@@ -326,13 +326,13 @@ class StagePrograms:
     def totals(self) -> Any:
         """`T([(mean, metrics), ...]) -> (mean, metrics)` summed over microbatches and devices."""
 
-        def run(parts: list[tuple[Mean, dict[str, Mean]]]) -> Any:
-            own = unpack(parts)
+        def run(results: list[tuple[Mean, dict[str, Mean]]]) -> Any:
+            own = unpack(results)
             total = own[0]
             if len(own) > 1:
                 total = jax.tree.map(jnp.zeros_like, total)
-                for part in own:
-                    total = jax.tree.map(jnp.add, total, part)
+                for one in own:
+                    total = jax.tree.map(jnp.add, total, one)
             return all_reduce_tree(total, self.blue.group)
 
         return self._jit(run, (LOCAL,), WHOLE)
@@ -351,13 +351,11 @@ class StagePrograms:
         self, batch: Inputs, key: jax.Array, number: Any, count: int
     ) -> tuple[Inputs, jax.Array]:
         """One microbatch's rows of this device, and its key."""
-
-        def rows(leaf: jax.Array) -> jax.Array:
-            parts = leaf.reshape(count, -1, *leaf.shape[1:])
-            return jax.lax.dynamic_index_in_dim(parts, number, keepdims=False)
-
+        rows = batch.in_microbatches(count).map_rows(
+            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False)
+        )
         block = shard_index(self.blue.group) * count + number
-        return batch.map_rows(rows), block_key(key, block)
+        return rows, block_key(key, block)
 
     def _added(self, sums: PyTree, grads: PyTree) -> PyTree:
         if sums is None:

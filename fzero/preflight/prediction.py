@@ -62,10 +62,10 @@ def predicted(
     step = train_step(model, tx, on_the_device(plan), devices=devices)
     fields = step.blueprint.shapes()
     shapes = jax.tree.map(shape_of, Inputs.of(batch))
-    parts = sizes["data"] * sizes["replica"]
-    check_batch(shapes, parts, plan.microbatches)
+    num_shares = sizes["data"] * sizes["replica"]
+    check_batch(shapes, num_shares, plan.microbatches)
     where_kept = placement(step.plan, model, tx, num_devices=num_devices)
-    predictor = _Predictor(target, step, fields, shapes, parts, where_kept)
+    predictor = _Predictor(target, step, fields, shapes, num_shares, where_kept)
     found = predictor.one_program() if step.blueprint.stages is None else predictor.pipeline()
     if plan.tiers:
         elsewhere = placement(plan, model, tx, num_devices=num_devices)
@@ -133,15 +133,15 @@ class _Predictor:
         step: TrainStep,
         fields: dict[str, Any],
         batch: PyTree,
-        parts: int,
+        num_shares: int,
         where_kept: Placement,
     ) -> None:
         self.target, self.step, self.fields = target, step, fields
-        self.batch, self.parts, self.where_kept = batch, parts, where_kept
+        self.batch, self.num_shares, self.where_kept = batch, num_shares, where_kept
         self.plan: Plan = step.plan
         self.blue: Blueprint = step.blueprint
         # Before anything is compiled: what cannot be traced is said at once.
-        pieces = self.plan.microbatches * parts
+        pieces = self.plan.microbatches * num_shares
         traced = model_flops(self.blue.model, self.plan, batch, pieces)
         self.model_flops = traced / self.blue.mesh.size
 

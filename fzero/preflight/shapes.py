@@ -23,7 +23,7 @@ from fzero.sharding.initial import initial_shapes
 from fzero.sharding.split import flat_splits, split_params, trained
 from fzero.step.passes import OneProgram, kept_by
 from fzero.tree import PyTree, leaf_bytes
-from fzero.zero.chain import kept_parts, train_forward, without_inputs
+from fzero.zero.chain import secondary_shards, train_forward, without_inputs
 from fzero.zero.layer import End
 from fzero.zero.rules import Rules
 
@@ -33,7 +33,7 @@ from fzero.zero.rules import Rules
 PASSES = 3
 
 
-def model_flops(model: Model, plan: Plan, batch: PyTree, parts: int) -> int:
+def model_flops(model: Model, plan: Plan, batch: PyTree, times: int) -> int:
     """FLOPs of the matmuls of one step of a model, whatever runs it: nothing is computed twice.
 
     Its forward pass is traced as a step runs it, in the plan's compute dtype: there are kernels
@@ -43,13 +43,13 @@ def model_flops(model: Model, plan: Plan, batch: PyTree, parts: int) -> int:
         model: the model.
         plan: the plan.
         batch: shapes of the global batch.
-        parts: how many equal parts of the batch see the model, one after the other or apart.
+        times: how many equal parts of the batch see the model, one after the other or apart.
     """
     params, buffers = initial_shapes(model)
     alone = plan.replace(pipe=1, schedule=None, partition="uniform")
     rules = Rules(alone, split_params(model, params, alone, 1), Group(1, 1), False, False)
     inputs = Inputs.of(batch).map_rows(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // times, *x.shape[1:]), x.dtype)
     )
     one = inputs.at(jax.ShapeDtypeStruct((), np.int32))
 
@@ -64,7 +64,7 @@ def model_flops(model: Model, plan: Plan, batch: PyTree, parts: int) -> int:
     mesh = abstract_mesh(dict.fromkeys(plan.further, 1))
     with jax.sharding.use_abstract_mesh(mesh) if plan.further else nullcontext():
         traced = jax.make_jaxpr(forward)(params, buffers, one, key)
-    return PASSES * parts * flops(traced)
+    return PASSES * times * flops(traced)
 
 
 def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tuple[int, int]:
@@ -89,8 +89,8 @@ def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tu
         pieces = whole_chain(blue.model.layers)
         _, saved, _ = train_forward(pieces, passes.rules(), kept, rows, buffers, rows, key)
         held = {id(leaf): leaf for leaf in jax.tree.leaves(without_inputs(saved))}
-        parts = sum(map(leaf_bytes, kept_parts(saved)))
-        found.append((sum(map(leaf_bytes, held.values())) - parts, parts))
+        secondary = sum(map(leaf_bytes, secondary_shards(saved)))
+        found.append((sum(map(leaf_bytes, held.values())) - secondary, secondary))
         return ()
 
     whole = PartitionSpec()
@@ -103,8 +103,9 @@ def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tu
         check_vma=False,
     )
     jax.eval_shape(run, kept_by(blue, fields), fields["buffers"], Inputs.of(batch), fields["rng"])
-    activations, parts = found[-1]
-    return activations // math.prod(plan.further.get(axis, 1) for axis in (CONTEXT, EXPERT)), parts
+    activations, secondary = found[-1]
+    ways = math.prod(plan.further.get(axis, 1) for axis in (CONTEXT, EXPERT))
+    return activations // ways, secondary
 
 
 def gradient_bytes(blue: Blueprint, plan: Plan) -> int:

@@ -161,9 +161,9 @@ class Split:
 
 
 def split_leaf(
-    path: str, leaf: Any, parts: int, plan: Plan, stacked: bool = False, axes: Axes = ()
+    path: str, leaf: Any, num_data: int, plan: Plan, stacked: bool = False, axes: Axes = ()
 ) -> Split:
-    """Decides how one leaf is cut into `parts`.
+    """Decides how one leaf is split over the data axis.
 
     The outermost divisible dim is taken: gathering along it concatenates whole blocks of memory.
     A leaf below `plan.min_shard_bytes` stays whole. Where no dim divides, the dim that grows the
@@ -185,23 +185,23 @@ def split_leaf(
 
     part = shape[first:]
     size = int(np.prod(part, dtype=np.int64)) * compute.itemsize // ways
-    if parts == 1:
+    if num_data == 1:
         return split(None, 0, "one device on the data axis")
     if not part or 0 in shape:
         return split(None, 0, "scalar" if not part else "no elements")
     if size < plan.min_shard_bytes:
         return split(None, 0, f"{size} bytes: below min_shard_bytes={plan.min_shard_bytes}")
     free = [dim for dim in range(first, len(shape)) if dim >= len(axes) or axes[dim] is None]
-    if max((shape[dim] for dim in free), default=0) < parts:
-        return split(None, 0, f"no dim has {parts} rows to give away")
+    if max((shape[dim] for dim in free), default=0) < num_data:
+        return split(None, 0, f"no dim has {num_data} rows to give away")
     for dim in free:
-        if shape[dim] % parts == 0:
-            return split(dim, 0, f"dim {dim} ({shape[dim]}) divides by {parts}")
+        if shape[dim] % num_data == 0:
+            return split(dim, 0, f"dim {dim} ({shape[dim]}) divides by {num_data}")
     # Relative growth decides: one row of 50257 costs less than one of 25.
-    dim = min(free, key=lambda d: ((-shape[d] % parts) / shape[d], d))
-    pad = -shape[dim] % parts
+    dim = min(free, key=lambda d: ((-shape[d] % num_data) / shape[d], d))
+    pad = -shape[dim] % num_data
     grown = shape[dim] + pad
-    return split(dim, pad, f"no dim divides by {parts}: dim {dim} padded by {pad} to {grown}")
+    return split(dim, pad, f"no dim divides by {num_data}: dim {dim} padded by {pad} to {grown}")
 
 
 def stacked_names(model: Model) -> frozenset[str]:
@@ -210,7 +210,7 @@ def stacked_names(model: Model) -> frozenset[str]:
 
 
 def split_params(
-    model: Model, shapes: PyTree, plan: Plan, parts: int, homes: Mapping[str, Home] | None = None
+    model: Model, shapes: PyTree, plan: Plan, num_data: int, homes: Mapping[str, Home] | None = None
 ) -> PyTree:
     """How a params tree is split: a `Split` for every leaf.
 
@@ -218,7 +218,7 @@ def split_params(
         model: the model.
         shapes: its parameters' shapes.
         plan: the plan.
-        parts: devices on the data axis.
+        num_data: devices on the data axis.
         homes: in a pipeline, the home of each link's leaves.
     """
     stacks, axes = stacked_names(model), axes_of(model, plan, shapes)
@@ -229,7 +229,7 @@ def split_params(
     def split(keys: tuple[str, ...], name: str, leaf: Any) -> Split:
         link = keys[0] if keys else ""
         home = None if homes is None else homes[link]
-        split = split_leaf(name, kept_shape(leaf, home), parts, plan, link in stacks, axes[name])
+        split = split_leaf(name, kept_shape(leaf, home), num_data, plan, link in stacks, axes[name])
         split = dataclasses.replace(split, home=home)
         return _frozen(split, plan) if name in frozen else split
 
@@ -315,7 +315,7 @@ def kept_shape(leaf: Any, home: Home | None) -> Any:
 
 
 def split_opt_state(
-    init: Callable[[PyTree], PyTree], params: PyTree, plan: Plan, parts: int
+    init: Callable[[PyTree], PyTree], params: PyTree, plan: Plan, num_data: int
 ) -> PyTree:
     """How any optax state is split.
 
@@ -327,7 +327,7 @@ def split_opt_state(
         init: the transformation's `init`.
         params: the splits of the parameters; it is given those that are trained.
         plan: the plan.
-        parts: devices on the data axis.
+        num_data: devices on the data axis.
     """
     params = trained(params)
     shapes = jax.eval_shape(init, map_splits(_kept, params))
@@ -345,7 +345,7 @@ def split_opt_state(
                 owner, path=name, dtype=np.dtype(leaf.dtype), reason=f"as {owner.path}",
                 owner=owner.path,
             )  # fmt: skip
-        own = split_leaf(name, leaf, parts, plan)
+        own = split_leaf(name, leaf, num_data, plan)
         own = dataclasses.replace(own, owner=None if owner is None else owner.path)
         if everywhere is None:
             return own
@@ -355,7 +355,7 @@ def split_opt_state(
         if owner.home.rows and not (shape[:1] == owner.shape[:1] and name in by_rows):
             return dataclasses.replace(own, home=Home(owner.home.ranks, group=owner.home.group))
         if owner.home.rows and own.dim == 0:
-            own = split_leaf(name, leaf, parts, plan, stacked=True)
+            own = split_leaf(name, leaf, num_data, plan, stacked=True)
         return dataclasses.replace(own, home=owner.home, owner=owner.path)
 
     return _mapped(split, shapes)

@@ -167,7 +167,7 @@ def partition(
     return Partition(tuple(map(tuple, cut)), totals, quantity)
 
 
-def balance(loads: Sequence[int], parts: int) -> list[int]:
+def balance(loads: Sequence[int], num_ranges: int) -> list[int]:
     """Cuts a sequence such that its largest part is as small as it can be.
 
     Among all such cuts the one with the least sum of squared loads is taken, among those the one
@@ -175,7 +175,7 @@ def balance(loads: Sequence[int], parts: int) -> list[int]:
 
     Args:
         loads: what each item weighs, 0 or more.
-        parts: number of parts, at most one per item.
+        num_ranges: number of parts, at most one per item.
 
     Returns:
         The number of items in each part, at least one.
@@ -186,15 +186,15 @@ def balance(loads: Sequence[int], parts: int) -> list[int]:
     """
     count = len(loads)
     before = list(itertools.accumulate(loads, initial=0))
-    limit = _smallest_limit(loads, parts)
+    limit = _smallest_limit(loads, num_ranges)
     # One integer orders by squared loads first and squared lengths second.
     weight = count * count + 1
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # items so far: (cost, lengths)
-    for part in range(parts):
+    for part in range(num_ranges):
         found: dict[int, tuple[int, list[int]]] = {}
         for start, (cost, lengths) in best.items():
             # Every later part needs an item of its own.
-            for end in range(start + 1, count - (parts - part - 1) + 1):
+            for end in range(start + 1, count - (num_ranges - part - 1) + 1):
                 load = before[end] - before[start]
                 if load > limit:
                     break
@@ -206,8 +206,8 @@ def balance(loads: Sequence[int], parts: int) -> list[int]:
     return best[count][1]
 
 
-def _smallest_limit(loads: Sequence[int], parts: int) -> int:
-    """The least limit under which filling parts one after the other needs no more than `parts`.
+def _smallest_limit(loads: Sequence[int], num_ranges: int) -> int:
+    """The least limit under which filling parts in order needs no more than `num_ranges`.
 
     Fewer are as good: a part of several items can always be cut further.
     """
@@ -218,7 +218,7 @@ def _smallest_limit(loads: Sequence[int], parts: int) -> int:
             if load > room:
                 used, room = used + 1, limit
             room -= load
-        return used <= parts
+        return used <= num_ranges
 
     low, high = max(loads), sum(loads)
     while low < high:

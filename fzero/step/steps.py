@@ -88,7 +88,7 @@ class TrainStep:
             return self.pure(state, batch)
         was, state = state, self._checks.state(state, leaves)
         self._checks.batch(batch, self.plan.microbatches)
-        fields, at = self._parts(state)
+        fields, at = self._arguments(state)
         with self._checks.running(state, batch, self.apply):
             new, metrics = self.runner(fields, at, self.passes.place(batch))
         if self.donate:
@@ -143,7 +143,7 @@ class TrainStep:
         self._checks.batch(batch, self.plan.microbatches)
         check_finite(state)
         require_finite_batch(batch)
-        fields, at = self._parts(state)
+        fields, at = self._arguments(state)
         with self._checks.running(state, batch):
             looks = look(self.passes, fields, at, self.passes.place(batch))
         require_finite_looks(self.blueprint, looks)
@@ -178,7 +178,7 @@ class TrainStep:
             raise PlanError(f"{self.name}.pure: {_MANY}")
         self._checks.traced(state)
         self._checks.batch(batch, self.plan.microbatches)
-        fields, at = self._parts(_recast(state, self.blueprint))
+        fields, at = self._arguments(_recast(state, self.blueprint))
         new, metrics = runner.step(fields, at, constrain_batch(batch, self.blueprint.mesh))
         return dataclasses.replace(state, **new), metrics
 
@@ -201,7 +201,7 @@ class TrainStep:
             raise PlanError(f"{self.name}.lower: {_MANY}")
         self._checks.batch(batch, self.plan.microbatches)
         placed = abstract_batch(batch, self.blueprint.mesh).at(None)
-        return self.runner.program.lower(*self._parts(state), placed)
+        return self.runner.program.lower(*self._arguments(state), placed)
 
     @property
     def executor(self) -> Executor:
@@ -224,10 +224,10 @@ class TrainStep:
         """
         assert isinstance(self.runner, Divided)
         assert isinstance(self.runner.update, DividedUpdate)
-        fields, (step, _) = self._parts(state)
+        fields, (step, _) = self._arguments(state)
         return self.runner.update.lowered(fields, step, gradients)
 
-    def _parts(self, state: TrainState) -> tuple[Values, StepAndKey]:
+    def _arguments(self, state: TrainState) -> tuple[Values, StepAndKey]:
         """What may be given away, and what is kept."""
         return {name: getattr(state, name) for name in self._reads}, (state.step, state.rng)
 
@@ -277,8 +277,8 @@ class _ReadingStep(ABC):
         self._checks.traced(state)
         self._checks.batch(batch, 1)
         state = chosen(state, self.blueprint, self.which)
-        parts = self._parts(_recast(state, self.blueprint))
-        return self._one_program(*parts, constrain_batch(batch, self.blueprint.mesh))
+        arguments = self._arguments(_recast(state, self.blueprint))
+        return self._one_program(*arguments, constrain_batch(batch, self.blueprint.mesh))
 
     @property
     def compiler_options(self) -> CompilerOptions:
@@ -295,7 +295,7 @@ class _ReadingStep(ABC):
             raise PlanError(f"{self.name}.lower: {_MANY}")
         self._checks.batch(batch, 1)
         return self._program.lower(
-            *self._parts(state), abstract_batch(batch, self.blueprint.mesh).at(None)
+            *self._arguments(state), abstract_batch(batch, self.blueprint.mesh).at(None)
         )
 
     @property
@@ -304,7 +304,7 @@ class _ReadingStep(ABC):
         assert isinstance(self.passes, Pipeline)
         return self.passes.executor
 
-    def _parts(self, state: TrainState) -> tuple[PyTree, PyTree, StepAndKey]:
+    def _arguments(self, state: TrainState) -> tuple[PyTree, PyTree, StepAndKey]:
         return kept_by(self.blueprint, vars(state)), state.buffers, (state.step, state.rng)
 
     @abstractmethod
@@ -339,7 +339,7 @@ class EvalStep(_ReadingStep):
         state = chosen(self._checks.state(state), self.blueprint, self.which)
         self._checks.batch(batch, 1)
         with self._checks.running(state, batch):
-            metrics: Metrics = self._program(*self._parts(state), self.passes.place(batch))
+            metrics: Metrics = self._program(*self._arguments(state), self.passes.place(batch))
         require_finite(self.name, metrics)
         return metrics
 
@@ -384,7 +384,7 @@ class PredictStep(_ReadingStep):
         group = self.blueprint.group
         full, mask = pad_batch(batch, group.data * group.replica)
         with self._checks.running(state, batch, outputs=True):
-            found = self._program(*self._parts(state), self.passes.place(full))
+            found = self._program(*self._arguments(state), self.passes.place(full))
         real = int(mask.sum())
         return found if real == len(mask) else jax.tree.map(lambda x: x[:real], found)
 

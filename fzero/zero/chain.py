@@ -30,7 +30,7 @@ from fzero.links import (
 from fzero.pieces import Piece, run_chain
 from fzero.precision import cast_input
 from fzero.tree import PyTree
-from fzero.zero.fetched import Fetched, Parts, Sums, trained_leaves
+from fzero.zero.fetched import Fetched, Secondary, Sums, trained_leaves
 from fzero.zero.layer import (
     End,
     Half,
@@ -148,9 +148,9 @@ def entered(rules: Rules, first: Piece, x: Any) -> Any:
     return cast_input(rules.plan, x) if starts else x
 
 
-def kept_parts(saved: Saved) -> list[jax.Array]:
+def secondary_shards(saved: Saved) -> list[jax.Array]:
     """What this device keeps of weights for the backward pass (`Plan.secondary`)."""
-    own = [one.parts if isinstance(one, LayerSaved) else one.parts() for one in saved]
+    own = [one.secondary if isinstance(one, LayerSaved) else one.secondary() for one in saved]
     return jax.tree.leaves(own)
 
 
@@ -189,7 +189,7 @@ def train_backward(
         `(gradients, cotangents of the input's floating-point leaves)`. Gradients are in the
         compute dtype: shards for split leaves if reduced now, otherwise whole.
     """
-    fetched = Fetched(rules, kept, _parts(saved))
+    fetched = Fetched(rules, kept, _secondary(saved))
     sums = Sums(rules, [_layer_of(one) for one in saved])
     for one in reversed(saved):
         if isinstance(one, StackSaved):
@@ -201,10 +201,10 @@ def train_backward(
     return sums.finish(), cotangent
 
 
-def _parts(saved: Sequence[LayerSaved | StackSaved | Half | StackHalf]) -> Parts:
+def _secondary(saved: Sequence[LayerSaved | StackSaved | Half | StackHalf]) -> Secondary:
     """What a pass before kept of leaves outside stacks."""
-    own = [one.parts for one in saved if isinstance(one, LayerSaved | Half)]
-    return {path: part for parts in own for path, part in parts.items()}
+    own = [one.secondary for one in saved if isinstance(one, LayerSaved | Half)]
+    return {path: shard for secondary in own for path, shard in secondary.items()}
 
 
 def _layer_of(one: LayerSaved | StackSaved) -> Layer | Stack:
@@ -218,7 +218,7 @@ def input_backward(
     saved: Saved, rules: Rules, kept: PyTree, cotangent: Any, rng: jax.Array
 ) -> tuple[Halves, list[Any]]:
     """The first half of `train_backward`: cotangents of the input, and what is left to do."""
-    fetched = Fetched(rules, kept, _parts(saved))
+    fetched = Fetched(rules, kept, _secondary(saved))
     halves: Halves = []
     half: Half | StackHalf
     for one in reversed(saved):
@@ -233,7 +233,7 @@ def input_backward(
 
 def weight_backward(halves: Halves, rules: Rules, kept: PyTree, rng: jax.Array) -> PyTree:
     """The second half of `train_backward`: gradients of every parameter read, reduced."""
-    fetched = Fetched(rules, kept, _parts(halves))
+    fetched = Fetched(rules, kept, _secondary(halves))
     layers = [h.layer if isinstance(h, Half) else h.program.static.piece.layer for h in halves]
     sums = Sums(rules, layers)
     for half in halves:

@@ -79,8 +79,8 @@ def agreed_largest(values: Sequence[jax.Array]) -> list[jax.Array]:
     return [found[i] for i in range(len(values))]
 
 
-def part_of(whole: jax.Array, split: Split, group: Group) -> jax.Array:
-    """This device's part of a whole leaf that its secondary group keeps between two passes."""
+def secondary_shard(whole: jax.Array, split: Split, group: Group) -> jax.Array:
+    """What this device keeps of a whole leaf between two passes, for its secondary group."""
     dim = _split_dim(whole, split)
     assert dim is not None
     padded = _with_pad(whole, dim, split)
@@ -89,19 +89,19 @@ def part_of(whole: jax.Array, split: Split, group: Group) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(padded, start, rows, dim)
 
 
-def join_parts(part: jax.Array, split: Split, group: Group) -> jax.Array:
-    """The whole leaf from `part_of`, gathered within each secondary group.
+def gather_secondary(shard: jax.Array, split: Split, group: Group) -> jax.Array:
+    """The whole leaf from `secondary_shard`, gathered within each secondary group.
 
     Source: ZeRO++, arXiv:2306.10209, section 3.2 (hpZ).
     """
-    dim = _split_dim(part, split)
+    dim = _split_dim(shard, split)
     assert dim is not None
     size = group.secondary
     neighbours = [list(range(at, at + size)) for at in range(0, group.data, size)]
     whole = jax.lax.all_gather(
-        as_bits(part, group), DATA, axis=dim, tiled=True, axis_index_groups=neighbours
+        as_bits(shard, group), DATA, axis=dim, tiled=True, axis_index_groups=neighbours
     )
-    return _without_pad(from_bits(whole, part.dtype), dim, split)
+    return _without_pad(from_bits(whole, shard.dtype), dim, split)
 
 
 def _split_dim(leaf: jax.Array, split: Split) -> int | None:

@@ -21,7 +21,7 @@ from fzero.zero.rules import Rules
 from fzero.zero.vjp import Pullback
 
 
-Parts = dict[str, jax.Array]
+Secondary = dict[str, jax.Array]
 """What this device keeps of whole leaves between two passes (`Plan.secondary`), by path."""
 
 
@@ -31,25 +31,25 @@ class Fetched:
     Args:
         rules: how to fetch.
         kept: this device's parameters as they are kept between steps.
-        parts: in a backward pass, what the forward pass kept of leaves; `None` in a forward pass.
+        secondary: in a backward pass, what the forward pass left of leaves; else `None`.
     """
 
-    def __init__(self, rules: Rules, kept: PyTree, parts: Parts | None = None) -> None:
+    def __init__(self, rules: Rules, kept: PyTree, secondary: Secondary | None = None) -> None:
         self.rules = rules
         self.kept = kept
-        self.parts = parts
+        self.secondary = secondary
         self.by_path: dict[str, jax.Array] = {}
         self.stacks: dict[str, PyTree] = {}
         self._taken: set[str] = set()
 
-    def new_parts(self, layer: Layer, pullback: Pullback) -> Parts:
+    def new_secondary(self, layer: Layer, pullback: Pullback) -> Secondary:
         """What to keep of the leaves that a layer's backward pass reads and nobody kept before."""
-        found: Parts = {}
+        found: Secondary = {}
         splits = flat_splits(layer_params(layer, self.rules.splits))
         for path, split in ((splits[i].path, splits[i]) for i in pullback.reads):
             if path in self.by_path and path not in self._taken:
-                part = self.rules.part(split, self.by_path[path])
-                found |= {} if part is None else {path: part}
+                shard = self.rules.secondary_shard(split, self.by_path[path])
+                found |= {} if shard is None else {path: shard}
         self._taken.update(found)
         return found
 
@@ -75,8 +75,8 @@ class Fetched:
         rules = self.rules
         splits = flat_splits(layer_params(layer, rules.splits))
         shards = jax.tree.leaves(layer_params(layer, self.kept))
-        parts = self.parts or {}
-        shards = [parts.get(s.path, shard) for s, shard in zip(splits, shards, strict=True)]
+        secondary = self.secondary or {}
+        shards = [secondary.get(s.path, shard) for s, shard in zip(splits, shards, strict=True)]
         if not rules.fenced:
             out = function([self._fetch(*pair) for pair in zip(splits, shards, strict=True)])
             if finish is None:
@@ -100,7 +100,7 @@ class Fetched:
         """A whole leaf in 8 bits, if it may come so and nobody else has it whole."""
         if split.path in self.by_path or not self.rules.may_narrow(split):
             return None
-        return self.rules.fetch_narrow([split], [shard], again=self.parts is not None)[0]
+        return self.rules.fetch_narrow([split], [shard], again=self.secondary is not None)[0]
 
     def whole(self) -> PyTree:
         """All parameters, after a pass that held what it gathered. (What no layer read is gathered
@@ -117,13 +117,13 @@ class Fetched:
         return map_splits(find, splits, self.kept)
 
     def _fetch(self, split: Split, shard: jax.Array) -> jax.Array:
-        """A whole leaf from its shard, or from its part where there is one."""
-        path, parts = split.path, self.parts
+        """A whole leaf from its shard, or from its secondary shard where there is one."""
+        path, secondary = split.path, self.secondary
         if path not in self.by_path:
             self.by_path[path] = (
                 self.rules.fetch(split, shard)
-                if parts is None
-                else self.rules.refetch(split, shard, shard if path in parts else None)
+                if secondary is None
+                else self.rules.refetch(split, shard, shard if path in secondary else None)
             )
         return self.by_path[path]
 
@@ -163,8 +163,8 @@ class Sums:
         """Gradients of all trained leaves."""
 
         def grad_of(split: Split) -> jax.Array:
-            parts = [p[split.path] for p in (self.stacked, self.single) if split.path in p]
-            return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+            found = [p[split.path] for p in (self.stacked, self.single) if split.path in p]
+            return found[0] if len(found) == 1 else found[0] + found[1]
 
         grads = map_splits(grad_of, trained(self.rules.splits))
         return self.rules.finish(grads)

@@ -90,10 +90,11 @@ def local_marks(
     """
     count = rules.plan.microbatches
     block, pieces = shard_index(rules.group) * count, whole_chain(model.layers)
-    parts = batch.map_rows(lambda x: x.reshape(count, -1, *x.shape[1:]))
+    microbatches = batch.in_microbatches(count)
 
     def one(buffers: PyTree, index: jax.Array) -> tuple[PyTree, tuple[jax.Array, jax.Array]]:
-        rows, key = parts.map_rows(lambda x: x[index]), block_key(rng, block + index)
+        rows = microbatches.map_rows(lambda x: x[index])
+        key = block_key(rng, block + index)
         own = rules, kept, rows, buffers, rows, key
         _, forward = chain_marks(pieces, *own)
         end, saved, new = train_forward(pieces, *own)

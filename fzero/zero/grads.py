@@ -106,8 +106,8 @@ def _accumulated(
     gathers, and the others read what it leaves.
     """
     count = rules.plan.microbatches
-    parts = batch.map_rows(lambda x: x.reshape(count, -1, *x.shape[1:]))
-    first = parts.map_rows(lambda x: x[0])
+    microbatches = batch.in_microbatches(count)
+    first = microbatches.map_rows(lambda x: x[0])
 
     def add(sums: _Sums, found: _Sums) -> _Sums:
         # Added when all of them are there. Otherwise XLA reduces the last layer's gradient only
@@ -124,7 +124,7 @@ def _accumulated(
     if rules.hold:
         found, buffers, kept = one(rules, kept, buffers, first, 0)
         sums, rules, start = add(room(found), found), rules.held(), 1
-        parts = parts.map_rows(lambda x: x[1:])
+        microbatches = microbatches.map_rows(lambda x: x[1:])
     else:
         shapes, *_ = jax.eval_shape(partial(one, rules), kept, buffers, first, 0)
         sums, start = room(shapes), 0
@@ -135,11 +135,12 @@ def _accumulated(
         # lifted out of this loop, and stay alive through all of it.
         own, xs = rules.fence((kept, xs))
         rows, index = xs
-        inputs = dataclasses.replace(parts, rows=rows)
+        inputs = dataclasses.replace(microbatches, rows=rows)
         found, buffers, _ = one(rules, own, buffers, inputs, index)
         return (add(sums, found), buffers), None
 
-    (sums, buffers), _ = jax.lax.scan(body, (sums, buffers), (parts.rows, jnp.arange(start, count)))
+    xs = microbatches.rows, jnp.arange(start, count)
+    (sums, buffers), _ = jax.lax.scan(body, (sums, buffers), xs)
     return sums, buffers
 
 

@@ -19,13 +19,13 @@ from fzero.links import (
 from fzero.programs.halves import Rest, first_half, unfenced
 from fzero.sharding.buffers import require_reductions
 from fzero.tree import PyTree
-from fzero.zero.fetched import Fetched, Parts, Sums, trained_leaves
+from fzero.zero.fetched import Fetched, Secondary, Sums, trained_leaves
 from fzero.zero.vjp import Floats, Pullback, forward, remat_policy
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["residuals", "parts"],
+    data_fields=["residuals", "secondary"],
     meta_fields=["layer", "pullback"],
 )
 @dataclass(frozen=True, eq=False)
@@ -36,13 +36,13 @@ class LayerSaved:
         layer: the layer.
         pullback: its backward pass.
         residuals: what that reads besides weights.
-        parts: of the leaves that this layer is the first to read again.
+        secondary: of the leaves that this layer is the first to read again.
     """
 
     layer: Layer
     pullback: Pullback
     residuals: list[Any]
-    parts: Parts
+    secondary: Secondary
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def layer_forward(
 
     y, aux, residuals = fetched.run(layer, of_weights)
     saved = LayerSaved(
-        layer, cell["pullback"], residuals, fetched.new_parts(layer, cell["pullback"])
+        layer, cell["pullback"], residuals, fetched.new_secondary(layer, cell["pullback"])
     )
     if end is not None:
         count, metrics, buffers = aux
@@ -125,7 +125,7 @@ def layer_backward(
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["values", "rest", "parts"],
+    data_fields=["values", "rest", "secondary"],
     meta_fields=["layer"],
 )
 @dataclass(frozen=True, eq=False)
@@ -135,7 +135,7 @@ class Half:
     layer: Layer
     values: list[Any]
     rest: Rest
-    parts: Parts
+    secondary: Secondary
 
 
 def layer_input_backward(
@@ -158,7 +158,7 @@ def layer_input_backward(
 
     cotangent, values = fetched.run(saved.layer, of_weights, residuals)
     values = unfenced(values, residuals, saved.residuals)
-    return Half(saved.layer, values, cell[-1], saved.parts), cotangent
+    return Half(saved.layer, values, cell[-1], saved.secondary), cotangent
 
 
 def layer_weight_backward(fetched: Fetched, half: Half, sums: Sums, rng: jax.Array | None) -> None:

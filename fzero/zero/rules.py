@@ -24,9 +24,9 @@ from fzero.zero.collectives import (
     all_reduce_tree,
     gather,
     gather_int8,
-    join_parts,
-    part_of,
+    gather_secondary,
     reduce_scatter,
+    secondary_shard,
 )
 from fzero.zero.narrow import Narrow
 
@@ -119,22 +119,22 @@ class Rules:
     def _ready(self, whole: jax.Array) -> jax.Array:
         return bits.row_major(bits.fence(whole), self.group) if self.fenced else whole
 
-    def part(self, split: Split, whole: jax.Array) -> jax.Array | None:
+    def secondary_shard(self, split: Split, whole: jax.Array) -> jax.Array | None:
         """What this device keeps of a fetched leaf for its backward pass; `None` for nothing."""
         kept = self.sharded and self.group.secondary > 0 and split.dim is not None
         if not kept:
             return None
-        return self._alone(split, lambda leaf: part_of(leaf, split, self.group), whole)
+        return self._alone(split, lambda leaf: secondary_shard(leaf, split, self.group), whole)
 
-    def refetch(self, split: Split, leaf: jax.Array, part: jax.Array | None) -> jax.Array:
-        """A leaf ready for use in a backward pass: from the parts that `part` kept, or again."""
-        if part is None:
+    def refetch(self, split: Split, leaf: jax.Array, secondary: jax.Array | None) -> jax.Array:
+        """A leaf ready for use in a backward pass: from its secondary shards, or again."""
+        if secondary is None:
             return self.fetch(split, leaf, again=True)
 
-        def join(part: jax.Array) -> jax.Array:
-            return self._ready(join_parts(part, split, self.group))
+        def join(secondary: jax.Array) -> jax.Array:
+            return self._ready(gather_secondary(secondary, split, self.group))
 
-        return self._alone(split, join, part)
+        return self._alone(split, join, secondary)
 
     def scatter(self, split: Split, grad: jax.Array) -> jax.Array:
         """The reduced shard of a split leaf's gradient. Whole leaves wait for `finish`."""

@@ -37,15 +37,15 @@ class StackSaved:
 
     Args:
         program: the differentiable program of one layer.
-        values: per layer, what the backward pass reads, and this device's parts of its weights
-            (`Plan.secondary`): all layers stacked, or (all but the last stacked, the last).
+        values: per layer, what the backward pass reads, and this device's secondary shards of its
+            weights (`Plan.secondary`): all layers stacked, or (all but the last stacked, the last).
     """
 
     program: LayerProgram
     values: tuple[Any, Any]
 
-    def parts(self) -> list[PyTree]:
-        """This device's parts of weights."""
+    def secondary(self) -> list[PyTree]:
+        """This device's secondary shards of weights."""
         return [values[1] for values in self.values if values is not None]
 
     def with_inputs(self, batch: PyTree, rng: jax.Array | None) -> StackSaved:
@@ -67,7 +67,7 @@ def stack_forward(
 
     def run(weights: PyTree, x: Any, k: Any) -> tuple[Any, Any, PyTree]:
         y, saved, buffers = program.forward(weights, x, k)
-        return y, (saved, layers.parts(weights)), buffers
+        return y, (saved, layers.secondary(weights)), buffers
 
     layers = layers.narrowed(shards, lambda weights: run(weights, start, 0))
     y, saved, buffers, held = _forward(layers, shards, start, run, rules.hold)
@@ -201,8 +201,8 @@ def stack_backward(given: StackSaved, shards: PyTree, cotangent: Any) -> tuple[P
 
 
 def _away(layers: StackLayers, saved: Any) -> Any:
-    """What a looped layer keeps, where the plan wants it. (Parts of weights stay at hand.)"""
+    """What a looped layer keeps, where the plan wants it. (Secondary shards stay at hand.)"""
     if layers.rules.plan.remat != "offload":
         return saved
-    own, parts = saved
-    return jax.tree.map(lambda leaf: compat.to_host(leaf) if leaf.ndim else leaf, own), parts
+    own, secondary = saved
+    return jax.tree.map(lambda leaf: compat.to_host(leaf) if leaf.ndim else leaf, own), secondary

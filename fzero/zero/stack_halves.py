@@ -19,7 +19,7 @@ from fzero.zero.stack_layer import LayerProgram, at_row, join_rows
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["program", "values", "rest", "parts"],
+    data_fields=["program", "values", "rest", "secondary"],
     meta_fields=[],
 )
 @dataclass(frozen=True, eq=False)
@@ -30,13 +30,13 @@ class StackHalf:
         program: the program of one layer.
         values: per layer, stacked, what the second half reads.
         rest: the second half of one layer.
-        parts: per layer, stacked, this device's parts of its weights.
+        secondary: per layer, stacked, this device's secondary shards of its weights.
     """
 
     program: LayerProgram
     values: list[Any]
     rest: Rest
-    parts: PyTree
+    secondary: PyTree
 
     def with_inputs(self, batch: PyTree, rng: jax.Array | None) -> StackHalf:
         """As `StackSaved.with_inputs`."""
@@ -55,8 +55,8 @@ def stack_input_backward(
     cell: list[tuple[Rest, list[int | None]]] = []
 
     def fetch(k: Any) -> PyTree:
-        parts = jax.tree.map(lambda leaf: at_row(leaf, k), saved[1])
-        return layers.refetch(shards, parts, k)
+        secondary = jax.tree.map(lambda leaf: at_row(leaf, k), saved[1])
+        return layers.refetch(shards, secondary, k)
 
     def back(cts: Any, weights: PyTree, k: Any, apart: bool) -> tuple[Any, list[Any]]:
         layer_saved = jax.tree.map(lambda leaf: at_row(leaf, k), saved[0])
@@ -82,11 +82,11 @@ def stack_weight_backward(half: StackHalf, shards: PyTree) -> PyTree:
     layers = half.program.static
 
     def plain(_: None, xs: Any) -> tuple[None, PyTree]:
-        k, values, parts = xs
+        k, values, secondary = xs
         # Where no gradient reads the weights, as in chains of matmuls, the gathers fall away.
-        weights = layers.refetch(shards, parts, k)
+        weights = layers.refetch(shards, secondary, k)
         return None, layers.scatter(half.program.weight_half(half.rest, values, weights))
 
-    xs = (jnp.arange(layers.piece.num_layers), half.values, half.parts)
+    xs = (jnp.arange(layers.piece.num_layers), half.values, half.secondary)
     _, grads = jax.lax.scan(plain, None, xs, reverse=True)
     return grads

@@ -69,13 +69,13 @@ class StackLayers:
             self.splits, shards,
         )  # fmt: skip
 
-    def refetch(self, shards: PyTree, parts: PyTree, k: Any) -> PyTree:
+    def refetch(self, shards: PyTree, secondary: PyTree, k: Any) -> PyTree:
         """Layer k's parameters, ready for use in a backward pass."""
         row, narrow = self.piece.row, self._in_8_bits(shards, k, again=True)
         return map_splits(
-            lambda split, leaf, part: narrow.get(split.path)
-            or self.rules.refetch(split, at_row(leaf, row + k), part),
-            self.splits, shards, parts,
+            lambda split, leaf, shard: narrow.get(split.path)
+            or self.rules.refetch(split, at_row(leaf, row + k), shard),
+            self.splits, shards, secondary,
         )  # fmt: skip
 
     def _in_8_bits(self, shards: PyTree, k: Any, again: bool) -> dict[str, Narrow]:
@@ -106,9 +106,9 @@ class StackLayers:
         dtypes = [split.compute for split in flat_splits(self.splits)]
         return with_narrow(function, weights, dtypes)
 
-    def parts(self, weights: PyTree) -> PyTree:
-        """This device's parts of a layer's parameters."""
-        return map_splits(self.rules.part, self.splits, weights)
+    def secondary(self, weights: PyTree) -> PyTree:
+        """This device's secondary shards of a layer's parameters."""
+        return map_splits(self.rules.secondary_shard, self.splits, weights)
 
     def scatter(self, grads: PyTree) -> PyTree:
         """The reduced gradients of a layer."""

@@ -1,0 +1,118 @@
+"""Leaves that not every process has a part in: each process writes its own part of them.
+
+Orbax writes arrays that all processes hold shards of. Leaves of a pipeline's stage are at home on
+one rank, whose devices are one process's, or some processes'. Their shards are written here, as one
+zarr array a leaf with whole shards as its chunks, so that no two processes write into one file.
+What makes a checkpoint whole or not there at all (a temporary directory, a rename when everybody
+has written) stays orbax's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import jax
+import numpy as np
+
+from fzero.checkpoint.urls import kvstore
+
+
+FOLDER = "parts"
+# A chunk is compressed in memory, and read whole for any piece of it.
+CHUNK_BYTES = 64 * 2**20
+_Shards = list[tuple[tuple[slice, ...], np.ndarray[Any, Any]]]
+
+
+@dataclass
+class Part:
+    """One process's part of an array, in its memory.
+
+    Args:
+        shape: of the whole.
+        chunk: of what is written at once; whole shards, or rows of them.
+        shards: where they belong, and their values.
+    """
+
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    shards: _Shards
+
+
+def part_of(leaf: Any) -> Part:
+    """What this process writes of an array: of each piece, one process's first copy.
+
+    Args:
+        leaf: an array on devices, or one that every process has on its host.
+    """
+    if isinstance(leaf, jax.Array):
+        return Part(leaf.shape, _chunk(leaf), _own_shards(leaf))
+    own = [((slice(None),) * leaf.ndim, leaf)] if jax.process_index() == 0 else []
+    return Part(leaf.shape, _rows(leaf.shape, leaf.dtype.itemsize), own)
+
+
+def is_elsewhere(leaf: Any) -> bool:
+    """Whether some process has no shard of an array."""
+    if not isinstance(leaf, jax.Array) or jax.process_count() == 1:
+        return False
+    devices: Any = leaf.sharding.device_set
+    owners = {device.process_index for device in devices}
+    return len(owners) < jax.process_count()
+
+
+def part_path(folder: PurePath, key: str) -> dict[str, Any]:
+    """Where a leaf is, as `tensorstore.open` takes it.
+
+    Args:
+        folder: of one checkpoint.
+        key: the leaf's.
+    """
+    return {"driver": "zarr", "kvstore": kvstore(folder / FOLDER / key)}
+
+
+def _own_shards(leaf: jax.Array) -> _Shards:
+    """The shards that this process writes: of each piece, one process's first copy."""
+    return [
+        (shard.index, np.array(shard.data))
+        for shard in leaf.addressable_shards
+        if shard.replica_id == 0
+    ]
+
+
+def _chunk(leaf: jax.Array) -> tuple[int, ...]:
+    """The shape of a chunk: a shard, or equal rows of it."""
+    return _rows(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize)
+
+
+def _rows(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    rows, *rest = shape or (1,)
+    size = rows * int(np.prod(rest)) * itemsize
+    while size > CHUNK_BYTES and rows % 2 == 0:
+        rows, size = rows // 2, size // 2
+    return (rows, *rest)[: len(shape)]
+
+
+async def write_part(kvstore: Any, part: Part) -> None:
+    """Writes one process's part of an array.
+
+    Args:
+        kvstore: where the array is, as tensorstore takes it.
+        part: what to write.
+    """
+    import tensorstore
+
+    if not part.shards:
+        return
+    spec = {
+        "driver": "zarr",
+        "kvstore": kvstore,
+        "metadata": {"compressor": {"id": "zstd", "level": 1}},
+    }
+    # Whoever comes first writes the description; the others find the same one.
+    array = await tensorstore.open(
+        spec, create=True, open=True, dtype=tensorstore.dtype(part.shards[0][1].dtype),
+        shape=part.shape, chunk_layout=tensorstore.ChunkLayout(chunk_shape=part.chunk),
+    )  # fmt: skip
+    for index, value in part.shards:
+        await array[index].write(value)
