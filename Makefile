@@ -23,7 +23,7 @@ comma := ,
 # Installed again when what is to be installed changes.
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help install demo test test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-gpu-programs nightly-ray nightly-random nightly-models mutants operators models models-venv lint types docs site docs-serve docs-outputs clean
+.PHONY: help install demo test test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-gpu-programs nightly-ray nightly-gcs nightly-random nightly-models mutants operators models models-venv lint types docs site docs-serve docs-outputs clean
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 .DELETE_ON_ERROR:
@@ -101,7 +101,7 @@ gpu:
 # What `make test` and `make test-bits` leave to the night, planted bugs, ten times as many random
 # sequences of what can happen to a state, and kills of a process that saves.
 # `make -k nightly` goes on after a failure.
-nightly: nightly-tests nightly-bits nightly-gpu-programs nightly-ray nightly-models mutants nightly-random
+nightly: nightly-tests nightly-bits nightly-gpu-programs nightly-ray nightly-gcs nightly-models mutants nightly-random
 
 nightly-tests: install
 	$(PYTEST) -m "nightly and not bits" $(PYTEST_ARGS)
@@ -120,6 +120,15 @@ nightly-ray: install
 	  $$($(RAY_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	$(RAY_VENV)/bin/python -m pip install --quiet 'ray[train]' -c constraints.txt
 	$(RAY_VENV)/bin/python -m pytest -m nightly tests/multiprocess/test_ray.py
+
+# Checkpoints in Google's store, of which an emulator runs here; likewise.
+GCS_VENV := $(VENV)-gcs
+nightly-gcs: install
+	test -x $(GCS_VENV)/bin/python || $(BIN)/python -m venv $(GCS_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  $$($(GCS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(GCS_VENV)/bin/python -m pip install --quiet gcsfs gcp-storage-emulator -c constraints.txt
+	$(GCS_VENV)/bin/python -m pytest -m nightly -k gs tests/test_object_stores.py
 
 nightly-random: install
 	FZERO_NIGHTLY=1 $(BIN)/python -m pytest tests/offload/test_state_machine.py tests/test_checkpoint.py

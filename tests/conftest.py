@@ -81,6 +81,7 @@ KNOWN_SKIPS = (
     "SSE4.2",  # XLA compiles no float16 there
     "another file system",
     "Ray is not installed",  # make nightly-ray has it
+    "gcsfs and its emulator",  # of Google's store; make nightly-gcs has it
 )
 
 

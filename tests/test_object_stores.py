@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -18,22 +19,31 @@ from support.object_store import object_store
 
 import fzero as fz
 from fzero.checkpoint import objects
+from fzero.checkpoint.urls import kvstore
 
 
-URL = "s3://bucket/runs/one"
+EMULATED = all(map(importlib.util.find_spec, ("gcsfs", "gcp_storage_emulator")))
+GS = pytest.param(
+    "gs",
+    marks=pytest.mark.skipif(
+        not EMULATED, reason="gcsfs and its emulator are not installed: make nightly-gcs has them"
+    ),
+)
+
+
+@pytest.fixture(scope="module", params=["s3", GS])
+def bucket(request):
+    """One that this process's environment leads to."""
+    with object_store(request.param) as environ, pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        yield f"{request.param}://bucket"
 
 
 @pytest.fixture(scope="module")
-def store():
-    """A bucket, found by this process's environment."""
-    with object_store() as environ, pytest.MonkeyPatch.context() as patch:
-        for name, value in environ.items():
-            patch.setenv(name, value)
-        spec = {
-            "driver": "s3", "bucket": "bucket", "endpoint": environ["AWS_ENDPOINT_URL"],
-            "aws_region": "us-east-1",
-        }  # fmt: skip
-        yield tensorstore.KvStore.open(spec).result()
+def store(bucket):
+    """The same, as tensorstore opens it."""
+    return tensorstore.KvStore.open({**kvstore(f"{bucket}/x"), "path": ""}).result()
 
 
 def keys(store, prefix: str) -> list[str]:
@@ -41,41 +51,40 @@ def keys(store, prefix: str) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_a_state_goes_to_an_object_store_and_comes_back_under_another_plan(store):
+def test_a_state_goes_to_an_object_store_and_comes_back_under_another_plan(store, bucket):
     """A pipeline's leaves, bf16 and keys too; the newest that is whole counts."""
+    url = f"{bucket}/runs/one"
     model, tx = tiny.chain(), optax.adamw(1e-2)
     plan = tiny.plan(zero=3, data=2, pipe=2, microbatches=2, precision="bf16")
     other = tiny.plan(zero=1, data=4, precision="bf16")
     state, step = fz.init(model, tx, plan), fz.train_step(model, tx, plan)
     state, _ = step(state, tiny.tokens(16))
-    assert fz.save(URL, state, plan, data_position={"row": 7}) == 0
+    assert fz.save(url, state, plan, data_position={"row": 7}) == 0
     expected = jax.device_get(fz.logical(model, state, plan))
     again, _ = step(state, tiny.tokens(16))  # which takes the state: it was copied
-    fz.wait(URL)
-    about = fz.checkpoint(URL)
+    fz.wait(url)
+    about = fz.checkpoint(url)
     assert (about.number, about.step, about.plan) == (0, 1, plan)
     assert about.data_position == {"row": 7}
-    assert URL in str(about)
-    restored = fz.restore(URL, model, tx, other)
+    assert url in str(about)
+    restored = fz.restore(url, model, tx, other)
     tiny.same_bits(fz.logical(model, restored, other), expected)
 
     # One that was killed while it was written: never there, its number is not used again.
     store.write("runs/one/marks/1/meta", b"{}").result()
     store.write("runs/one/1/parts/000000/0.0", b"half").result()
-    assert fz.checkpoint(URL).number == 0
-    assert fz.save(f"{URL}/", again, plan, keep=1, asynchronous=False) == 2
-    assert fz.checkpoint(URL).step == 2
+    assert fz.checkpoint(url).number == 0
+    assert fz.save(f"{url}/", again, plan, keep=1, asynchronous=False) == 2
+    assert fz.checkpoint(url).step == 2
     assert not keys(store, "runs/one/1/")
     assert not keys(store, "runs/one/0/")
     assert not keys(store, "runs/one/marks/0/")
-    with pytest.raises(
-        fz.CheckpointError, match=r"expected a checkpoint 0 in s3://bucket/runs/one"
-    ):
-        fz.restore(URL, model, tx, plan, number=0)
+    with pytest.raises(fz.CheckpointError, match=f"expected a checkpoint 0 in {url}"):
+        fz.restore(url, model, tx, plan, number=0)
 
 
 @pytest.mark.nightly
-def test_checkpoints_of_pytorch_go_to_an_object_store(store):
+def test_checkpoints_of_pytorch_go_to_an_object_store(bucket):
     import torch
 
     import torch_bridge as tb
@@ -88,7 +97,7 @@ def test_checkpoints_of_pytorch_go_to_an_object_store(store):
         fz.init(model, tx, plan), {"x": np.ones((4, 4), np.float32)}
     )
     expected = {name: np.asarray(x) for name, x in tb.state_dict(converted, state).items()}
-    file, folder = "s3://bucket/torch/model.safetensors", "s3://bucket/torch/dcp"
+    file, folder = f"{bucket}/torch/model.safetensors", f"{bucket}/torch/dcp"
     tb.save(file, converted, state)
     tb.save(folder, converted, state, to="dcp")
     loaded = tb.load(file)
@@ -97,18 +106,19 @@ def test_checkpoints_of_pytorch_go_to_an_object_store(store):
     tiny.same_shards(again.opt_state, state.opt_state)
     with pytest.raises(fz.CheckpointError, match=r"torch/dcp: is a folder that is there"):
         tb.save(folder, converted, state, to="dcp")
-    with pytest.raises(fz.CheckpointError, match=r"^s3://bucket/torch/other\.pt: no such file"):
-        tb.restore("s3://bucket/torch/other.pt", converted, tx, plan)
-    with pytest.raises(fz.CheckpointError, match=r"gs://.* takes the package gcsfs"):
-        tb.load("gs://bucket/model.pt")
+    with pytest.raises(fz.CheckpointError, match=rf"^{bucket}/torch/other\.pt: no such file"):
+        tb.restore(f"{bucket}/torch/other.pt", converted, tx, plan)
+    if not EMULATED:
+        with pytest.raises(fz.CheckpointError, match=r"gs://.* takes the package gcsfs"):
+            tb.load("gs://bucket/model.pt")
 
 
 @pytest.mark.nightly
 @pytest.mark.multiprocess
-def test_processes_write_their_parts_of_one_checkpoint_into_a_store(store, tmp_path):
+def test_processes_write_their_parts_of_one_checkpoint_into_a_store(store, bucket, tmp_path):
     """It is whole when both have written; one process restores it."""
     worker = Path(__file__).parent / "multiprocess" / "hosts_worker.py"
-    url = "s3://bucket/two"
+    url = f"{bucket}/two"
     done = subprocess.run(
         [sys.executable, "-m", "fzero.cli", "launch", "--processes", "2", "--logs",
          tmp_path / "logs", "--", worker, tmp_path, "stores"],
@@ -126,24 +136,27 @@ def test_processes_write_their_parts_of_one_checkpoint_into_a_store(store, tmp_p
 
 
 @pytest.mark.nightly
-def test_what_the_store_refuses_is_said_and_nothing_is_whole(store):
+def test_what_the_store_refuses_is_said_and_nothing_is_whole(store, bucket):
     model, plan = tiny.chain(), fz.Plan(data=1)
     state = fz.init(model, None, plan)
-    with pytest.raises(fz.CheckpointError, match=r"s3://nobody/run(.|\n)*NoSuchBucket"):
-        fz.save("s3://nobody/run", state, plan, asynchronous=False)
+    nobody = bucket.replace("//bucket", "//nobody")
+    # Google's emulator answers with nothing.
+    said = "NoSuchBucket" if bucket.startswith("s3") else "Failed to parse response"
+    with pytest.raises(fz.CheckpointError, match=rf"{nobody}/run(.|\n)*{said}"):
+        fz.save(f"{nobody}/run", state, plan, asynchronous=False)
     with pytest.raises(fz.CheckpointError, match="found none"):
-        fz.checkpoint("s3://bucket/never")
-    number = fz.save("s3://bucket/lost", state, plan, asynchronous=False)
+        fz.checkpoint(f"{bucket}/never")
+    number = fz.save(f"{bucket}/lost", state, plan, asynchronous=False)
     lost = next(key for key in keys(store, "lost/0/parts/") if key.endswith("/.zarray"))
     store.write(lost, None).result()
-    with pytest.raises(fz.CheckpointError, match=r"params/\S+ of checkpoint 0 in s3://bucket/lost"):
-        fz.restore("s3://bucket/lost", model, None, plan, number=number)
+    with pytest.raises(fz.CheckpointError, match=rf"params/\S+ of checkpoint 0 in {bucket}/lost"):
+        fz.restore(f"{bucket}/lost", model, None, plan, number=number)
 
 
 @pytest.mark.nightly
-def test_a_number_whose_parts_a_kill_left_is_not_used_again(store):
+def test_a_number_whose_parts_a_kill_left_is_not_used_again(store, bucket):
     """The next run lays its leaves out in another way: it cannot write over them."""
-    model, url = tiny.chain(), "s3://bucket/killed"
+    model, url = tiny.chain(), f"{bucket}/killed"
     plan, other = tiny.plan(zero=3, data=4), tiny.plan(zero=3, data=2)
     state = fz.init(model, None, plan)
     assert fz.save(url, state, plan, asynchronous=False) == 0
@@ -165,14 +178,14 @@ def test_a_number_whose_parts_a_kill_left_is_not_used_again(store):
 
 
 @pytest.mark.nightly
-def test_after_one_that_failed_the_next_is_written_into_a_store(store):
-    model, url = tiny.chain(), "s3://bucket/failed"
+def test_after_one_that_failed_the_next_is_written_into_a_store(store, bucket):
+    model, url = tiny.chain(), f"{bucket}/failed"
     plan = fz.Plan(data=1)
     state = fz.init(model, None, plan)
     for key in range(40):  # no array that anybody could write into
         store.write(f"failed/0/parts/{key:06}/.zarray", b"{}").result()
     assert fz.save(url, state, plan) == 0
-    with pytest.warns(UserWarning, match=r"checkpoint 0 to s3://bucket/failed failed: "):
+    with pytest.warns(UserWarning, match=r"checkpoint 0 to .*/failed failed: "):
         assert fz.save(url, state, plan, data_position="next") == 1
     fz.wait(url)
     assert fz.checkpoint(url).data_position == "next"
@@ -180,9 +193,9 @@ def test_after_one_that_failed_the_next_is_written_into_a_store(store):
 
 
 @pytest.mark.nightly
-def test_a_process_that_never_writes_its_part_is_named(store, monkeypatch):
+def test_a_process_that_never_writes_its_part_is_named(bucket, monkeypatch):
     """One of two that lives on, and says nothing: no other waits for ever."""
-    url = "s3://bucket/runs/silent"
+    url = f"{bucket}/runs/silent"
     monkeypatch.setattr(objects, "WAIT_S", 0.5)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     writer = objects.Writer(url, objects.begin(url), {"000000": np.ones(3)}, {}, None)
@@ -197,10 +210,18 @@ def test_a_process_that_never_writes_its_part_is_named(store, monkeypatch):
 
 @pytest.mark.parametrize("path", ["gs://bucket", "http://host/run", "s3:/bucket/run"])
 def test_other_urls_are_refused_by_name(path):
-    """A pathlib.Path takes a slash out of a URL, and would become a directory here."""
+    """A pathlib.Path takes a slash out of a url, and would become a directory here."""
     plan = fz.Plan(data=1)
     model = fz.Model(lambda rng: ({"w": np.ones(2)}, {}), lambda *_: None)
     with pytest.raises(fz.CheckpointError, match=r"expected a directory, or gs:// or s3://"):
         fz.save(path, fz.init(model, None, plan), plan)
     with pytest.raises(fz.CheckpointError, match=r"expected a directory, or gs:// or s3://"):
         fz.checkpoint(path)
+
+
+def test_an_emulator_that_only_googles_clients_would_find_is_refused(monkeypatch):
+    """tb.save would go to it, and fz.save to Google."""
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    monkeypatch.delenv("TENSORSTORE_GCS_HTTP_URL", raising=False)
+    with pytest.raises(fz.CheckpointError, match="expected TENSORSTORE_GCS_HTTP_URL with the same"):
+        fz.checkpoint("gs://bucket/run")

@@ -14,6 +14,7 @@ from fzero.errors import CheckpointError
 SCHEMES = ("gs", "s3")
 # Where an object store is that is not the vendor's own, as botocore reads it.
 S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+GS_EMULATOR, GS_ENDPOINT = "STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"
 S3_REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 # Seconds double from try to try: somewhat over a minute, then who waits hears of it.
 RETRIES = {"max_retries": 6}
@@ -56,6 +57,7 @@ def kvstore(folder: Any) -> dict[str, Any]:
     bucket, _, path = rest.strip("/").partition("/")
     spec: dict[str, Any] = {"bucket": bucket, "path": f"{path}/"}
     if scheme == "gs":
+        _require_one_store()
         return {"driver": "gcs", **spec, "context": {"gcs_request_retries": RETRIES}}
     spec |= {"driver": "s3", "context": {"s3_request_retries": RETRIES}}
     endpoint = next((os.environ[name] for name in S3_ENDPOINTS if name in os.environ), None)
@@ -63,3 +65,14 @@ def kvstore(folder: Any) -> dict[str, Any]:
         region = next((os.environ[n] for n in S3_REGIONS if n in os.environ), "us-east-1")
         spec |= {"endpoint": endpoint, "aws_region": region}
     return spec
+
+
+def _require_one_store() -> None:
+    """Refuses an emulator that Google's clients go to, and tensorstore does not."""
+    if GS_EMULATOR in os.environ and GS_ENDPOINT not in os.environ:
+        at = os.environ[GS_EMULATOR]
+        raise CheckpointError(
+            f"checkpoint: {GS_EMULATOR}={at} says that gs:// is an emulator, which tensorstore does"
+            f" not read: expected {GS_ENDPOINT} with the same address (and a"
+            " GOOGLE_AUTH_TOKEN_FOR_TESTING, where it asks for no real one)"
+        )
