@@ -8,6 +8,7 @@ measured: bounds that a test holds, settings, arithmetic, and what others have p
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from fzero.preflight.rates import default_rates
 from fzero.preflight.topology import parse
 
 
-RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+ROOT = Path(__file__).parents[2]
+RESULTS, DOCS = ROOT / "benchmarks/results", ROOT / "docs"
 GIB = 2**30
 
 
@@ -46,6 +48,7 @@ torchax = {
 }
 depth = rows_of("bridge_depth", "layers")
 logits_time, logits_gpu = read("logits_time"), read("logits_gpu")
+tutorial = "".join(json.loads((DOCS / "tutorials/will_it_fit.outputs.json").read_text())["outputs"])
 gathers, curves = read("gathers")["normal"], read("float8_curves")["losses"]
 hosts = {row["what"].strip(): row for row in read("hosts")["rows"]}
 sleeping = [
@@ -119,6 +122,11 @@ SAID: list[tuple[Any, ...]] = [
      percent(divided["long-ring"][0]["over"]["context"]["hidden"])),
     ("docs/axes.md", "wait longer for it ({:.1f} to {:.1f} s;", adds((2, 1)), adds((4, 1))),
     ("docs/axes.md", "12 bytes a parameter, {:.0f} GiB,", 12 * large_models.num_params() / GIB),
+    ("docs/finetuning.md", "a peak of {:.2f} GiB instead of {:.2f} GiB",
+     *(logits_gpu[name]["peak_bytes"] / GIB for name in ("without", "with"))),
+    ("docs/preflight.md", "of the {} that a device sends in a step ([tutorial]"
+     "(tutorials/will_it_fit.md)) {} are in collectives across hosts",
+     *re.findall(r"[\d.]+ GiB", tutorial[tutorial.index("sent by"):])),
     ("docs/finetuning.md", "takes {:.2f} of the CPU seconds", logits_time["CPU seconds"]["ratio"]),
     ("docs/generate.md", "decodes in {:.2f} (one row) and {:.2f} (eight rows) of the time",
      generated[1,]["ratio"], generated[8,]["ratio"]),
@@ -264,14 +272,15 @@ GIVEN: dict[str, tuple[str, ...]] = {
     "docs/design.md": ("arXiv:2306.10209",),
     "docs/finetuning.md": (
         "within 1e-5 (`tests/torch_bridge/test_lora.py`)",
-        "4 + 32/64 = 4.5 bits an element, `int8` 8.5", "8 H100s of 80 GB",
+        "4 + 32/64 = 4.5 bits an element, `int8` 8.5",
         "within 1 % (bf16) and 5 % (int8) of float32's (`tests/optimizers/test_small_moments.py`)",
     ),
     "docs/hosts.md": (
         "plan.clip_norm: 1.0 in process 0; 2.0 in process 1", "waits 20 minutes for the",
         "actions of 50 ms that hand on 1 MiB",
     ),
-    "docs/limits.md": ("With jax 0.11 on CPUs", "need jax 0.10 there"),
+    "docs/limits.md": ("up to 7.25 % of the bytes (GPT-2 1.5B, Llama 8B; `tests/gpu_programs`)",
+        "With jax 0.11 on CPUs", "need jax 0.10 there"),
     "docs/published.md": (
         "96 GB at 2.4 TB/s, limited to 500 W", "from 492 to 375 TFLOP/s", "(100 Gbit/s a GPU)",
     ),

@@ -27,8 +27,6 @@ PAGES = [
         if not set(page.relative_to(ROOT).parts) & set(WRITTEN)
     ),
 ]
-# What preflight says there is not in a file yet.
-LATER = ("benchmarks/README.md", "docs/finetuning.md", "docs/limits.md", "docs/preflight.md")
 MADE: dict[str, tuple[str, Callable[[], str]]] = {
     "make published": ("docs/published.md", lambda: published.table(read("published"))),
     "tests/multiprocess/kills.py": (
@@ -80,7 +78,7 @@ def test_sentences_say_what_their_files_say(page):
     assert not [text for text in expected if text not in told], f"not on {page}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in LATER])
+@pytest.mark.parametrize("page", PAGES)
 def test_every_figure_has_a_source(page):
     told = prose(page)
     known = [text.format(*figures) for own, text, *figures in SAID if own == page]
