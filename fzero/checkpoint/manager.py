@@ -16,7 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
-from fzero.checkpoint.parts import FOLDER, part_of, write_part
+from fzero.checkpoint.shards import FOLDER, shards_of, write_shards
 from fzero.checkpoint.urls import kvstore
 
 
@@ -24,26 +24,26 @@ from fzero.checkpoint.urls import kvstore
 LOOK_S = 0.05
 
 
-class PartsHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
+class ShardsHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
     """Writes this process's shards of leaves; reading is `restore`'s."""
 
     def __init__(self, failed: list[BaseException]) -> None:
         self._failed = failed
 
-    async def async_save(self, directory: Any, args: PartsSave) -> list[Any]:
+    async def async_save(self, directory: Any, args: ShardsSave) -> list[Any]:
         """Copies the shards to the host; they are written when the directory is there."""
         for leaf in args.leaves.values():
             leaf.copy_to_host_async()
-        own = {key: part_of(leaf) for key, leaf in args.leaves.items()}
+        own = {key: shards_of(leaf) for key, leaf in args.leaves.items()}
 
         async def write() -> None:
             for key in list(own):
-                await write_part(kvstore(directory / key), own.pop(key))
+                await write_shards(kvstore(directory / key), own.pop(key))
 
         job = CommitFutureAwaitingContractedSignals(write(), name="fzero_parts")
         return [_Noticed(job, self._failed)]
 
-    def save(self, directory: Any, args: PartsSave) -> None:
+    def save(self, directory: Any, args: ShardsSave) -> None:
         """Writes at once."""
         raise NotImplementedError("checkpoints are written in the background")
 
@@ -52,10 +52,10 @@ class PartsHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         raise NotImplementedError("leaves are read piece by piece")
 
 
-@ocp.args.register_with_handler(PartsHandler, for_save=True, for_restore=True)
+@ocp.args.register_with_handler(ShardsHandler, for_save=True, for_restore=True)
 @dataclass
-class PartsSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """What `PartsHandler` writes.
+class ShardsSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    """What `ShardsHandler` writes.
 
     Args:
         leaves: arrays by key; every process has all keys.
@@ -115,7 +115,7 @@ class Manager:
         handlers = {
             "state": _ArraysHandler(self._failed),
             "meta": ocp.JsonCheckpointHandler(),
-            FOLDER: PartsHandler(self._failed),
+            FOLDER: ShardsHandler(self._failed),
         }
         self._manager = ocp.CheckpointManager(path, options=options, item_handlers=handlers)
         self.latest_step, self.save = self._manager.latest_step, self._manager.save
@@ -134,11 +134,11 @@ class Manager:
         self._manager.wait_until_finished()
 
 
-def items(arrays: Mapping[str, Any], parts: Mapping[str, Any], meta: Mapping[str, Any]) -> Any:
-    """What a manager saves: arrays, parts of arrays, and what is known of them."""
+def items(arrays: Mapping[str, Any], shards: Mapping[str, Any], meta: Mapping[str, Any]) -> Any:
+    """What a manager saves: arrays, shards of arrays, and what is known of them."""
     return ocp.args.Composite(
         **({"state": _ArraysSave(arrays)} if arrays else {}),
-        **({FOLDER: PartsSave(parts)} if parts else {}),
+        **({FOLDER: ShardsSave(shards)} if shards else {}),
         meta=ocp.args.JsonSave(meta),
     )
 

@@ -1,7 +1,7 @@
 """Checkpoints in object stores (`gs://`, `s3://`), which rename nothing and have no directories.
 
 Tensorstore reads and writes the stores. A mark below `marks/NUMBER/` says first that a checkpoint
-is begun. Then every process writes its own shards, as the parts of `checkpoint.parts`, and a mark
+is begun. Then every process writes its own shards, as in `checkpoint.shards`, and a mark
 of its own. A checkpoint is whole, and not there before, once all its marks are: so nobody has to
 wait for anybody while data is written, and a kill at any moment leaves the checkpoint before.
 Numbers are never used twice: whatever a kill leaves, its number is begun.
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from fzero.checkpoint.parts import FOLDER, Part, part_of, write_part
+from fzero.checkpoint.shards import FOLDER, Shards, shards_of, write_shards
 from fzero.checkpoint.urls import kvstore
 
 
@@ -75,9 +75,9 @@ class Writer:
         for leaf in leaves.values():
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()
-        parts = {key: part_of(leaf) for key, leaf in leaves.items()}
+        shards = {key: shards_of(leaf) for key, leaf in leaves.items()}
         self._error: Exception | None = None
-        self._job = _Job(url, number, parts, meta, keep)
+        self._job = _Job(url, number, shards, meta, keep)
         # No daemon: the interpreter ends when the checkpoint is written.
         self._thread = threading.Thread(target=self._run, name="fzero-objects", daemon=False)
         self._thread.start()
@@ -108,7 +108,7 @@ class _Job:
 
     url: str
     number: int
-    parts: dict[str, Part]
+    shards: dict[str, Shards]
     meta: Any
     keep: int | None
 
@@ -122,7 +122,7 @@ def _write(job: _Job) -> None:
         _say(lambda: store.write(marks + name, value).result())
 
     try:
-        asyncio.run(_write_parts(f"{job.url}/{job.number}/{FOLDER}", job.parts))
+        asyncio.run(_write_all(f"{job.url}/{job.number}/{FOLDER}", job.shards))
         if me == 0:
             mark("meta", json.dumps(job.meta).encode())
         mark(f"done-{me}-of-{num}")
@@ -134,10 +134,10 @@ def _write(job: _Job) -> None:
         _remove_old(store, job.number, job.keep)
 
 
-async def _write_parts(folder: str, parts: dict[str, Part]) -> None:
-    for key in list(parts):
+async def _write_all(folder: str, shards: dict[str, Shards]) -> None:
+    for key in list(shards):
         try:
-            await write_part(kvstore(f"{folder}/{key}"), parts.pop(key))
+            await write_shards(kvstore(f"{folder}/{key}"), shards.pop(key))
         except Exception as error:  # tensorstore has one kind of error for each code
             raise OSError(str(error)) from error
 

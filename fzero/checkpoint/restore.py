@@ -380,8 +380,8 @@ class _Stored:
             ) from error
 
     def _file(self, number: int, shape: tuple[int, ...], dtype: str) -> _File:
-        about, parts = self.about, self.meta.get("parts", ())
-        where = array_path(about.path, about.number, number, parts)
+        about, shards = self.about, self.meta.get("parts", ())
+        where = array_path(about.path, about.number, number, shards)
         return _File(where, shape, dtype, self.context)
 
 

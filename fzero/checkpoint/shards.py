@@ -1,4 +1,4 @@
-"""Leaves that not every process has a part in: each process writes its own part of them.
+"""Leaves that not every process has a shard of: each process writes its own shards of them.
 
 Orbax writes arrays that all processes hold shards of. Leaves of a pipeline's stage are at home on
 one rank, whose devices are one process's, or some processes'. Their shards are written here, as one
@@ -19,15 +19,15 @@ import numpy as np
 from fzero.checkpoint.urls import kvstore
 
 
-FOLDER = "parts"
+FOLDER = "parts"  # as checkpoints have it
 # A chunk is compressed in memory, and read whole for any piece of it.
 CHUNK_BYTES = 64 * 2**20
 _Shards = list[tuple[tuple[slice, ...], np.ndarray[Any, Any]]]
 
 
 @dataclass
-class Part:
-    """One process's part of an array, in its memory.
+class Shards:
+    """One process's shards of an array, in its memory.
 
     Args:
         shape: of the whole.
@@ -40,16 +40,16 @@ class Part:
     shards: _Shards
 
 
-def part_of(leaf: Any) -> Part:
+def shards_of(leaf: Any) -> Shards:
     """What this process writes of an array: of each piece, one process's first copy.
 
     Args:
         leaf: an array on devices, or one that every process has on its host.
     """
     if isinstance(leaf, jax.Array):
-        return Part(leaf.shape, _chunk(leaf), _own_shards(leaf))
+        return Shards(leaf.shape, _chunk(leaf), _own_shards(leaf))
     own = [((slice(None),) * leaf.ndim, leaf)] if jax.process_index() == 0 else []
-    return Part(leaf.shape, _rows(leaf.shape, leaf.dtype.itemsize), own)
+    return Shards(leaf.shape, _rows(leaf.shape, leaf.dtype.itemsize), own)
 
 
 def is_elsewhere(leaf: Any) -> bool:
@@ -61,7 +61,7 @@ def is_elsewhere(leaf: Any) -> bool:
     return len(owners) < jax.process_count()
 
 
-def part_path(folder: PurePath, key: str) -> dict[str, Any]:
+def shards_path(folder: PurePath, key: str) -> dict[str, Any]:
     """Where a leaf is, as `tensorstore.open` takes it.
 
     Args:
@@ -93,16 +93,16 @@ def _rows(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return (rows, *rest)[: len(shape)]
 
 
-async def write_part(kvstore: Any, part: Part) -> None:
-    """Writes one process's part of an array.
+async def write_shards(kvstore: Any, shards: Shards) -> None:
+    """Writes one process's shards of an array.
 
     Args:
         kvstore: where the array is, as tensorstore takes it.
-        part: what to write.
+        shards: what to write.
     """
     import tensorstore
 
-    if not part.shards:
+    if not shards.shards:
         return
     spec = {
         "driver": "zarr",
@@ -111,8 +111,8 @@ async def write_part(kvstore: Any, part: Part) -> None:
     }
     # Whoever comes first writes the description; the others find the same one.
     array = await tensorstore.open(
-        spec, create=True, open=True, dtype=tensorstore.dtype(part.shards[0][1].dtype),
-        shape=part.shape, chunk_layout=tensorstore.ChunkLayout(chunk_shape=part.chunk),
+        spec, create=True, open=True, dtype=tensorstore.dtype(shards.shards[0][1].dtype),
+        shape=shards.shape, chunk_layout=tensorstore.ChunkLayout(chunk_shape=shards.chunk),
     )  # fmt: skip
-    for index, value in part.shards:
+    for index, value in shards.shards:
         await array[index].write(value)

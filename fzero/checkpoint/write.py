@@ -27,7 +27,7 @@ import numpy as np
 
 from fzero.axes import DATA
 from fzero.checkpoint import objects
-from fzero.checkpoint.parts import is_elsewhere, part_path
+from fzero.checkpoint.shards import is_elsewhere, shards_path
 from fzero.checkpoint.urls import folder_of, is_url, kvstore
 from fzero.compat import is_key
 from fzero.errors import CheckpointError
@@ -196,11 +196,11 @@ def _to_directory(
     """Begins to write with orbax; the checkpoint's number."""
     from fzero.checkpoint.manager import items
 
-    arrays, parts = _split_by_writer(leaves)
+    arrays, shards = _split_by_writer(leaves)
     manager = _manager(path, keep)
     number = first_says(lambda: _after(manager.latest_step()))
     _OPEN[_absolute(path)] = _Open(manager, number)
-    manager.save(number, args=items(arrays, parts, {**meta, "parts": sorted(parts)}))
+    manager.save(number, args=items(arrays, shards, {**meta, "parts": sorted(shards)}))
     return number
 
 
@@ -208,12 +208,12 @@ def _to_objects(
     path: str | os.PathLike[str], leaves: dict[str, Any], meta: dict[str, Any], keep: int | None
 ) -> int:
     """Begins to write into an object store; the checkpoint's number."""
-    arrays, parts = _split_by_writer(leaves)
+    arrays, shards = _split_by_writer(leaves)
     url = _absolute(path)
     number = first_says(lambda: objects.begin(url))
-    meta |= {"parts": sorted({**arrays, **parts})}
+    meta |= {"parts": sorted({**arrays, **shards})}
     _finish_at_exit()
-    _OPEN[url] = _Open(objects.Writer(url, number, {**arrays, **parts}, meta, keep), number)
+    _OPEN[url] = _Open(objects.Writer(url, number, {**arrays, **shards}, meta, keep), number)
     return number
 
 
@@ -296,33 +296,33 @@ def checkpoint(path: str | os.PathLike[str], number: int | None = None) -> Check
     )  # fmt: skip
 
 
-def array_path(folder: Path, number: int, array: int, parts: Collection[str]) -> dict[str, Any]:
+def array_path(folder: Path, number: int, array: int, shards: Collection[str]) -> dict[str, Any]:
     """Where an array of a checkpoint is, as `tensorstore.open` takes it.
 
     Args:
         folder: the directory of all checkpoints.
         number: the checkpoint.
         array: the leaf's place among all leaves that were saved.
-        parts: keys of those that each process wrote a part of.
+        shards: keys of those that each process wrote its shards of.
 
     Source: orbax writes arrays as zarr into one key-value store (OCDBT).
     """
-    if _key(array) in parts:
-        return part_path(folder / str(number), _key(array))
+    if _key(array) in shards:
+        return shards_path(folder / str(number), _key(array))
     base = kvstore(folder / str(number) / "state")
     inner = {"driver": "ocdbt", "base": base, "path": f"{_key(array)}/"}
     return {"driver": "zarr", "kvstore": inner}
 
 
 def _split_by_writer(leaves: dict[str, Any]) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-    """Leaves by key: those that orbax writes, and those that each process writes its part of."""
+    """Leaves by key: those that orbax writes, and those that each process writes its shards of."""
     arrays: dict[str, Any] = {}
-    parts: dict[str, jax.Array] = {}
+    shards: dict[str, jax.Array] = {}
     for number, (name, leaf) in enumerate(leaves.items()):
         if leaf_bytes(leaf):
             found = _readable(leaf, name)
-            (parts if is_elsewhere(found) else arrays)[_key(number)] = found
-    return arrays, parts
+            (shards if is_elsewhere(found) else arrays)[_key(number)] = found
+    return arrays, shards
 
 
 def _readable(leaf: Any, name: str) -> Any:
@@ -330,14 +330,14 @@ def _readable(leaf: Any, name: str) -> Any:
     if isinstance(leaf, DiskArray):
         return disk.read([leaf], "pinned_host")[0]
     if isinstance(leaf, Pieces):
-        parts = [_readable(part, name) for part in leaf.pieces]
-        if not all(part.is_fully_addressable for part in parts):
+        pieces = [_readable(piece, name) for piece in leaf.pieces]
+        if not all(piece.is_fully_addressable for piece in pieces):
             raise CheckpointError(
-                f"save: {name} is parked in {len(parts)} pieces on several processes, which cannot"
+                f"save: {name} is parked in {len(pieces)} pieces on several processes, which cannot"
                 " be written: bring it back first with state = fz.reload(state,"
                 f" [{name.split('/')[0]!r}])"
             )
-        return np.concatenate([np.asarray(part) for part in parts], leaf.dim)
+        return np.concatenate([np.asarray(piece) for piece in pieces], leaf.dim)
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 

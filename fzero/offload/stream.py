@@ -63,7 +63,7 @@ class StreamedFunction(PlacedFunction):
         args: its arguments as `jax.ShapeDtypeStruct`s with the shardings they have on the device.
         out_shardings: as for `PlacedFunction`.
         everywhere: mesh of all devices.
-        groups: for each argument leaf, what it is computed together with.
+        labels: for each argument leaf, what it is computed together with.
         cuts: for each argument leaf, parked or not, its `Cut` or `None`.
         parked: for each argument leaf, its `Parking` or `None`.
         out_parked: takes the outputs' shapes and gives a `Parking` or `None` for each.
@@ -85,18 +85,18 @@ class StreamedFunction(PlacedFunction):
         out_shardings: Callable[[PyTree], PyTree],
         everywhere: Mesh,
         *,
-        groups: PyTree,
+        labels: PyTree,
         cuts: Sequence[Cut | None],
         parked: Sequence[Parking | None],
         out_parked: Callable[[PyTree], Sequence[Parking | None]],
         donate: Sequence[int] = (),
         what: str = "function",
         path: str | None = None,
-        out_groups: Callable[[PyTree], Sequence[str]] | None = None,
+        out_labels: Callable[[PyTree], Sequence[str]] | None = None,
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
-            function, args, out_shardings, everywhere, donate, groups, what, out_groups,
+            function, args, out_shardings, everywhere, donate, labels, what, out_labels,
             compiler_options,
         )  # fmt: skip
         self.path = path or tempfile.gettempdir()

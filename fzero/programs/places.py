@@ -38,12 +38,12 @@ class Place(NamedTuple):
 
     Attributes:
         devices: the devices, in mesh order.
-        group: what is computed together there. Programs of the same groups are the same, wherever
+        label: what is computed together there. Programs of the same labels are the same, wherever
             they are placed, and so are their results, to the bit.
     """
 
     devices: Devices
-    group: str
+    label: str
 
 
 def devices_of(sharding: NamedSharding) -> Devices:
@@ -81,9 +81,9 @@ class PlacedFunction:
     Args:
         function: what to run.
         args: its arguments as `jax.ShapeDtypeStruct`s with `NamedSharding`s.
-        groups: for each argument leaf, what it is computed together with; all of a place's, if not
+        labels: for each argument leaf, what it is computed together with; all of a place's, if not
             given.
-        out_groups: takes the outputs' shapes and says for each what it is computed together with,
+        out_labels: takes the outputs' shapes and says for each what it is computed together with,
             where it follows from no large argument.
         out_shardings: takes the outputs' shapes and gives a `NamedSharding` for each.
         everywhere: mesh of all devices.
@@ -102,9 +102,9 @@ class PlacedFunction:
         out_shardings: Callable[[PyTree], PyTree],
         everywhere: Mesh,
         donate: Sequence[int] = (),
-        groups: PyTree = None,
+        labels: PyTree = None,
         what: str = "function",
-        out_groups: Callable[[PyTree], Sequence[str]] | None = None,
+        out_labels: Callable[[PyTree], Sequence[str]] | None = None,
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.compiler_options = dict(compiler_options or {}) or None
@@ -121,23 +121,23 @@ class PlacedFunction:
         self.meshes: dict[Devices, Any] = {tuple(everywhere.devices.flat): everywhere}
         self.shardings: dict[Var, NamedSharding] = {}
         self.where: dict[Var, _Where] = {}
-        labels = [""] * len(leaves) if groups is None else jax.tree.leaves(groups)
-        self._place_inputs(leaves, labels)
+        input_labels = [""] * len(leaves) if labels is None else jax.tree.leaves(labels)
+        self._place_inputs(leaves, input_labels)
         self._place_steps()
         donated = [i in donate for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         self.donated = {v for v, d in zip(self.program.inputs, donated, strict=True) if d}
-        self._divide(wanted, [""] * len(wanted) if out_groups is None else out_groups(out))
+        self._divide(wanted, [""] * len(wanted) if out_labels is None else out_labels(out))
 
-    def _place_inputs(self, leaves: Sequence[Any], groups: Sequence[str]) -> None:
+    def _place_inputs(self, leaves: Sequence[Any], labels: Sequence[str]) -> None:
         whole = tuple(self.everywhere.devices.flat)
-        for var, leaf, group in zip(self.program.inputs, leaves, groups, strict=True):
+        for var, leaf, label in zip(self.program.inputs, leaves, labels, strict=True):
             sharding = leaf.sharding
             devices = devices_of(sharding)
             self.meshes.setdefault(devices, sharding.mesh)
             self.shardings[var] = sharding
             anywhere = devices == whole and sharding.is_fully_replicated and _small(var)
-            anywhere = anywhere and not group
-            self.where[var] = _Where(None if anywhere else Place(devices, group), 0)
+            anywhere = anywhere and not label
+            self.where[var] = _Where(None if anywhere else Place(devices, label), 0)
         for var in self.program.consts:
             self.where[var] = _Where(None, 0)
 
@@ -204,7 +204,7 @@ class PlacedFunction:
             " pipe=1"
         )
 
-    def _divide(self, wanted: Sequence[NamedSharding], groups: Sequence[str]) -> None:
+    def _divide(self, wanted: Sequence[NamedSharding], labels: Sequence[str]) -> None:
         """Makes one program per place and turn."""
         parts: dict[tuple[Place, int], Part] = {}
         maker = {var: step for step in self.program.steps for var in step.results}
@@ -237,12 +237,12 @@ class PlacedFunction:
                     give(x, part(at.place, at.turn), (at.place, at.turn))
 
         self.outputs = list(zip(self.program.outputs, wanted, strict=True))
-        for (var, sharding), group in zip(self.outputs, groups, strict=True):
+        for (var, sharding), label in zip(self.outputs, labels, strict=True):
             if not isinstance(var, Var) or var not in maker:
                 continue
             place, turn = self.where[var].place, self.where[var].turn
             if place is None:
-                place = Place(devices_of(sharding), group)
+                place = Place(devices_of(sharding), label)
                 self.meshes.setdefault(place.devices, sharding.mesh)
             if place.devices == devices_of(sharding):
                 self.shardings.setdefault(var, sharding)

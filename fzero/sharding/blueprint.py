@@ -250,22 +250,22 @@ class Blueprint:
             for name, tree in self.buffers.items()
         }
 
-    def groups(self) -> dict[str, PyTree]:
+    def labels(self) -> dict[str, PyTree]:
         """For every leaf of a state, what it is updated together with."""
         known = self.chunks.labels
 
         def of_param(split: Split) -> str:
-            return (split.home.group if split.home else "") + known[split.path]
+            return (split.home.label if split.home else "") + known[split.path]
 
         def of_state(split: Split) -> str:
-            return (split.home.group if split.home else "") + known.get(split.owner or "", "")
+            return (split.home.label if split.home else "") + known.get(split.owner or "", "")
 
         params = map_splits(of_param, self.params)
         buffers = jax.tree.map(lambda _: "", self.buffers)
         if self.stages is not None:
             homes = self.stages.homes
             buffers = {
-                name: jax.tree.map(lambda _, name=name: homes[name].group, tree)
+                name: jax.tree.map(lambda _, name=name: homes[name].label, tree)
                 for name, tree in buffers.items()
             }
         return {

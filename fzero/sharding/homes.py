@@ -104,14 +104,14 @@ def _home(
     name: str, held: Mapping[int, list[int]], stages: list[int], stacks: frozenset[str]
 ) -> Home:
     ranks = tuple(sorted(held))
-    group = f"stage {stages[0]}" if len(stages) == 1 else name
+    label = f"stage {stages[0]}" if len(stages) == 1 else name
     if len(ranks) == 1:
-        return Home(ranks, group=group)
+        return Home(ranks, label=label)
     if name not in stacks:
         return Home(ranks)
     longest = max(len(rows) for rows in held.values())
     rows = [[*held[rank], *[-1] * (longest - len(held[rank]))] for rank in ranks]
-    return Home(ranks, tuple(row for part in rows for row in part), group)
+    return Home(ranks, tuple(row for part in rows for row in part), label)
 
 
 def stage_tree(pieces: tuple[Piece, ...], tree: PyTree) -> PyTree:

@@ -36,12 +36,12 @@ class Home:
         ranks: the ranks; several where a stack is cut, or where all hold a small leaf.
         rows: the layers of a cut stack in the order of dim 0, rank after rank, every rank with
             equally many: -1 fills up where one has fewer. Empty for leaves that are not cut.
-        group: what it is updated together with: the same in all schedules of the same stages.
+        label: what it is updated together with: the same in all schedules of the same stages.
     """
 
     ranks: tuple[int, ...]
     rows: tuple[int, ...] = ()
-    group: str = ""
+    label: str = ""
 
     @property
     def rows_per_rank(self) -> int:
@@ -353,7 +353,7 @@ def split_opt_state(
             return dataclasses.replace(own, home=everywhere)
         assert owner.home is not None
         if owner.home.rows and not (shape[:1] == owner.shape[:1] and name in by_rows):
-            return dataclasses.replace(own, home=Home(owner.home.ranks, group=owner.home.group))
+            return dataclasses.replace(own, home=Home(owner.home.ranks, label=owner.home.label))
         if owner.home.rows and own.dim == 0:
             own = split_leaf(name, leaf, num_data, plan, stacked=True)
         return dataclasses.replace(own, home=owner.home, owner=owner.path)

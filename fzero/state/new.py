@@ -272,7 +272,7 @@ def parked_leaf(blue: Blueprint, name: str, path: str, leaf: Any) -> Any:
 def parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
     """A new optimizer state, made chunk by chunk."""
     assert blue.tx is not None
-    groups = blue.groups()
+    labels = blue.labels()
     shapes = blue.shapes()
 
     def make(params: PyTree) -> PyTree:
@@ -285,8 +285,8 @@ def parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
     stream = StreamedFunction(
         make, (shapes["params"],),
         lambda _: jax.tree.map(lambda to: to.sharding, shapes["opt_state"]), blue.mesh,
-        groups=(groups["params"],), cuts=none, parked=none, out_parked=parked,
-        out_groups=lambda _: jax.tree.leaves(groups["opt_state"]), what="init",
+        labels=(labels["params"],), cuts=none, parked=none, out_parked=parked,
+        out_labels=lambda _: jax.tree.leaves(labels["opt_state"]), what="init",
         path=blue.plan.disk_path,
     )  # fmt: skip
     return stream(params)

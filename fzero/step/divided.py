@@ -141,12 +141,12 @@ class DividedUpdate:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device(x.sharding)),
                 args,
             )
-            groups = tuple(
+            labels = tuple(
                 {part: self._labels(part, tree) for part, tree in values.items()} for values in args
             )
             options = deterministic_options(self.plan, self.blueprint.mesh.devices.flat[0].platform)
             self._divided[key] = make(
-                shapes, groups=groups, what=self.name, compiler_options=options
+                shapes, labels=labels, what=self.name, compiler_options=options
             )
         return self._divided[key]
 
@@ -155,7 +155,7 @@ class DividedUpdate:
         if name == "changed":
             return {part: self._labels(part, own) for part, own in tree.items()}
         blue = self.blueprint
-        known = blue.groups()
+        known = blue.labels()
         known["params"] = known["sums"] = trained(blue.params, known["params"])
         if tree is not None and name in known:
             return known[name]

@@ -45,18 +45,18 @@ class Update:
     Args:
         blue: the blueprint.
         fence: stops the compiler from fusing across; see `fzero.zero.bits`.
-        groups: what each leaf is updated together with, if not as the blueprint has it.
+        labels: what each leaf is updated together with, if not as the blueprint has it.
     """
 
     def __init__(
         self,
         blue: Blueprint,
         fence: Callable[[PyTree], PyTree],
-        groups: Mapping[str, PyTree] | None = None,
+        labels: Mapping[str, PyTree] | None = None,
     ) -> None:
         self.blueprint, self.plan, self.fence = blue, blue.plan, fence
         self.splits = trained(blue.params)
-        self.groups = blue.groups() if groups is None else groups
+        self.labels = blue.labels() if labels is None else labels
         # Whether parts are compiled by themselves. (Without a pipeline fences do, but for sums.)
         divided = blue.stages is not None or bool(blue.chunks.parked)
         self.apart = (divided or blue.adds_up) and blue.group.bits
@@ -158,7 +158,7 @@ class Update:
         """
         blue, outer = self.blueprint, self.blueprint.shapes()
         sharded = dataclasses.replace(blue, plan=self.plan.replace(zero=1, tiers={}))
-        inner = Update(sharded, self.fence, self.groups)
+        inner = Update(sharded, self.fence, self.labels)
         of_fields = {name: getattr(blue, name) for name in ("params", *OWNED)}
         cut = [name for name in of_fields if sharded.plan.shards(name)]
 
@@ -338,18 +338,18 @@ class Update:
         `shards` are of the trained parameters, or of another field of the state; `out` says how
         results lie, `args` are whole. (Without a pipeline all leaves are on one mesh.)
         """
-        blue, labels = self.blueprint, self.groups[field]
+        blue, labels = self.blueprint, self.labels[field]
         splits = self.splits if field == "params" else getattr(blue, field)
         if field == "params":
             labels = trained(blue.params, labels)
         flat, leaves = flat_splits(splits), jax.tree.leaves(shards)
-        groups: dict[Any, list[int]] = {}
+        by_mesh: dict[Any, list[int]] = {}
         for index, (split, label) in enumerate(zip(flat, jax.tree.leaves(labels), strict=True)):
             where = split.home and split.home.ranks, label
-            groups.setdefault(where, []).append(index)
+            by_mesh.setdefault(where, []).append(index)
         found: list[Any] = [None] * len(leaves)
-        for group in groups.values():
-            own = [flat[i] for i in group]
+        for numbers in by_mesh.values():
+            own = [flat[i] for i in numbers]
             mesh = blue.mesh_of(own[0].home)
             results = jax.shard_map(
                 partial(function, own),
@@ -361,8 +361,8 @@ class Update:
                 out_specs=[blue.sharding(s.home, out(s)).spec for s in own],
                 axis_names=set(mesh.axis_names),
                 check_vma=False,
-            )([leaves[i] for i in group], *args)
-            for i, result in zip(group, results, strict=True):
+            )([leaves[i] for i in numbers], *args)
+            for i, result in zip(numbers, results, strict=True):
                 found[i] = result
         return found
 
