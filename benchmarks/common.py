@@ -256,6 +256,13 @@ def ratio_interval(above: Sequence[float], below: Sequence[float]) -> tuple[floa
     return float(low), float(high)
 
 
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of a median, of order statistics: it supposes nothing of the distribution."""
+    ordered = sorted(values)
+    outer = max(int(len(ordered) / 2 - 0.98 * math.sqrt(len(ordered))), 0)
+    return ordered[outer], ordered[len(ordered) - 1 - outer]
+
+
 def spread(times: Sequence[float]) -> dict[str, float]:
     """Median, quartiles and minimum, in seconds."""
     low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3

@@ -2,10 +2,13 @@
 
     JAX_PLATFORMS=cpu python benchmarks/logits.py              # GPT-2 124M: compiled, not run
     JAX_PLATFORMS=cpu python benchmarks/logits.py --time       # a smaller one: run
+    JAX_PLATFORMS=cpu python benchmarks/logits.py --time --size 124m --rows 2 --rounds 9
     JAX_PLATFORMS=cpu python benchmarks/logits.py --gpu        # GPT-2 124M for an H200: predicted
 
 Bytes are those of `compiled.memory_analysis()` for one CPU device, float32 and bfloat16. What is
-timed has the ratio of head to body that GPT-2 124M has; both steps take turns in one process.
+timed is GPT-2 124M itself (`--size 124m`), or a smaller one with its ratio of head to body, whose
+tokens come in as many chunks as those of 8 x 1024 do there. Both steps take turns in one process;
+the ratio is the median of the pairs' own, which hardly moves with what else the machine does.
 Seconds of the H200 are `fz.preflight`'s, which needs jax's CUDA plugin (`make gpu-programs`).
 """
 
@@ -27,6 +30,7 @@ from rich.console import Console
 
 import fzero as fz
 import torch_bridge as tb
+from fzero import losses
 
 
 def whole(forward: Any, batch: Any) -> Any:
@@ -69,14 +73,22 @@ def converted_gpt2(**sizes: int) -> tb.Converted:
 
 
 # Words by layers and width as in GPT-2 124M: 50257 * 768 of a head beside 12 * 12 * 768^2.
-SMALL = {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 256, "vocab_size": 5584}
+SIZES = {
+    "small": {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 256, "vocab_size": 5584},
+    "124m": {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257},
+}
+CHUNKS = 8 * 1024 // 512  # of 8 x 1024 tokens and 50257 words
 
 
-def timed(rows: int, rounds: int) -> tuple[dict[str, Any], common.Grid]:
+def timed(size: str, rows: int, rounds: int) -> tuple[dict[str, Any], common.Grid]:
     """Steps of both on this CPU, in turns."""
-    converted, tx, plan = converted_gpt2(**SMALL), optax.adamw(1e-4), fz.Plan(zero=0, data=1)
+    sizes = SIZES[size]
+    tokens, words = sizes["n_positions"], sizes["vocab_size"]
+    if size == "small":
+        losses.CHUNK_BYTES = rows * tokens // CHUNKS * 4 * words
+    converted, tx, plan = converted_gpt2(**sizes), optax.adamw(1e-4), fz.Plan(zero=0, data=1)
     devices = jax.devices()[:1]
-    ids = np.random.default_rng(0).integers(0, SMALL["vocab_size"], (rows, 256), dtype=np.int32)
+    ids = np.random.default_rng(0).integers(0, words, (rows, tokens), dtype=np.int32)
     runs, states = {}, {}
     for name, loss in (("with", logits_first), ("without", fused)):
         model = converted.model(loss)
@@ -85,15 +97,15 @@ def timed(rows: int, rounds: int) -> tuple[dict[str, Any], common.Grid]:
 
         def run(_: int, name: str = name, step: Any = step) -> None:
             states[name], metrics = step(states[name], {"ids": ids})
-            jax.block_until_ready(metrics)
+            jax.block_until_ready((states[name].params, metrics))
 
         runs[name] = run
     times, cpu = common.interleaved(runs, rounds, warmup=2)
-    report: dict[str, Any] = {"sizes": SMALL | {"rows": rows, "rounds": rounds}}
+    report: dict[str, Any] = {"sizes": sizes | {"rows": rows, "rounds": rounds}}
     cells = []
     for what, found in (("seconds", times), ("CPU seconds", cpu)):
         ratios = [b / a for a, b in zip(found["with"], found["without"], strict=True)]
-        low, high = common.ratio_interval(found["without"], found["with"])
+        low, high = common.median_interval(ratios)
         report[what] = {k: common.spread(v) for k, v in found.items()}
         report[what] |= {"ratio": statistics.median(ratios), "interval": (low, high)}
         medians = [f"{1e3 * statistics.median(found[k]):.1f} ms" for k in ("with", "without")]
@@ -101,7 +113,8 @@ def timed(rows: int, rounds: int) -> tuple[dict[str, Any], common.Grid]:
             (what, *medians, f"{statistics.median(ratios):.3f}", f"{low:.3f} to {high:.3f}")
         )
     title = (
-        f"A step of {rows} x 256 tokens, 4 layers of 256, {SMALL['vocab_size']} words, CPU, float32"
+        f"A step of {rows} x {tokens} tokens, {sizes['n_layer']} layers of {sizes['n_embd']},"
+        f" {words} words, CPU, float32: {rounds} pairs"
     )
     return report, common.Grid(title, ("", "with logits", "without", "ratio", "95 %"), cells)
 
@@ -124,7 +137,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--size", choices=SIZES, default="small", help="of what is timed")
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--json")
@@ -132,7 +146,7 @@ def main() -> None:
     shape = (given.rows, given.tokens)
     before = common.provenance()
     if given.time:
-        report, grid = timed(given.rows, given.rounds)
+        report, grid = timed(given.size, given.rows, given.rounds)
     else:
         report, grid = predicted(shape) if given.gpu else memory(shape)
     Console(width=None if sys.stdout.isatty() else 150).print(grid.rich())

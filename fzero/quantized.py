@@ -1,7 +1,8 @@
 """Frozen weights in 4 or 8 bits: records of 64 elements and a scale, widened where they are used.
 
 A record is a row of bytes: the elements, then the four bytes of their scale, so that whatever
-divides, gathers or writes records keeps the two together.
+divides, gathers or writes records keeps the two together. With double quantisation a record has 256
+such blocks: their elements, a byte for each one's scale, and the line that these bytes lie on.
 """
 
 from __future__ import annotations
@@ -32,8 +33,17 @@ _NF4 = np.array(
     np.float32,
 )  # fmt: skip
 _HALFWAY = (_NF4[1:] + _NF4[:-1]) / 2
+# Blocks of a record, which "nf4-double" keeps the scales of in a byte each, as QLoRA has them.
+_BLOCKS = {"nf4": 1, "int8": 1, "nf4-double": 256}
+_ELEMENT_BYTES = {"nf4": BLOCK // 2, "int8": BLOCK, "nf4-double": 256 * BLOCK // 2}
 # The bytes of a record tell what is in it.
-_WIDTHS = {"nf4": BLOCK // 2 + _SCALE_BYTES, "int8": BLOCK + _SCALE_BYTES}
+_WIDTHS = {
+    "nf4": _ELEMENT_BYTES["nf4"] + _SCALE_BYTES,
+    "int8": _ELEMENT_BYTES["int8"] + _SCALE_BYTES,
+    "nf4-double": _ELEMENT_BYTES["nf4-double"] + _BLOCKS["nf4-double"] + 2 * _SCALE_BYTES,
+}
+# The byte of a scale that is not finite.
+_NAN = -128
 # What `checkpoint_name` calls widened weights, which no policy of fzero keeps.
 WIDENED = "fzero.widened"
 
@@ -42,31 +52,41 @@ def quantized_shape(shape: tuple[int, ...], to: str = "nf4") -> tuple[int, int]:
     """The shape of `quantize`'s records of an array.
 
     Raises:
-        StateError: another word than "nf4" or "int8".
+        StateError: another word than "nf4", "nf4-double" or "int8".
 
     Example:
         >>> quantized_shape((4096, 4096)), quantized_shape((3, 5), "int8")
         ((262144, 36), (1, 68))
+        >>> quantized_shape((4096, 4096), "nf4-double")
+        (1024, 8456)
     """
     if to not in _WIDTHS:
         raise StateError(f"quantize: to={to!r}: expected one of {sorted(_WIDTHS)}")
-    return -(-math.prod(shape) // BLOCK), _WIDTHS[to]
+    return -(-math.prod(shape) // _elements(to)), _WIDTHS[to]
+
+
+def _elements(to: str) -> int:
+    """How many elements a record stands for."""
+    return BLOCK * _BLOCKS[to]
 
 
 def quantize(array: Any, to: str = "nf4") -> np.ndarray[Any, Any]:
     """A weight in blocks of 64 elements (row after row; the last one filled up with zeros).
 
     With "nf4" an element is the nearest of 16 levels times its block's largest magnitude: 4.5 bits
-    an element. With "int8" it is a whole number of 127ths of that: 8.5 bits. A block in which
-    something is not finite is NaN. For parameters that a model freezes: such records are kept,
-    divided, gathered and saved like any array, and `dequantize` widens them where they are used.
+    an element. With "nf4-double" that magnitude is kept in 8 bits, as one of 255 evenly spaced ones
+    between the least and the largest of 256 blocks: 4.13 bits an element, where their number is a
+    multiple of 16,384, to which they are filled up. With "int8" an element is a whole number of
+    127ths of the magnitude: 8.5 bits. A block in which something is not finite is NaN. For
+    parameters that a model freezes: such records are kept, divided, gathered and saved like any
+    array, and `dequantize` widens them where they are used.
 
     Args:
         array: floats of any shape.
-        to: "nf4" or "int8".
+        to: "nf4", "nf4-double" or "int8".
 
     Returns:
-        uint8 on the host, `quantized_shape(array.shape, to)`: a row for each block.
+        uint8 on the host, `quantized_shape(array.shape, to)`: a row for each block, or for 256.
 
     Raises:
         StateError: `array` has no floats, or another word than those.
@@ -77,31 +97,53 @@ def quantize(array: Any, to: str = "nf4") -> np.ndarray[Any, Any]:
         >>> records.shape, float(dequantize(records, (2, 64), "float32")[1, 63])
         ((2, 36), 1.0)
 
-    Source: Dettmers et al., QLoRA, arXiv:2305.14314, section 3 and appendix E (without double
-        quantisation); the elements and scales are those of bitsandbytes' `quantize_4bit`.
+    Source: Dettmers et al., QLoRA, arXiv:2305.14314, section 3 and appendix E; elements and scales
+        of "nf4" are those of bitsandbytes' `quantize_4bit`. Its second quantisation has other
+        levels (floats of 8 bits around the mean of the whole weight).
     """
-    num, width = quantized_shape(np.shape(array), to)
+    num, _ = quantized_shape(np.shape(array), to)
     array = np.asarray(array)
     if not jnp.issubdtype(array.dtype, np.floating):
         raise StateError(f"quantize: expected floats, got {array.dtype}")
-    flat = np.zeros(num * BLOCK, np.float32)
+    flat = np.zeros(num * _elements(to), np.float32)
     flat[: array.size] = array.reshape(-1)
-    blocks = flat.reshape(num, BLOCK)
+    blocks = flat.reshape(-1, BLOCK)
     largest = np.abs(blocks).max(axis=1, initial=0)
-    scale = largest if to == "nf4" else largest / np.float32(127)
+    scale = largest / np.float32(127) if to == "int8" else largest
     # Of what is below float32's normal numbers, the inverse may be infinite.
     usable = np.isfinite(scale) & (scale >= np.finfo(np.float32).tiny)
     inverse = np.divide(1, scale, out=np.zeros_like(scale), where=usable)
     whole = np.where(usable[:, None], blocks, 0) * inverse[:, None]
-    records = np.empty((num, width), np.uint8)
-    if to == "nf4":
-        levels = np.searchsorted(_HALFWAY, whole).astype(np.uint8)
-        records[:, :-_SCALE_BYTES] = (levels[:, ::2] << 4) | levels[:, 1::2]
+    if to == "int8":
+        codes = np.clip(np.rint(whole), -127, 127).astype(np.int8).view("u1")
     else:
-        records[:, :-_SCALE_BYTES] = np.clip(np.rint(whole), -127, 127).astype(np.int8).view("u1")
+        levels = np.searchsorted(_HALFWAY, whole).astype(np.uint8)
+        codes = (levels[:, ::2] << 4) | levels[:, 1::2]
     scale = np.where(np.isfinite(scale), scale, np.float32(np.nan)).astype("<f4")
-    records[:, -_SCALE_BYTES:] = scale.view(np.uint8).reshape(num, _SCALE_BYTES)
-    return records
+    scales = _on_lines(scale.reshape(num, -1)) if to == "nf4-double" else _bytes_of(scale)
+    return np.concatenate([codes.reshape(num, _ELEMENT_BYTES[to]), scales], axis=1)
+
+
+def _bytes_of(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Float32 numbers `(n,)` as `(n, 4)` bytes."""
+    return np.ascontiguousarray(numbers, "<f4").view(np.uint8).reshape(-1, _SCALE_BYTES)
+
+
+def _on_lines(scales: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Scales of records' blocks, `(n, 256)`: a byte each, and the middle and step of their line."""
+    finite = np.isfinite(scales)
+    seen = finite & (scales > 0)  # blocks of zeros are that with any scale
+    low = np.min(scales, axis=1, where=seen, initial=np.inf).astype(np.float64)
+    high = np.max(scales, axis=1, where=seen, initial=0.0).astype(np.float64)
+    low = np.minimum(low, high)
+    middle, step = ((low + high) / 2).astype(np.float32), ((high - low) / 254).astype(np.float32)
+    # Upwards to 16 bits of mantissa: 7 bits times those are exact, so that no program rounds a
+    # scale otherwise for having fused the product and the sum.
+    step = ((step.view(np.uint32) + np.uint32(0xFF)) & np.uint32(0xFFFFFF00)).view(np.float32)
+    away = np.where(seen, scales - middle[:, None], 0)
+    codes = np.divide(away, step[:, None], out=np.zeros_like(away), where=step[:, None] > 0)
+    codes = np.where(finite, np.clip(np.rint(codes), -127, 127), _NAN).astype(np.int8)
+    return np.concatenate([codes.view(np.uint8), _bytes_of(middle), _bytes_of(step)], axis=1)
 
 
 def dequantize(records: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -125,21 +167,41 @@ def dequantize(records: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Ar
         Array([ 2., -2.], dtype=float32)
     """
     widths = {width: to for to, width in _WIDTHS.items()}
-    want = -(-math.prod(shape) // BLOCK)
-    if records.ndim != 2 or records.shape[0] != want or records.shape[1] not in widths:
+    to = widths.get(records.shape[-1], "") if records.ndim == 2 else ""
+    if not to or records.dtype != np.uint8 or records.shape != quantized_shape(shape, to):
+        known = " or ".join(str(quantized_shape(shape, one)) for one in _WIDTHS)
         raise StateError(
-            f"dequantize: expected ({want}, {' or '.join(map(str, widths))}) bytes for a weight of"
-            f" shape {tuple(shape)}, got {records.shape}; these are records of another weight"
+            f"dequantize: expected {known} bytes for a weight of shape {tuple(shape)}, got"
+            f" {records.shape} of {records.dtype}; these are records of another weight"
         )
     if not jnp.issubdtype(dtype, np.floating):
         raise StateError(f"dequantize: dtype={np.dtype(dtype)}: expected a float dtype")
     return _widened(jnp.asarray(records), tuple(shape), np.dtype(dtype))
 
 
+def impossible(records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Which records `quantize` makes of no finite weight: their scales are negative or no number.
+
+    Example:
+        >>> impossible(quantize(np.array([[1.0] * 64, [np.inf] * 64]))).tolist()
+        [1]
+    """
+    double = records.shape[1] == _WIDTHS["nf4-double"]
+    ends = np.ascontiguousarray(records[:, -(2 if double else 1) * _SCALE_BYTES :]).view("<f4")
+    wrong = ~(np.isfinite(ends) & (ends >= 0)).all(axis=1)
+    if double:
+        codes = records[:, _ELEMENT_BYTES["nf4-double"] : -2 * _SCALE_BYTES].view(np.int8)
+        wrong |= (codes == _NAN).any(axis=1)
+    return np.flatnonzero(wrong)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _widened(records: jax.Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> jax.Array:
-    scale = jax.lax.bitcast_convert_type(records[:, -_SCALE_BYTES:], jnp.float32)
-    kept = records[:, :-_SCALE_BYTES]
+    if records.shape[1] == _WIDTHS["nf4-double"]:
+        kept, scale = _apart(records)
+    else:
+        scale = jax.lax.bitcast_convert_type(records[:, -_SCALE_BYTES:], jnp.float32)
+        kept = records[:, :-_SCALE_BYTES]
     if kept.shape[1] == BLOCK:
         values = jax.lax.bitcast_convert_type(kept, jnp.int8).astype(jnp.float32)
     else:
@@ -147,6 +209,17 @@ def _widened(records: jax.Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -
         values = jnp.asarray(_NF4).at[pairs].get(mode="promise_in_bounds")
     whole = (values * scale[:, None]).reshape(-1)[: math.prod(shape)].reshape(shape)
     return checkpoint_name(round_to(whole, dtype), WIDENED)
+
+
+def _apart(records: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of "nf4-double": elements `(blocks, 32)` and scales `(blocks,)`."""
+    size = _ELEMENT_BYTES["nf4-double"]
+    line = records[:, -2 * _SCALE_BYTES :].reshape(-1, 2, _SCALE_BYTES)
+    middle, step = jnp.unstack(jax.lax.bitcast_convert_type(line, jnp.float32)[:, None], axis=2)
+    codes = jax.lax.bitcast_convert_type(records[:, size : -2 * _SCALE_BYTES], jnp.int8)
+    scale = jnp.maximum(middle + codes.astype(jnp.float32) * step, 0)
+    scale = jnp.where(codes == _NAN, jnp.float32(jnp.nan), scale)
+    return records[:, :size].reshape(-1, BLOCK // 2), scale.reshape(-1)
 
 
 @_widened.defjvp
@@ -176,9 +249,9 @@ class Quantized(LazyArray):
 
     def read(self, index: Index) -> np.ndarray[Any, Any]:
         """As for every `LazyArray`."""
-        rows, columns = index
+        (rows, columns), each = index, _elements(self.to)
         size = math.prod(self.value.shape[1:])
-        first, stop = rows.start * BLOCK, min(rows.stop * BLOCK, math.prod(self.value.shape))
+        first, stop = rows.start * each, min(rows.stop * each, math.prod(self.value.shape))
         if stop <= first:
             return np.zeros((0, columns.stop - columns.start), np.uint8)
         outer = slice(first // size, -(-stop // size))

@@ -207,3 +207,45 @@ def test_what_a_plan_refuses(values, said):
 def test_a_pattern_that_finds_nothing_is_named():
     with pytest.raises(PlanError, match=r"\['nrom'\] are found in no parameter.*blocks/norm"):
         fz.init(model(), TX, tiny.plan(precision="bf16", keep_fp32=("norm", "nrom")))
+
+
+@pytest.mark.parametrize(
+    ("layer", "keep", "said"),
+    [
+        (
+            lambda p, x, ctx: (x @ p["w"]).astype(p["norm"].dtype) + p["norm"][:, 0],
+            "norm",
+            r"expected bfloat16\[2, 16\], got float32\[2, 16\]; keep_fp32=\('norm',\) .*astype\(x",
+        ),
+        (lambda p, x, ctx: {"a": x, "b": x}, (), r"expected PyTreeDef\(\*\), got PyTreeDef\(\{"),
+        (lambda p, x, ctx: x[:, :8] @ p["w"][:8, :8], (), r"got bfloat16\[2, 8\]"),
+    ],
+    ids=["wide", "structure", "shape"],
+)
+def test_a_layer_that_gives_something_else_than_it_takes_is_named(layer, keep, said):
+    """A bias in float32 widens what a layer gives: the next one would take something else."""
+    chain = dataclasses.replace(model().layers[1], apply=layer)
+    own = fz.Sequential([model().layers[0], chain], lambda x, batch: jnp.sum(x.astype(F32)))
+    one = tiny.plan(zero=3, precision="bf16", keep_fp32=keep)
+    state = fz.abstract_state(own, TX, one)
+    with pytest.raises(PlanError, match=rf"stack 'blocks': a layer gives what the next .*{said}"):
+        fz.train_step(own, TX, one).lower(state, batch())
+
+
+def test_whoever_else_reads_a_kept_leaf_has_it_in_float32():
+    """A tied weight: one leaf, and both of its readers."""
+    seen = []
+
+    def start(p, batch, ctx):
+        seen.append(p["up"].dtype)
+        return batch["x"].astype(BF16) @ p["up"].astype(BF16)
+
+    def end(p, x, ctx):
+        seen.append(p["again"].dtype)
+        return jnp.sum((x.astype(F32) @ p["again"].astype(F32).T) ** 2)
+
+    first = dataclasses.replace(model().layers[0], apply=start)
+    own = fz.Sequential([first, fz.Layer("head", None, end, reads={"again": "up/up"})])
+    one = tiny.plan(zero=3, precision="bf16", keep_fp32="up")
+    fz.train_step(own, TX, one).lower(fz.abstract_state(own, TX, one), batch())
+    assert set(seen) == {F32}

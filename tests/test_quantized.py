@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import fzero as fz
-from fzero.quantized import Quantized
+from fzero.quantized import Quantized, impossible
 from fzero.sharding.lazy import LazyArray
 
 
@@ -40,7 +40,43 @@ def test_int8_is_within_half_a_step_of_each_blocks_largest():
     assert wide[0, 0] == WHOLE[0, 0]  # the largest itself
 
 
-@pytest.mark.parametrize("to", ["nf4", "int8"])
+def test_scales_in_8_bits_are_within_half_a_step_of_their_line():
+    blocks = np.random.default_rng(3).normal(size=(300, 64)).astype(np.float32)
+    blocks[7] = 0  # what has no scale does not stretch the line
+    records = fz.quantize(blocks, "nf4-double")
+    assert records.shape == (2, 256 * 32 + 256 + 8)  # 4.13 bits an element
+    twice = np.asarray(fz.dequantize(records, blocks.shape, "float32"))
+    once = np.asarray(fz.dequantize(fz.quantize(blocks), blocks.shape, "float32"))
+    scale, kept = np.abs(once).max(1), np.abs(twice).max(1)
+    assert kept[7] == 0
+    for part in (slice(0, 256), slice(256, 300)):
+        own = scale[part][scale[part] > 0]
+        half = (own.max() - own.min()) / 508
+        off = np.abs(kept - scale)[part]
+        assert 0 < off.max() < half * 1.001  # the step is rounded up to 16 bits of mantissa
+    live = scale > 0  # the elements are those of one quantisation
+    np.testing.assert_allclose((twice / kept.clip(1e-9)[:, None])[live],
+                               (once / scale.clip(1e-9)[:, None])[live], rtol=1e-6)  # fmt: skip
+    one = np.full((256, 64), 0.75, np.float32)  # a line of one point
+    np.testing.assert_array_equal(
+        fz.dequantize(fz.quantize(one, "nf4-double"), one.shape, "float32"), one
+    )
+
+
+def test_no_program_rounds_a_scale_otherwise():
+    """A product and a sum that are fused, or are not: the scales of a byte have the same bits."""
+    rows = np.exp(np.random.default_rng(4).normal(size=(512, 64))).astype(np.float32)
+    records = fz.quantize(rows, "nf4-double")
+    codes = records[:, 8192:8448].view(np.int8).astype(np.float32)
+    middle, step = records[:, 8448:].copy().view("<f4").T[..., None]
+    assert np.all(codes * step == codes.astype(np.float64) * step)
+    np.testing.assert_array_equal(
+        np.asarray(fz.dequantize(records, rows.shape, "float32")).max(1),
+        (middle + codes * step).reshape(-1),
+    )
+
+
+@pytest.mark.parametrize("to", ["nf4", "nf4-double", "int8"])
 def test_blocks_of_zeros_of_tiny_and_of_odd_values(to):
     odd = np.ones((4, 64), np.float32)
     odd[0], odd[1], odd[2, 5], odd[3, 7] = 0, 1e-42, np.nan, np.inf
@@ -50,11 +86,12 @@ def test_blocks_of_zeros_of_tiny_and_of_odd_values(to):
     assert np.isnan(wide[2:]).all()  # and nothing else is
 
 
-@pytest.mark.parametrize("to", ["nf4", "int8"])
+@pytest.mark.parametrize("to", ["nf4", "nf4-double", "int8"])
 def test_a_piece_is_made_of_the_rows_that_it_needs(to):
     class Watched(LazyArray):
-        shape, dtype = (40, 10), np.dtype(np.float32)
-        value = np.random.default_rng(0).normal(size=(40, 10)).astype(np.float32)
+        dtype = np.dtype(np.float32)
+        shape = (40, 2560) if to == "nf4-double" else (40, 10)
+        value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
         read_rows = 0
 
         def read(self, index):
@@ -70,8 +107,20 @@ def test_a_piece_is_made_of_the_rows_that_it_needs(to):
     assert source.read_rows == 8  # elements 128 to 191 of rows of 10
 
 
+@pytest.mark.parametrize("to", ["nf4", "nf4-double", "int8"])
+def test_records_that_nothing_makes_are_known(to):
+    good = fz.quantize(np.random.default_rng(5).normal(size=(512, 64)), to)
+    assert impossible(good).size == 0
+    for scale in (np.nan, np.inf, -1.0):
+        bad = good.copy()
+        bad[1, -4:] = np.array([scale], "<f4").view(np.uint8)
+        assert impossible(bad).tolist() == [1]
+
+
 def test_what_is_refused():
-    with pytest.raises(fz.StateError, match=r"to='fp4': expected one of \['int8', 'nf4'\]"):
+    with pytest.raises(
+        fz.StateError, match=r"to='fp4': expected one of \['int8', 'nf4', 'nf4-double'\]"
+    ):
         fz.quantize(WHOLE, "fp4")
     with pytest.raises(fz.StateError, match="expected floats, got int32"):
         fz.quantize(np.arange(3, dtype=np.int32))

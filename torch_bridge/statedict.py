@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 from fzero.axes import PIPE
 from fzero.errors import CheckpointError
 from fzero.plan import Plan
-from fzero.quantized import Quantized
+from fzero.quantized import Quantized, impossible
 from fzero.sharding.homes import cut_into_stages
+from fzero.sharding.lazy import Index
 from fzero.sharding.split import Home
 from fzero.state.require import require_alive
 from fzero.state.selection import read_from
@@ -289,14 +291,39 @@ def fit_leaves(
 
 
 def _in_blocks(leaf: Leaf, tensor: LazyTensor) -> LazyTensor:
-    """A weight in 16 or 32 bits as the blocks that a quantised leaf is kept in; else as it is."""
-    if leaf.dense is None or tensor.shape != leaf.dense.shape or tensor.dtype.kind == "u":
+    """What a file has of a leaf that is kept in blocks, as blocks; of others as it is.
+
+    A weight in 16 or 32 bits is quantised as it is read; blocks are looked at.
+    """
+    if leaf.dense is None:
+        return tensor
+    if tensor.torch_dtype == leaf.dtype and tensor.shape == leaf.shape:
+        return _checked(tensor)
+    if tensor.shape != leaf.dense.shape or not tensor.torch_dtype.is_floating_point:
         return tensor
     records = Quantized(tensor, leaf.dense.to)
     return LazyTensor(
         tensor.name, leaf.dtype, leaf.shape, lambda at: torch.from_numpy(records.read(at)),
         tensor.file,
     )  # fmt: skip
+
+
+def _checked(records: LazyTensor) -> LazyTensor:
+    """The same blocks; an error where one is none that could have been written."""
+
+    def fetch(index: Index) -> torch.Tensor:
+        rows, columns = index
+        found = records.tensor((rows, slice(0, records.shape[1])))
+        wrong = impossible(found.numpy())
+        if wrong.size:
+            raise CheckpointError(
+                f"{records.file}: `{records.name}`: expected blocks with scales of 0 or more, but"
+                f" that of block {rows.start + int(wrong[0])} is negative or not finite"
+                f" ({wrong.size} such): the file is damaged, or its weights were not finite"
+            )
+        return found[:, columns]
+
+    return dataclasses.replace(records, fetch=fetch)
 
 
 def _refuse(problems: list[str]) -> None:
@@ -313,7 +340,7 @@ def _misfits(leaf: Leaf, given: Mapping[str, LazyTensor], cast: bool) -> list[st
     for name, tensor in given.items():
         if tensor.shape != leaf.shape:
             problems.append(f"shape: `{name}` is {tensor.shape}, expected {leaf.shape}")
-        elif tensor.torch_dtype != leaf.dtype and not cast:
+        elif tensor.torch_dtype != leaf.dtype and (leaf.dense or not cast):
             problems.append(f"dtype: `{name}` is {tensor.torch_dtype}, expected {leaf.dtype}")
     if problems:
         return problems

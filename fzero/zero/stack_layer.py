@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fzero.errors import PlanError
 from fzero.links import Context, Stack, apply_layer, split_shared
 from fzero.pieces import Piece
 from fzero.programs.halves import Rest, first_half
 from fzero.sharding.buffers import require_reductions
 from fzero.sharding.split import Split, flat_splits, map_splits, trained, with_frozen
-from fzero.tree import PyTree, shapes_of
+from fzero.tree import PyTree, named_leaves, shapes_of
 from fzero.zero.handed import Handover
 from fzero.zero.narrow import Narrow, narrow_inputs, traced, with_narrow
 from fzero.zero.rules import Rules
@@ -177,11 +178,7 @@ class LayerProgram:
             require_reductions(static.stack, weights, {**carry, **fixed} if fixed else carry, ctx)
         y, buffers = apply_layer(static.stack, weights, carry, fixed, ctx)
         out, y_floats, y_rest = Floats.of(y)
-        if out != static.carry:
-            raise TypeError(
-                f"stack {static.stack.name!r}: a layer's output must have its input's structure and"
-                f" dtypes: expected {static.carry.treedef}, got {out.treedef}"
-            )
+        _require_alike(static, out.join(y_floats, y_rest))
         return static.handover.given(y_floats), (y_rest, buffers)
 
     def forward(self, weights: PyTree, x: Any, k: Any) -> tuple[Any, Any, PyTree]:
@@ -288,3 +285,35 @@ def join_rows(looped: PyTree, last: PyTree) -> PyTree:
     if looped is None:
         return jax.tree.map(lambda x: jnp.asarray(x)[None], last)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, jnp.asarray(b)[None]]), looped, last)
+
+
+def _require_alike(layers: StackLayers, found: PyTree) -> None:
+    """Refuses a layer that gives something else than it takes: the next one takes it.
+
+    Raises:
+        PlanError: names the stack, the leaf, and what may have widened it.
+    """
+    name, expected = layers.stack.name, layers.carry.join(*layers.like)
+    have: Any
+    want: Any
+    have, want = (jax.tree.structure(tree) for tree in (found, expected))
+    if have != want:
+        raise PlanError(
+            f"stack {name!r}: a layer gives what the next one takes: expected {want}, got {have}"
+        )
+    pairs = zip(named_leaves(expected), jax.tree.leaves(found), strict=True)
+    for (path, before), after in pairs:
+        if (before.shape, before.dtype) == (after.shape, after.dtype):
+            continue
+        keep = layers.rules.plan.keep_fp32
+        why = (
+            f"; keep_fp32={keep!r} leaves parameters in float32, which widens what they meet: end"
+            " the layer with .astype(x.dtype), or keep less"
+            if keep and after.dtype != before.dtype
+            else ""
+        )
+        raise PlanError(
+            f"stack {name!r}: a layer gives what the next one takes: expected"
+            f" {before.dtype.name}{list(before.shape)}{f' of {path}' if path else ''}, got"
+            f" {after.dtype.name}{list(after.shape)}{why}"
+        )

@@ -137,7 +137,7 @@ def test_a_base_in_4_bits(here: Command, base: Path, chats: Path, tmp_path: Path
     assert summary["val_loss_last"] == pytest.approx(validation_loss(tuned), abs=1e-5)
     assert summary["val_loss_last"] < summary["val_loss_first"] - 0.01
     wrong = here(*tuning(base, chats, tmp_path / "x"), *LORA, "--base", "fp4")
-    assert "--base fp4: expected one of fp32, bf16, nf4, int8" in wrong.stderr
+    assert "--base fp4: expected one of fp32, bf16, nf4, nf4-double, int8" in wrong.stderr
 
 
 def shown_by_tensorboard(folder: Path, steps: list[dict[str, float]]) -> None:
@@ -304,6 +304,12 @@ def test_models_that_cannot_be_tuned_or_merged_are_named(
     ):
         (bare / "config.json").write_text(json.dumps(config | where))
         assert "quantised (quant_method 'gptq')" in here(*tuning(bare, chats, out)).stderr
+    packed = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    packed["bnb_4bit_use_double_quant"] = True
+    (bare / "config.json").write_text(json.dumps(config | {"quantization_config": packed}))
+    told = " ".join(here(*tuning(bare, chats, out)).stderr.split())
+    assert "(quant_method 'bitsandbytes')" in told
+    assert "--base nf4-double quantises that" in told
     assert "directory with weights" in here(
         "merge", "--model", tmp_path, "--adapter", base, "--out", out
     ).stderr  # fmt: skip
@@ -325,4 +331,8 @@ def test_models_that_cannot_be_tuned_or_merged_are_named(
     assert (done.status, "verify is of `fzero train`" in done.stderr) == (2, True), done.stderr
     done = here(*tuning(base, chats, Path("s3://bucket/run")))
     assert "s3:/bucket/run: expected a directory of this machine" in done.stderr
+    again = here(*tuning(base, chats, Path("s3://bucket/run")), "--resume")
+    assert "got a URL (s3://); train into a directory and copy it there, or copy it here to" in (
+        " ".join(again.stderr.split())
+    )
     assert not Path("s3:").exists()

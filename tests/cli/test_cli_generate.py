@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from cli_cases import TINY_CONFIG
+from support.tokens import byte_tokenizer
 from typer.testing import CliRunner
 
 from fzero.errors import BatchError, FzeroError
@@ -44,6 +45,30 @@ def test_a_prompt_goes_on_as_in_transformers(directory: Path) -> None:
         kept = new[: new.index(0)] if 0 in new else new
         expected += text + bytes(kept).decode(errors="replace") + "\n"
     assert out == expected
+
+
+def test_a_question_gets_the_template_and_ends_where_that_ends_an_answer(
+    directory: Path, tmp_path: Path
+) -> None:
+    """The model's own configuration knows of another end token: this one only the template has."""
+    tokenizer = byte_tokenizer("{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
+    module = transformers.GPT2LMHeadModel.from_pretrained(directory)
+    ids = tokenizer("Hm?\n", return_tensors="pt").input_ids
+    new = module.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert new[1] != new[0]
+    last = tokenizer.convert_ids_to_tokens(new[1])  # from here on the mark of an answer's end
+    tokenizer.add_special_tokens({"additional_special_tokens": [last]})
+    end = "{{ '\n' if m['role'] == 'user' else '" + last + "' }}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}" + end + "{% endfor %}"
+    module.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    out = run("--model", tmp_path, "--prompt", "Hm?", "--chat", "--max-new-tokens", 6)
+    assert out == f"Hm?\n{tokenizer.decode(new[:1], skip_special_tokens=True)}\n"
+
+
+def test_a_question_without_a_template_is_named(directory: Path) -> None:
+    with pytest.raises(FzeroError, match=r"--chat: .* has no tokenizer, and so no chat template"):
+        run("--model", directory, "--prompt", "Hm?", "--chat")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import torch_bridge as tb
 from tests.support.tokens import MARKED, VOCABULARY, byte_tokenizer
 from torch_bridge.documents.spool import Spool
 from torch_bridge.documents.tokens import Document
+from torch_bridge.documents.turns import asked, end_tokens
 
 
 CHAT = [
@@ -115,6 +116,48 @@ def test_a_turn_whose_thoughts_are_dropped_is_refused_not_cut(tmp_path):
     more = written(tmp_path / "more.jsonl", {"messages": [*turns, turns[0]]})
     with pytest.raises(fz.BatchError, match=r"more\.jsonl:1: message 1: .* where it ends cannot"):
         tb.read_documents(more, tokenizer)
+
+
+# Of gpt-oss: an answer ends otherwise where it is the last, and `<|end|>` ends no generation.
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}{% if m['role'] == 'assistant' %}"
+    "<|channel|>final{% endif %}<|message|>{{ m['content'] }}"
+    "{{ '<|return|>' if m['role'] == 'assistant' and loop.last else '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def harmony():
+    tokenizer = byte_tokenizer(HARMONY)
+    more = ["<|return|>", "<|channel|>", "<|message|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": more})
+    return tokenizer
+
+
+def test_the_end_of_an_answer_is_learned_where_it_ends_generation(tmp_path):
+    path = written(tmp_path / "chat.jsonl", {"messages": CHAT})
+    (found,) = tb.read_documents(path, harmony())
+    assert learned(harmony(), found) == (
+        "<|channel|>final<|message|>Là.<|channel|>final<|message|>Here, still.<|return|>"
+    )
+
+
+def test_tokens_that_end_an_answer_are_the_templates_and_the_end_token():
+    def words(tokenizer):
+        return sorted(tokenizer.convert_ids_to_tokens(list(end_tokens(tokenizer))))
+
+    assert words(harmony()) == ["<|end|>", "<|return|>"]
+    assert words(byte_tokenizer()) == words(byte_tokenizer(None)) == ["<|end|>"]
+    assert words(byte_tokenizer("{{ raise_exception('no') }}")) == ["<|end|>"]
+    bare = byte_tokenizer("{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
+    bare.eos_token = None
+    assert words(bare) == []  # a line break ends no answer
+    own = harmony()
+    assert own.decode(asked(own, "Où?")) == "<|start|>user<|message|>Où?<|end|><|start|>assistant"
+    with pytest.raises(fz.BatchError, match="no chat template: expected chat_template in"):
+        asked(byte_tokenizer(None), "Où?")
+    with pytest.raises(fz.BatchError, match="the chat template refuses the prompt: no"):
+        asked(byte_tokenizer("{{ raise_exception('no') }}"), "Où?")
 
 
 def test_a_template_that_asks_for_the_date_gives_the_same_tokens_on_every_day(tmp_path):

@@ -87,8 +87,8 @@ def widened(net, to="nf4"):
     return made
 
 
-def same_as_widened(net, adapted, plan):
-    dense = tb.lora(tb.convert(widened(net), torch.zeros(4, 16)), rank=2, targets=TARGETS)
+def same_as_widened(net, adapted, plan, to="nf4"):
+    dense = tb.lora(tb.convert(widened(net, to), torch.zeros(4, 16)), rank=2, targets=TARGETS)
     state, losses = trained(adapted, plan)
     other, want = trained(dense, plan)
     assert losses == want
@@ -146,6 +146,15 @@ def test_training_is_that_of_the_widened_weights_in_every_plan(net, adapted, pla
 
 
 @pytest.mark.nightly
+def test_scales_in_8_bits_train_as_the_widened_weights(net, base):
+    adapted = tb.lora(tb.quantize(base, "nf4-double", TARGETS), rank=2, targets=TARGETS)
+    plan = fz.Plan(zero=3, data=2, min_shard_bytes=0)
+    state = same_as_widened(net, adapted, plan, "nf4-double")
+    kept = state.params["blocks"]["blocks.*.up.base_layer.weight"]
+    assert (kept.dtype, kept.shape) == (np.uint8, (3, 1, 8456))
+
+
+@pytest.mark.nightly
 def test_tokens_are_those_of_the_widened_weights():
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -185,3 +194,52 @@ def test_what_is_refused(net, base, adapted, tmp_path):
     tied[1].weight = tied[0].weight
     with pytest.raises(fz.ConversionError, match=r"target `0` is tied: its weight is"):
         tb.quantize(tb.convert(tied, torch.zeros(2, 16)), targets=["0"])
+
+
+def _scale(value):
+    def change(values):
+        values["blocks.0.up.weight"][5, -4:] = torch.tensor([value]).view(torch.uint8)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            _scale(float("nan")),
+            r"`blocks.0.up.weight`: .* block 5 is negative or not",
+        ),
+        (_scale(-1.0), r"`blocks.0.up.weight`: .* block 5 is negative or not finite"),
+        (lambda v: v.pop("blocks.1.down.weight"), r"missing: `blocks.1.down.weight`"),
+        (lambda v: v.update(more=torch.ones(2)), r"unexpected: `more`"),
+        (
+            lambda v: v.update({"blocks.1.up.weight": v["blocks.1.up.weight"].float()}),
+            r"dtype: `blocks.1.up.weight` is torch.float32, expected torch.uint8",
+        ),
+        (
+            lambda v: v.update({"blocks.1.up.weight": v["blocks.1.up.weight"][:, :35].clone()}),
+            r"shape: `blocks.1.up.weight` is \(8, 35\), expected \(8, 36\)",
+        ),
+    ],
+    ids=["nan", "negative", "missing", "more", "floats", "short"],
+)
+def test_a_damaged_file_of_blocks_is_named(base, tmp_path, change, told):
+    small = tb.quantize(base, targets=TARGETS)
+    values = tb.state_dict(small, small.params)
+    change(values)
+    torch.save(values, tmp_path / "bad.pt")
+    with pytest.raises(fz.CheckpointError, match=rf"(?s){told}"):
+        tb.restore(tmp_path / "bad.pt", small, None, fz.Plan(data=1), cast=True)
+
+
+def test_a_file_of_blocks_that_was_cut_or_garbled_is_named(base, tmp_path):
+    small = tb.quantize(base, targets=TARGETS)
+    path = tmp_path / "base.safetensors"
+    tb.save(path, small, small.params)
+    good = path.read_bytes()
+    header = good.replace(b'"U8"', b'"I8"', 1), good.replace(b"[8,36]", b"[9,36]", 1)
+    for bad in (good[:-1], good[:40], b"", b"\xff" * 8 + good[8:], *header):
+        path.write_bytes(bad)
+        with pytest.raises(fz.CheckpointError, match=r"not a readable safetens|is torch.int8"):
+            tb.restore(path, small, None, fz.Plan(data=1))

@@ -29,7 +29,7 @@ def quantize(
     Args:
         converted: what to quantise. Its initial values are read, and quantised, piece by piece
             when a state is made.
-        to: "nf4" (4.5 bits an element) or "int8" (8.5).
+        to: "nf4" (4.5 bits an element), "nf4-double" (4.13, scales in 8 bits) or "int8" (8.5).
         targets: which layers; see `tb.lora`.
 
     Returns:

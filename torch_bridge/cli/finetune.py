@@ -69,7 +69,9 @@ AlphaOption = Annotated[
 DropoutOption = Annotated[float, typer.Option(help="Of what adapters see.")]
 BaseOption = Annotated[
     str | None,
-    typer.Option(help="What frozen weights are kept in: fp32, bf16, nf4 or int8. [as --precision]"),
+    typer.Option(
+        help="What frozen weights are kept in: fp32, bf16, nf4, nf4-double, int8. [as --precision]"
+    ),
 ]
 RowOption = Annotated[int, typer.Option(help="Tokens of a row.")]
 PackOption = Annotated[

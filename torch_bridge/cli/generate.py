@@ -23,6 +23,9 @@ def generate(
         ),
     ],
     prompt: Annotated[list[str], typer.Option("--prompt", help="A text; once for each.")],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are questions: with the chat template around.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens after a prompt.")] = 64,
     temperature: Annotated[
         float, typer.Option(help="0 takes the likeliest token; 1 draws from the model's own odds.")
@@ -36,9 +39,10 @@ def generate(
         Precision, typer.Option(help="What the model computes in.")
     ] = Precision.fp32,
 ) -> None:
-    """Print every prompt with what the model writes after it, up to its end token.
+    """Print every prompt with what the model writes after it, up to an end token.
 
-    A model without a tokenizer is one of bytes, as `fzero train` trains it.
+    An end token is one of the model's, or what the chat template ends an answer with. A model
+    without a tokenizer is one of bytes, as `fzero train` trains it.
     """
     # torch and transformers take seconds to import.
     from torch_bridge.cli import generate_run
@@ -46,6 +50,6 @@ def generate(
     generate_run.generate(
         GenerateSettings(
             model, tuple(prompt), max_new_tokens, temperature, top_k, top_p, seed, zero, devices,
-            precision.value,
+            precision.value, chat,
         )
     )  # fmt: skip

@@ -11,6 +11,8 @@ import torch_bridge as tb
 from torch_bridge.cli import devices, models
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.settings import HF_PREFIX, GenerateSettings
+from torch_bridge.documents.turns import asked, end_tokens
+from torch_bridge.generation.prompts import stop_array
 
 
 # Lengths are free in the conversion's graph; only one of the cache is run.
@@ -37,7 +39,7 @@ def generate(settings: GenerateSettings) -> None:
     if not directory.is_dir():
         raise CommandError(f"--model: {directory} is no directory; expected one with a config.json")
     loaded = models.load(f"{HF_PREFIX}{directory}", seed=0)
-    encode, decode = _codec(loaded)
+    encode, decode = _codec(loaded, settings.chat)
     prompts = [encode(text) for text in settings.prompts]
     converted = tb.convert(loaded.module, models.example_ids(_EXAMPLE), train=False)
     plan = fz.Plan(zero=settings.zero, data=num_devices)
@@ -48,19 +50,34 @@ def generate(settings: GenerateSettings) -> None:
         prompts,
         settings.max_new_tokens,
         sampling=sampling,
+        stop=_stops(loaded),
         dtype=_DTYPES[settings.precision],
     )
+    between = "\n" if settings.chat else ""
     for text, tokens, stopped in zip(settings.prompts, found.tokens, found.stopped, strict=True):
-        print(text + decode(tokens[:-1] if stopped else tokens))
+        print(text + between + decode(tokens[:-1] if stopped else tokens))
 
 
-def _codec(loaded: models.LoadedModel) -> tuple[Callable[[str], Any], Callable[[Any], str]]:
+def _stops(loaded: models.LoadedModel) -> list[int]:
+    """What ends a text for the model, and a turn for its tokenizer."""
+    own = set(stop_array(None, loaded.module, loaded.vocab_size).tolist())
+    turns = end_tokens(loaded.tokenizer) if loaded.tokenizer is not None else ()
+    return sorted(own | {token for token in turns if token < loaded.vocab_size})
+
+
+def _codec(
+    loaded: models.LoadedModel, chat: bool
+) -> tuple[Callable[[str], Any], Callable[[Any], str]]:
     """Texts to tokens and back."""
     tokenizer = loaded.tokenizer
     if tokenizer is not None:
         return (
-            lambda text: tokenizer(text).input_ids,
+            lambda text: asked(tokenizer, text) if chat else tokenizer(text).input_ids,
             lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
+        )
+    if chat:
+        raise CommandError(
+            f"--chat: {loaded.spec} has no tokenizer, and so no chat template; leave --chat out"
         )
     if loaded.vocab_size < _BYTES:
         raise CommandError(

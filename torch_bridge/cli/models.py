@@ -250,9 +250,13 @@ def _refuse_quantised(config_file: Path, values: Any) -> None:
     configs = [p.get("quantization_config") for p in parts if isinstance(p, dict)]
     for found in filter(None, configs):
         method = found.get("quant_method") if isinstance(found, dict) else None
+        remedy = ""
+        if isinstance(found, dict) and found.get("load_in_4bit"):
+            double = "nf4-double" if found.get("bnb_4bit_use_double_quant") else "nf4"
+            remedy = f"; fzero finetune --lora RANK --base {double} quantises that as it is read"
         raise CommandError(
             f"{config_file}: its weights are quantised (quant_method {method!r}), which is not"
-            " read: expected the model that they were made of, in 16 or 32 bits"
+            f" read: expected the model that they were made of, in 16 or 32 bits{remedy}"
         )
 
 

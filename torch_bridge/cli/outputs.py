@@ -80,7 +80,7 @@ def refuse_url(directory: Path) -> None:
     if remote := _REMOTE.match(str(directory)):
         raise CommandError(
             f"--out {directory}: expected a directory of this machine, got a URL ({remote[1]}://);"
-            " train into a directory and copy it"
+            " train into a directory and copy it there, or copy it here to --resume it"
         )
 
 

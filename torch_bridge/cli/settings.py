@@ -232,6 +232,7 @@ class GenerateSettings:
         zero: how the parameters lie on the devices.
         devices: how many; None: all.
         precision: what the model computes in.
+        chat: whether prompts are questions, which the chat template is put around.
     """
 
     model: str
@@ -244,3 +245,4 @@ class GenerateSettings:
     zero: int
     devices: int | None
     precision: str
+    chat: bool = False

@@ -12,7 +12,7 @@ from torch_bridge.cli.errors import CommandError
 # Every twentieth document validates where no file is given for it.
 VALIDATION_EVERY = 20
 TOO_LONG = ("error", "cut", "skip")
-QUANTISED = ("nf4", "int8")
+QUANTISED = ("nf4", "nf4-double", "int8")
 BASES = ("fp32", "bf16", *QUANTISED)
 DEFAULT_ALPHA_PER_RANK = 2
 

@@ -37,6 +37,6 @@ def refuse_quantised(names: Iterable[str], own: Collection[str]) -> None:
             raise CheckpointError(
                 f"`{name}`: these weights are quantised ({kind}), and are not read so. Widen them"
                 " first (transformers: model.dequantize(), then save_pretrained) or take the"
-                ' checkpoint they were made of; tb.quantize(converted, "nf4" or "int8") quantises'
+                " checkpoint they were made of; tb.quantize (nf4, nf4-double or int8) quantises"
                 " what was converted."
             )

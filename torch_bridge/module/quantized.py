@@ -18,7 +18,7 @@ class Dense(NamedTuple):
     Attributes:
         shape: of the weight.
         dtype: of the weight, before it was quantised.
-        to: "nf4" or "int8".
+        to: "nf4", "nf4-double" or "int8".
     """
 
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class QuantizedLinear(torch.nn.Module):
 
     Args:
         layer: the layer.
-        to: "nf4" or "int8".
+        to: "nf4", "nf4-double" or "int8".
     """
 
     def __init__(self, layer: torch.nn.Module, to: str) -> None:

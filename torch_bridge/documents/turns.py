@@ -1,0 +1,73 @@
+"""Where an answer ends, and how an assistant is asked: what a chat template says of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fzero.errors import BatchError
+
+
+# What no template writes by itself.
+_WORD = "fzero8714"
+
+
+def end_tokens(tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end what an assistant says: the end token, and what its template writes there.
+
+    Many a template ends turns otherwise than texts end (`<|eot_id|>`, `<|im_end|>`), and a model's
+    own configuration may know of the latter only.
+
+    Args:
+        tokenizer: one of transformers.
+
+    Returns:
+        Numbers of tokens, sorted; none where nothing is known.
+
+    Example:
+        >>> import tokenizers, transformers
+        >>> words = {"</s>": 0, "<turn>": 1, "<end>": 2, "fzero8714": 3}
+        >>> made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="</s>"))
+        >>> _ = made.add_special_tokens(["<turn>", "<end>"])
+        >>> own = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+        >>> own.chat_template = "{% for m in messages %}<turn>{{ m.content }}<end>{% endfor %}"
+        >>> end_tokens(own)
+        (0, 2)
+    """
+    found = {tokenizer.eos_token_id} - {None}
+    if getattr(tokenizer, "chat_template", None):
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _WORD}]
+        try:
+            text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+        except Exception:  # of jinja, or of a template that wants other turns
+            text = ""
+        behind = tokenizer(text.rpartition(_WORD)[2], add_special_tokens=False).input_ids
+        known = {number for number, token in _added(tokenizer).items() if token.special}
+        found |= set([number for number in behind if number in known][:1])
+    return tuple(sorted(found))
+
+
+def asked(tokenizer: Any, text: str) -> list[int]:
+    """Tokens of a question as a user's turn, up to where the assistant begins.
+
+    Args:
+        tokenizer: one of transformers.
+        text: what the user says.
+
+    Raises:
+        BatchError: it has no chat template, or that refuses this.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise BatchError(
+            "the tokenizer has no chat template: expected chat_template in its"
+            " tokenizer_config.json, or a chat_template.jinja"
+        )
+    turns = [{"role": "user", "content": text}]
+    try:
+        whole = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # of jinja, or of the template itself
+        raise BatchError(f"the chat template refuses the prompt: {error}") from error
+    return list(tokenizer(str(whole), add_special_tokens=False).input_ids)
+
+
+def _added(tokenizer: Any) -> dict[int, Any]:
+    return dict(getattr(tokenizer, "added_tokens_decoder", {}))
