@@ -1,4 +1,4 @@
-"""One process of two: how much memory `fz.restore` and `fz.replan` take beside what they make."""
+"""One process of two: memory that `fz.restore`, `fz.replan` and `tb.save` take for a while."""
 
 from __future__ import annotations
 
@@ -48,6 +48,32 @@ def own_bytes(state: fz.TrainState) -> int:
     return sum(s.data.nbytes for x in jax.tree.leaves(state.params) for s in x.addressable_shards)
 
 
+def exports(folder: Path) -> dict[str, Any]:
+    """A converted module of as many bytes in smaller leaves; what writing it takes.
+
+    A device has the whole of a leaf for a while, and all devices of a CPU are this host's memory.
+    """
+    import torch
+
+    import torch_bridge as tb
+
+    torch.manual_seed(0)
+    sizes = [(512, 1024), (1024, 512)] * (2 * LEAVES)
+    module = torch.nn.Sequential(*(torch.nn.Linear(*size, bias=False) for size in sizes))
+    converted = tb.convert(module, torch.zeros(1, 512), roll=False)
+    state = fz.init(
+        converted.model(lambda forward, b: forward(b["x"]).sum()), None, fz.Plan(zero=3)
+    )
+    assert {leaf.nbytes for leaf in jax.tree.leaves(state.params)} == {LEAF_BYTES // 4}
+    found = {}
+    for to in ("safetensors", "dcp"):
+        for attempt in ("first", "second"):
+            before = peak_from_now()
+            tb.save(folder / f"{to}-{attempt}", converted, state, to=to, max_shard_size="20MB")
+            found[f"{to}, {attempt}"] = round((memory("VmHWM") - before) / MIB, 1)
+    return found
+
+
 def main() -> None:
     folder, world = Path(sys.argv[1]), fz.join()
     sgd, plan, other = optax.sgd(0.1), fz.Plan(zero=3), fz.Plan(zero=3, data=2, replica=2)
@@ -73,6 +99,7 @@ def main() -> None:
     moved = fz.replan(state, model(), sgd, plan, other)
     jax.block_until_ready(moved.params)
     found["replan"] = round((memory("VmHWM") - before - own_bytes(moved)) / MIB, 1)
+    found |= exports(folder)
     found["own"], found["leaf"] = own_bytes(state) / MIB, LEAF_BYTES / MIB
     (folder / f"memory-{world.process_id}.json").write_text(json.dumps(found))
 

@@ -1,4 +1,4 @@
-"""States over processes come from checkpoints, and change their plan, a leaf at a time."""
+"""States over processes come from checkpoints, go to PyTorch's, and change plans, leaf by leaf."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORKER = Path(__file__).with_name("memory_worker.py")
 BESIDE_MIB = 32
 
 
-def test_restore_and_replan_hold_a_leaf_beside_the_state(tmp_path):
+def test_restore_replan_and_exports_hold_a_leaf_beside_the_state(tmp_path):
     """Resident bytes of each process at their peak, beyond what it had and what it now keeps."""
     done = subprocess.run(
         [sys.executable, "-m", "fzero.cli", "launch", "--processes", "2", "--logs",
@@ -31,6 +31,6 @@ def test_restore_and_replan_hold_a_leaf_beside_the_state(tmp_path):
         found = json.loads((tmp_path / f"memory-{process}.json").read_text())
         own, leaf = found.pop("own"), found.pop("leaf")
         assert own == 64
-        assert len(found) == 4
+        assert len(found) == 8
         for what, beside in found.items():
             assert beside <= leaf + BESIDE_MIB, (what, found)

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fzero.errors import CheckpointError
@@ -404,7 +404,7 @@ def write_dcp(folder: Path, content: Checkpoint, turns: Turns = ALONE) -> None:
     for rank, plan in enumerate(writer.prepare_global_plan(plans)):
         with turns.turn(rank, turns.count) as mine:
             if mine:
-                written += writer.write_data(plan, planner).value()
+                written += writer.write_items(plan, planner)
     everywhere = turns.told([_plain_result(result) for result in written])
     if turns.leads:
         writer.finish(metadata, [[_result(one) for one in part] for part in everywhere])
@@ -446,7 +446,10 @@ class _Planner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         name = write_item.index.fqn
         if name in self.lazy:
-            return self.lazy[name].tensor().contiguous()
+            tensor = self.lazy[name].tensor().contiguous()
+            # A view would be saved with all that it is a view of.
+            whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+            return tensor if whole else tensor.clone()
         return super().resolve_data(write_item)
 
 
@@ -456,6 +459,20 @@ class _Writer(FileSystemWriter):
     def __init__(self, folder: Path, ties: Mapping[str, str]) -> None:
         super().__init__(folder, single_file_per_rank=True, thread_count=1)
         self.ties = ties
+
+    def write_items(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Writes a rank's file as `write_data` does, which holds all its tensors until its end."""
+        name, results = f"{plan.storage_data.prefix}0.distcp", []
+        with Path(self.path, name).open("wb") as file:
+            for item in plan.items:
+                start, data = file.tell(), planner.resolve_data(item)
+                if isinstance(data, io.BytesIO):
+                    file.write(data.getbuffer())
+                else:
+                    torch.save(data, file)
+                size = file.tell() - start
+                results.append(WriteResult(item.index, size, _StorageInfo(name, start, size)))
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         more: list[WriteResult] = []
