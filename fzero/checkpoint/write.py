@@ -38,7 +38,7 @@ from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
 from fzero.storage import disk
 from fzero.storage.disk import DiskArray
-from fzero.storage.tiers import Pieces, settled
+from fzero.storage.tiers import Slabs, settled
 from fzero.summary import Printed, summary
 from fzero.tree import leaf_bytes, named_leaves
 
@@ -329,15 +329,15 @@ def _readable(leaf: Any, name: str) -> Any:
     """A leaf as something that can be written, wherever it is; without the device."""
     if isinstance(leaf, DiskArray):
         return disk.read([leaf], "pinned_host")[0]
-    if isinstance(leaf, Pieces):
-        pieces = [_readable(piece, name) for piece in leaf.pieces]
-        if not all(piece.is_fully_addressable for piece in pieces):
+    if isinstance(leaf, Slabs):
+        slabs = [_readable(slab, name) for slab in leaf.slabs]
+        if not all(slab.is_fully_addressable for slab in slabs):
             raise CheckpointError(
-                f"save: {name} is parked in {len(pieces)} pieces on several processes, which cannot"
+                f"save: {name} is parked in {len(slabs)} pieces on several processes, which cannot"
                 " be written: bring it back first with state = fz.reload(state,"
                 f" [{name.split('/')[0]!r}])"
             )
-        return np.concatenate([np.asarray(piece) for piece in pieces], leaf.dim)
+        return np.concatenate([np.asarray(slab) for slab in slabs], leaf.dim)
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 

@@ -17,32 +17,32 @@ from fzero.storage.tiers import (
     DEVICE,
     DISK,
     Leaf,
-    Pieces,
+    Slabs,
     host_sharding,
     joined,
     on_device,
-    pieces_of,
     settled,
+    slabs_of,
     tier_of,
 )
 
 
 class Inbound:
-    """Pieces on their way to their devices.
+    """Slabs on their way to their devices.
 
     Args:
-        pieces: arrays, wherever they are, and arrays on disk, which are read together.
+        slabs: arrays, wherever they are, and arrays on disk, which are read together.
     """
 
-    def __init__(self, pieces: Sequence[Any]) -> None:
-        self._on_disk = [i for i, one in enumerate(pieces) if isinstance(one, DiskArray)]
-        rest = [i for i in range(len(pieces)) if i not in self._on_disk]
-        places = [on_device(pieces[i].sharding) for i in rest]
-        arrays = jax.device_put([pieces[i] for i in rest], places)
+    def __init__(self, slabs: Sequence[Any]) -> None:
+        self._on_disk = [i for i, one in enumerate(slabs) if isinstance(one, DiskArray)]
+        rest = [i for i in range(len(slabs)) if i not in self._on_disk]
+        places = [on_device(slabs[i].sharding) for i in rest]
+        arrays = jax.device_put([slabs[i] for i in rest], places)
         self._arrays = dict(zip(rest, arrays, strict=True))
         self._read: Future[list[jax.Array]] | None = None
         if self._on_disk:
-            self._read = disk.read_async([pieces[i] for i in self._on_disk])
+            self._read = disk.read_async([slabs[i] for i in self._on_disk])
 
     def settled(self) -> list[jax.Array]:
         """The arrays on their devices; those that were in host memory may still be on their way.
@@ -121,7 +121,7 @@ def _to_host(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def cut_up(array: jax.Array, cut: tuple[int, int]) -> list[jax.Array]:
-    """The pieces of an array on its devices."""
+    """The slabs of an array on its devices."""
     return _cutter(cut, array.sharding)(array)
 
 
@@ -129,13 +129,13 @@ def cut_up(array: jax.Array, cut: tuple[int, int]) -> list[jax.Array]:
 def _cutter(cut: tuple[int, int], sharding: Any) -> Callable[[jax.Array], list[jax.Array]]:
     dim, count = cut
 
-    def pieces(array: jax.Array) -> list[jax.Array]:
+    def slabs(array: jax.Array) -> list[jax.Array]:
         rows = array.shape[dim] // count
         return [
             jax.lax.slice_in_dim(array, i * rows, (i + 1) * rows, axis=dim) for i in range(count)
         ]
 
-    return jax.jit(pieces, out_shardings=sharding)
+    return jax.jit(slabs, out_shardings=sharding)
 
 
 def park(array: jax.Array, parking: Parking, path: str) -> Leaf:
@@ -146,18 +146,18 @@ def park(array: jax.Array, parking: Parking, path: str) -> Leaf:
     """
     if parking.cut is None:
         return Outbound([array], [parking], path).settled()[0]
-    pieces = cut_up(array, parking.cut)
+    slabs = cut_up(array, parking.cut)
     shape, dtype, sharding = tuple(array.shape), array.dtype, array.sharding
     array.delete()  # there is no room for both
-    kept = Outbound(pieces, [parking] * len(pieces), path).settled()
-    return Pieces(shape, dtype, sharding, parking.cut[0], tuple(kept))
+    kept = Outbound(slabs, [parking] * len(slabs), path).settled()
+    return Slabs(shape, dtype, sharding, parking.cut[0], tuple(kept))
 
 
 def is_parked_so(leaf: Leaf, parking: Parking) -> bool:
-    """Whether a leaf is where a plan keeps it, in the same pieces."""
+    """Whether a leaf is where a plan keeps it, in the same slabs."""
     if tier_of(leaf) != parking.tier:
         return False
-    cut = (leaf.dim, len(leaf.pieces)) if isinstance(leaf, Pieces) else None
+    cut = (leaf.dim, len(leaf.slabs)) if isinstance(leaf, Slabs) else None
     return cut == parking.cut
 
 
@@ -166,5 +166,5 @@ def unpark(leaf: Leaf) -> jax.Array:
     leaf = settled(leaf)
     if tier_of(leaf) == DEVICE:
         return leaf
-    arrays = Inbound(pieces_of(leaf)).settled()
-    return joined(leaf, arrays) if isinstance(leaf, Pieces) else arrays[0]
+    arrays = Inbound(slabs_of(leaf)).settled()
+    return joined(leaf, arrays) if isinstance(leaf, Slabs) else arrays[0]

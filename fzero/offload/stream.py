@@ -1,14 +1,15 @@
 """Streaming: a pure function of leaves that are not on the device, which visit it in turn.
 
 `StreamedFunction` divides a function by what is computed together (`fzero.programs.places`) and
-runs the parts one after the other. While one runs, what the part before it made is leaving and what
-the next one reads arrives: no more than two parts' leaves are on the device at any time.
+runs the sections one after the other. While one runs, what the section before it made is leaving
+and what the next one reads arrives: no more than two sections' leaves are on the device at any
+time.
 
-A leaf larger than a chunk is kept as pieces (`fzero.storage.tiers.Pieces`). A part that works row
-by row on it, as most optimizers do, is run once per piece; any other sees it whole.
+A leaf larger than a chunk is kept as slabs (`fzero.storage.tiers.Slabs`). A section that works row
+by row on it, as most optimizers do, is run once per slab; any other sees it whole.
 
 What a visit read is let go when what it made is where it is kept. So a disk that cannot be written
-loses nothing: what it does not take stays in host memory, and all parts are run to the end.
+loses nothing: what it does not take stays in host memory, and all sections are run to the end.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from jax.sharding import Mesh
 
 from fzero.errors import PlacementError, StateError
 from fzero.offload.park import Inbound, Outbound, cut_up, park, unpark
-from fzero.offload.piecewise import Cut, PieceProgram, piecewise
+from fzero.offload.slabwise import Cut, SlabProgram, slabwise
 from fzero.programs.jaxprs import Program, Var
 from fzero.programs.places import PlacedFunction
 from fzero.sharding.chunks import Parking
-from fzero.storage.tiers import Leaf, Pieces, is_handle, joined, piece_shape, pieces_of, settled
+from fzero.storage.tiers import Leaf, Slabs, is_handle, joined, settled, slab_shape, slabs_of
 from fzero.tree import PyTree
 
 
 @dataclass(frozen=True)
 class Visit:
-    """One run of a part.
+    """One run of a section.
 
     Args:
-        part: which part.
-        piece: which piece of its leaves; `None` for all of them at once.
+        section: which section.
+        slab: which slab of its leaves; `None` for all of them at once.
     """
 
-    part: int
-    piece: int | None = None
+    section: int
+    slab: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,10 @@ class StreamedFunction(PlacedFunction):
         donate: indices of arguments whose memory may be reused.
         what: what the function is, for messages.
         path: where leaves on disk go.
-        compiler_options: of the programs for whole leaves; pieces are updated element by element.
+        compiler_options: of the programs for whole leaves; slabs are updated element by element.
 
     Attributes:
-        visits: the runs of its parts, in order.
+        visits: the runs of its sections, in order.
         observer: if set, is called with each event (`fetch`, `run`, `leave`, `gone`) and its visit.
         stuck: by name, the leaves that the last call could not write and left in host memory.
     """
@@ -109,62 +110,62 @@ class StreamedFunction(PlacedFunction):
             if parking is not None and isinstance(var, Var)
         }
         by_var = {v: c for v, c in zip(self.program.inputs, cuts, strict=True) if c is not None}
-        self._last = {var: i for i, part in enumerate(self.parts) for var in part.reads}
-        self._pieces: dict[int, PieceProgram] = {}
+        self._last = {var: i for i, section in enumerate(self.sections) for var in section.reads}
+        self._slabs: dict[int, SlabProgram] = {}
         if by_var:
-            self._compile_pieces(function, args, by_var)
+            self._compile_slabs(function, args, by_var)
         self.visits = tuple(self._planned())
 
-    def _compile_pieces(
+    def _compile_slabs(
         self, function: Callable[..., PyTree], args: Sequence[PyTree], cuts: dict[Var, Cut]
     ) -> None:
         leaves, tree = jax.tree.flatten(tuple(args))
 
         def plain(var: Var, leaf: Any) -> jax.ShapeDtypeStruct:
             cut = cuts.get(var)
-            shape = leaf.shape if cut is None else piece_shape(leaf.shape, (cut.dim, cut.count))
+            shape = leaf.shape if cut is None else slab_shape(leaf.shape, (cut.dim, cut.count))
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
         shapes = [plain(v, leaf) for v, leaf in zip(self.program.inputs, leaves, strict=True)]
         closed = jax.make_jaxpr(lambda *flat: function(*jax.tree.unflatten(tree, flat)))(*shapes)
         small = Program(closed.jaxpr, closed.consts)
         kept = {var for var, _ in self.outputs if isinstance(var, Var)}
-        for i, part in enumerate(self.parts):
+        for i, section in enumerate(self.sections):
 
             def reusable(var: Var, here: int = i) -> bool:
                 return var in self.donated and self._last[var] == here and var not in kept
 
-            found = piecewise(
-                part, self.program, small, cuts, self.shardings,
-                arrives=self._in_pieces, leaves=lambda var: self._cut_of(var) is not None,
+            found = slabwise(
+                section, self.program, small, cuts, self.shardings,
+                arrives=self._in_slabs, leaves=lambda var: self._cut_of(var) is not None,
                 reusable=reusable,
             )  # fmt: skip
-            if found is not None and self._in_same_pieces(i, found):
-                self._pieces[i] = found
+            if found is not None and self._in_same_slabs(i, found):
+                self._slabs[i] = found
 
-    def _in_same_pieces(self, number: int, pieces: PieceProgram) -> bool:
-        """Whether everything that leaves is kept in the pieces that a part would make."""
-        part = self.parts[number]
-        cuts = {self._cut_of(var) for var in part.gives} - {None}
-        return cuts <= {(pieces.cut.dim, pieces.cut.count)}
+    def _in_same_slabs(self, number: int, slabs: SlabProgram) -> bool:
+        """Whether everything that leaves is kept in the slabs that a section would make."""
+        section = self.sections[number]
+        cuts = {self._cut_of(var) for var in section.gives} - {None}
+        return cuts <= {(slabs.cut.dim, slabs.cut.count)}
 
-    def _in_pieces(self, var: Var) -> bool:
-        """Whether an argument comes in pieces."""
+    def _in_slabs(self, var: Var) -> bool:
+        """Whether an argument comes in slabs."""
         parking = self._parked.get(var)
         return parking is not None and parking.cut is not None
 
     def _cut_of(self, var: Var) -> tuple[int, int] | None:
-        """How a result leaves in pieces, if it does."""
+        """How a result leaves in slabs, if it does."""
         parking = self._parking.get(var)
         return None if parking is None else parking.cut
 
-    def _last_piece(self, visit: Visit) -> bool:
-        return visit.piece is None or visit.piece == self._pieces[visit.part].cut.count - 1
+    def _last_slab(self, visit: Visit) -> bool:
+        return visit.slab is None or visit.slab == self._slabs[visit.section].cut.count - 1
 
     def _planned(self) -> Iterator[Visit]:
-        for i in range(len(self.parts)):
-            if i in self._pieces:
-                yield from (Visit(i, piece) for piece in range(self._pieces[i].cut.count))
+        for i in range(len(self.sections)):
+            if i in self._slabs:
+                yield from (Visit(i, slab) for slab in range(self._slabs[i].cut.count))
             else:
                 yield Visit(i)
 
@@ -197,8 +198,8 @@ class StreamedFunction(PlacedFunction):
             if number + 1 < len(self.visits):
                 arriving = self._fetch(self.visits[number + 1], env)
         self._collect(before, made)
-        for var, pieces in made.items():
-            env[var] = self._parked_leaf(var, pieces)
+        for var, slabs in made.items():
+            env[var] = self._parked_leaf(var, slabs)
         return self._results(env)
 
     def require_written(self, state: Any) -> None:
@@ -230,15 +231,15 @@ class StreamedFunction(PlacedFunction):
         """Waits until what a visit made is where it is kept."""
         if leaving is not None:
             kept = leaving.outbound.settled(self.stuck.setdefault)
-            for var, piece in zip(leaving.results, kept, strict=True):
-                made.setdefault(var, []).append(piece)
+            for var, slab in zip(leaving.results, kept, strict=True):
+                made.setdefault(var, []).append(slab)
 
     def _in_form(self, var: Var, leaf: Leaf) -> Leaf:
-        """A parked leaf in the pieces that it visits in, wherever it is."""
+        """A parked leaf in the slabs that it visits in, wherever it is."""
         leaf, parking = settled(leaf), self._parked.get(var)
         if parking is None:
             return unpark(leaf) if isinstance(leaf, jax.Array) or is_handle(leaf) else leaf
-        if parking.cut is None or isinstance(leaf, Pieces):
+        if parking.cut is None or isinstance(leaf, Slabs):
             return leaf
         whole = unpark(leaf)
         # A copy: the leaf may be somebody else's, too.
@@ -250,55 +251,55 @@ class StreamedFunction(PlacedFunction):
             self.observer(event, visit)
 
     def _fetch(self, visit: Visit, env: dict[Var, Any]) -> dict[int, Inbound]:
-        """Starts bringing what a visit reads; by index of the part's reads."""
+        """Starts bringing what a visit reads; by index of the section's reads."""
         arriving = {}
-        for i, var in enumerate(self.parts[visit.part].reads):
-            # What does not come in pieces comes with the first, and stays until the last.
-            if var in self._parked and (self._in_pieces(var) or not visit.piece):
+        for i, var in enumerate(self.sections[visit.section].reads):
+            # What does not come in slabs comes with the first, and stays until the last.
+            if var in self._parked and (self._in_slabs(var) or not visit.slab):
                 arriving[i] = Inbound(self._visitors(visit, env[var]))
         self._tell("fetch", visit)
         return arriving
 
     def _visitors(self, visit: Visit, leaf: Leaf) -> Sequence[Any]:
-        pieces = pieces_of(leaf)
-        return pieces if visit.piece is None or len(pieces) == 1 else (pieces[visit.piece],)
+        slabs = slabs_of(leaf)
+        return slabs if visit.slab is None or len(slabs) == 1 else (slabs[visit.slab],)
 
     def _here(
         self, visit: Visit, env: dict[Var, Any], arriving: dict[int, Inbound]
     ) -> dict[int, Any]:
-        """What a visit reads and was parked, on the device; by index of the part's reads."""
+        """What a visit reads and was parked, on the device; by index of the section's reads."""
         here = {}
         for i, inbound in arriving.items():
-            arrays, leaf = inbound.settled(), env[self.parts[visit.part].reads[i]]
-            whole = visit.piece is None and isinstance(leaf, Pieces)
+            arrays, leaf = inbound.settled(), env[self.sections[visit.section].reads[i]]
+            whole = visit.slab is None and isinstance(leaf, Slabs)
             here[i] = joined(leaf, arrays) if whole else arrays[0]
         return here
 
     def _run(self, visit: Visit, env: dict[Var, Any], here: dict[int, Any]) -> _Leaving:
         """Runs one visit; what it made and is parked is on its way then."""
-        part = self.parts[visit.part]
-        sources = {i: env[part.reads[i]] for i in here}
-        for i, var in enumerate(part.reads):
-            if i in here and visit.piece is not None and not self._in_pieces(var):
+        section = self.sections[visit.section]
+        sources = {i: env[section.reads[i]] for i in here}
+        for i, var in enumerate(section.reads):
+            if i in here and visit.slab is not None and not self._in_slabs(var):
                 env[var] = here.pop(i)
-        if visit.piece is None:
+        if visit.slab is None:
             values = [
-                here[i] if i in here else self._bring(env[var], part.mesh)
-                for i, var in enumerate(part.reads)
+                here[i] if i in here else self._bring(env[var], section.mesh)
+                for i, var in enumerate(section.reads)
             ]
-            results = part.program(*values)
+            results = section.program(*values)
         else:
-            results = self._run_piece(visit, env, here)
+            results = self._run_slab(visit, env, here)
         self._tell("run", visit)
         replaced = self._spent(visit, env, sources)
         vars_, arrays, parkings = list[Var](), list[jax.Array](), list[Parking]()
-        for var, value in zip(part.gives, results, strict=True):
+        for var, value in zip(section.gives, results, strict=True):
             parking = self._parking.get(var)
-            if parking is None or (parking.cut is None and not self._last_piece(visit)):
+            if parking is None or (parking.cut is None and not self._last_slab(visit)):
                 env[var] = value
                 continue
             own = [value]
-            if visit.piece is None and parking.cut is not None:
+            if visit.slab is None and parking.cut is not None:
                 own = cut_up(value, parking.cut)
                 value.delete()
             vars_ += [var] * len(own)
@@ -308,45 +309,45 @@ class StreamedFunction(PlacedFunction):
         self._tell("leave", visit)
         return leaving
 
-    def _run_piece(self, visit: Visit, env: dict[Var, Any], here: dict[int, Any]) -> list[Any]:
-        part, pieces = self.parts[visit.part], self._pieces[visit.part]
+    def _run_slab(self, visit: Visit, env: dict[Var, Any], here: dict[int, Any]) -> list[Any]:
+        section, slabs = self.sections[visit.section], self._slabs[visit.section]
         into = {}
-        for i in pieces.made:
-            var = part.gives[i]
+        for i in slabs.made:
+            var = section.gives[i]
             if self._cut_of(var) is not None:
                 continue
-            if visit.piece:
+            if visit.slab:
                 into[i] = env[var]
-            elif i in pieces.source:
-                into[i] = self._bring(env[part.reads[pieces.source[i]]], part.mesh)
+            elif i in slabs.source:
+                into[i] = self._bring(env[section.reads[slabs.source[i]]], section.mesh)
             else:
                 into[i] = _empty(var.aval.shape, var.aval.dtype, self.shardings[var])()
         kept = {
-            i: self._bring(env[var], part.mesh) for i, var in enumerate(part.reads)
-            if i not in here and i not in pieces.source.values()
+            i: self._bring(env[var], section.mesh) for i, var in enumerate(section.reads)
+            if i not in here and i not in slabs.source.values()
         }  # fmt: skip
-        return pieces.run(np.int32(visit.piece or 0), here, kept, into)
+        return slabs.run(np.int32(visit.slab or 0), here, kept, into)
 
     def _spent(self, visit: Visit, env: dict[Var, Any], sources: dict[int, Leaf]) -> list[Any]:
-        """What was given away and has been read for the last time: parked pieces, to be let go."""
-        part, pieces = self.parts[visit.part], self._pieces.get(visit.part)
-        done = pieces is not None and self._last_piece(visit)
+        """What was given away and has been read for the last time: parked slabs, to be let go."""
+        section, slabs = self.sections[visit.section], self._slabs.get(visit.section)
+        done = slabs is not None and self._last_slab(visit)
         spent: list[Any] = []
-        for i, var in enumerate(part.reads):
-            if var not in self.donated or self._last[var] != visit.part:
+        for i, var in enumerate(section.reads):
+            if var not in self.donated or self._last[var] != visit.section:
                 continue
             if i in sources:
                 spent += self._visitors(visit, sources[i])
-            elif pieces is not None and done and i in pieces.sliced - set(pieces.source.values()):
+            elif slabs is not None and done and i in slabs.sliced - set(slabs.source.values()):
                 env[var].delete()  # gradients, mostly
         return spent
 
-    def _parked_leaf(self, var: Var, pieces: list[Any]) -> Leaf:
+    def _parked_leaf(self, var: Var, slabs: list[Any]) -> Leaf:
         parking = self._parking[var]
         if parking.cut is None:
-            return pieces[0]
+            return slabs[0]
         dtype, sharding = np.dtype(var.aval.dtype), self.shardings[var]
-        return Pieces(tuple(var.aval.shape), dtype, sharding, parking.cut[0], tuple(pieces))
+        return Slabs(tuple(var.aval.shape), dtype, sharding, parking.cut[0], tuple(slabs))
 
     def _bring(self, value: Any, mesh: Any) -> Any:
         return value if is_handle(value) else super()._bring(value, mesh)

@@ -34,7 +34,7 @@ class _Source:
 
 
 @dataclass(frozen=True, eq=False)
-class _Piece:
+class _Input:
     """What the function sees of an argument: one layer, or all of it."""
 
     source: _Source
@@ -61,17 +61,17 @@ def layers_of(tree: PyTree, stacks: Mapping[str, Rows]) -> PyTree:
 
     def of(path: Any, leaf: Any) -> Any:
         stack = stack_of(path, stacks)
-        return _pieces(leaf, stack, stacks)
+        return _inputs_of(leaf, stack, stacks)
 
     return jax.tree_util.tree_map_with_path(of, tree)
 
 
-def _pieces(leaf: Any, stack: str | None, stacks: Mapping[str, Rows]) -> Any:
+def _inputs_of(leaf: Any, stack: str | None, stacks: Mapping[str, Rows]) -> Any:
     if stack is None:
-        return _Piece(_Source(leaf))
+        return _Input(_Source(leaf))
     rows = stacks[stack].of_leaf(leaf)
     source = _Source(leaf, stack, rows)
-    return Layers(stack, [_Piece(source, number) for number in range(len(rows.order))])
+    return Layers(stack, [_Input(source, number) for number in range(len(rows.order))])
 
 
 def state_layers(state: PyTree, shapes: PyTree, stacks: Mapping[str, Rows]) -> PyTree:
@@ -88,10 +88,12 @@ def state_layers(state: PyTree, shapes: PyTree, stacks: Mapping[str, Rows]) -> P
 
     def fill(node: Any, leaf: Any) -> None:
         if not is_layers(node):
-            flat[node.at] = _Piece(_Source(leaf))
+            flat[node.at] = _Input(_Source(leaf))
             return
-        for one, piece in zip(node.layers, _pieces(leaf, node.stack, stacks).layers, strict=True):
-            flat[one.at] = piece
+        for one, given in zip(
+            node.layers, _inputs_of(leaf, node.stack, stacks).layers, strict=True
+        ):
+            flat[one.at] = given
 
     grouped = regrouped(jax.tree.unflatten(tree, numbered))
     jax.tree.map(fill, grouped, state, is_leaf=is_layers)
@@ -110,24 +112,24 @@ class Rolled:
     """
 
     def __init__(self, function: Callable[..., PyTree], *args: PyTree) -> None:
-        self.pieces, tree = jax.tree.flatten(args)
+        self.inputs, tree = jax.tree.flatten(args)
         closed, self.out = jax.make_jaxpr(
             lambda *flat: function(*jax.tree.unflatten(tree, flat)), return_shape=True
-        )(*[piece.aval() for piece in self.pieces])
+        )(*[given.aval() for given in self.inputs])
         self.program = Program(closed.jaxpr, closed.consts)
         # For each value a number that says what it is, and the layer that it belongs to.
         self.known: dict[Var, tuple[int, Layer | None]] = {}
         self._numbers: dict[Any, int] = {}
         self._members: dict[int, set[int]] = defaultdict(set)
         self.rows = {
-            p.source.stack: p.source.rows for p in self.pieces if p.source.stack is not None
+            p.source.stack: p.source.rows for p in self.inputs if p.source.stack is not None
         }
         self._number()
 
     def _number(self) -> None:
-        for var, piece in zip(self.program.inputs, self.pieces, strict=True):
-            source = piece.source
-            layer = None if piece.layer is None else (str(source.stack), piece.layer)
+        for var, given in zip(self.program.inputs, self.inputs, strict=True):
+            source = given.source
+            layer = None if given.layer is None else (str(source.stack), given.layer)
             self._know(var, ("source", id(source)), layer)
         for var in self.program.consts:
             self._know(var, ("constant", id(var)), None)
@@ -194,11 +196,11 @@ class _Run:
         self.rolled, self.scope = rolled, scope
         self.single: dict[Var, Any] = dict(rolled.program.consts)
         self.stacks: dict[int, Any] = {}
-        for var, piece in zip(rolled.program.inputs, rolled.pieces, strict=True):
-            if piece.layer is None:
-                self.single[var] = piece.source.value
+        for var, given in zip(rolled.program.inputs, rolled.inputs, strict=True):
+            if given.layer is None:
+                self.single[var] = given.source.value
             else:
-                self.stacks[rolled.known[var][0]] = piece.source.value
+                self.stacks[rolled.known[var][0]] = given.source.value
 
     def step(self, step: Step) -> None:
         rolled = self.rolled

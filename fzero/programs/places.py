@@ -52,7 +52,7 @@ def devices_of(sharding: NamedSharding) -> Devices:
 
 
 @dataclass
-class Part:
+class Section:
     """What one place computes at once.
 
     Args:
@@ -206,15 +206,15 @@ class PlacedFunction:
 
     def _divide(self, wanted: Sequence[NamedSharding], labels: Sequence[str]) -> None:
         """Makes one program per place and turn."""
-        parts: dict[tuple[Place, int], Part] = {}
+        sections: dict[tuple[Place, int], Section] = {}
         maker = {var: step for step in self.program.steps for var in step.results}
         order = {id(step): i for i, step in enumerate(self.program.steps)}
 
-        def part(place: Place, turn: int) -> Part:
-            return parts.setdefault((place, turn), Part(self.meshes[place.devices]))
+        def section(place: Place, turn: int) -> Section:
+            return sections.setdefault((place, turn), Section(self.meshes[place.devices]))
 
-        def give(var: Var, by: Part, key: tuple[Place, int]) -> None:
-            """Adds a value, and everything it takes, to a part."""
+        def give(var: Var, by: Section, key: tuple[Place, int]) -> None:
+            """Adds a value, and everything it takes, to a section."""
             if var not in by.gives:
                 by.gives.append(var)
             pending, seen = [var], {x for step in by.steps for x in step.results} | set(by.reads)
@@ -234,7 +234,7 @@ class PlacedFunction:
                 by.reads.append(x)
                 if step is not None:
                     assert at.place is not None
-                    give(x, part(at.place, at.turn), (at.place, at.turn))
+                    give(x, section(at.place, at.turn), (at.place, at.turn))
 
         self.outputs = list(zip(self.program.outputs, wanted, strict=True))
         for (var, sharding), label in zip(self.outputs, labels, strict=True):
@@ -246,34 +246,34 @@ class PlacedFunction:
                 self.meshes.setdefault(place.devices, sharding.mesh)
             if place.devices == devices_of(sharding):
                 self.shardings.setdefault(var, sharding)
-            give(var, part(place, turn), (place, turn))
-        self.parts = [parts[key] for key in sorted(parts, key=lambda k: k[1])]
-        for one in self.parts:
+            give(var, section(place, turn), (place, turn))
+        self.sections = [sections[key] for key in sorted(sections, key=lambda k: k[1])]
+        for one in self.sections:
             one.steps.sort(key=lambda step: order[id(step)])
         self._compile()
 
     def _compile(self) -> None:
         last: dict[Var, int] = {}
-        for index, part in enumerate(self.parts):
-            last.update(dict.fromkeys(part.reads, index))
+        for index, section in enumerate(self.sections):
+            last.update(dict.fromkeys(section.reads, index))
         kept = {var for var, _ in self.outputs if isinstance(var, Var)}
-        for index, part in enumerate(self.parts):
-            whole = tuple(part.mesh.devices.flat)
-            replicated = NamedSharding(part.mesh, PartitionSpec())
+        for index, section in enumerate(self.sections):
+            whole = tuple(section.mesh.devices.flat)
+            replicated = NamedSharding(section.mesh, PartitionSpec())
             out = [
                 self.shardings[var] if var in self.shardings
                 and devices_of(self.shardings[var]) == whole
                 else (replicated if _small(var) else None)
-                for var in part.gives
+                for var in section.gives
             ]  # fmt: skip
             # Memory can be reused for results of the same shape only.
             room = Counter(
                 _local(var, sharding)
-                for var, sharding in zip(part.gives, out, strict=True)
+                for var, sharding in zip(section.gives, out, strict=True)
                 if sharding is not None
             )
             donate = []
-            for i, var in enumerate(part.reads):
+            for i, var in enumerate(section.reads):
                 if var not in self.donated or last[var] != index or var in kept:
                     continue
                 # A number is not worth it, and whoever fails before anything else is given away has
@@ -284,17 +284,17 @@ class PlacedFunction:
                 if room[shape]:
                     room[shape] -= 1
                     donate.append(i)
-            part.program = jit_on(
-                part.mesh, self._runner(part), out, donate_argnums=donate,
+            section.program = jit_on(
+                section.mesh, self._runner(section), out, donate_argnums=donate,
                 compiler_options=self.compiler_options,
             )  # fmt: skip
 
-    def _runner(self, part: Part) -> Callable[..., list[Any]]:
+    def _runner(self, section: Section) -> Callable[..., list[Any]]:
         def run(*values: Any) -> list[Any]:
             env: dict[Any, Any] = dict(self.program.consts)
-            env.update(zip(part.reads, values, strict=True))
-            run_steps(part.steps, env)
-            return [env[var] for var in part.gives]
+            env.update(zip(section.reads, values, strict=True))
+            run_steps(section.steps, env)
+            return [env[var] for var in section.gives]
 
         return run
 
@@ -305,9 +305,9 @@ class PlacedFunction:
             raise StateError(f"{self.what}: expected {self.in_tree}, got {tree}")
         env: dict[Var, Any] = dict(self.program.consts)
         env.update(zip(self.program.inputs, leaves, strict=True))
-        for part in self.parts:
-            values = [self._bring(env[var], part.mesh) for var in part.reads]
-            env.update(zip(part.gives, part.program(*values), strict=True))
+        for section in self.sections:
+            values = [self._bring(env[var], section.mesh) for var in section.reads]
+            env.update(zip(section.gives, section.program(*values), strict=True))
         return self._results(env)
 
     def lowered(self) -> list[tuple[Mesh, Any]]:
@@ -320,8 +320,11 @@ class PlacedFunction:
             return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=to)
 
         return [
-            (part.mesh, part.program.lower(*(shape(var, part.mesh) for var in part.reads)))
-            for part in self.parts
+            (
+                section.mesh,
+                section.program.lower(*(shape(var, section.mesh) for var in section.reads)),
+            )
+            for section in self.sections
         ]
 
     def _results(self, env: dict[Var, Any]) -> PyTree:

@@ -86,7 +86,7 @@ def _of_visits(seen: Sequence[tuple[float, str, Any]], end: float) -> list[Copy]
 
 
 def _visit_name(visit: Visit) -> str:
-    return f"part {visit.part}" + ("" if visit.piece is None else f", piece {visit.piece}")
+    return f"section {visit.section}" + ("" if visit.slab is None else f", slab {visit.slab}")
 
 
 def _of_moves(seen: Sequence[tuple[float, str, Any]], end: float) -> list[Copy]:

@@ -24,7 +24,7 @@ class Parking:
 
     Args:
         tier: its tier.
-        cut: the dim and the number of equal pieces, for a leaf that is larger than a chunk. (But
+        cut: the dim and the number of equal slabs, for a leaf that is larger than a chunk. (But
             parameters that a forward pass reads are whole, and visit an update whole.)
         name: the leaf's field and path, for messages.
     """
@@ -42,7 +42,7 @@ class Chunks:
         parked: by field and path, how a leaf is kept; leaves on the device are not there.
         labels: for every parameter, the chunk that it is updated in; empty for those that nothing
             is parked of.
-        cuts: for parameters updated piece by piece, how they are cut.
+        cuts: for parameters updated slab by slab, how they are cut.
     """
 
     parked: Mapping[tuple[str, str], Parking]

@@ -37,9 +37,9 @@ from fzero.storage.tiers import (
     host_sharding,
     largest,
     on_device,
-    pieces_of,
     regrouped,
     settled,
+    slabs_of,
     tier_of,
 )
 from fzero.tree import device_bytes, is_plain, leaf_bytes, named_leaves
@@ -384,7 +384,7 @@ class _Move:
             ):
                 leaves[i] = _settled_or_back(leaves[i])
         moved = [i for i in chosen if tier_of(leaves[i]) != to]
-        slow = [i for i in moved if to == DISK or any(map(_is_on_disk, pieces_of(leaves[i])))]
+        slow = [i for i in moved if to == DISK or any(map(_is_on_disk, slabs_of(leaves[i])))]
         for batch in _batches([i for i in moved if i not in set(slow)], leaves):
             self._copy(batch)
         if slow:
@@ -393,11 +393,11 @@ class _Move:
     def _copy(self, batch: Sequence[int]) -> None:
         """Between device and host memory."""
         old = [self.leaves[i] for i in batch]
-        flat = [piece for leaf in old for piece in pieces_of(leaf)]
+        flat = [slab for leaf in old for slab in slabs_of(leaf)]
         place = host_sharding if self.to == HOST else on_device
         self._tell("copy", batch)
         try:
-            copies = jax.device_put(flat, [place(piece.sharding) for piece in flat])
+            copies = jax.device_put(flat, [place(slab.sharding) for slab in flat])
             if not self.how.non_blocking:
                 jax.block_until_ready(copies)
                 self._tell("done", batch)
@@ -416,10 +416,10 @@ class _Move:
     def _through_disk(self, moved: Sequence[int]) -> None:
         """To or from the disk. Sources are released when all has arrived: a disk may be full."""
         old = [self.leaves[i] for i in moved]
-        flat = [(self.names[i], piece) for i, leaf in zip(moved, old, strict=True)
-                for piece in pieces_of(leaf)]  # fmt: skip
+        flat = [(self.names[i], slab) for i, leaf in zip(moved, old, strict=True)
+                for slab in slabs_of(leaf)]  # fmt: skip
         # Of a leaf that a failing disk has not taken as a whole, some pieces are there already.
-        goes = [k for k, (_, piece) in enumerate(flat) if _is_on_disk(piece) != (self.to == DISK)]
+        goes = [k for k, (_, slab) in enumerate(flat) if _is_on_disk(slab) != (self.to == DISK)]
         out, names = [flat[k][1] for k in goes], [flat[k][0] for k in goes]
         future: Future[list[Any]]
         self._tell("copy", moved)
@@ -430,13 +430,13 @@ class _Move:
 
         def arranged(new: list[Any]) -> list[Leaf]:
             place = host_sharding if self.to == HOST else on_device
-            pieces = [piece for _, piece in flat]
-            for k, piece in enumerate(pieces):
-                if not _is_on_disk(piece) and self.to != DISK:
-                    pieces[k] = jax.device_put(piece, place(piece.sharding))
-            for k, piece in zip(goes, new, strict=True):
-                pieces[k] = piece
-            return regrouped(old, pieces, self.to)
+            slabs = [slab for _, slab in flat]
+            for k, slab in enumerate(slabs):
+                if not _is_on_disk(slab) and self.to != DISK:
+                    slabs[k] = jax.device_put(slab, place(slab.sharding))
+            for k, slab in zip(goes, new, strict=True):
+                slabs[k] = slab
+            return regrouped(old, slabs, self.to)
 
         transfer = Transfer(future, arranged)
         if not self.how.non_blocking:
@@ -462,8 +462,8 @@ class _Move:
         _delete(memory)
 
 
-def _is_on_disk(piece: Any) -> bool:
-    return isinstance(piece, DiskArray)
+def _is_on_disk(slab: Any) -> bool:
+    return isinstance(slab, DiskArray)
 
 
 def _settled_or_back(leaf: Leaf) -> Leaf:

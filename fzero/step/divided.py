@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fzero.offload.piecewise import Cut
+from fzero.offload.slabwise import Cut
 from fzero.offload.stream import StreamedFunction
 from fzero.programs.places import PlacedFunction
 from fzero.sharding.blueprint import Blueprint
@@ -26,7 +26,7 @@ class DividedUpdate:
     """An update that runs where its leaves are; where the plan parks leaves, they visit the device.
 
     Numbers are those of a plan without tiers but for a rounding or two: a product and a sum that
-    one program fuses into one rounding may be two in the pieces.
+    one program fuses into one rounding may be two in slabs.
 
     Args:
         blue: the blueprint.
@@ -97,7 +97,7 @@ class DividedUpdate:
     ) -> tuple[Values, Metrics]:
         """The update where parked leaves visit the device in turn.
 
-        What needs all gradients at once, their norm, comes first: the rest may see pieces.
+        What needs all gradients at once, their norm, comes first: the rest may see slabs.
         """
         blue, update = self.blueprint, self.update
 
@@ -162,7 +162,7 @@ class DividedUpdate:
         return _with_sums(name, jax.tree.map(lambda _: "", tree), known["sums"])
 
     def _cuts(self, args: tuple[Values, ...]) -> list[Cut | None]:
-        """How each leaf is cut where updates go piece by piece, whether it is parked or not."""
+        """How each leaf is cut where updates go slab by slab, whether it is parked or not."""
         blue = self.blueprint
         shapes = dict(named_leaves(blue.shapes()["params"]))
 

@@ -365,7 +365,7 @@ class _Returning:
         if memory_kind != (leaf.sharding.memory_kind or "device"):
             self._sharding = leaf.sharding.with_memory_kind(memory_kind)
         self._alone = len(leaf.sharding.device_set) == 1
-        self.pieces: dict[jax.Device, jax.Array] = {}
+        self.arrays: dict[jax.Device, jax.Array] = {}
         self.waiting: list[tuple[jax.Device, Any]] = []
 
     def shards(self) -> list[Shard]:
@@ -400,13 +400,13 @@ class _Returning:
     def array(self) -> jax.Array:
         """The whole, once everything is there. Maybe no piece of it is in this process."""
         leaf, sharding = self._leaf, self._sharding
-        if self._alone and self.pieces:
-            (array,) = self.pieces.values()
+        if self._alone and self.arrays:
+            (array,) = self.arrays.values()
         else:
-            pieces = [self.pieces[x] for x in sharding.addressable_devices_indices_map(leaf.shape)]
+            arrays = [self.arrays[x] for x in sharding.addressable_devices_indices_map(leaf.shape)]
             with jax.enable_x64(True):
                 array = jax.make_array_from_single_device_arrays(
-                    leaf.shape, sharding, pieces, dtype=leaf.dtype
+                    leaf.shape, sharding, arrays, dtype=leaf.dtype
                 )
         if leaf.weak_type:  # in device memory, where programs run
             array = jax.device_put(array, leaf.sharding)
@@ -422,9 +422,9 @@ def _place(copies: Sequence[tuple[_Returning, jax.Device, Any]]) -> None:
     places = [leaf.place(device) for leaf, device, _ in copies]
     # 64-bit values keep their dtype: a thread that reads may not have them switched on.
     with jax.enable_x64(True):
-        pieces = jax.device_put([value for _, _, value in copies], places)
-    for (leaf, device, _), piece in zip(copies, pieces, strict=True):
-        leaf.pieces[device] = piece
+        arrays = jax.device_put([value for _, _, value in copies], places)
+    for (leaf, device, _), array in zip(copies, arrays, strict=True):
+        leaf.arrays[device] = array
 
 
 @functools.lru_cache(maxsize=64)

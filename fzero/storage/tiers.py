@@ -2,8 +2,8 @@
 
 - `device`: a `jax.Array` in device memory.
 - `host`: a `jax.Array` of the same sharding in pinned host memory (memory kind `pinned_host`), or
-  `Pieces` of it, which visit the device one by one.
-- `disk`: a handle of bytes there (`fzero.storage.disk.DiskArray`), or `Pieces` of such.
+  `Slabs` of it, which visit the device one by one.
+- `disk`: a handle of bytes there (`fzero.storage.disk.DiskArray`), or `Slabs` of such.
 
 Handles are no pytree nodes: to `jax.tree` they are leaves, so that a state has the same tree
 structure wherever its leaves are. They have the shape, dtype and (device) sharding of the array.
@@ -38,7 +38,7 @@ HOST_KIND = "pinned_host"
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces(Handle):
+class Slabs(Handle):
     """A leaf kept as several arrays, cut along a dim that no mesh axis splits.
 
     Args:
@@ -46,30 +46,30 @@ class Pieces(Handle):
         dtype: its dtype.
         sharding: its sharding on the device.
         dim: the dim that is cut.
-        pieces: in order: arrays in host memory, or on disk.
+        slabs: in order: arrays in host memory, or on disk.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     sharding: Any
     dim: int
-    pieces: tuple[jax.Array | DiskArray, ...] = field(repr=False)
+    slabs: tuple[jax.Array | DiskArray, ...] = field(repr=False)
 
     def is_deleted(self) -> bool:
-        """Whether a piece's memory was given away."""
-        return any(piece.is_deleted() for piece in self.pieces)
+        """Whether a slab's memory was given away."""
+        return any(slab.is_deleted() for slab in self.slabs)
 
     def delete(self) -> None:
-        """Releases all pieces."""
-        for piece in self.pieces:
-            piece.delete()
+        """Releases all slabs."""
+        for slab in self.slabs:
+            slab.delete()
 
 
 class Transfer:
     """Leaves that travel together, in the background.
 
     Args:
-        future: gives their pieces.
+        future: gives their slabs.
         arrange: makes leaves of them; called once.
     """
 
@@ -81,10 +81,10 @@ class Transfer:
 
     def settled(self) -> list[Leaf]:
         """The leaves, after waiting for them."""
-        pieces = self.future.result()
+        slabs = self.future.result()
         with self._lock:
             if self._leaves is None:
-                self._leaves = self._arrange(pieces)
+                self._leaves = self._arrange(slabs)
             return self._leaves
 
 
@@ -137,7 +137,7 @@ class Arriving(Handle):
         return self.transfer.settled()[self.index]
 
 
-Leaf = Any  # jax.Array | DiskArray | Pieces | Arriving
+Leaf = Any  # jax.Array | DiskArray | Slabs | Arriving
 
 
 # States have many leaves and few shardings.
@@ -161,9 +161,9 @@ def tier_of(leaf: Leaf) -> str:
     """The tier of a leaf, traced or not, or of its shape (`jax.ShapeDtypeStruct`, sharded)."""
     if isinstance(leaf, DiskArray):
         return DISK
-    if isinstance(leaf, Pieces):
+    if isinstance(leaf, Slabs):
         # After a disk failed some may be in memory: then all count as there.
-        return DISK if all(isinstance(piece, DiskArray) for piece in leaf.pieces) else HOST
+        return DISK if all(isinstance(slab, DiskArray) for slab in leaf.slabs) else HOST
     if isinstance(leaf, Arriving):
         return leaf.to
     if isinstance(leaf, jax.core.Tracer):
@@ -200,29 +200,29 @@ def require_on_device(leaves: Iterable[tuple[str, Leaf]], operation: str) -> Non
     )
 
 
-def pieces_of(leaf: Leaf) -> tuple[Any, ...]:
+def slabs_of(leaf: Leaf) -> tuple[Any, ...]:
     """The arrays, in memory or on disk, that a leaf consists of."""
-    return leaf.pieces if isinstance(leaf, Pieces) else (leaf,)
+    return leaf.slabs if isinstance(leaf, Slabs) else (leaf,)
 
 
-def regrouped(leaves: Sequence[Leaf], pieces: Sequence[Any], tier: str) -> list[Leaf]:
-    """Leaves like `leaves`, made of pieces (of all of them, in order) in another tier."""
-    rest = iter(pieces)
+def regrouped(leaves: Sequence[Leaf], slabs: Sequence[Any], tier: str) -> list[Leaf]:
+    """Leaves like `leaves`, made of slabs (of all of them, in order) in another tier."""
+    rest = iter(slabs)
     out: list[Leaf] = []
     for leaf in leaves:
-        own = tuple(itertools.islice(rest, len(pieces_of(leaf))))
-        if not isinstance(leaf, Pieces):
+        own = tuple(itertools.islice(rest, len(slabs_of(leaf))))
+        if not isinstance(leaf, Slabs):
             out.append(own[0])
         elif tier == DEVICE:
             out.append(joined(leaf, own))
         else:
-            out.append(dataclasses.replace(leaf, pieces=own))
+            out.append(dataclasses.replace(leaf, slabs=own))
     return out
 
 
-def joined(leaf: Pieces, pieces: Sequence[jax.Array]) -> jax.Array:
-    """The whole leaf from pieces on the device."""
-    return _concatenate(leaf.dim, leaf.sharding)(pieces)
+def joined(leaf: Slabs, slabs: Sequence[jax.Array]) -> jax.Array:
+    """The whole leaf from slabs on the device."""
+    return _concatenate(leaf.dim, leaf.sharding)(slabs)
 
 
 @functools.cache
@@ -251,15 +251,15 @@ def largest(sizes: Mapping[str, int], share: float) -> list[str]:
 
 
 def cut_of(shape: tuple[int, ...], count: int, split: Iterable[int] = ()) -> tuple[int, int] | None:
-    """How to cut a leaf into at least `count` equal pieces.
+    """How to cut a leaf into at least `count` equal slabs.
 
     Args:
         shape: its shape.
-        count: the number of pieces wanted.
-        split: dims that are split over devices, along which a piece would not be local.
+        count: the number of slabs wanted.
+        split: dims that are split over devices, along which a slab would not be local.
 
     Returns:
-        The dim and the number of pieces: the fewest that are enough, or the most there can be;
+        The dim and the number of slabs: the fewest that are enough, or the most there can be;
         `None` for a leaf that cannot be cut.
 
     Example:
@@ -271,11 +271,11 @@ def cut_of(shape: tuple[int, ...], count: int, split: Iterable[int] = ()) -> tup
         if rows > 1 and dim not in split:
             divisors = (n for n in range(min(count, rows), rows + 1) if rows % n == 0)
             found.append((dim, next(divisors)))
-    # Enough pieces if possible, then few of them, then along the outermost dim.
+    # Enough slabs if possible, then few of them, then along the outermost dim.
     return min(found, key=lambda cut: (max(count - cut[1], 0), cut[1]), default=None)
 
 
-def piece_shape(shape: tuple[int, ...], cut: tuple[int, int]) -> tuple[int, ...]:
-    """Shape of one piece of a leaf."""
+def slab_shape(shape: tuple[int, ...], cut: tuple[int, int]) -> tuple[int, ...]:
+    """Shape of one slab of a leaf."""
     dim, count = cut
     return (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])

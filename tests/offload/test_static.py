@@ -13,8 +13,8 @@ from support.sample import some
 
 import fzero as fz
 from fzero.batch import Inputs
-from fzero.offload.piecewise import is_rowwise
-from fzero.storage.tiers import Pieces, pieces_of
+from fzero.offload.slabwise import is_rowwise
+from fzero.storage.tiers import Slabs, slabs_of
 from fzero.tree import named_leaves
 
 
@@ -72,9 +72,9 @@ def test_the_numbers_of_the_plan_without_tiers(zero, precision, tier, tmp_path):
     tiered = plan.replace(tiers=tiers, stream_bytes=300, disk_path=str(tmp_path))
     state, found, step = run(tiered, tx)
     same_but_for_roundings(found, trace)
-    assert len(step.stream.visits) > len(step.stream.parts) > 1
+    assert len(step.stream.visits) > len(step.stream.sections) > 1
     fz.placement(state).require(opt_state=tier)
-    assert any(isinstance(leaf, Pieces) for leaf in jax.tree.leaves(state.opt_state))
+    assert any(isinstance(leaf, Slabs) for leaf in jax.tree.leaves(state.opt_state))
     back = on_device(state, tx, tiered)
     for name in ("params", "opt_state"):
         tiny.close(getattr(back, name), getattr(expected, name), rtol=0, atol=4e-7)
@@ -283,9 +283,9 @@ def test_leaves_are_cut_into_pieces_of_a_chunk():
     plan = tiny.plan(zero=3, data=4, tiers={"opt_state": "host"}, stream_bytes=300)
     state = fz.init(MODEL, tx, plan, rng=0)
     for path, leaf in named_leaves(state.opt_state):
-        for piece in pieces_of(leaf):
-            assert piece.sharding.memory_kind == "pinned_host" or leaf.ndim == 0
-            own = math.prod(piece.sharding.shard_shape(piece.shape)) * 4
+        for slab in slabs_of(leaf):
+            assert slab.sharding.memory_kind == "pinned_host" or leaf.ndim == 0
+            own = math.prod(slab.sharding.shard_shape(slab.shape)) * 4
             assert own * 2 <= plan.stream_bytes, path  # both moments visit together
 
 

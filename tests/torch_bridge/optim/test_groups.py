@@ -149,9 +149,9 @@ def test_parked_state_is_updated_row_by_row():
     plan = tiny.plan(zero=3, tiers={"opt_state": "host"}, stream_bytes=64)
     losses, state, step = train(plan)
     check(losses, state, rtol=5e-6, atol=2e-5)
-    pieces = [visit.part for visit in step.stream.visits if visit.piece is not None]
-    assert len(pieces) >= 4
-    assert max(map(pieces.count, pieces)) > 1
+    slabs = [visit.section for visit in step.stream.visits if visit.slab is not None]
+    assert len(slabs) >= 4
+    assert max(map(slabs.count, slabs)) > 1
 
 
 def test_what_torch_leaves_alone_has_no_state():

@@ -1,7 +1,7 @@
-"""Running part of a program on one piece of its leaves at a time.
+"""Running part of a program on one slab of its leaves at a time.
 
-An optimizer that works element by element on a leaf can see it in pieces. Whether it does is read
-from its traced operations; the program for a piece is the same function traced with a piece's
+An optimizer that works element by element on a leaf can see it in slabs. Whether it does is read
+from its traced operations; the program for a slab is the same function traced with a slab's
 shapes.
 """
 
@@ -15,28 +15,28 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.programs.jaxprs import ELEMENTWISE, Program, Step, Var
-from fzero.programs.places import Part
+from fzero.programs.places import Section
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim, and the number of equal pieces that leaves are cut into along it."""
+    """A dim, and the number of equal slabs that leaves are cut into along it."""
 
     dim: int
     count: int
 
 
 @dataclass(frozen=True)
-class PieceProgram:
-    """A part of a program, compiled for one piece of its leaves.
+class SlabProgram:
+    """A part of a program, compiled for one slab of its leaves.
 
     Args:
         cut: how they are cut.
-        sliced: which of the part's reads are seen in pieces.
-        made: which of its results are made in pieces.
-        run: `run(index, here, kept, into)`: `here` are pieces by index of the part's reads,
-            `kept` whole values; `into` whole arrays, by index of the part's results, which their
-            pieces are written into (and, where `source` says so, read from).
+        sliced: which of the section's reads are seen in slabs.
+        made: which of its results are made in slabs.
+        run: `run(index, here, kept, into)`: `here` are slabs by index of the section's reads,
+            `kept` whole values; `into` whole arrays, by index of the section's results, which their
+            slabs are written into (and, where `source` says so, read from).
         source: for results, the read that is the same memory.
     """
 
@@ -91,8 +91,8 @@ def _shape(x: Any) -> tuple[int, ...]:
     return tuple(x.aval.shape) if isinstance(x, Var) else tuple(getattr(x, "shape", ()))
 
 
-def piecewise(
-    part: Part,
+def slabwise(
+    section: Section,
     whole: Program,
     small: Program,
     cuts: Mapping[Var, Cut],
@@ -100,74 +100,74 @@ def piecewise(
     arrives: Callable[[Var], bool],
     leaves: Callable[[Var], bool],
     reusable: Callable[[Var], bool],
-) -> PieceProgram | None:
-    """Compiles a part for one piece of its leaves; `None` if it needs them whole.
+) -> SlabProgram | None:
+    """Compiles a section for one slab of its leaves; `None` if it needs them whole.
 
     Args:
-        part: the part.
+        section: the section.
         whole: the program that it is part of.
-        small: the same function traced with the shapes of pieces.
+        small: the same function traced with the shapes of slabs.
         cuts: for inputs of the program, how they are cut.
         shardings: of values on the device.
-        arrives: whether an input comes in pieces; others are whole on the device.
-        leaves: whether a result goes in pieces.
-        reusable: whether nobody needs a value after this part.
+        arrives: whether an input comes in slabs; others are whole on the device.
+        leaves: whether a result goes in slabs.
+        reusable: whether nobody needs a value after this section.
     """
-    known = {cuts[var] for var in part.reads if var in cuts}
+    known = {cuts[var] for var in section.reads if var in cuts}
     if len(known) != 1 or len(small.steps) != len(whole.steps):
         return None
     (cut,) = known
-    size = next(var.aval.shape[cut.dim] for var in part.reads if var in cuts)
-    if not all(is_rowwise(step, cut.dim, size) for step in part.steps):
+    size = next(var.aval.shape[cut.dim] for var in section.reads if var in cuts)
+    if not all(is_rowwise(step, cut.dim, size) for step in section.steps):
         return None
 
     def of_rows(values: Sequence[Var]) -> frozenset[int]:
         shapes = [_shape(var) for var in values]
         return frozenset(i for i, s in enumerate(shapes) if len(s) > cut.dim and s[cut.dim] == size)
 
-    sliced, made = of_rows(part.reads), of_rows(part.gives)
-    if any(part.reads[i] not in cuts for i in sliced):
+    sliced, made = of_rows(section.reads), of_rows(section.gives)
+    if any(section.reads[i] not in cuts for i in sliced):
         return None
     source: dict[int, int] = {}
     for i in made:
-        var = part.gives[i]
+        var = section.gives[i]
         for j in sorted(sliced - set(source.values())) if not leaves(var) else ():
-            read = part.reads[j]
+            read = section.reads[j]
             alike = (read.aval.shape, read.aval.dtype, shardings.get(read)) == (
                 var.aval.shape, var.aval.dtype, shardings.get(var)
             )  # fmt: skip
             if alike and reusable(read) and not arrives(read):
                 source[i] = j
                 break
-    run = _runner(part, whole, small, cut, sliced, source)
-    replicated = NamedSharding(part.mesh, PartitionSpec())
-    out = [shardings.get(var, replicated) for var in part.gives]
-    return PieceProgram(
+    run = _runner(section, whole, small, cut, sliced, source)
+    replicated = NamedSharding(section.mesh, PartitionSpec())
+    out = [shardings.get(var, replicated) for var in section.gives]
+    return SlabProgram(
         cut, sliced, made, jax.jit(run, out_shardings=out, donate_argnums=(1, 3)), source
     )
 
 
 def _runner(
-    part: Part,
+    section: Section,
     whole: Program,
     small: Program,
     cut: Cut,
     sliced: frozenset[int],
     source: Mapping[int, int],
 ) -> Callable[..., list[Any]]:
-    """The function that is compiled: pieces out of whole arrays, the part's steps, and back."""
+    """The function that is compiled: slabs out of whole arrays, the section's steps, and back."""
     same = dict(zip(whole.inputs, small.inputs, strict=True))
     numbers = {id(step): i for i, step in enumerate(whole.steps)}
     for step, other in zip(whole.steps, small.steps, strict=True):
         same.update(zip(step.results, other.results, strict=True))
-    steps = [small.steps[numbers[id(step)]] for step in part.steps]
+    steps = [small.steps[numbers[id(step)]] for step in section.steps]
     memory = {j: i for i, j in source.items()}
 
     def run(
         index: jax.Array, here: dict[int, Any], kept: dict[int, Any], into: dict[int, Any]
     ) -> list[Any]:
         env: dict[Any, Any] = dict(small.consts)
-        for i, var in enumerate(part.reads):
+        for i, var in enumerate(section.reads):
             value = here.get(i)
             if value is None:
                 value = into[memory[i]] if i in memory else kept[i]
@@ -179,7 +179,7 @@ def _runner(
             operands = [env[x] if isinstance(x, Var) else x for x in step.operands]
             env.update(zip(step.results, step.run(operands), strict=True))
         out = []
-        for i, var in enumerate(part.gives):
+        for i, var in enumerate(section.gives):
             value = env[same[var]]
             if i in into:
                 start = index * value.shape[cut.dim]
