@@ -52,10 +52,10 @@ class HostUpdate:
         self._update = Update(self.host, lambda value: value)
         self._program = jax.jit(self._run, donate_argnums=(0,))
         # What is frozen stays where it is.
-        self._layout = trained(blue.params)
-        self._shards = stored_shapes(self._layout, blue.sharding, sharded=True)
+        self._splits = trained(blue.params)
+        self._shards = stored_shapes(self._splits, blue.sharding, sharded=True)
         self._divide = jax.jit(self._divided, out_shardings=_shardings(self._shards))
-        whole = _shardings(stored_shapes(self._layout, blue.sharding, sharded=False))
+        whole = _shardings(stored_shapes(self._splits, blue.sharding, sharded=False))
         self._gather = jax.jit(Update(blue, lambda value: value).gathered, out_shardings=whole)
 
     def __call__(
@@ -93,12 +93,12 @@ class HostUpdate:
         new, metrics = self._update.run(fields, step, gradients, apply=True)
         if self.blueprint.plan.keeps_compute_copy:
             new["compute"] = map_splits(
-                lambda split, x: rounded(x, split.compute), self._layout, new["params"]
+                lambda split, x: rounded(x, split.compute), self._splits, new["params"]
             )
         return new, metrics
 
     def _divided(self, params: PyTree) -> PyTree:
-        return map_splits(lambda split, leaf: split.store(leaf), self._layout, params)
+        return map_splits(lambda split, leaf: split.store(leaf), self._splits, params)
 
     def _down(self, tree: PyTree, **options: bool) -> PyTree:
         """Copies on the host's devices, laid out as they are here."""
