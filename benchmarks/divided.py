@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ import optax
 import fzero as fz
 from benchmarks import large_models
 from benchmarks.large_models import LlamaSize
+from fzero.preflight.network import CollectiveUse
 from fzero.preflight.sweep import REFUSED, Tried, sweep
 
 
@@ -100,7 +102,8 @@ def row(seq: int, one: Tried) -> dict[str, Any]:
         return told
     over = {
         axes: {"sent_gib": own.communicated_bytes / 2**30, "adds_s": own.exposed_seconds,
-               "hidden": 1 - own.exposed_bytes / max(own.communicated_bytes, 1)}
+               "hidden": 1 - own.exposed_bytes / max(own.communicated_bytes, 1),
+               "kinds": kinds_of([c for c in one.found.collectives if c.axes == axes])}
         for axes, own in one.found.by_axes.items()
         if own.communicated_bytes > 2**30
     }  # fmt: skip
@@ -110,6 +113,17 @@ def row(seq: int, one: Tried) -> dict[str, Any]:
         "best_s": b.best_seconds, "mfu": b.likely_mfu, "over": over,
         "unknown": list(one.found.unknown_flops),
     }  # fmt: skip
+
+
+def kinds_of(collectives: Sequence[CollectiveUse]) -> dict[str, dict[str, float]]:
+    """For each kind of collective, what is sent and which share of it is beside kernels."""
+    found: dict[str, dict[str, float]] = {}
+    for kind in sorted({c.kind for c in collectives}):
+        own = [c for c in collectives if c.kind == kind]
+        sent = sum(c.total_bytes for c in own)
+        waits = sum(c.total_bytes for c in own if c.exposed)
+        found[kind] = {"sent_gib": sent / 2**30, "hidden": 1 - waits / max(sent, 1)}
+    return found
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ import torch
 
 from torch_bridge.converted import Converted, refuse_fixed
 from torch_bridge.dtypes import is_float
-from torch_bridge.export.example import example_tensors, refuse_untraceable
+from torch_bridge.export.example import example_tensors, refuse_options, refuse_untraceable
 from torch_bridge.export.export import export_both, export_program
 from torch_bridge.export.hooks import refuse_hooks
 from torch_bridge.export.interpret import missing_operators, refuse_data_dependent, refuse_missing
@@ -87,6 +87,7 @@ def convert(
     """
     min_layers = fewest_layers(roll)
     module = unwrapped(module)
+    refuse_options(module, example_kwargs)
     args, kwargs = example_tensors((example_args, example_kwargs))
     made = _Making(batch_dim, min_layers, train, train if masters is None else masters, copy)
     return made.of(module, args, kwargs, lambda layout: read_initial(module, layout, buffers))

@@ -23,6 +23,7 @@ from fzero.preflight.program import Compiled, Target
 from fzero.preflight.rates import Rates, default_rates
 from fzero.preflight.result import Memory, PipelineSummary, Preflight
 from fzero.preflight.shapes import (
+    TOKENS,
     batch_bytes,
     gradient_bytes,
     held_bytes,
@@ -163,6 +164,14 @@ class _Predictor:
                     f"remat='offload' keeps {saved:,} bytes of layer inputs in host memory; a"
                     " described GPU has none, so they count for the device here"
                 )
+            features = [axis for axis in self.plan.further if axis not in TOKENS]
+            if features:  # traced with whole ones
+                notes.append(
+                    f"what forward passes leave for backward passes, {saved:,} bytes with whole"
+                    f" features, is divided along {', '.join(features)} as XLA decides: it is among"
+                    " the temporaries"
+                )
+                saved = 0
             if self.plan.gather == "lazy" and self.blue.group.data > 1:
                 held = held_bytes(self.blue, self.plan)
                 notes.append(

@@ -39,7 +39,8 @@ class Memory:
     Args:
         state: kept between steps, by state class.
         batch: its rows of the batch.
-        saved_activations: what forward passes leave for backward passes.
+        saved_activations: what forward passes leave for backward passes; XLA divides it along
+            `tensor`, so that with it this is among the temporaries.
         secondary: of the weights, what they leave (`Plan.secondary`); in a pipeline it is part of
             the saved activations.
         gradients: summed, as far as a device keeps them.

@@ -28,6 +28,8 @@ from fzero.zero.layer import End
 from fzero.zero.rules import Rules
 
 
+# Further axes that share out tokens; along others what is saved lies as XLA decides.
+TOKENS = (CONTEXT, EXPERT)
 # A backward pass multiplies twice for each product of the forward pass: once for the gradient of
 # either factor.
 PASSES = 3
@@ -104,7 +106,7 @@ def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tu
     )
     jax.eval_shape(run, kept_by(blue, fields), fields["buffers"], Inputs.of(batch), fields["rng"])
     activations, secondary = found[-1]
-    ways = math.prod(plan.further.get(axis, 1) for axis in (CONTEXT, EXPERT))
+    ways = math.prod(plan.further.get(axis, 1) for axis in TOKENS)
     return activations // ways, secondary
 
 

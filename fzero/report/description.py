@@ -175,6 +175,11 @@ class Description:
                 else ("where tokens are many (sequence_parallel=None)")
             )
             lines += f"\npositions between layers of a stack: shared out over tensor, {where}"
+        if self.plan.further:
+            lines += (
+                f"\nover {', '.join(self.plan.further)}: what a layer's work asks for, not counted"
+                " here; fz.preflight counts it, for each axis, its links and what waits for it"
+            )
         if self.plan.deterministic:
             lines += "\ndeterministic: on GPUs, kernels of fixed order, none picked by timing"
         if self.plan.keep_fp32:

@@ -255,6 +255,14 @@ def test_an_experts_function_that_draws_random_numbers_is_refused():
         converted.apply(converted.params, {}, x, train=True, rng=jax.random.key(0))
 
 
+def test_a_capacity_that_transformers_would_swallow_is_refused():
+    """Its forwards take any keyword, so it would drop nothing, and not say so."""
+    module = transformers.MixtralForCausalLM.__new__(transformers.MixtralForCausalLM)
+    ids = torch.zeros(2, LENGTH, dtype=torch.long)
+    with pytest.raises(fz.ConversionError, match=r"capacity.*take all their tokens.*fz\.experts"):
+        tb.convert(module, ids, capacity=1.25)
+
+
 def test_a_loop_over_experts_whose_tokens_depend_on_data_is_refused():
     class Looped(torch.nn.Module):
         def __init__(self):

@@ -191,6 +191,7 @@ def test_each_device_keeps_its_share_over_both_axes_and_reports_say_so():
     about = fz.describe(plan, model, tx, num_devices=8)
     assert about.bytes_per_device["total"] == fz.describe(plan, model, tx).bytes_per_device["total"]
     assert "replica=1 x data=4 x tensor=2" in str(about)
+    assert "over tensor: what a layer's work asks for" in str(about)
     assert re.search(r"params/blocks/up .* dim 1 / 4, dim 2 / 2 \(tensor\)", str(about))
     layout = fz.layout(model, tx, plan)
     assert layout.mesh.shape == {"replica": 1, "data": 4, "tensor": 2}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +21,8 @@ from fzero.preflight.kernels import Kernels
 from fzero.preflight.network import Network, uses
 from fzero.preflight.rates import default_rates
 from fzero.preflight.topology import parse
-from tests.gpu_programs.conftest import case
-from tests.support.large import num_params
+from tests.gpu_programs.conftest import TX, case
+from tests.support.large import LLAMA_8B, abstract_batch, llama, num_params
 from tests.support.sample import some
 
 
@@ -52,6 +54,28 @@ def test_a_divided_layer_is_added_up_twice_a_pass_and_zero_sends_its_part(name, 
     assert all(c.crosses_hosts == (name == "eight hosts") for c in found.collectives
                if c.axes == "data")  # fmt: skip
     assert not [c for c in sums if c.crosses_hosts]
+
+
+def test_positions_shared_out_between_layers_leave_no_sum_over_tensor():
+    """Gathers and reductions instead, each half of a sum's bytes; weights travel besides."""
+    size, rows = dataclasses.replace(LLAMA_8B, layers=LAYERS), 8
+    plan = fz.Plan(zero=3, data=1, tensor=8, precision="bf16", clip_norm=1.0, remat="none",
+                   sequence_parallel=True)  # fmt: skip
+    found = fz.preflight(llama(size), TX, plan, abstract_batch(size, rows), "h200:8")
+    large = [c for c in found.collectives if c.bytes > 2**20]
+    assert {c.axes for c in large} == {"tensor"}
+    assert {c.kind for c in large} == {"all-gather", "reduce-scatter", "all-to-all"}
+    # What a layer hands on is gathered where the next begins, and where both passes read it again.
+    whole = rows * size.seq * size.d * 2
+    handed = Counter(c.kind for c in large if c.bytes == whole and c.times == LAYERS)
+    assert handed == {"all-gather": 3, "reduce-scatter": 2}
+    # All that grows with tokens, beside the four sums of both passes: each is two such.
+    turned = sum(c.bytes for c in large if c.kind == "all-to-all")
+    assert whole * handed.total() + turned < 0.7 * (4 * 2 * whole)
+    # What each device keeps for backward passes, beside a layer's weights gathered for them.
+    assert sum(count for _, count in found.memory.parts()) <= found.memory.peak
+    assert found.memory.saved_activations == 0  # (divided: among the temporaries)
+    assert found.memory.temporaries < 8.5 * 2**30
 
 
 LENGTH = 2**17

@@ -112,6 +112,30 @@ def test_a_layers_input_is_what_is_saved(predicted):
     assert deep - small == pytest.approx((SIZE.layers - 2) * one_input, abs=numbers)
 
 
+def test_what_is_saved_along_tensor_is_among_the_temporaries():
+    """XLA divides it; counted whole it would be more than the peak."""
+
+    def block(p, x, ctx):
+        return x + jnp.tanh(x @ p["up"]) @ p["down"]
+
+    def init(rng):
+        return {"up": jnp.ones((8, 512)), "down": jnp.ones((512, 8))}
+
+    model = fz.Sequential([
+        fz.Layer("in", None, lambda p, batch, ctx: batch["x"]),
+        fz.Stack("blocks", 3, init, block, shard={"up": (None, "tensor"), "down": ("tensor",)}),
+        fz.Layer("mean", None, lambda p, x, ctx: fz.Mean(jnp.sum(x**2), jnp.float32(x.size))),
+    ])  # fmt: skip
+    batch = {"x": jax.ShapeDtypeStruct((1024, 8), jnp.float32)}
+    plan = fz.Plan(zero=3, data=1, tensor=8, remat="none")
+    found = fz.preflight(model, TX, plan, batch, "cpu:8")
+    assert found.memory.saved_activations == 0
+    whole = 3 * 1024 * 512 * 4
+    assert 0 <= found.memory.peak - sum(count for _, count in found.memory.parts()) <= 256
+    assert found.memory.peak < whole
+    assert any("divided along tensor as XLA decides" in note for note in found.notes)
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_json_has_what_was_promised(name, predicted):
     data = json.loads(json.dumps(predicted(name).to_json()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -60,4 +62,19 @@ def refuse_untraceable(module: torch.nn.Module) -> None:
         raise ConversionError(
             "tb.convert within torch.autocast: torch.export would leave it out. Convert outside of"
             " it, with fz.Plan(precision=...) for the precision; or enter it in the forward"
+        )
+
+
+def refuse_options(module: torch.nn.Module, keywords: Collection[str]) -> None:
+    """Refuse what a forward would take for an argument of `**kwargs`, and is no option here.
+
+    Raises:
+        ConversionError: a capacity of experts, where the module's forward names none.
+    """
+    if "capacity" in set(keywords) - set(inspect.signature(module.forward).parameters):
+        raise ConversionError(
+            f"tb.convert(capacity=...): {type(module).__name__}.forward has no such argument, and a"
+            " conversion no such option. Its experts take all their tokens, as in PyTorch: leave it"
+            " out. A layer of your own drops tokens, and says how many:"
+            " fz.experts(..., capacity=1.25)"
         )
