@@ -14,11 +14,12 @@ from fzero.tree import named_leaves
 
 
 MODEL, BATCH, TX = tiny.chain(3), tiny.tokens(16), optax.adamw(1e-2)
+FROZEN = fz.Sequential(MODEL.layers[:-1], tiny.token_loss, frozen={"embed/up", "blocks/w"})
 ON_HOST = {"tiers": {"opt_state": "host"}, "update_on": "host"}
 
 
-def run(plan, steps=3, donate=True, tx=TX):
-    state, step = fz.init(MODEL, tx, plan, rng=0), fz.train_step(MODEL, tx, plan, donate=donate)
+def run(plan, steps=3, donate=True, tx=TX, model=MODEL):
+    state, step = fz.init(model, tx, plan, rng=0), fz.train_step(model, tx, plan, donate=donate)
     trace = []
     for _ in range(steps):
         state, metrics = step(state, BATCH)
@@ -96,10 +97,10 @@ def test_not_donated_is_not_touched(apart):
     assert all(before[path].tobytes() == after[path].tobytes() for path in before)
 
 
-def test_on_cpus_the_host_is_the_device():
+def test_on_cpus_the_host_is_the_device_and_what_is_frozen_stays():
     plan = tiny.plan(zero=1, data=4, **ON_HOST)
-    expected, trace, _ = run(plan.replace(tiers={}, update_on="device"))
-    state, found, _ = run(plan)
+    expected, trace, _ = run(plan.replace(tiers={}, update_on="device"), model=FROZEN)
+    state, found, _ = run(plan, model=FROZEN)
     np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in trace], rtol=2e-6)
     tiny.close(state.params, expected.params, rtol=0, atol=1e-6)
 
