@@ -23,7 +23,7 @@ comma := ,
 # Installed again when what is to be installed changes.
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help install demo test test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-gpu-programs nightly-ray nightly-gcs nightly-random nightly-models mutants operators models models-venv lint types docs site docs-serve docs-outputs clean
+.PHONY: help install demo test cases test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-gpu-programs nightly-ray nightly-gcs nightly-random nightly-models mutants operators models models-venv lint types docs site docs-serve docs-outputs clean
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 .DELETE_ON_ERROR:
@@ -56,7 +56,11 @@ demo: install
 	  --devices $$(cat $(VENV)/.num-devices) --clip 1.0 --eval-every 50 \
 	  --eval-sequences 128 --overwrite --verify
 
-test: lint types
+# mypy takes one core for half a minute: beside the tests, not before them.
+test: lint
+	@$(MAKE) --no-print-directory -j2 types cases
+
+cases: install
 	$(PYTEST) -m "not nightly and not bits and not docs" $(PYTEST_ARGS)
 
 # Bits of different programs, on the instruction sets of older CPUs and of this one.

@@ -16,6 +16,10 @@ EDITS = {
         lambda state: {"params": jax.device_get(state.params)},
         r"params/w: expected a jax.Array float32\[16, 13\], got numpy.ndarray(.|\n)*device_put",
     ),
+    "parameters of another dtype": (
+        lambda state: {"params": jax.tree.map(lambda x: x.astype("float16"), state.params)},
+        r"params/w: expected float32\[16, 13\], got float16\[16, 13\]",
+    ),
     "numpy moments": (
         lambda state: {"opt_state": jax.device_get(state.opt_state)},
         r"opt_state/0/mu/w: expected a jax.Array float32\[16, 13\], got numpy.ndarray",

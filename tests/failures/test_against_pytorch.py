@@ -6,9 +6,10 @@ on 8 devices has plain PyTorch's losses within 5e-6 (PyTorch's DDP and FSDP2 and
 within 1e-6 of it), and this is narrow enough to see a forgotten weight decay or a wrong epsilon.
 Against the same run in double precision fzero is closer (1e-6) than PyTorch itself (2e-6).
 
-Stage 3 runs 5 steps, and all 30 nightly, where the other stages run the first ones, too,
+Stage 3 runs 3 steps, and all 30 nightly, where the other stages run the first ones, too,
 to spare the suite minutes: they compute the same bits as stage 3, which is checked here for losses,
-norms and the whole state that follows from them (and in tests/zero for 20 steps of many plans).
+norms and the whole state that follows from them (and in tests/zero for 20 steps of many plans). The
+third loss is the first that depends on a second moment which is not the square of one gradient.
 """
 
 import json
@@ -84,7 +85,7 @@ def stage_3(model: fz.Model) -> Stage:
 
 @pytest.fixture(scope="module")
 def curve_3(stage_3: Stage) -> Curve:
-    return stage_3.run(5)
+    return stage_3.run(PREFIX)
 
 
 def apart(losses: Any) -> float:
@@ -105,10 +106,10 @@ def test_stored_losses_are_pytorchs() -> None:
 
 
 @pytest.mark.slow
-def test_stage_3_has_pytorchs_losses(curve_3: Curve) -> None:
-    assert apart(curve_3.losses) <= WITHIN
-    assert np.max(np.abs(curve_3.losses - EXACT[:5])) <= 2e-6
-    assert curve_3.losses[0] - curve_3.losses[-1] > 0.2
+def test_stage_3_has_pytorchs_losses(stage_3: Stage) -> None:
+    losses = stage_3.run(3).losses
+    assert apart(losses) <= WITHIN
+    assert np.max(np.abs(losses - EXACT[:3])) <= 2e-6
 
 
 @pytest.mark.nightly
