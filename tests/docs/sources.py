@@ -272,7 +272,6 @@ GIVEN: dict[str, tuple[str, ...]] = {
     "docs/design.md": ("arXiv:2306.10209",),
     "docs/finetuning.md": (
         "within 1e-5 (`tests/torch_bridge/test_lora.py`)",
-        "tried by hand: wandb 0.19, offline",
         "4 + 32/64 = 4.5 bits an element, `nf4-double` 4 + (8 + 64/256)/64 = 4.13, `int8` 8.5",
         "within 1 % (bf16) and 5 % (int8) of float32's (`tests/optimizers/test_small_moments.py`)",
     ),
