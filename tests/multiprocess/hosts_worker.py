@@ -113,6 +113,8 @@ def agrees(folder: Path, world: fz.World) -> dict[str, Any]:
         "plan": refusal(lambda: fz.init(model(), tx, fz.Plan(zero=1, clip_norm=1.0 + me))),
         "model": refusal(lambda: fz.init(model(4 + me), tx, plan)),
     }  # fmt: skip
+    order = jax.devices()[:: -1 if me else 1]
+    said["devices"] = refusal(lambda: fz.init(model(), tx, plan, devices=order))
     said["port"] = refusal(others_take_the_port)
     state = fz.init(model(), tx, plan)
     said["order"] = refusal(lambda: fz.init(model(), tx, plan) if me else fz.check_same(state))
@@ -191,12 +193,16 @@ def exports(folder: Path, world: fz.World) -> dict[str, Any]:
     said = refusal(
         lambda: tb.save(folder / "dcp" / ".metadata" / "w.safetensors", converted, state)
     )
+    said_other = refusal(
+        lambda: tb.save(folder / f"{world.process_id}.safetensors", converted, state)
+    )
     said_full = refusal(lambda: on_a_full_disk(folder / "full", converted, state, world))
     again = tb.restore(folder / "dcp", converted, tx, plan)
     evaluate = fz.eval_step(jax_model, plan)
     losses = [float(evaluate(s, {"x": x})["loss"]) for s in (state, again)]
     return {
-        "said": said, "said full": said_full, "losses": losses, "step": int(again.step),
+        "said": said, "said full": said_full,
+        "said other": said_other, "losses": losses, "step": int(again.step),
         "wrote": [*files_written(folder / "hf", converted, state), *written_of_a_stack(folder)],
     }  # fmt: skip
 

@@ -24,7 +24,7 @@ def test_restore_replan_and_exports_hold_a_leaf_beside_the_state(tmp_path):
         [sys.executable, "-m", "fzero.cli", "launch", "--processes", "2", "--logs",
          tmp_path / "logs", "--", WORKER, tmp_path],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"},
-        capture_output=True, text=True, timeout=600,
+        capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     for process in range(2):

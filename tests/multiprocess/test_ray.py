@@ -1,4 +1,4 @@
-"""The example under Ray Train, really: the bits of `fzero launch`.
+"""The example under Ray Train, really: the bits of `fzero launch`, and a lost worker's run goes on.
 
 Takes Ray, which `make nightly-ray` installs into an environment of its own.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -36,7 +38,9 @@ def environ(home: Path) -> dict[str, str]:
     return {
         **os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "HOME": str(home),
         "RAY_TRAIN_V2_ENABLED": "1", "RAY_TMPDIR": "/tmp",  # sockets' paths have to be short
-        "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # by default 15: hardly a turn on a machine that is busy
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }  # fmt: skip
 
 
@@ -73,6 +77,15 @@ def weights(out: Path, step: int) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in fz.logical(model, state).items()}
 
 
+def workers_of(pid: int) -> list[int]:
+    """Ray's workers that train, of all that a driver started."""
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        title = Path(f"/proc/{child}/cmdline").read_bytes().decode(errors="replace")
+        found += [int(child)] if "RayTrainWorker" in title else workers_of(int(child))
+    return found
+
+
 def test_two_workers_of_ray_have_the_bits_of_launch(tmp_path):
     ended(tmp_path / "ray", under_ray(tmp_path / "ray", 20))
     out = tmp_path / "launch"
@@ -85,4 +98,28 @@ def test_two_workers_of_ray_have_the_bits_of_launch(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     expected = weights(out, 20)
     for name, value in weights(tmp_path / "ray", 20).items():
+        assert value.tobytes() == expected[name].tobytes(), name
+
+
+def test_ray_starts_all_workers_again_where_one_was_killed(tmp_path):
+    """And they go on from the newest checkpoint: the bits of a run that nobody killed."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    ended(straight, under_ray(straight, 60))
+    driver = under_ray(killed, 60)
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        while not any(p.name.isdigit() for p in (killed / "checkpoints").glob("*")):
+            assert driver.poll() is None, (killed / "ray.log").read_text()[-6000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        victims = workers_of(driver.pid)
+        assert len(victims) == 2
+        os.kill(victims[1], signal.SIGKILL)
+    except BaseException:
+        driver.kill()
+        raise
+    said = ended(killed, driver)
+    assert "was lost: killed" in said
+    expected = weights(straight, 60)
+    for name, value in weights(killed, 60).items():
         assert value.tobytes() == expected[name].tobytes(), name

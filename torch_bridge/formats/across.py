@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from fzero.errors import CheckpointError
-from fzero.hosts.agree import exchange
+from fzero.hosts.agree import exchange, require_same
 from fzero.hosts.join import watch
 from fzero.processes import to_process
 from fzero.state.require import require_alive
@@ -71,6 +71,16 @@ def in_turns(write: Callable[[Any, Turns], None], state_or_params: Any) -> None:
     except Exception as error:
         exchange(POINT, {"failed": str(error)})
         raise
+
+
+def require_same_request(asked: Mapping[str, Any]) -> None:
+    """Refuses what processes ask for differently: they would not write one checkpoint.
+
+    Raises:
+        CheckpointError: names the first argument that differs, and who has what.
+    """
+    if watch() is not None:
+        require_same(POINT, {name: str(value) for name, value in asked.items()}, CheckpointError)
 
 
 def _is_here(leaf: Any) -> bool:

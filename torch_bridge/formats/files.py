@@ -16,7 +16,7 @@ from fzero.hosts.doing import doing
 from fzero.plan import Plan
 from fzero.state.selection import read_from
 from torch_bridge.converted import Converted
-from torch_bridge.formats.across import in_turns
+from torch_bridge.formats.across import in_turns, require_same_request
 from torch_bridge.formats.adam import require_known
 from torch_bridge.formats.adapters import adapter_content, merged_content
 from torch_bridge.formats.peft import write_adapter
@@ -73,7 +73,8 @@ def save(
         adapter: which adapter `merge` and "peft" mean, where the module has several.
 
     Raises:
-        CheckpointError: an unknown suffix or hyperparameter, or a state that does not fit.
+        CheckpointError: an unknown suffix or hyperparameter, a state that does not fit, or
+            arguments that differ between processes.
 
     Example:
         >>> import tempfile
@@ -93,6 +94,7 @@ def save(
     asked |= {"merge": merge, "adapter": adapter}
     with doing("tb.save"):
         chosen = read_from(state_or_params, which, "save")
+        require_same_request({"path": path, "which": which, **asked})
         in_turns(
             lambda state, turns: _save(path, converted, state, plan, turns=turns, **asked), chosen
         )
