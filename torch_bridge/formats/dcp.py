@@ -27,7 +27,7 @@ from fzero.errors import CheckpointError
 from fzero.sharding.lazy import Index
 from torch_bridge.formats.adam import MOMENTS, groups_of, one_step, step_of
 from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
-from torch_bridge.formats.torch_files import cause_of
+from torch_bridge.formats.torch_files import cause_of, save_to
 from torch_bridge.formats.turns import ALONE, Turns
 from torch_bridge.module.lazy import LazyTensor
 
@@ -469,7 +469,7 @@ class _Writer(FileSystemWriter):
                 if isinstance(data, io.BytesIO):
                     file.write(data.getbuffer())
                 else:
-                    torch.save(data, file)
+                    save_to(data, file)
                 size = file.tell() - start
                 results.append(WriteResult(item.index, size, _StorageInfo(name, start, size)))
         return results

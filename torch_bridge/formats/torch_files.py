@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -181,6 +181,16 @@ def read_sharded_bin(index: Path) -> tuple[dict[str, LazyTensor], dict[str, str]
         merge_shard(index.name, file, names, own, found)
         ties.update(aliases)
     return {name: t for name, t in found.items() if name not in ties}, ties
+
+
+def save_to(value: Any, file: IO[bytes]) -> None:
+    """`torch.save`, whose archive fails to close after a disk was full, and says only that."""
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def write_plain(path: Path, content: Any) -> None:

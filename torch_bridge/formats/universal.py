@@ -19,7 +19,7 @@ from torch_bridge.formats.adam import MOMENTS, groups_of, one_step, step_of
 from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
 from torch_bridge.formats.deepspeed import absent_names, frozen_weights, own_weights, shared_names
 from torch_bridge.formats.deepspeed_files import STAND_INS, Files, load_model, shape_of
-from torch_bridge.formats.torch_files import is_dense, load_plain, write_plain
+from torch_bridge.formats.torch_files import is_dense, load_plain, save_to, write_plain
 from torch_bridge.formats.turns import ALONE, Turns
 from torch_bridge.module.lazy import LazyTensor, flat_piece, in_memory
 
@@ -223,7 +223,8 @@ def _write_folders(
     for kind, tensors in kinds.items():
         for name in names:
             whole = tensors[name].tensor().clone()
-            torch.save({"param": whole, "cat_dim": 0}, zero / name / f"{kind}.pt")
+            with (zero / name / f"{kind}.pt").open("wb") as file:
+                save_to({"param": whole, "cat_dim": 0}, file)
     if optimizer is not None:
         for name in names:
             torch.save(torch.tensor(float(optimizer.step)), zero / name / "step.pt")
