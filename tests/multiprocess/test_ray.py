@@ -119,7 +119,8 @@ def test_ray_starts_all_workers_again_where_one_was_killed(tmp_path):
         driver.kill()
         raise
     said = ended(killed, driver)
-    assert "was lost: killed" in said
+    # It may end the other worker before that one has said which was lost.
+    assert "Error count: 1" in said
     expected = weights(straight, 60)
     for name, value in weights(killed, 60).items():
         assert value.tobytes() == expected[name].tobytes(), name
