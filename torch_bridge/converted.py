@@ -24,7 +24,7 @@ from torch_bridge.module.names import Layout
 from torch_bridge.module.signature import build_output
 from torch_bridge.structure.again import Call, Computed, Graphs
 from torch_bridge.structure.blocks import Blocks
-from torch_bridge.structure.chain import Source, chain_values, links_merged, make_chain
+from torch_bridge.structure.chain import ChainSource, chain_values, links_merged, make_chain
 from torch_bridge.structure.divide import Parallel
 from torch_bridge.structure.halves import Halving, predicted
 from torch_bridge.structure.rolled import Rolled
@@ -418,11 +418,11 @@ class Converted(Printed):
             and (name not in written or name.split(".")[-1] == "num_batches_tracked")
         }
 
-    def _source(self) -> Source:
+    def _source(self) -> ChainSource:
         params = self.trained(self._params)
         same = self._same_anywhere()
         graphs, shard = self._graphs, self.parallel.shard
-        return Source(graphs, params, self._buffers, self.names, self.frozen, same, shard)
+        return ChainSource(graphs, params, self._buffers, self.names, self.frozen, same, shard)
 
 
 def _of_output(loss: Callable[..., Any], inputs: Callable[[Any], Any]) -> Callable[..., Any]:

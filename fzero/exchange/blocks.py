@@ -72,7 +72,7 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Fused:
+class CudnnBlocks:
     """By cuDNN's kernel.
 
     Args:

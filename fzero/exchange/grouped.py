@@ -89,16 +89,16 @@ class _Blocks:
 
     Args:
         group: of each block, its group: `(blocks,)`.
-        row: of each place in a block, its row: `(blocks, rows of a block)`.
+        row: of each position in a block, its row: `(blocks, rows of a block)`.
         filled: whether there is one.
-        place: of each row, its place: `(rows,)`.
+        position: of each row, its position: `(rows,)`.
         held: whether a row is of any group.
     """
 
     group: jax.Array
     row: jax.Array
     filled: jax.Array
-    place: jax.Array
+    position: jax.Array
     held: jax.Array
 
     @classmethod
@@ -117,8 +117,8 @@ class _Blocks:
         rows = jnp.arange(num)
         own = jnp.minimum(jnp.searchsorted(ends, rows, side="right"), groups - 1)
         held = rows < ends[-1]
-        place = first[own] * size + rows - (ends - sizes)[own]
-        return cls(group, row, filled, jnp.where(held, place, 0), held)
+        position = first[own] * size + rows - (ends - sizes)[own]
+        return cls(group, row, filled, jnp.where(held, position, 0), held)
 
     def times(self, rows: jax.Array, weight: jax.Array) -> jax.Array:
         """Each row times its group's matrix."""
@@ -130,7 +130,7 @@ class _Blocks:
             return None, out.astype(rows.dtype)
 
         out = jax.lax.scan(one, None, (self._laid(rows), self.group))[1]
-        found = out.reshape(-1, out.shape[-1])[self.place]
+        found = out.reshape(-1, out.shape[-1])[self.position]
         return jnp.where(self.held[:, None], found, jnp.zeros((), rows.dtype))
 
     def outer(self, rows: jax.Array, given: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fzero.exchange.blocks import LOW, Fused, Plain
+from fzero.exchange.blocks import LOW, CudnnBlocks, Plain
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,11 @@ class Ring:
             seen = same if seen is None else seen & same
         return seen
 
-    def deal(self, piece: jax.Array) -> jax.Array:
+    def deal(self, block: jax.Array) -> jax.Array:
         """A piece as its parts `(parts, batch, length, ...)`, dealt out if need be."""
         if not self.halves:
-            return piece[None]
-        first, second = jnp.split(piece, 2, axis=1)
+            return block[None]
+        first, second = jnp.split(block, 2, axis=1)
         first = jax.lax.ppermute(first, self.axis, [(i, self._home(2 * i)) for i in self._all])
         second = jax.lax.ppermute(
             second, self.axis, [(i, self._home(2 * i + 1)) for i in self._all]
@@ -140,15 +140,15 @@ class Ring:
         odd = jax.lax.axis_index(self.axis) % 2 == 1
         return jnp.stack([jnp.where(odd, second, first), jnp.where(odd, first, second)])
 
-    def moved_on(self, tree: Any, places: int) -> Any:
+    def moved_on(self, tree: Any, hops: int) -> Any:
         """Every leaf from the device that is so many places before this one, in one transfer.
 
         (XLA has one under way at a time: of several, only one would run beside a round's work.)
         """
         leaves, form = jax.tree.flatten(tree)
-        if not places % self.size:
+        if not hops % self.size:
             return tree
-        pairs = [(i, (i + places) % self.size) for i in self._all]
+        pairs = [(i, (i + hops) % self.size) for i in self._all]
         words = [_words(leaf) for leaf in leaves]
         sent = jax.lax.ppermute(jnp.concatenate(words), self.axis, pairs)
         ends = list(itertools.accumulate(part.size for part in words))[:-1]
@@ -261,10 +261,10 @@ def _length(q: jax.Array, ring: Ring) -> int:
 
 def _block(
     q: jax.Array, keys: Any, own: Any, a: Any, b: Any, moved: int, ring: Ring
-) -> Plain | Fused:
+) -> Plain | CudnnBlocks:
     """How a block is computed: by cuDNN where all keys are seen, or those up to a query's place."""
     k, v, other = keys
-    how = Fused(ring.halves and not moved and a == b, ring.scale)
+    how = CudnnBlocks(ring.halves and not moved and a == b, ring.scale)
     if own is None and ring.window is None and how.possible(q[0], k[0], v[0]):
         return how
     at, to = ring.positions(q.shape[2])[a], ring.positions(q.shape[2], moved)[b]

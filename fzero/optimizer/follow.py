@@ -19,7 +19,7 @@ from fzero.programs.jaxprs import Program, Step, Var, is_elementwise
 
 
 @dataclass(frozen=True)
-class Value:
+class TermValue:
     """What a value of a program is.
 
     Args:
@@ -38,7 +38,7 @@ class Value:
     inner: int = 0
     rows: int = 0
 
-    def at(self, dim: int, inner: int = 0) -> Value:
+    def at(self, dim: int, inner: int = 0) -> TermValue:
         """The same with its layers elsewhere."""
         return replace(self, dim=dim, inner=inner)
 
@@ -63,9 +63,9 @@ class Follow:
         self.mixing: dict[int, str] = {}
         self.sums: list[tuple[int, str, str]] = []
 
-    def run(self, program: Program, inputs: Sequence[Value]) -> list[Value]:
+    def run(self, program: Program, inputs: Sequence[TermValue]) -> list[TermValue]:
         """What the outputs of a program are, given its inputs."""
-        env: dict[Var, Value] = dict(zip(program.inputs, inputs, strict=True))
+        env: dict[Var, TermValue] = dict(zip(program.inputs, inputs, strict=True))
         for var, const in program.consts.items():
             env[var] = self.constant(const)
         for step in program.steps:
@@ -73,18 +73,18 @@ class Follow:
             env.update(zip(step.results, self._step(step, operands), strict=True))
         return [self._read(env, x) for x in program.outputs]
 
-    def constant(self, value: Any) -> Value:
+    def constant(self, value: Any) -> TermValue:
         """A constant."""
         shape = tuple(getattr(value, "shape", ()))
         key = "constant", frozen(value)
         if shape == () and _is_number(value) and not np.isnan(value):
             key = "literal", float(value)
-        return Value(self.terms.of(key, shape))
+        return TermValue(self.terms.of(key, shape))
 
-    def _read(self, env: dict[Var, Value], x: Any) -> Value:
+    def _read(self, env: dict[Var, TermValue], x: Any) -> TermValue:
         return env[x] if isinstance(x, Var) else self.constant(x)
 
-    def _step(self, step: Step, operands: list[Value]) -> list[Value]:
+    def _step(self, step: Step, operands: list[TermValue]) -> list[TermValue]:
         if step.equation is None or step.equation.primitive.name == "optimization_barrier":
             return operands
         if step.equation.primitive.name == "cond":
@@ -96,16 +96,16 @@ class Follow:
         except _Mixes:
             return self._mixed(step, operands)
 
-    def _mixed(self, step: Step, operands: Sequence[Value]) -> list[Value]:
+    def _mixed(self, step: Step, operands: Sequence[TermValue]) -> list[TermValue]:
         name, out = step.equation.primitive.name, []
         for number, var in enumerate(step.results):
             key = ("mixed", name, number, tuple(operands))
             term = self.terms.of(key, tuple(var.aval.shape))
             self.mixing[term] = name
-            out.append(Value(term))
+            out.append(TermValue(term))
         return out
 
-    def _cond(self, step: Step, operands: list[Value]) -> list[Value]:
+    def _cond(self, step: Step, operands: list[TermValue]) -> list[TermValue]:
         """Each result is one of its branches' results, by the number that chooses."""
         index, *rest = operands
         branches = [
@@ -125,14 +125,14 @@ class Follow:
 
     # One layer, or none
 
-    def _refs(self, values: Sequence[Value]) -> tuple[list[Ref], tuple[str, int] | None]:
+    def _refs(self, values: Sequence[TermValue]) -> tuple[list[Ref], tuple[str, int] | None]:
         """Values as parts of a term, and the one layer that they are of."""
         found = {v.layer for v in values} - {None}
         if len(found) > 1:
             return [(v.term, v.layer) for v in values], None
         return [(v.term, OWN if v.layer else None) for v in values], next(iter(found), None)
 
-    def _plain(self, step: Step, operands: Sequence[Value]) -> list[Value]:
+    def _plain(self, step: Step, operands: Sequence[TermValue]) -> list[TermValue]:
         refs, layer = self._refs(operands)
         shapes = [tuple(var.aval.shape) for var in step.results]
         params = step.equation.params
@@ -141,10 +141,10 @@ class Follow:
             for n, shape in enumerate(shapes)
         ]
 
-    def _value(self, ref: Ref, layer: tuple[str, int] | None) -> Value:
+    def _value(self, ref: Ref, layer: tuple[str, int] | None) -> TermValue:
         if ref[1] is None:
-            return Value(ref[0])
-        return Value(ref[0], layer if ref[1] == OWN else ref[1])  # type: ignore[arg-type]
+            return TermValue(ref[0])
+        return TermValue(ref[0], layer if ref[1] == OWN else ref[1])  # type: ignore[arg-type]
 
     def _apply(self, name: str, params: Any, number: int, refs: list[Ref], shape: Shape) -> Ref:
         terms = self.terms
@@ -160,7 +160,7 @@ class Follow:
 
     # All layers of a stack at once
 
-    def _many(self, step: Step, operands: Sequence[Value]) -> list[Value]:
+    def _many(self, step: Step, operands: Sequence[TermValue]) -> list[TermValue]:
         name, params = step.equation.primitive.name, step.equation.params
         shape = tuple(step.results[0].aval.shape)
         first = tuple(getattr(step.equation.invars[0].aval, "shape", ()))
@@ -181,7 +181,7 @@ class Follow:
             return [self._transpose(value, tuple(params["permutation"]))]
         raise _Mixes
 
-    def _elementwise(self, key: Any, operands: Sequence[Value], shape: Shape) -> Value:
+    def _elementwise(self, key: Any, operands: Sequence[TermValue], shape: Shape) -> TermValue:
         many = {(v.stack, v.dim, v.inner, v.rows) for v in operands if v.stack}
         if not many:
             refs, layer = self._refs(operands)
@@ -200,12 +200,12 @@ class Follow:
             parts.append(ref)
         return replace(like, term=self.terms.elementwise(key, parts, self._own(like, shape))[0])
 
-    def _own(self, value: Value, shape: Shape) -> Shape:
+    def _own(self, value: TermValue, shape: Shape) -> Shape:
         """One layer's part of a shape with layers where a value has them."""
         middle = (value.inner,) if value.inner else ()
         return (*shape[: value.dim], *middle, *shape[value.dim + 1 :])
 
-    def _reduce(self, name: str, axes: Sequence[int], value: Value) -> Value:
+    def _reduce(self, name: str, axes: Sequence[int], value: TermValue) -> TermValue:
         dim, inner = value.dim, value.inner
         own = [a - (a > dim and not inner) for a in axes if a != dim or inner]
         term, _ = self.terms.reduce(name, own, (value.term, OWN))
@@ -213,9 +213,9 @@ class Follow:
             return replace(value, term=term).at(dim - sum(a < dim for a in axes), inner)
         self.sums.append((term, str(value.stack), name))
         shape = self.terms.shapes[term]
-        return Value(self.terms.bag(name, [(term, (str(value.stack), "all"))], shape)[0])
+        return TermValue(self.terms.bag(name, [(term, (str(value.stack), "all"))], shape)[0])
 
-    def _reshape(self, value: Value, was: Shape, shape: Shape) -> Value:
+    def _reshape(self, value: TermValue, was: Shape, shape: Shape) -> TermValue:
         before, rows = math.prod(was[: value.dim]), value.rows
         for dim, size in enumerate(shape):
             if math.prod(shape[:dim]) != before or size % rows or (size == 1 != rows):
@@ -225,7 +225,7 @@ class Follow:
             return replace(moved, term=self.terms.reshape((value.term, OWN), own)[0])
         raise _Mixes
 
-    def _broadcast(self, value: Value, shape: Shape, dims: tuple[int, ...]) -> Value:
+    def _broadcast(self, value: TermValue, shape: Shape, dims: tuple[int, ...]) -> TermValue:
         if value.inner or shape[dims[value.dim]] != value.rows:
             raise _Mixes
         moved = value.at(dims[value.dim])
@@ -233,7 +233,7 @@ class Follow:
         ref = self.terms.broadcast((value.term, OWN), self._own(moved, shape), own)
         return replace(moved, term=ref[0])
 
-    def _transpose(self, value: Value, permutation: tuple[int, ...]) -> Value:
+    def _transpose(self, value: TermValue, permutation: tuple[int, ...]) -> TermValue:
         if value.inner:
             raise _Mixes
         own = tuple(p - (p > value.dim) for p in permutation if p != value.dim)
@@ -243,7 +243,7 @@ class Follow:
         ref = self.terms.made(key, [(value.term, OWN)], shape)
         return replace(value, term=ref[0]).at(permutation.index(value.dim))
 
-    def _inner_product(self, params: Any, operands: Sequence[Value], shape: Shape) -> Value:
+    def _inner_product(self, params: Any, operands: Sequence[TermValue], shape: Shape) -> TermValue:
         """Of two arrays as vectors: the sum of those of their layers."""
         one, other = operands
         (left, right), (batch, _) = params["dimension_numbers"]
@@ -257,7 +257,7 @@ class Follow:
         dims = range(len(left) - (not one.inner))
         term, _ = self.terms.reduce("reduce_sum", dims, product)
         self.sums.append((term, str(one.stack), "reduce_sum"))
-        return Value(self.terms.bag("reduce_sum", [(term, (str(one.stack), "all"))], ())[0])
+        return TermValue(self.terms.bag("reduce_sum", [(term, (str(one.stack), "all"))], ())[0])
 
 
 def _is_number(value: Any) -> bool:

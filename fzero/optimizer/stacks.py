@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from fzero.errors import PlanError
-from fzero.optimizer.follow import Follow, Value, program_of
+from fzero.optimizer.follow import Follow, TermValue, program_of
 from fzero.optimizer.layers import Rows, Scope, apart, is_layers, one_layer, regrouped, scope_of
 from fzero.optimizer.optimizer import takes_value
 from fzero.optimizer.terms import OWN, Terms
@@ -120,7 +120,7 @@ class _Comparison:
         self._same(state, born, self.follow.run(program_of(other.init), start[1]),
                    "its initial value")  # fmt: skip
         kept, grads = self._inputs(state, "state", 0), self._inputs(params, "input", 1)
-        loss = [Value(self.terms.of(("loss",), ()))] * one.takes_value
+        loss = [TermValue(self.terms.of(("loss",), ()))] * one.takes_value
         values = [
             self.follow.run(program_of(x.update), [*g, *s, *p, *loss])
             for x, g, s, p in zip((one, other), grads, kept, start, strict=True)
@@ -185,31 +185,35 @@ class _Comparison:
         odd = f"{path} has shape {list(shape)}, where {len(places)} layers have {list(own)} each"
         return _Leaf(path, shape, number, places, odd=odd)
 
-    def _inputs(self, leaves: Sequence[_Leaf], kind: str, group: int) -> list[list[Value]]:
+    def _inputs(self, leaves: Sequence[_Leaf], kind: str, group: int) -> list[list[TermValue]]:
         """The values of leaves in both programs."""
-        one: list[Value] = []
-        other: dict[int, Value] = {}
+        one: list[TermValue] = []
+        other: dict[int, TermValue] = {}
         for leaf in leaves:
             if leaf.odd:
-                one.append(Value(self.terms.of(("odd", leaf.stacked), leaf.shape)))
+                one.append(TermValue(self.terms.of(("odd", leaf.stacked), leaf.shape)))
                 for place in leaf.written:
-                    other[place] = Value(self.terms.of(("odd", leaf.stacked, place), ()))
+                    other[place] = TermValue(self.terms.of(("odd", leaf.stacked, place), ()))
                 continue
             if leaf.stack is None:
                 term = self.terms.of((kind, group, leaf.stacked), leaf.shape)
-                one.append(Value(term))
-                other[leaf.written[0]] = Value(term)
+                one.append(TermValue(term))
+                other[leaf.written[0]] = TermValue(term)
                 continue
             shape = leaf.shape[: leaf.dim] + leaf.shape[leaf.dim + 1 :]
             term = self.terms.of((kind, group, leaf.stacked), shape)
             rows = self.stacks[leaf.stack].num
-            one.append(Value(term, stack=leaf.stack, dim=leaf.dim, rows=rows))
+            one.append(TermValue(term, stack=leaf.stack, dim=leaf.dim, rows=rows))
             for layer, place in enumerate(leaf.written):
-                other[place] = Value(term, layer=(leaf.stack, layer))
+                other[place] = TermValue(term, layer=(leaf.stack, layer))
         return [one, [other[i] for i in range(len(other))]]
 
     def _same(
-        self, leaves: Sequence[_Leaf], one: Sequence[Value], other: Sequence[Value], what: str
+        self,
+        leaves: Sequence[_Leaf],
+        one: Sequence[TermValue],
+        other: Sequence[TermValue],
+        what: str,
     ) -> None:
         for leaf in leaves:
             if leaf.odd:
@@ -225,7 +229,7 @@ class _Comparison:
                 ):
                     raise _Differs(self._explain(leaf.path, what, value, layer))
 
-    def _of_layer(self, value: Value, leaf: _Leaf) -> Any:
+    def _of_layer(self, value: TermValue, leaf: _Leaf) -> Any:
         """One layer's term of a stacked leaf, and whose."""
         if value.stack is not None:
             where = value.stack, value.dim, value.inner
@@ -236,7 +240,7 @@ class _Comparison:
         shape = leaf.shape[: leaf.dim] + leaf.shape[leaf.dim + 1 :]
         return self.terms.spread(number, shape)
 
-    def _explain(self, path: str, what: str, one: Value, other: Value) -> str:
+    def _explain(self, path: str, what: str, one: TermValue, other: TermValue) -> str:
         mixing = self._mixing(one.term) or self._mixing(other.term)
         if mixing:
             return f"{path}: {what} takes an operation ({mixing}) on several layers at once"
@@ -248,7 +252,7 @@ class _Comparison:
         return next((mixing[t] for t in sorted(self.terms.reads(term)) if t in mixing), None)
 
     def _require_zeros(
-        self, state: Sequence[_Leaf], born: Sequence[Value], new: Sequence[Value]
+        self, state: Sequence[_Leaf], born: Sequence[TermValue], new: Sequence[TermValue]
     ) -> None:
         terms = [(born[leaf.stacked].term, new[leaf.stacked].term) for leaf in state]
         zeros = Zeros(self.terms, terms)

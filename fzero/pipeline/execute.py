@@ -30,10 +30,10 @@ from fzero.tree import PyTree
 # Actions of a rank that may be under way.
 _AHEAD = 4
 
-Observer = Callable[["Action", "Slots"], None]
+Observer = Callable[["Action", "HeldValues"], None]
 
 
-class Slots:
+class HeldValues:
     """Everything that is held between the actions of one step.
 
     Attributes:
@@ -176,7 +176,7 @@ class _Run:
         self.scale = None
         if scale is not None and self.plan.precision == "fp16":
             self.scale = self.gatherer.everywhere(scale)[self.programs[-1].rank]
-        self.slots = Slots()
+        self.slots = HeldValues()
         self.sums: dict[int, Any] = {}
         self.early: dict[int, dict[int, Any]] = defaultdict(dict)
         self.next_sum: dict[int, int] = defaultdict(int)

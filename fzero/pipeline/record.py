@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from fzero.errors import PipelineError
-from fzero.pipeline.execute import Executor, Slots
+from fzero.pipeline.execute import Executor, HeldValues
 from fzero.schedule.actions import Action, Schedule
 from fzero.schedule.order import Value, gives, needs
 from fzero.schedule.simulate import Cost, Event, Timeline
@@ -41,7 +41,7 @@ class Recording:
         self._queues: dict[int, queue.SimpleQueue[tuple[Action, Any] | None]] = {}
         self._threads: list[threading.Thread] = []
 
-    def observe(self, action: Action, slots: Slots) -> None:
+    def observe(self, action: Action, slots: HeldValues) -> None:
         """Takes note of an action that was dispatched; a thread of its rank waits for it."""
         result = slots.last
         if any(leaf.is_fully_addressable for leaf in jax.tree.leaves(result)):

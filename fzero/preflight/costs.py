@@ -17,7 +17,7 @@ Preflight = Any
 
 
 @dataclass(frozen=True)
-class Cost:
+class StepCost:
     """Part of a step's likely seconds.
 
     Args:
@@ -61,7 +61,7 @@ class Explanation:
     """
 
     found: Preflight
-    costs: tuple[Cost, ...]
+    costs: tuple[StepCost, ...]
     changes: tuple[Change, ...]
 
     @property
@@ -119,7 +119,7 @@ def _numbers(found: Preflight | None) -> dict[str, Any]:
     return {"likely_seconds": seconds, "peak_bytes": peak, "fits": found.fits}
 
 
-def costs_of(found: Preflight) -> tuple[Cost, ...]:
+def costs_of(found: Preflight) -> tuple[StepCost, ...]:
     """The parts of a prediction's likely seconds, the largest first."""
     work, again = found.work, max(0.0, found.recomputed_fraction)
     repeated = work.product_seconds * again / (1 + again)
@@ -136,7 +136,7 @@ def costs_of(found: Preflight) -> tuple[Cost, ...]:
         kind = _KINDS.get(use.kind, "reductions")
         key = kind, f"{_WORDS[kind]} over {use.axes}, beside nothing"
         parts[key] = parts.get(key, 0.0) + use.times * use.exposed_seconds
-    made = [Cost(kind, what, seconds) for (kind, what), seconds in parts.items() if seconds > 0]
+    made = [StepCost(kind, what, seconds) for (kind, what), seconds in parts.items() if seconds > 0]
     return tuple(sorted(made, key=lambda cost: -cost.seconds))
 
 
@@ -176,7 +176,7 @@ def _order(change: Change) -> tuple[int, float]:
     return int(not change.found.fits), change.found.bounds.likely_seconds
 
 
-def _ideas(found: Preflight, costs: tuple[Cost, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _ideas(found: Preflight, costs: tuple[StepCost, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
     """What may help, against the largest costs in turn, the likeliest first."""
     kinds = [cost.kind for cost in costs if cost.seconds > 0][:3]
     if not found.fits:

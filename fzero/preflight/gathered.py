@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from fzero.preflight.hlo.counts import Module
-from fzero.preflight.hlo.module import Computation, Instruction
+from fzero.preflight.hlo.module import Computation, HloInstruction
 
 
 # What hands a value on without computing: the same bytes under another name.
@@ -81,7 +81,7 @@ class _Walk:
         return most
 
     def _beside(
-        self, i: Instruction, held: dict[str, _Values], alive: dict[tuple[str, int], int]
+        self, i: HloInstruction, held: dict[str, _Values], alive: dict[tuple[str, int], int]
     ) -> int:
         """Bytes alive that an instruction is not given."""
         given = {s for name in i.operands for s, _ in held.get(name, {}).values()}
@@ -97,7 +97,7 @@ class _Walk:
         return held
 
     def _values(
-        self, comp: Computation, i: Instruction, held: dict[str, _Values], given: _Parts
+        self, comp: Computation, i: HloInstruction, held: dict[str, _Values], given: _Parts
     ) -> _Values:
         kind = i.opcode
         if kind == "parameter":
@@ -130,7 +130,7 @@ class _Walk:
             return dict(held.get(i.operands[0], {}))
         return {}
 
-    def _loop(self, comp: Computation, i: Instruction, held: dict[str, _Values]) -> _Parts:
+    def _loop(self, comp: Computation, i: HloInstruction, held: dict[str, _Values]) -> _Parts:
         """What the variables of a loop hold: on entry, or after any trip."""
         parts = {at: size for at, (_, size) in held.get(i.operands[0], {}).items()}
         body = self.module.computations[i.called("body")]
@@ -143,7 +143,7 @@ class _Walk:
         self._carried[i.name] = parts
         return parts
 
-    def _inside(self, comp: Computation, i: Instruction, held: dict[str, _Values]) -> int:
+    def _inside(self, comp: Computation, i: HloInstruction, held: dict[str, _Values]) -> int:
         """Most bytes alive inside an instruction that runs others, those it is given included."""
         if i.opcode == "while":
             self.in_loops.append(self.peak(i.called("body"), self._carried.get(i.name, {})))
@@ -174,5 +174,5 @@ _Values = dict[int, tuple[tuple[str, int], int]]
 """By tuple position: which gathered value (where it came from), and its bytes."""
 
 
-def _parameters(comp: Computation) -> list[Instruction]:
+def _parameters(comp: Computation) -> list[HloInstruction]:
     return [i for i in comp.instructions if i.opcode == "parameter"]

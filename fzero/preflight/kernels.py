@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from fzero.preflight.hlo.counts import FREE, KINDS, Matmuls, Module
-from fzero.preflight.hlo.module import Computation, Instruction
+from fzero.preflight.hlo.module import Computation, HloInstruction
 from fzero.preflight.rates import Rates
 
 
@@ -91,7 +91,7 @@ class Kernels:
             self._known[name] = sum((self.at(comp, i) for i in comp.instructions), Work())
         return self._known[name]
 
-    def at(self, comp: Computation, i: Instruction) -> Work:
+    def at(self, comp: Computation, i: HloInstruction) -> Work:
         """Work of one execution of an instruction; of a conditional, its costliest branch."""
         kind = i.opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
         if i.opcode in FREE or i.opcode.endswith(("-done", "-update")) or kind in KINDS:
@@ -115,7 +115,7 @@ class Kernels:
         attention = 0.0 if seen is None else likely
         return Work(flops, moved, max(computing, moving), likely, products, attention)
 
-    def _bytes(self, comp: Computation, i: Instruction) -> int:
+    def _bytes(self, comp: Computation, i: HloInstruction) -> int:
         results = sum(a.bytes for a in i.arrays)
         if i.opcode in _SLICES:
             return 2 * results
@@ -127,7 +127,7 @@ class Kernels:
         return _read(inner) + _written(inner)
 
 
-def seen_share(comp: Computation, i: Instruction) -> float | None:
+def seen_share(comp: Computation, i: HloInstruction) -> float | None:
     """The part of its products that a fused attention computes; `None` for any other kernel.
 
     What a causal mask or a window hides is left out, block by block: half of them, or a window's
@@ -145,7 +145,7 @@ def seen_share(comp: Computation, i: Instruction) -> float | None:
 
 def _read(fused: Computation) -> int:
     """Bytes that a fusion reads of its parameters."""
-    readers: dict[str, list[Instruction]] = {}
+    readers: dict[str, list[HloInstruction]] = {}
     for i in fused.instructions:
         for name in i.operands:
             readers.setdefault(name, []).append(i)
@@ -162,10 +162,10 @@ def _read(fused: Computation) -> int:
 
 
 def _through_bitcasts(
-    readers: dict[str, list[Instruction]], name: str
-) -> list[tuple[str, Instruction]]:
+    readers: dict[str, list[HloInstruction]], name: str
+) -> list[tuple[str, HloInstruction]]:
     """Who reads a value, with the name that they know it by."""
-    found: list[tuple[str, Instruction]] = []
+    found: list[tuple[str, HloInstruction]] = []
     for user in readers.get(name, []):
         if user.opcode == "bitcast":
             found += _through_bitcasts(readers, user.name)
@@ -174,7 +174,7 @@ def _through_bitcasts(
     return found
 
 
-def _part(fused: Computation, user: Instruction, name: str) -> int | None:
+def _part(fused: Computation, user: HloInstruction, name: str) -> int | None:
     """Bytes that an instruction needs of a value; None if all of it."""
     if user.opcode in _SLICES and user.operands[0] == name:
         return sum(a.bytes for a in user.arrays)
@@ -190,7 +190,7 @@ def _written(fused: Computation) -> int:
     return sum(_result_bytes(fused, result) for result in results)
 
 
-def _result_bytes(fused: Computation, result: Instruction) -> int:
+def _result_bytes(fused: Computation, result: HloInstruction) -> int:
     while result.opcode == "bitcast" and result.operands:
         result = fused.get(result.operands[0])
     if result.opcode == _UPDATE:

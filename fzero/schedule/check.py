@@ -15,7 +15,7 @@ from fzero.schedule.liveness import Slots, slots
 from fzero.schedule.order import is_aligned
 
 
-Places = dict[Action, Position]
+Positions = dict[Action, Position]
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ behind
     if not schedule.actions:
         raise ScheduleError("expected a schedule with actions, got an empty one")
     _check_one_rank_per_stage(schedule)
-    places = _check_once(schedule)
-    trains = any(action.kind != "F" for action in places)
-    _check_complete(schedule, places, trains)
-    _check_rank_order(schedule, places)
+    positions = _check_once(schedule)
+    trains = any(action.kind != "F" for action in positions)
+    _check_complete(schedule, positions, trains)
+    _check_rank_order(schedule, positions)
     for meaning in dict.fromkeys(("buffered", sends)):
         _check_deadlock(schedule, meaning)
     minimal = slots(schedule, receive_first=receive_first)
     chosen = minimal.assignment if assignment is None else assignment
     check_program(lower(schedule, chosen, receive_first=receive_first))
     return Proof(
-        num_actions=len(places),
+        num_actions=len(positions),
         trains=trains,
         deadlock_free=tuple(s for s in SENDS if find_deadlock(schedule, s) is None),
         aligned=is_aligned(schedule),
@@ -123,57 +123,57 @@ def _check_one_rank_per_stage(schedule: Schedule) -> None:
             )
 
 
-def _check_once(schedule: Schedule) -> Places:
-    places: Places = {}
+def _check_once(schedule: Schedule) -> Positions:
+    positions: Positions = {}
     for rank, cell, action in _cells(schedule):
-        if action in places:
+        if action in positions:
             _fail(
                 schedule,
                 [(rank, cell)],
-                f"{action} runs twice, first in cell {places[action][1]}; take one out",
+                f"{action} runs twice, first in cell {positions[action][1]}; take one out",
             )
-        places[action] = (rank, cell)
-    for action, (rank, cell) in places.items():
-        parts = [p for p in (action._replace(kind=k) for k in _SPLIT) if p in places]
+        positions[action] = (rank, cell)
+    for action, (rank, cell) in positions.items():
+        parts = [p for p in (action._replace(kind=k) for k in _SPLIT) if p in positions]
         if action.kind == "B" and parts:
-            later = max([(rank, cell), *(places[p] for p in parts)])
+            later = max([(rank, cell), *(positions[p] for p in parts)])
             _fail(
                 schedule,
                 [later],
                 f"{action} and {parts[0]} both compute the backward of microbatch "
                 f"{action.microbatch}; keep B, or I with W",
             )
-    return places
+    return positions
 
 
 _SPLIT: tuple[Kind, Kind] = ("I", "W")
 
 
-def _check_complete(schedule: Schedule, places: Places, trains: bool) -> None:
+def _check_complete(schedule: Schedule, positions: Positions, trains: bool) -> None:
     homes = schedule.stage_to_rank
     for stage in range(schedule.num_stages):
         if stage not in homes:
             end = (0, len(schedule.ranks[0]))
             _fail(schedule, [end], f"stage {stage} of {schedule.num_stages} is on no rank")
         for microbatch in range(schedule.num_microbatches):
-            _check_microbatch(schedule, places, stage, microbatch, trains)
+            _check_microbatch(schedule, positions, stage, microbatch, trains)
 
 
 def _check_microbatch(
-    schedule: Schedule, places: Places, stage: int, microbatch: int, trains: bool
+    schedule: Schedule, positions: Positions, stage: int, microbatch: int, trains: bool
 ) -> None:
     expected: tuple[Kind, ...] = ("F",)
     if trains:
-        split = any(Action(kind, stage, microbatch) in places for kind in _SPLIT)
+        split = any(Action(kind, stage, microbatch) in positions for kind in _SPLIT)
         expected = ("F", "I", "W") if split else ("F", "B")
-    there = [a for a in (Action(k, stage, microbatch) for k in expected) if a in places]
+    there = [a for a in (Action(k, stage, microbatch) for k in expected) if a in positions]
     for kind in expected:
         missing = Action(kind, stage, microbatch)
-        if missing in places:
+        if missing in positions:
             continue
         rank = schedule.stage_to_rank[stage]
         # Marks the actions that the missing one belongs to, or the end of the row.
-        marks = [places[a] for a in there] or [(rank, len(schedule.ranks[rank]))]
+        marks = [positions[a] for a in there] or [(rank, len(schedule.ranks[rank]))]
         has = f"it has {', '.join(map(str, there))}" if there else "it has no action there at all"
         _fail(
             schedule,
@@ -183,11 +183,11 @@ def _check_microbatch(
         )
 
 
-def _check_rank_order(schedule: Schedule, places: Places) -> None:
+def _check_rank_order(schedule: Schedule, positions: Positions) -> None:
     """Whatever an action needs from its own rank must stand before it."""
     for rank, cell, action in _cells(schedule):
-        for needed in _own_needs(schedule, places, action):
-            other, position = places[needed]
+        for needed in _own_needs(schedule, positions, action):
+            other, position = positions[needed]
             if other == rank and position > cell:
                 _fail(
                     schedule,
@@ -196,14 +196,14 @@ def _check_rank_order(schedule: Schedule, places: Places) -> None:
                 )
 
 
-def _own_needs(schedule: Schedule, places: Places, action: Action) -> list[Action]:
+def _own_needs(schedule: Schedule, positions: Positions, action: Action) -> list[Action]:
     kind, stage, microbatch = action
     if kind == "W":
         return [Action("I", stage, microbatch)]
     if kind == "F":
         return [Action("F", stage - 1, microbatch)] if stage else []
     after = [Action("B", stage + 1, microbatch), Action("I", stage + 1, microbatch)]
-    return [Action("F", stage, microbatch), *(a for a in after if a in places)]
+    return [Action("F", stage, microbatch), *(a for a in after if a in positions)]
 
 
 def _check_deadlock(schedule: Schedule, sends: Sends) -> None:

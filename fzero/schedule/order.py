@@ -67,7 +67,7 @@ def needs(action: Action, num_stages: int) -> tuple[Value, ...]:
     return (own, Value("I", stage + 1, microbatch))
 
 
-class Run(NamedTuple):
+class Progress(NamedTuple):
     """A run of a schedule as far as it gets.
 
     Attributes:
@@ -79,7 +79,7 @@ class Run(NamedTuple):
     stopped: list[int | None]
 
 
-def run(rows: Rows, num_stages: int) -> Run:
+def run(rows: Rows, num_stages: int) -> Progress:
     """Runs the rank orders with sends that never block, as far as dependencies allow.
 
     Args:
@@ -111,7 +111,7 @@ def run(rows: Rows, num_stages: int) -> Run:
                 awake.extend(waiting.pop(value, ()))
             next_cell[rank] += 1
     stopped = [c if c < len(row) else None for c, row in zip(next_cell, rows, strict=True)]
-    return Run(done, stopped)
+    return Progress(done, stopped)
 
 
 def require_run(schedule: Schedule) -> list[Placed]:

@@ -114,12 +114,12 @@ def stack_watched(
 def _placed(piece: Piece, old: PyTree, new: PyTree) -> PyTree:
     """New buffers of a piece's layers among those of the other layers."""
 
-    def place(before: jax.Array, after: jax.Array) -> jax.Array:
+    def put(before: jax.Array, after: jax.Array) -> jax.Array:
         if before.shape == after.shape:
             return after
         return jax.lax.dynamic_update_slice_in_dim(before, after, piece.row, 0)
 
-    return jax.tree.map(place, old, new)
+    return jax.tree.map(put, old, new)
 
 
 def _forward(

@@ -30,8 +30,6 @@ LAYERS = {
             "loss_scaling",
             "float8",
             "policies",
-            "plan_values",
-            "plan_exclusions",
             "summary",
         ],
         [
@@ -268,6 +266,17 @@ def test_the_glossary_has_words_of_the_code_each_once():
     text = " ".join(path.read_text() for path in FZERO).lower().replace("\n", " ")
     text = re.sub(r"\s+", " ", text)
     assert not [word for word in words if word.lower() not in text]
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_no_two_classes_have_one_name(package):
+    found = {}
+    for path in SOURCES:
+        if path.is_relative_to(ROOT / package):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    found.setdefault(node.name, []).append(module_name(path))
+    assert not {name: modules for name, modules in found.items() if len(modules) > 1}
 
 
 @pytest.mark.parametrize("package", [fzero, torch_bridge], ids=["fzero", "torch_bridge"])

@@ -10,7 +10,7 @@ import typer
 
 from fzero.cli import command_app
 from torch_bridge.cli.options import DataOption, MoreData, Precision
-from torch_bridge.cli.outputs import WEIGHTS, Record
+from torch_bridge.cli.outputs import WEIGHTS, RunRecord
 from torch_bridge.cli.settings import (
     BATCH,
     HF_PREFIX,
@@ -71,7 +71,7 @@ def evaluate(
 def _defaults(model: str) -> EvalSettings:
     """As the training run had it, where `model` is what one wrote; else as a new run would."""
     directory = Path(model.removeprefix(HF_PREFIX)).expanduser()
-    record = Record.read(directory) if directory.is_dir() else None
+    record = RunRecord.read(directory) if directory.is_dir() else None
     if record is not None:
         return EvalSettings(
             model=record.factory or f"{HF_PREFIX}{directory}",

@@ -34,7 +34,7 @@ PACKAGES = ("fzero", "jax", "jaxlib", "numpy", "optax", "torch", "transformers",
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """What `fzero eval` has to know about the run that wrote a directory."""
 
     factory: str | None  # FILE.py:FUNCTION; None: the directory itself is a transformers one
@@ -50,7 +50,7 @@ class Record:
         return vars(self) | {"data": self.data.to_json()}
 
     @classmethod
-    def read(cls, directory: Path) -> Record | None:
+    def read(cls, directory: Path) -> RunRecord | None:
         """The record in `directory`; None where `fzero train` wrote none."""
         path = directory / RECORD
         if not path.is_file():

@@ -229,7 +229,7 @@ def _write_model(
     """What other programs load."""
     loaded = job.loaded
     record = partial(
-        outputs.Record,
+        outputs.RunRecord,
         factory=None if loaded.config is not None else loaded.spec,
         batch=job.rows * num_devices,
         zero=job.plan.zero,

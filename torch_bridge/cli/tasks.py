@@ -35,7 +35,7 @@ class Trained:
 
     def __init__(
         self, loaded: LoadedModel, converted: tb.Converted, state: fz.TrainState, plan: fz.Plan,
-        record: Callable[[DataSettings], outputs.Record],
+        record: Callable[[DataSettings], outputs.RunRecord],
     ) -> None:  # fmt: skip
         self.loaded, self.converted, self.state, self.plan = loaded, converted, state, plan
         self.record = record

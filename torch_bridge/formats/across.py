@@ -59,7 +59,7 @@ def in_turns(write: Callable[[Any, Turns], None], state_or_params: Any) -> None:
             " each other: expected fz.join() in every process, before the first use of a device"
         )
     turns = _Together(leaves)
-    found = [leaf if _is_here(leaf) else Leaf(turns, n, leaf) for n, leaf in enumerate(leaves)]
+    found = [leaf if _is_here(leaf) else FarLeaf(turns, n, leaf) for n, leaf in enumerate(leaves)]
     stand_in = jax.tree.unflatten(structure, found)
     if isinstance(state_or_params, TrainState):
         stand_in = dataclasses.replace(state_or_params, compute=None, **stand_in)
@@ -161,7 +161,7 @@ class _Together(Turns):
         self._number, self._value = -1, np.empty(0)
 
 
-class Leaf:
+class FarLeaf:
     """Stands for an array of several processes.
 
     Args:
@@ -188,7 +188,7 @@ class Leaf:
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, np.ndarray) and self._rows is None:
-            return Leaf(self._turns, self._number, self._array, index)
+            return FarLeaf(self._turns, self._number, self._array, index)
         if isinstance(index, int) and self._rows is not None:
             return self._turns.value(self._number)[self._rows[index]]
         return np.asarray(self)[index]

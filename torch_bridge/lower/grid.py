@@ -28,75 +28,77 @@ def grid_sampler(
 ) -> jax.Array:
     """Shapes: x `(N, C, *spatial)`, grid `(N, *out, dims)` with the last dim of x first."""
     sizes = x.shape[2:]
-    places = [
+    positions = [
         _unnormalized(grid[..., len(sizes) - 1 - i], n, align_corners) for i, n in enumerate(sizes)
     ]
     if mode == _BICUBIC:
-        return _cubic(x, places, padding, align_corners)
-    inside = [_padded(p, n, padding, align_corners) for p, n in zip(places, sizes, strict=True)]
+        return _cubic(x, positions, padding, align_corners)
+    inside = [_padded(p, n, padding, align_corners) for p, n in zip(positions, sizes, strict=True)]
     if mode == _NEAREST:
         return _read(x, [jnp.round(jax.lax.stop_gradient(p)) for p in inside])
     lows = [jnp.floor(jax.lax.stop_gradient(p)) for p in inside]
     total: Any = 0
     for corner in itertools.product((0, 1), repeat=len(sizes)):
         weight: Any = 1
-        for up, place, low in zip(corner, inside, lows, strict=True):
-            weight = weight * (place - low if up else low + 1 - place)
+        for up, position, low in zip(corner, inside, lows, strict=True):
+            weight = weight * (position - low if up else low + 1 - position)
         values = _read(x, [low + up for up, low in zip(corner, lows, strict=True)])
         total = total + values * weight[:, None]
     return total
 
 
-def _unnormalized(place: jax.Array, size: int, align_corners: bool) -> jax.Array:
+def _unnormalized(position: jax.Array, size: int, align_corners: bool) -> jax.Array:
     """From [-1, 1] to positions in the image."""
     if align_corners:
-        return (place + 1) / 2 * (size - 1)
-    return ((place + 1) * size - 1) / 2
+        return (position + 1) / 2 * (size - 1)
+    return ((position + 1) * size - 1) / 2
 
 
-def _padded(place: jax.Array, size: int, padding: int, align_corners: bool) -> jax.Array:
+def _padded(position: jax.Array, size: int, padding: int, align_corners: bool) -> jax.Array:
     """Where a position outside the image is read; its gradient there is torch's."""
     if padding == _ZEROS:
-        return place
+        return position
     if padding == _REFLECTION:
         low, high = (0, 2 * (size - 1)) if align_corners else (-1, 2 * size - 1)
         if low == high:
-            place = place * 0
+            position = position * 0
         else:
             start, span = low / 2, (high - low) / 2
-            away = jnp.where(place < start, start - place, place - start)
+            away = jnp.where(position < start, start - position, position - start)
             flips = jnp.floor(jax.lax.stop_gradient(away) / span)
             rest = away - flips * span
-            place = jnp.where(flips % 2 == 0, rest, span - rest) + start
+            position = jnp.where(flips % 2 == 0, rest, span - rest) + start
     # At the border itself torch's gradient is 0.
-    inner = (place > 0) & (place < size - 1)
-    return jnp.where(inner, place, jnp.clip(jax.lax.stop_gradient(place), 0, size - 1))
+    inner = (position > 0) & (position < size - 1)
+    return jnp.where(inner, position, jnp.clip(jax.lax.stop_gradient(position), 0, size - 1))
 
 
-def _read(x: jax.Array, places: list[jax.Array]) -> jax.Array:
+def _read(x: jax.Array, positions: list[jax.Array]) -> jax.Array:
     """Values `(N, C, *out)` at whole positions; 0 outside the image."""
     sizes = x.shape[2:]
-    inside = jnp.ones(places[0].shape, bool)
+    inside = jnp.ones(positions[0].shape, bool)
     index = []
-    for place, size in zip(places, sizes, strict=True):
-        inside = inside & (place >= 0) & (place <= size - 1)
-        bounded = jnp.clip(jnp.nan_to_num(place), 0, size - 1)
+    for position, size in zip(positions, sizes, strict=True):
+        inside = inside & (position >= 0) & (position <= size - 1)
+        bounded = jnp.clip(jnp.nan_to_num(position), 0, size - 1)
         index.append(bounded.astype(np.int32))
     values = jax.vmap(lambda image, *at: image[(slice(None), *at)])(x, *index)
     return jnp.where(inside[:, None], values, jnp.zeros((), x.dtype))
 
 
-def _cubic(x: jax.Array, places: list[jax.Array], padding: int, align_corners: bool) -> jax.Array:
-    lows = [jnp.floor(jax.lax.stop_gradient(p)) for p in places]
-    taps = [_cubic_weights(p - low) for p, low in zip(places, lows, strict=True)]
+def _cubic(
+    x: jax.Array, positions: list[jax.Array], padding: int, align_corners: bool
+) -> jax.Array:
+    lows = [jnp.floor(jax.lax.stop_gradient(p)) for p in positions]
+    taps = [_cubic_weights(p - low) for p, low in zip(positions, lows, strict=True)]
     total: Any = 0
-    for offsets in itertools.product(range(4), repeat=len(places)):
+    for offsets in itertools.product(range(4), repeat=len(positions)):
         weight: Any = 1
         at = []
         for axis, tap in enumerate(offsets):
             weight = weight * taps[axis][tap]
-            place = _padded(lows[axis] + (tap - 1), x.shape[2 + axis], padding, align_corners)
-            at.append(jnp.round(place))
+            position = _padded(lows[axis] + (tap - 1), x.shape[2 + axis], padding, align_corners)
+            at.append(jnp.round(position))
         total = total + _read(x, at) * weight[:, None]
     return total
 

@@ -42,12 +42,12 @@ def _segments(
     start = start if initial is None else initial
     # What stands before the first segment or behind the last one goes to a place that is cut off.
     segments = bounds.shape[0] - 1
-    place = jnp.where(
+    position = jnp.where(
         jnp.arange(data.shape[0]) < bounds[0], segments, _segment_of(bounds, data.shape[0])
     )
     first = jnp.full((segments + 1, *data.shape[1:]), start, data.dtype)
     kind = {"max": "amax", "min": "amin", "mean": "sum"}.get(reduce, reduce)
-    found = reduce_into(first, (place,), data, kind, True)[:segments]
+    found = reduce_into(first, (position,), data, kind, True)[:segments]
     if reduce != "mean":
         return found
     sizes = jnp.reshape(jnp.diff(bounds), (-1, *(1,) * (data.ndim - 1))).astype(data.dtype)
@@ -73,16 +73,16 @@ def embedding_bag(
     bag = jnp.searchsorted(begins, jnp.arange(count), side="right").astype(np.int32) - 1
     padding = padding_idx + weight.shape[0] if padding_idx < -1 else padding_idx
     kept = indices != padding if padding >= 0 else jnp.ones(indices.shape, bool)
-    place = jnp.where(kept, bag, bags)
+    position = jnp.where(kept, bag, bags)
     rows = jnp.take(weight, indices, axis=0)
     if per_sample_weights is not None:
         rows = rows * cast(per_sample_weights, rows.dtype)[:, None]
-    sizes = jnp.zeros((bags + 1,), np.int32).at[place].add(1)[:bags]
+    sizes = jnp.zeros((bags + 1,), np.int32).at[position].add(1)[:bags]
     if mode == _MAX:
-        found = _largest_of_bags(rows, place, bags)
+        found = _largest_of_bags(rows, position, bags)
     else:
         wide = cast(rows, accumulation_dtype(rows))
-        found = jnp.zeros((bags + 1, weight.shape[1]), wide.dtype).at[place].add(wide)[:bags]
+        found = jnp.zeros((bags + 1, weight.shape[1]), wide.dtype).at[position].add(wide)[:bags]
         if mode == _MEAN:
             found = found / jnp.maximum(sizes, 1)[:, None].astype(wide.dtype)
         found = found.astype(weight.dtype)
@@ -90,14 +90,14 @@ def embedding_bag(
     return found, bag.astype(whole), sizes.astype(whole), jnp.zeros((bags,), whole)
 
 
-def _largest_of_bags(rows: jax.Array, place: jax.Array, bags: int) -> jax.Array:
+def _largest_of_bags(rows: jax.Array, position: jax.Array, bags: int) -> jax.Array:
     """0 for empty bags; of equal values the first one has the gradient, as in torch."""
     fixed = jax.lax.stop_gradient(rows)
-    best = jnp.full((bags + 1, rows.shape[1]), -jnp.inf, rows.dtype).at[place].max(fixed)
+    best = jnp.full((bags + 1, rows.shape[1]), -jnp.inf, rows.dtype).at[position].max(fixed)
     numbers = jnp.arange(rows.shape[0], dtype=np.int32)[:, None]
     behind = np.int32(rows.shape[0])
     first = jnp.full(best.shape, behind, np.int32)
-    first = first.at[place].min(jnp.where(fixed == best[place], numbers, behind))[:bags]
+    first = first.at[position].min(jnp.where(fixed == best[position], numbers, behind))[:bags]
     none = first == behind
     picked = jnp.take_along_axis(rows, jnp.where(none, 0, first), axis=0)
     return jnp.where(none, jnp.zeros((), rows.dtype), picked)

@@ -89,7 +89,7 @@ class Layers:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRun:
     """A run with its layers in each mode's graph."""
 
     run: Run
@@ -102,7 +102,7 @@ class _Stop(Exception):
 
 def find_runs(
     traces: Mapping[bool, Trace], layout: Layout, min_layers: int
-) -> tuple[list[Found], list[Unrolled]]:
+) -> tuple[list[FoundRun], list[Unrolled]]:
     """All runs of equal blocks, the outermost ones where blocks hold blocks.
 
     Args:
@@ -113,14 +113,16 @@ def find_runs(
     Returns:
         The runs in the order in which they are computed, and the blocks outside of them.
     """
-    found: list[Found] = []
+    found: list[FoundRun] = []
     unrolled: list[Unrolled] = []
     for path, members in _containers(traces).items():
         if any(_inside(path, one.run) for one in found):
             continue
         search = Search(traces, layout, path, members)
         runs, rest = search.runs(min_layers)
-        found += [Found(run, {mode: search.layers(mode, run) for mode in traces}) for run in runs]
+        found += [
+            FoundRun(run, {mode: search.layers(mode, run) for mode in traces}) for run in runs
+        ]
         unrolled += rest
     mode, any_trace = next(iter(traces.items()))
     position = {step.name: number for number, step in enumerate(any_trace.steps)}

@@ -40,7 +40,7 @@ Loss = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Source:
+class ChainSource:
     """What a chain is made of: a converted module's graphs and initial values.
 
     Attributes:
@@ -67,7 +67,7 @@ class Source:
 _DTYPE = "computes in"
 
 
-def make_chain(source: Source, loss: Loss, predicting: Halving) -> Sequential:
+def make_chain(source: ChainSource, loss: Loss, predicting: Halving) -> Sequential:
     """The chain of a converted module.
 
     Args:
@@ -96,7 +96,7 @@ def _links(plan: _Plan, halving: Halving) -> list[Layer | Stack]:
     ]
 
 
-def chain_values(source: Source, params: Arrays, buffers: Arrays) -> tuple[Nested, Nested]:
+def chain_values(source: ChainSource, params: Arrays, buffers: Arrays) -> tuple[Nested, Nested]:
     """Params and buffers as the module's chain has them: `{link: {leaf: value}}`."""
     plan = _Plan(source)
     return plan.by_link(params), plan.by_link(buffers)
@@ -105,7 +105,7 @@ def chain_values(source: Source, params: Arrays, buffers: Arrays) -> tuple[Neste
 class _Plan:
     """Which link holds which leaf, and what travels between links."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ChainSource) -> None:
         self.source = source
         self.links = _link_names(source.graphs.first)
         self.stacked = {one.name: one for one in source.names.stacked}

@@ -18,7 +18,7 @@ import torch
 from fzero.axes import EXPERT, TENSOR, Parts
 from torch_bridge.export.mode import Mode, TensorInput
 from torch_bridge.module.names import Layout, Leaf
-from torch_bridge.structure.flow import Found, Walk
+from torch_bridge.structure.flow import DimUses, Walk
 from torch_bridge.structure.flow_rules import rule_of
 from torch_bridge.structure.stacked import Names
 
@@ -145,7 +145,7 @@ def read_parallel(
 
 def _follow(
     graph: torch.fx.Graph, leaves: Mapping[str, str], tokens: frozenset[str]
-) -> tuple[Found, dict[str, tuple[str, bool]]]:
+) -> tuple[DimUses, dict[str, tuple[str, bool]]]:
     """The graph followed until nothing stops, and what stopped on the way."""
     stops: dict[str, tuple[str, bool]] = {}
     while True:
@@ -162,7 +162,7 @@ def _follow(
 
 def _decide(
     leaf: Leaf,
-    found: tuple[Found, Mapping[str, tuple[str, bool]]],
+    found: tuple[DimUses, Mapping[str, tuple[str, bool]]],
     told: Mapping[str, str],
 ) -> Divided | Whole:
     flow, stops = found

@@ -75,7 +75,7 @@ class Stop(Exception):
 
 
 @dataclass
-class Found:
+class DimUses:
     """What following a graph has found.
 
     Attributes:
@@ -110,12 +110,12 @@ class Walk:
     tokens: frozenset[str]
     refused: frozenset[str]
     gathered: frozenset[str]
-    found: Found = field(default_factory=Found)
+    found: DimUses = field(default_factory=DimUses)
     values: dict[Node, Any] = field(default_factory=dict)
     ids: set[Node] = field(default_factory=set)
     widths: dict[str, int] = field(default_factory=dict)
 
-    def run(self, graph: Graph, rule_of: Callable[[Node], Callable[[Walk, Node], Any]]) -> Found:
+    def run(self, graph: Graph, rule_of: Callable[[Node], Callable[[Walk, Node], Any]]) -> DimUses:
         """Follows all nodes in order, each by its rule."""
         for node in graph.nodes:
             try:

@@ -19,7 +19,7 @@ _CASTS = ("aten._to_copy.default", "aten.to.dtype")
 
 
 @dataclass(frozen=True)
-class Found:
+class HeadSpot:
     """Where logits come from.
 
     Attributes:
@@ -39,7 +39,7 @@ class Found:
         return Head(x, weight, bias, self.soft_cap) if plain and is_float(x.dtype) else None
 
 
-def find_head(steps: Sequence[Instruction], logits: Any, others: Sequence[Any]) -> Found | None:
+def find_head(steps: Sequence[Instruction], logits: Any, others: Sequence[Any]) -> HeadSpot | None:
     """The linear layer that gives some logits, if nothing else reads what is computed from it.
 
     Args:
@@ -60,7 +60,7 @@ def find_head(steps: Sequence[Instruction], logits: Any, others: Sequence[Any]) 
         skipped.add(step.name)
         operator, args = step.operator, step.args
         if operator == "aten.linear.default" and not expected and not step.kwargs:
-            return Found(frozenset(skipped), (*args, None)[:3], cap)
+            return HeadSpot(frozenset(skipped), (*args, None)[:3], cap)
         if operator in (*_SAME, *_CASTS):
             pass
         elif operator == "aten.mul.Tensor" and cap is None and _is_number(args[1]):

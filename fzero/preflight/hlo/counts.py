@@ -29,7 +29,7 @@ from fzero.preflight.hlo.module import (
     Computation,
     Groups,
     HloError,
-    Instruction,
+    HloInstruction,
     Module,
     braces,
     replica_groups,
@@ -105,7 +105,7 @@ class Window:
     collective: Collective
     is_async: bool
     computation: Computation
-    between: tuple[Instruction, ...]
+    between: tuple[HloInstruction, ...]
     """Those that launch a kernel; of a loop among them, the loop alone."""
 
 
@@ -282,7 +282,7 @@ def _known_wire_bytes(found: list[_Found]) -> float:
 def _found(
     module: Module,
     comp: Computation,
-    i: Instruction,
+    i: HloInstruction,
     context: _Context,
     where: tuple[Computation, int, bool],
     mesh_axes: Mapping[str, int] | None,
@@ -382,7 +382,7 @@ class Matmuls:
             self._instructions[name] = sum(self.instructions_at(comp, i) for i in comp.instructions)
         return self._instructions[name]
 
-    def instructions_at(self, comp: Computation, i: Instruction) -> int:
+    def instructions_at(self, comp: Computation, i: HloInstruction) -> int:
         """Matmul instructions that `i` is or runs; a fusion is one kernel, so at most one."""
         if _is_matmul(i):
             return 1
@@ -397,7 +397,7 @@ class Matmuls:
             self._flops[name] = _sum(self.flops_at(comp, i) for i in comp.instructions)
         return self._flops[name]
 
-    def flops_at(self, comp: Computation, i: Instruction) -> Flops:
+    def flops_at(self, comp: Computation, i: HloInstruction) -> Flops:
         """FLOPs of one execution of an instruction; of a conditional, its costliest branch."""
         if _is_matmul(i):
             own = _own_flops(comp, i)
@@ -419,13 +419,13 @@ def _sum(parts: Iterable[Flops]) -> Flops:
     return Flops(sum(f.flops for f in parts), sum(f.num_matmuls for f in parts), unknown)
 
 
-def _is_matmul(i: Instruction) -> bool:
+def _is_matmul(i: HloInstruction) -> bool:
     return i.opcode in _MATMULS or (
         i.opcode.startswith("custom-call") and _MATMUL_CALL.search(i.target) is not None
     )
 
 
-def _own_flops(comp: Computation, i: Instruction) -> int | None:
+def _own_flops(comp: Computation, i: HloInstruction) -> int | None:
     """FLOPs of a matmul instruction; None if the text does not show them."""
     inputs = comp.inputs(i)
     if len(inputs) < 2 or not i.arrays:
@@ -474,7 +474,7 @@ def _overlap(matmuls: Matmuls, window: Window) -> Overlap:
     return Overlap(window.collective, window.is_async, num_matmuls, num_compute, flops)
 
 
-def _launches(i: Instruction) -> bool:
+def _launches(i: HloInstruction) -> bool:
     """Whether an instruction runs a kernel that is no collective."""
     name = i.opcode.removesuffix("-start").removesuffix("-done")
     return not (i.opcode in FREE or i.opcode.endswith(("-done", "-update")) or name in KINDS)

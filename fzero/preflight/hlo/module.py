@@ -60,7 +60,7 @@ class Array:
 
 
 @dataclass(frozen=True)
-class Instruction:
+class HloInstruction:
     """One line of a computation, cut into its parts."""
 
     name: str
@@ -122,19 +122,19 @@ class Computation:
     """Instructions in printed (in a scheduled module: schedule) order."""
 
     name: str
-    instructions: list[Instruction] = field(default_factory=list)
+    instructions: list[HloInstruction] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
 
-    def get(self, name: str) -> Instruction:
+    def get(self, name: str) -> HloInstruction:
         """The instruction of that name."""
         return self.instructions[self.index[name]]
 
-    def inputs(self, i: Instruction) -> list[Array]:
+    def inputs(self, i: HloInstruction) -> list[Array]:
         """Arrays that an instruction reads."""
         return [a for name in i.operands if name in self.index for a in self.get(name).arrays]
 
     @property
-    def root(self) -> Instruction:
+    def root(self) -> HloInstruction:
         """The instruction whose value the computation returns."""
         return next(i for i in reversed(self.instructions) if i.is_root)
 
@@ -162,11 +162,11 @@ class Module:
                 end = _closing(line, match.end() - 1)
                 parts = (line[match.end() : end], line[end + 1 :], bool(match[1]))
                 current.index[match[2]] = len(current.instructions)
-                current.instructions.append(Instruction(match[2], match[3], match[4], *parts))
+                current.instructions.append(HloInstruction(match[2], match[3], match[4], *parts))
         if not self.entry:
             raise HloError("expected the text of a module (`compiled.as_text()`), found no ENTRY")
 
-    def runs(self, comp: Computation, i: Instruction) -> Iterator[tuple[str, int | None]]:
+    def runs(self, comp: Computation, i: HloInstruction) -> Iterator[tuple[str, int | None]]:
         """Computations that `i` always runs, each with how often; None if that is unknown."""
         if i.opcode == "while":
             trips = self.trip_count(comp, i)
@@ -180,7 +180,7 @@ class Module:
                     if name in self.computations:
                         yield name, 1
 
-    def trip_count(self, comp: Computation, loop: Instruction) -> int | None:
+    def trip_count(self, comp: Computation, loop: HloInstruction) -> int | None:
         """XLA's own count where it left one, else read off a counter compared with a constant."""
         known = _TRIP_COUNT.search(loop.attributes)
         return int(known[1]) if known else _derived_trip_count(self, comp, loop)
@@ -245,7 +245,7 @@ def _compared(
     return _compared(module, inner, sides) if inner else None
 
 
-def _derived_trip_count(module: Module, comp: Computation, loop: Instruction) -> int | None:
+def _derived_trip_count(module: Module, comp: Computation, loop: HloInstruction) -> int | None:
     """Trips of `for (i = start; i < stop; i += step)`; None if the loop is anything else."""
     body = module.computations[loop.called("body")]
     compared = _compared(module, module.computations[loop.called("condition")], None)
