@@ -50,7 +50,7 @@ def elementwise(x: torch.Tensor) -> Any:
         torch.masked_fill(x, x > 1, -7.0), torch.nan_to_num(x / 0.0), x.detach().double().float(),
         x.long(), (x * 0).bool(), torch.expm1(x), torch.cosh(x), torch.logical_not(x > 0),
         torch.lgamma(p), torch.digamma(p), torch.erfinv(x / 4), torch.hypot(x, p),
-        x.masked_scatter(x > 0.5, p.flip(1)), x.median(1).values, (ints % 3 - 1) ** (1 - ints),
+        x.masked_scatter(x > 0.5, p.flip(1)), x.median(1).values, (ints % 3 - 1) ** (2 - ints),
     )  # fmt: skip
 
 
