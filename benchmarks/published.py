@@ -88,7 +88,6 @@ class Run:
         rates: rates that differ from the GPU's data sheet.
         known: whether nothing about the run had to be guessed.
         fitted: the constant that was set with this row, if one was.
-        why: what explains the difference, or what was guessed.
     """
 
     title: str
@@ -103,7 +102,6 @@ class Run:
     rates: dict[str, Any] = field(default_factory=dict)
     known: bool = True
     fitted: str = ""
-    why: str = ""
 
     @property
     def seconds(self) -> float:
@@ -117,6 +115,8 @@ class Run:
         if self.rates:
             rates = rates.updated(self.rates, "the published run's description")
         usual = {"zero": 3, "precision": "bf16", "clip_norm": 1.0, "remat": self.remat}
+        # torchtitan's default, also where torchao and others ran it.
+        usual |= {"reduce_dtype": "fp32"} if "torch" in self.source else {}
         plan = fz.Plan(**usual | self.plan)
         model = large_models.llama(dataclasses.replace(self.size, seq=self.seq))
         batch = large_models.batch_shapes(self.rows * where.num_devices, self.seq)
@@ -142,7 +142,11 @@ NGC = "NVIDIA, MaxText container's Llama 2 70B on 64 H100 (2024): 7.908 s a step
 GRAND_TETON = {"memory_bytes_per_s": 2.4e12, "memory_bytes": 96 * 2**30, "flops_share": 0.43}
 # Google's A3 hosts: four network cards of 200 Gbit/s for eight GPUs.
 A3 = {"network_bytes_per_s": 100e9 / 8}
+AO = "torchao, float8/README.md (2025): Llama3-8b on 8 H100, batch 1"
+TRAINY = "torchtitan, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md"
 A100, H100 = "a100-80:8x8", "h100:8"
+FP8 = {"precision": "fp8"}
+ROWWISE = {"precision": "fp8", "float8": fz.Float8(recipe="rowwise")}
 
 RUNS = {
     "titan-8b-a100": Run(
@@ -153,7 +157,8 @@ RUNS = {
         "Llama 3 70B", large_models.LLAMA_70B, A100, 1, 8192, 331, TITAN_A100,
     ),
     "titan-2-13b-a100": Run(
-        "Llama 2 13B, all kept", LLAMA_2_13B, A100, 2, 4096, 2162, TITAN_A100, "none",
+        "Llama 2 13B, no checkpointing", LLAMA_2_13B, A100, 2, 4096, 2162, TITAN_A100,
+        minimal_flash,
     ),
     "titan-2-13b-op-a100": Run(
         "Llama 2 13B", LLAMA_2_13B, A100, 2, 4096, 1904, TITAN_A100, selective_op,
@@ -190,11 +195,31 @@ RUNS = {
     ),
     "titan-8b-h100-fp8": Run(
         "Llama 3.1 8B, FP8", large_models.LLAMA_8B, H100, 2, 8192, 8532, TITAN_H100, selective_op,
-        {"precision": "fp8"}, GRAND_TETON, why="500 W hold the rate back",
+        FP8, GRAND_TETON,
     ),
     "titan-8b-128-h100-fp8": Run(
         "Llama 3.1 8B, FP8", large_models.LLAMA_8B, "h100:16x8", 2, 8192, 8380, TITAN_H100,
-        selective_op, {"precision": "fp8"}, GRAND_TETON, why="500 W hold the rate back",
+        selective_op, FP8, GRAND_TETON,
+    ),
+    "ao-8b-h100": Run(
+        "Llama 3 8B", large_models.LLAMA_8B, H100, 1, 8192, 6150, AO, selective_op,
+        rates=GRAND_TETON, known=False,
+    ),
+    "ao-8b-h100-fp8": Run(
+        "Llama 3 8B, FP8", large_models.LLAMA_8B, H100, 1, 8192, 7689.5, AO, selective_op,
+        FP8, GRAND_TETON, False,
+    ),
+    "ao-8b-h100-rowwise": Run(
+        "Llama 3 8B, FP8 rowwise", large_models.LLAMA_8B, H100, 1, 8192, 6768, AO, selective_op,
+        ROWWISE, GRAND_TETON, False,
+    ),
+    "trainy-8b-32-h200-fp8": Run(
+        "Llama 3.1 8B, FP8", large_models.LLAMA_8B, "h200:4x8", 2, 8192, 10938, TRAINY,
+        selective_op, FP8,
+    ),
+    "trainy-8b-64-h200-fp8": Run(
+        "Llama 3.1 8B, FP8", large_models.LLAMA_8B, "h200:8x8", 2, 8192, 10753, TRAINY,
+        selective_op, FP8,
     ),
 }  # fmt: skip
 

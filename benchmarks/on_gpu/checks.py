@@ -64,8 +64,23 @@ def attention(tiny: bool) -> dict[str, Row]:
         "causal lengths": {
             "is_causal": True, "key_value_seq_lengths": jnp.array([length, length - 5])
         },
+        "packed": {"mask": _seen(_documents(length))},
+        "packed, window": {"mask": _seen(_documents(length), length // 8)},
     }  # fmt: skip
-    return {
+    packings: dict[str, dict[str, Any]] = {
+        "causal": {"causal": True},
+        "packed": {"causal": True, "segments": _documents(length)},
+        "packed, window": {
+            "causal": True, "segments": _documents(length), "window": length // 8
+        },
+        "packed, both ways": {"segments": _documents(length)},
+    }  # fmt: skip
+    own: dict[str, Row] = {
+        f"fz.attention {name}, {dtype}": functools.partial(_own_attention, given, length, dtype)
+        for name, given in packings.items()
+        for dtype in ("bfloat16", "float32")
+    }
+    return own | {
         f"{mask}, {heads} heads of {kv}, {dtype}, {width}": functools.partial(
             _attention, dict(given), (2, length, heads, width), kv, dtype
         )
@@ -105,6 +120,47 @@ def _attention(
         for name, a, b in zip(names, found, expected, strict=True)
     }
     return {"right": max(gaps.values()) <= bar, "bar": bar, **gaps}
+
+
+def _documents(length: int) -> jax.Array:
+    """The document of each position, of two rows that are packed otherwise."""
+    ends = jnp.array([[length // 3, length // 2], [length // 8, length - 7]])
+    return (jnp.arange(length)[None, :, None] >= ends[:, None]).sum(-1).astype(jnp.int32)
+
+
+def _seen(segments: jax.Array, window: int | None = None, causal: bool = True) -> jax.Array:
+    """Which position sees which, `(rows, 1, length, length)`."""
+    at = jnp.arange(segments.shape[1])
+    behind = at[:, None] - at
+    seen = behind >= 0 if causal else jnp.ones_like(behind, bool)
+    if window is not None:
+        seen &= jnp.abs(behind) <= window
+    return seen & (segments[:, None, :, None] == segments[:, None, None, :])
+
+
+def _own_attention(given: dict[str, Any], length: int, dtype: str) -> dict[str, Any]:
+    """`fz.attention`, whichever kernels it takes, forwards and back against products."""
+    keys = jax.random.split(jax.random.key(1), 4)
+    q, out = (jax.random.normal(key, (2, length, 8, 64), dtype) for key in keys[:2])
+    k, v = (jax.random.normal(key, (2, length, 2, 64), dtype) for key in keys[2:])
+    segments = given.get("segments", jnp.zeros((2, length), jnp.int32))
+    mask = _seen(segments, given.get("window"), given.get("causal", False))
+
+    def run(attend: Any, *arrays: jax.Array) -> Any:
+        value, back = jax.vjp(attend, *arrays)
+        return value, *back(out.astype(value.dtype))
+
+    plain = functools.partial(jax.nn.dot_product_attention, mask=mask, implementation="xla")
+    with jax.default_matmul_precision("highest"):
+        found = jax.jit(functools.partial(run, functools.partial(fz.attention, **given)))(q, k, v)
+        wide = (x.astype(jnp.float32) for x in (q, k, v))
+        expected = jax.jit(functools.partial(run, plain))(*wide)
+    bar = 2e-2 if dtype == "bfloat16" else 1e-4
+    gaps = [
+        float(jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)))
+        for a, b in zip(found, expected, strict=True)
+    ]
+    return {"right": max(gaps) <= bar, "bar": bar, "gaps": gaps}
 
 
 def tiers(tiny: bool) -> dict[str, Row]:

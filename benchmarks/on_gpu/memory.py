@@ -18,6 +18,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "none": {"remat": "none"},
     "microbatches": {"microbatches": 4},
     "fp32": {"precision": "fp32"},
+    "fp8": {"precision": "fp8"},
+    "whole parameters": {"zero": 1},
+    "activations on the host": {"remat": "offload"},
+    "optimizer on the host": {"tiers": {"opt_state": "host"}},
 }
 
 _WORKER = """

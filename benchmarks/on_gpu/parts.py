@@ -38,12 +38,12 @@ GROWING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 PARTS = (
     Part("torch", "check", "checks:losses", "losses beside torch in fp32, bf16, fp16", 60, GROWING),
-    Part("attention", "check", "checks:attention", "cuDNN's attention against products", 40),
+    Part("attention", "check", "checks:attention", "cuDNN's attention against products", 60),
     Part("tiers", "check", "checks:tiers", "parked and streamed states train alike", 60),
     Part("encode", "check", "checks:encoding", "8-bit blocks: the same bits as on the CPU", 10),
     Part("float8", "check", "narrow:products", "products in 8 bits beside the CPU's", 20),
     Part("bits", "check", "checks:deterministic", "deterministic plans: the same bits twice", 20),
-    Part("memory", "check", "memory:plans", "peaks beside preflight's", 60, ALONE),
+    Part("memory", "check", "memory:plans", "peaks beside preflight's", 110, ALONE),
     Part("processes", "check", "checks:processes", "two processes share the GPU", 40, GROWING),
     Part("calibrate", "figure", "moves:calibration", "rates of this device", 40),
     Part("gpt2-124m", "figure", "training:gpt2_124m", "GPT-2 124M beside its peers", 90, SHARED),
@@ -52,6 +52,10 @@ PARTS = (
     Part("resnet-50", "figure", "training:resnet_50", "ResNet-50 beside its peers", 90, SHARED),
     Part("vit-b", "figure", "training:vit_b", "ViT-B beside its peers", 80, SHARED),
     Part("moves", "figure", "moves:moves", "12 GiB to the host and back, beside raw copies", 60),
+    Part(
+        "offload-4b", "figure", "disks:table_4b", "4.3B parameters parked, as reported", 90, ALONE
+    ),
+    Part("disk", "figure", "disks:disk", "the disk beside raw I/O; GPUDirect", 60),
     Part("host-optimizer", "figure", "moves:parked", "optimizer state on the host", 90, ALONE),
     Part("gpt2-1.5b", "figure", "training:gpt2_15b", "GPT-2 1.5B beside its peers", 140, SHARED),
     Part(

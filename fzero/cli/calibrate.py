@@ -57,7 +57,7 @@ def _precision(name: str) -> str:
     """What a measurement computed in; empty where it counts no FLOPs."""
     if name == "attention":
         return "bf16"
-    return name.removeprefix("matmul ").partition("/")[0] if name.startswith("matmul ") else ""
+    return name.partition("/")[0].split()[1] if name.startswith("matmul ") else ""
 
 
 def _shown(name: str, value: float) -> str:

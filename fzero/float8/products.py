@@ -217,8 +217,10 @@ def _forward(recipe: str, dtype: Any, x: jax.Array, w: jax.Array) -> tuple[jax.A
 def _backward(recipe: str, _: Any, residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = residuals
     of_gradients = E5M2 if recipe == "tensorwise" else E4M3
-    dx = Scaled.of(g, 1, of_gradients, recipe).times(scaled_weight(w, 1, recipe).T, x.dtype)
-    dw = Scaled.of(x.T, 1, E4M3, recipe).times(Scaled.of(g, 0, of_gradients, recipe), w.dtype)
+    # Gradients' sums are exact, as those of torchao and TransformerEngine are.
+    rows, columns = (Scaled.of(g, dim, of_gradients, recipe) for dim in (1, 0))
+    dx = rows.times(scaled_weight(w, 1, recipe).T, x.dtype, exact=True)
+    dw = Scaled.of(x.T, 1, E4M3, recipe).times(columns, w.dtype, exact=True)
     return dx, dw
 
 

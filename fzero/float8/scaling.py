@@ -35,10 +35,18 @@ class Scaled(NamedTuple):
         """The transposed matrix."""
         return Scaled(self.bits.T, self.unit.T)
 
-    def times(self, other: Scaled, dtype: Any) -> jax.Array:
-        """The product of two matrices, summed in float32 and rounded to `dtype`."""
+    def times(self, other: Scaled, dtype: Any, exact: bool = False) -> jax.Array:
+        """The product of two matrices, summed in float32 and rounded to `dtype`.
+
+        Hopper's tensor cores add up products of 8 bits in fewer bits than float32 has, unless they
+        are asked to be `exact`, which takes longer.
+        """
         sums = jax.lax.dot_general(
-            self.bits, other.bits, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+            self.bits,
+            other.bits,
+            (((1,), (0,)), ((), ())),
+            precision=jax.lax.Precision.HIGHEST if exact else None,
+            preferred_element_type=jnp.float32,
         )
         return (sums * self.unit * other.unit).astype(dtype)
 

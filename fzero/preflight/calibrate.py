@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from fzero.errors import PreflightError
+from fzero.float8.scaling import E4M3, Scaled
 from fzero.preflight.rates import default_rates
 from fzero.preflight.topology import GPUS, Topology
 
@@ -79,6 +81,13 @@ class Calibration:
             "launch_s": found["launch"],
             "pinned_bytes_per_s": min(found["to host"], found["from host"]),
         }
+        narrow = {name: v for name, v in found.items() if name.startswith("matmul fp8")}
+        for name, value in narrow.items():
+            kind, _, side = name.partition("/")
+            if kind == "matmul fp8":
+                share = value / self.peaks["fp8"] / own[side]
+                result["fp8_share"] = round(share, 4)
+                result["fp8_exact_share"] = round(narrow[f"matmul fp8 exact/{side}"] / value, 4)
         if "attention" in found:
             result["attention_share"] = round(found["attention"] / peak, 4)
         known = default_rates(Topology(self.kind, 1, 1))
@@ -118,6 +127,8 @@ def calibrate(device: Any = None, effort: Effort | None = None) -> Calibration:
         found = {**_matmuls(effort), **_memory(effort, device), "launch": _launch(effort)}
         if is_gpu:
             found["attention"] = _attention(effort)
+            if "fp8" in default_rates(Topology(kind, 1, 1)).flops_per_s:
+                found |= _narrow_matmuls(effort)
     if is_gpu:
         peaks = default_rates(Topology(kind, 1, 1)).flops_per_s
     else:
@@ -159,6 +170,18 @@ def _matmuls(effort: Effort) -> dict[str, float]:
             a, b = jax.random.normal(jax.random.key(0), (2, side, side), dtype)
             seconds = _seconds(jax.jit(jnp.matmul), (a, b), effort)
             found[f"matmul {name}/{side}"] = 2 * side**3 / seconds
+    return found
+
+
+def _narrow_matmuls(effort: Effort) -> dict[str, float]:
+    """FLOP/s of the largest square matmul in 8 bits, with sums as they come and exact ones."""
+    found = {}
+    side = max(effort.sides)
+    wide = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
+    a, b = Scaled.of(wide[0], 1, E4M3, "tensorwise"), Scaled.of(wide[1], 0, E4M3, "tensorwise")
+    for name, exact in (("matmul fp8", False), ("matmul fp8 exact", True)):
+        run = jax.jit(partial(Scaled.times, dtype=jnp.bfloat16, exact=exact))
+        found[f"{name}/{side}"] = 2 * side**3 / _seconds(run, (a, b), effort)
     return found
 
 

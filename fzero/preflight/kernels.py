@@ -18,6 +18,8 @@ from fzero.preflight.rates import Rates
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATE = "dynamic-update-slice"
 _ATTENTION = "__cudnn$fmha"
+# Of a `dot`, of a Triton kernel's, and in a cuBLASLt call's configuration.
+_EXACT = re.compile(r"operand_precision\W+highest", re.I)
 
 
 @dataclass(frozen=True)
@@ -106,14 +108,23 @@ class Kernels:
         moved = self._bytes(comp, i)
         rates, seen = self.rates, seen_share(comp, i)
         share = rates.matmul_share(flops) if seen is None else rates.attention_share
-        in_8_bits = flops and any(a.dtype.startswith("f8") for a in comp.inputs(i))
-        peak = self.flops8_per_s if in_8_bits else self.flops_per_s
+        peak = self.flops_per_s
+        if flops and any(a.dtype.startswith("f8") for a in comp.inputs(i)):
+            peak = self.flops8_per_s
+            share *= rates.fp8_share * (rates.fp8_exact_share if self._exact(i) else 1.0)
         computing = flops * (1.0 if seen is None else seen) / peak
         moving = moved / rates.memory_bytes_per_s
         likely = max(computing / share, moving / rates.memory_share, rates.launch_s)
         products = likely if flops and seen is None else 0.0
         attention = 0.0 if seen is None else likely
         return Work(flops, moved, max(computing, moving), likely, products, attention)
+
+    def _exact(self, i: HloInstruction) -> bool:
+        """Whether a product's sums are asked for in float32's bits."""
+        inside = (
+            self.module.computations[i.called("calls")].instructions if i.opcode == "fusion" else ()
+        )
+        return any(_EXACT.search(one.attributes) for one in (i, *inside))
 
     def _bytes(self, comp: Computation, i: HloInstruction) -> int:
         results = sum(a.bytes for a in i.arrays)

@@ -42,6 +42,9 @@ class Rates:
         matmul_shares: the same by size, as `fzero calibrate` measures it: of square matmuls, by
             their side. One of another shape is taken as the square one of as many FLOPs; between
             two sizes, and beyond, the share is interpolated. Empty: `flops_share` for all.
+        fp8_share: products of 8-bit operands have a peak twice as high; of the share of it that the
+            above says, the part that they reach.
+        fp8_exact_share: of that, the part left where sums are exact, as a backward pass asks for.
         attention_share: part of that peak that fused attention reaches, of the products that it
             computes: what a causal mask or a window hides, it leaves out.
         memory_share: part of the memory's rate that elementwise kernels reach.
@@ -61,6 +64,8 @@ class Rates:
     disk_bytes_per_s: float = 2e9
     flops_share: float = 0.6
     matmul_shares: dict[str, float] = field(default_factory=dict)
+    fp8_share: float = 0.88
+    fp8_exact_share: float = 0.87
     attention_share: float = 0.55
     memory_share: float = 0.85
     link_share: float = 0.8
@@ -169,19 +174,26 @@ def default_rates(topology: Topology) -> Rates:
     copies to pinned memory reach. `flops_share`: from published training runs (docs/published.md):
     0.60 for A100, from torchtitan's Llama 3 8B on 64; 0.58 for Hoppers of 700 W, between MaxText's
     Llama 2 7B on 8 and its 70B on 64. (Hoppers limited to 500 W: 0.43.) B200s are assumed to be
-    like A100s. `attention_share`: of FlashAttention 2 on A100s and 3 on H100s, causal, width 128,
-    forwards and back (arXiv:2307.08691, arXiv:2407.08608).
+    like A100s. `fp8_share`: of the best products measured on an H100, 1402.6 TFLOP/s in 8 bits and
+    794.5 in bf16, and 3432.5 and 1745 on a B200 (Bekman, Machine Learning Engineering, "Maximum
+    Achievable Matmul FLOPS"). `fp8_exact_share`: without fast accumulation an H100's products take
+    1.1 to 1.2 times as long (torchao, issue 2377); a B200's are assumed not to. `attention_share`:
+    of FlashAttention 2 on A100s and 3 on H100s, causal, width 128, forwards and back
+    (arXiv:2307.08691, arXiv:2407.08608).
     """
     return _RATES[topology.kind]
 
 
 # Of the dense peak, and that of Hoppers at 700 W; see `default_rates`.
 _SHARE, _HOPPER_SHARE = 0.60, 0.58
+# Blackwell's tensor cores sum products of 8 bits in float32 either way.
+_EXACT_8 = {"fp8_share": 0.98, "fp8_exact_share": 1.0}
 
 
 def _gpu(
     bf16_tflops: float, memory_tb_per_s: float, nvlink_gb_per_s: float, network_gbit_per_s: float,
     pcie_gb_per_s: float, memory_gib: int, sheet: str, flops_share: float = _SHARE,
+    **further: float,
 ) -> Rates:  # fmt: skip
     peak = bf16_tflops * 1e12
     # From Hopper on, 8-bit operands double it; an A100 has no such products.
@@ -194,6 +206,7 @@ def _gpu(
         memory_bytes=memory_gib * 2**30,
         pinned_bytes_per_s=pcie_gb_per_s * 1e9,
         flops_share=flops_share,
+        **further,
         source=f"{sheet}: dense peaks; NVLink and network in one direction",
     )  # fmt: skip
 
@@ -203,7 +216,7 @@ _RATES = {
     "a100-80": _gpu(312, 2.039, 300, 200, 25, 80, "NVIDIA A100 80GB SXM data sheet"),
     "h100": _gpu(989.4, 3.35, 450, 400, 50, 80, "NVIDIA H100 SXM data sheet", _HOPPER_SHARE),
     "h200": _gpu(989.4, 4.8, 450, 400, 50, 141, "NVIDIA H200 SXM data sheet", _HOPPER_SHARE),
-    "b200": _gpu(2250, 8.0, 900, 400, 50, 180, "NVIDIA HGX B200 data sheet"),
+    "b200": _gpu(2250, 8.0, 900, 400, 50, 180, "NVIDIA HGX B200 data sheet", **_EXACT_8),
     # Virtual devices share the machine's cores and its memory, so no number is right: these only
     # let a plan be read. Give rates of your own (or --measure) for more.
     "cpu": Rates(

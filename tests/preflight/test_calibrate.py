@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import fzero as fz
 from fzero.cli import app
-from fzero.preflight.calibrate import SMALL, Calibration, calibrate
+from fzero.preflight.calibrate import SMALL, Calibration, _narrow_matmuls, calibrate
 from fzero.preflight.rates import default_rates
 from fzero.preflight.topology import parse
 
@@ -54,7 +54,7 @@ def test_a_gpus_shares_are_of_its_data_sheet():
     measured = {
         "matmul bf16/1024": 300e12, "matmul bf16/8192": 700e12, "matmul fp32/8192": 400e12,
         "attention": 500e12, "elementwise": 4.32e12, "to host": 50e9, "from host": 40e9,
-        "launch": 3e-6,
+        "launch": 3e-6, "matmul fp8/8192": 1200e12, "matmul fp8 exact/8192": 900e12,
     }  # fmt: skip
     sheet = default_rates(parse("h200:1"))
     found = Calibration("NVIDIA H200", "h200", sheet.flops_per_s, measured, "2026-11-22").rates()
@@ -65,6 +65,15 @@ def test_a_gpus_shares_are_of_its_data_sheet():
     assert own.memory_share == pytest.approx(0.9)
     assert (own.pinned_bytes_per_s, own.launch_s) == (40e9, 3e-6)
     assert own.flops_per_s == sheet.flops_per_s
+    # Of a peak twice as high, what 8 bits reach of the share that 16 do; exact sums, of that.
+    assert own.fp8_share == pytest.approx(1200 / 1400, abs=1e-3)
+    assert own.fp8_exact_share == 0.75
+
+
+def test_products_in_8_bits_are_measured_with_both_kinds_of_sums():
+    found = _narrow_matmuls(SMALL)
+    assert set(found) == {"matmul fp8/256", "matmul fp8 exact/256"}
+    assert min(found.values()) > 0
 
 
 def test_a_device_without_a_data_sheet_is_refused():

@@ -225,6 +225,35 @@ def test_small_matmuls_reach_what_was_measured_of_their_size():
     assert work.likely_seconds == pytest.approx(10 * 2 * 8**3 / 1e9 + negate)
 
 
+NARROW = """HloModule narrow, is_scheduled=true
+
+%triton (a: f8e4m3fn[64,64], b: f8e4m3fn[64,64]) -> f32[64,64] {
+  %a = f8e4m3fn[64,64]{1,0} parameter(0)
+  %b = f8e4m3fn[64,64]{1,0} parameter(1)
+  ROOT %d = f32[64,64]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}PRECISION
+}
+
+ENTRY %main (a: f8e4m3fn[64,64], b: f8e4m3fn[64,64]) -> f32[64,64] {
+  %a = f8e4m3fn[64,64]{1,0} parameter(0)
+  %b = f8e4m3fn[64,64]{1,0} parameter(1)
+  ROOT %f = f32[64,64]{1,0} fusion(%a, %b), kind=kCustom, calls=%triton
+}
+"""
+
+
+def test_products_in_8_bits_have_a_share_of_their_own_and_exact_sums_cost():
+    rates = dataclasses.replace(
+        RATES, flops_per_s={"bf16": 1e6, "fp8": 2e6}, fp8_share=0.8, fp8_exact_share=0.5
+    )
+
+    def seconds(precision):
+        text = NARROW.replace("PRECISION", precision)
+        return Kernels(Module(text), rates, "fp8").total().likely_seconds
+
+    assert seconds("") == pytest.approx(2 * 64**3 / 2e6 / (0.5 * 0.8))
+    assert seconds(", operand_precision={highest,highest}") == pytest.approx(2 * seconds(""))
+
+
 def test_a_kernel_takes_at_least_its_launch():
     rates = dataclasses.replace(RATES, launch_s=1.0)
     assert Kernels(Module(LINKS), rates, "fp32").total().likely_seconds == 2.0
