@@ -172,7 +172,7 @@ def default_rates(topology: Topology) -> Rates:
     dense Tensor Core peaks, NVLink (half of the bidirectional rate), memory. Network: one card of
     200 Gbit/s per A100, of 400 Gbit/s per H100, H200 and B200, as in DGX machines; PCIe at what
     copies to pinned memory reach. `flops_share`: from published training runs (docs/published.md):
-    0.60 for A100, from torchtitan's Llama 3 8B on 64; 0.58 for Hoppers of 700 W, between MaxText's
+    0.64 for A100, from torchtitan's Llama 3 8B on 64; 0.58 for Hoppers of 700 W, between MaxText's
     Llama 2 7B on 8 and its 70B on 64. (Hoppers limited to 500 W: 0.43.) B200s are assumed to be
     like A100s. `fp8_share`: of the best products measured on an H100, 1402.6 TFLOP/s in 8 bits and
     794.5 in bf16, and 3432.5 and 1745 on a B200 (Bekman, Machine Learning Engineering, "Maximum
@@ -185,7 +185,7 @@ def default_rates(topology: Topology) -> Rates:
 
 
 # Of the dense peak, and that of Hoppers at 700 W; see `default_rates`.
-_SHARE, _HOPPER_SHARE = 0.60, 0.58
+_SHARE, _HOPPER_SHARE = 0.64, 0.58
 # Blackwell's tensor cores sum products of 8 bits in float32 either way.
 _EXACT_8 = {"fp8_share": 0.98, "fp8_exact_share": 1.0}
 
