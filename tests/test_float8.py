@@ -170,6 +170,31 @@ def test_stages_and_pipelines_have_the_losses_of_one_another_and_nearly_bf16s():
     np.testing.assert_allclose(ours["zero 3"], other, rtol=0.02)  # 8 bits: 1/16 an operand
 
 
+@pytest.mark.nightly  # many programs
+def test_states_are_saved_parked_moved_and_piped_as_with_bf16(tmp_path):
+    plan = fz.Plan(zero=3, data=2, min_shard_bytes=0, precision="fp8", float8=ALL, microbatches=2)
+    model, tx = tiny.chain(2), optax.adamw(1e-2)
+    whole, _ = losses(plan, 2)
+    _, state = losses(plan, 1)
+    fz.save(tmp_path, state, plan, asynchronous=False)
+
+    def goes_on(state, plan):
+        _, metrics = fz.train_step(model, tx, plan)(state, tiny.tokens(16, seed=1))
+        return float(metrics["loss"])
+
+    # The same program on the same values.
+    tiny.same_bits(fz.restore(tmp_path, model, tx, plan), state)
+    assert goes_on(fz.restore(tmp_path, model, tx, plan), plan) == whole[1]
+    assert goes_on(fz.reload(fz.offload(state)), plan) == whole[1]
+    others = {"zero": {"zero": 1}, "tiers": {"tiers": {"opt_state": "host"}}, "pipe": {"pipe": 2}}
+    for name, changes in others.items():
+        other = plan.replace(**changes)
+        moved = fz.replan(fz.restore(tmp_path, model, tx, plan), model, tx, plan, other)
+        # The same rows on each device, so the same scales; sums in another order.
+        np.testing.assert_allclose(goes_on(moved, other), whole[1], rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(losses(other, 2)[0], whole, rtol=1e-5, err_msg=name)
+
+
 def test_plans_say_which_products():
     plan = fz.Plan(precision="fp8", float8=fz.Float8(recipe="rowwise", keep=("mlp",)))
     assert fz.Plan.from_json(plan.to_json()) == plan
