@@ -186,14 +186,11 @@ def default_rates(topology: Topology) -> Rates:
 
 # Of the dense peak, and that of Hoppers at 700 W; see `default_rates`.
 _SHARE, _HOPPER_SHARE = 0.64, 0.58
-# Blackwell's tensor cores sum products of 8 bits in float32 either way.
-_EXACT_8 = {"fp8_share": 0.98, "fp8_exact_share": 1.0}
 
 
 def _gpu(
     bf16_tflops: float, memory_tb_per_s: float, nvlink_gb_per_s: float, network_gbit_per_s: float,
     pcie_gb_per_s: float, memory_gib: int, sheet: str, flops_share: float = _SHARE,
-    **further: float,
 ) -> Rates:  # fmt: skip
     peak = bf16_tflops * 1e12
     # From Hopper on, 8-bit operands double it; an A100 has no such products.
@@ -206,7 +203,6 @@ def _gpu(
         memory_bytes=memory_gib * 2**30,
         pinned_bytes_per_s=pcie_gb_per_s * 1e9,
         flops_share=flops_share,
-        **further,
         source=f"{sheet}: dense peaks; NVLink and network in one direction",
     )  # fmt: skip
 
@@ -216,7 +212,12 @@ _RATES = {
     "a100-80": _gpu(312, 2.039, 300, 200, 25, 80, "NVIDIA A100 80GB SXM data sheet"),
     "h100": _gpu(989.4, 3.35, 450, 400, 50, 80, "NVIDIA H100 SXM data sheet", _HOPPER_SHARE),
     "h200": _gpu(989.4, 4.8, 450, 400, 50, 141, "NVIDIA H200 SXM data sheet", _HOPPER_SHARE),
-    "b200": _gpu(2250, 8.0, 900, 400, 50, 180, "NVIDIA HGX B200 data sheet", **_EXACT_8),
+    "b200": dataclasses.replace(
+        _gpu(2250, 8.0, 900, 400, 50, 180, "NVIDIA HGX B200 data sheet"),
+        # Blackwell's tensor cores sum products of 8 bits in float32 either way.
+        fp8_share=0.98,
+        fp8_exact_share=1.0,
+    ),
     # Virtual devices share the machine's cores and its memory, so no number is right: these only
     # let a plan be read. Give rates of your own (or --measure) for more.
     "cpu": Rates(
