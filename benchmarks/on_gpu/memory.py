@@ -43,7 +43,8 @@ said = fz.preflight(model, tx, plan, batch, f"{kind}:1")
 found = measure(model, tx, plan, batch, steps=2 if tiny else 10)
 print("FOUND", json.dumps({
     "predicted_peak": said.memory.peak, "peak": found.peak_bytes,
-    "predicted_state": said.memory.state_total, "state": sum(found.state_bytes.values()),
+    "predicted_state": said.memory.state_total + (said.parked.host_bytes if said.parked else 0),
+    "state": sum(found.state_bytes.values()),
     "likely_s": said.bounds.likely_seconds, "best_s": said.bounds.best_seconds,
     "median_s": found.seconds,
 }))
