@@ -125,6 +125,10 @@ SAID: list[tuple[Any, ...]] = [
     ("docs/axes.md", "12 bytes a parameter, {:.0f} GiB,", 12 * large_models.num_params() / GIB),
     ("docs/finetuning.md", "a peak of {:.2f} GiB instead of {:.2f} GiB",
      *(logits_gpu[name]["peak_bytes"] / GIB for name in ("without", "with"))),
+    ("docs/finetuning.md", "a peak of {:.2f} GiB and likely {:.1f} s a step in bf16"
+     " (`benchmarks/results/llama_70b_lora.json`), {:.2f} GiB and {:.1f} s in nf4",
+     *(value for name in ("lora", "qlora") for found in (read(f"llama_70b_{name}"),)
+       for value in (found["peak_bytes"] / GIB, found["bounds"]["likely_seconds"]))),
     ("docs/preflight.md", "of the {} that a device sends in a step ([tutorial]"
      "(tutorials/will_it_fit.md)) {} are in collectives across hosts",
      *re.findall(r"[\d.]+ GiB", tutorial[tutorial.index("sent by"):])),
