@@ -42,7 +42,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "acosh.default": (POSITIVE + 1,),
     "add.Tensor": (X, 0.1),
     "mul.Tensor": (X, 0.1),
-    "div.Tensor": (X, 0.3),
+    "div.Scalar": (X, 0.3),
+    "div.Tensor": (ROWS, POSITIVE.view(64, 64)[:, :1]),  # a divisor for each row
     "sub.Tensor": (X, torch.tensor(0.3)),
     "rsub.Scalar": (X, 0.3),
     "addcmul.default": (X, B, C),

@@ -23,7 +23,7 @@ from torch_bridge.dtypes import (
 )
 from torch_bridge.lower.features_last import elementwise
 from torch_bridge.lower.registry import register_operator
-from torch_bridge.lower.rounding import exact_numbers, once, spread
+from torch_bridge.lower.rounding import exact_numbers, once, quotient, spread
 
 
 def _scaled(y: Any, alpha: Any) -> Any:
@@ -66,8 +66,7 @@ def mul(x: jax.Array, y: Any) -> jax.Array:
 @exact_numbers
 def div(x: jax.Array, y: Any, rounding_mode: str | None = None) -> jax.Array:
     if rounding_mode is None:
-        a, b = promote_float(x, y)
-        return jnp.divide(a, b)
+        return quotient(*promote_float(x, y))
     a, b = promote(x, y)
     if rounding_mode == "floor":
         return jnp.floor_divide(a, b)

@@ -93,6 +93,17 @@ def _widened(x: Any, dtype: np.dtype[Any]) -> Any:
     return cast(x, dtype) if _is_array(x) and _is_narrow(x) else x
 
 
+def quotient(x: Any, y: Any) -> Any:
+    """`x / y` of two arrays of one dtype, 16 bits rounded once.
+
+    Where `y` was spread over a larger shape, XLA multiplies by its reciprocal instead: in 16 bits
+    that rounds twice. So it is done in float32; the gradient holds the arrays as they came.
+    """
+    if not _is_narrow(x):
+        return jnp.divide(x, y)
+    return jax.checkpoint(once(jnp.divide), prevent_cse=False)(x, y)
+
+
 def sum_dtype(x: Any) -> np.dtype[Any]:
     """The dtype of a product of arrays like `x` that is rounded after what follows it.
 
