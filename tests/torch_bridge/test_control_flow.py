@@ -89,8 +89,25 @@ class Slopes(Functional):
 
     def forward(self, x: torch.Tensor) -> Any:
         closed, value = torch.func.grad_and_value(lambda y: (y * x.detach() * x).sum())(x)
-        each = torch.vmap(torch.func.grad(self.energy))(x)
+        # Rows that lie in two dims, moved by PyTorch unseen by torch.export.
+        by = torch.func.grad(lambda weight, row: (weight * row).sin().sum())
+        each = torch.vmap(by, in_dims=(1, 0))(x.T, x.cos())
         return closed, value, each, *torch.func.jvp(self.inner, (x,), (x.sin(),))
+
+
+class Slanted(Functional):
+    """Derivatives that are taken anew for each tangent, and of rows of several dims."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out, push = torch.func.linearize(self.inner, x)
+        bent = torch.vmap(torch.func.jacrev(lambda row: (row[:, None] * x[0]).sin()))(x)
+        return (
+            out,
+            push(x.sin()),
+            push(x.cos()),
+            bent,
+            torch.vmap(torch.func.grad(self.energy), 1)(x[:3, :3]),
+        )
 
 
 def leaves(out: Any) -> list[Any]:
@@ -100,7 +117,7 @@ def leaves(out: Any) -> list[Any]:
 @pytest.mark.parametrize(
     "kind",
     [Chosen, Scanned, Forces, Slopes]
-    + [pytest.param(kind, marks=pytest.mark.nightly) for kind in (Mapped, Functional)],
+    + [pytest.param(kind, marks=pytest.mark.nightly) for kind in (Mapped, Functional, Slanted)],
 )
 def test_values_and_gradients_are_pytorchs(kind: type[torch.nn.Module]) -> None:
     torch.manual_seed(0)
@@ -178,6 +195,11 @@ class Columns(Functional):
         return torch.func.hessian(self.energy)(x[0])
 
 
+class Pushed(Functional):
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.vmap(lambda row: torch.func.jvp(self.inner, (row,), (row,))[1])(x)
+
+
 class NotOneNumber(Functional):
     def forward(self, x: torch.Tensor) -> Any:
         return torch.func.grad(self.inner)(x)
@@ -190,6 +212,7 @@ class NotOneNumber(Functional):
         (Unused, r"allow_unused"),
         (Shared, r"torch\.func\.grad under torch\.vmap.*expand"),
         (Columns, r"torch\.func\.jacfwd.*jacrev"),
+        (Pushed, r"torch\.func\.jvp under torch\.vmap.*jvp\(torch\.vmap"),
         (NotOneNumber, r"torch\.func\.grad.*one number.*vjp"),
     ],
 )

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from torch._functorch import eager_transforms
+from torch.fx.experimental import const_fold
 from torch.utils import _pytree as pytree
 
 from fzero.errors import ConversionError
@@ -67,7 +68,8 @@ def _mapped(
     found = torch.ops.torch_bridge.slopes(
         [x for x, _ in whole], inputs, [seed for _, seed in whole], further
     )
-    return found, list(of_inputs)
+    # Rows first: PyTorch would move them unseen by torch.export.
+    return [x.movedim(d, 0) for x, d in zip(found, of_inputs, strict=True)], [0] * len(inputs)
 
 
 def _row(values: Any, dims: Any, i: int) -> list[torch.Tensor]:
@@ -78,7 +80,7 @@ def _rows(seed: torch.Tensor, at: int | None, x: torch.Tensor, d: int | None, ro
     """A seed with the rows of its output where the output has them."""
     if d is None:  # the same output in each row: it is counted once for each
         return seed * rows if at is None else seed.sum(at)
-    return seed.unsqueeze(d).expand_as(x) if at is None else seed.movedim(at, d)
+    return seed.unsqueeze(d).expand(x.shape) if at is None else seed.movedim(at, d)
 
 
 torch.library.register_vmap("torch_bridge::slopes", _mapped, lib=_LIBRARY)
@@ -117,8 +119,9 @@ def record_grad(
 
 @contextlib.contextmanager
 def functional_gradients() -> Iterator[None]:
-    """While a module is exported: `torch.func.grad` and `vjp` are recorded."""
-    with replaced((eager_transforms, name, fn) for name, fn in _FUNCTIONAL.items()):
+    """While a module is exported: `torch.func.grad` and the like are recorded."""
+    own = [(eager_transforms, name, fn) for name, fn in _FUNCTIONAL.items()]
+    with replaced([*own, (const_fold, "split_const_subgraphs", _as_it_is)]):
         yield
 
 
@@ -174,13 +177,29 @@ def _jvp_but_of_columns(
             "torch.func.jacfwd (or hessian) in the forward is not converted: torch.func.jacrev has"
             " the same values, and jacrev(jacrev(f)) is the hessian"
         )
+    if any(map(torch._C._functorch.is_batchedtensor, pytree.tree_leaves((primals, tangents)))):
+        raise ConversionError(
+            "torch.func.jvp under torch.vmap in the forward: turn them around,"
+            " torch.func.jvp(torch.vmap(f), (x,), (tangents,)) has the same values"
+        )
     return _jvp(function, primals, tangents, argnums, **kwargs)
+
+
+def _each_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    """In place of the graph that `torch.func.linearize` makes of a derivative: the derivative."""
+    return lambda _: lambda *tangents: pytree.tree_leaves(function(tangents))
+
+
+def _as_it_is(made: Any) -> Any:
+    return made
 
 
 _FUNCTIONAL: dict[str, Callable[..., Any]] = {
     "grad_and_value_impl": _grad_and_value,
     "_vjp_with_argnums": _vjp,
     "_jvp_with_argnums": _jvp_but_of_columns,
+    "make_fx": _each_time,
+    "lazy_dynamo_disallow": _as_it_is,
 }
 
 

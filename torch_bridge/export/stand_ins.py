@@ -258,6 +258,13 @@ def _ctc_loss(
     return _reduced(losses, reduction)
 
 
+@_instead_of(torch.Tensor.numel)
+def _numel(input: torch.Tensor) -> int:
+    """Under `torch.vmap` a product: PyTorch has no count of a row of a size that is free."""
+    batched = torch._C._functorch.is_batchedtensor(input)
+    return math.prod(input.shape) if batched else input.numel()
+
+
 @_instead_of(torch.narrow, torch.Tensor.narrow)
 def _narrow(input: torch.Tensor, dim: int, start: Any, length: int) -> torch.Tensor:
     if isinstance(start, torch.Tensor):
