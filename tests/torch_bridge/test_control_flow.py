@@ -95,21 +95,6 @@ class Slopes(Functional):
         return closed, value, each, *torch.func.jvp(self.inner, (x,), (x.sin(),))
 
 
-class Slanted(Functional):
-    """Derivatives that are taken anew for each tangent, and of rows of several dims."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        out, push = torch.func.linearize(self.inner, x)
-        bent = torch.vmap(torch.func.jacrev(lambda row: (row[:, None] * x[0]).sin()))(x)
-        return (
-            out,
-            push(x.sin()),
-            push(x.cos()),
-            bent,
-            torch.vmap(torch.func.grad(self.energy), 1)(x[:3, :3]),
-        )
-
-
 def leaves(out: Any) -> list[Any]:
     return list(out) if isinstance(out, list | tuple) else [out]
 
@@ -117,7 +102,7 @@ def leaves(out: Any) -> list[Any]:
 @pytest.mark.parametrize(
     "kind",
     [Chosen, Scanned, Forces, Slopes]
-    + [pytest.param(kind, marks=pytest.mark.nightly) for kind in (Mapped, Functional, Slanted)],
+    + [pytest.param(kind, marks=pytest.mark.nightly) for kind in (Mapped, Functional)],
 )
 def test_values_and_gradients_are_pytorchs(kind: type[torch.nn.Module]) -> None:
     torch.manual_seed(0)
@@ -200,6 +185,11 @@ class Pushed(Functional):
         return torch.vmap(lambda row: torch.func.jvp(self.inner, (row,), (row,))[1])(x)
 
 
+class Linearized(Functional):
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.func.linearize(self.inner, x)[1](x)
+
+
 class NotOneNumber(Functional):
     def forward(self, x: torch.Tensor) -> Any:
         return torch.func.grad(self.inner)(x)
@@ -213,6 +203,7 @@ class NotOneNumber(Functional):
         (Shared, r"torch\.func\.grad under torch\.vmap.*expand"),
         (Columns, r"torch\.func\.jacfwd.*jacrev"),
         (Pushed, r"torch\.func\.jvp under torch\.vmap.*jvp\(torch\.vmap"),
+        (Linearized, r"torch\.func\.linearize.*torch\.func\.jvp"),
         (NotOneNumber, r"torch\.func\.grad.*one number.*vjp"),
     ],
 )

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import torch
 from torch._functorch import eager_transforms
-from torch.fx.experimental import const_fold
 from torch.utils import _pytree as pytree
 
 from fzero.errors import ConversionError
@@ -120,8 +119,7 @@ def record_grad(
 @contextlib.contextmanager
 def functional_gradients() -> Iterator[None]:
     """While a module is exported: `torch.func.grad` and the like are recorded."""
-    own = [(eager_transforms, name, fn) for name, fn in _FUNCTIONAL.items()]
-    with replaced([*own, (const_fold, "split_const_subgraphs", _as_it_is)]):
+    with replaced((eager_transforms, name, fn) for name, fn in _FUNCTIONAL.items()):
         yield
 
 
@@ -185,20 +183,23 @@ def _jvp_but_of_columns(
     return _jvp(function, primals, tangents, argnums, **kwargs)
 
 
-def _each_time(function: Callable[..., Any]) -> Callable[..., Any]:
-    """In place of the graph that `torch.func.linearize` makes of a derivative: the derivative."""
-    return lambda _: lambda *tangents: pytree.tree_leaves(function(tangents))
+def _no_graph(_: Any) -> Any:
+    """In place of `torch.func.linearize`'s own tracing, which nobody else asks for there."""
+    raise ConversionError(
+        "torch.func.linearize in the forward is not converted: torch.func.jvp(f, primals, tangents)"
+        " has the same values, called for each of the tangents"
+    )
 
 
-def _as_it_is(made: Any) -> Any:
-    return made
+def _as_it_is(function: Any) -> Any:
+    return function
 
 
 _FUNCTIONAL: dict[str, Callable[..., Any]] = {
     "grad_and_value_impl": _grad_and_value,
     "_vjp_with_argnums": _vjp,
     "_jvp_with_argnums": _jvp_but_of_columns,
-    "make_fx": _each_time,
+    "make_fx": _no_graph,
     "lazy_dynamo_disallow": _as_it_is,
 }
 
