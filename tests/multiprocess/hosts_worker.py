@@ -194,7 +194,7 @@ def exports(folder: Path, world: fz.World) -> dict[str, Any]:
         lambda: tb.save(folder / "dcp" / ".metadata" / "w.safetensors", converted, state)
     )
     said_other = refusal(
-        lambda: tb.save(folder / f"{world.process_id}.safetensors", converted, state)
+        lambda: tb.save(folder / ("1.pt" if world.process_id else "0.ckpt"), converted, state)
     )
     said_full = refusal(lambda: on_a_full_disk(folder / "full", converted, state, world))
     again = tb.restore(folder / "dcp", converted, tx, plan)

@@ -94,7 +94,9 @@ def save(
     asked |= {"merge": merge, "adapter": adapter}
     with doing("tb.save"):
         chosen = read_from(state_or_params, which, "save")
-        require_same_request({"path": path, "which": which, **asked})
+        # That of process 0 counts; `fzero train` gives the others a folder to throw away.
+        kind = str(path).partition("://")[0] if is_url(path) else Path(path).suffix
+        require_same_request({"what path ends with, or its scheme": kind, "which": which, **asked})
         in_turns(
             lambda state, turns: _save(path, converted, state, plan, turns=turns, **asked), chosen
         )
