@@ -2,6 +2,7 @@
 
     python -m benchmarks.divided_models               # those not in results/divided_models.json yet
     python -m benchmarks.divided_models --only bert   # these, anew
+    python -m benchmarks.divided_models --untrained   # what is divided alone
     python -m benchmarks.divided_models --table       # the table of docs/axes.md again, no more
 
 The architectures are the 29 of `tests/torch_bridge/zoo`, tiny, each converted and trained for a
@@ -17,7 +18,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ def zoo() -> tuple[Any, Any, dict[str, Any]]:
     return checks, entries, models.ENTRIES
 
 
-def row(name: str) -> dict[str, Any]:
-    """How one architecture is divided, and how far its step is off."""
+def row(name: str, train: bool) -> dict[str, Any]:
+    """How one architecture is divided, and, if it is trained, how far its step is off."""
     import torch
 
     import torch_bridge as tb
@@ -62,8 +63,13 @@ def row(name: str) -> dict[str, Any]:
         "divided": dict(Counter(one.how for one in found.divided)),
         "whole": dict(Counter(one.why for one in found.whole)),
         "share": sum(sizes[one.name] for one in found.divided) / sum(sizes.values()),
-        "off": checks.deviations(converted, entry),
+        "off": checks.deviations(converted, entry) if train else {},
     }
+
+
+def wanted(names: Iterable[str], rows: Mapping[str, dict[str, Any]], train: bool) -> list[str]:
+    """The architectures that have no row, or none of a step."""
+    return [name for name in names if name not in rows or (train and not rows[name]["off"])]
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
@@ -74,10 +80,10 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     ]
     for one in rows:
         divided, whole = (
-            ", ".join(f"{words} {count}" for words, count in one[key].items())
+            "; ".join(f"{words} ({count})" for words, count in one[key].items())
             for key in ("divided", "whole")
         )
-        off = f"{max(one['off'].values()):.0e}"
+        off = f"{max(one['off'].values()):.0e}" if one["off"] else ""
         lines.append(f"| {one['name']} | {divided} | {one['share']:.0%} | {whole} | {off} |")
     return "\n".join(lines)
 
@@ -86,6 +92,7 @@ def main() -> int:
     """Converts and trains what the command line asks for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="ARCHITECTURE", help="these, anew")
+    parser.add_argument("--untrained", action="store_true", help="without a step of each")
     parser.add_argument("--table", action="store_true", help="write the table again, no more")
     args = parser.parse_args()
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
@@ -93,8 +100,8 @@ def main() -> int:
     if not args.table:
         jax.config.update("jax_num_cpu_devices", 2)
         names = list(zoo()[2])
-        for name in args.only or [name for name in names if name not in rows]:
-            rows[name] = row(name)
+        for name in args.only or wanted(names, rows, not args.untrained):
+            rows[name] = row(name, not args.untrained)
             print(name, rows[name]["off"], flush=True)
             kept = [rows[name] for name in names if name in rows]
             RESULTS.write_text(json.dumps(kept, indent=1) + "\n")

@@ -37,6 +37,7 @@ divided, runs = read("divided"), read("published")
 small = large_models.LlamaSize(vocab=32000, hidden=14336)  # Mixtral 8x7B with one expert
 experts_8x7b = 3 * small.d * small.hidden * small.layers
 dense_8x7b = large_models.num_params(small) - experts_8x7b
+ring = divided["long-ring"][0]["over"]["context"]
 mixtral = {tuple(row["choice"].values()): row for row in divided["mixtral-8x22b"]}
 speed = {
     key: row["ratio"]["by hand"] for key, row in rows_of("bridge_speed", "model", "what").items()
@@ -119,8 +120,11 @@ SAID: list[tuple[Any, ...]] = [
      " most {:.2f}; `benchmarks/README.md`)", min(forwards), max(forwards), max(steps)),
     ("docs/axes.md", "Of Mixtral 8x7B's {:.1f} billion parameters {:.1f} are dense",
      (dense_8x7b + 8 * experts_8x7b) / 1e9, dense_8x7b / 1e9),
-    ("docs/axes.md", "Of what a ring sends {:.0f} % are beside a round's kernels",
-     percent(divided["long-ring"][0]["over"]["context"]["hidden"])),
+    ("docs/axes.md", "Of what passes between neighbours {:.0f} % are beside kernels, of the sums of"
+     " gradients {:.0f} %", *(percent(ring["kinds"][kind]["hidden"])
+                            for kind in ("collective-permute", "all-reduce"))),
+    ("docs/axes.md", "of all that is sent {:.0f} %",
+     percent(divided["longer"][0]["over"]["context"]["hidden"])),
     ("docs/axes.md", "wait longer for it ({:.1f} to {:.1f} s;", adds((2, 1)), adds((4, 1))),
     ("docs/axes.md", "12 bytes a parameter, {:.0f} GiB,", 12 * large_models.num_params() / GIB),
     ("docs/finetuning.md", "a peak of {:.2f} GiB instead of {:.2f} GiB",
@@ -269,6 +273,7 @@ GIVEN: dict[str, tuple[str, ...]] = {
     ),
     "docs/axes.md": (
         "Losses agree to 1e-5, parameters after a step to 2e-5 of their size (tests:",
+        "(bound 2e-5, which `make nightly` holds",
         "within 1e-6 of one device's", "rounds of 1.5 times an even share",
         "take 1.25 times its even share",
         "agree with one device's to 1e-5, gradients to 1e-4 (converted: parameters after a step to"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from sources import GIVEN, RESULTS, SAID, read
 
-from benchmarks import divided, gathered_lazily, published
+from benchmarks import divided, divided_models, gathered_lazily, published
 from tests.multiprocess import kills
 
 
@@ -36,6 +36,9 @@ MADE: dict[str, tuple[str, Callable[[], str]]] = {
     ),
     "benchmarks.gathered_lazily": (
         "docs/preflight.md", lambda: gathered_lazily.table(read("gathered_lazily")),
+    ),
+    "benchmarks.divided_models": (
+        "docs/axes.md", lambda: divided_models.table(read("divided_models")),
     ),
     **{
         f"benchmarks.divided: {name}": ("docs/axes.md", lambda rows=rows: divided.table(rows))
