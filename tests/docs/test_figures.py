@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sources import GIVEN, RESULTS, SAID, read
+from sources import GIVEN, RESULTS, SAID, pages, read
 
 from benchmarks import divided, divided_models, gathered_lazily, published
+from benchmarks import pages as large
 from tests.multiprocess import kills
 
 
@@ -43,6 +44,10 @@ MADE: dict[str, tuple[str, Callable[[], str]]] = {
     **{
         f"benchmarks.divided: {name}": ("docs/axes.md", lambda rows=rows: divided.table(rows))
         for name, rows in read("divided").items()
+    },
+    **{
+        f"benchmarks.pages: {name}": (page, lambda make=make: make(pages))
+        for name, (page, make) in large.PARTS.items()
     },
 }  # fmt: skip
 
