@@ -21,7 +21,7 @@ from torch_bridge.export.slopes import SLOPES, slopes
 from torch_bridge.lower import find_lowering, register_operator
 from torch_bridge.lower.features_last import call, in_order, takes_last
 from torch_bridge.lower.masks import MASK, Folded, SizeMask, size_masks
-from torch_bridge.lower.refs import Ref, fill
+from torch_bridge.lower.refs import Ref, fill, refs
 from torch_bridge.lower.symbolic import python_function
 
 
@@ -130,7 +130,12 @@ def _again(
 ) -> Any:
     """Values that the first steps compute, once some of them are given."""
     values = {**start, **chosen}
-    evaluate([_keeping_all(step) for step in steps if step.name not in chosen], values, rng)
+    wanted, needed = set(refs(outputs)), []
+    for step in reversed(steps):  # not every earlier derivative: each would run those before it
+        if step.name in wanted and step.name not in chosen:
+            needed.append(_keeping_all(step))
+            wanted.update(refs((step.args, step.kwargs)))
+    evaluate(needed[::-1], values, rng)
     return fill(outputs, values)
 
 
