@@ -129,6 +129,29 @@ def test_values_and_gradients_are_pytorchs(kind: type[torch.nn.Module]) -> None:
             np.testing.assert_allclose(slopes[name], expected, rtol=0, atol=2e-5, err_msg=name)
 
 
+class Rows(torch.nn.Module):
+    """As many derivatives as the weights have columns to the square, one after the other."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(2, columns))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.vmap(torch.func.jacrev(lambda row: row[:, None] * row))(self.weight) * x.sum()
+
+
+def test_derivatives_do_not_run_those_before_them_again() -> None:
+    def operations(columns: int) -> int:
+        module, x = Rows(columns), torch.ones(4, 3)
+        converted = tb.convert(module, x)
+        traced = str(jax.make_jaxpr(lambda x: converted(x))(x.numpy()))
+        np.testing.assert_array_equal(converted(x.numpy()), module(x).detach().numpy())
+        return traced.count(" = ")
+
+    few, many = operations(1), operations(3)
+    assert many < 20 * few  # 9 derivatives instead of one; with those before again 2**9
+
+
 class Halved(torch.nn.Module):
     """How often it turns depends on values; its counter is a whole number."""
 
