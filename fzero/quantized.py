@@ -2,7 +2,7 @@
 
 A record is a row of bytes: the elements, then the four bytes of their scale, so that whatever
 divides, gathers or writes records keeps the two together. With double quantisation a record has 256
-such blocks: their elements, a byte for each one's scale, and the line that these bytes lie on.
+such blocks: their elements, a byte for each one's scale, and what these bytes mean.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _WIDTHS = {
     "int8": _ELEMENT_BYTES["int8"] + _SCALE_BYTES,
     "nf4-double": _ELEMENT_BYTES["nf4-double"] + _BLOCKS["nf4-double"] + 2 * _SCALE_BYTES,
 }
-# The byte of a scale that is not finite.
-_NAN = -128
+# The byte of a scale that is not finite; those of others are less.
+_NAN = 255
 # What `checkpoint_name` calls widened weights, which no policy of fzero keeps.
 WIDENED = "fzero.widened"
 
@@ -74,12 +74,12 @@ def quantize(array: Any, to: str = "nf4") -> np.ndarray[Any, Any]:
     """A weight in blocks of 64 elements (row after row; the last one filled up with zeros).
 
     With "nf4" an element is the nearest of 16 levels times its block's largest magnitude: 4.5 bits
-    an element. With "nf4-double" that magnitude is kept in 8 bits, as one of 255 evenly spaced ones
-    between the least and the largest of 256 blocks: 4.13 bits an element, where their number is a
-    multiple of 16,384, to which they are filled up. With "int8" an element is a whole number of
-    127ths of the magnitude: 8.5 bits. A block in which something is not finite is NaN. For
-    parameters that a model freezes: such records are kept, divided, gathered and saved like any
-    array, and `dequantize` widens them where they are used.
+    an element. With "nf4-double" that magnitude is kept in 8 bits, as one of 255 between the least
+    and the largest of 256 blocks, the closer together the smaller they are: 4.13 bits an element,
+    where their number is a multiple of 16,384, to which they are filled up. With "int8" an element
+    is a whole number of 127ths of the magnitude: 8.5 bits. A block in which something is not finite
+    is NaN. For parameters that a model freezes: such records are kept, divided, gathered and saved
+    like any array, and `dequantize` widens them where they are used.
 
     Args:
         array: floats of any shape.
@@ -120,7 +120,7 @@ def quantize(array: Any, to: str = "nf4") -> np.ndarray[Any, Any]:
         levels = np.searchsorted(_HALFWAY, whole).astype(np.uint8)
         codes = (levels[:, ::2] << 4) | levels[:, 1::2]
     scale = np.where(np.isfinite(scale), scale, np.float32(np.nan)).astype("<f4")
-    scales = _on_lines(scale.reshape(num, -1)) if to == "nf4-double" else _bytes_of(scale)
+    scales = _squared(scale.reshape(num, _BLOCKS[to])) if to == "nf4-double" else _bytes_of(scale)
     return np.concatenate([codes.reshape(num, _ELEMENT_BYTES[to]), scales], axis=1)
 
 
@@ -129,21 +129,27 @@ def _bytes_of(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.ascontiguousarray(numbers, "<f4").view(np.uint8).reshape(-1, _SCALE_BYTES)
 
 
-def _on_lines(scales: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Scales of records' blocks, `(n, 256)`: a byte each, and the middle and step of their line."""
+def _squared(scales: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Scales of records' blocks, `(n, 256)`: a byte each, then the least one and the step.
+
+    A scale is the least one and as many steps as the square of its byte says: one large block
+    among small ones does not take their scales.
+    """
     finite = np.isfinite(scales)
     seen = finite & (scales > 0)  # blocks of zeros are that with any scale
     low = np.min(scales, axis=1, where=seen, initial=np.inf).astype(np.float64)
     high = np.max(scales, axis=1, where=seen, initial=0.0).astype(np.float64)
     low = np.minimum(low, high)
-    middle, step = ((low + high) / 2).astype(np.float32), ((high - low) / 254).astype(np.float32)
-    # Upwards to 16 bits of mantissa: 7 bits times those are exact, so that no program rounds a
-    # scale otherwise for having fused the product and the sum.
-    step = ((step.view(np.uint32) + np.uint32(0xFF)) & np.uint32(0xFFFFFF00)).view(np.float32)
-    away = np.where(seen, scales - middle[:, None], 0)
-    codes = np.divide(away, step[:, None], out=np.zeros_like(away), where=step[:, None] > 0)
-    codes = np.where(finite, np.clip(np.rint(codes), -127, 127), _NAN).astype(np.int8)
-    return np.concatenate([codes.view(np.uint8), _bytes_of(middle), _bytes_of(step)], axis=1)
+    largest = _NAN - 1
+    step = ((high - low) / largest**2).astype(np.float32)
+    # Upwards to 8 bits of mantissa: the 16 bits of a square times those are exact, so that no
+    # program rounds a scale otherwise for having fused the product and the sum.
+    step = ((step.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
+    away = np.where(seen, scales - low.astype(np.float32)[:, None], 0)
+    squares = np.divide(away, step[:, None], out=np.zeros_like(away), where=step[:, None] > 0)
+    codes = np.clip(np.rint(np.sqrt(squares)), 0, largest)
+    codes = np.where(finite, codes, _NAN).astype(np.uint8)
+    return np.concatenate([codes, _bytes_of(low.astype(np.float32)), _bytes_of(step)], axis=1)
 
 
 def dequantize(records: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -190,7 +196,7 @@ def impossible(records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     ends = np.ascontiguousarray(records[:, -(2 if double else 1) * _SCALE_BYTES :]).view("<f4")
     wrong = ~(np.isfinite(ends) & (ends >= 0)).all(axis=1)
     if double:
-        codes = records[:, _ELEMENT_BYTES["nf4-double"] : -2 * _SCALE_BYTES].view(np.int8)
+        codes = records[:, _ELEMENT_BYTES["nf4-double"] : -2 * _SCALE_BYTES]
         wrong |= (codes == _NAN).any(axis=1)
     return np.flatnonzero(wrong)
 
@@ -214,10 +220,11 @@ def _widened(records: jax.Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -
 def _apart(records: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Of "nf4-double": elements `(blocks, 32)` and scales `(blocks,)`."""
     size = _ELEMENT_BYTES["nf4-double"]
-    line = records[:, -2 * _SCALE_BYTES :].reshape(-1, 2, _SCALE_BYTES)
-    middle, step = jnp.unstack(jax.lax.bitcast_convert_type(line, jnp.float32)[:, None], axis=2)
-    codes = jax.lax.bitcast_convert_type(records[:, size : -2 * _SCALE_BYTES], jnp.int8)
-    scale = jnp.maximum(middle + codes.astype(jnp.float32) * step, 0)
+    ends = records[:, -2 * _SCALE_BYTES :].reshape(-1, 2, _SCALE_BYTES)
+    low, step = jnp.unstack(jax.lax.bitcast_convert_type(ends, jnp.float32)[:, None], axis=2)
+    codes = records[:, size : -2 * _SCALE_BYTES].astype(jnp.float32)
+    # A step that was rounded up may pass the largest number.
+    scale = jnp.minimum(low + codes**2 * step, jnp.finfo(jnp.float32).max)
     scale = jnp.where(codes == _NAN, jnp.float32(jnp.nan), scale)
     return records[:, :size].reshape(-1, BLOCK // 2), scale.reshape(-1)
 

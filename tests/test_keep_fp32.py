@@ -232,6 +232,21 @@ def test_a_layer_that_gives_something_else_than_it_takes_is_named(layer, keep, s
         fz.train_step(own, TX, one).lower(state, batch())
 
 
+def test_what_numpy_makes_of_64_bits_is_taken_as_jax_takes_it():
+    def numbered(params, carry, ctx):
+        return {"x": carry["x"] + params["w"][0], "numbers": np.arange(16)}
+
+    first, stack, *_ = model().layers
+
+    def begin(params, x, ctx):
+        return {"x": first.apply(params, x, ctx), "numbers": jnp.arange(16)}
+
+    layers = [dataclasses.replace(first, apply=begin), dataclasses.replace(stack, apply=numbered)]
+    own = fz.Sequential(layers, lambda out, batch: jnp.mean(out["x"] * out["numbers"]))
+    one = tiny.plan(zero=3)
+    fz.train_step(own, TX, one).lower(fz.abstract_state(own, TX, one), batch())
+
+
 def test_whoever_else_reads_a_kept_leaf_has_it_in_float32():
     """A tied weight: one leaf, and both of its readers."""
     seen = []

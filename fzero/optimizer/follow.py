@@ -128,7 +128,8 @@ class Follow:
     def _refs(self, values: Sequence[TermValue]) -> tuple[list[Ref], tuple[str, int] | None]:
         """Values as parts of a term, and the one layer that they are of."""
         found = {v.layer for v in values} - {None}
-        if len(found) > 1:
+        # Also of one layer, if what is beside it names layers: a sum over some, and the next one.
+        if len(found) > 1 or (found and any(self.terms.names_layers(v.term) for v in values)):
             return [(v.term, v.layer) for v in values], None
         return [(v.term, OWN if v.layer else None) for v in values], next(iter(found), None)
 

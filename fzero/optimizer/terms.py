@@ -127,6 +127,13 @@ class Terms:
             isinstance(tag, tuple) for (_, tag), _ in key[2]
         )
 
+    def names_layers(self, term: int) -> bool:
+        """Whether a term joins single layers, each by its number."""
+        key = self.keys[term]
+        return key[0] == "bag" and any(
+            isinstance(tag, tuple) and isinstance(tag[1], int) for (_, tag), _ in key[2]
+        )
+
     def bag(self, op: str, refs: Iterable[Ref] | Mapping[Ref, int], shape: Shape) -> Ref:
         """Values (so many times each) joined by an operation whose order does not matter."""
         items: Counter[Ref] = Counter()

@@ -179,7 +179,7 @@ def train_backward(
 
     Args:
         saved: what the forward pass left.
-        rules: those of the forward pass; `rules.layout` has the parameters that these layers read.
+        rules: those of the forward pass; `rules.splits` has the parameters that these layers read.
         kept: as in the forward pass.
         cotangent: of the chain's output: a scalar for the loss's total where the chain ends, else
             one array per floating-point leaf.

@@ -168,3 +168,16 @@ def test_masks_see_the_layers_own_shapes():
     tx = optax.adamw(1e-2, weight_decay=0.5, mask=matrices)
     ours, _ = trained(fz.per_layer(tx), plan(zero=3))
     tiny.close(ours["blocks"]["b"], by_hand("masked-by-shape")["blocks"]["b"], 0, TIGHT)
+
+
+@pytest.mark.parametrize(("leaves", "layers"), [(1, 3), (3, 5), (2, 3), (1, 2)])
+def test_a_norm_of_all_is_the_same_however_many_leaves_and_layers_there_are(leaves, layers):
+    def init(key):
+        return {f"w{n}": jax.random.normal(key, (4, 4)) for n in range(leaves)}
+
+    def apply(params, x, context):
+        return x + jnp.tanh(x @ sum(params.values()))
+
+    model = fz.Sequential([fz.Stack("blocks", layers, init, apply)], loss=lambda x, _: fz.Mean(x))
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    fz.train_step(model, tx, fz.Plan(data=1), devices=jax.devices()[:1])

@@ -90,7 +90,7 @@ class Slopes(Functional):
     def forward(self, x: torch.Tensor) -> Any:
         closed, value = torch.func.grad_and_value(lambda y: (y * x.detach() * x).sum())(x)
         # Rows that lie in two dims, moved by PyTorch unseen by torch.export.
-        by = torch.func.grad(lambda weight, row: (weight * row).sin().sum())
+        by = torch.func.grad(lambda weight, row: (weight * row).sin().sum() / row.numel() + 1)
         each = torch.vmap(by, in_dims=(1, 0))(x.T, x.cos())
         return closed, value, each, *torch.func.jvp(self.inner, (x,), (x.sin(),))
 

@@ -152,6 +152,13 @@ def test_tokens_that_end_an_answer_are_the_templates_and_the_end_token():
     bare = byte_tokenizer("{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
     bare.eos_token = None
     assert words(bare) == []  # a line break ends no answer
+    only_parts = byte_tokenizer(
+        "<|start|>{% for m in messages %}{% for part in m['content'] %}{{ part.text }}"
+        "{% endfor %}<|end|>{% endfor %}"
+    )
+    assert words(only_parts) == ["<|end|>"]  # <|start|> is not behind the answer, which is left out
+    with pytest.raises(fz.BatchError, match="the chat template leaves the prompt out"):
+        asked(only_parts, "Où?")
     own = harmony()
     assert own.decode(asked(own, "Où?")) == "<|start|>user<|message|>Où?<|end|><|start|>assistant"
     with pytest.raises(fz.BatchError, match="no chat template: expected chat_template in"):

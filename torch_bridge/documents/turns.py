@@ -40,7 +40,8 @@ def end_tokens(tokenizer: Any) -> tuple[int, ...]:
             text = str(tokenizer.apply_chat_template(turns, tokenize=False))
         except Exception:  # of jinja, or of a template that wants other turns
             text = ""
-        behind = tokenizer(text.rpartition(_WORD)[2], add_special_tokens=False).input_ids
+        _, said, after = text.rpartition(_WORD)  # (a template may leave a text out, or change it)
+        behind = tokenizer(after if said else "", add_special_tokens=False).input_ids
         known = {number for number, token in _added(tokenizer).items() if token.special}
         found |= set([number for number in behind if number in known][:1])
     return tuple(sorted(found))
@@ -61,12 +62,21 @@ def asked(tokenizer: Any, text: str) -> list[int]:
             "the tokenizer has no chat template: expected chat_template in its"
             " tokenizer_config.json, or a chat_template.jinja"
         )
-    turns = [{"role": "user", "content": text}]
     try:
-        whole = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        whole, without = (
+            str(tokenizer.apply_chat_template(
+                [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+            ))
+            for content in (text, "")
+        )  # fmt: skip
     except Exception as error:  # of jinja, or of the template itself
         raise BatchError(f"the chat template refuses the prompt: {error}") from error
-    return list(tokenizer(str(whole), add_special_tokens=False).input_ids)
+    if text.strip() and whole == without:
+        raise BatchError(
+            "the chat template leaves the prompt out: expected one that takes a text as a turn's"
+            " content, not a list of parts alone"
+        )
+    return list(tokenizer(whole, add_special_tokens=False).input_ids)
 
 
 def _added(tokenizer: Any) -> dict[int, Any]:

@@ -66,12 +66,13 @@ def refuse_untraceable(module: torch.nn.Module) -> None:
 
 
 def refuse_options(module: torch.nn.Module, keywords: Collection[str]) -> None:
-    """Refuse what a forward would take for an argument of `**kwargs`, and is no option here.
+    """Refuse what a forward of transformers takes among `**kwargs` and does not read.
 
     Raises:
         ConversionError: a capacity of experts, where the module's forward names none.
     """
-    if "capacity" in set(keywords) - set(inspect.signature(module.forward).parameters):
+    unnamed = set(keywords) - set(inspect.signature(module.forward).parameters)
+    if "capacity" in unnamed and type(module).__module__.startswith("transformers."):
         raise ConversionError(
             f"tb.convert(capacity=...): {type(module).__name__}.forward has no such argument, and a"
             " conversion no such option. Its experts take all their tokens, as in PyTorch: leave it"

@@ -350,6 +350,8 @@ def _keeps_dtype(node: torch.fx.Node) -> bool:
     if not str(node.target).startswith(_CASTS):
         return False
     source: Any = node.args[0]
+    if not isinstance(source, torch.fx.Node):  # a number
+        return False
     return bool(source.meta["val"].dtype == node.meta["val"].dtype)
 
 

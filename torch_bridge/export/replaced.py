@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 
-# Whose function (a module or class), its name there, and what stands in for it.
+# Whose own function (a module or class), its name there, and what stands in for it.
 StandIn = tuple[Any, str, Callable[..., Any]]
 
 
@@ -26,7 +26,7 @@ def replaced(stand_ins: Iterable[StandIn]) -> Iterator[None]:
 
         return function
 
-    chosen = [(owner, name, getattr(owner, name), stand_in) for owner, name, stand_in in stand_ins]
+    chosen = [(owner, name, vars(owner)[name], stand_in) for owner, name, stand_in in stand_ins]
     for owner, name, own, stand_in in chosen:
         setattr(owner, name, either(own, stand_in))
     try:
