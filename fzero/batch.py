@@ -89,7 +89,11 @@ class Inputs:
 
     def in_microbatches(self, count: int) -> Inputs:
         """The same with dim 0 of each row leaf cut in two: microbatches, and rows of each."""
-        return self.map_rows(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]))
+
+        def cut(leaf: Any) -> Any:  # (not -1: a leaf may have no elements)
+            return leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
+
+        return self.map_rows(cut)
 
     def at(self, step: Any) -> Inputs:
         """The same for another step."""
