@@ -47,8 +47,8 @@ torchax = {
     key: row["ratio"]["torchax"] for key, row in rows_of("bridge_torchax", "model", "what").items()
 }
 depth = rows_of("bridge_depth", "layers")
-logits_time, logits_124m, logits_gpu = (
-    read(name) for name in ("logits_time", "logits_time_124m", "logits_gpu")
+logits_time, logits_124m, logits_gpu, logits_memory = (
+    read(f"logits_{name}") for name in ("time", "time_124m", "gpu", "memory")
 )
 gathers, curves = read("gathers")["normal"], read("float8_curves")["losses"]
 hosts = {row["what"].strip(): row for row in read("hosts")["rows"]}
@@ -264,6 +264,9 @@ SAID += [
     (BENCH, "logits takes {:.3f} of the time of the one with them (95 %: {:.3f} to {:.3f}), and"
      " {:.3f} of its CPU seconds", *of_pairs(logits_124m)),
     (BENCH, "{:.3f} ({:.3f} to {:.3f}), and {:.3f} of the CPU seconds", *of_pairs(logits_time)),
+    (BENCH, "{:.2f} GiB with logits and {:.2f} GiB without in float32, {:.2f} GiB and {:.2f} GiB in"
+     " bfloat16", *(logits_memory[dtype][which] / GIB for dtype in ("fp32", "bf16")
+                    for which in ("with", "without"))),
     (BENCH, "likely {:.1f} ms and {:.1f} ms with and without, at a peak of {:.2f}"
      " GiB and {:.2f} GiB", *(1e3 * logits_gpu[name]["likely_seconds"] for name in
                               ("with", "without")),
