@@ -20,6 +20,8 @@ from support.object_store import object_store
 import fzero as fz
 from fzero.checkpoint import objects
 from fzero.checkpoint.urls import kvstore
+from torch_bridge.formats import remote
+from torch_bridge.formats.turns import ToldError, Turns
 
 
 EMULATED = all(map(importlib.util.find_spec, ("gcsfs", "gcp_storage_emulator")))
@@ -206,6 +208,47 @@ def test_a_process_that_never_writes_its_part_is_named(bucket, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(fz.CheckpointError, match="found none"):
         fz.checkpoint(url)
+
+
+class Second(Turns):
+    """What process 1 of two sees, where process 0 has another run's name."""
+
+    def told(self, value):
+        return ["s3://bucket/run-0/" if value == "s3://bucket/run-1" else value, value]
+
+
+class Listed:
+    """A store, as fsspec has it; what was put."""
+
+    def __init__(self):
+        self.urls = []
+
+    def isdir(self, url):
+        return False
+
+    def put_file(self, path, url):
+        self.urls.append(url)
+
+
+def test_every_process_sends_to_the_url_of_process_0(monkeypatch):
+    """One with the time of its start in a run's name would send its shards elsewhere."""
+    store = Listed()
+    monkeypatch.setattr(remote, "_store", lambda url: store)
+    with remote.sent("s3://bucket/run-1", Second()) as local:
+        assert local.name == "run-0"
+        local.mkdir()
+        (local / "model.safetensors").write_bytes(b"x")
+    assert store.urls == ["s3://bucket/run-0/model.safetensors"]
+
+
+def test_what_another_process_told_is_not_told_once_more(monkeypatch):
+    """As any other failure it would be, and processes were out of step from then on."""
+    monkeypatch.setattr(remote, "_store", lambda url: Listed())
+    with (
+        pytest.raises(ToldError, match="disk of 1"),
+        remote.sent("s3://bucket/run-1", Second()),
+    ):
+        raise ToldError("disk of 1 (in process 1)")
 
 
 @pytest.mark.parametrize("path", ["gs://bucket", "http://host/run", "s3:/bucket/run"])

@@ -197,12 +197,14 @@ def exports(folder: Path, world: fz.World) -> dict[str, Any]:
         lambda: tb.save(folder / ("1.pt" if world.process_id else "0.ckpt"), converted, state)
     )
     said_full = refusal(lambda: on_a_full_disk(folder / "full", converted, state, world))
+    said_store = stored(folder, converted, state, world)
     again = tb.restore(folder / "dcp", converted, tx, plan)
     evaluate = fz.eval_step(jax_model, plan)
     losses = [float(evaluate(s, {"x": x})["loss"]) for s in (state, again)]
     return {
         "said": said, "said full": said_full,
-        "said other": said_other, "losses": losses, "step": int(again.step),
+        "said other": said_other, "said store": said_store,
+        "losses": losses, "step": int(again.step),
         "wrote": [*files_written(folder / "hf", converted, state), *written_of_a_stack(folder)],
     }  # fmt: skip
 
@@ -234,6 +236,43 @@ def written_of_a_stack(folder: Path) -> list[str]:
     state = fz.init(jax_model, optax.sgd(1e-2), plan)
     assert any(leaf.ndim == 3 for leaf in jax.tree.leaves(state.params))
     return files_written(folder / "stack", converted, state, plan)
+
+
+class Folder:
+    """An object store, as fsspec has it, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def isdir(self, url: str) -> bool:
+        return False
+
+    def put_file(self, path: str, url: str) -> None:
+        target = self.folder / url.partition("://")[2]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(Path(path).read_bytes())
+
+
+def stored(folder: Path, converted: Any, state: Any, world: fz.World) -> list[str]:
+    """To URLs that differ; where process 1 cannot write; and what a save says after that."""
+    import torch_bridge as tb
+    from torch_bridge.formats import remote, safetensors_files
+
+    me, write = world.process_id, safetensors_files.write_file
+
+    def fails(path: Path, *args: Any) -> None:
+        if me == 1:
+            raise fz.CheckpointError(f"{path}: disk of 1")
+        write(path, *args)
+
+    def saved(where: Any) -> str:
+        return refusal(lambda: tb.save(where, converted, state, max_shard_size="9KB"))
+
+    with mock.patch.object(remote, "_store", return_value=Folder(folder / "store")):
+        said = [saved(f"s3://bucket/run-{me}"), saved(f"s3://bucket/w.{'pt' if me else 'ckpt'}")]
+        with mock.patch.object(safetensors_files, "write_file", fails):
+            said.append(saved("s3://bucket/failed"))
+    return [*said, saved(folder / "after")]
 
 
 def on_a_full_disk(path: Path, converted: Any, state: Any, world: fz.World) -> None:

@@ -176,11 +176,16 @@ def test_a_state_over_processes_is_written_for_pytorch(tmp_path):
             r" \.ckpt in process 0; \.pt in process 1",
             one["said other"],
         ), one["said other"]
+        same, ending, failed, after = one["said store"]
+        assert same == after == "nothing"
+        assert "s3://.ckpt in process 0; s3://.pt in process 1" in ending
+        assert "model-00003-of-00003.safetensors: disk of 1" in failed
         wrote.append(one["wrote"])
         assert one["losses"][0] == one["losses"][1]
         assert one["step"] == 1
     # Process 1 would not have ended where it was not told of the other's failure.
     assert not (tmp_path / "full").exists()
+    assert [path.name for path in (tmp_path / "store" / "bucket").iterdir()] == ["run-0"]
     files = [f"model-{n:05}-of-00003.safetensors" for n in range(1, 4)]
     stack = [f"model-{n:05}-of-00003.safetensors" for n in range(1, 4)]
     assert wrote == [[*files[:2], *stack[:2]], [*files[2:], *stack[2:]]]
@@ -197,7 +202,7 @@ def test_a_state_over_processes_is_written_for_pytorch(tmp_path):
     found = tb.load(tmp_path / "stack")
     assert all(found[name].numpy().tobytes() == x.numpy().tobytes() for name, x in expected.items())
     weights = tb.load(tmp_path / "model.safetensors")
-    for name in ("dcp", "hf", *hosts_worker.FORMATS):
+    for name in ("dcp", "hf", "store/bucket/run-0", *hosts_worker.FORMATS):
         other = tb.load(tmp_path / name)
         assert other.keys() == weights.keys(), name
         for path, value in other.items():

@@ -23,7 +23,7 @@ from fzero.hosts.join import watch
 from fzero.processes import to_process
 from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
-from torch_bridge.formats.turns import Turns
+from torch_bridge.formats.turns import ToldError, Turns
 
 
 FIELDS = ("params", "opt_state", "buffers")
@@ -66,7 +66,7 @@ def in_turns(write: Callable[[Any, Turns], None], state_or_params: Any) -> None:
     try:
         write(stand_in, turns)
         turns.told(None)
-    except _ToldError as error:
+    except ToldError as error:
         raise CheckpointError(str(error)) from None
     except Exception as error:
         exchange(POINT, {"failed": str(error)})
@@ -88,10 +88,6 @@ def _is_here(leaf: Any) -> bool:
     if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, NamedSharding):
         return True
     return leaf.is_fully_replicated and len(leaf.sharding.device_set) == jax.device_count()
-
-
-class _ToldError(CheckpointError):
-    """Another process failed, and said so."""
 
 
 class _Together(Turns):
@@ -130,7 +126,7 @@ class _Together(Turns):
         found = exchange(POINT, {"said": value})
         for process, one in enumerate(found):
             if "failed" in one:
-                raise _ToldError(f"{one['failed']} (in process {process})")
+                raise ToldError(f"{one['failed']} (in process {process})")
         return [one["said"] for one in found]
 
     def folder(self, make: Callable[[], Path]) -> Path:

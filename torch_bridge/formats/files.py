@@ -95,7 +95,8 @@ def save(
     with doing("tb.save"):
         chosen = read_from(state_or_params, which, "save")
         # That of process 0 counts; `fzero train` gives the others a folder to throw away.
-        kind = str(path).partition("://")[0] if is_url(path) else Path(path).suffix
+        kind = f"{str(path).partition('://')[0]}://" if is_url(path) else ""
+        kind += Path(path).suffix
         require_same_request({"what path ends with, or its scheme": kind, "which": which, **asked})
         in_turns(
             lambda state, turns: _save(path, converted, state, plan, turns=turns, **asked), chosen

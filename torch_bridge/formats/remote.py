@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 
 from fzero.errors import CheckpointError
-from torch_bridge.formats.turns import Turns
+from torch_bridge.formats.turns import ToldError, Turns
 
 
 # What makes a folder a checkpoint is sent last.
@@ -48,14 +48,14 @@ def sent(url: str, turns: Turns) -> Iterator[Path]:
     files that say what is in it are sent last.
 
     Args:
-        url: where.
+        url: where; that of process 0 counts.
         turns: who writes; every process sends what it has written.
 
     Raises:
         CheckpointError: it cannot be written, or is a folder that is there.
     """
     turns.apart = True
-    url = url.rstrip("/")
+    url = str(turns.told(url)[0]).rstrip("/")
     with tempfile.TemporaryDirectory(prefix="fzero-") as folder:
         local = Path(folder) / url.rpartition("/")[2]
         with _said(url, "written"):
@@ -64,6 +64,8 @@ def sent(url: str, turns: Turns) -> Iterator[Path]:
                 raise CheckpointError(f"{url}: is a folder that is there; expected a new one")
         try:
             yield local
+        except ToldError:
+            raise  # as it is: another class would be told to all once more
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(str(local), url)) from error
         files = [local] if local.is_file() else sorted(p for p in local.rglob("*") if p.is_file())

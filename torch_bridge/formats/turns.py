@@ -7,6 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from fzero.errors import CheckpointError
+
+
+class ToldError(CheckpointError):
+    """Another process failed, and said so: every process knows."""
+
 
 class Turns:
     """The writers of one checkpoint: here this process alone (`formats.across` has several).
