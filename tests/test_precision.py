@@ -428,3 +428,21 @@ def test_nothing_relies_on_implicit_promotion(kind):
     for standard, strict in zip(*found, strict=True):
         np.testing.assert_array_equal(standard, strict)
     assert not np.array_equal(found[0][0], weights)
+
+
+@pytest.mark.parametrize("kind", sorted(DTYPES))
+def test_targets_keep_their_values(kind):
+    """16 bits hold no 70001: bf16 makes 70144 of it, fp16 infinity."""
+
+    def loss(out, batch):
+        return jnp.mean(jnp.abs(batch["target"] - 70000.0) + 0 * out.astype(jnp.float32)[:, 0])
+
+    first = fz.Layer(
+        "first", lambda key: {"w": jnp.ones((3, 2))}, lambda p, b, ctx: b["x"] @ p["w"]
+    )
+    whole = fz.Sequential([first], loss)
+    rows = {"x": np.ones((8, 3), np.float32), "target": np.full(8, 70001, np.float32)}
+    for plan in (tiny.plan(zero=1, precision=kind), tiny.plan(zero=3, precision=kind)):
+        state = fz.init(whole, optax.sgd(0.1), plan)
+        assert fz.eval_step(whole, plan)(state, rows)["loss"] == 1
+        assert fz.train_step(whole, optax.sgd(0.1), plan)(state, rows)[1]["loss"] == 1
