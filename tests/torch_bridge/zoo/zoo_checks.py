@@ -132,7 +132,11 @@ def deviations(converted: tb.Converted, entry: Entry) -> dict[str, float]:
     off = {
         name: abs(float(divided[name]) / float(alone[name]) - 1) for name in ("loss", "grad_norm")
     }
-    largest = max(float(np.max(np.abs(value), initial=0.0)) for value in wanted[1].values())
+    largest = max(
+        float(np.max(np.abs(value), initial=0.0))
+        for value in wanted[1].values()
+        if value is not None
+    )
     for name, floor, ours, theirs in zip(
         ("update", "gradients"), (1e-3, NEGLIGIBLE * largest), own, wanted, strict=True
     ):
@@ -140,6 +144,7 @@ def deviations(converted: tb.Converted, entry: Entry) -> dict[str, float]:
             np.max(np.abs(ours[leaf] - value), initial=0.0)
             / max(float(np.max(np.abs(value), initial=0.0)), floor)
             for leaf, value in theirs.items()
+            if value is not None  # of a frozen parameter
         ]
         off[name] = float(np.max(each, initial=0.0))  # (Python's own loses a NaN)
     return off
