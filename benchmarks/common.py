@@ -309,6 +309,20 @@ def save(path: str, report: Mapping[str, Any], grid: Grid) -> None:
     file.with_suffix(".md").write_text("\n".join([grid.markdown(), *facts, ""]))
 
 
+def write_part(page: Path, by: str, text: str) -> None:
+    """What stands on a page between `<!-- made by BY -->` and the next `<!-- end -->`.
+
+    Raises:
+        SystemExit: the page has no such part; nothing is written.
+    """
+    begin, end = f"<!-- made by {by} -->\n", "\n<!-- end -->"
+    before, found, rest = page.read_text().partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise SystemExit(f"{page} has no lines {begin.strip()} and {end.strip()}: add them")
+    page.write_text(before + begin + text + end + after)
+
+
 def provenance() -> dict[str, Any]:
     """Date, device, versions and load: without them a time says nothing."""
     device = jax.devices()[0]

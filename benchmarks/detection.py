@@ -16,15 +16,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 import torchvision
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "torch_bridge"))
-from test_detection import Calls, arguments
+from test_detection import Calls, arguments, both
 
 import torch_bridge as tb
 from fzero.errors import ConversionError
@@ -55,24 +53,8 @@ def cases() -> dict[str, Case]:
 
 def compare(case: Case) -> dict[str, float]:
     """The largest difference of the output and of each gradient, beside the largest value."""
-    name, tensors, options, learned = case
-    given = [x.clone() for x in tensors]
-    converted = tb.convert(Calls(name, *options), *given)
-    for i in learned:
-        given[i].requires_grad_()
-    want = Calls(name, *options)(*given)
-    weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(2))
-    (want * weights).sum().backward()
-    arrays = [x.detach().numpy() for x in given]
-
-    def total(own: dict[int, Any]) -> Any:
-        args = [own.get(i, x) for i, x in enumerate(arrays)]
-        out = converted.apply({}, {}, *args, train=True).output
-        return jnp.sum(out * weights.numpy()), out
-
-    slopes, got = jax.jit(jax.grad(total, has_aux=True))({i: arrays[i] for i in learned})
-    pairs = {"output": (got, want.detach().numpy())}
-    pairs |= {f"gradient of argument {i}": (slopes[i], given[i].grad.numpy()) for i in learned}
+    name, given, options, learned = case
+    pairs = both(Calls(name), name, given, options, learned)
     return {
         what: float(np.abs(np.asarray(a) - b).max() / max(np.abs(b).max(), 1e-6))
         for what, (a, b) in pairs.items()

@@ -27,7 +27,7 @@ import jax
 import optax
 
 import fzero as fz
-from benchmarks import large_models
+from benchmarks import common, large_models
 from benchmarks.large_models import LlamaSize
 from fzero.preflight.network import CollectiveUse
 from fzero.preflight.sweep import REFUSED, Tried, sweep
@@ -140,13 +140,8 @@ def main() -> int:
         for seq in CASES[name].seqs:
             rows[name] += CASES[name].rows_of(seq)
             RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-    text = DOCS.read_text()
-    for name in rows:
-        begin, end = f"<!-- made by benchmarks.divided: {name} -->", "<!-- end -->"
-        before, found, rest = text.partition(begin)
-        if found:
-            text = f"{before}{begin}\n{table(rows[name])}\n{end}{rest.partition(end)[2]}"
-    DOCS.write_text(text)
+    for name, own in rows.items():
+        common.write_part(DOCS, f"benchmarks.divided: {name}", table(own))
     return 0
 
 

@@ -29,11 +29,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import jax
 import numpy as np
 
+from benchmarks import common
+
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "divided_models.json"
 DOCS = HERE.parent / "docs" / "axes.md"
-BEGIN, END = "<!-- made by benchmarks.divided_models -->", "<!-- end -->"
 
 
 def zoo() -> tuple[Any, Any, dict[str, Any]]:
@@ -105,10 +106,7 @@ def main() -> int:
             print(name, rows[name]["off"], flush=True)
             kept = [rows[name] for name in names if name in rows]
             RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-    before, found, rest = DOCS.read_text().partition(BEGIN)
-    if found:
-        shown = table(json.loads(RESULTS.read_text()))
-        DOCS.write_text(f"{before}{BEGIN}\n{shown}\n{END}{rest.partition(END)[2]}")
+    common.write_part(DOCS, "benchmarks.divided_models", table(json.loads(RESULTS.read_text())))
     return 0
 
 

@@ -18,12 +18,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import optax
 
 import fzero as fz
+from benchmarks import common
 from tests.support.large import GPT2_XL, LLAMA_8B, abstract_batch, gpt2, llama
 
 
 RESULTS = Path(__file__).parent / "results" / "gathered_lazily.json"
 DOCS = Path(__file__).parents[1] / "docs" / "preflight.md"
-BEGIN, END = "<!-- made by benchmarks.gathered_lazily -->", "<!-- end -->"
 ROWS = {
     "Llama 8B, stage 1": (llama, LLAMA_8B, 1, 1),
     "GPT-2 1.5B, stage 2": (gpt2, GPT2_XL, 4, 2),
@@ -76,8 +76,7 @@ def main() -> None:
             found[f"{name}, {gather}"] = row(name, gather)
             print(f"{name}, {gather}: {found[f'{name}, {gather}']}", flush=True)
             RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-    before, _, rest = DOCS.read_text().partition(BEGIN)
-    DOCS.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.partition(END)[2]}")
+    common.write_part(DOCS, "benchmarks.gathered_lazily", table(found))
 
 
 if __name__ == "__main__":

@@ -220,11 +220,7 @@ def main() -> int:
         rows = {name: rows[name] for name in CASES if name in rows}
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     for name, (page, make) in PARTS.items():
-        path, begin = ROOT / page, f"<!-- made by benchmarks.pages: {name} -->"
-        before, _, rest = path.read_text().partition(begin)
-        path.write_text(
-            f"{before}{begin}\n{make(rows)}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
-        )
+        common.write_part(ROOT / page, f"benchmarks.pages: {name}", make(rows))
     return 0
 
 

@@ -31,7 +31,7 @@ import jax
 import optax
 
 import fzero as fz
-from benchmarks import large_models
+from benchmarks import common, large_models
 from benchmarks.large_models import LlamaSize
 from fzero.preflight.rates import Rates, default_rates
 from fzero.preflight.topology import parse
@@ -40,7 +40,6 @@ from fzero.preflight.topology import parse
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "published.json"
 DOCS = HERE.parent / "docs" / "published.md"
-BEGIN, END = "<!-- made by make published -->", "<!-- end -->"
 
 LLAMA_2_7B = LlamaSize(vocab=32000, kv_heads=32, hidden=11008)
 LLAMA_2_13B = LlamaSize(vocab=32000, d=5120, layers=40, heads=40, kv_heads=40, hidden=13824)
@@ -254,8 +253,7 @@ def main() -> int:
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     text = table(rows)
     print(text)
-    before, _, rest = DOCS.read_text().partition(BEGIN)
-    DOCS.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+    common.write_part(DOCS, "make published", text)
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -138,6 +139,29 @@ def arguments(name: str, use_mask: bool = True) -> tuple[list[torch.Tensor], tup
     return given, (2, 2, 1, 1, 1, 2, 2, 2, use_mask)
 
 
+def both(
+    call: Callable[..., torch.Tensor], name: str, given: list[torch.Tensor],
+    options: tuple[Any, ...], learned: tuple[int, ...],
+) -> dict[str, tuple[Any, Any]]:  # fmt: skip
+    """The conversion's output and gradients of some arguments, each beside that of `call`."""
+    converted = tb.convert(Calls(name, *options), *given)
+    leaves = [x.clone().requires_grad_(i in learned) for i, x in enumerate(given)]
+    want = call(*leaves, *options)
+    weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(2))
+    (want * weights).sum().backward()
+    arrays = [x.numpy() for x in given]
+
+    def total(own: dict[int, Any]) -> Any:
+        args = [own.get(i, x) for i, x in enumerate(arrays)]
+        out = converted.apply({}, {}, *args, train=True).output
+        return jnp.sum(out * weights.numpy()), out
+
+    slopes, got = jax.jit(jax.grad(total, has_aux=True))({i: arrays[i] for i in learned})
+    wanted: list[Any] = [leaf.grad for leaf in leaves]
+    pairs = {f"gradient of argument {i}": (slopes[i], wanted[i].numpy()) for i in learned}
+    return {"output": (got, want.detach().numpy()), **pairs}
+
+
 @pytest.mark.parametrize(
     ("name", "last", "learned"),
     [
@@ -153,25 +177,10 @@ def test_values_and_gradients_are_those_of_the_definition(
 ) -> None:
     assert operators()
     given, options = arguments(name, use_mask=3 in learned)
-    options = (*options, *last)
-    converted = tb.convert(Calls(name, *options), *given)
-    for i in learned:
-        given[i].requires_grad_()
-    want = globals()[name](*given, *options)
-    weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(2))
-    (want * weights).sum().backward()
-    arrays = [x.detach().numpy() for x in given]
-
-    def total(own: dict[int, Any]) -> Any:
-        args = [own.get(i, x) for i, x in enumerate(arrays)]
-        out = converted.apply({}, {}, *args, train=True).output
-        return jnp.sum(out * weights.numpy()), out
-
-    run = jax.jit(jax.grad(total, has_aux=True))
-    slopes, got = run({i: arrays[i] for i in learned})
-    np.testing.assert_allclose(got, want.detach(), rtol=1e-5, atol=1e-5)
-    for i, slope in slopes.items():
-        np.testing.assert_allclose(slope, given[i].grad, rtol=1e-5, atol=2e-5, err_msg=str(i))
+    pairs = both(globals()[name], name, given, (*options, *last), learned)
+    for what, (got, want) in pairs.items():
+        atol = 1e-5 if what == "output" else 2e-5
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=atol, err_msg=what)
 
 
 def test_what_depends_on_data_is_refused_with_a_remedy() -> None:
