@@ -21,6 +21,7 @@ import fzero as fz
 from fzero.checkpoint import objects
 from fzero.checkpoint.urls import kvstore
 from torch_bridge.formats import remote
+from torch_bridge.formats.staging import staged_directory
 from torch_bridge.formats.turns import ToldError, Turns
 
 
@@ -249,6 +250,24 @@ def test_what_another_process_told_is_not_told_once_more(monkeypatch):
         remote.sent("s3://bucket/run-1", Second()),
     ):
         raise ToldError("disk of 1 (in process 1)")
+
+
+@pytest.mark.parametrize("kind", [fz.CheckpointError, ToldError])
+def test_what_cannot_be_written_is_said_of_the_url(monkeypatch, kind):
+    """Not of the folder on this host's disk, which nobody has asked for, nor on another's."""
+    monkeypatch.setattr(remote, "_store", lambda url: Listed())
+    with (
+        pytest.raises(kind, match=r"^s3://bucket/run-0/model\.safetensors: full$") as raised,
+        remote.sent("s3://bucket/run-1", Second()) as local,
+        staged_directory(local, merge=False) as folder,
+    ):
+        raise kind(f"{folder / 'model.safetensors'}: full")
+    assert type(raised.value) is kind
+    with (
+        pytest.raises(fz.CheckpointError, match=r"^s3://bucket/w\.pt: expected .* under w\.pt$"),
+        remote.sent("s3://bucket/w.pt", Turns()) as local,
+    ):
+        raise fz.CheckpointError(f"{local}: expected no tensor under w.pt")
 
 
 @pytest.mark.parametrize("path", ["gs://bucket", "http://host/run", "s3:/bucket/run"])

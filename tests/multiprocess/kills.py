@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 
-BEGIN, END = "<!-- made by tests/multiprocess/kills.py -->", "<!-- end -->"
 NUM_STEPS = 60
 SAVE_EVERY = 3
 # Compiling on a machine that does other things, too.
@@ -232,8 +231,10 @@ def main() -> None:
         shown = table([json.loads(line) for line in options.table.read_text().splitlines()])
         print(shown)
         if options.page:
-            before, _, rest = options.page.read_text().partition(BEGIN)
-            options.page.write_text(f"{before}{BEGIN}\n{shown}\n{END}{rest.partition(END)[2]}")
+            sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+            from common import write_part
+
+            write_part(options.page, "tests/multiprocess/kills.py", shown)
         return
     command = ["git", "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)

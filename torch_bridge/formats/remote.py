@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch_bridge.formats.turns import ToldError, Turns
 
 # What makes a folder a checkpoint is sent last.
 _LAST = ("latest", ".metadata")
+_PREFIX = "fzero-"
 _LIBRARIES = {"s3": "s3fs", "gs": "gcsfs"}
 
 
@@ -56,7 +58,7 @@ def sent(url: str, turns: Turns) -> Iterator[Path]:
     """
     turns.apart = True
     url = str(turns.told(url)[0]).rstrip("/")
-    with tempfile.TemporaryDirectory(prefix="fzero-") as folder:
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
         local = Path(folder) / url.rpartition("/")[2]
         with _said(url, "written"):
             store = _store(url)
@@ -64,10 +66,10 @@ def sent(url: str, turns: Turns) -> Iterator[Path]:
                 raise CheckpointError(f"{url}: is a folder that is there; expected a new one")
         try:
             yield local
-        except ToldError:
-            raise  # as it is: another class would be told to all once more
         except CheckpointError as error:
-            raise CheckpointError(str(error).replace(str(local), url)) from error
+            # What was told stays that: another class would be told to all once more.
+            kind = ToldError if isinstance(error, ToldError) else CheckpointError
+            raise kind(_with_url(str(error), url)) from error
         files = [local] if local.is_file() else sorted(p for p in local.rglob("*") if p.is_file())
         for part in ([p for p in files if not _is_last(p)], [p for p in files if _is_last(p)]):
             with _said(url, "written"):
@@ -75,6 +77,13 @@ def sent(url: str, turns: Turns) -> Iterator[Path]:
                     inner = path.relative_to(local).as_posix()
                     store.put_file(str(path), url if path == local else f"{url}/{inner}")
             turns.told(None)
+
+
+def _with_url(message: str, url: str) -> str:
+    """A message without the paths of any host's disk, where what is written has another name."""
+    name, made = re.escape(url.rpartition("/")[2]), "[a-z0-9_]{8}"
+    path = rf"[^\s'\"]*/{_PREFIX}{made}/(?:\.{name}\.{made}|{name})"
+    return re.sub(path, lambda _: url, message)
 
 
 def _is_last(path: Path) -> bool:
