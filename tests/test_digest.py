@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from fzero.compat import auto_mesh
 from fzero.programs.digest import digest
 
 
@@ -63,4 +65,23 @@ def test_whole_numbers_beside_them_have_no_derivative():
         return lambda x, index: rows(x, index)[0].sum()
 
     programs = [jax.make_jaxpr(loss(k))(jnp.ones(4), jnp.arange(2)) for k in (1.0, 2.0)]
+    assert digest(programs[0]) != digest(programs[1])
+
+
+def test_a_derivative_that_names_a_meshs_axes_is_part_of_a_program():
+    """Nothing traces it outside: its collectives would have no axis."""
+
+    def loss(factor: float) -> Callable[[Any], Any]:
+        @jax.custom_vjp
+        def total(x: Any) -> Any:
+            return jax.lax.psum(x, "data")
+
+        total.defvjp(lambda x: (total(x), None), lambda _, g: (factor * jax.lax.psum(g, "data"),))
+        mesh = auto_mesh(np.array(jax.devices()[:2]), ("data",))
+        spec = jax.sharding.PartitionSpec
+        return jax.shard_map(
+            total, mesh=mesh, in_specs=spec("data"), out_specs=spec(), check_vma=False
+        )
+
+    programs = [jax.make_jaxpr(loss(k))(jnp.ones(4)) for k in (1.0, 2.0)]
     assert digest(programs[0]) != digest(programs[1])

@@ -12,6 +12,8 @@ import xxhash
 from fzero.compat import is_key, run_equation
 
 
+Axes = tuple[tuple[str, int], ...]
+
 # Operations whose derivative is a function of its own, which no parameter shows.
 _RULED = ("custom_jvp_call", "custom_vjp_call")
 # What parameters of operations say the same in every process; functions, meshes and sets do not.
@@ -39,22 +41,26 @@ def digest(closed: Any) -> str:
         (True, False)
     """
     found = xxhash.xxh3_64()
-    _program(found, closed, rules=True)
+    _program(found, closed, ())
     return found.hexdigest()
 
 
-def _program(found: xxhash.xxh3_64, closed: Any, rules: bool) -> None:
+def _program(found: xxhash.xxh3_64, closed: Any, axes: Axes | None) -> None:
+    """`axes` are those that collectives may name, with their sizes; `None`: rules are left out."""
     jaxpr = getattr(closed, "jaxpr", closed)
     for const in getattr(closed, "consts", ()):
         _constant(found, const)
     numbers = {var: n for n, var in enumerate([*jaxpr.constvars, *jaxpr.invars])}
     for eqn in jaxpr.eqns:
         _text(found, eqn.primitive.name)
+        inner = axes
+        if axes is not None and eqn.primitive.name == "shard_map":
+            inner = tuple({**dict(axes), **eqn.params["mesh"].shape}.items())
         for name in sorted(eqn.params):
             _text(found, name)
-            _parameter(found, eqn.params[name], rules)
-        if rules and eqn.primitive.name in _RULED:
-            _rule(found, eqn)
+            _parameter(found, eqn.params[name], inner)
+        if axes is not None and eqn.primitive.name in _RULED:
+            _rule(found, eqn, axes)
         for operand in eqn.invars:
             if hasattr(operand, "val"):  # a number in the program's text
                 _constant(found, operand.val)
@@ -70,7 +76,7 @@ def _program(found: xxhash.xxh3_64, closed: Any, rules: bool) -> None:
             _text(found, numbers[var])
 
 
-def _rule(found: xxhash.xxh3_64, eqn: Any) -> None:
+def _rule(found: xxhash.xxh3_64, eqn: Any, axes: Axes) -> None:
     """The derivative of an operation; what it calls is hashed without its own, which may be it."""
 
     def back(*values: Any) -> Any:
@@ -79,10 +85,11 @@ def _rule(found: xxhash.xxh3_64, eqn: Any) -> None:
 
     try:
         with jax.numpy_dtype_promotion("standard"):
-            traced = jax.make_jaxpr(back)(*(var.aval for var in eqn.invars))
-    except Exception:  # it takes a mesh, or has no derivative
+            shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+            traced = jax.make_jaxpr(back, axis_env=axes)(*shapes)
+    except Exception:  # it takes more than a mesh's names, or has no derivative
         return
-    _program(found, traced, rules=False)
+    _program(found, traced, None)
 
 
 def _ones(like: Any) -> Any:
@@ -92,15 +99,15 @@ def _ones(like: Any) -> Any:
     return np.zeros(like.shape, jax.dtypes.float0)
 
 
-def _parameter(found: xxhash.xxh3_64, value: Any, rules: bool) -> None:
+def _parameter(found: xxhash.xxh3_64, value: Any, axes: Axes | None) -> None:
     if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-        _program(found, value, rules)
+        _program(found, value, axes)
     elif isinstance(value, enum.Enum):
         _text(found, str(value))
     elif isinstance(value, tuple | list):
         _text(found, len(value))
         for one in value:
-            _parameter(found, one, rules)
+            _parameter(found, one, axes)
     elif isinstance(value, _PLAIN):
         _text(found, repr(value))
 
