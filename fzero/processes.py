@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -95,8 +95,38 @@ def jit_on(
         **options: of `jax.jit`.
     """
     if at_home(mesh):
-        return jax.jit(function, out_shardings=out_shardings, **options)
+        return in_turn(mesh.devices.flat, jax.jit(function, out_shardings=out_shardings, **options))
     return _Elsewhere(function, mesh, out_shardings)
+
+
+def in_turn(devices: Iterable[Any], program: Any) -> Any:
+    """A program that is over when its call returns, where it could meet another one.
+
+    That is on CPU devices of several processes, one of them here. XLA runs such programs side by
+    side if neither reads of the other, and gloo then gives one what was sent to the other, or ends
+    the process. (Where a process has several of the devices, XLA runs one after the other; so do
+    GPUs.) Every program in which processes may wait for each other is made by this or `jit_on`.
+
+    Args:
+        devices: what it runs on.
+        program: a `jax.jit`.
+    """
+    owners = [device.process_index for device in devices if device.platform == "cpu"]
+    apart = len(set(owners)) > 1 and owners.count(jax.process_index()) == 1
+    return _InTurn(program) if apart else program
+
+
+class _InTurn:
+    """A program that is waited for; all else is the program's own."""
+
+    def __init__(self, program: Any) -> None:
+        self.program = program
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        return jax.block_until_ready(self.program(*args))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.program, name)
 
 
 class _Elsewhere:

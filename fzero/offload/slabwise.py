@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fzero.processes import in_turn
 from fzero.programs.jaxprs import ELEMENTWISE, Program, Step, Var
 from fzero.programs.places import Section
 
@@ -142,9 +143,8 @@ def slabwise(
     run = _runner(section, whole, small, cut, sliced, source)
     replicated = NamedSharding(section.mesh, PartitionSpec())
     out = [shardings.get(var, replicated) for var in section.gives]
-    return SlabProgram(
-        cut, sliced, made, jax.jit(run, out_shardings=out, donate_argnums=(1, 3)), source
-    )
+    program = jax.jit(run, out_shardings=out, donate_argnums=(1, 3))
+    return SlabProgram(cut, sliced, made, in_turn(section.mesh.devices.flat, program), source)
 
 
 def _runner(

@@ -14,6 +14,7 @@ from fzero.batch import Inputs, check_batch, is_shared
 from fzero.compat import auto_mesh
 from fzero.errors import BatchError
 from fzero.hosts.agree import exchange, require_equal
+from fzero.processes import in_turn
 from fzero.tree import PyTree, named_leaves
 
 
@@ -161,4 +162,4 @@ def _moved(to: NamedSharding, order: tuple[int, ...]) -> Any:
         pieces = x.reshape(len(order), -1, *x.shape[1:])
         return pieces[np.array(order)].reshape(x.shape)
 
-    return jax.jit(move, out_shardings=to)
+    return in_turn(to.device_set, jax.jit(move, out_shardings=to))

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from fzero.compat import is_key
+from fzero.processes import in_turn
 from fzero.sharding.lazy import Index, LazyArray
 from fzero.sharding.split import Home, Split
 
@@ -241,4 +242,4 @@ def _program(old: Kept, new: Kept, sharding: Any) -> Any:
             leaf = Home((0,), new.rows).arrange(leaf)
         return jnp.pad(leaf, [(0, b - a) for a, b in zip(leaf.shape, new.stored, strict=True)])
 
-    return jax.jit(change, out_shardings=sharding)
+    return in_turn(sharding.device_set, jax.jit(change, out_shardings=sharding))

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 
 from fzero.offload.park import unpark
 from fzero.precision import round_to
+from fzero.processes import in_turn
 from fzero.storage.tiers import DEVICE, is_handle, settled, tier_of
 from fzero.tree import PyTree
 
@@ -114,7 +115,8 @@ def _caster(targets: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
     def cast(sources: list[jax.Array]) -> list[jax.Array]:
         return [cast_like(x, to) for x, to in zip(sources, targets, strict=True)]
 
-    return jax.jit(cast, out_shardings=[to.sharding for to in targets])
+    devices = {device for to in targets for device in to.sharding.device_set}
+    return in_turn(devices, jax.jit(cast, out_shardings=[to.sharding for to in targets]))
 
 
 def cast_like(source: jax.Array, to: Any) -> jax.Array:

@@ -21,6 +21,7 @@ from fzero.offload.park import is_parked_so, park
 from fzero.offload.stream import StreamedFunction
 from fzero.plan import Plan
 from fzero.precision import initial_loss_scale
+from fzero.processes import in_turn
 from fzero.programs.places import placed_with_key
 from fzero.sharding.blueprint import Blueprint, blueprint
 from fzero.sharding.initial import initializer
@@ -135,7 +136,8 @@ def compiled_fields(
     if key not in blue.programs:
         if blue.stages is None:
             out = shardings(jax.eval_shape(function, *args))
-            blue.programs[key] = jax.jit(function, out_shardings=out)
+            program = jax.jit(function, out_shardings=out)
+            blue.programs[key] = in_turn(blue.mesh.devices.flat, program)
         else:
             blue.programs[key] = placed_with_key(function, args, shardings, blue.mesh)
     found: Callable[..., Any] = blue.programs[key]

@@ -17,6 +17,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from fzero.errors import PlanError
+from fzero.processes import in_turn
 from fzero.sharding.blueprint import Blueprint, blueprint
 from fzero.sharding.chunks import OWNED
 from fzero.sharding.split import map_splits, stored_shapes, trained, with_frozen
@@ -50,13 +51,15 @@ class HostUpdate:
         twins = host_devices(list(blue.mesh.devices.flat))
         self.host = blueprint(blue.model, blue.tx, plan, twins)
         self._update = Update(self.host, lambda value: value)
-        self._program = jax.jit(self._run, donate_argnums=(0,))
+        self._program = in_turn(twins, jax.jit(self._run, donate_argnums=(0,)))
         # What is frozen stays where it is.
         self._splits = trained(blue.params)
         self._shards = stored_shapes(self._splits, blue.sharding, sharded=True)
-        self._divide = jax.jit(self._divided, out_shardings=_shardings(self._shards))
+        divide = jax.jit(self._divided, out_shardings=_shardings(self._shards))
+        self._divide = in_turn(blue.mesh.devices.flat, divide)
         whole = _shardings(stored_shapes(self._splits, blue.sharding, sharded=False))
-        self._gather = jax.jit(Update(blue, lambda value: value).gathered, out_shardings=whole)
+        gather = jax.jit(Update(blue, lambda value: value).gathered, out_shardings=whole)
+        self._gather = in_turn(blue.mesh.devices.flat, gather)
 
     def __call__(
         self, fields: Values, step: jax.Array, gradients: Gradients

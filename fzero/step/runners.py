@@ -9,6 +9,7 @@ import jax
 
 from fzero.batch import Inputs
 from fzero.keys import step_key
+from fzero.processes import in_turn
 from fzero.sharding.blueprint import Blueprint
 from fzero.state.train_state import Pending
 from fzero.step.divided import DividedUpdate
@@ -35,11 +36,12 @@ class Fused:
     ) -> None:
         self.passes, self.apply, self.on_trace = passes, apply, on_trace
         self.update = Update(passes.blueprint, passes.rules().fence)
-        self.program = jax.jit(
+        program = jax.jit(
             self.step,
             donate_argnums=(0,) if donate else (),
             compiler_options=options_of(passes.blueprint) or None,
         )
+        self.program = in_turn(passes.blueprint.mesh.devices.flat, program)
 
     def step(self, fields: Values, at: StepAndKey, batch: Inputs) -> tuple[Values, Metrics]:
         """New fields of the state, and metrics: the pure function."""
@@ -75,7 +77,8 @@ class Divided:
         self._gradients: Callable[..., Any] = passes.gradients
         if isinstance(passes, OneProgram):
             options = options_of(passes.blueprint)
-            self._gradients = jax.jit(self._traced, compiler_options=options or None)
+            program = jax.jit(self._traced, compiler_options=options or None)
+            self._gradients = in_turn(passes.blueprint.mesh.devices.flat, program)
 
     def _traced(self, fields: Values, batch: Inputs, key: jax.Array) -> Any:
         self.on_trace()
@@ -106,7 +109,8 @@ def look(passes: Passes, fields: Values, at: StepAndKey, batch: Inputs) -> list[
         args = kept, read["buffers"], batch.at(step), key, scale
         return looks_at_stages(passes.executor, passes.executor.marks(*args))
     options = options_of(passes.blueprint)
-    run = jax.jit(passes.marks, compiler_options=options or None)
+    program = jax.jit(passes.marks, compiler_options=options or None)
+    run = in_turn(passes.blueprint.mesh.devices.flat, program)
     return looks_at_one_program(passes.blueprint, run(read, batch.at(step), key))
 
 

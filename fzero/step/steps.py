@@ -14,7 +14,7 @@ from fzero.compat import outside_of_meshes
 from fzero.errors import PlanError, StateError
 from fzero.links import Mean
 from fzero.offload.stream import StreamedFunction
-from fzero.processes import spread
+from fzero.processes import in_turn, spread
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.chunks import OWNED
 from fzero.sharding.homes import stages_of_outputs
@@ -254,7 +254,8 @@ class _ReadingStep(ABC):
         self.passes = passes_of(blue, self._traced)
         self._program: Any = self._dispatched
         if isinstance(self.passes, OneProgram):
-            self._program = jax.jit(self._one_program, compiler_options=options_of(blue) or None)
+            program = jax.jit(self._one_program, compiler_options=options_of(blue) or None)
+            self._program = in_turn(blue.mesh.devices.flat, program)
         reads = (*reads_of(blue, which), "buffers")
         self._checks = Checks(blue, name, reads, donate=False, bare=True)
 

@@ -22,6 +22,7 @@ import numpy as np
 import optax
 
 import fzero as fz
+from fzero.processes import jit_on
 from fzero.state import fingerprint
 
 
@@ -147,6 +148,7 @@ def agrees(folder: Path, world: fz.World) -> dict[str, Any]:
     last = fz.local_batch(own if me else none, layout, mask="mask")
     said["last"] = float(evaluate(state, last)["count"])
     said["over"] = fz.local_batch(none, layout, mask="mask") is None
+    said["in turn"] = in_turn(world)
     said["same"] = refusal(lambda: fz.check_same(state))
     said["other"] = refusal(lambda: fz.check_same(changed(state, "x" if me else "")))
     said["finite"] = refusal(lambda: fz.check_finite(state))
@@ -154,6 +156,21 @@ def agrees(folder: Path, world: fz.World) -> dict[str, Any]:
     own = fz.local_batch({**own, "x": own["x"] * 10.0 ** (30 * me)}, layout, mask="mask")
     said["step"] = refusal(lambda: fz.train_step(model(), tx, plan).check_finite(state, own))
     return said
+
+
+def in_turn(world: fz.World) -> list[bool]:
+    """Whether programs are over when they were called: of one device here, and of two."""
+    found = []
+    for each in (1, 2):
+        devices = [d for d in jax.devices() if d.id % 2 < each]
+        mesh = jax.make_mesh((2 * each,), ("data",), devices=devices)
+        to = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+        # Too long to be over by itself.
+        run = jit_on(mesh, lambda x: jnp.sum(x @ x @ x @ x), out_shardings=None)
+        x = jax.make_array_from_callback((600, 600), to, lambda i: np.ones((600, 600))[i])
+        jax.block_until_ready(run(x))
+        found.append(run(x).is_ready())
+    return found
 
 
 def changed(state: fz.TrainState, how: str) -> fz.TrainState:

@@ -143,6 +143,8 @@ def test_processes_that_differ_are_refused_in_every_one_by_what_differs(tmp_path
     # Two more rows are padding, and the sum is taken over other devices' rows.
     np.testing.assert_allclose(said["loss"], float(loss), rtol=1e-6)
     assert (said["count"], said["last"], said["over"]) == (4, 1, True)
+    # Two of one device each would meet in gloo; of more, XLA runs one after the other.
+    assert said["in turn"] == [True, False]
     assert said["same"] == said["finite"] == "nothing"
     assert re.match(
         r"DivergenceError: check_same: params/w float32\[4, 2\] is not the same on devices that"
