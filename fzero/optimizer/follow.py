@@ -192,7 +192,7 @@ class Follow:
         like = next(v for v in operands if v.stack)
         parts: list[Ref] = []
         for value in operands:
-            ref: Ref = value.term, OWN if value.stack else None
+            ref = self._part(value)
             if not value.stack and self.terms.shapes[value.term] != ():
                 scalar = self.terms.source(ref, "spread")
                 if scalar is None:
@@ -200,6 +200,10 @@ class Follow:
                 ref = scalar
             parts.append(ref)
         return replace(like, term=self.terms.elementwise(key, parts, self._own(like, shape))[0])
+
+    def _part(self, value: TermValue) -> Ref:
+        """A value as part of a term: of one layer, if it has layers."""
+        return value.term, self.terms.own(value.stack)
 
     def _own(self, value: TermValue, shape: Shape) -> Shape:
         """One layer's part of a shape with layers where a value has them."""
@@ -209,12 +213,13 @@ class Follow:
     def _reduce(self, name: str, axes: Sequence[int], value: TermValue) -> TermValue:
         dim, inner = value.dim, value.inner
         own = [a - (a > dim and not inner) for a in axes if a != dim or inner]
-        term, _ = self.terms.reduce(name, own, (value.term, OWN))
+        term, _ = self.terms.reduce(name, own, self._part(value))
         if dim not in axes:
             return replace(value, term=term).at(dim - sum(a < dim for a in axes), inner)
-        self.sums.append((term, str(value.stack), name))
+        stack = str(value.stack)
+        self.sums.append((term, stack, name))
         shape = self.terms.shapes[term]
-        return TermValue(self.terms.bag(name, [(term, (str(value.stack), "all"))], shape)[0])
+        return TermValue(self.terms.bag(name, [(term, self.terms.every(stack))], shape)[0])
 
     def _reshape(self, value: TermValue, was: Shape, shape: Shape) -> TermValue:
         before, rows = math.prod(was[: value.dim]), value.rows
@@ -223,7 +228,7 @@ class Follow:
                 continue
             moved = value.at(dim, 0 if size == rows else size // rows)
             own = self._own(moved, shape)
-            return replace(moved, term=self.terms.reshape((value.term, OWN), own)[0])
+            return replace(moved, term=self.terms.reshape(self._part(value), own)[0])
         raise _Mixes
 
     def _broadcast(self, value: TermValue, shape: Shape, dims: tuple[int, ...]) -> TermValue:
@@ -231,7 +236,7 @@ class Follow:
             raise _Mixes
         moved = value.at(dims[value.dim])
         own = tuple(d - (d > moved.dim) for d in dims if d != moved.dim)
-        ref = self.terms.broadcast((value.term, OWN), self._own(moved, shape), own)
+        ref = self.terms.broadcast(self._part(value), self._own(moved, shape), own)
         return replace(moved, term=ref[0])
 
     def _transpose(self, value: TermValue, permutation: tuple[int, ...]) -> TermValue:
@@ -241,7 +246,7 @@ class Follow:
         was = self.terms.shapes[value.term]
         shape = tuple(was[p] for p in own)
         key = "transpose", frozen({"permutation": own}), 0
-        ref = self.terms.made(key, [(value.term, OWN)], shape)
+        ref = self.terms.made(key, [self._part(value)], shape)
         return replace(value, term=ref[0]).at(permutation.index(value.dim))
 
     def _inner_product(self, params: Any, operands: Sequence[TermValue], shape: Shape) -> TermValue:
@@ -253,12 +258,13 @@ class Follow:
         if not alike or batch or shape != () or not every:
             raise _Mixes
         product = self.terms.elementwise(
-            ("mul", (), 0), [(one.term, OWN), (other.term, OWN)], self.terms.shapes[one.term]
+            ("mul", (), 0), [self._part(one), self._part(other)], self.terms.shapes[one.term]
         )
         dims = range(len(left) - (not one.inner))
         term, _ = self.terms.reduce("reduce_sum", dims, product)
-        self.sums.append((term, str(one.stack), "reduce_sum"))
-        return TermValue(self.terms.bag("reduce_sum", [(term, (str(one.stack), "all"))], ())[0])
+        stack = str(one.stack)
+        self.sums.append((term, stack, "reduce_sum"))
+        return TermValue(self.terms.bag("reduce_sum", [(term, self.terms.every(stack))], ())[0])
 
 
 def _is_number(value: Any) -> bool:

@@ -99,7 +99,10 @@ class _Comparison:
     ) -> None:
         self.tx, self.params, self.stacks = tx, params, stacks
         self.written = apart(params, stacks, one_layer)
-        self.terms = Terms({name: len(rows.order) for name, rows in stacks.items()})
+        self.terms = Terms(
+            {name: len(rows.order) for name, rows in stacks.items()},
+            [name for name, rows in stacks.items() if rows.num == 1],
+        )
         self.follow = Follow(self.terms)
 
     def difference(self) -> str | None:
@@ -205,7 +208,8 @@ class _Comparison:
             rows = self.stacks[leaf.stack].num
             one.append(TermValue(term, stack=leaf.stack, dim=leaf.dim, rows=rows))
             for layer, place in enumerate(leaf.written):
-                other[place] = TermValue(term, layer=(leaf.stack, layer))
+                named = self.terms.own(leaf.stack) and (leaf.stack, layer)
+                other[place] = TermValue(term, layer=named)
         return [one, [other[i] for i in range(len(other))]]
 
     def _same(
@@ -233,7 +237,9 @@ class _Comparison:
         """One layer's term of a stacked leaf, and whose."""
         if value.stack is not None:
             where = value.stack, value.dim, value.inner
-            return (value.term, OWN) if where == (leaf.stack, leaf.dim, 0) else None
+            if where != (leaf.stack, leaf.dim, 0):
+                return None
+            return value.term, self.terms.own(leaf.stack)
         number = self.terms.source((value.term, None), "spread")
         if number is None:
             return None
@@ -242,6 +248,7 @@ class _Comparison:
 
     def _explain(self, path: str, what: str, one: TermValue, other: TermValue) -> str:
         mixing = self._mixing(one.term) or self._mixing(other.term)
+        mixing = mixing or self._joined(one.term, other.term)
         if mixing:
             return f"{path}: {what} takes an operation ({mixing}) on several layers at once"
         found = self.terms.first_difference(one.term, other.term)
@@ -250,6 +257,12 @@ class _Comparison:
     def _mixing(self, term: int) -> str | None:
         mixing = self.follow.mixing
         return next((mixing[t] for t in sorted(self.terms.reads(term)) if t in mixing), None)
+
+    def _joined(self, one: int, other: int) -> str | None:
+        """The operation by which a term joins all layers of a stack, and another does not."""
+        more = self.terms.reads(one) - self.terms.reads(other)
+        return next((str(self.terms.keys[t][1]) for t in sorted(more)
+                     if self.terms.joins_layers(t)), None)  # fmt: skip
 
     def _require_zeros(
         self, state: Sequence[_Leaf], born: Sequence[TermValue], new: Sequence[TermValue]

@@ -4,14 +4,15 @@ A term is a value's expression: an operation on terms, down to inputs and consta
 one number. Sums and the like are bags of terms, whatever the order they were added in; what is one
 number spread over a shape is that number; and what reads the layers of a stack says so for a layer
 in general: `OWN`. So an array with layers on one dim, one layer by itself, and a sum over all
-layers written out or not, are the same terms where they are the same numbers.
+layers written out or not, are the same terms where they are the same numbers. The layer of a stack
+of one is all there are: what reads it reads nothing in general.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from fzero.programs.jaxprs import is_elementwise
@@ -38,10 +39,12 @@ class Terms:
 
     Args:
         layers: the number of layers of each stack.
+        single: the stacks that are one row.
     """
 
-    def __init__(self, layers: Mapping[str, int]) -> None:
+    def __init__(self, layers: Mapping[str, int], single: Collection[str] = ()) -> None:
         self.layers = layers
+        self.single = single
         self.keys: list[tuple[Any, ...]] = []
         self.shapes: list[Shape] = []
         self._numbers: dict[Any, int] = {}
@@ -54,6 +57,14 @@ class Terms:
             self.keys.append(key)
             self.shapes.append(shape)
         return found
+
+    def own(self, stack: str | None) -> Tag:
+        """How a term is read of a layer of a stack (`None`: of none) in general."""
+        return None if stack is None or stack in self.single else OWN
+
+    def every(self, stack: str) -> Tag:
+        """How a term is read of all layers of a stack."""
+        return None if stack in self.single else (stack, "all")
 
     def made(self, key: tuple[Any, ...], refs: Sequence[Ref], shape: Shape) -> Ref:
         """A term that reads others, and whether it is that of a layer in general."""
@@ -134,6 +145,13 @@ class Terms:
             isinstance(tag, tuple) and isinstance(tag[1], int) for (_, tag), _ in key[2]
         )
 
+    def joins_layers(self, term: int) -> bool:
+        """Whether a term joins all layers of a stack."""
+        key = self.keys[term]
+        return key[0] == "bag" and any(
+            isinstance(tag, tuple) and tag[1] == "all" for (_, tag), _ in key[2]
+        )
+
     def bag(self, op: str, refs: Iterable[Ref] | Mapping[Ref, int], shape: Shape) -> Ref:
         """Values (so many times each) joined by an operation whose order does not matter."""
         items: Counter[Ref] = Counter()
@@ -211,8 +229,9 @@ class Terms:
 
     def broadcast(self, ref: Ref, shape: Shape, dims: tuple[int, ...]) -> Ref:
         """`lax.broadcast_in_dim`."""
-        if self.shapes[ref[0]] == ():
-            return self.spread(ref, shape)
+        number = self.source(ref, "spread") or ref
+        if self.shapes[number[0]] == ():
+            return self.spread(number, shape)
         if math.prod(shape) == math.prod(self.shapes[ref[0]]):
             return self.reshape(ref, shape)
         return self.made(("broadcast_in_dim", dims), [ref], shape)

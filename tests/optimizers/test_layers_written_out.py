@@ -9,7 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizer_cases import ALL, BY_ELEMENT, BY_LEAF, NUM, by_hand, matrices, plan, stacked, trained
+from optimizer_cases import (
+    ALL,
+    BY_ELEMENT,
+    BY_LEAF,
+    NUM,
+    batch,
+    by_hand,
+    matrices,
+    plan,
+    stacked,
+    trained,
+)
 from support import tiny
 from support.sample import some
 
@@ -181,3 +192,31 @@ def test_a_norm_of_all_is_the_same_however_many_leaves_and_layers_there_are(leav
     model = fz.Sequential([fz.Stack("blocks", layers, init, apply)], loss=lambda x, _: fz.Mean(x))
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     fz.train_step(model, tx, fz.Plan(data=1), devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize("name", ["clip-adamw", "dog", "adafactor", "lamb"])
+def test_a_stack_of_one_layer_trains_as_that_layer(name):
+    """Its layer is all there are: what looks at whole leaves, or at all of them, sees the same."""
+
+    def apply(params, x, context=None):
+        return x + jnp.tanh(x @ params["w"] + params["b"])
+
+    def written(params, x):
+        return jnp.mean(apply(params["blocks"], x * params["first"]) ** 2)
+
+    x, tx = batch(0)["x"][:8, :4], ALL[name]()
+    chain = [
+        fz.Layer("first", lambda key: jnp.ones(4), lambda p, x, ctx: x * p),
+        fz.Stack("blocks", 1, lambda key: {"w": jax.random.normal(key, (4, 4)),
+                                           "b": jnp.ones(4)}, apply),
+    ]  # fmt: skip
+    two = plan(zero=3, data=2)
+    model = fz.Sequential(chain, lambda x, _: fz.Mean(jnp.sum(x**2), jnp.float32(x.size)))
+    state = fz.init(model, tx, two)
+    first = jax.device_get(fz.logical(model, state, two))
+    state, _ = fz.train_step(model, tx, two)(state, x)
+    params = {**first, "blocks": jax.tree.map(lambda leaf: leaf[0], first["blocks"])}
+    updates, _ = tx.update(jax.grad(written)(params, x), tx.init(params), params)
+    after = jax.device_get(fz.logical(model, state, two))
+    after["blocks"] = jax.tree.map(lambda leaf: leaf[0], after["blocks"])
+    tiny.close(after, optax.apply_updates(params, updates), rtol=0, atol=TIGHT)
