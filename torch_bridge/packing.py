@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -58,9 +58,8 @@ def pack(
         >>> packed["segments"].tolist(), packed["labels"][0].tolist()
         ([[1, 1, 1, 2, 2], [1, 1, 0, 0, 0]], [-100, 6, 7, -100, 9])
     """
-    given: Iterable[Any] = itertools.repeat(None) if labels is None else labels
     kept = []
-    for number, (document, own) in enumerate(zip(documents, given, strict=labels is not None)):
+    for number, (document, own) in enumerate(_with_labels(documents, labels)):
         ids = _checked(number, np.asarray(document), length, vocabulary)
         wanted = ids if own is None else _labels(number, np.asarray(own), ids)
         if ids.size:
@@ -173,6 +172,21 @@ def packed_mask(segments: Any, dtype: Any = jnp.float32, window: int | None = No
         return seen
     lowest = max(float(jnp.finfo(kind).min) for kind in (dtype, jnp.bfloat16))
     return jnp.where(seen, 0.0, lowest).astype(dtype)
+
+
+def _with_labels(
+    documents: Iterable[Sequence[int]], labels: Iterable[Sequence[int]] | None
+) -> Iterator[tuple[Any, Any]]:
+    """Documents with the labels of each, `None` where there are none."""
+    if labels is None:
+        yield from zip(documents, itertools.repeat(None), strict=False)
+        return
+    nothing = object()
+    for number, pair in enumerate(itertools.zip_longest(documents, labels, fillvalue=nothing)):
+        if any(one is nothing for one in pair):
+            which = "no labels" if pair[1] is nothing else "labels, but is none"
+            raise BatchError(f"pack: document {number} has {which}; expected labels for each")
+        yield pair
 
 
 def _labels(

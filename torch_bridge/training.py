@@ -17,6 +17,7 @@ import torch
 from fzero.axes import PIPE
 from fzero.errors import CheckpointError, ConversionError
 from fzero.plan import Plan
+from fzero.report.layout import layout
 from fzero.state.new import init
 from fzero.state.require import require_alive
 from fzero.state.selection import read_from
@@ -112,7 +113,8 @@ def fit(
     tx: Any = optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         tx = as_optax(optimizer, converted, scheduler)
-    state, step, parts = init(model, tx, plan, rng), train_step(model, tx, plan), _parts(plan)
+    state, step = init(model, tx, plan, rng), train_step(model, tx, plan)
+    parts = layout(model, tx, plan).batch_multiple
     done = 0
     for epoch in range(epochs):
         for given in itertools.chain([first], batches) if epoch == 0 else loader:
@@ -148,12 +150,6 @@ def _with_loss(module: torch.nn.Module, loss: Any) -> torch.nn.Module:
     made = copy.copy(module)
     made.__class__ = type(own.__name__, (own,), {"forward": forward})
     return made
-
-
-def _parts(plan: Plan) -> int:
-    """The rows of a batch are a multiple of this."""
-    devices = jax.device_count() // (plan.pipe * plan.replica)
-    return (plan.data or devices) * plan.replica * plan.microbatches
 
 
 def _whole_rows(tree: Any, parts: int) -> Any:

@@ -114,3 +114,11 @@ def test_what_cannot_be_packed_is_named():
         tb.pack([[1, 2, 3], [1, 2]], length=4, rows=1)
     with pytest.raises(fz.BatchError, match=r"document 0: expected a list of token ids"):
         tb.pack([["a"]], length=4)
+    with pytest.raises(fz.BatchError, match="document 0, position 1: token -1 is outside"):
+        tb.pack([[1, -1]], length=4, vocabulary=9)
+    with pytest.raises(fz.BatchError, match=r"document 1 has 2 tokens, but labels of shape \[1\]"):
+        tb.pack([[1], [1, 2]], length=4, labels=[[1], [1]])
+    with pytest.raises(fz.BatchError, match="document 1 has no labels"):
+        tb.pack([[1], [1, 2]], length=4, labels=[[1]])
+    with pytest.raises(fz.BatchError, match="document 1 has labels, but is none"):
+        tb.pack([[1]], length=4, labels=iter([[1], [1, 2]]))

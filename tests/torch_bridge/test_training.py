@@ -80,6 +80,21 @@ def test_rows_that_devices_cannot_share_are_left_out_with_a_word() -> None:
     assert int(state.step) == 2
 
 
+def test_rows_are_shared_by_the_data_axis_alone() -> None:
+    """Of eight devices four share each row, so that two rows are enough."""
+    module = nn.Linear(4, 3)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="tensor"):
+        state = tb.fit(
+            module,
+            DataLoader(data(6), 6),
+            nn.functional.cross_entropy,
+            optimizer=sgd,
+            plan=fz.Plan(tensor=4),
+        )
+    assert int(state.step) == 1
+
+
 class Scored(nn.Module):
     """Returns its own loss where it has labels, from equal blocks."""
 
