@@ -92,7 +92,9 @@ class Slopes(Functional):
         # Rows that lie in two dims, moved by PyTorch unseen by torch.export.
         by = torch.func.grad(lambda weight, row: (weight * row).sin().sum() / row.numel() + 1)
         each = torch.vmap(by, in_dims=(1, 0))(x.T, x.cos())
-        return closed, value, each, *torch.func.jvp(self.inner, (x,), (x.sin(),))
+        columns = torch.vmap(lambda row: (row.sin(), row.sum()), out_dims=(-1, 0))(x)
+        pushed = torch.func.jvp(self.inner, (x,), (x.sin(),))
+        return closed, value, each, *columns, *pushed
 
 
 def leaves(out: Any) -> list[Any]:

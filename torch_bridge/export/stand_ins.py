@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._functorch import vmap
 from torch.nn import functional as F
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -59,7 +60,18 @@ def stand_ins() -> Iterator[None]:
         """No more than that: the mask itself is applied either way."""
         return is_causal is True
 
-    own = (_BatchNorm, "forward", counted), (transformer, "_detect_is_causal_mask", hint)
+    unmapped = vmap._maybe_remove_batch_dim
+
+    def moved(name: str, x: Any, level: int, rows: int, dim: int | None) -> Any:
+        """Rows first, then a move of their own: PyTorch would move them unseen by torch.export."""
+        found = unmapped(name, x, level, rows, None if dim is None else 0)
+        return found.movedim(0, dim) if dim else found
+
+    own = (
+        (_BatchNorm, "forward", counted),
+        (transformer, "_detect_is_causal_mask", hint),
+        (vmap, "_maybe_remove_batch_dim", moved),
+    )
     # Inference's own kernel, which takes ragged tensors where there is padding.
     torch.backends.mha.set_fastpath_enabled(False)
     try:

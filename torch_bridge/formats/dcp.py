@@ -2,7 +2,7 @@
 
 `.metadata` is a pickle that says which chunk of which tensor lies where. It is read by an unpickler
 that knows only the handful of names in it and makes inert records of them; each chunk is a file of
-`torch.save` in itself. A piece of a tensor reads the chunks that it touches.
+`torch.save` in itself. A piece of a tensor reads its own bytes of the chunks that it touches.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import mmap
 import pickle
 import re
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from fzero.errors import CheckpointError
 from fzero.sharding.lazy import Index
 from torch_bridge.formats.adam import MOMENTS, groups_of, one_step, step_of
 from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
+from torch_bridge.formats.mapped import Mapped, find_tensor, map_file
 from torch_bridge.formats.torch_files import cause_of, save_to
 from torch_bridge.formats.turns import ALONE, Turns
 from torch_bridge.module.lazy import LazyTensor
@@ -35,6 +37,8 @@ from torch_bridge.module.lazy import LazyTensor
 METADATA = ".metadata"
 # What a checkpoint holds by its path in the saved tree: name, and tensor if it is one.
 Entries = dict[tuple[Any, ...], tuple[str, LazyTensor | None]]
+# File, first byte and number of bytes of a chunk.
+Place = tuple[str, int, int]
 _CLASSES = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata",
@@ -171,12 +175,13 @@ def _path(about: Any, name: str) -> tuple[Any, ...]:
 
 
 class _Chunks:
-    """Where the chunks of every tensor are; the last one read is kept."""
+    """Where the chunks of every tensor are, and maps of the files that were read."""
 
     def __init__(self, folder: Path, about: Any) -> None:
         self.folder = folder
-        self.infos: dict[str, dict[tuple[int, ...], tuple[str, int, int]]] = {}
-        self.last: tuple[Any, Any] = (None, None)
+        self.infos: dict[str, dict[tuple[int, ...], Place]] = {}
+        self.maps: dict[str, mmap.mmap] = {}
+        self.mapped: dict[Place, Mapped] = {}
         for key, info in about.storage_data.items():
             name, offset = getattr(key, "fqn", None), getattr(key, "offset", None)
             file = getattr(info, "relative_path", None)
@@ -247,16 +252,15 @@ class _Chunks:
             high = [min(i.stop, a + n) for i, a, n in zip(index, start, size, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            chunk = self.load(self.infos[name][start])
-            fits = isinstance(chunk, torch.Tensor) and tuple(chunk.shape) == size
-            if not fits or chunk.dtype != dtype:
+            chunk = self._chunk(self.infos[name][start])
+            if chunk.shape != size or chunk.dtype != dtype:
                 raise CheckpointError(
                     f"{self.folder.name}: `{name}`: the chunk at {start} is not {dtype}{list(size)}"
                 )
             to = tuple(slice(a - i.start, b - i.start)
                        for a, b, i in zip(low, high, index, strict=True))  # fmt: skip
-            out[to] = chunk[tuple(slice(a - s, b - s)
-                            for a, b, s in zip(low, high, start, strict=True))]  # fmt: skip
+            at = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
+            chunk.copy_to(out, to, at)
             seen[to] = True
         if not bool(seen.all()):
             raise CheckpointError(
@@ -264,31 +268,38 @@ class _Chunks:
             )
         return out
 
-    def load(self, where: tuple[str, int, int]) -> Any:
-        """What is stored at a place."""
-        if self.last[0] != where:
-            file, offset, length = where
-            path = self.folder / file
-            if not path.is_file() or offset + length > path.stat().st_size:
-                raise CheckpointError(f"{self.folder.name}/{file}: missing or truncated")
-            with path.open("rb") as opened:
-                opened.seek(offset)
-                content = io.BytesIO(opened.read(length))
+    def _chunk(self, where: Place) -> Mapped:
+        file, offset, length = where
+        pages = self._pages(where)
+        if where not in self.mapped:
             try:
-                found = torch.load(content, map_location="cpu", weights_only=True)
+                self.mapped[where] = find_tensor(pages, offset, length)
             except Exception as error:
                 raise CheckpointError(
                     f"{self.folder.name}/{file}: what lies at byte {offset:,} cannot be read as"
                     f" plain tensors: {cause_of(error)}"
                 ) from None
-            self.last = (where, found.detach() if isinstance(found, torch.Tensor) else found)
-        return self.last[1]
+        return self.mapped[where]
+
+    def _pages(self, where: Place) -> mmap.mmap:
+        file, offset, length = where
+        path = self.folder / file
+        # Each time: to look at pages that a file has no longer ends the process.
+        if not path.is_file() or offset + length > path.stat().st_size:
+            raise CheckpointError(f"{self.folder.name}/{file}: missing or truncated")
+        if file not in self.maps:
+            self.maps[file] = map_file(path)
+        return self.maps[file]
 
     def value(self, name: str) -> Any:
         """A plain value; None for one that needs unpickling of code."""
         where = next(iter(self.infos.get(name, {}).values()), None)
         try:
-            return None if where is None else self.load(where)
+            if where is None:
+                return None
+            _, offset, length = where
+            content = io.BytesIO(self._pages(where)[offset : offset + length])
+            return torch.load(content, map_location="cpu", weights_only=True)
         except Exception:  # not a plain value: it is not needed
             return None
 

@@ -48,8 +48,8 @@ def restore(
 ) -> TrainState:
     """A state with the weights of a PyTorch checkpoint, and Adam's moments where it has them.
 
-    Every device's slice is read by its byte range (from `torch.distributed.checkpoint`: the chunks
-    that it touches), so that the host never holds more than one shard beside the state.
+    Every device's slice is read by its byte range, so that the host never holds more than one shard
+    beside the state.
 
     Args:
         path: as for `checkpoint`; or, for a module with adapters, a folder with one as PEFT writes

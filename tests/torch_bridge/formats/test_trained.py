@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import os
 import pickle
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import format_cases as cases
+import jax
 import numpy as np
 import pytest
 import torch
@@ -22,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import fzero as fz
 import torch_bridge as tb
 from fzero.errors import CheckpointError
+from torch_bridge.formats import mapped
 from torch_bridge.moments import moments_of
 
 
@@ -276,6 +280,27 @@ def test_chunks_of_several_ranks_are_put_together(tmp_path: Path) -> None:
     assert torch.equal(lazy.tensor((slice(0, 4), slice(0, 3))), value[:4])
     with pytest.raises(CheckpointError, match="missing or truncated"):
         lazy.tensor()
+
+
+def test_each_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh())
+    module = torch.nn.Sequential(*(copy.deepcopy(block) for _ in range(4)))
+    converted = tb.convert(module, torch.zeros(4, 16))
+    save_fsdp(tmp_path / "dcp", module, torch.optim.AdamW(module.parameters()))
+    read: Counter[str] = Counter()
+    copied = mapped.Mapped.copy_to
+
+    def counting(self: Any, out: Any, to: Any, index: Any) -> None:
+        read["bytes"] += self.content[index].nbytes
+        copied(self, out, to, index)
+
+    monkeypatch.setattr(mapped.Mapped, "copy_to", counting)
+    state = tb.restore(tmp_path / "dcp", converted, cases.optax_adamw(), PLAN)
+    want = module.state_dict()
+    assert all(torch.equal(v, want[n]) for n, v in tb.state_dict(converted, state).items())
+    numbers = sum(p.numel() for p in module.parameters())
+    assert read["bytes"] == 4 * (3 * numbers + len(want))  # and a step for each
+    assert len(jax.tree.leaves(state.params)) == 2  # stacks: every device reads of every layer
 
 
 def moved(about: Any, entry: Any, storage: Any) -> None:
