@@ -39,6 +39,7 @@ from torch_bridge.export.watch import (
     first_difference,
     refuse_python_random,
     refuse_python_state,
+    same_but_for_modes,
     same_program,
     untouched,
     watch_state,
@@ -92,7 +93,8 @@ def export_both(
     """The programs of a module in train and in eval mode; one, where the mode changes nothing.
 
     Then the trace in the other mode also is the second call, which shows whether a forward depends
-    on what changes from call to call: two traces instead of four.
+    on what changes from call to call: two traces instead of four. So it is where the modes differ
+    in operators that are told of them, as dropout is.
 
     Args:
         module: as for `export_program`.
@@ -104,42 +106,34 @@ def export_both(
         ConversionError: as of `export_program`.
     """
     inputs = (args, dict(kwargs))
-
-    def trace(train: bool, check: bool = False) -> _Trace:
+    traces: dict[bool, _Trace] = {}
+    for train in (True, False):
         with untouched(module, train), quiet():
-            return _export_pure(module, inputs, _mode(train), (batch_dim, _DYNAMIC), check)
+            traces[train] = _export_pure(
+                module, inputs, _mode(train), (batch_dim, _DYNAMIC), check=False
+            )
+    one, other = traces[True].program, traces[False].program
+    same = same_rules(one, other)  # also where a size makes one of them take another path
+    alike = same and same_program(one, other)
+    if not alike and not (same and same_but_for_modes(one, other)):
+        # The mode that was traced last comes first: an odd number of calls lies between a trace and
+        # its second one, so that what changes to and fro is seen.
+        for train in (False, True):
+            if not traces[train].checked:
+                with untouched(module, train), quiet():
+                    _require_same(module, inputs, _mode(train), batch_dim, traces[train])
 
-    first = trace(True)
-    if _tells_modes_apart(first.program):
-        with untouched(module, True), quiet():
-            if not first.checked:
-                _require_same(module, inputs, _mode(True), batch_dim, first)
-    elif _same_everywhere(first.program, trace(False).program):
-        with untouched(module, True), quiet():
-            return dict.fromkeys((True, False), _tidied(module, first.program, _mode(True)))
-    else:
-        first = trace(True, check=True)
-    with untouched(module, True), quiet():
-        trained = _tidied(module, first.program, _mode(True))
-    return {True: trained, False: export_program(module, args, kwargs, False, batch_dim)}
+    def tidied(train: bool) -> ExportedProgram:
+        with untouched(module, train), quiet():
+            return _tidied(module, traces[train].program, _mode(train))
 
-
-def _same_everywhere(a: ExportedProgram, b: ExportedProgram) -> bool:
-    """Whether one program is the other, also where a size makes one of them take another path."""
-    return same_program(a, b) and same_rules(a, b)
+    if alike:
+        return dict.fromkeys((True, False), tidied(True))
+    return {train: tidied(train) for train in (True, False)}
 
 
 def _mode(train: bool) -> str:
     return "train" if train else "eval"
-
-
-# Operators that the modules of torch call otherwise in train mode.
-_OF_A_MODE = ("dropout", "batch_norm", "instance_norm", "rrelu")
-
-
-def _tells_modes_apart(program: ExportedProgram) -> bool:
-    """Whether a graph will be another one in eval mode; a guess, which saves a trace."""
-    return any(name in str(node.target) for node in program.graph.nodes for name in _OF_A_MODE)
 
 
 def _tidied(module: torch.nn.Module, program: ExportedProgram, mode: str) -> ExportedProgram:

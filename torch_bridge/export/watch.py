@@ -191,12 +191,68 @@ class _Same:
 
 def same_program(a: ExportedProgram, b: ExportedProgram) -> bool:
     """Whether two exports of a module compute and return the same, with the same constants."""
+    return _codes(a) == _codes(b) and _same_ends(a, b)
+
+
+def _same_ends(a: ExportedProgram, b: ExportedProgram) -> bool:
+    """Whether two programs return the same tree, and have the same constants."""
     return (
-        _codes(a) == _codes(b)
-        and a.call_spec.out_spec == b.call_spec.out_spec
+        a.call_spec.out_spec == b.call_spec.out_spec
         and a.constants.keys() == b.constants.keys()
         and all(_same_constant(value, b.constants[name]) for name, value in a.constants.items())
     )
+
+
+# Arguments that are on in train mode and off in eval mode; an operator's overloads are one row.
+_OF_MODES: dict[Any, str] = {
+    torch.ops.aten.dropout: "train",
+    torch.ops.aten.feature_dropout: "train",
+    torch.ops.aten.alpha_dropout: "train",
+    torch.ops.aten.feature_alpha_dropout: "train",
+    torch.ops.aten.scaled_dot_product_attention: "dropout_p",
+}
+
+
+def same_but_for_modes(train: ExportedProgram, evaluate: ExportedProgram) -> bool:
+    """Whether two exports are one program, except for what operators are told of the mode."""
+    one, other = _operations(train), _operations(evaluate)
+    return (
+        _same_ends(train, evaluate)
+        and len(one) == len(other)
+        and all(map(_same_but_for_mode, one, other))
+    )
+
+
+# What a kernel without dropout leaves contiguous, one with it need not.
+_LAYOUT = torch.ops.aten.contiguous.default
+_Operation = tuple[str, Any, dict[str, Any]]
+
+
+def _operations(program: ExportedProgram) -> list[_Operation]:
+    """The kind, target and arguments of all nodes, those of regions too; layouts left out."""
+    modules = program.graph_module.modules()
+    graphs = [m.graph for m in modules if isinstance(m, torch.fx.GraphModule)]
+    numbers: dict[torch.fx.Node, str] = {}  # names count what a trace threw away, too
+    found: list[_Operation] = []
+    for node in (node for graph in graphs for node in graph.nodes):
+        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), numbers.__getitem__)
+        if node.target is _LAYOUT:
+            numbers[node] = args[0]
+            continue
+        numbers[node] = f"%{len(found)}"
+        schema = getattr(node.target, "_schema", None)
+        defaults = {a.name: a.default_value for a in schema.arguments} if schema else {}
+        given = dict(zip(defaults or map(str, range(len(args))), args, strict=False))
+        found.append((node.op, node.target, {**defaults, **given, **kwargs}))
+    return found
+
+
+def _same_but_for_mode(train: _Operation, evaluate: _Operation) -> bool:
+    (*what, on), (*other, off) = train, evaluate
+    told = _OF_MODES.get(getattr(train[1], "overloadpacket", None))
+    if told is not None and on.get(told) and not off.get(told):
+        on, off = ({k: v for k, v in one.items() if k != told} for one in (on, off))
+    return what == other and str(on) == str(off)
 
 
 def _codes(program: ExportedProgram) -> list[str]:
