@@ -244,6 +244,8 @@ def test_a_new_head_stays_new_and_so_do_its_moments(tmp_path):
         fz.restore(tmp_path, new, TX, plan)
     assert "params/out: in the checkpoint only" in str(caught.value)
     assert "params/labels: not in the checkpoint" in str(caught.value)
+    with pytest.raises(fz.CheckpointError, match="fresh names 'params/out', which is no parameter"):
+        fz.restore(tmp_path, model("out", 3), TX, plan, fresh=("params/out",))
     found = fz.restore(tmp_path, new, TX, plan, fresh=("out", "labels"), rng=5)
     fresh = tiny.host(fz.init(new, TX, plan, rng=5))
     was, now = tiny.host(state), tiny.host(found)

@@ -224,7 +224,20 @@ class _Stored:
                 " rounding. It is left out; everything else is restored",
                 stacklevel=3,
             )
-        self.want = {path: want for path, want in self._wants().items() if self._takes(path)}
+        wants = self._wants()
+        self._require_roots({*about.leaves, *wants})
+        self.want = {path: want for path, want in wants.items() if self._takes(path)}
+
+    def _require_roots(self, paths: Collection[str]) -> None:
+        """Raises `CheckpointError` if what shall stay new is neither here nor there."""
+        parts = [path.partition("/") for path in paths]
+        known = sorted({inner for field, _, inner in parts if field in ("params", "buffers")})
+        for root in self.fresh:
+            if not any(f"{path}/".startswith(f"{root}/") for path in known):
+                raise CheckpointError(
+                    f"restore: fresh names {root!r}, which is no parameter or buffer, nor a subtree"
+                    f" of them, of the model or the checkpoint; there are {known[:20]}"
+                )
 
     def _wants(self) -> dict[str, Want]:
         """How each leaf of the model's and the optimizer's was kept, and shall be."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import optax
 import pytest
 
 import fzero as fz
+from fzero.preflight.costs import Change, Explanation, costs_of
 from fzero.preflight.rates import default_rates
 from fzero.preflight.topology import parse
 from tests.support import tiny
@@ -64,6 +66,22 @@ def test_plans_against_the_largest_costs_are_compiled_and_ranked(asked):
     assert "microbatches=1" in text
     assert all(len(line) <= 100 for line in text.splitlines())
     assert len(said.to_json()["changes"]) == 3
+
+
+def test_what_is_computed_again_is_its_share_of_the_products(asked):
+    found = asked(remat="layer")
+    seconds = {cost.kind: cost.seconds for cost in costs_of(found)}
+    assert found.recomputed_fraction > 0.1
+    assert seconds["recomputed"] == pytest.approx(found.recomputed_fraction * seconds["products"])
+
+
+def test_where_nothing_fits_yet_a_slower_plan_that_fits_is_the_best():
+    def stand_in(fits, seconds):
+        return SimpleNamespace(fits=fits, bounds=SimpleNamespace(likely_seconds=seconds))
+
+    slower = Change({"remat": "layer"}, "memory", found=stand_in(True, 2.0))
+    assert Explanation(stand_in(False, 1.0), (), (slower,)).best is slower
+    assert Explanation(stand_in(True, 1.0), (), (slower,)).best is None
 
 
 def test_a_plan_that_does_not_fit_is_answered_with_smaller_ones(asked):

@@ -16,6 +16,8 @@ import fzero as fz
 import torch_bridge as tb
 from fzero.errors import CheckpointError
 from fzero.tree import named_leaves
+from torch_bridge.formats.adam import groups_of
+from torch_bridge.formats.content import Optimizer
 from torch_bridge.moments import Moments, moments_of, with_moments
 
 
@@ -228,3 +230,10 @@ def test_a_training_goes_on_in_pytorch_as_in_fzero(
         wanted.append(float(metrics["loss"]))
     losses = cases.torch_steps(module, optimizer, data, 20)
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+
+
+def test_hyperparameters_of_several_groups_are_nobodys_where_one_group_is_written():
+    groups = ({"lr": 0.5, "params": ["a"]}, {"lr": 0.25, "params": ["b"]})
+    one, both = (Optimizer(1, {}, {}, part, named=True) for part in (groups[:1], groups))
+    assert groups_of(one, [0])[0]["lr"] == 0.5
+    assert groups_of(both, [0, 1])[0]["lr"] == 1e-3  # torch's default, not the first group's
