@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import fzero as fz
+from tests.support.sample import some
 
 
 WORDS, WIDTH, HEADS, LENGTH, ROWS, EXPERTS = 16, 16, 4, 16, 8, 4
@@ -133,8 +134,7 @@ def moved(state, made, old, new, folder):
     return fz.restore(folder, made, TX, new, devices=devices_of(new))
 
 
-def check(seed, folder=None):
-    plan = draw(seed)
+def check(plan, folder=None):
     num = EXPERTS if plan.expert > 1 else 0
     made, old, new = model(num), folder and folder / "old", folder and folder / "new"
     state = moved(begun(num), made, ONE, plan, old)
@@ -179,13 +179,28 @@ def test_thirty_drawn_plans_have_all_pairs_of_axes_and_stages():
 
 @pytest.mark.parametrize("seed", DRAWN)
 def test_a_drawn_plan_trains_as_one_device(seed):
-    check(seed)
+    check(draw(seed))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", sorted(set(range(500)) - set(DRAWN)))
 def test_many_drawn_plans_train_as_one_device(seed, tmp_path):
-    check(seed, tmp_path)
+    check(draw(seed), tmp_path)
+
+
+PARKED = [
+    {"zero": 1, "tensor": 2, "tiers": {"opt_state": "host"}},
+    {"zero": 3, "tensor": 2, "tiers": {"opt_state": "disk"}, "schedule": "zb_h1"},
+    {"zero": 2, "context": 2, "tiers": {"opt_state": "host"}},
+    {"zero": 3, "context": 2, "tiers": {"opt_state": ("host", 0.5)}},
+    {"zero": 2, "expert": 2, "tiers": {"opt_state": "host"}, "schedule": "zb_h1"},
+    {"zero": 3, "expert": 2, "tiers": {"opt_state": "disk"}},
+]
+
+
+@pytest.mark.parametrize("options", some(PARKED, *PARKED[1:]), ids=str)
+def test_a_pipeline_with_an_axis_parks_its_state(options, tmp_path):
+    check(fz.Plan(pipe=2, data=2, microbatches=2, min_shard_bytes=0, **options), tmp_path)
 
 
 @pytest.mark.nightly
