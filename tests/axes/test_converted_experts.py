@@ -199,8 +199,8 @@ def test_the_load_balancing_loss_of_transformers_is_that_of_all_devices():
 def test_a_load_balancing_loss_of_another_kind_is_said(monkeypatch):
     """It stays what it is, a function of the tokens at hand."""
 
-    def load_balancing_loss_func(router_probs, expert_indices):
-        return (router_probs.mean(0) * expert_indices.float().mean(0)).sum()
+    def load_balancing_loss_func(probs, indices):
+        return (probs.mean(0) * indices.float().mean(0)).sum()
 
     own = types.ModuleType("transformers.models.own.modeling_own")
     own.load_balancing_loss_func = load_balancing_loss_func
@@ -215,6 +215,29 @@ def test_a_load_balancing_loss_of_another_kind_is_said(monkeypatch):
         converted = tb.convert(Net(), x)
     assert own.load_balancing_loss_func is load_balancing_loss_func
     np.testing.assert_allclose(converted(x.numpy()), Net()(x).numpy(), rtol=1e-6)
+
+
+def test_a_load_balancing_loss_that_is_a_mean_over_rows_is_that_of_all_devices(recwarn):
+    """Switch Transformers': two devices, four rows that choose otherwise; nothing to warn of."""
+    from transformers.models.switch_transformers import modeling_switch_transformers as switch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router = torch.nn.Linear(3, NUM)
+
+        def forward(self, x):
+            logits = self.router(x)
+            return switch.load_balancing_loss_func(logits.softmax(-1), logits.argmax(-1))
+
+    torch.manual_seed(0)
+    module, x = Net(), 3 * torch.randn(4, LENGTH, 3)
+    model, devices = tb.convert(module, x).model("module"), jax.devices()[:2]
+    plan = fz.Plan(zero=0, data=2)
+    state = fz.init(model, None, plan, devices=devices)
+    found = fz.eval_step(model, plan, devices=devices)(state, {"x": x.numpy()})
+    np.testing.assert_allclose(float(found["loss"]), module(x).item(), rtol=1e-6)
+    assert not [one for one in recwarn if issubclass(one.category, tb.OwnLossWarning)]
 
 
 def test_another_thread_trains_a_mixture_while_one_is_converted():
