@@ -91,6 +91,10 @@ CASES = {
         large_models.LLAMA_8B, "h200:8", 1, (131072, 262144, 524288, 1048576), {"context": (8,)},
     ),
     "long-ring": Case(LONG, "h200:8", 1, (131072,), {"context": (8,)}),
+    # Two layers of it, so that XLA's scheduler has memory left.
+    "two-layers-ring": Case(
+        dataclasses.replace(LONG, layers=2), "h200:8", 1, (131072,), {"context": (8,)},
+    ),
 }  # fmt: skip
 
 

@@ -220,8 +220,10 @@ def _backward(ring: Ring, residuals: Any, given: jax.Array) -> Any:
             dq, dk, dv = dq.at[a].add(of[0]), dk.at[b].add(of[1]), dv.at[b].add(of[2])
         grads, before = (arriving[0] + dk, arriving[1] + dv), moved
         keys, dq, grads = jax.lax.optimization_barrier((following, dq, grads))
-    dk, dv = ring.moved_on(grads, -before)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    # Home they go as they are handed on: rounded after the hop they would be the same bits, and
+    # twice the bytes, with no round left to send them beside.
+    dk, dv = ring.moved_on((grads[0].astype(k.dtype), grads[1].astype(v.dtype)), -before)
+    return dq.astype(q.dtype), dk, dv, None
 
 
 _parts.defvjp(_forward, _backward)

@@ -37,6 +37,8 @@ small = large_models.LlamaSize(vocab=32000, hidden=14336)  # Mixtral 8x7B with o
 experts_8x7b = 3 * small.d * small.hidden * small.layers
 dense_8x7b = large_models.num_params(small) - experts_8x7b
 ring = divided["long-ring"][0]["over"]["context"]
+# Keys and values of a device's 16,384 positions, 8 heads of 128 features, in 16 bits.
+ring_mib = 2 * 16384 * 8 * 128 * 2 / 2**20
 mixtral = {tuple(row["choice"].values()): row for row in divided["mixtral-8x22b"]}
 speed = {
     key: row["ratio"]["by hand"] for key, row in rows_of("bridge_speed", "model", "what").items()
@@ -137,6 +139,13 @@ SAID: list[tuple[Any, ...]] = [
     ("docs/axes.md", "Of what passes between neighbours {:.0f} % are beside kernels, of the sums of"
      " gradients {:.0f} %", *(percent(ring["kinds"][kind]["hidden"])
                             for kind in ("collective-permute", "all-reduce"))),
+    ("docs/axes.md", "a round sends {:.0f} MiB forward ({:.0f} back, with gradients in float32),"
+     " which NVLink carries in {:.1f} ({:.1f}) ms, beside {:.1f} ({:.1f}) TFLOP of attention",
+     ring_mib, 3 * ring_mib, *(1e3 * n * ring_mib * 2**20 / 450e9 for n in (1, 3)),
+     *(n * 4 * 2 * 8192**2 * 4096 / 1e12 for n in (1, 2.5))),
+    ("docs/axes.md", "There {:.0f} % of what passes between neighbours is beside kernels",
+     percent(divided["two-layers-ring"][0]["over"]["context"]["kinds"]["collective-permute"]
+             ["hidden"])),
     ("docs/axes.md", "of all that is sent {:.0f} %",
      percent(divided["longer"][0]["over"]["context"]["hidden"])),
     ("docs/axes.md", "wait longer for it ({:.1f} to {:.1f} s;", adds((2, 1)), adds((4, 1))),
@@ -290,7 +299,7 @@ GIVEN: dict[str, tuple[str, ...]] = {
         "Losses agree to 1e-5, parameters after a step to 2e-5 of their size (tests:",
         "(bound 2e-5, which `make nightly` holds",
         "within 1e-6 of one device's", "rounds of 1.5 times an even share",
-        "take 1.25 times its even share",
+        "take 1.25 times its even share", "scheduler counts with 80 % of a GPU's memory",
         "agree with one device's to 1e-5, gradients to 1e-4 (converted: parameters after a step to"
         " 2e-5)",
     ),
