@@ -35,6 +35,9 @@ from torch_bridge.structure.chain import links_merged
 from torch_bridge.structure.stacked import Row
 
 
+_HALVES = (torch.bfloat16, torch.float16)
+
+
 def state_dict(
     converted: Converted | ConvertedSequential,
     state_or_params: Any,
@@ -183,10 +186,10 @@ def _in_order(tree: Mapping[str, Any], homes: Mapping[str, Home]) -> dict[str, A
     }
 
 
-def leaf_tensor(leaf: Leaf, value: Any) -> torch.Tensor:
-    """A kept value as a tensor of its own, without padding."""
+def leaf_tensor(leaf: Leaf, value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A kept value as a tensor of its own, without padding, by default as it is saved."""
     cut = np.asarray(value)[tuple(slice(n) for n in leaf.shape)]
-    return to_torch(cut, saved_dtype(leaf, value))
+    return to_torch(cut, dtype or saved_dtype(leaf, value))
 
 
 def saved_dtype(leaf: Leaf, value: Any) -> torch.dtype:
@@ -195,7 +198,7 @@ def saved_dtype(leaf: Leaf, value: Any) -> torch.dtype:
     So do float32 masters of 16 bits: what a step computes with are these rounded.
     """
     found = torch_dtype(value.dtype)
-    half = leaf.dtype in (torch.bfloat16, torch.float16)
+    half = leaf.dtype in _HALVES
     keeps = leaf.dtype.is_floating_point or leaf.dtype.is_complex
     return found if keeps and not (half and found == torch.float32) else leaf.dtype
 
@@ -256,6 +259,7 @@ def fit_leaves(
     tensors: Mapping[str, LazyTensor],
     strict: bool,
     cast: bool,
+    masters: bool = False,
 ) -> dict[str, LazyTensor]:
     """Which tensor is which leaf of a converted module, in the leaf's dtype; none is read yet.
 
@@ -264,6 +268,8 @@ def fit_leaves(
         tensors: by `state_dict` name. Tied ones are compared, where several are there.
         strict: refuse missing and unexpected names.
         cast: accept other dtypes.
+        masters: give parameters of 16 bits that have float32 masters as these: as they are in the
+            checkpoint, or widened.
 
     Returns:
         A tensor by leaf name, for those that are there.
@@ -282,8 +288,10 @@ def fit_leaves(
     for leaf in converted.layout.leaves:
         given = {n: _in_blocks(leaf, tensors[n]) for n in leaf.names if n in tensors}
         if given:
-            problems += _misfits(leaf, given, cast)
-            found[leaf.name] = next(iter(given.values())).cast(leaf.dtype)
+            widened = masters and _has_master(converted, leaf)
+            problems += _misfits(leaf, given, cast, widened)
+            first = next(iter(given.values()))
+            found[leaf.name] = first.cast(torch.float32 if widened else leaf.dtype)
         elif strict and leaf.persistent:
             problems.append(f"missing: `{leaf.name}`")
     _refuse(problems)
@@ -335,12 +343,19 @@ def _refuse(problems: list[str]) -> None:
         )
 
 
-def _misfits(leaf: Leaf, given: Mapping[str, LazyTensor], cast: bool) -> list[str]:
+def _has_master(converted: Converted | ConvertedSequential, leaf: Leaf) -> bool:
+    """Whether a training state has a parameter of 16 bits as float32."""
+    learns = leaf.is_param and not leaf.frozen
+    return converted.masters and learns and leaf.dtype in _HALVES
+
+
+def _misfits(leaf: Leaf, given: Mapping[str, LazyTensor], cast: bool, widened: bool) -> list[str]:
     problems: list[str] = []
     for name, tensor in given.items():
+        same = tensor.torch_dtype == leaf.dtype or (widened and tensor.torch_dtype == torch.float32)
         if tensor.shape != leaf.shape:
             problems.append(f"shape: `{name}` is {tensor.shape}, expected {leaf.shape}")
-        elif tensor.torch_dtype != leaf.dtype and (leaf.dense or not cast):
+        elif not same and (leaf.dense or not cast):
             problems.append(f"dtype: `{name}` is {tensor.torch_dtype}, expected {leaf.dtype}")
     if problems:
         return problems

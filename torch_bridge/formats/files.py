@@ -63,7 +63,8 @@ def save(
             as PEFT writes it.
         max_shard_size: bytes of weights in one file of a directory, as a number or as "5GB".
         optimizer: whether Adam's moments are written: by default where the format has a place for
-            them and the state has them; True demands it.
+            them and the state has them; True demands it. Such formats hold float32 masters of
+            parameters of 16 bits, too, unless this is False.
         hyper: hyperparameters to write beside them, by torch's names (`lr`, `betas`, `eps`,
             `weight_decay`): an optax state does not hold them, and a torch optimizer takes over
             what a checkpoint says. What is not given is torch's default of AdamW.
@@ -138,7 +139,9 @@ def _save(
     if optimizer and not holds_optimizer(to):
         raise CheckpointError(f"save: optimizer=True, but {to} has no place for its state")
     wanted = optimizer if holds_optimizer(to) else False
-    content = state_content(converted, state_or_params, wanted, plan)
+    # What a training goes on from; weights alone are those that the module computes with.
+    masters = holds_optimizer(to) and optimizer is not False
+    content = state_content(converted, state_or_params, wanted, plan, masters)
     if content.optimizer is not None and hyper:
         known = dataclasses.replace(content.optimizer, groups=(require_known(hyper),))
         content = dataclasses.replace(content, optimizer=known)

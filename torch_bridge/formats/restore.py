@@ -69,7 +69,8 @@ def restore(
             was an attribute of a LightningModule); others are left out. What `torch.compile` and
             `DistributedDataParallel` put before names is found without it.
         strict: refuse missing and unexpected names. What is missing keeps its initial value else.
-        cast: accept other dtypes of the weights, and convert them as they are read.
+        cast: accept other dtypes of the weights, and convert them as they are read. Float32 values
+            of a parameter of 16 bits are its master, and need none.
         key: as for `checkpoint`.
         chain: as it was given to `converted.model`, if it was.
 
@@ -103,7 +104,7 @@ def restore(
     else:
         found = checkpoint(path, key)
         where, tensors = found.path, _without_prefix(found.by_name(), prefix, found.path)
-        leaves = fit_leaves(converted, tensors, strict, cast)
+        leaves = fit_leaves(converted, tensors, strict, cast, masters=True)
         moments = _moments(found, converted, tx, optimizer, names, prefix)
     params, buffers = initial_leaves(converted)
     for leaf in converted.layout.leaves:

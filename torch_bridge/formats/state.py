@@ -9,8 +9,10 @@ import torch
 
 from fzero.errors import CheckpointError
 from fzero.plan import Plan
+from fzero.sharding.lazy import Index
 from fzero.state.train_state import TrainState
 from torch_bridge.converted import Converted
+from torch_bridge.dtypes import torch_dtype
 from torch_bridge.formats.content import Checkpoint, Optimizer
 from torch_bridge.module.lazy import LazyTensor
 from torch_bridge.module.names import Leaf
@@ -25,6 +27,7 @@ def state_content(
     state_or_params: Any,
     optimizer: bool | None,
     plan: Plan | None = None,
+    masters: bool = False,
 ) -> Checkpoint:
     """What a checkpoint of a state holds.
 
@@ -34,6 +37,7 @@ def state_content(
         optimizer: whether Adam's moments come along; None: if there are any. Other optimizers have
             no common form.
         plan: as for `state_dict`.
+        masters: write float32 masters as they are, not the 16 bits that a step makes of them.
 
     Returns:
         Tensors under the names that transformers keeps, further names as ties; each is copied to
@@ -48,7 +52,8 @@ def state_content(
     for leaf, value in state_leaves(converted, state_or_params, plan, "save"):
         names = [name for name in leaf.names if name in order]
         kept = leaf.saved_name if leaf.saved_name in names else names[0]
-        tensors[kept] = _lazy(kept, leaf, value)
+        learns = leaf.is_param and not leaf.frozen
+        tensors[kept] = _lazy(kept, leaf, value, masters and learns)
         ties.update({name: kept for name in names if name != kept})
     if not isinstance(state_or_params, TrainState):
         if optimizer:
@@ -63,10 +68,13 @@ def state_content(
     )  # fmt: skip
 
 
-def _lazy(name: str, leaf: Leaf, value: Any) -> LazyTensor:
-    return LazyTensor(
-        name, saved_dtype(leaf, value), leaf.shape, lambda index: leaf_tensor(leaf, value)[index]
-    )
+def _lazy(name: str, leaf: Leaf, value: Any, master: bool) -> LazyTensor:
+    dtype = torch_dtype(value.dtype) if master else saved_dtype(leaf, value)
+
+    def fetch(index: Index) -> torch.Tensor:
+        return leaf_tensor(leaf, value, dtype)[index]
+
+    return LazyTensor(name, dtype, leaf.shape, fetch)
 
 
 def _optimizer(converted: Converted | ConvertedSequential, opt_state: Any) -> Optimizer:

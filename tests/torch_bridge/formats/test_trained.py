@@ -14,6 +14,7 @@ from typing import Any
 import format_cases as cases
 import jax
 import numpy as np
+import optax
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -188,6 +189,28 @@ def test_states_come_back_bit_by_bit(
         np.testing.assert_array_equal(one.exp_avg_sq[name], two.exp_avg_sq[name])
     with pytest.raises(CheckpointError, match="is not empty"):
         tb.save(tmp_path, converted, state, to="dcp")
+
+
+@pytest.mark.parametrize("name", ["m.ckpt", "dcp", "universal"])
+def test_masters_of_a_16_bit_module_come_back(name: str, tmp_path: Path) -> None:
+    module = torch.nn.Linear(8, 8).bfloat16()
+    module.bias.requires_grad_(False)
+    converted = tb.convert(module, torch.zeros(4, 8, dtype=torch.bfloat16))
+    model = converted.model(cases.mean_square)
+    state = fz.init(model, optax.adam(1e-5), PLAN)
+    x = jax.random.normal(jax.random.key(0), (8, 8), "bfloat16")
+    state, _ = fz.train_step(model, optax.adam(1e-5), PLAN)(state, {"x": x, "y": -x})
+    to = None if "." in name else name
+    tb.save(tmp_path / name, converted, state, to=to)
+    back = tb.restore(tmp_path / name, converted, optax.adam(1e-5), PLAN)
+    for one, two in zip(jax.tree.leaves(state.params), jax.tree.leaves(back.params), strict=True):
+        assert one.dtype == two.dtype
+        np.testing.assert_array_equal(one, two)
+    tensors = tb.checkpoint(tmp_path / name).tensors
+    assert tensors["weight"].torch_dtype == torch.float32  # and not what of it 16 bits hold
+    assert not torch.equal(tensors["weight"].tensor(), module.weight.float())
+    tb.save(tmp_path / "m.pt", converted, state)
+    assert tb.load(tmp_path / "m.pt")["weight"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("options", [{}, {"update_on": "host"}])
