@@ -16,7 +16,7 @@ import fzero as fz
 import torch_bridge as tb
 from fzero.errors import CheckpointError
 from fzero.tree import named_leaves
-from torch_bridge.formats.adam import groups_of
+from torch_bridge.formats.adam import groups_of, step_of
 from torch_bridge.formats.content import Optimizer
 from torch_bridge.moments import Moments, moments_of, with_moments
 
@@ -237,3 +237,9 @@ def test_hyperparameters_of_several_groups_are_nobodys_where_one_group_is_writte
     one, both = (Optimizer(1, {}, {}, part, named=True) for part in (groups[:1], groups))
     assert groups_of(one, [0])[0]["lr"] == 0.5
     assert groups_of(both, [0, 1])[0]["lr"] == 1e-3  # torch's default, not the first group's
+
+
+@pytest.mark.parametrize("value", [1.5, True, "3", torch.tensor(0.5), torch.ones(2)])
+def test_a_number_of_steps_that_is_none_is_refused(value):
+    with pytest.raises(CheckpointError, match="expected a number of steps"):
+        step_of(value, "file")
