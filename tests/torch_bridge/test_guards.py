@@ -137,6 +137,23 @@ def test_state_of_python_is_not_frozen_wherever_it_is(made: Callable[[], Any]) -
         tb.convert(Depends(made()), X)
 
 
+class DropsMore(nn.Module):
+    """Attention that drops more from call to call, in whatever mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = itertools.count(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one = x[None]
+        return F.scaled_dot_product_attention(one, one, one, dropout_p=next(self.rates) / 100)[0]
+
+
+def test_a_rate_that_changes_is_no_mode() -> None:
+    with pytest.raises(ConversionError, match="depends on Python values that it changes itself"):
+        tb.convert(DropsMore(), X)
+
+
 class Modes(nn.Module):
     """Another function in each mode, though no operator says so."""
 
