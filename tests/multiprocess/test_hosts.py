@@ -79,7 +79,7 @@ def test_torchruns_devices_and_its_own_port_are_respected():
         ({"MASTER_ADDR": "node-0", "RANK": "1"}, {}, "MASTER_PORT, WORLD_SIZE missing"),
         ({"WORLD_SIZE": "2"}, {}, "MASTER_ADDR, MASTER_PORT, RANK missing"),
         ({}, {"coordinator_address": "a:1"}, "num_processes, process_id missing"),
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, {}, "SLURM_PROCID, SLURM_LOCALID missing"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}, {}, "SLURM_PROCID, SLURM_LOCALID missing"),
         ({"OMPI_MCA_orte_hnp_uri": "x"}, {}, "OMPI_COMM_WORLD_SIZE"),
         ({"JAX_COORDINATOR_ADDRESS": "a:1"}, {}, "num_processes, process_id missing"),
     ],

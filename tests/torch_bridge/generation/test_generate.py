@@ -172,7 +172,7 @@ def test_drawn_tokens_follow_the_softmax(module: GPT2LMHeadModel, converted: tb.
     rows, prompt = 1024, [5, 9, 4]
     with torch.no_grad():
         logits = module(torch.tensor([prompt])).logits[0, -1] / 2.0
-    for top_k, top_p in ((None, 1.0), (5, 1.0), (None, 0.6), (20, 0.7)):
+    for top_k, top_p in ((None, 1.0), (5, 1.0), (None, 0.6), (99, 0.7)):
         sampling = tb.Sampling(temperature=2.0, top_k=top_k, top_p=top_p)
         prompts = [prompt] * rows
         found = tb.generate(converted, converted.params, prompts, 1, sampling=sampling, stop=())
