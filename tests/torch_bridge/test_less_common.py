@@ -75,6 +75,8 @@ def test_segments_bags_and_places() -> None:
             for m in ("sum", "mean", "max")
             for p in (None, 3)
         ]
+        ends = torch.tensor([0, 2, 2, 6])
+        bagged += [F.embedding_bag(bags, x, ends, include_last_offset=True, padding_idx=-3)]
         folded = [
             x.index_reduce(0, index, x[:3] * 2, kind, include_self=own)
             for kind in ("prod", "mean", "amax", "amin")
@@ -86,7 +88,7 @@ def test_segments_bags_and_places() -> None:
         )
         return (
             *reduced, *bagged, *folded, *pooled, x.take(bags), x.put(bags[:2], x[0, :2]),
-            x.round().mode(0), x.contiguous().clone().as_strided((3, 3), (2, 4), 1),
+            x.round().mode(0), x.nanmedian(0), x.contiguous().clone().as_strided((3, 3), (2, 4), 1),
             torch.logcumsumexp(x * 30, 0), F.pdist(x), torch.combinations(x[:, 0], 2),
             x.narrow(0, torch.tensor(2), 3), torch.linalg.lstsq(x, x[:, :1] + 1).solution,
             torch.histogram(x.detach(), 5)[0], torch.searchsorted(x.detach().sort(1)[0], x[:, :2]),
