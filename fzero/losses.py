@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
-from fzero.axes import free_axes
+from fzero.axes import CONTEXT, free_axes, rows_axis
 from fzero.errors import PlanError
 from fzero.links import Mean
 
@@ -156,13 +157,50 @@ def linear_cross_entropy(
     if chunk is not None and chunk < 1:
         raise PlanError(f"linear_cross_entropy: chunk={chunk}: expected at least one token")
     dtype = jnp.promote_types(x.dtype, weight.dtype)
-    rows = x.reshape(-1, x.shape[-1]).astype(dtype)
-    flat = labels.reshape(-1)
+    added = jnp.zeros(weight.shape[:1], dtype) if bias is None else bias.astype(dtype)
+    run = partial(_total, terms, chunk)
+    at = _spread(x)
+    if at:
+        # A chunk of whole sequences would be one device's tokens, and the weight would travel for
+        # each: so every device has chunks of its own, and what they add up is added once.
+        more = -x.shape[1] % free_axes().get(CONTEXT, 1)
+        x = jnp.pad(x, ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2)))
+        fill = ((0, 0), (0, more), *((0, 0),) * (labels.ndim - 2))
+        padded = jnp.pad(labels, fill, constant_values=terms.ignore_index)
+        names, tokens = tuple(name for name in at if name), PartitionSpec(*at)
+
+        def own(x: jax.Array, weight: jax.Array, bias: jax.Array, labels: jax.Array) -> jax.Array:
+            return jax.lax.psum(run(x, weight.astype(dtype), bias.astype(dtype), labels), names)
+
+        # (What is whole is handed over in float32, in which its gradients are added up.)
+        whole = [leaf.astype(jnp.promote_types(dtype, jnp.float32)) for leaf in (weight, added)]
+        divided: Callable[..., jax.Array] = jax.shard_map(
+            own, in_specs=(tokens, PartitionSpec(), PartitionSpec(), tokens),
+            out_specs=PartitionSpec(), axis_names=set(names), check_vma=False,
+        )  # fmt: skip
+        total = divided(x.astype(dtype), *whole, padded)
+    else:
+        total = run(x.astype(dtype), weight.astype(dtype), added, labels)
+    return Mean(total=total, count=terms.count(labels))
+
+
+def _spread(x: jax.Array) -> tuple[str | None, ...]:
+    """Axes that rows and positions are spread over where this is traced; none if neither is."""
+    if x.ndim < 3:
+        return ()
+    at = rows_axis(x.shape[0]), CONTEXT if free_axes().get(CONTEXT, 1) > 1 else None
+    return at if any(at) else ()
+
+
+def _total(
+    terms: CrossEntropy, chunk: int | None, x: jax.Array, weight: jax.Array, bias: jax.Array,
+    labels: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """The summed loss of the tokens at hand."""
+    rows, flat = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
     size = min(_rows_of(weight.shape[0]) if chunk is None else chunk, max(flat.size, 1))
     rows, flat = _padded(rows, flat, size, terms.ignore_index)
-    added = jnp.zeros(weight.shape[:1], dtype) if bias is None else bias.astype(dtype)
-    total = _chunked(terms, size)(rows, weight.astype(dtype), added, flat)
-    return Mean(total=total, count=terms.count(labels))
+    return _chunked(terms, size)(rows, weight, bias, flat)
 
 
 def cross_entropy(

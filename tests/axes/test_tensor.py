@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import fzero as fz
 from fzero.preflight import hlo
+from tests.support.sample import some
 
 
 D, F, LAYERS, WIDTH = 16, 32, 3, 8
@@ -389,3 +390,26 @@ def test_a_divided_head_has_the_loss_of_a_whole_one_and_no_logits(tied, terms):
     # Of 256 tokens on a device, and a quarter of the words: eight tokens' logits at a time.
     assert max(int(n) for n in re.findall(rf"f32\[(\d+),{VOCAB // 4}\]", text)) == CHUNK
     assert not re.search(rf"f32\[[\d,]+,{VOCAB}\]", text)
+
+
+AXES = [{"context": 4}, {"context": 2, "tensor": 2}]
+
+
+@pytest.mark.parametrize("axes", some(AXES, AXES[1]), ids=str)
+def test_a_head_of_divided_sequences_has_chunks_of_each_devices_own(axes):
+    """Not chunks of whole sequences, each of which one device has."""
+    model, tx = language(True, fz.CrossEntropy()), optax.sgd(1.0)
+    ids = np.random.default_rng(0).integers(0, VOCAB, (8, 64)).astype(np.int32)
+    found = []
+    for plan in (fz.Plan(zero=0, data=1), fz.Plan(zero=3, data=2, min_shard_bytes=0, **axes)):
+        devices = jax.devices()[: plan.data * plan.tensor * plan.context]
+        state = fz.init(model, tx, plan, devices=devices)
+        step = fz.train_step(model, tx, plan, devices=devices)
+        text = step.lower(state, {"ids": ids}).compile().as_text()
+        state, metrics = step(state, {"ids": ids})
+        found.append((float(metrics["loss"]), jax.tree.map(np.asarray, dict(state.params))))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-6)
+    agree([found[1][1]], [found[0][1]], **CLOSE)
+    # Three products of a device's own tokens and words, none of others' tokens.
+    own = 8 * 64 // (2 * axes["context"]) * VOCAB // plan.tensor
+    assert hlo.matmul_flops(text).flops == 3 * 2 * own * D
