@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
+from fzero.preflight.bounds import bounds
 from fzero.preflight.gathered import gathered
 from fzero.preflight.hlo import Module
-from fzero.preflight.kernels import Kernels
+from fzero.preflight.kernels import Kernels, Work
 from fzero.preflight.network import Network, traffic, uses
 from fzero.preflight.rates import Rates
 
@@ -125,6 +126,11 @@ def test_collectives_know_their_links_and_what_is_beside_them():
     assert sums.communicated_bytes == 12000 + 256
     assert sums.exposed_bytes == sums.without_matmul_bytes == 256
     assert (sums.cross_host_bytes, sums.network_bytes) == (12000, 6000)
+    # One after the other: what is hidden comes to what the kernels take, once.
+    work = Work(1024, 0, best_seconds=1e-6, likely_seconds=2e-6)
+    found = bounds(RATES, "fp32", work=work, traffic=sums, model_flops=1024)
+    assert found.likely_seconds == pytest.approx(2e-6 + sums.exposed_seconds)
+    assert found.serial_seconds == pytest.approx(2e-6 + sums.seconds / RATES.link_share)
     # A host with one device of the group has one card for it, however many the others have.
     uneven, _ = uses(kernels(LINKS), {"data": 4}, Network(RATES, (0, 1, 1, 1)))
     assert uneven.network_bytes == 12000

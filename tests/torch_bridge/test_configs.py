@@ -149,6 +149,20 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("zero", "plan"),
+    [
+        ({"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2},
+         fz.Plan(zero=3, gather_dtype="int8", secondary=2)),
+        ({"stage": 3, "mics_shard_size": 2}, fz.Plan(zero=3, data=2, replica=4)),
+        ({"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/d", "ratio": 0.5}},
+         fz.Plan(zero=1, tiers={"opt_state": ("disk", 0.5)}, disk_path="/d")),
+    ],
+)  # fmt: skip
+def test_shards_of_several_sizes_and_places(zero, plan):
+    assert tb.from_deepspeed({"zero_optimization": zero}, devices=8).plan == plan
+
+
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "constant_with_warmup"])
 def test_rates_are_those_of_the_trainer(kind):
     got = tb.from_training_arguments({**ARGUMENTS, "lr_scheduler_type": kind}, devices=2)

@@ -262,6 +262,13 @@ def test_rows_hold_documents_with_what_is_learned(tmp_path):
     epochs = [apart.batch(0, epoch, 4)["ids"].tolist() for epoch in range(6)]
     assert all(sorted(rows) == sorted(apart[:]["ids"].tolist()) for rows in epochs)
     assert len({str(rows) for rows in epochs}) > 1
+    # Other rows, though tokens and labels are the same: who sees whom is not.
+    one, rest = (Document(np.array(ids), np.array([-100, *ids[1:]]), "") for ids in ([4, 5], [6]))
+    joined = Document(np.array([4, 5, 6]), np.array([-100, 5, -100]), "")
+    both = [tb.Rows.of(documents, length=3) for documents in ([one, rest], [joined])]
+    for name in ("ids", "labels"):
+        np.testing.assert_array_equal(both[0].values[name], both[1].values[name])
+    assert both[0].fingerprint != both[1].fingerprint
     with pytest.raises(fz.BatchError, match=r"rows\.jsonl:1: 4 tokens, but rows have 3"):
         tb.Rows.of(documents, length=3)
     assert len(tb.Rows.of(documents, length=3, too_long="skip")) == 0

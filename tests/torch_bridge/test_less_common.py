@@ -82,12 +82,16 @@ def test_segments_bags_and_places() -> None:
             for kind in ("prod", "mean", "amax", "amin")
             for own in (True, False)
         ]
+        equal = x - x.detach()  # of equal values, some or all have the gradient
+        tied = [equal.index_reduce(0, index, equal[:3] * 2, "amax"), equal.cummax(0)[0]]
+        # torch leaves out a last window that begins behind the input
+        tied += [F.max_pool1d(x[:3].t()[None], 1, 3, ceil_mode=True)]
         image = x.reshape(1, 6, 4, 1).expand(1, 6, 4, 5).cumsum(3)
         pooled = F.fractional_max_pool2d(
             image, 2, output_size=(2, 3), return_indices=True, _random_samples=samples
         )
         return (
-            *reduced, *bagged, *folded, *pooled, x.take(bags), x.put(bags[:2], x[0, :2]),
+            *reduced, *bagged, *folded, *tied, *pooled, x.take(bags), x.put(bags[:2], x[0, :2]),
             x.round().mode(0), x.nanmedian(0), x.contiguous().clone().as_strided((3, 3), (2, 4), 1),
             torch.logcumsumexp(x * 30, 0), F.pdist(x), torch.combinations(x[:, 0], 2),
             x.narrow(0, torch.tensor(2), 3), torch.linalg.lstsq(x, x[:, :1] + 1).solution,

@@ -242,7 +242,12 @@ def test_files_in_and_out(base, adapted, tmp_path):
 
 
 def test_rank_stabilised_updates_are_divided_by_the_root_of_the_rank(base):
-    own = tb.lora(base, rank=4, targets=["up"], alpha=3, rslora=True)
+    own = tb.lora(base, rank=4, targets=["up"], alpha=3, rslora=True, seed=1)
+    name = "blocks.1.up.lora_A.default.weight"
+    first, again = (tb.lora(base, rank=4, targets=["up"], seed=seed) for seed in (0, 1))
+    drawn = [tb.state_dict(each, each.params)[name] for each in (own, first, again)]
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
     params = jax.tree_util.tree_map_with_path(
         lambda path, leaf: np.ones_like(leaf) if "lora_B" in str(path) else np.asarray(leaf),
         own.params,

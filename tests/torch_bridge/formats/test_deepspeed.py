@@ -378,7 +378,13 @@ def test_a_universal_folder_that_is_incomplete_is_refused(tmp_path: Path) -> Non
     zero_files.write_zero(tmp_path, state, [list(state["fp32"])], 1, 1, 5, {})
     write(tb.checkpoint(tmp_path), tmp_path / "uni", "universal")
     zero = next((tmp_path / "uni").glob("*/zero"))
-    for key in ("exp_avg", "exp_avg_sq"):
+    torch.save(torch.tensor(6.0), zero / "c" / "step.pt")
+    with pytest.raises(CheckpointError, match=r"different steps \[5, 6\]"):
+        tb.checkpoint(tmp_path / "uni")
+    (zero / "c" / "exp_avg.pt").unlink()
+    with pytest.raises(CheckpointError, match="`c` has only one of"):
+        tb.checkpoint(tmp_path / "uni")
+    for key in ("exp_avg_sq", "step"):
         (zero / "c" / f"{key}.pt").unlink()
     found = tb.checkpoint(tmp_path / "uni")
     assert found.optimizer is None
