@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 
 import jax
 import numpy as np
@@ -11,11 +12,12 @@ import optax
 import pytest
 import torch
 from bridge_cases import make_gpt2
-from transformers import GPT2LMHeadModel, TopKLogitsWarper, TopPLogitsWarper
+from transformers import GenerationConfig, GPT2LMHeadModel, TopKLogitsWarper, TopPLogitsWarper
 
 import fzero as fz
 import torch_bridge as tb
 from fzero.errors import BatchError, ConversionError, PlacementError, StateConsumedError
+from torch_bridge.generation.prompts import stop_array
 
 
 # As many rows as devices, and of a few sizes in all: each is traced and compiled apart.
@@ -139,6 +141,9 @@ def test_the_modules_own_stop_token_is_the_default(
     for row, tokens in zip(_lists(free), _lists(found), strict=True):
         assert tokens == (row[: row.index(0) + 1] if 0 in row else row)
     assert any(found.stopped)
+    # Llama 3 and others name several.
+    several = types.SimpleNamespace(generation_config=GenerationConfig(eos_token_id=[3, 0]))
+    assert stop_array(None, several, 61).tolist() == [0, 3]
 
 
 SAMPLED = tb.Sampling(temperature=1.5, seed=7)
