@@ -1,4 +1,5 @@
-"""`Plan(reduce_dtype="fp32")`: gradients of 16 bits are sent and added over devices in float32."""
+"""Gradients of 16 bits, added in float32: over devices with `Plan(reduce_dtype="fp32")`, over
+microbatches and accumulated calls always."""
 
 from __future__ import annotations
 
@@ -83,3 +84,36 @@ def test_float32_travels(options):
         found[dtype] = set(kinds)
     assert found["fp32"] == {"f32"}
     assert found[None] == {"f16" if options.get("precision") == "fp16" else "bf16"}
+
+
+# One device's eight rows, one for each microbatch; on the other devices nothing needs rounding.
+SEVERAL = np.concatenate([ROWS, np.zeros((56, 1), np.float32)])
+OVER_MICROBATCHES = {
+    **{name: PLANS[name] | {"microbatches": 8} for name in ("0", "1, once a step", "3")},
+    "1, lazy": {"zero": 1, "gather": "lazy", "microbatches": 8},
+    "pipeline": {"zero": 1, "data": 1, "pipe": 2, "microbatches": 8},
+}
+
+
+@pytest.mark.parametrize("options", OVER_MICROBATCHES.values(), ids=OVER_MICROBATCHES)
+def test_sums_over_microbatches_have_float32_s_digits(options):
+    plan = tiny.plan(**{"precision": "bf16", "data": 8, **options})
+    rows = SEVERAL[: 8 * plan.data]
+    _has_the_exact_sum(plan, [rows])
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_sums_over_accumulated_calls_have_float32_s_digits(zero):
+    spread = ROWS[:, None] * (np.arange(8) == 0)[:, None]  # a call, a row for each device, 1
+    _has_the_exact_sum(tiny.plan(precision="bf16", data=8, zero=zero), list(spread))
+
+
+def _has_the_exact_sum(plan, batches):
+    model, count = _model(), len(batches) * len(batches[0]) / 8
+    state = fz.init(model, TX, plan)
+    add, step = fz.accumulate_step(model, TX, plan), fz.train_step(model, TX, plan)
+    for rows in batches[:-1]:
+        state, _ = add(state, {"g": rows})
+    state, _ = step(state, {"g": batches[-1]})
+    for path, leaf in tiny.host(fz.logical(model, state, plan)).items():
+        assert np.all(leaf == -EXACT / count), (path, leaf)
