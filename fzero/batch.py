@@ -15,12 +15,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fzero.axes import AXES, CONTEXT
 from fzero.errors import BatchError
 from fzero.processes import view
+from fzero.summary import Printed, summary
 from fzero.tree import PyTree, is_plain, named_leaves, shape_of
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Shared:
+@dataclass(frozen=True, repr=False)
+class Shared(Printed):
     """A part of a batch that is no rows: whole on every device and for every microbatch.
 
     The model sees the value itself. For what changes from step to step and belongs to no example:
@@ -41,6 +42,9 @@ class Shared:
     """
 
     value: PyTree
+
+    def _summary(self) -> str:
+        return summary("Shared", {"value": self.value})
 
 
 @jax.tree_util.register_dataclass

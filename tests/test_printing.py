@@ -23,10 +23,12 @@ LINES, COLUMNS = 50, 200
 # More leaves, ranks and microbatches than a screen has lines or columns.
 MANY = 120
 TX = optax.adamw(1e-2)
+# Nothing else that is printed has these digits.
+VALUE = np.float32(0.7182818)
 
 
 def weights(rng):
-    return {"w": jnp.zeros((8, 8))}
+    return {"w": jnp.full((8, 8), VALUE)}
 
 
 def chain() -> fz.Sequential:
@@ -68,7 +70,7 @@ FZERO = {
     "Preflight": lambda: fz.preflight(small(), TX, fz.Plan(data=1), BATCH, "cpu:1"),
     "Rates": lambda: fz.preflight(small(), TX, fz.Plan(data=1), BATCH, "cpu:1").rates,
     "Sequential": chain,
-    "Shared": lambda: fz.Shared(np.ones((1000, 1000), np.float32)),
+    "Shared": lambda: fz.Shared(np.full(1000, VALUE)),
     "Stack": lambda: chain().layers[-1],
     "TrainState": lambda: fz.abstract_state(chain(), TX, PLAN),
     "World": lambda: fz.World("alone", 1, 0, {}),
@@ -113,6 +115,13 @@ def test_it_fits_a_screen(name):
         wrapped = sum(max(1, -(-len(line) // COLUMNS)) for line in lines)
         assert wrapped <= LINES, f"{wrapped} lines, {len(text)} characters: {text[:300]}"
         assert type(made).__name__ in repr(made) or len(lines) > 1 or name == "Action"
+
+
+@pytest.mark.parametrize("show", [str, repr])
+def test_values_are_not_shown(show):
+    shared = fz.Shared({"w": np.full(1000, VALUE), "temperature": float(VALUE)})
+    for made in (fz.init(small(), TX, PLAN), shared):
+        assert "0.718" not in show(made)
 
 
 @pytest.mark.parametrize(
