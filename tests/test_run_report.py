@@ -17,6 +17,7 @@ import pytest
 
 from fzero import cli
 from fzero.pipeline import Cost, one_f_one_b, simulate
+from fzero.runs.files import read_run
 from fzero.runs.pictures import ACTIONS, CLASSES
 from fzero.runs.trace import Copy, chrome_trace
 
@@ -149,6 +150,15 @@ def test_a_run_that_was_killed_is_read_as_far_as_it_goes(tmp_path, capsys):
     assert "cut: read up to step 4" in found
     assert "killed after step 4" in found
     assert "5.2500 → 4.5000 after step 4" in found
+
+
+def test_what_was_not_finite_is_no_number(tmp_path):
+    run = write_run(tmp_path / "one")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "loss": null}\n')
+    (*before, (_, last)) = read_run(run).losses
+    assert before[-1] == (8, 3.5)
+    assert np.isnan(last)
 
 
 @pytest.mark.parametrize("make", ["nothing", "a file", "another directory", "a bad line"])

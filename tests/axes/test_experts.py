@@ -286,6 +286,19 @@ def test_a_balanced_router_loses_one_for_each_choice():
         fz.balance_loss(logits, 5)
 
 
+def test_balance_is_that_of_all_devices_tokens():
+    """Each of two devices sends its tokens to one expert; together they use both."""
+
+    def loss(p, buffers, batch, rng, train):
+        return fz.balance_loss(batch["x"] * p["w"], 1), buffers, {}
+
+    model = fz.Model(lambda rng: ({"w": jnp.ones(2)}, {}), loss)
+    plan, two = fz.Plan(data=2), jax.devices()[:2]
+    state = fz.init(model, None, plan, devices=two)
+    found = fz.eval_step(model, plan, devices=two)(state, {"x": 10 * np.eye(2, dtype=np.float32)})
+    np.testing.assert_allclose(found["loss"], 1.0, rtol=1e-6)
+
+
 def test_an_axis_that_no_parameter_lies_along_is_refused():
     plain = fz.Model(lambda rng: ({"w": jnp.ones(4)}, {}), lambda *_: None)
     with pytest.raises(fz.PlanError, match=r"expert=2, but no parameter .* give its devices to d"):

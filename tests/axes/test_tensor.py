@@ -257,6 +257,13 @@ def test_a_plain_model_is_divided_by_rules_on_names():
     assert plain.shard == {}
 
 
+def test_of_several_rules_for_one_parameter_the_first_counts():
+    rules = {"w": (None, "tensor"), re.compile("w"): ("tensor", None)}
+    model = fz.Model(lambda rng: ({"w": jnp.ones((4, 8))}, {}), loss_alone, shard=rules)
+    found = fz.layout(model, None, fz.Plan(data=1, tensor=2), devices=jax.devices()[:2])
+    assert found.state.params["w"].sharding.spec == P(None, "tensor")
+
+
 def loss_alone(p, buffers, batch):
     error = jnp.tanh(batch["x"] @ p["mlp"]["up"]) @ p["mlp"]["down"] - batch["y"]
     return fz.Mean(jnp.sum(error**2), jnp.float32(error.size)), buffers, {}

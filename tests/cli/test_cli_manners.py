@@ -17,6 +17,8 @@ from cli_cases import Command
 
 import fzero_command
 from fzero.cli import doctor
+from fzero.cli.launch import launch_all
+from fzero.hosts.watch import EXIT_PEER_LOST
 
 
 RUN = "import sys, fzero_command; sys.argv[0] = 'fzero'; fzero_command.main()"
@@ -228,3 +230,24 @@ def test_the_doctor_says_what_would_fail_and_how_to_mend_it(
 ])  # fmt: skip
 def test_versions_are_compared_as_numbers(version: str, wants: str, within: bool) -> None:
     assert doctor._within(version, wants) == within
+
+
+# What a launched process does, by its rank.
+FIRST = {
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL"),
+    "raised": ("time.sleep(0.2); print('row 7 is no number'); sys.exit(3)", 3, "row 7 is no"),
+}
+
+
+@pytest.mark.parametrize("how", FIRST)
+def test_the_launcher_tells_of_the_process_that_failed_and_not_of_those_it_ended(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Process 0 ends as one that lost a peer, before the other one in the second case."""
+    fails, code, words = FIRST[how]
+    lost = f"if os.environ['RANK'] == '0': sys.exit({EXIT_PEER_LOST})"
+    does = f"import os, signal, sys, time\n{lost}\n"
+    assert launch_all([sys.executable, "-S", "-c", does + fails], 2, tmp_path) == code
+    said = capsys.readouterr().err
+    assert "process 1 of 2 ended first" in said
+    assert words in said

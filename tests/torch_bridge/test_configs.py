@@ -88,6 +88,17 @@ def test_optimizers_are_those_of_torch(name, params, make):
     np.testing.assert_allclose(ours, theirs.detach(), rtol=1e-5, atol=1e-5)
 
 
+def test_lions_second_beta_is_deepspeeds():
+    """0.99: after a gradient of 1, one of -0.05 turns nothing yet (with Adam's 0.999 it would)."""
+    tx = tb.from_deepspeed({"optimizer": {"type": "Lion", "params": {"lr": 0.1}}}).tx
+    w, moved = jnp.zeros(()), []
+    state = tx.init(w)
+    for gradient in (1.0, -0.05):
+        update, state = tx.update(jnp.float32(gradient), state, w)
+        moved.append(float(update))
+    np.testing.assert_allclose(moved, [-0.1, -0.1], rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -102,6 +113,7 @@ def test_optimizers_are_those_of_torch(name, params, make):
         ({"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}, "8-bit"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "device 'cpu'"),
         ({"curriculum_learning": {"enabled": True}}, "choose your batches"),
+        ({"sparse_attention": {"mode": "fixed"}}, "write the mask into your model"),
         ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "total_num_steps is missing"),
     ],
 )  # fmt: skip
