@@ -124,6 +124,7 @@ def test_the_page_says_what_the_files_say(tmp_path, capsys):
     ):  # fmt: skip
         assert part in found, part
     assert "cut" not in found
+    assert read_run(run).step_seconds == [(step, 0.5) for step in range(2, STEPS + 1)]
 
 
 def test_two_runs_are_compared(tmp_path, capsys):

@@ -289,6 +289,28 @@ def test_merging_and_unmerging_are_exact_to_rounding(net, base, adapted, dtype):
         torch.testing.assert_close(value, first, atol=2 * eps, rtol=2 * eps)
 
 
+class Tied(torch.nn.Module):
+    """Two layers of one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (torch.nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+def test_unmerging_a_tied_weight_undoes_it_under_both_names():
+    net = Tied()
+    adapted = tb.lora(tb.convert(net, torch.zeros(2, 4)), rank=1, targets=["a"])
+    params = {name: x + 1 if "lora" in name else x for name, x in adapted.params.items()}
+    merged = tb.merge(adapted, params)
+    assert not torch.allclose(merged["b.weight"], net.b.weight, atol=0.1)
+    for name, weight in tb.unmerge(adapted, merged, params).items():
+        torch.testing.assert_close(weight, net.get_parameter(name).detach(), rtol=0, atol=1e-6)
+
+
 def test_other_adapters_are_refused_and_nothing_is_changed(base, adapted, tmp_path):
     other = tb.lora(base, rank=3, targets=["up"])
     tb.save(tmp_path / "other", other, other.params, to="peft")
@@ -296,6 +318,9 @@ def test_other_adapters_are_refused_and_nothing_is_changed(base, adapted, tmp_pa
     with pytest.raises(fz.CheckpointError, match=r"(?s)other.*of another base.*missing: .*down"):
         tb.with_adapter(adapted, state, tmp_path / "other")
     assert float(fz.eval_step(adapted.model(squares), fz.Plan(zero=0))(state, BATCH)["loss"])
+    plain = fz.init(base.model(squares), None, fz.Plan(zero=0))
+    with pytest.raises(fz.CheckpointError, match="the state's params have no `"):
+        tb.with_adapter(adapted, plain, tb.adapter(adapted, state))
     config = tmp_path / "other/adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "use_dora": True}))
     with pytest.raises(fz.CheckpointError, match=r"use_dora.*convert that module"):

@@ -391,6 +391,15 @@ def test_blocks_that_are_not_equal_are_reported(case: str) -> None:
     assert re.search(reason, one.reason), one.reason
 
 
+def test_blocks_with_another_eps_are_not_the_others_layers() -> None:
+    """Where `eps` stands no array with a number for each layer could: it is compared."""
+    net = nn.Sequential(
+        *(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4, eps)) for eps in (1e-5, 1e-5, 1e-5, 1.0))
+    )
+    converted = tb.convert(net, X[:, :4])
+    assert [run.num for run in converted.blocks.stacks] in ([], [3]), str(converted.blocks)
+
+
 class OverTime(nn.Module):
     """Cuts a padded convolution to the length, and runs a Python loop over it, as Mamba does."""
 
