@@ -31,7 +31,7 @@ MODEL = fz.Model(jax.device_get(tiny.regression().init(jax.random.key(0))), tiny
 
 def run(tx, **options):
     """Losses and norms of every step, and the last state laid out whole."""
-    plan = tiny.plan(data=8, **options)
+    plan = tiny.plan(**{"data": 8, **options})
     state, step, trace = fz.init(MODEL, tx, plan), fz.train_step(MODEL, tx, plan), []
     for seed in range(STEPS):
         state, metrics = step(state, tiny.points(seed=seed))
@@ -50,6 +50,15 @@ def test_every_stage_has_the_same_bits(name, stages):
     for trace, state in runs[1:]:
         assert trace == runs[0][0]
         tiny.same_bits(state, runs[0][1])
+
+
+@pytest.mark.nightly
+@pytest.mark.bits
+@pytest.mark.parametrize("name", ["clip", "lamb"])
+def test_beside_replicas_too(name):
+    runs = [run(OPTIMIZERS[name](), zero=zero, data=4, replica=2) for zero in (0, 3)]
+    assert runs[0][0] == runs[1][0]
+    tiny.same_bits(runs[0][1], runs[1][1])
 
 
 @pytest.mark.bits
