@@ -1,6 +1,7 @@
 """ZeRO, mixed precision and exact accumulation as pure functions over one immutable state."""
 
 import importlib as _importlib
+import types as _types
 import typing as _typing
 
 from fzero.axes import Parts as Parts
@@ -102,7 +103,11 @@ _LATE = {
     "placement": "fzero.report.placement",
     "small_moments": "fzero.optimizer.small_moments",
 }
-__all__ = [*(name for name in globals() if not name.startswith("_")), *_LATE, "pipeline"]
+_own = [name for name, value in globals().items() if not isinstance(value, _types.ModuleType)]
+__all__ = [*(name for name in _own if not name.startswith("_")), *_LATE, "pipeline"]
+
+# `dir(fzero)` and `import *`: the public names, not the modules that they are from.
+__dir__ = __all__.copy
 
 
 def __getattr__(name: str) -> object:
@@ -111,7 +116,3 @@ def __getattr__(name: str) -> object:
     if name == "pipeline":  # a public module
         return _importlib.import_module("fzero.pipeline")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

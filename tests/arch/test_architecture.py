@@ -182,6 +182,9 @@ def test_names_imported_late_are_those_that_checkers_see():
     (checked,) = (node.body for node in body if isinstance(node, ast.If))
     assert {node.names[0].asname: node.module for node in checked} == fzero._LATE
     assert {*fzero._LATE, "pipeline", "Plan"} <= {*fzero.__all__} & {*dir(fzero)}  # import *, too
+    # A user's `from fzero import *` must not take `batch`, `step` or `plan` from them.
+    modules = [name for name in fzero.__all__ if isinstance(getattr(fzero, name), type(sys))]
+    assert modules == ["pipeline"]
     with pytest.raises(AttributeError, match="no attribute 'placements'"):
         fzero.placements  # noqa: B018
 
