@@ -7,7 +7,6 @@ devices.
 from __future__ import annotations
 
 import faulthandler
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -30,9 +29,16 @@ CASES = {
     "replica2": {"zero": 2, "replica": 2, "precision": "bf16", "clip_norm": 0.5},
     # Weights cross once, in 8 bits. A single process has one host, so no secondary shard.
     "sparing": {"zero": 3, "gather_dtype": "int8", "secondary": "host", "clip_norm": 0.5},
+    "flat_disk": {
+        "zero": 2,
+        "microbatches": 2,
+        "clip_norm": 0.5,
+        "precision": "bf16",
+        "tiers": {"opt_state": "disk", "master": "host"},
+    },
 }
 # Pipelines. The model's head reads the embedding's table.
-BY_TWO = {
+CHECKPOINTED = {
     # A rank for each process.
     "zb_v": {"pipe": 2, "data": 4, "zero": 3, "microbatches": 4, "schedule": "zb_v",
              "clip_norm": 0.5},
@@ -40,67 +46,21 @@ BY_TWO = {
     "spanning": {"pipe": 2, "data": 2, "replica": 2, "zero": 0, "microbatches": 2,
                  "schedule": "interleaved", "clip_norm": 0.5},
 }  # fmt: skip
-BY_FOUR = {
-    # Ranks of two processes each.
-    "1f1b": {"pipe": 2, "data": 4, "zero": 1, "microbatches": 2, "clip_norm": 0.5,
-             "precision": "bf16"},
-    # A rank for each process.
-    "zb_h1": {"pipe": 4, "data": 2, "zero": 2, "microbatches": 4, "schedule": "zb_h1",
-              "clip_norm": 0.5},
-}  # fmt: skip
 FURTHER = ("tensor", "context", "expert")
 # Those above that `make test` runs.
 USUAL = ("zero3", "zb_v")
-MORE_BY_TWO = {
-    "dualpipe_v": {"pipe": 2, "data": 4, "zero": 1, "microbatches": 4, "schedule": "dualpipe_v",
-                   "clip_norm": 0.5},
-    # A schedule out of a file.
-    "csv": {"pipe": 2, "data": 4, "zero": 2, "microbatches": 4, "schedule": "csv",
-            "clip_norm": 0.5},
-    "host": {"pipe": 2, "data": 4, "zero": 3, "microbatches": 2, "clip_norm": 0.5,
-             "tiers": {"opt_state": "host"}},
-    "disk": {"pipe": 2, "data": 4, "zero": 2, "microbatches": 2, "clip_norm": 0.5,
-             "tiers": {"opt_state": ("disk", 0.5)}},
-    "flat_disk": {"zero": 2, "microbatches": 2, "clip_norm": 0.5, "precision": "bf16",
-                  "tiers": {"opt_state": "disk", "master": "host"}},
-    # Two batches for an update.
-    "accumulated": {"pipe": 2, "data": 4, "zero": 2, "microbatches": 2, "clip_norm": 0.5},
-    # Every process passes the rows that it has read.
-    "rows": {"pipe": 2, "data": 4, "zero": 3, "microbatches": 2, "clip_norm": 0.5},
-    "spanning_rows": {"pipe": 2, "data": 2, "replica": 2, "zero": 0, "microbatches": 2,
-                      "schedule": "interleaved", "clip_norm": 0.5},
-    # Further axes, a rank for each process.
-    **{axis: {"pipe": 2, "data": 2, axis: 2, "zero": 3, "microbatches": 2, "clip_norm": 0.5}
-       for axis in FURTHER},
-}  # fmt: skip
-MORE_BY_FOUR = {
-    "zb_v4": {"pipe": 4, "data": 2, "zero": 3, "microbatches": 4, "schedule": "zb_v",
-              "clip_norm": 0.5},
-    # The data axis across processes.
-    "across": {"pipe": 2, "data": 4, "zero": 3, "microbatches": 4, "schedule": "dualpipe_v",
-               "clip_norm": 0.5},
-    "host4": {"pipe": 2, "data": 4, "zero": 3, "microbatches": 2, "clip_norm": 0.5,
-              "tiers": {"opt_state": "host"}},
-    # Squares of a stack's layers come from ranks of several processes.
-    "rows_1f1b": {"pipe": 4, "data": 2, "zero": 2, "microbatches": 4, "schedule": "1f1b",
-                  "clip_norm": 0.5},
-    "rows4": {"pipe": 4, "data": 2, "zero": 2, "microbatches": 4, "schedule": "zb_h1",
-              "clip_norm": 0.5},
-    # A rank in two processes, each with all of a further axis.
-    **{f"{axis}4": {"pipe": 2, "data": 2, axis: 2, "zero": 3, "microbatches": 2, "clip_norm": 0.5}
-       for axis in FURTHER},
-}  # fmt: skip
+# Further axes of pipelines, a rank for each of two processes; and in two of four, each with all of
+# the axis.
+AXES = {axis: {"pipe": 2, "data": 2, axis: 2, "zero": 3, "microbatches": 2, "clip_norm": 0.5}
+        for axis in FURTHER}  # fmt: skip
 # A further axis over all four processes, whose sums gloo adds in its own order.
 WIDE_BY_FOUR = {
     f"{axis}_wide": {"data": 2, axis: 4, "zero": 3, "microbatches": 2, "clip_norm": 0.5}
     for axis in FURTHER
 }
-# V-shaped schedules have two stages for each rank.
-LAYERS = {"zb_v4": 6}
-OWN_ROWS = {"rows_1f1b", "rows", "spanning_rows", "rows4"}
 # Devices in another order than jax's.
 ORDERS = {
-    **{name: [0, 4, 1, 5, 2, 6, 3, 7] for name in ("spanning", "spanning_rows")},
+    "spanning": [0, 4, 1, 5, 2, 6, 3, 7],
     **{name: [0, 2, 4, 6, 1, 3, 5, 7] for name in WIDE_BY_FOUR},
 }
 NUM_DEVICES = 8
@@ -108,26 +68,25 @@ NUM_DEVICES = 8
 
 def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
     """Losses, gradient norms, and this process's shards of every leaf by device and position."""
+    import paired
     from support import axes, tiny
 
     import fzero as fz
-    from fzero import pipeline
     from fzero.sharding.blueprint import secondary_size
     from fzero.tree import named_leaves
 
     print(case, flush=True)  # shown where something hangs
-    known = (CASES, BY_TWO, BY_FOUR, MORE_BY_TWO, MORE_BY_FOUR, WIDE_BY_FOUR)
-    choice = next(cases[case] for cases in known if case in cases)
-    if choice.get("schedule") == "csv":
-        table = pipeline.schedule(
-            "zb_h1", stages=choice["pipe"], microbatches=choice["microbatches"]
-        ).to_csv()
-        choice = {**choice, "schedule": pipeline.Schedule.from_csv(io.StringIO(table))}
-    tx, plan = optax.adamw(1e-2), tiny.plan(**choice)
-    wide = any(axis in choice for axis in FURTHER)
-    model = axes.chain() if wide else tiny.chain(LAYERS.get(case, 3))
-    rows_of = axes.tokens if wide else tiny.tokens
-    devices = [jax.devices()[i] for i in ORDERS.get(case, range(NUM_DEVICES))]
+    one = paired.PAIRED.get(case)
+    own, accumulated = one and one.rows == "local", one and one.updates == "accumulate"
+    wide = case in AXES or case in WIDE_BY_FOUR
+    if one:
+        plan, model, order = paired.plan(one), tiny.chain(paired.layers(one)), paired.order(one)
+    else:
+        known = {**CASES, **CHECKPOINTED, **AXES, **WIDE_BY_FOUR}
+        plan, model = tiny.plan(**known[case]), axes.chain() if wide else tiny.chain()
+        order = ORDERS.get(case, range(NUM_DEVICES))
+    tx, rows_of = optax.adamw(1e-2), axes.tokens if wide else tiny.tokens
+    devices = [jax.devices()[i] for i in order]
     if plan.secondary == "host":
         alone = jax.process_count() == 1
         assert secondary_size(plan, NUM_DEVICES, jax.devices()) == (0 if alone else 4)
@@ -136,32 +95,34 @@ def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
     layout = fz.layout(model, tx, plan, devices=devices)
     for seed in (0, 1, 2, 0):
         batch = rows_of(16, seed=seed)
-        if case in OWN_ROWS:
+        if own:
             batch = fz.local_batch(own_rows(batch), layout)
-        if case == "accumulated":
+        if accumulated:
             add = fz.accumulate_step(model, tx, plan, devices=devices)
             state, _ = add(state, tiny.tokens(16, seed=7))
         state, metrics = step(state, batch)
         trace.append([np.asarray(metrics[name]) for name in ("loss", "grad_norm", "accuracy")])
     out = {"trace": np.array(trace)}
-    if case == "zero3" or case in (*BY_TWO, *BY_FOUR):
+    then = one.then if one else "both" if case in CHECKPOINTED else "evaluate"
+    if then != "predict":
         evaluate = fz.eval_step(model, plan, devices=devices)
-        out["eval"] = np.asarray(evaluate(state, tiny.tokens(16))["loss"])
-    if case in OWN_ROWS:  # the end of the data: five rows, and three
+        out["eval"] = np.asarray(evaluate(state, rows_of(16))["loss"])
+    if own:  # the end of the data: five rows, and three
         last = tiny.tokens(8, seed=9)
         rows = fz.local_batch(own_rows(last, first=5), layout, mask="real")
-        metrics = fz.eval_step(model, plan, devices=devices)(state, rows)
-        # Padding stands elsewhere than in one process, so sums round otherwise.
-        out |= {f"last {name}": np.asarray(metrics[name]) for name in ("loss", "count")}
+        if then != "predict":
+            metrics = evaluate(state, rows)
+            # Padding stands elsewhere than in one process, so sums round otherwise.
+            out |= {f"last {name}": np.asarray(metrics[name]) for name in ("loss", "count")}
         nothing = {name: x[:0] for name, x in last.items()}
         assert fz.local_batch(nothing, layout, mask="real") is None
     found: Any = {}
-    if case in BY_TWO:  # rows go from the last rank to all; a short batch is filled up
+    if then != "evaluate":  # rows go from the last rank to all; a short batch is filled up
         predict = fz.predict_step(model, plan, devices=devices)
         found = {rows: predict(state, tiny.tokens(rows)) for rows in (16, 15)}
     if case == "zb_v" and jax.process_count() > 1:
         refused(model, tx, plan)
-    if case in BY_TWO or case in BY_FOUR:
+    if case in CHECKPOINTED:
         # Most leaves are at home on one rank: each process writes what it has, and finds it again.
         fz.save(checkpoints.with_name(case), state, plan, data_position=4)
         tiny.same_shards(
@@ -173,7 +134,7 @@ def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
         restored = fz.restore(checkpoints, model, tx, plan)
         tiny.same_shards(restored, state)
         leaves_of_one_device(state, checkpoints.with_name("disk"))
-    order = {device: number for number, device in enumerate(devices)}
+    number = {device: number for number, device in enumerate(devices)}
     if plan.tiers:  # each process brings back what it has
         state = fz.reload(state)
     for name, tree in (
@@ -181,7 +142,7 @@ def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
     ):  # fmt: skip
         for path, leaf in named_leaves(tree):
             for shard in leaf.addressable_shards:
-                out[f"{name}/{path}@{order[shard.device]}"] = np.asarray(shard.data)
+                out[f"{name}/{path}@{number[shard.device]}"] = np.asarray(shard.data)
     return out
 
 
