@@ -2,6 +2,7 @@
 
     python benchmarks/cpu.py --json benchmarks/results/cpu.json   # minutes, nothing else running
     python benchmarks/cpu.py --runs 2 --json ...                  # every contestant twice
+    python benchmarks/cpu.py --huge-pages --json ...              # memory in pages of 2 MiB
     python benchmarks/cpu.py --quick                              # a trial: times mean nothing
 
 One GPT from the same weights on the same tokens, float32, AdamW. Every contestant is a process of
@@ -29,6 +30,8 @@ import common
 
 
 REMATS = ("layer", "dots", "none")
+# XLA frees a step's temporary memory after the step, and touches each page of it again in the next.
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
 MICROBATCHES = 8
 WARMUP = 3
 # What has to be at least what: the goals, as ratios of tokens per second.
@@ -54,6 +57,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1, help="processes of each contestant (1)")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each (8)")
     parser.add_argument("--only", nargs="+", choices=contestants(), default=contestants())
+    parser.add_argument("--huge-pages", action="store_true",
+                        help="ask glibc for huge pages, for everyone")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a tiny model, two steps")
     parser.add_argument("--json", metavar="FILE", help="write the figures there, a table beside it")
     parser.add_argument("--as", dest="name", help=argparse.SUPPRESS)
@@ -72,8 +77,8 @@ def main() -> int:
             print(f"{name:18} {config.tokens / found['median_s']:6.0f} tokens/s", flush=True)
     grid = table(rows, config)
     print(grid.markdown())
-    report = {"before": before, "after": common.provenance(), "rows": rows,
-              "goals": goals(rows)}  # fmt: skip
+    report = {"huge_pages": args.huge_pages, "before": before, "after": common.provenance(),
+              "rows": rows, "goals": goals(rows)}  # fmt: skip
     if args.json:
         common.save(args.json, report, grid)
     return 0
@@ -83,6 +88,8 @@ def _child(name: str, args: argparse.Namespace, steps: int) -> dict[str, Any]:
     command = [sys.executable, __file__, "--as", name, "--steps", str(steps)]
     command += ["--quick"] * args.quick
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    if args.huge_pages:
+        environment["GLIBC_TUNABLES"] = HUGE_PAGES
     if name != "torch 1f1b":
         return _found([subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)])
     own = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}

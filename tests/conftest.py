@@ -31,15 +31,16 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tracing allocates much that lives: converting models, 2 % less time than every 700 objects.
     gc.set_threshold(50_000)
     # Many tests compile the same step from different function objects. XLA's cache knows programs
-    # by their text, so each is compiled once a session; children spawned by tests share it.
+    # by their text, so each is compiled once a session; children spawned by tests share it. Small
+    # ones, too: most are, and to read one takes a fraction of what it takes to compile it.
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if folder is None:  # the main process; its workers and children inherit the folder
         made = tempfile.TemporaryDirectory(prefix="fzero-tests-")
         config.add_cleanup(made.cleanup)
         folder = os.environ["JAX_COMPILATION_CACHE_DIR"] = made.name
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
