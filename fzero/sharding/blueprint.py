@@ -18,10 +18,10 @@ from fzero.compat import abstract_mesh, ranks_mesh
 from fzero.errors import PlanError, StateError
 from fzero.links import Stack
 from fzero.model import Model
+from fzero.optimizer.adds_up import adds_up
 from fzero.optimizer.layers import Rows, Scope
 from fzero.optimizer.optimizer import Optimizer
 from fzero.optimizer.stacks import require_layers_apart
-from fzero.optimizer.sums import adds_up
 from fzero.plan import Plan
 from fzero.precision import initial_loss_scale
 from fzero.processes import require_transfers

@@ -165,7 +165,7 @@ def test_each_device_orthogonalises_its_own_layers(zero):
     per_device, moves = cost(tx, zero, 8) - cost(optax.sgd(1e-2), zero, 8)
     assert one <= per_device < 1.2 * one
     # There and back, and on CPUs the norms of the layers, whose update is compiled apart there
-    # (fzero/optimizer/sums.py); stage 0 gathers the momentum, too.
+    # (fzero/optimizer/adds_up.py); stage 0 gathers the momentum, too.
     assert moves <= (4 if zero == 0 else 3)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from torch_bridge.lower.refused import without_gradient
+from torch_bridge.lower.no_gradient import without_gradient
 from torch_bridge.lower.registry import register_operator
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge.lower.features_last import in_order
-from torch_bridge.lower.refused import without_gradient
+from torch_bridge.lower.no_gradient import without_gradient
 
 
 @dataclass(frozen=True)
