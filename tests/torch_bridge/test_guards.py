@@ -154,6 +154,23 @@ def test_a_rate_that_changes_is_no_mode() -> None:
         tb.convert(DropsMore(), X)
 
 
+class DropsByTurns(nn.Module):
+    """Drops in every other call, in whatever mode."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.turns = itertools.cycle((first, not first))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.5, training=next(self.turns))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_dropout_by_turns_is_not_taken_for_the_mode(first: bool) -> None:
+    with pytest.raises(ConversionError, match="depends on Python values that it changes itself"):
+        tb.convert(DropsByTurns(first), X)
+
+
 class Modes(nn.Module):
     """Another function in each mode, though no operator says so."""
 
@@ -171,7 +188,7 @@ class Drops(nn.Module):
         return found.transpose(1, 2).contiguous().flatten(-2)[0]
 
 
-@pytest.mark.parametrize(("module", "traces"), [(nn.Linear(4, 4), 2), (Drops(), 2), (Modes(), 4)])
+@pytest.mark.parametrize(("module", "traces"), [(nn.Linear(4, 4), 2), (Drops(), 3), (Modes(), 4)])
 def test_modes_that_are_alike_are_traced_once_each(
     module: nn.Module, traces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

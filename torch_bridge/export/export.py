@@ -93,8 +93,9 @@ def export_both(
     """The programs of a module in train and in eval mode; one, where the mode changes nothing.
 
     Then the trace in the other mode also is the second call, which shows whether a forward depends
-    on what changes from call to call: two traces instead of four. So it is where the modes differ
-    in operators that are told of them, as dropout is.
+    on what changes from call to call: two traces instead of four. Where the modes differ only in
+    operators that are told of them, as dropout is, three: eval's second one shows whether it was
+    the mode that told them.
 
     Args:
         module: as for `export_program`.
@@ -115,13 +116,15 @@ def export_both(
     one, other = traces[True].program, traces[False].program
     same = same_rules(one, other)  # also where a size makes one of them take another path
     alike = same and same_program(one, other)
-    if not alike and not (same and same_but_for_modes(one, other)):
+    again: tuple[bool, ...] = ()
+    if not alike:
         # The mode that was traced last comes first: an odd number of calls lies between a trace and
         # its second one, so that what changes to and fro is seen.
-        for train in (False, True):
-            if not traces[train].checked:
-                with untouched(module, train), quiet():
-                    _require_same(module, inputs, _mode(train), batch_dim, traces[train])
+        again = (False,) if same and same_but_for_modes(one, other) else (False, True)
+    for train in again:
+        if not traces[train].checked:
+            with untouched(module, train), quiet():
+                _require_same(module, inputs, _mode(train), batch_dim, traces[train])
 
     def tidied(train: bool) -> ExportedProgram:
         with untouched(module, train), quiet():
