@@ -12,6 +12,7 @@ import pytest
 from support import tiny
 
 import fzero as fz
+from fzero.sharding.buffers import declared_reduction
 
 
 D = 4
@@ -119,6 +120,30 @@ def test_what_a_model_agreed_about_itself_is_the_same():
     plan = tiny.plan(zero=0, data=4)
     state, _ = fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
     assert int(state.buffers["above"]) == 4
+
+
+@pytest.mark.parametrize(
+    "own",
+    [lambda above: jax.lax.psum(above, "data"), lambda above: jax.lax.axis_index("data")],
+    ids=["over one axis", "its place"],
+)
+def test_what_devices_agree_about_in_part_must_be_told(own):
+    def loss(p: Any, buffers: Any, batch: Any, rng: Any, train: bool) -> Any:
+        above = jnp.sum(batch["x"][:, 0] > 3).astype(jnp.int32)
+        above = own(above) if train else above
+        return jnp.mean(batch["x"] @ p["w"]), {"above": buffers["above"] + above}, {}
+
+    model = fz.Model(lambda key: (_weights(key), {"above": FIRST["above"]}), loss)
+    plan = tiny.plan(zero=0, data=2, replica=2)
+    with pytest.raises(fz.StateError, match="changes with the batch"):
+        fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
+
+
+def test_the_longest_path_says_how():
+    layer = fz.Layer("a", _weights, _noted, stateful=True,
+                     buffer_reduce={"": "same", "above": "sum", "above/all": "max"})  # fmt: skip
+    found = [declared_reduction(layer, name) for name in ("above/all", "above/some", "below")]
+    assert found == ["max", "sum", "same"]
 
 
 REFUSED = {

@@ -121,6 +121,36 @@ def test_capped_logits_and_heads_with_a_bias(options):
     same(stepped(made, fused, plan), stepped(made, whole, plan))
 
 
+class Odd(Decoder):
+    """Logits that are squeezed by one number and stretched by another, or read once more."""
+
+    def forward(self, ids):
+        logits = super().forward(ids)["logits"]
+        if self.bends:
+            return {"logits": torch.tanh(logits / 2.0) * 3.0}
+        return {"logits": logits, "largest": logits.amax(-1)}
+
+
+@pytest.mark.parametrize("bends", [True, False])
+def test_what_no_cap_describes_and_what_others_read_is_computed(bends):
+    torch.manual_seed(0)
+    module, plan, found = Odd(), fz.Plan(data=1), []
+    module.bends = bends
+    made = tb.convert(module, torch.zeros(2, 4, dtype=torch.long))
+    for computed in (False, True):
+
+        def loss(forward, batch, computed=computed):
+            out = forward(batch["ids"])
+            logits = out["logits"] + 0 if computed else out["logits"]
+            largest = jax.lax.stop_gradient(jnp.mean(out.get("largest", 0.0)))
+            return tb.causal_lm_loss(logits, batch["ids"]), {"largest": largest}
+
+        model = made.model(loss)
+        found.append(fz.eval_step(model, plan)(fz.init(model, None, plan), {"ids": IDS[:2]}))
+    for name, value in found[1].items():
+        assert float(found[0][name]) == pytest.approx(float(value), rel=1e-6)
+
+
 def test_frozen_heads_and_other_losses(plain):
     """Smoothing and z-loss; and the loss of a module that is called as one function."""
 
