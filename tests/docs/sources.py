@@ -297,7 +297,7 @@ GIVEN: dict[str, tuple[str, ...]] = {
     ),
     "docs/axes.md": (
         "Losses agree to 1e-5, parameters after a step to 2e-5 of their size (tests:",
-        "(bound 2e-5, which `make nightly` holds",
+        "compiles quickly, holds all of them within 2e-5)",
         "within 1e-6 of one device's", "rounds of 1.5 times an even share",
         "take 1.25 times its even share", "scheduler counts with 80 % of a GPU's memory",
         "agree with one device's to 1e-5, gradients to 1e-4 (converted: parameters after a step to"
