@@ -282,7 +282,7 @@ def checkpoint(path: str | os.PathLike[str], number: int | None = None) -> Check
         {'params/w': ((8, 2), 'float32')}
     """
     folder = folder_of(_absolute(path)) if is_url(path) else Path(_absolute(path))
-    found = _whole(folder)
+    found = _whole(folder) if number is None or not _is_there(folder, number) else [number]
     if not found or number not in (None, *found):
         raise CheckpointError(
             f"restore: expected a checkpoint {'' if number is None else f'{number} '}in {folder},"
@@ -366,6 +366,11 @@ def first_says(find: Callable[[], int]) -> int:
 
 def _after(newest: int | None) -> int:
     return 0 if newest is None else newest + 1
+
+
+def _is_there(folder: Any, number: int) -> bool:
+    """Whether a directory has this checkpoint, also where its listing is not up to date yet."""
+    return not is_url(folder) and (folder / str(number)).is_dir()
 
 
 def _whole(folder: Any) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -149,6 +150,7 @@ def agrees(folder: Path, world: fz.World) -> dict[str, Any]:
     said["last"] = float(evaluate(state, last)["count"])
     said["over"] = fz.local_batch(none, layout, mask="mask") is None
     said["in turn"] = in_turn(world)
+    said["numbers"] = numbers(folder / "numbers", me == 1, state, plan, tx)
     said["same"] = refusal(lambda: fz.check_same(state))
     said["other"] = refusal(lambda: fz.check_same(changed(state, "x" if me else "")))
     said["finite"] = refusal(lambda: fz.check_finite(state))
@@ -156,6 +158,24 @@ def agrees(folder: Path, world: fz.World) -> dict[str, Any]:
     own = fz.local_batch({**own, "x": own["x"] * 10.0 ** (30 * me)}, layout, mask="mask")
     said["step"] = refusal(lambda: fz.train_step(model(), tx, plan).check_finite(state, own))
     return said
+
+
+def numbers(folder: Path, stale: bool, state: fz.TrainState, plan: fz.Plan, tx: Any) -> list[int]:
+    """Numbers of two checkpoints, and the step of the one that is restored.
+
+    A stale process is shown neither, as by a network's file system that has not looked again.
+    """
+    listdir = os.listdir
+
+    def stale_listdir(path: Any = ".") -> list[str]:
+        found = listdir(path)
+        hidden = Path(path) == folder
+        return [name for name in found if not (hidden and name.isdigit())]
+
+    stepped, _ = fz.train_step(model(), tx, plan, donate=False)(state, batch())
+    with mock.patch.object(os, "listdir", stale_listdir if stale else listdir):
+        found = [fz.save(folder, s, plan, asynchronous=False) for s in (state, stepped)]
+        return [*found, int(fz.restore(folder, model(), tx, plan).step)]
 
 
 def in_turn(world: fz.World) -> list[bool]:
@@ -352,6 +372,18 @@ def writes(folder: Path, world: fz.World) -> None:
         fz.save(where, state, plan)
 
 
+# Half a TiB, by whom.
+ALLOCATES = {"numpy": lambda: np.ones(1 << 36), "jax": lambda: jnp.ones(1 << 37).sum()}
+
+
+def allocate(who: str) -> None:
+    """Asks for more memory than this process may have."""
+    status = Path("/proc/self/status").read_text()
+    used = int(re.search(r"VmSize:\s+(\d+) kB", status)[1]) << 10
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), resource.RLIM_INFINITY))
+    ALLOCATES[who]()
+
+
 def dies(folder: Path, world: fz.World) -> None:
     """Trains until a process goes at step 5, in the way the environment says."""
     tx, plan, how = optax.adam(1e-2), fz.Plan(zero=1, clip_norm=1.0), os.environ["HOW"]
@@ -364,6 +396,8 @@ def dies(folder: Path, world: fz.World) -> None:
         if number == 5 and world.process_id == int(os.environ["VICTIM"]):
             if how == "raise":
                 raise ValueError("row 7 of the data is no number")
+            if how in ALLOCATES:
+                allocate(how)
             time.sleep(2)  # several beats of this step
             os.kill(os.getpid(), getattr(signal, how))
 
