@@ -6,8 +6,8 @@ dropped, and when its gradient is reduced; autodiff of the whole would keep ever
 - A leaf outside a stack is gathered once for the forward pass, whoever reads it, dropped, and
   gathered once more for the backward pass. Its gradient is reduced once, when all readers are done.
 - A stack's layers are gathered and reduced one by one (`fzero.zero.stack`).
-- With `Plan(gather="lazy")` the first forward pass of a step (`holding_forward`) gathers so, and
-  hands out what it gathered: all other passes read that.
+- With `Plan(gather="lazy")` the first forward pass of a step gathers so, and holds what it
+  gathered (`Fetched.whole`): all other passes read that.
 
 All stages run this code. Where parameters are kept whole, gathering is the identity.
 """
@@ -50,8 +50,7 @@ Saved = list[LayerSaved | StackSaved]
 
 def train_forward(
     pieces: Sequence[Piece],
-    rules: Rules,
-    kept: PyTree,
+    fetched: Fetched,
     x: Any,
     buffers: PyTree,
     batch: PyTree,
@@ -64,8 +63,9 @@ def train_forward(
 
     Args:
         pieces: what to run.
-        rules: how to fetch.
-        kept: this device's parameters as they are kept between steps.
+        fetched: new; holds what the pass gathered of all parameters afterwards, where its rules
+            hold that. What follows, the backward pass first, reads `fetched.whole()` with
+            `rules.held()`.
         x: what the first piece gets; the batch at the start of the chain.
         buffers: buffers before this microbatch.
         batch: this device's rows, or `Inputs`.
@@ -76,40 +76,6 @@ def train_forward(
     Returns:
         `(out, saved, new buffers)`; `out` is an `End` where the chain ends.
     """
-    fetched = Fetched(rules, kept)
-    return _train_forward(pieces, fetched, x, buffers, batch, rng, first, last)
-
-
-def holding_forward(
-    pieces: Sequence[Piece],
-    rules: Rules,
-    kept: PyTree,
-    x: Any,
-    buffers: PyTree,
-    batch: PyTree,
-    rng: jax.Array,
-) -> tuple[End, Saved, PyTree, PyTree]:
-    """`train_forward` of a whole chain, for rules that hold what is gathered.
-
-    Returns:
-        `(end, saved, new buffers, whole)`. `whole` is every parameter as the pass gathered it. What
-        follows, the backward pass first, reads it with `rules.held()`.
-    """
-    fetched = Fetched(rules, kept)
-    end, saved, new = _train_forward(pieces, fetched, x, buffers, batch, rng, True, True)
-    return end, saved, new, fetched.whole()
-
-
-def _train_forward(
-    pieces: Sequence[Piece],
-    fetched: Fetched,
-    x: Any,
-    buffers: PyTree,
-    batch: PyTree,
-    rng: jax.Array,
-    first: bool,
-    last: bool,
-) -> tuple[Any, Saved, PyTree]:
     rules, kept = fetched.rules, fetched.kept
     x, inputs = entered(rules, pieces[0], x), opened(batch)
     saved: Saved = []

@@ -95,9 +95,9 @@ def local_marks(
     def one(buffers: PyTree, index: jax.Array) -> tuple[PyTree, tuple[jax.Array, jax.Array]]:
         rows = microbatches.map_rows(lambda x: x[index])
         key = block_key(rng, block + index)
-        own = rules, kept, rows, buffers, rows, key
-        _, forward = chain_marks(pieces, *own)
-        end, saved, new = train_forward(pieces, *own)
+        own = rows, buffers, rows, key
+        _, forward = chain_marks(pieces, rules, kept, *own)
+        end, saved, new = train_forward(pieces, Fetched(rules, kept), *own)
         seed, unscale = loss_seed(rules, end.mean, scale)
         grads, _ = train_backward(saved, rules, kept, seed)
         backward = gradient_marks(trained(rules.splits), unscaled(grads, unscale))

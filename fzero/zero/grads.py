@@ -24,8 +24,9 @@ from fzero.precision import power_of_two_below
 from fzero.sharding.split import map_splits, trained
 from fzero.tree import PyTree, named_leaves
 from fzero.zero.buffers import agreed_buffers
-from fzero.zero.chain import eval_forward, holding_forward, train_backward, train_forward
+from fzero.zero.chain import eval_forward, train_backward, train_forward
 from fzero.zero.collectives import shard_index, summed
+from fzero.zero.fetched import Fetched
 from fzero.zero.rules import Rules
 
 
@@ -66,11 +67,10 @@ def local_gradients(
     ) -> tuple[_Sums, PyTree, PyTree]:
         key = block_key(rng, block + index)
         rows = rows.map_rows(group.spread)
+        fetched = Fetched(rules, kept)
+        end, saved, new = train_forward(pieces, fetched, rows, buffers, rows, key)
         if rules.hold:
-            end, saved, new, kept = holding_forward(pieces, rules, kept, rows, buffers, rows, key)
-            rules = rules.held()
-        else:
-            end, saved, new = train_forward(pieces, rules, kept, rows, buffers, rows, key)
+            rules, kept = rules.held(), fetched.whole()
         # Everything the forward pass leaves is settled here; only then does the backward pass start
         # from it, in every stage alike.
         mean, metrics = rules.fence((end.mean, end.metrics))

@@ -243,7 +243,6 @@ MANY_PARAMETERS = {
         "fzero/offload/stream.py __init__",
         "fzero/preflight/prediction.py _result",
         "fzero/programs/places.py __init__",
-        "fzero/zero/chain.py train_forward",
     ],
 }
 
