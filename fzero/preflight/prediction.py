@@ -198,7 +198,6 @@ class _Predictor:
             memory,
             compiled.collectives,
             compiled.work,
-            compiled.work.flops,
             compiled.compile_seconds,
             notes,
         )
@@ -251,17 +250,17 @@ class _Predictor:
             " of the busiest; the optimizer's programs run one after the other (collectives marked"
             " * are arithmetic)"
         ]
-        return self._result(
+        found = self._result(
             [program for own in programs for program in own],
             memory,
             busiest,
             max(work, key=lambda own: own.likely_seconds),
-            sum(own.flops for own in work) // len(work),
             compiler.seconds,
             notes,
-            self._summary(run, peaks),
             _makespans(run, update, updates),
         )
+        mean = sum(own.flops for own in work) // len(work)
+        return dataclasses.replace(found, compiled_flops=mean, pipeline=self._summary(run, peaks))
 
     def _result(
         self,
@@ -269,10 +268,8 @@ class _Predictor:
         memory: Memory,
         collectives: Sequence[CollectiveUse],
         work: Work,
-        compiled_flops: int,
         compile_seconds: float,
         notes: Sequence[str],
-        pipeline: PipelineSummary | None = None,
         makespans: tuple[float, float] | None = None,
     ) -> Preflight:
         plan, blue = self.plan, self.blue
@@ -296,10 +293,10 @@ class _Predictor:
             collectives=tuple(collectives),
             traffic=sums,
             model_flops=self.model_flops,
-            compiled_flops=compiled_flops,
+            compiled_flops=work.flops,
             unknown_flops=tuple(unknown),
             bounds=found,
-            pipeline=pipeline,
+            pipeline=None,
             compile_seconds=compile_seconds,
             trace_seconds=0.0,
             notes=tuple(notes),

@@ -138,7 +138,7 @@ def batch_bytes(batch: PyTree, mesh: Any) -> int:
     """Bytes of one device's rows, and of what is shared."""
     inputs = Inputs.of(batch)
     rows = sum(
-        math.prod(batch_sharding(mesh, x.shape).shard_shape(x.shape)) * x.dtype.itemsize
+        leaf_bytes(x, batch_sharding(mesh, x.shape).shard_shape(x.shape))
         for x in jax.tree.leaves(inputs.rows)
     )
     return rows + sum(leaf_bytes(x) for x in jax.tree.leaves(inputs.shared))

@@ -84,9 +84,9 @@ def secondary_shard(whole: jax.Array, split: Split, group: Group) -> jax.Array:
     dim = _split_dim(whole, split)
     assert dim is not None
     padded = _with_pad(whole, dim, split)
-    rows = padded.shape[dim] // group.secondary
-    start = jax.lax.axis_index(DATA) % group.secondary * rows
-    return jax.lax.dynamic_slice_in_dim(padded, start, rows, dim)
+    length = padded.shape[dim] // group.secondary
+    start = jax.lax.axis_index(DATA) % group.secondary * length
+    return jax.lax.dynamic_slice_in_dim(padded, start, length, dim)
 
 
 def gather_secondary(shard: jax.Array, split: Split, group: Group) -> jax.Array:
@@ -195,6 +195,6 @@ def _scatter_sum(grad: jax.Array, dim: int, group: Group) -> jax.Array:
 
 def _for_each_device(whole: jax.Array, dim: int, group: Group) -> jax.Array:
     """The shards of a whole leaf, one a row."""
-    rows = whole.shape[dim] // group.data
-    pieces = whole.reshape(*whole.shape[:dim], group.data, rows, *whole.shape[dim + 1 :])
+    length = whole.shape[dim] // group.data
+    pieces = whole.reshape(*whole.shape[:dim], group.data, length, *whole.shape[dim + 1 :])
     return jnp.moveaxis(pieces, dim, 0)

@@ -241,7 +241,6 @@ MANY_PARAMETERS = {
     ],
     "what a pass over the model, or a function cut into programs, is": [
         "fzero/offload/stream.py __init__",
-        "fzero/preflight/prediction.py _result",
         "fzero/programs/places.py __init__",
     ],
 }

@@ -106,3 +106,13 @@ def test_what_a_page_prints_stands_below_its_code():
     assert not any(piece.runs for piece in pieces(left_out))
     with pytest.raises(ValueError, match="line 1: a block without an end"):
         pieces("```python\n1\n")
+
+
+def test_files_that_a_page_names_exist():
+    """A page says `zero/chain.py`, from the repository or from a package in it."""
+    named = re.compile(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)`")
+    homes = [ROOT, ROOT / "fzero", ROOT / "torch_bridge"]
+    found = {(name_of(page), name) for page in SITE for name in named.findall(page.read_text())}
+    assert len(found) > 20
+    assert not [(page, name) for page, name in found
+                if not any((home / name).is_file() for home in homes)]  # fmt: skip
