@@ -174,11 +174,12 @@ def linear_cross_entropy(
 
         # (What is whole is handed over in float32, in which its gradients are added up.)
         whole = [leaf.astype(jnp.promote_types(dtype, jnp.float32)) for leaf in (weight, added)]
-        divided: Callable[..., jax.Array] = jax.shard_map(
+        divided = jax.shard_map(
             own, in_specs=(tokens, PartitionSpec(), PartitionSpec(), tokens),
             out_specs=PartitionSpec(), axis_names=set(names), check_vma=False,
         )  # fmt: skip
-        total = divided(x.astype(dtype), *whole, padded)
+        # (Outside of a `jit`, JAX refuses a function with a derivative of its own there.)
+        total: jax.Array = jax.jit(divided)(x.astype(dtype), *whole, padded)
     else:
         total = run(x.astype(dtype), weight.astype(dtype), added, labels)
     return Mean(total=total, count=terms.count(labels))

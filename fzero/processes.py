@@ -105,7 +105,8 @@ def in_turn(devices: Iterable[Any], program: Any) -> Any:
     That is on CPU devices of several processes, one of them here. XLA runs such programs side by
     side if neither reads of the other, and gloo then gives one what was sent to the other, or ends
     the process. (Where a process has several of the devices, XLA runs one after the other; so do
-    GPUs.) Every program in which processes may wait for each other is made by this or `jit_on`.
+    GPUs.) Programs of steps and states in which processes may wait for each other are made by this
+    or `jit_on`; one thread calls them.
 
     Args:
         devices: what it runs on.

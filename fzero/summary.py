@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from fzero.errors import FzeroError
 from fzero.storage.tiers import on_device, tier_of
 from fzero.tree import PyTree, leaf_bytes, named_leaves
 
@@ -109,7 +110,10 @@ class Printed:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        return self._summary()
+        try:
+            return self._summary()
+        except FzeroError as error:  # logs and debuggers show what cannot be used, too
+            return f"<{type(self).__name__}: {error}>"
 
     def _repr_html_(self) -> str:
-        return as_html(self._summary())
+        return as_html(repr(self))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from support import tiny
 import fzero as fz
 from fzero.checkpoint import manager, write
 from fzero.offload.park import unpark
+from fzero.tree import named_leaves
 
 
 MODEL, TX, BATCH = tiny.chain(3), optax.adamw(1e-2), tiny.tokens(16)
@@ -254,6 +256,32 @@ def test_a_new_head_stays_new_and_so_do_its_moments(tmp_path):
         np.testing.assert_array_equal(value, (fresh if from_init else was)[path], err_msg=path)
     assert int(found.step) == 1
     fz.train_step(new, TX, plan)(found, batch)
+
+
+@pytest.mark.parametrize("root", ["w", "mu", "blocks"])
+def test_only_the_moments_of_what_stays_new_are_new(root, tmp_path):
+    """Also where other paths hold its name: another parameter's, and an optimizer's own."""
+    plan = tiny.plan(zero=1, data=2, ema=0.9)
+
+    def init(rng):
+        return {"w": jnp.ones(4), "mu": jnp.ones(4), "blocks": {"w": jnp.ones(4)}}, {}
+
+    model = fz.Model(init, lambda p, b, batch, rng, train: (
+        jnp.mean((batch["x"] * p["w"] * p["blocks"]["w"] + p["mu"]) ** 2), b, {}))  # fmt: skip
+    batch = {"x": np.ones((4, 4), np.float32)}
+    state, _ = fz.train_step(model, TX, plan)(fz.init(model, TX, plan), batch)
+    state, _ = fz.accumulate_step(model, TX, plan)(state, batch)  # whose gradients wait
+    fz.save(tmp_path, state, plan)
+    was = dict(named_leaves(state))
+    now = dict(named_leaves(fz.restore(tmp_path, model, TX, plan, fresh=(root,))))
+    assert now.keys() == was.keys()
+    moments = ("opt_state/0/mu", "opt_state/0/nu", "ema", "grads/sums")
+    own = [p for p in ("w", "mu", "blocks/w") if p.startswith(root)]
+    differ = {p for p, leaf in was.items() if p != "rng" and np.any(leaf != now[p])}
+    assert differ == {f"{field}/{p}" for field in ("params", *moments) for p in own}
+    assert all(not np.any(now[f"grads/sums/{p}"]) for p in own)
+    with pytest.raises(fz.CheckpointError, match=r"fresh has re\.compile\('w'\): expected paths"):
+        fz.restore(tmp_path, model, TX, plan, fresh=(re.compile("w"),))
 
 
 def test_what_was_parked_by_hand_is_saved_and_replanned(states, tmp_path):

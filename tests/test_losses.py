@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import fzero as fz
+from fzero.compat import auto_mesh
 
 
 N, D, V = (2, 7), 5, 11
@@ -117,6 +118,15 @@ def test_no_array_of_logits_is_made():
     saved = jax.checkpoint(chunked, policy=lambda prim, *_, **__: prim.name != "reshape")
     assert peak(saved) < tokens * vocabulary * 4
     assert peak(chunked) < tokens * vocabulary * 4 // 2
+
+
+def test_divided_sequences_need_no_jit():
+    (x, w, b), labels = values()
+    mesh = auto_mesh(np.array(jax.devices()[:2]), ("context",))
+    with jax.set_mesh(mesh):
+        found = fz.linear_cross_entropy(x, w, labels, bias=b)
+    want = reference(fz.CrossEntropy(), x, w, b, labels)
+    np.testing.assert_allclose(found.total, want, rtol=1e-6)
 
 
 def test_shapes_that_do_not_belong_together_are_refused():

@@ -124,6 +124,11 @@ def test_values_are_not_shown(show):
         assert "0.718" not in show(made)
 
 
+def test_what_cannot_be_used_prints_why():
+    """Logs and debuggers show it, too."""
+    assert repr(fz.Shared({1: 2.0, "b": {}})).startswith("<Shared: ")
+
+
 @pytest.mark.parametrize(
     "name",
     ["TrainState", "Model", "Plan", "Schedule", "Placement", "Layout", "Description", "Preflight"],

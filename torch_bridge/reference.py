@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils import _pytree as torch_pytree
 from fzero.errors import ConversionError
 from torch_bridge.converted import Converted
 from torch_bridge.export.export import export_program
-from torch_bridge.export.interpret import Instruction
+from torch_bridge.export.interpret import Instruction, live_nodes
 from torch_bridge.export.places import module_path, source_line
 from torch_bridge.export.slopes import SLOPES
 from torch_bridge.export.watch import untouched
@@ -194,8 +194,9 @@ class _Recorder(torch.fx.Interpreter):
     A graph does not hold what `torch.autograd.grad` computes: what depends on it is not kept.
     """
 
-    def __init__(self, graph_module: torch.fx.GraphModule) -> None:
+    def __init__(self, graph_module: torch.fx.GraphModule, names: Mapping[str, str]) -> None:
         super().__init__(graph_module)
+        self._names = names
         self.seen: list[NodeValue] = []
         self._unknown: set[torch.fx.Node] = set()
 
@@ -207,7 +208,9 @@ class _Recorder(torch.fx.Interpreter):
             kept = torch_pytree.tree_map(
                 lambda v: _array(v) if isinstance(v, torch.Tensor) else v, value
             )
-            self.seen.append(NodeValue(n.name, module_path(n), str(n.target), source_line(n), kept))
+            if name := self._names.get(n.name):
+                where = module_path(n), str(n.target), source_line(n)
+                self.seen.append(NodeValue(name, *where, kept))
         return value
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -235,17 +238,34 @@ def _node_values(
             values.append(program.constants[str(spec.target)])
         else:
             values.append(named[str(spec.target)])
-    operators = {n.name: str(n.target) for n in program.graph.nodes if n.op == "call_function"}
-    for step in converted._graphs.call(train, args, kwargs).mode.graph.instructions:
-        if operators.get(step.name) != step.operator:
-            raise ConversionError(
-                f"the module does not trace to the graph that it was converted to ({step.operator} "
-                f"in {step.where} is another operator now); convert it again"
-            )
+    steps = converted._graphs.call(train, args, kwargs).mode.graph.instructions
+    names = _names_in(program.graph, steps)
     for node in program.graph.nodes:
         if node.op == "call_function":
             node.args, node.kwargs = _silenced(str(node.target), node.args, node.kwargs)
-    recorder = _Recorder(program.graph_module)
+    recorder = _Recorder(program.graph_module, names)
     with torch.no_grad():
         recorder.run(*values)
     return recorder.seen
+
+
+def _names_in(graph: torch.fx.Graph, steps: Sequence[Instruction]) -> dict[str, str]:
+    """What a graph's operators are called in the graph that a module was converted to.
+
+    Their names count what a trace threw away, too, and torch's checks of values do not come alike
+    in each: operators that have other names are the same by their order.
+
+    Raises:
+        ConversionError: they are not the same operators.
+    """
+    calls = [node for node in live_nodes(graph) if node.op == "call_function"]
+    operators = {node.name: str(node.target) for node in calls}
+    other = next((s for s in steps if operators.get(s.name) != s.operator), None)
+    if other is None:
+        return {name: name for name in operators}
+    if [str(node.target) for node in calls] == [step.operator for step in steps]:
+        return {node.name: step.name for node, step in zip(calls, steps, strict=True)}
+    raise ConversionError(
+        f"the module does not trace to the graph that it was converted to ({other.operator} in"
+        f" {other.where} is another operator now); convert it again"
+    )

@@ -189,6 +189,8 @@ def _checked_fields(fields: Collection[str] | None) -> tuple[str, ...]:
 def _roots(fresh: Collection[str]) -> tuple[str, ...]:
     if isinstance(fresh, str):
         raise CheckpointError(f"restore: fresh={fresh!r}: expected paths, such as ({fresh!r},)")
+    if wrong := [path for path in fresh if not isinstance(path, str)]:
+        raise CheckpointError(f"restore: fresh has {wrong[0]!r}: expected paths, such as ('head',)")
     return tuple(path.strip("/") for path in fresh)
 
 
@@ -224,9 +226,16 @@ class _Stored:
                 " rounding. It is left out; everything else is restored",
                 stacklevel=3,
             )
-        wants = self._wants()
-        self._require_roots({*about.leaves, *wants})
-        self.want = {path: want for path, want in wants.items() if self._takes(path)}
+        self.owners = {
+            f"{field}/{split.path}": split.owner
+            for field in OWNED if getattr(blue, field) is not None
+            for split in flat_splits(getattr(blue, field))
+        }  # fmt: skip
+        paths = (path.partition("/") for path in about.leaves)
+        self.params = {inner for field, _, inner in paths if field == "params"}
+        self.wants = self._wants()
+        self._require_roots({*about.leaves, *self.wants})
+        self.want = {path: want for path, want in self.wants.items() if self._takes(path)}
 
     def _require_roots(self, paths: Collection[str]) -> None:
         """Raises `CheckpointError` if what shall stay new is neither here nor there."""
@@ -290,9 +299,13 @@ class _Stored:
         # Averages of a run that had none begin at its parameters; a plan without them leaves them.
         if field == "ema" and (self.blue.ema is None or path not in self.numbers):
             return False
-        if field in ("params", "buffers"):
-            return not any(f"{inner}/".startswith(f"{root}/") for root in self.fresh)
-        return not any(f"/{root}/" in f"/{inner}/" for root in self.fresh)
+        owner = inner if field in ("params", "buffers") else self._owner(path)
+        return not any(f"{owner}/".startswith(f"{root}/") for root in self.fresh)
+
+    def _owner(self, path: str) -> str:
+        """The parameter that moments, averages or sums belong to; empty if none."""
+        found = self.owners.get(path) if path in self.owners else owner_of(path, self.params)
+        return found or ""
 
     def has_all(self, *names: str) -> bool:
         """Whether no leaf of some fields stays new."""
@@ -356,7 +369,7 @@ class _Stored:
             found["loss_scale"] = self._loss_scale(state.loss_scale)
         if "grads" in self.fields and "grads/total" in self.numbers:
             sums = map_splits(
-                lambda split: self._leaf(f"grads/sums/{split.path}"), trained(self.blue.params)
+                lambda split: self._sum(f"grads/sums/{split.path}"), trained(self.blue.params)
             )
             found["grads"] = Pending(
                 sums, *(self._leaf(f"grads/{name}") for name in ("total", "count", "calls"))
@@ -375,6 +388,13 @@ class _Stored:
 
         found: LossScale = map_named(value, new)
         return found
+
+    def _sum(self, path: str) -> jax.Array:
+        """Gradients that wait for their step; none of a parameter that stays new."""
+        if path in self.want:
+            return self._leaf(path)
+        _, _, to = self.wants[path]
+        return copy_leaf(np.zeros(to.shape, to.dtype), to)
 
     def _leaf(self, path: str) -> jax.Array:
         return self._read(path, *self.want[path])

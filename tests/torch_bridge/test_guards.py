@@ -293,10 +293,20 @@ class Checks(nn.Module):
         return torch.where(mask, x, 0.0)
 
 
+class ChecksAll(nn.Module):
+    """The same, as a tensor that is asserted: torch then knows the number, and says so."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        said = f"{mask.sum()} of {x.shape[0]}"
+        torch._check_tensor_all(mask.sum() * x.shape[-1] >= 0, lambda: said)
+        return torch.where(mask, x, 0.0)
+
+
 def test_what_nothing_depends_on_is_no_reason_to_refuse() -> None:
     check_parity(Idle(), X)
     check_parity(OfIntegers(), torch.arange(6).reshape(2, 3))
     check_parity(Checks(), X, X > 0)
+    check_parity(ChecksAll(), X, X > 0)
 
 
 def test_parity_compares_scalars() -> None:

@@ -344,7 +344,7 @@ def _explain(error: Exception, mode: str, module: torch.nn.Module) -> str:
     place = failing_place(error, module)
     where = f"\n  in {place[0]} at: {place[1]}" if place else ""
     hint = remedy_of_trace(str(error), failing_call(error))
-    return (
-        f"torch.export cannot trace the {mode} forward: {cause.rstrip('.')}. {hint}".rstrip()
-        + where
-    )
+    if mode == "train":  # which may draw what eval mode does not, or check its values
+        hint += " For a model that is only evaluated: tb.convert(..., train=False)."
+    said = f"torch.export cannot trace the {mode} forward: {cause.rstrip('.')}. {hint.strip()}"
+    return said.rstrip() + where

@@ -255,7 +255,7 @@ def _instructions(
     reads: _Reads,
 ) -> tuple[tuple[Instruction, ...], int]:
     """The calls of a graph, and how many of them draw random numbers."""
-    live = _live_nodes(graph, reads)
+    live = live_nodes(graph, reads)
     last_use = _last_uses(live, reads)
     instructions: list[Instruction] = []
     draws = 0
@@ -299,7 +299,7 @@ def _nested(node: torch.fx.Node) -> Nested:
 
 def _all_live(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
     """What is live in a graph and in those within it."""
-    for node in _live_nodes(graph):
+    for node in live_nodes(graph):
         yield node
         if node.op == "get_attr":
             body: Any = getattr(graph.owning_module, str(node.target))
@@ -367,7 +367,7 @@ def _inputs_of(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
     return node.all_input_nodes
 
 
-def _live_nodes(graph: torch.fx.Graph, reads: _Reads = _inputs_of) -> list[torch.fx.Node]:
+def live_nodes(graph: torch.fx.Graph, reads: _Reads = _inputs_of) -> list[torch.fx.Node]:
     """Nodes that an output needs, and checks of sizes.
 
     The rest is dropped: asserts about metadata, and those about values (a mask that must hold as
@@ -375,14 +375,29 @@ def _live_nodes(graph: torch.fx.Graph, reads: _Reads = _inputs_of) -> list[torch
     """
     wanted: set[torch.fx.Node] = set()
     nodes = list(graph.nodes)
+    of_values = _numbers_of_values(nodes)
     for node in reversed(nodes):
-        checks = str(node.target) in _CHECKS and not any(
-            unbacked(source.meta.get("val")) for source in node.all_input_nodes
-        )
+        checks = str(node.target) in _CHECKS and of_values.isdisjoint(node.all_input_nodes)
         if node.op == "output" or node in wanted or checks:
             wanted.add(node)
             wanted.update(reads(node))
     return [n for n in nodes if n in wanted]
+
+
+def _numbers_of_values(nodes: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:
+    """Numbers that are made from a tensor's values (`.item()`), or from such numbers.
+
+    What torch knows of one does not always tell: once it is asserted to be 1, it is known as 1.
+    """
+    found: set[torch.fx.Node] = set()
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor | tuple | list):
+            continue
+        read = str(node.target).startswith("aten._local_scalar_dense")
+        if read or unbacked(value) or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _last_uses(nodes: Sequence[torch.fx.Node], reads: _Reads) -> dict[str, tuple[str, ...]]:
