@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,23 @@ class _Leaving:
     outbound: Outbound
 
 
+@dataclass(frozen=True)
+class Parkings:
+    """How the leaves of a streamed function are kept between its calls.
+
+    Args:
+        cuts: for each argument leaf, parked or not, its `Cut` or `None`.
+        given: for each argument leaf, its `Parking` or `None`.
+        made: takes the outputs' shapes and gives a `Parking` or `None` for each.
+        path: where leaves on disk go.
+    """
+
+    cuts: Sequence[Cut | None]
+    given: Sequence[Parking | None]
+    made: Callable[[PyTree], Sequence[Parking | None]]
+    path: str | None = None
+
+
 class StreamedFunction(PlacedFunction):
     """A pure function, some of whose arguments and results are parked.
 
@@ -64,14 +81,9 @@ class StreamedFunction(PlacedFunction):
         args: its arguments as `jax.ShapeDtypeStruct`s with the shardings they have on the device.
         out_shardings: as for `PlacedFunction`.
         everywhere: mesh of all devices.
-        labels: for each argument leaf, what it is computed together with.
-        cuts: for each argument leaf, parked or not, its `Cut` or `None`.
-        parked: for each argument leaf, its `Parking` or `None`.
-        out_parked: takes the outputs' shapes and gives a `Parking` or `None` for each.
-        donate: indices of arguments whose memory may be reused.
-        what: what the function is, for messages.
-        path: where leaves on disk go.
-        compiler_options: of the programs for whole leaves; slabs are updated element by element.
+        parked: how leaves are kept.
+        options: as for `PlacedFunction`, by name. Its compiler's are for whole leaves; slabs are
+            updated element by element.
 
     Attributes:
         visits: the runs of its sections, in order.
@@ -85,31 +97,22 @@ class StreamedFunction(PlacedFunction):
         args: Sequence[PyTree],
         out_shardings: Callable[[PyTree], PyTree],
         everywhere: Mesh,
-        *,
-        labels: PyTree,
-        cuts: Sequence[Cut | None],
-        parked: Sequence[Parking | None],
-        out_parked: Callable[[PyTree], Sequence[Parking | None]],
-        donate: Sequence[int] = (),
-        what: str = "function",
-        path: str | None = None,
-        out_labels: Callable[[PyTree], Sequence[str]] | None = None,
-        compiler_options: Mapping[str, Any] | None = None,
+        parked: Parkings,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            function, args, out_shardings, everywhere, donate, labels, what, out_labels,
-            compiler_options,
-        )  # fmt: skip
-        self.path = path or tempfile.gettempdir()
+        super().__init__(function, args, out_shardings, everywhere, **options)
+        self.path = parked.path or tempfile.gettempdir()
         self.observer: Callable[[str, Visit], None] | None = None
         self.stuck: dict[str, PlacementError] = {}
-        self._parked = {v: p for v, p in zip(self.program.inputs, parked, strict=True) if p}
+        self._parked = {v: p for v, p in zip(self.program.inputs, parked.given, strict=True) if p}
         self._parking = {
             var: parking
-            for (var, _), parking in zip(self.outputs, out_parked(self.out), strict=True)
+            for (var, _), parking in zip(self.outputs, parked.made(self.out), strict=True)
             if parking is not None and isinstance(var, Var)
         }
-        by_var = {v: c for v, c in zip(self.program.inputs, cuts, strict=True) if c is not None}
+        by_var = {
+            v: c for v, c in zip(self.program.inputs, parked.cuts, strict=True) if c is not None
+        }
         self._last = {var: i for i, section in enumerate(self.sections) for var in section.reads}
         self._slabs: dict[int, SlabProgram] = {}
         if by_var:

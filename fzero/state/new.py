@@ -18,7 +18,7 @@ from fzero.errors import PlanError, StateError
 from fzero.hosts.doing import doing
 from fzero.model import Model
 from fzero.offload.park import is_parked_so, park
-from fzero.offload.stream import StreamedFunction
+from fzero.offload.stream import Parkings, StreamedFunction
 from fzero.plan import Plan
 from fzero.precision import initial_loss_scale
 from fzero.processes import in_turn
@@ -287,9 +287,8 @@ def parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
     stream = StreamedFunction(
         make, (shapes["params"],),
         lambda _: jax.tree.map(lambda to: to.sharding, shapes["opt_state"]), blue.mesh,
-        labels=(labels["params"],), cuts=none, parked=none, out_parked=parked,
+        Parkings(none, none, parked, blue.plan.disk_path), labels=(labels["params"],),
         out_labels=lambda _: jax.tree.leaves(labels["opt_state"]), what="init",
-        path=blue.plan.disk_path,
     )  # fmt: skip
     return stream(params)
 

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.offload.slabwise import Cut
-from fzero.offload.stream import StreamedFunction
+from fzero.offload.stream import Parkings, StreamedFunction
 from fzero.programs.places import PlacedFunction
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.chunks import OWNED, Parking
@@ -119,10 +119,12 @@ class DividedUpdate:
             return update.applied(fields, rest["step"], found, rest["metrics"], rest["norm"])
 
         def make(shapes: Any, **options: Any) -> StreamedFunction:
+            parked = Parkings(
+                self._cuts(shapes), self._parking(shapes), self._parking, self.plan.disk_path
+            )
             return StreamedFunction(
-                apply, shapes, self._out_shardings, blue.mesh,
-                cuts=self._cuts(shapes), parked=self._parking(shapes), out_parked=self._parking,
-                donate=(0, 1) if self.donate else (1,), path=self.plan.disk_path, **options,
+                apply, shapes, self._out_shardings, blue.mesh, parked,
+                donate=(0, 1) if self.donate else (1,), **options,
             )  # fmt: skip
 
         own = {name: fields[name] for name in fields if name != "grads"}

@@ -240,7 +240,6 @@ MANY_PARAMETERS = {
         "torch_bridge/training.py fit",
     ],
     "what a pass over the model, or a function cut into programs, is": [
-        "fzero/offload/stream.py __init__",
         "fzero/programs/places.py __init__",
     ],
 }
