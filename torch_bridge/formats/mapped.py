@@ -58,6 +58,8 @@ def find_tensor(pages: mmap.mmap, start: int, length: int) -> Mapped:
     if not isinstance(found, torch.Tensor):
         raise ValueError(f"expected a tensor, got {type(found).__name__}")
     storage: Any = found.untyped_storage()
+    if found.is_conj() or found.is_neg() or storage._checkpoint_offset is None:
+        return _read(_Part(pages, start, length))
     if not 0 <= storage._checkpoint_offset <= length - storage.nbytes():
         raise ValueError("the tensor's elements are said to lie outside of it")
     elements = memoryview(pages)[start + storage._checkpoint_offset :][: storage.nbytes()]
@@ -67,6 +69,13 @@ def find_tensor(pages: mmap.mmap, start: int, length: int) -> Mapped:
         (*found.shape, size), np.uint8, elements, found.storage_offset() * size, strides
     )
     return Mapped(found.dtype, tuple(found.shape), content)
+
+
+def _read(part: Any) -> Mapped:
+    """A tensor whose elements are not those in the file (a conjugate), or lie in an old layout."""
+    found = torch.load(part, map_location="cpu", weights_only=True).detach()
+    plain = found.resolve_conj().resolve_neg().contiguous()
+    return Mapped(plain.dtype, tuple(plain.shape), plain.unsqueeze(-1).view(torch.uint8).numpy())
 
 
 class _Part(io.RawIOBase):

@@ -375,3 +375,24 @@ def test_metadata_that_lies_is_found(tmp_path: Path, change: Any, match: str) ->
     two_ranks(tmp_path, change)
     with pytest.raises(CheckpointError, match=match):
         tb.checkpoint(tmp_path).tensors["w"].tensor()
+
+
+def test_any_tensor_that_torch_writes_is_read(tmp_path):
+    """Also whose elements are not those in the file: a conjugate is a flag beside them."""
+    z = torch.randn(3, 4, dtype=torch.complex64)
+    written = {
+        "conjugate": z.conj(), "negative": z.conj().imag, "rows": torch.randn(4, 6)[:, 1:5:2],
+        "turned": torch.randn(4, 6).T, "expanded": torch.randn(1, 3).expand(4, 3),
+        "none": torch.zeros(0, 3), "number": torch.tensor(2.5), "bits": torch.tensor([True, False]),
+        "half": torch.randn(3, dtype=torch.bfloat16),
+    }  # fmt: skip
+    dcp.save(written, checkpoint_id=tmp_path / "dcp")
+    found = tb.load(tmp_path / "dcp")
+    for name, tensor in written.items():
+        assert torch.equal(found[name], tensor.resolve_conj().resolve_neg()), name
+    for name, layout in (("negative", True), ("rows", False)):
+        torch.save(written[name], tmp_path / name, _use_new_zipfile_serialization=layout)
+        pages = mapped.map_file(tmp_path / name)
+        one, out = mapped.find_tensor(pages, 0, len(pages)), torch.empty(written[name].shape)
+        one.copy_to(out, (slice(None),) * 2, (slice(None),) * 2)
+        assert torch.equal(out, written[name].resolve_neg()), name
