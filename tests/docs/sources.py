@@ -53,6 +53,7 @@ logits_time, logits_124m, logits_gpu, logits_memory = (
     read(f"logits_{name}") for name in ("time", "time_124m", "gpu", "memory")
 )
 gathers, curves = read("gathers")["normal"], read("float8_curves")["losses"]
+one_mesh = read("one_mesh")
 hosts = {row["what"].strip(): row for row in read("hosts")["rows"]}
 sleeping = [
     [one / row["simulated_s"] for one in (statistics.median(row["seconds"]), min(row["seconds"]))]
@@ -158,6 +159,11 @@ SAID: list[tuple[Any, ...]] = [
     ("docs/finetuning.md", "a smaller one {:.2f}", logits_time["seconds"]["ratio"]),
     ("docs/generate.md", "decodes in {:.2f} (one row) and {:.2f} (eight rows) of the time",
      generated[1,]["ratio"], generated[8,]["ratio"]),
+    ("docs/design.md", "{:.2f} GB come to each device", one_mesh["arrives_bytes"] / 1e9),
+    ("docs/design.md", "{:.2f} GB leave it, {:.0f} ms or {:.1f} % of the step",
+     one_mesh["leaves_bytes"] / 1e9, 1e3 * one_mesh["seconds"], 100 * one_mesh["of_step"]),
+    ("docs/design.md", "for {:.2f} GiB less on the first",
+     (one_mesh["state_bytes_at_home"] - one_mesh["state_bytes_spread"]) / 2**30),
     ("docs/design.md", "Of 16 weights of 2048 x 2048, for 8 H200s, at most {:.0f} are whole",
      pages["16 weights"]["gathered_bytes"] / (4 * 2048**2)),
     ("docs/published.md", "`flops_share`: {:.2f} for A100 (its first row), {:.2f} for Hoppers of"
