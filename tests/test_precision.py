@@ -169,6 +169,14 @@ class TestLossScale:
         changed = tiny.host(state.params)
         assert not np.array_equal(changed["w"], before["params/w"])
 
+    def test_a_scale_may_stay_where_it_is(self):
+        how = fz.LossScaling(initial=2**6, growth_steps=10**9, hysteresis=1, minimum=2**6)
+        own = plan("fp16", 1).replace(loss_scale=how)
+        state, _ = fz.train_step(MODEL, TX, own)(fz.init(MODEL, TX, own), overflowing())
+        assert float(state.loss_scale.scale) == 2**6
+        with pytest.raises(fz.PlanError, match=r"minimum=128\.0 is above initial=64\.0"):
+            fz.LossScaling(initial=2**6, minimum=2**7)
+
     def test_the_scale_moves_as_the_plan_says(self):
         how = fz.LossScaling(initial=2**10, growth_steps=2, hysteresis=1, minimum=2**9)
         own = plan("fp16", 1).replace(loss_scale=how)

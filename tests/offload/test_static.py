@@ -14,6 +14,7 @@ from support.sample import some
 import fzero as fz
 from fzero.batch import Inputs
 from fzero.offload.slabwise import is_rowwise
+from fzero.sharding.blueprint import blueprint
 from fzero.storage.tiers import Slabs, slabs_of
 from fzero.tree import named_leaves
 
@@ -163,6 +164,40 @@ def test_never_more_than_two_chunks_on_the_device(monkeypatch):
     assert plan.stream_bytes < max(held) <= 2 * plan.stream_bytes
     assert 2 * plan.stream_bytes < fz.placement(state).host_bytes_per_device["opt_state"] / 4
     assert len(held) == 4 * len(step.stream.visits)
+
+
+def test_slabs_are_those_of_the_plan_and_all_there():
+    """A plan with other chunks cuts them again; one that was given away is the leaf given away."""
+    model, tx = tiny.chain(16), optax.adam(1e-2)
+    plan = tiny.plan(zero=3, data=4, tiers={"opt_state": "host"}, stream_bytes=512)
+    other = plan.replace(stream_bytes=1024)
+
+    def slabs(state):
+        leaves = named_leaves(state.opt_state)
+        return {path: len(leaf.slabs) for path, leaf in leaves if isinstance(leaf, Slabs)}
+
+    state = fz.init(model, tx, plan)
+    again = slabs(fz.replan(state, model, tx, plan, other))
+    assert again == slabs(fz.init(model, tx, other)) != slabs(state)
+    one = next(leaf for _, leaf in named_leaves(state.opt_state) if isinstance(leaf, Slabs))
+    one.slabs[0].delete()
+    with pytest.raises(fz.StateConsumedError):
+        fz.train_step(model, tx, plan)(state, BATCH)
+
+
+def test_frozen_leaves_take_no_room_in_chunks():
+    def init(rng):
+        return {name: jnp.ones((8, 16)) for name in ("base", "own", "two")}, {}
+
+    def loss(p, buffers, batch, rng, train):
+        return jnp.mean(batch["x"] @ (p["base"] + p["own"] + p["two"])), buffers, {}
+
+    tiers = {"params": "host", "opt_state": "host"}
+    plan = tiny.plan(zero=3, data=4, tiers=tiers, stream_bytes=512)
+    model = fz.Model(init, loss, frozen="base")
+    assert blueprint(model, optax.adam(1e-2), plan).chunks.labels == {
+        "base": "", "own": "chunk 1", "two": "chunk 2"
+    }  # fmt: skip
 
 
 def test_placement_is_predicted():

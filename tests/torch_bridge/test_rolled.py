@@ -400,6 +400,26 @@ def test_blocks_with_another_eps_are_not_the_others_layers() -> None:
     assert [run.num for run in converted.blocks.stacks] in ([], [3]), str(converted.blocks)
 
 
+class Late(nn.Module):
+    """Counts from a number of more than 32 bits, of which a stack would have no row."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear, self.number = nn.Linear(4, 4), torch.tensor(2**33 + number)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * (self.number - 2**33).float()
+
+
+def test_blocks_with_other_wide_numbers_are_not_one_loop() -> None:
+    net = nn.Sequential(*(Late(k + 1) for k in range(3)))
+    converted = tb.convert(net, X[:, :4])
+    assert not converted.blocks.stacks
+    check_parity(net, X[:, :4], converted=converted)
+    alike = tb.convert(nn.Sequential(*(Late(1) for _ in range(3))), X[:, :4])
+    assert [run.num for run in alike.blocks.stacks] == [3], str(alike.blocks)
+
+
 class OverTime(nn.Module):
     """Cuts a padded convolution to the length, and runs a Python loop over it, as Mamba does."""
 
