@@ -21,6 +21,7 @@ from fzero.batch import Inputs
 from fzero.keys import block_key
 from fzero.links import Mean, split_loss
 from fzero.processes import jit_on, send
+from fzero.programs.partitioned import checked
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.homes import stage_tree
 from fzero.sharding.split import Split, map_splits, trained
@@ -141,8 +142,9 @@ class StagePrograms:
         local = NamedSharding(self.mesh, LOCAL)
         at = NamedSharding(self.mesh, out) if at is None else at
         return jit_on(
-            self.mesh, run, (at, local), donate_argnums=donate, compiler_options=options or None
-        )
+            self.mesh, checked(run, self.mesh), (at, local), donate_argnums=donate,
+            compiler_options=options or None,
+        )  # fmt: skip
 
     @cached_property
     def forward(self) -> Any:

@@ -41,10 +41,10 @@ def _equation_flops(equation: Any) -> int:
     if name == "cond":
         return max(flops(branch) for branch in params["branches"])
     times = int(params["length"]) if name == "scan" else 1
-    return times * sum(flops(inner) for inner in _jaxprs(params))
+    return times * sum(flops(inner) for inner in inner_jaxprs(params))
 
 
-def _jaxprs(params: Any) -> Iterator[Jaxpr | ClosedJaxpr]:
+def inner_jaxprs(params: Any) -> Iterator[Jaxpr | ClosedJaxpr]:
     """Every jaxpr among an equation's parameters, whatever the primitive calls it."""
     from jax.extend.core import ClosedJaxpr, Jaxpr
 

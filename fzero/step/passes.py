@@ -21,6 +21,7 @@ from fzero.errors import StateError
 from fzero.keys import eval_key
 from fzero.links import Mean
 from fzero.processes import repeated
+from fzero.programs.partitioned import checked
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.split import Split, map_splits, trained, with_frozen
 from fzero.step.values import Gradients, Values
@@ -97,7 +98,7 @@ class OneProgram:
             in_specs=(self.kept_specs(), buffers, rows, whole, whole),
             out_specs=Gradients(*specs),
         )
-        kept = kept_by(self.blueprint, fields)
+        kept, run = kept_by(self.blueprint, fields), checked(run, self.blueprint.mesh)
         found: Gradients = run(kept, fields["buffers"], batch, key, scale)
         return found
 

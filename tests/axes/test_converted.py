@@ -198,3 +198,35 @@ def test_what_is_divided_is_said_with_its_reason():
         "norm.weight: whole: no product that is divided reads it",
         "norm.bias: whole: no product that is divided reads it",
     ]
+
+
+class Pooled(torch.nn.Module):
+    """Every way in which modules mix positions without attention, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)
+        self.conv = torch.nn.Conv1d(8, 8, 3, padding=1)
+        self.causal = torch.nn.Conv1d(8, 8, 4, padding=3, groups=8)
+
+    def forward(self, ids):
+        x = self.embed(ids).transpose(1, 2)
+        x = x + torch.nn.functional.max_pool1d(x, 3, 1, 1)
+        x = x + self.conv(x) + self.causal(x)[..., : x.shape[-1]]
+        x = x + torch.nn.functional.avg_pool1d(x, 3, 1, 1).cumsum(-1) / 4
+        return self.out((x + x.flip(-1)).transpose(1, 2))
+
+
+def test_what_mixes_positions_otherwise_is_that_of_one_device():
+    torch.manual_seed(0)
+    ids = np.random.default_rng(0).integers(0, 32, (4, 16)).astype(np.int32)
+    converted = tb.convert(Pooled(), torch.from_numpy(ids).long()[:2])
+    model = converted.model(lambda f, b: tb.causal_lm_loss(f(b["ids"]), b["ids"]))
+    found = []
+    for plan in (fz.Plan(data=1), fz.Plan(zero=3, data=2, context=4, min_shard_bytes=0)):
+        devices, tx = jax.devices()[: plan.data * plan.context], optax.sgd(0.5)
+        state = fz.init(model, tx, plan, devices=devices)
+        state, _ = fz.train_step(model, tx, plan, devices=devices)(state, {"ids": ids})
+        found.append(jax.tree.map(np.asarray, dict(state.params)))
+    # Sums in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6), *found)

@@ -9,13 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from fzero.axes import free_axes
 from torch_bridge.dtypes import promote
 from torch_bridge.lower.features_last import Last, over, takes_last
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.rounding import product_dtype, with_bias
+from torch_bridge.lower.undivided import undivided
 
 
 _SPATIAL = "DHW"
@@ -38,7 +37,8 @@ def convolution(
     dims = weight.ndim - 2
     x = over(x, dims)
     unbatched = not isinstance(x, Last) and x.ndim == dims + 1
-    a, w = promote(_whole(_held(x, unbatched)), weight)
+    # XLA's partitioner gives wrong gradients of a depthwise kernel where features are divided.
+    a, w = promote(undivided(_held(x, unbatched), (-1,)), weight)
     dtype = product_dtype(a, bias)
     stride, padding, dilation = (_each(v, dims) for v in (stride, padding, dilation))
     if transposed:
@@ -56,19 +56,8 @@ def convolution(
             dimension_numbers=_layout(dims),
             preferred_element_type=dtype,
         )
-    out = with_bias(_whole(out), bias, a.dtype)
+    out = with_bias(undivided(out, (-1,)), bias, a.dtype)
     return jnp.moveaxis(jnp.squeeze(out, 0), -1, 0) if unbatched else Last(out)
-
-
-def _whole(x: jax.Array) -> jax.Array:
-    """A value whose features are not divided over the axes of a plan.
-
-    XLA's partitioner gives wrong gradients of a depthwise convolution's weight where they are.
-    """
-    if not free_axes():
-        return x
-    free = PartitionSpec.UNCONSTRAINED
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*[free] * (x.ndim - 1), None))
 
 
 def _held(x: jax.Array | Last, unbatched: bool) -> jax.Array:

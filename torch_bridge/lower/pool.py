@@ -15,6 +15,7 @@ import numpy as np
 from torch_bridge.dtypes import accumulation_dtype, canonical, cast
 from torch_bridge.lower.features_last import Last, features, like, over, takes_last
 from torch_bridge.lower.registry import register_operator
+from torch_bridge.lower.undivided import undivided
 
 
 def _each(values: Any, dims: int) -> tuple[int, ...]:
@@ -93,7 +94,10 @@ def _max_pool(
         best = jnp.argmax(sliced, axis=-1, keepdims=True)
         return jnp.squeeze(jnp.take_along_axis(sliced, best, axis=-1), -1)
     array, _ = features(x)
-    return like(x, windows.reduce(array, _lowest(array), jax.lax.max))
+    # XLA's partitioner gives wrong gradients of windows that overlap over a divided dim.
+    over_dims = range(windows.lead, windows.lead + dims)
+    best = windows.reduce(undivided(array, over_dims), _lowest(array), jax.lax.max)
+    return like(x, undivided(best, over_dims))
 
 
 @register_operator("aten.max_pool1d.default")

@@ -1,0 +1,76 @@
+"""What XLA's partitioner gets wrong, refused before it divides it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from fzero.axes import CONTEXT
+from fzero.errors import PlanError
+from fzero.programs.flops import inner_jaxprs
+
+
+# What lies as its operands do.
+_SAME = ("convert_element_type", "copy", "name", "optimization_barrier", "reduce_precision")
+
+
+def checked(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    """A function that is differentiated within, refused where that would be wrong on a mesh.
+
+    The gradient of a largest value of windows that overlap along a divided dim (max pooling over
+    positions) is wrong in jax 0.10 (`select_and_scatter_add`). It is right where a sharding
+    constraint holds the value that the windows run over.
+
+    Args:
+        run: the function.
+        mesh: the mesh that it runs on.
+
+    Returns:
+        `run` itself, where the mesh divides no sequences.
+    """
+    size = dict(mesh.shape).get(CONTEXT, 1)
+    if size == 1:
+        return run
+
+    def traced(*args: Any) -> Any:
+        from jax.extend.core import jaxpr_as_fun
+
+        program, out = jax.make_jaxpr(run, return_shape=True)(*args)
+        for equation, held in _equations(program.jaxpr):
+            if _overlaps(equation) and not held:
+                raise PlanError(
+                    f"plan: context={size}: the model takes the largest or smallest values of"
+                    f" windows that overlap (max pooling), of"
+                    f" {equation.invars[0].aval.str_short()}. XLA's partitioner gets their gradient"
+                    " wrong along a divided dim: hold the value whole just before, by"
+                    " x = jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec())"
+                )
+        found = jaxpr_as_fun(program)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(out), found)
+
+    return traced
+
+
+def _equations(jaxpr: Any) -> Iterator[tuple[Any, bool]]:
+    """All equations, and whether a sharding constraint gives the first value that one reads."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    held: set[int] = set()
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "sharding_constraint":
+            held.update(map(id, equation.outvars))
+        elif name in _SAME:
+            pairs = zip(equation.invars, equation.outvars, strict=True)
+            held.update(id(out) for given, out in pairs if id(given) in held)
+        yield equation, bool(equation.invars) and id(equation.invars[0]) in held
+        for inner in inner_jaxprs(equation.params):
+            yield from _equations(inner)
+
+
+def _overlaps(equation: Any) -> bool:
+    if equation.primitive.name not in ("reduce_window_max", "reduce_window_min"):
+        return False
+    windows = equation.params["window_dimensions"], equation.params["window_strides"]
+    return any(size > stride for size, stride in zip(*windows, strict=True))
