@@ -38,8 +38,8 @@ def checked(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
         from jax.extend.core import jaxpr_as_fun
 
         program, out = jax.make_jaxpr(run, return_shape=True)(*args)
-        for equation, held in _equations(program.jaxpr):
-            if _overlaps(equation) and not held:
+        for equation, whole in _equations(program.jaxpr):
+            if not _overlapping(equation) <= whole:
                 raise PlanError(
                     f"plan: context={size}: the model takes the largest or smallest values of"
                     f" windows that overlap (max pooling), of"
@@ -53,24 +53,27 @@ def checked(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     return traced
 
 
-def _equations(jaxpr: Any) -> Iterator[tuple[Any, bool]]:
-    """All equations, and whether a sharding constraint gives the first value that one reads."""
+def _equations(jaxpr: Any) -> Iterator[tuple[Any, set[int]]]:
+    """All equations, and the dims of the first value read that a constraint holds whole."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    held: set[int] = set()
+    held: dict[int, set[int]] = {}  # by value
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name == "sharding_constraint":
-            held.update(map(id, equation.outvars))
+            spec, (out,) = equation.params["sharding"].spec, equation.outvars
+            held[id(out)] = {d for d in range(out.aval.ndim) if d >= len(spec) or spec[d] is None}
         elif name in _SAME:
             pairs = zip(equation.invars, equation.outvars, strict=True)
-            held.update(id(out) for given, out in pairs if id(given) in held)
-        yield equation, bool(equation.invars) and id(equation.invars[0]) in held
+            held.update((id(out), held[id(given)]) for given, out in pairs if id(given) in held)
+        yield equation, held.get(id(equation.invars[0]), set()) if equation.invars else set()
         for inner in inner_jaxprs(equation.params):
             yield from _equations(inner)
 
 
-def _overlaps(equation: Any) -> bool:
+def _overlapping(equation: Any) -> set[int]:
+    """The dims along which windows of largest or smallest values overlap."""
     if equation.primitive.name not in ("reduce_window_max", "reduce_window_min"):
-        return False
+        return set()
     windows = equation.params["window_dimensions"], equation.params["window_strides"]
-    return any(size > stride for size, stride in zip(*windows, strict=True))
+    pairs = enumerate(zip(*windows, strict=True))
+    return {dim for dim, (size, stride) in pairs if size > stride}
