@@ -19,6 +19,9 @@ AXES = (REPLICA, DATA)
 # Over which XLA divides the work of a layer.
 EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
 FURTHER = (EXPERT, CONTEXT, TENSOR)
+# Over which ZeRO shares out a leaf, in the order of the mesh: devices that would all hold the same
+# of it. (What `tensor` leaves whole is small.)
+ZERO = (DATA, EXPERT, CONTEXT)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ def rows_axis(rows: int) -> str | None:
     them: layers that do not live on its devices are computed there, each for its own rows."""
     size = free_axes().get(EXPERT, 1)
     return EXPERT if size > 1 and rows and not rows % size else None
+
+
+def zero_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of the axes that ZeRO shares leaves out over, in a mesh of these sizes."""
+    return {name: sizes[name] for name in ZERO if name in sizes}
 
 
 def manual_axes(mesh: Any) -> set[str]:

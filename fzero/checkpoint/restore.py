@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fzero.axes import DATA, zero_sizes
 from fzero.checkpoint.write import Checkpoint, array_path, checkpoint, first_says, read_meta, wait
 from fzero.compat import is_key, outside_of_meshes
 from fzero.errors import CheckpointError
@@ -250,16 +251,18 @@ class _Stored:
 
     def _wants(self) -> dict[str, Want]:
         """How each leaf of the model's and the optimizer's was kept, and shall be."""
-        blue, model, was, num_data = self.blue, self.blue.model, self.about.plan, self.meta["data"]
+        blue, model, was = self.blue, self.blue.model, self.about.plan
+        # Checkpoints up to fzero 0.2 were shared out over the data axis alone.
+        sizes = zero_sizes(self.meta.get("zero") or {DATA: self.meta["data"]})
         shapes, _ = initial_shapes(model)
         homes = cut_into_stages(model, was).homes if was.pipe > 1 else None
-        params = split_params(model, shapes, was, num_data, homes)
+        params = split_params(model, shapes, was, sizes, homes)
         averages = None if blue.ema is None else split_averages(params)
         old = {"params": params, "opt_state": (), "ema": averages}
         new = {name: getattr(blue, name) for name in old}
         if blue.tx is not None:
             make = bound_optimizer(blue.tx, model, homes).init
-            old["opt_state"] = split_opt_state(make, old["params"], was, num_data)
+            old["opt_state"] = split_opt_state(make, old["params"], was, sizes)
         kept = blue.shapes()
         found: dict[str, Want] = {}
 

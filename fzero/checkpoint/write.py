@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fzero.axes import DATA
+from fzero.axes import zero_sizes
 from fzero.checkpoint import objects
 from fzero.checkpoint.shards import is_elsewhere, shards_path
 from fzero.checkpoint.urls import folder_of, is_url, kvstore
@@ -161,7 +161,7 @@ def _save(
         "format": FORMAT,
         "step": int(state.step),
         "plan": plan.to_json(),
-        "data": int(mesh.shape[DATA]),
+        "zero": zero_sizes(dict(mesh.shape)),
         "data_position": data_position,
         "leaves": {p: [list(x.shape), str(x.dtype)] for p, x in leaves.items()},
         "rng": [

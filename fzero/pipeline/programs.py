@@ -80,7 +80,7 @@ class StagePrograms:
             plan=self.plan,
             splits=self.splits,
             group=blue.group,
-            sharded=self.plan.zero == 3 and blue.group.data > 1,
+            sharded=self.plan.zero == 3 and blue.group.shards > 1,
             reduce=True,
             prefetch=blue.prefetch,
             halves=True,
@@ -138,7 +138,7 @@ class StagePrograms:
             check_vma=False,
         )
         platform = self.mesh.devices.flat[0].platform
-        options = compiler_options(self.plan, self.splits, self.blue.group.data, platform)
+        options = compiler_options(self.plan, self.splits, self.blue.group.shards, platform)
         local = NamedSharding(self.mesh, LOCAL)
         at = NamedSharding(self.mesh, out) if at is None else at
         return jit_on(

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fzero.axes import AXES, CONTEXT, EXPERT, manual_axes
+from fzero.axes import AXES, CONTEXT, DATA, EXPERT, manual_axes
 from fzero.batch import Inputs, batch_sharding
 from fzero.compat import abstract_mesh
 from fzero.model import Model
@@ -50,7 +50,7 @@ def model_flops(model: Model, plan: Plan, batch: PyTree, times: int) -> int:
     """
     params, buffers = initial_shapes(model)
     alone = plan.replace(pipe=1, schedule=None, partition="uniform")
-    rules = Rules(alone, split_params(model, params, alone, 1), Group(1, 1), False, False)
+    rules = Rules(alone, split_params(model, params, alone, {DATA: 1}), Group(1, 1), False, False)
     inputs = Inputs.of(batch).map_rows(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // times, *x.shape[1:]), x.dtype)
     )
@@ -120,7 +120,7 @@ def gradient_bytes(blue: Blueprint, plan: Plan) -> int:
         dtype = np.dtype(np.float32) if wide else split.compute
         sharded = split.dim is not None and plan.reduce == "microbatch"
         shape = split.stored_shape if sharded else split.shape
-        ways = split.ways * (blue.group.data if sharded else 1)
+        ways = split.ways * (split.shards if sharded else 1)
         sums += math.prod(shape) * dtype.itemsize // ways
     return sums
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fzero.axes import DATA, PIPE, REPLICA
+from fzero.axes import DATA, PIPE, REPLICA, zero_sizes
 from fzero.compat import abstract_mesh, ranks_mesh
 from fzero.errors import PlanError, StateError
 from fzero.links import Stack
@@ -107,6 +107,11 @@ class Blueprint:
         """Devices on the data axis."""
         return dict(self.mesh.shape)[DATA]
 
+    @property
+    def zero_sizes(self) -> dict[str, int]:
+        """The axes that ZeRO shares leaves out over, and how many devices are along each."""
+        return zero_sizes(dict(self.mesh.shape))
+
     @cached_property
     def group(self) -> Group:
         """The devices that collectives run over."""
@@ -121,7 +126,7 @@ class Blueprint:
     @property
     def prefetch(self) -> bool:
         """Whether stacks gather one layer ahead: as the plan says, or where it can hide."""
-        if self.group.data * self.group.replica == 1:
+        if self.group.shards * self.group.replica == 1:
             return False
         wanted = self.plan.prefetch
         return self.mesh.devices.flat[0].platform != "cpu" if wanted is None else wanted
@@ -131,7 +136,7 @@ class Blueprint:
         """A `Split` for every leaf of the optimizer state; the empty tuple without an optimizer."""
         if self.tx is None:
             return ()
-        return split_opt_state(self.optimizer.init, self.params, self.plan, self.num_data)
+        return split_opt_state(self.optimizer.init, self.params, self.plan, self.zero_sizes)
 
     @cached_property
     def ema(self) -> PyTree:
@@ -404,11 +409,12 @@ def _blueprint(
                 " buffers"
             )
     check_buffers(model, buffers)
+    sizes = zero_sizes(dict(mesh.shape))
     if plan.pipe == 1:
-        splits = split_params(model, params, plan, dict(mesh.shape)[DATA])
+        splits = split_params(model, params, plan, sizes)
         return Blueprint(model, tx, plan, mesh, splits, buffers)
     stages = cut_into_stages(model, plan)
-    splits = split_params(model, params, plan, dict(mesh.shape)[DATA], stages.homes)
+    splits = split_params(model, params, plan, sizes, stages.homes)
     kept = {
         name: jax.tree.map(lambda x, home=stages.homes[name]: kept_shape(x, home), tree)
         for name, tree in buffers.items()

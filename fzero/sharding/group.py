@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from fzero.axes import rows_axis
+from fzero.axes import ZERO, rows_axis
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class Group:
     bits: bool = False
     secondary: int = 0
     further: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def shards(self) -> int:
+        """Devices that ZeRO can share a leaf out over."""
+        return self.data * math.prod(size for name, size in self.further if name in ZERO)
 
     def alone(self, function: Callable[..., Any], specs: Any, out: Any) -> Callable[..., Any]:
         """A function that runs collectives, with each device's part of its arguments alone.

@@ -1,4 +1,4 @@
-"""Which dim of a leaf is split over the data axis, with what padding, and why.
+"""Which dim of a leaf ZeRO splits over devices, with what padding, and why.
 
 Everything here is computed from shapes; no device is needed. Splits are decided once per
 (model, plan, number of devices) and is the same for all four ZeRO stages: the stage only says
@@ -8,6 +8,7 @@ which state classes are *kept* in it between steps.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ class Home:
 
 @dataclass(frozen=True)
 class Split:
-    """How one leaf is cut over the data axis.
+    """How one leaf is cut over devices that would all hold the same of it.
 
     Args:
         path: the leaf's name, such as `blocks/attn/w`; no other leaf of its tree has it.
@@ -91,6 +92,9 @@ class Split:
         owner: the name of the parameter that a leaf of the optimizer's state belongs to, if any.
         axes: the further mesh axis that each dim lies along, as far as there are any; never `dim`.
         ways: devices along them that share out the leaf.
+        over: the mesh axes that `dim` is split over where the leaf is kept sharded: the data axis,
+            then further ones that the leaf does not lie along.
+        shards: devices along those: how many shards there are; 1 for a whole leaf.
     """
 
     path: str
@@ -106,6 +110,8 @@ class Split:
     owner: str | None = None
     axes: tuple[str | None, ...] = ()
     ways: int = 1
+    over: tuple[str, ...] = (DATA,)
+    shards: int = 1
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -120,26 +126,38 @@ class Split:
 
     @property
     def spec(self) -> PartitionSpec:
-        """How it is cut over the data axis, where it is kept sharded."""
+        """How it is cut over the data axis alone, where it is kept sharded."""
         if self.dim is None:
             return PartitionSpec()
         return PartitionSpec(*(None,) * self.dim, DATA)
 
+    @property
+    def kept_over(self) -> tuple[str, ...]:
+        """The mesh axes that it is split over where it is kept sharded, if it is."""
+        return () if self.dim is None else self.over
+
     def lies(self, sharded: bool) -> PartitionSpec:
-        """How it lies over all mesh axes, kept sharded over the data axis or not."""
+        """How it lies over all mesh axes, kept sharded or not."""
         if not sharded or self.dim is None:
             return PartitionSpec(*self.axes)
-        axes = [*self.axes, *(None,) * (self.dim + 1 - len(self.axes))]
-        axes[self.dim] = DATA
-        return PartitionSpec(*axes)
+        return PartitionSpec(*self._axes(self.over))
 
-    def beside(self, ndim: int) -> PartitionSpec:
+    def beside(self, ndim: int, sharded: bool = False) -> PartitionSpec:
         """How it, or one layer of it, lies over the further axes.
 
         Args:
             ndim: its number of dims, which tells a layer from the leaf.
+            sharded: whether it is a shard, or whole.
         """
-        return PartitionSpec(*self.axes[len(self.shape) - ndim :])
+        axes = self._axes(self.over[1:]) if sharded and self.dim is not None else [*self.axes]
+        return PartitionSpec(*axes[len(self.shape) - ndim :])
+
+    def _axes(self, over: tuple[str, ...]) -> list[Any]:
+        """The axes that each dim lies along, with these along `dim`."""
+        assert self.dim is not None
+        axes: list[Any] = [*self.axes, *(None,) * (self.dim + 1 - len(self.axes))]
+        axes[self.dim] = (over[0] if len(over) == 1 else over) if over else None
+        return axes
 
     @property
     def layer_dim(self) -> int | None:
@@ -161,14 +179,29 @@ class Split:
 
 
 def split_leaf(
-    path: str, leaf: Any, num_data: int, plan: Plan, stacked: bool = False, axes: Axes = ()
+    path: str,
+    leaf: Any,
+    sizes: Mapping[str, int],
+    plan: Plan,
+    stacked: bool = False,
+    axes: Axes = (),
 ) -> Split:
-    """Decides how one leaf is split over the data axis.
+    """Decides how one leaf is split, over all of ZeRO's axes that it does not lie along.
 
     The outermost divisible dim is taken: gathering along it concatenates whole blocks of memory.
     A leaf below `plan.min_shard_bytes` stays whole. Where no dim divides, the dim that grows the
     least is padded. Dims that lie along further axes are left alone.
+
+    Args:
+        path: its name.
+        leaf: its shape and dtype.
+        sizes: ZeRO's axes and how many devices are along each (`fzero.axes.zero_sizes`).
+        plan: the plan.
+        stacked: whether dim 0 counts layers.
+        axes: the further axes that its dims lie along.
     """
+    over = tuple(axis for axis in sizes if axis not in axes)
+    shards = math.prod(sizes[axis] for axis in over)
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
     first, ways = int(stacked), num_ways(plan, axes)
     compute = compute_dtype(plan, dtype, path)
@@ -179,29 +212,29 @@ def split_leaf(
 
     def split(dim: int | None, pad: int, reason: str) -> Split:
         return Split(
-            path, shape, dtype, compute, dim, pad, stacked, reason + own,
-            axes=tuple(axes), ways=ways,
+            path, shape, dtype, compute, dim, pad, stacked, reason + own, axes=tuple(axes),
+            ways=ways, over=over, shards=1 if dim is None else shards,
         )  # fmt: skip
 
     part = shape[first:]
     size = int(np.prod(part, dtype=np.int64)) * compute.itemsize // ways
-    if num_data == 1:
-        return split(None, 0, "one device on the data axis")
+    if shards == 1:
+        return split(None, 0, f"one device on the {' and '.join(over)} axis")
     if not part or 0 in shape:
         return split(None, 0, "scalar" if not part else "no elements")
     if size < plan.min_shard_bytes:
         return split(None, 0, f"{size} bytes: below min_shard_bytes={plan.min_shard_bytes}")
     free = [dim for dim in range(first, len(shape)) if dim >= len(axes) or axes[dim] is None]
-    if max((shape[dim] for dim in free), default=0) < num_data:
-        return split(None, 0, f"no dim has {num_data} rows to give away")
+    if max((shape[dim] for dim in free), default=0) < shards:
+        return split(None, 0, f"no dim has {shards} rows to give away")
     for dim in free:
-        if shape[dim] % num_data == 0:
-            return split(dim, 0, f"dim {dim} ({shape[dim]}) divides by {num_data}")
+        if shape[dim] % shards == 0:
+            return split(dim, 0, f"dim {dim} ({shape[dim]}) divides by {shards}")
     # Relative growth decides: one row of 50257 costs less than one of 25.
-    dim = min(free, key=lambda d: ((-shape[d] % num_data) / shape[d], d))
-    pad = -shape[dim] % num_data
+    dim = min(free, key=lambda d: ((-shape[d] % shards) / shape[d], d))
+    pad = -shape[dim] % shards
     grown = shape[dim] + pad
-    return split(dim, pad, f"no dim divides by {num_data}: dim {dim} padded by {pad} to {grown}")
+    return split(dim, pad, f"no dim divides by {shards}: dim {dim} padded by {pad} to {grown}")
 
 
 def stacked_names(model: Model) -> frozenset[str]:
@@ -210,7 +243,11 @@ def stacked_names(model: Model) -> frozenset[str]:
 
 
 def split_params(
-    model: Model, shapes: PyTree, plan: Plan, num_data: int, homes: Mapping[str, Home] | None = None
+    model: Model,
+    shapes: PyTree,
+    plan: Plan,
+    sizes: Mapping[str, int],
+    homes: Mapping[str, Home] | None = None,
 ) -> PyTree:
     """How a params tree is split: a `Split` for every leaf.
 
@@ -218,7 +255,7 @@ def split_params(
         model: the model.
         shapes: its parameters' shapes.
         plan: the plan.
-        num_data: devices on the data axis.
+        sizes: ZeRO's axes and how many devices are along each.
         homes: in a pipeline, the home of each link's leaves.
     """
     stacks, axes = stacked_names(model), axes_of(model, plan, shapes)
@@ -229,7 +266,7 @@ def split_params(
     def split(keys: tuple[str, ...], name: str, leaf: Any) -> Split:
         link = keys[0] if keys else ""
         home = None if homes is None else homes[link]
-        split = split_leaf(name, kept_shape(leaf, home), num_data, plan, link in stacks, axes[name])
+        split = split_leaf(name, kept_shape(leaf, home), sizes, plan, link in stacks, axes[name])
         split = dataclasses.replace(split, home=home)
         return _frozen(split, plan) if name in frozen else split
 
@@ -281,7 +318,7 @@ def _frozen(split: Split, plan: Plan) -> Split:
     if plan.gathers_at_use:
         return dataclasses.replace(split, frozen=True, reason=f"frozen; {split.reason}")
     why = f"frozen: zero={plan.zero} reads it whole"
-    return dataclasses.replace(split, frozen=True, dim=None, pad=0, reason=why)
+    return dataclasses.replace(split, frozen=True, dim=None, pad=0, shards=1, reason=why)
 
 
 def trained(splits: PyTree, tree: PyTree = None) -> PyTree:
@@ -315,7 +352,7 @@ def kept_shape(leaf: Any, home: Home | None) -> Any:
 
 
 def split_opt_state(
-    init: Callable[[PyTree], PyTree], params: PyTree, plan: Plan, num_data: int
+    init: Callable[[PyTree], PyTree], params: PyTree, plan: Plan, sizes: Mapping[str, int]
 ) -> PyTree:
     """How any optax state is split.
 
@@ -327,7 +364,7 @@ def split_opt_state(
         init: the transformation's `init`.
         params: the splits of the parameters; it is given those that are trained.
         plan: the plan.
-        num_data: devices on the data axis.
+        sizes: ZeRO's axes and how many devices are along each.
     """
     params = trained(params)
     shapes = jax.eval_shape(init, map_splits(_kept, params))
@@ -345,7 +382,7 @@ def split_opt_state(
                 owner, path=name, dtype=np.dtype(leaf.dtype), reason=f"as {owner.path}",
                 owner=owner.path,
             )  # fmt: skip
-        own = split_leaf(name, leaf, num_data, plan)
+        own = split_leaf(name, leaf, sizes, plan)
         own = dataclasses.replace(own, owner=None if owner is None else owner.path)
         if everywhere is None:
             return own
@@ -355,7 +392,7 @@ def split_opt_state(
         if owner.home.rows and not (shape[:1] == owner.shape[:1] and name in by_rows):
             return dataclasses.replace(own, home=Home(owner.home.ranks, label=owner.home.label))
         if owner.home.rows and own.dim == 0:
-            own = split_leaf(name, leaf, num_data, plan, stacked=True)
+            own = split_leaf(name, leaf, sizes, plan, stacked=True)
         return dataclasses.replace(own, home=owner.home, owner=owner.path)
 
     return _mapped(split, shapes)
@@ -467,7 +504,7 @@ def stored_shapes(
     Args:
         splits: a `Split` per leaf.
         sharding: the sharding at a home with a spec.
-        sharded: whether the leaves are kept sharded over the data axis.
+        sharded: whether the leaves are kept sharded.
         dtype: the dtype of a split's leaf, where that is not the one it is kept in.
     """
 

@@ -56,7 +56,7 @@ class OneProgram:
             plan=plan,
             splits=self.blueprint.params,
             group=group,
-            sharded=plan.gathers_at_use and group.data > 1,
+            sharded=plan.gathers_at_use and group.shards > 1,
             reduce=plan.reduce == "microbatch",
             prefetch=self.blueprint.prefetch,
         )

@@ -138,4 +138,4 @@ def runner_of(
 def options_of(blue: Blueprint) -> CompilerOptions:
     """The compiler options of a plan's programs on its devices."""
     platform = blue.mesh.devices.flat[0].platform
-    return compiler_options(blue.plan, blue.params, blue.group.data, platform)
+    return compiler_options(blue.plan, blue.params, blue.group.shards, platform)

@@ -30,23 +30,30 @@ def gather(shard: jax.Array, split: Split, group: Group, again: bool = False) ->
     forward pass's, which the CPU compiler would otherwise reuse (it drops barriers before its last
     search for common subexpressions) and so keep the gathered leaf alive.
     """
-    dim = _split_dim(shard, split)
-    if dim is None or group.data == 1:
+    dim = split_dim(shard, split)
+    if dim is None or split.shards == 1:
         return shard
-    return _without_pad(_gather_bits(shard, group, dim, again), dim, split)
+    return _without_pad(_gather_bits(shard, group, split.over, dim, again), dim, split)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def _gather_bits(shard: jax.Array, group: Group, dim: int, again: bool) -> jax.Array:
-    return from_bits(_all_gather(as_bits(shard, group), dim, again), shard.dtype)
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4))
+def _gather_bits(
+    shard: jax.Array, group: Group, over: tuple[str, ...], dim: int, again: bool
+) -> jax.Array:
+    return from_bits(_all_gather(as_bits(shard, group), over, dim, again), shard.dtype)
 
 
 @_gather_bits.defjvp
 def _gather_tangents(
-    group: Group, dim: int, again: bool, shard: tuple[jax.Array], tangent: tuple[jax.Array]
+    group: Group,
+    over: tuple[str, ...],
+    dim: int,
+    again: bool,
+    shard: tuple[jax.Array],
+    tangent: tuple[jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     # Integers have no derivative: one taken through the bits would be zero without a word.
-    return _gather_bits(*shard, group, dim, again), _all_gather(*tangent, dim, again)
+    return _gather_bits(*shard, group, over, dim, again), _all_gather(*tangent, over, dim, again)
 
 
 def gather_int8(
@@ -58,13 +65,13 @@ def gather_int8(
 
     Source: ZeRO++, arXiv:2306.10209, section 3.1 (qwZ).
     """
-    dim = _split_dim(shard, split)
-    if dim is None or group.data == 1:
+    dim = split_dim(shard, split)
+    if dim is None or split.shards == 1:
         return round_to(shard, dtype)
-    sent = _all_gather(encode(shard.reshape(1, -1)), 0, again)
-    parts = round_to(decode(sent, shard.size), dtype).reshape(group.data, *shard.shape)
+    sent = _all_gather(encode(shard.reshape(1, -1)), split.over, 0, again)
+    parts = round_to(decode(sent, shard.size), dtype).reshape(split.shards, *shard.shape)
     shape = list(shard.shape)
-    shape[dim] *= group.data
+    shape[dim] *= split.shards
     return _without_pad(jnp.moveaxis(parts, 0, dim).reshape(shape), dim, split)
 
 
@@ -81,7 +88,7 @@ def agreed_largest(values: Sequence[jax.Array]) -> list[jax.Array]:
 
 def secondary_shard(whole: jax.Array, split: Split, group: Group) -> jax.Array:
     """What this device keeps of a whole leaf between two passes, for its secondary group."""
-    dim = _split_dim(whole, split)
+    dim = split_dim(whole, split)
     assert dim is not None
     padded = _with_pad(whole, dim, split)
     length = padded.shape[dim] // group.secondary
@@ -94,7 +101,7 @@ def gather_secondary(shard: jax.Array, split: Split, group: Group) -> jax.Array:
 
     Source: ZeRO++, arXiv:2306.10209, section 3.2 (hpZ).
     """
-    dim = _split_dim(shard, split)
+    dim = split_dim(shard, split)
     assert dim is not None
     size = group.secondary
     neighbours = [list(range(at, at + size)) for at in range(0, group.data, size)]
@@ -104,18 +111,18 @@ def gather_secondary(shard: jax.Array, split: Split, group: Group) -> jax.Array:
     return _without_pad(from_bits(whole, shard.dtype), dim, split)
 
 
-def _split_dim(leaf: jax.Array, split: Split) -> int | None:
+def split_dim(leaf: jax.Array, split: Split) -> int | None:
     """The dim that is split, of a leaf or of one layer of a stack."""
     one_layer = leaf.ndim == len(split.shape) - int(split.stacked)
     return split.layer_dim if one_layer else split.dim
 
 
-def _all_gather(shard: jax.Array, dim: int, again: bool) -> jax.Array:
+def _all_gather(shard: jax.Array, over: tuple[str, ...], dim: int, again: bool) -> jax.Array:
     if not again:
-        return jax.lax.all_gather(shard, DATA, axis=dim, tiled=True)
+        return jax.lax.all_gather(shard, over, axis=dim, tiled=True)
     # Behind the split dim, so that the layout of what is gathered stays what it is.
     shard = jnp.expand_dims(shard, dim + 1)
-    return jnp.squeeze(jax.lax.all_gather(shard, DATA, axis=dim, tiled=True), dim + 1)
+    return jnp.squeeze(jax.lax.all_gather(shard, over, axis=dim, tiled=True), dim + 1)
 
 
 def _with_pad(whole: jax.Array, dim: int, split: Split) -> jax.Array:
@@ -130,12 +137,41 @@ def _without_pad(whole: jax.Array, dim: int, split: Split) -> jax.Array:
     return jax.lax.slice_in_dim(whole, 0, whole.shape[dim] - split.pad, axis=dim)
 
 
-def reduce_scatter(grad: jax.Array, split: Split, group: Group) -> jax.Array:
-    """This device's shard of a gradient summed over devices; the whole sum for whole leaves."""
-    dim = _split_dim(grad, split)
-    if dim is None:
-        return all_reduce(grad, group)
-    grad = _with_pad(grad, dim, split)
+def dealt(grad: jax.Array, split: Split, group: Group) -> tuple[jax.Array, PartitionSpec]:
+    """A split leaf's gradient with a dim for each axis that it shall be split over, as
+    `reduce_scatter` takes it, and the spec of that over the further axes.
+
+    XLA adds up over these what it divides over them; a dim of its own for each tells it which part
+    of the sum a device needs, so that it need not send the others.
+    """
+    dim = split_dim(grad, split)
+    assert dim is not None
+    grad, axes = _with_pad(grad, dim, split), [*split.beside(grad.ndim)]
+    axes += [None] * (grad.ndim - len(axes))
+    inner, sizes = split.over[1:], dict(group.further)
+    if inner:
+        # Whole first: XLA would carry the parts back into what made them, and ends the process
+        # where that is a scatter (an embedding's gradient; jax 0.10.2).
+        grad = group.pin(grad, PartitionSpec(*axes))
+        num = group.data, *(sizes[axis] for axis in inner), -1
+        grad = grad.reshape(*grad.shape[:dim], *num, *grad.shape[dim + 1 :])
+        axes[dim : dim + 1] = [None, *inner, None]
+    return grad, PartitionSpec(*axes)
+
+
+def reduce_scatter(grad: jax.Array, dim: int, split: Split, group: Group) -> jax.Array:
+    """This device's shard of a gradient summed over devices.
+
+    Args:
+        grad: the gradient, `dealt`.
+        dim: the dim of the leaf, or of the layer, that is split.
+        split: how.
+        group: the devices.
+    """
+    inner = len(split.over) - 1
+    if inner:  # of which this device has one row each
+        behind = grad.shape[dim + inner + 2 :]
+        grad = grad.reshape(*grad.shape[:dim], -1, *behind)
     if group.data > 1:
         grad = _scatter_sum(grad, dim, group)
     return sum_over(grad, REPLICA, group.replica, group)

@@ -16,20 +16,20 @@ CompilerOptions = dict[str, str | int | bool]
 _GPUS = ("gpu", "cuda")
 
 
-def compiler_options(plan: Plan, splits: PyTree, num_data: int, platform: str) -> CompilerOptions:
+def compiler_options(plan: Plan, splits: PyTree, shards: int, platform: str) -> CompilerOptions:
     """XLA options for a step.
 
     Args:
         plan: the plan.
         splits: a `Split` per parameter.
-        num_data: devices on the data axis.
+        shards: devices that ZeRO shares leaves out over.
         platform: platform of the devices, such as `cpu`, `gpu` or `cuda`.
 
     Returns:
         Options for `jax.jit(..., compiler_options=...)`; empty where the defaults are right.
     """
     options = deterministic_options(plan, platform)
-    if platform not in _GPUS or num_data == 1:
+    if platform not in _GPUS or shards == 1:
         return options
     # XLA schedules collectives beside computation by itself on Hopper and later; on an A100 it
     # leaves all of them exposed unless asked (Llama 8B, 8 A100: 6 % of a step).
@@ -43,10 +43,10 @@ def compiler_options(plan: Plan, splits: PyTree, num_data: int, platform: str) -
     # completely; above that, layers are joined with their neighbours and memory grows.
     # (tests/gpu_programs: no byte in the loops is exposed.)
     options["xla_gpu_all_gather_combine_threshold_bytes"] = gathered_layer_bytes(
-        plan, splits, num_data
+        plan, splits, shards
     )
     # Counts the scattered result, which is one part of the layer.
-    options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(reduced // num_data, 1)
+    options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(reduced // shards, 1)
     if plan.replica > 1:
         # Sums over replicas cross hosts while gathers stay within one: other links, so both may be
         # under way. One at a time, which is XLA's default, the gather of the next layer waits
@@ -73,14 +73,14 @@ def largest_layer_bytes(plan: Plan, splits: PyTree) -> int:
     return _largest_layer(splits, lambda split, size: size * split.compute.itemsize)
 
 
-def gathered_layer_bytes(plan: Plan, splits: PyTree, num_data: int) -> int:
+def gathered_layer_bytes(plan: Plan, splits: PyTree, shards: int) -> int:
     """Bytes that the gathers of the largest layer of a stack give, of the pass that has the most.
 
     Secondary shards are gathered in the compute dtype, whatever travels between all devices.
     """
     if plan.gather_dtype != "int8" or plan.secondary is not None:
         return largest_layer_bytes(plan, splits)
-    return _largest_layer(splits, lambda _, size: num_data * encoded_bytes(size // num_data))
+    return _largest_layer(splits, lambda _, size: shards * encoded_bytes(size // shards))
 
 
 def _largest_layer(splits: PyTree, bytes_of: Callable[[Split, int], int]) -> int:

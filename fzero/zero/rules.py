@@ -22,11 +22,13 @@ from fzero.zero import bits
 from fzero.zero.collectives import (
     agreed_largest,
     all_reduce_tree,
+    dealt,
     gather,
     gather_int8,
     gather_secondary,
     reduce_scatter,
     secondary_shard,
+    split_dim,
 )
 from fzero.zero.narrow import Narrow
 
@@ -78,12 +80,16 @@ class Rules:
 
         A leaf on the host comes to the device first. `again` marks a backward pass.
         """
-        return self._alone(split, partial(self._fetch, split, again=again), compat.to_device(leaf))
+        fetch = partial(self._fetch, split, again=again)
+        return self._alone(split, fetch, compat.to_device(leaf), self.sharded)
 
-    def _alone(self, split: Split, function: Callable[..., Any], leaf: jax.Array) -> jax.Array:
-        """A function of each device's part of a leaf, or of one layer of it."""
-        spec = split.beside(leaf.ndim)
-        found: jax.Array = self.group.alone(function, (spec,), spec)(leaf)
+    def _alone(
+        self, split: Split, function: Callable[..., Any], leaf: jax.Array, sharded: bool = False
+    ) -> jax.Array:
+        """A whole leaf, or one layer of it, by a function of each device's part of what is given:
+        `sharded`, or as whole."""
+        to = split.beside(leaf.ndim)
+        found: jax.Array = self.group.alone(function, (split.beside(leaf.ndim, sharded),), to)(leaf)
         return found
 
     def _fetch(self, split: Split, leaf: jax.Array, again: bool) -> jax.Array:
@@ -111,7 +117,7 @@ class Rules:
         for split, wide, most in zip(splits, own, largest, strict=True):
             bits, unit = by_largest(wide, most, E4M3)
             whole = self._alone(
-                split, partial(gather, split=split, group=self.group, again=again), bits
+                split, partial(gather, split=split, group=self.group, again=again), bits, True
             )
             found.append(Narrow(self._ready(whole), unit))
         return found
@@ -143,10 +149,15 @@ class Rules:
             return grad
         grad = grad.astype(self.reduced_dtype(split, grad.dtype))
 
-        def scatter(grad: jax.Array) -> jax.Array:
-            return round_to(reduce_scatter(grad, split, self.group), grad.dtype)
+        dim, to = split_dim(grad, split), split.beside(grad.ndim, sharded=True)
+        assert dim is not None
+        cut, spec = dealt(grad, split, self.group)
 
-        return self._alone(split, scatter, grad)
+        def scatter(cut: jax.Array) -> jax.Array:
+            return round_to(reduce_scatter(cut, dim, split, self.group), cut.dtype)
+
+        shard: jax.Array = self.group.alone(scatter, (spec,), to)(cut)
+        return shard
 
     def reduced_dtype(self, split: Split, dtype: Any) -> Any:
         """The dtype in which `scatter` adds the terms of devices, and of what it gives."""
@@ -166,12 +177,13 @@ class Rules:
 
     @property
     def fenced(self) -> bool:
-        """Whether fences stand; on one device in float32 all stages are one program anyway."""
-        return not self.alone or self.plan.mixed
+        """Whether fences stand; where nothing is gathered or reduced, in float32, all stages are
+        one program anyway."""
+        return self.group.shards * self.group.replica > 1 or self.plan.mixed
 
     @property
     def alone(self) -> bool:
-        """Whether there is one device only: nothing to gather, nothing to reduce."""
+        """Whether one device has all rows: nothing of theirs is to be reduced."""
         return self.group.data * self.group.replica == 1
 
     def finish(self, grads: PyTree) -> PyTree:

@@ -121,10 +121,11 @@ class StackLayers:
 
         def room(split: Split, grad: jax.Array) -> jax.Array:
             shape = list(grad.shape)
-            if rules.reduce and split.layer_dim is not None:
+            scattered = rules.reduce and split.layer_dim is not None
+            if scattered and split.layer_dim is not None:
                 shape[split.layer_dim] = (shape[split.layer_dim] + split.pad) // rules.group.data
             zeros = jnp.zeros((num, *shape), rules.reduced_dtype(split, grad.dtype))
-            return rules.group.pin(zeros, split.lies(False))
+            return rules.group.pin(zeros, split.beside(zeros.ndim, scattered))
 
         return map_splits(room, trained(self.splits), grads)
 

@@ -303,8 +303,8 @@ def test_a_loop_over_experts_whose_tokens_depend_on_data_is_refused():
         tb.convert(Looped(), torch.zeros(4, WIDTH), train=False)
 
 
-def test_an_axis_of_its_own_keeps_of_experts_what_data_keeps_and_more_of_all_else():
-    """docs/axes.md says why: dense layers are ZeRO's, over `data` alone."""
+def test_an_axis_of_its_own_keeps_what_data_keeps():
+    """ZeRO shares out over `expert`, too, what does not lie along it: dense layers."""
     model = net()[1].model(next_word)
 
     def kept(plan):
@@ -317,8 +317,8 @@ def test_an_axis_of_its_own_keeps_of_experts_what_data_keeps_and_more_of_all_els
 
     own, data = (kept(fz.Plan(zero=3, min_shard_bytes=0, **axes))
                  for axes in ({"data": 2, "expert": 4}, {"data": 8}))  # fmt: skip
-    assert own[True] == data[True]
-    assert own[False] == 4 * data[False]
+    assert own[True] == data[True] > 0
+    assert own[False] == data[False] > 0
 
 
 OTHERWISE = [
