@@ -138,25 +138,24 @@ def _without_pad(whole: jax.Array, dim: int, split: Split) -> jax.Array:
 
 
 def dealt(grad: jax.Array, split: Split, group: Group) -> tuple[jax.Array, PartitionSpec]:
-    """A split leaf's gradient with a dim for each axis that it shall be split over, as
-    `reduce_scatter` takes it, and the spec of that over the further axes.
+    """A split leaf's gradient as `reduce_scatter` takes it, and its spec over the further axes.
 
-    XLA adds up over these what it divides over them; a dim of its own for each tells it which part
-    of the sum a device needs, so that it need not send the others.
+    Where it shall be split over some of these, XLA, which adds up over them, has to know which part
+    of the sum each device needs: a dim of its own for each axis says so.
     """
-    dim = split_dim(grad, split)
+    dim, inner = split_dim(grad, split), split.over[1:]
     assert dim is not None
-    grad, axes = _with_pad(grad, dim, split), [*split.beside(grad.ndim)]
+    axes = [*split.beside(grad.ndim)]
+    if not inner:
+        return grad, PartitionSpec(*axes)
     axes += [None] * (grad.ndim - len(axes))
-    inner, sizes = split.over[1:], dict(group.further)
-    if inner:
-        # Whole first: XLA would carry the parts back into what made them, and ends the process
-        # where that is a scatter (an embedding's gradient; jax 0.10.2).
-        grad = group.pin(grad, PartitionSpec(*axes))
-        num = group.data, *(sizes[axis] for axis in inner), -1
-        grad = grad.reshape(*grad.shape[:dim], *num, *grad.shape[dim + 1 :])
-        axes[dim : dim + 1] = [None, *inner, None]
-    return grad, PartitionSpec(*axes)
+    # Whole first: XLA would carry the parts back into what made them, and ends the process where
+    # that is a scatter (jax 0.10.2). A sum that is cut at once is sent in parts all the same.
+    grad = _with_pad(group.pin(grad, PartitionSpec(*axes)), dim, split)
+    sizes = dict(group.further)
+    num = group.data, *(sizes[axis] for axis in inner), -1
+    spec = PartitionSpec(*axes[:dim], None, *inner, None, *axes[dim + 1 :])
+    return group.pin(grad.reshape(*grad.shape[:dim], *num, *grad.shape[dim + 1 :]), spec), spec
 
 
 def reduce_scatter(grad: jax.Array, dim: int, split: Split, group: Group) -> jax.Array:
@@ -169,9 +168,10 @@ def reduce_scatter(grad: jax.Array, dim: int, split: Split, group: Group) -> jax
         group: the devices.
     """
     inner = len(split.over) - 1
-    if inner:  # of which this device has one row each
-        behind = grad.shape[dim + inner + 2 :]
-        grad = grad.reshape(*grad.shape[:dim], -1, *behind)
+    if inner:  # of whose dims this device has one row each
+        grad = grad.reshape(*grad.shape[:dim], -1, *grad.shape[dim + inner + 2 :])
+    else:
+        grad = _with_pad(grad, dim, split)
     if group.data > 1:
         grad = _scatter_sum(grad, dim, group)
     return sum_over(grad, REPLICA, group.replica, group)

@@ -144,14 +144,13 @@ class Rules:
 
     def scatter(self, split: Split, grad: jax.Array) -> jax.Array:
         """The reduced shard of a split leaf's gradient. Whole leaves wait for `finish`."""
-        grad = self.fence(grad)
         if not self.reduce or split.dim is None:
-            return grad
-        grad = grad.astype(self.reduced_dtype(split, grad.dtype))
-
+            return self.fence(grad)
         dim, to = split_dim(grad, split), split.beside(grad.ndim, sharded=True)
         assert dim is not None
         cut, spec = dealt(grad, split, self.group)
+        cut = self.fence(cut)
+        cut = cut.astype(self.reduced_dtype(split, cut.dtype))
 
         def scatter(cut: jax.Array) -> jax.Array:
             return round_to(reduce_scatter(cut, dim, split, self.group), cut.dtype)
