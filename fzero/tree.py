@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -195,6 +195,18 @@ def same_object(leaves: Iterable[Any]) -> bool:
     """Whether any two leaves are one Python object (a check cheap enough for every step)."""
     ids = [id(leaf) for leaf in leaves]
     return len(set(ids)) != len(ids)
+
+
+def owner_of(path: str, params: Container[str]) -> str | None:
+    """The parameter that a leaf of the optimizer state belongs to: its path ends with that one's.
+
+    Example:
+        >>> owner_of("0/mu/blocks/w", {"blocks/w"}), owner_of("0/count", {"blocks/w"})
+        ('blocks/w', None)
+    """
+    steps = path.split("/")
+    ends = ("/".join(steps[start:]) for start in range(len(steps)))
+    return next((end for end in ends if end in params), None)
 
 
 def path_patterns(name: str, given: Any) -> tuple[str, ...]:

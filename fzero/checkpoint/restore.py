@@ -35,7 +35,6 @@ from fzero.sharding.split import (
     Split,
     flat_splits,
     map_splits,
-    owner_of,
     split_averages,
     split_opt_state,
     split_params,
@@ -53,7 +52,7 @@ from fzero.state.new import (
 )
 from fzero.state.replan import averages_at
 from fzero.state.train_state import Pending, TrainState
-from fzero.tree import PyTree, map_named, named_leaves
+from fzero.tree import PyTree, map_named, named_leaves, owner_of
 
 
 # What may be taken out of a checkpoint.
@@ -252,7 +251,7 @@ class _Stored:
     def _wants(self) -> dict[str, Want]:
         """How each leaf of the model's and the optimizer's was kept, and shall be."""
         blue, model, was = self.blue, self.blue.model, self.about.plan
-        # Checkpoints up to fzero 0.2 were shared out over the data axis alone.
+        # Earlier states were shared out over the data axis alone.
         sizes = zero_sizes(self.meta.get("zero") or {DATA: self.meta["data"]})
         shapes, _ = initial_shapes(model)
         homes = cut_into_stages(model, was).homes if was.pipe > 1 else None

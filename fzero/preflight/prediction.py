@@ -172,7 +172,7 @@ class _Predictor:
                     " the temporaries"
                 )
                 saved = 0
-            if self.plan.gather == "lazy" and self.blue.group.data > 1:
+            if self.plan.gather == "lazy" and self.blue.group.shards > 1:
                 held = held_bytes(self.blue, self.plan)
                 notes.append(
                     "gather='lazy' holds whole parameters from the first forward pass to the last"
@@ -314,9 +314,9 @@ class _Predictor:
 
     def _update(self, rank: int) -> list[CollectiveUse]:
         """What a pipeline's update gathers on a rank: whole parameters from updated shards."""
-        if self.plan.zero == 3 or self.blue.group.data == 1:
+        if self.plan.zero == 3 or self.blue.group.shards == 1:
             return []
-        size = 0
+        size, sent = 0, 0.0
         for split in flat_splits(self.blue.params):
             home = split.home
             if split.dim is None or home is None or rank not in home.ranks:
@@ -324,9 +324,9 @@ class _Predictor:
             mixed = self.plan.keeps_compute_copy
             dtype = split.compute if mixed else split.dtype
             rows = home.rows_per_rank / split.shape[0] if home.rows else 1
-            size += round(rows * math.prod(split.stored_shape)) * dtype.itemsize
-        data, rates = self.blue.group.data, self.target.rates
-        sent = size * (data - 1) / data
+            own = round(rows * math.prod(split.stored_shape)) // split.ways * dtype.itemsize
+            size, sent = size + own, sent + own * (split.shards - 1) / split.shards
+        rates = self.target.rates
         seconds = sent / rates.host_link_bytes_per_s
         return [
             CollectiveUse(

@@ -45,8 +45,7 @@ class LeafPlan:
         path: path in its tree.
         shape: logical shape.
         dtype: dtype it is kept in.
-        dim: the dim that is split over the data axis (of `error`: over all devices); `None` for a
-            leaf kept whole.
+        dim: the dim that is split, as `over` says; `None` for a leaf kept whole.
         pad_rows: rows of zeros at the end of `dim`, so that it divides.
         why: the reason, in words.
         bytes_per_device: bytes that each device which holds it keeps.
@@ -54,6 +53,8 @@ class LeafPlan:
             layers, and zeros where others have more.
         tier: where it is kept: `device`, `host` or `disk`.
         axes: the further mesh axis that each dim lies along, as far as there are any.
+        over: the mesh axes that `dim` is split over, if it is.
+        shards: devices along them.
     """
 
     state_class: str
@@ -67,6 +68,8 @@ class LeafPlan:
     ranks: tuple[int, ...] = ()
     tier: str = "device"
     axes: tuple[str | None, ...] = ()
+    over: tuple[str, ...] = ()
+    shards: int = 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -137,7 +140,8 @@ class Description:
             if leaf is None:
                 rows.append((f"... {len(self.leaves) - ROWS:,} more", *[""] * (len(rows[0]) - 1)))
                 continue
-            parts = [] if leaf.dim is None else [f"dim {leaf.dim} / {self.num_data}"]
+            over = "" if leaf.over in ((), (DATA,)) else f" ({', '.join(leaf.over)})"
+            parts = [] if leaf.dim is None else [f"dim {leaf.dim} / {leaf.shards}{over}"]
             parts += [f"dim {dim} / {self.plan.further[axis]} ({axis})"
                       for dim, axis in enumerate(leaf.axes) if axis is not None]  # fmt: skip
             kept = ", ".join(parts) or "whole"
@@ -194,8 +198,8 @@ class Description:
             )
         if self.plan.gather_dtype is not None:
             part = encoded_bytes(BLOCK) / BLOCK
-            lines += f"\ngathers over the data axis send int8: {part:.3f} bytes an element"
-        if self.plan.gathers_float8 and self.num_data > 1:
+            lines += f"\ngathers send int8: {part:.3f} bytes an element"
+        if self.plan.gathers_float8 and any(leaf.shards > 1 for leaf in self.leaves):
             lines += "\ngathers of what only products in 8 bits read send float8: 1 byte an element"
         if self.plan.reduce_dtype is not None:
             lines += "\nreductions send and add float32: 4 bytes an element"
@@ -302,6 +306,8 @@ def _planned(blue: Blueprint) -> Iterator[LeafPlan]:
             leaf_bytes(to, to.sharding.shard_shape(to.shape)), () if home is None else home.ranks,
             DEVICE if parking is None else parking.tier,
             () if split is None else split.axes,
+            () if dim is None or split is None else split.over,
+            1 if dim is None or split is None else split.shards,
         )  # fmt: skip
 
     own = {name: getattr(blue, name) for name in OWNED}
@@ -404,31 +410,36 @@ def _gathered_state(blue: Blueprint) -> int:
     master = trained(blue.params) if blue.plan.mixed else None
     splits = [*flat_splits(blue.opt_state), *flat_splits(blue.ema), *flat_splits(master)]
 
-    def of(rank: int) -> int:
+    def of(rank: int) -> float:
         own = [s for s in splits if s.dim is not None and (not s.home or rank in s.home.ranks)]
         sizes = (math.prod(s.stored_shape) // (len(s.home.ranks) if s.home and s.home.rows else 1)
-                 for s in own)  # fmt: skip
+                 * (s.shards - 1) / s.shards for s in own)  # fmt: skip
         return sum(sizes)
 
-    most = max(of(rank) for rank in range(blue.plan.pipe))
-    return round(most * (blue.num_data - 1) / blue.num_data)
+    return round(max(of(rank) for rank in range(blue.plan.pipe)))
 
 
 def _of_parts(
     plan: Plan, splits: list[Split], sizes: dict[str, int], secondary: int, passes: int
 ) -> tuple[int, int]:
     data, replica = sizes[DATA], sizes[REPLICA]
-    split = sum(math.prod(s.stored_shape) // s.ways for s in splits if s.dim is not None)
     # Stages 0 to 2 gather once a step, lazily or not; stage 3 for every pass of every microbatch,
     # and after the forward pass from the secondary group if there is one.
-    gathered, again = split * (data - 1) / data, secondary or data
-    if plan.zero == 3:
-        gathered += (passes - 1) * split * (again - 1) / again
-        gathered *= plan.microbatches
+    gathered = 0.0
+    for s in (s for s in splits if s.dim is not None):
+        size, again = math.prod(s.stored_shape) // s.ways, secondary or s.shards
+        gathered += size * (s.shards - 1) / s.shards
+        if plan.zero == 3:
+            gathered += (passes - 1) * size * (again - 1) / again
+    gathered *= plan.microbatches if plan.zero == 3 else 1
     # A reduce-scatter within a group, then only the shard crosses groups. Leaves kept whole are
     # all-reduced: a reduce-scatter and an all-gather.
     learnt = [s for s in splits if not s.frozen]
-    split = sum(math.prod(s.stored_shape) // s.ways for s in learnt if s.dim is not None)
+    # (Over further axes XLA adds up: what is left there is a part of each leaf.)
+    split = sum(
+        math.prod(s.stored_shape) // (s.ways * s.shards // data)
+        for s in learnt if s.dim is not None
+    )  # fmt: skip
     whole = sum(math.prod(s.shape) // s.ways for s in learnt if s.dim is None)
     scattered = split * (data - 1) / data + 2 * (split / data) * (replica - 1) / replica
     everywhere = 2 * whole * ((data - 1) / data + (replica - 1) / replica)

@@ -11,7 +11,6 @@ from typing import Any, overload
 
 import optax
 
-from fzero.axes import DATA
 from fzero.errors import PlacementError
 from fzero.model import Model
 from fzero.plan import Plan
@@ -208,7 +207,8 @@ def _of_leaf(name: str, path: str, leaf: Any) -> LeafPlacement:
     devices = tuple(sorted(device.id for device in sharding.device_set))
     distinct = len({str(index) for index in sharding.devices_indices_map(shape).values()})
     copies = distinct if tier == DISK else len(devices)
-    axes = ["-" if axis is None else str(axis) for axis in getattr(sharding, "spec", ())]
+    axes = ["-" if axis is None else axis if isinstance(axis, str) else "+".join(axis)
+            for axis in getattr(sharding, "spec", ())]  # fmt: skip
     spec = ", ".join(axes) or "whole"
     return LeafPlacement(
         name, path, shape, str(leaf.dtype), spec, tier, size, size * copies, devices
@@ -221,11 +221,10 @@ def _of_plan(leaf: LeafPlan, plan: Plan, per_rank: int) -> LeafPlacement:
     axes = [axis or "-" for axis in leaf.axes]
     if leaf.dim is not None:
         axes += ["-"] * (leaf.dim + 1 - len(axes))
-        axes[leaf.dim] = DATA
+        axes[leaf.dim] = "+".join(leaf.over)
     spec = ", ".join(axes) or "whole"
     groups = math.prod(plan.further[axis] for axis in leaf.axes if axis is not None)
-    if leaf.dim is not None:
-        groups *= per_rank // (plan.replica * math.prod(plan.further.values()))
+    groups *= leaf.shards
     copies = groups * len(ranks) if leaf.tier == DISK else len(devices)
     size = leaf.bytes_per_device
     return LeafPlacement(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,9 +92,9 @@ class Split:
         owner: the name of the parameter that a leaf of the optimizer's state belongs to, if any.
         axes: the further mesh axis that each dim lies along, as far as there are any; never `dim`.
         ways: devices along them that share out the leaf.
-        over: the mesh axes that `dim` is split over where the leaf is kept sharded: the data axis,
-            then further ones that the leaf does not lie along.
-        shards: devices along those: how many shards there are; 1 for a whole leaf.
+        over: the mesh axes that `dim` is split over where it is kept sharded: the data axis, then
+            further ones that the leaf does not lie along.
+        shards: devices along those: how many shards there are.
     """
 
     path: str
@@ -110,7 +110,7 @@ class Split:
     owner: str | None = None
     axes: tuple[str | None, ...] = ()
     ways: int = 1
-    over: tuple[str, ...] = (DATA,)
+    over: tuple[str, ...] = ()
     shards: int = 1
 
     @property
@@ -131,16 +131,9 @@ class Split:
             return PartitionSpec()
         return PartitionSpec(*(None,) * self.dim, DATA)
 
-    @property
-    def kept_over(self) -> tuple[str, ...]:
-        """The mesh axes that it is split over where it is kept sharded, if it is."""
-        return () if self.dim is None else self.over
-
     def lies(self, sharded: bool) -> PartitionSpec:
         """How it lies over all mesh axes, kept sharded or not."""
-        if not sharded or self.dim is None:
-            return PartitionSpec(*self.axes)
-        return PartitionSpec(*self._axes(self.over))
+        return PartitionSpec(*self._along(self.over if sharded else ()))
 
     def beside(self, ndim: int, sharded: bool = False) -> PartitionSpec:
         """How it, or one layer of it, lies over the further axes.
@@ -149,14 +142,15 @@ class Split:
             ndim: its number of dims, which tells a layer from the leaf.
             sharded: whether it is a shard, or whole.
         """
-        axes = self._axes(self.over[1:]) if sharded and self.dim is not None else [*self.axes]
+        axes = self._along(self.over[1:] if sharded else ())
         return PartitionSpec(*axes[len(self.shape) - ndim :])
 
-    def _axes(self, over: tuple[str, ...]) -> list[Any]:
-        """The axes that each dim lies along, with these along `dim`."""
-        assert self.dim is not None
-        axes: list[Any] = [*self.axes, *(None,) * (self.dim + 1 - len(self.axes))]
-        axes[self.dim] = (over[0] if len(over) == 1 else over) if over else None
+    def _along(self, over: tuple[str, ...]) -> list[Any]:
+        """What each dim lies along, with these axes along `dim`."""
+        axes: list[Any] = [*self.axes]
+        if over and self.dim is not None:
+            axes += [None] * (self.dim + 1 - len(axes))
+            axes[self.dim] = over if len(over) > 1 else over[0]
         return axes
 
     @property
@@ -211,10 +205,9 @@ def split_leaf(
     )  # fmt: skip
 
     def split(dim: int | None, pad: int, reason: str) -> Split:
-        return Split(
-            path, shape, dtype, compute, dim, pad, stacked, reason + own, axes=tuple(axes),
-            ways=ways, over=over, shards=1 if dim is None else shards,
-        )  # fmt: skip
+        at, num = ((), 1) if dim is None else (over, shards)
+        return Split(path, shape, dtype, compute, dim, pad, stacked, reason + own,
+                     axes=tuple(axes), ways=ways, over=at, shards=num)  # fmt: skip
 
     part = shape[first:]
     size = int(np.prod(part, dtype=np.int64)) * compute.itemsize // ways
@@ -318,7 +311,7 @@ def _frozen(split: Split, plan: Plan) -> Split:
     if plan.gathers_at_use:
         return dataclasses.replace(split, frozen=True, reason=f"frozen; {split.reason}")
     why = f"frozen: zero={plan.zero} reads it whole"
-    return dataclasses.replace(split, frozen=True, dim=None, pad=0, shards=1, reason=why)
+    return dataclasses.replace(split, frozen=True, dim=None, pad=0, over=(), shards=1, reason=why)
 
 
 def trained(splits: PyTree, tree: PyTree = None) -> PyTree:
@@ -412,18 +405,6 @@ def split_averages(params: PyTree) -> PyTree:
 
 def _split_keys(splits: PyTree) -> list[tuple[str, ...]]:
     return leaf_keys(map_splits(lambda split: split.path, splits))
-
-
-def owner_of(path: str, params: Container[str]) -> str | None:
-    """The parameter that a leaf of the optimizer state belongs to: its path ends with that one's.
-
-    Example:
-        >>> owner_of("0/mu/blocks/w", {"blocks/w"}), owner_of("0/count", {"blocks/w"})
-        ('blocks/w', None)
-    """
-    steps = path.split("/")
-    ends = ("/".join(steps[start:]) for start in range(len(steps)))
-    return next((end for end in ends if end in params), None)
 
 
 def _kept(split: Split) -> jax.ShapeDtypeStruct:

@@ -14,11 +14,11 @@ from fzero.offload.stream import Parkings, StreamedFunction
 from fzero.programs.places import PlacedFunction
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.chunks import OWNED, Parking
-from fzero.sharding.split import flat_splits, map_splits, owner_of, trained, with_frozen
+from fzero.sharding.split import flat_splits, map_splits, trained, with_frozen
 from fzero.step.update import Update
 from fzero.step.values import Gradients, Metrics, Values
 from fzero.storage.tiers import on_device
-from fzero.tree import PyTree, named_leaves
+from fzero.tree import PyTree, named_leaves, owner_of
 from fzero.zero.options import deterministic_options
 
 

@@ -191,7 +191,7 @@ class Update:
             within = dataclasses.replace(group, replica=1)
             ways: list[tuple[list[int], Any]] = [(split, lambda flat, _: all_reduce(flat, within))]
             for axis, size in group.further:
-                own = [i for i, s in enumerate(splits) if axis in (*s.axes, *s.kept_over)]
+                own = [i for i, s in enumerate(splits) if axis in (*s.axes, *s.over)]
                 ways.append((own, partial(_along, axis, size)))
             for own, add in ways:
                 reduced = all_reduce_tree([squares[i] for i in own], group, add)
