@@ -159,11 +159,12 @@ class Blueprint:
         require_layers_apart(self.tx, shapes, self.optimizer.scope.stacks, operation)
 
     def _spread(self, stack: str, value: jax.Array) -> jax.Array:
-        """Divides a stack's layers over the devices of the data axis, unevenly if need be."""
+        """Divides a stack's layers over the devices that share leaves out, unevenly if need be."""
         home = None if self.stages is None else self.stages.homes[stack]
-        if self.num_data == 1:
+        if self.group.shards == 1:
             return value
-        spec = PartitionSpec((PIPE, DATA) if home is not None and home.rows else DATA)
+        cut = (PIPE,) if home is not None and home.rows else ()
+        spec = PartitionSpec((*cut, *self.zero_sizes))
         return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh_of(home), spec))
 
     @cached_property
