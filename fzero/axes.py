@@ -6,7 +6,7 @@ group (`data`) are neighbours. What divides a layer itself sends most: its devic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,8 @@ AXES = (REPLICA, DATA)
 # Over which XLA divides the work of a layer.
 EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
 FURTHER = (EXPERT, CONTEXT, TENSOR)
-# Over which ZeRO shares out a leaf, in the order of the mesh: devices that would all hold the same
-# of it. (What `tensor` leaves whole is small.)
-ZERO = (DATA, EXPERT, CONTEXT)
+# Over which ZeRO shares leaves out, outermost first.
+ZERO = (DATA, *FURTHER)
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,19 @@ def rows_axis(rows: int) -> str | None:
 def zero_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     """Sizes of the axes that ZeRO shares leaves out over, in a mesh of these sizes."""
     return {name: sizes[name] for name in ZERO if name in sizes}
+
+
+def shared_over(sizes: Mapping[str, int], along: Sequence[str | None] = ()) -> dict[str, int]:
+    """Of ZeRO's axes those whose devices would all hold the same of a leaf, and share it out.
+
+    What `tensor` leaves whole of a layer is small, and travels with the rest of it. Experts are not.
+
+    Args:
+        sizes: `zero_sizes` of the mesh.
+        along: the further axes that the leaf lies along.
+    """
+    idle = {*along} if EXPERT in along else {*along, TENSOR}
+    return {name: size for name, size in sizes.items() if name not in idle}
 
 
 def manual_axes(mesh: Any) -> set[str]:

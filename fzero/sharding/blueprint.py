@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fzero.axes import DATA, PIPE, REPLICA, zero_sizes
+from fzero.axes import DATA, PIPE, REPLICA, shared_over, zero_sizes
 from fzero.compat import abstract_mesh, ranks_mesh
 from fzero.errors import PlanError, StateError
 from fzero.links import Stack
@@ -164,7 +164,7 @@ class Blueprint:
         if self.group.shards == 1:
             return value
         cut = (PIPE,) if home is not None and home.rows else ()
-        spec = PartitionSpec((*cut, *self.zero_sizes))
+        spec = PartitionSpec((*cut, *shared_over(self.zero_sizes)))
         return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh_of(home), spec))
 
     @cached_property

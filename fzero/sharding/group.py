@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from fzero.axes import ZERO, rows_axis
+from fzero.axes import DATA, rows_axis, shared_over
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Group:
     @property
     def shards(self) -> int:
         """Devices that ZeRO can share a leaf out over."""
-        return self.data * math.prod(size for name, size in self.further if name in ZERO)
+        return math.prod(shared_over({DATA: self.data, **dict(self.further)}).values())
 
     def alone(self, function: Callable[..., Any], specs: Any, out: Any) -> Callable[..., Any]:
         """A function that runs collectives, with each device's part of its arguments alone.

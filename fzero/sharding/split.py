@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fzero.axes import DATA
+from fzero.axes import DATA, shared_over
 from fzero.errors import PlanError, StateError
 from fzero.links import Stack
 from fzero.model import Model
@@ -194,8 +194,8 @@ def split_leaf(
         stacked: whether dim 0 counts layers.
         axes: the further axes that its dims lie along.
     """
-    over = tuple(axis for axis in sizes if axis not in axes)
-    shards = math.prod(sizes[axis] for axis in over)
+    over = shared_over(sizes, axes)
+    shards = math.prod(over.values())
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
     first, ways = int(stacked), num_ways(plan, axes)
     compute = compute_dtype(plan, dtype, path)
@@ -205,14 +205,14 @@ def split_leaf(
     )  # fmt: skip
 
     def split(dim: int | None, pad: int, reason: str) -> Split:
-        at, num = ((), 1) if dim is None else (over, shards)
+        at, num = ((), 1) if dim is None else (tuple(over), shards)
         return Split(path, shape, dtype, compute, dim, pad, stacked, reason + own,
                      axes=tuple(axes), ways=ways, over=at, shards=num)  # fmt: skip
 
     part = shape[first:]
     size = int(np.prod(part, dtype=np.int64)) * compute.itemsize // ways
     if shards == 1:
-        return split(None, 0, f"one device on the {' and '.join(over)} axis")
+        return split(None, 0, "one device on the data axis")
     if not part or 0 in shape:
         return split(None, 0, "scalar" if not part else "no elements")
     if size < plan.min_shard_bytes:

@@ -33,7 +33,7 @@ def init(rng):
     return {n: jax.random.normal(k, s) for k, (n, s) in zip(keys, SHAPES.items(), strict=True)}, {}
 
 
-MODEL = fz.Model(init, loss, shard={"own": ("expert",)})
+MODEL = fz.Model(init, loss, shard={"own": ("expert",), "odd": (None, "tensor")})
 BATCH = {"x": np.random.default_rng(0).standard_normal((8, 8, 16)).astype(np.float32)}
 ONE = fz.Plan(zero=0, data=1)
 
@@ -65,6 +65,8 @@ def trained(plan, state=None):
         (plan_of(data=2, expert=4), {"w": P(("data", "expert")), "own": P("expert", "data")}),
         (plan_of(data=1, expert=2, context=2, replica=2),
          {"w": P(("data", "expert", "context")), "own": P("expert", ("data", "context"))}),
+        (plan_of(data=2, expert=2, tensor=2),
+         {"w": P(("data", "expert")), "own": P("expert", ("data", "tensor"))}),
         (plan_of(zero=1, data=2, context=2), {name: P() for name in ("w", "odd", "own")}),
     ],
     ids=str,
