@@ -68,7 +68,7 @@ def zero_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
 def shared_over(sizes: Mapping[str, int], along: Sequence[str | None] = ()) -> dict[str, int]:
     """Of ZeRO's axes those whose devices would all hold the same of a leaf, and share it out.
 
-    What `tensor` leaves whole of a layer is small, and travels with the rest of it. Experts are not.
+    What `tensor` leaves whole of a layer is small, and travels with the rest; experts are not.
 
     Args:
         sizes: `zero_sizes` of the mesh.

@@ -173,7 +173,8 @@ def linear_cross_entropy(
             return jax.lax.psum(run(x, weight.astype(dtype), bias.astype(dtype), labels), names)
 
         # (What is whole is handed over in float32, in which its gradients are added up.)
-        whole = [leaf.astype(jnp.promote_types(dtype, jnp.float32)) for leaf in (weight, added)]
+        wide = jnp.float32 if dtype.itemsize < 4 else dtype
+        whole = [leaf.astype(wide) for leaf in (weight, added)]
         divided = jax.shard_map(
             own, in_specs=(tokens, PartitionSpec(), PartitionSpec(), tokens),
             out_specs=PartitionSpec(), axis_names=set(names), check_vma=False,

@@ -138,19 +138,18 @@ SAID: list[tuple[Any, ...]] = [
      " most {:.2f}; `benchmarks/README.md`)", min(forwards), max(forwards), max(steps)),
     ("docs/axes.md", "Of Mixtral 8x7B's {:.1f} billion parameters {:.1f} are dense",
      (dense_8x7b + 8 * experts_8x7b) / 1e9, dense_8x7b / 1e9),
-    ("docs/axes.md", "Of what passes between neighbours {:.0f} % are beside kernels, of the sums of"
-     " gradients {:.0f} %", *(percent(ring["kinds"][kind]["hidden"])
-                            for kind in ("collective-permute", "all-reduce"))),
-    ("docs/axes.md", "a round sends {:.0f} MiB forward ({:.0f} back, with gradients in float32),"
+    ("docs/axes.md", "Of all that a ring sends here {:.0f} % are beside kernels, of what passes"
+     " between neighbours {:.0f} %; where heads are exchanged {:.0f} % of all",
+     *(percent(one["hidden"]) for one in
+       (ring, ring["kinds"]["collective-permute"], divided["longer"][0]["over"]["context"]))),
+    ("docs/axes.md", "A round sends {:.0f} MiB forward ({:.0f} back, with gradients in float32),"
      " which NVLink carries in {:.1f} ({:.1f}) ms, beside {:.1f} ({:.1f}) TFLOP of attention",
      ring_mib, 3 * ring_mib, *(1e3 * n * ring_mib * 2**20 / 450e9 for n in (1, 3)),
      *(n * 4 * 2 * 8192**2 * 4096 / 1e12 for n in (1, 2.5))),
-    ("docs/axes.md", "There {:.0f} % of what passes between neighbours is beside kernels",
+    ("docs/axes.md", "There it is {:.0f} % of what passes between neighbours",
      percent(divided["two-layers-ring"][0]["over"]["context"]["kinds"]["collective-permute"]
              ["hidden"])),
-    ("docs/axes.md", "of all that is sent {:.0f} %",
-     percent(divided["longer"][0]["over"]["context"]["hidden"])),
-    ("docs/axes.md", "wait longer for it ({:.1f} to {:.1f} s;", adds((2, 1)), adds((4, 1))),
+    ("docs/axes.md", "wait longer for it ({:.1f} s and {:.1f}", adds((2, 1)), adds((4, 1))),
     ("docs/axes.md", "12 bytes a parameter, {:.0f} GiB,", 12 * large_models.num_params() / GIB),
     ("docs/finetuning.md", "a peak of {:.2f} GiB instead of {:.2f} GiB",
      *(logits_gpu[name]["peak_bytes"] / GIB for name in ("without", "with"))),
