@@ -15,6 +15,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ from torch_bridge.export.watch import (
     untouched,
     watch_state,
 )
-from torch_bridge.lower import find_lowering
+from torch_bridge.lower import find_lowering, registered_operators
 from torch_bridge.lower.symbolic import python_function
 
 
@@ -329,12 +330,21 @@ def _decompositions() -> Any:
     Decomposed, they would lose their gradient rule (detach), their speed (linear, attention) or
     their exact half-precision behaviour (norms, softmax).
     """
+    # Operators of users' own, which the table has as well, may come at any time.
+    known = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    return _table_of(len(known), len(registered_operators()))
+
+
+@lru_cache(maxsize=1)
+def _table_of(num_operators: int, num_lowered: int) -> dict[Any, Any]:
+    """The table where there are so many operators; it takes as long as a small module's trace."""
     table: Any = default_decompositions()
-    for operator in list(table):
-        name = str(operator)
-        if find_lowering(name) is not None and not any(one in name for one in _HIDDEN_WRITES):
-            table.pop(operator)
-    return table
+    return {
+        operator: table[operator]
+        for operator in table
+        if find_lowering(name := str(operator)) is None
+        or any(one in name for one in _HIDDEN_WRITES)
+    }
 
 
 def _explain(error: Exception, mode: str, module: torch.nn.Module) -> str:
