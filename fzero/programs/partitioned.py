@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from fzero.axes import CONTEXT
+from fzero.axes import CONTEXT, manual_axes
 from fzero.errors import PlanError
 from fzero.programs.flops import inner_jaxprs
 
@@ -51,6 +51,24 @@ def checked(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
         return jax.tree.unflatten(jax.tree.structure(out), found)
 
     return traced
+
+
+def checked_where_differentiated(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    """The same for a function that may be differentiated from without: it is refused then.
+
+    Outside of a `jit` JAX refuses to differentiate a `shard_map` over some axes alone, in its own
+    words; within one it does.
+    """
+    if not set(mesh.axis_names) - manual_axes(mesh):
+        return run
+    found = jax.custom_jvp(run)
+
+    @found.defjvp
+    def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+        jax.eval_shape(checked(run, mesh), *primals)
+        return jax.jvp(jax.jit(run), primals, tangents)
+
+    return found
 
 
 def _equations(jaxpr: Any) -> Iterator[tuple[Any, set[int]]]:

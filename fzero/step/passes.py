@@ -21,7 +21,7 @@ from fzero.errors import StateError
 from fzero.keys import eval_key
 from fzero.links import Mean
 from fzero.processes import repeated
-from fzero.programs.partitioned import checked
+from fzero.programs.partitioned import checked, checked_where_differentiated
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.split import Split, map_splits, trained, with_frozen
 from fzero.step.values import Gradients, Values
@@ -141,6 +141,7 @@ class OneProgram:
             in_specs=(self.kept_specs(), self._buffer_specs(), rows, whole),
             out_specs=whole,
         )
+        run = checked_where_differentiated(run, self.blueprint.mesh)
         found: tuple[Mean, dict[str, Mean]] = run(kept, buffers, batch, eval_key(rng))
         return found
 
@@ -159,6 +160,7 @@ class OneProgram:
             ),
             out_specs=rows,
         )  # fmt: skip
+        run = checked_where_differentiated(run, self.blueprint.mesh)
         return run(kept, buffers, batch, eval_key(rng))
 
     def _specs(self, spec: Callable[[Split], PartitionSpec], splits: PyTree) -> PyTree:

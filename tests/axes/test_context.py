@@ -346,10 +346,23 @@ def test_a_model_s_own_max_pooling_is_right_or_refused(held):
 
     model = fz.Model(init, loss)
     batch = {"x": np.random.default_rng(0).normal(size=(4, 16, 8)).astype(np.float32)}
+
+    def slope(plan):
+        """A gradient of one's own, through an evaluation."""
+        devices = jax.devices()[: plan.data * plan.context]
+        state = fz.init(model, optax.sgd(0.1), plan, rng=0, devices=devices)
+        evaluate = fz.eval_step(model, plan, devices=devices)
+        assert np.isfinite(evaluate(state, batch)["loss"])  # what is not differentiated is right
+        grad = jax.grad(lambda p: evaluate(state.replace(params=p), batch)["loss"])
+        return jax.device_get(fz.logical(model, state.replace(params=grad(state.params)), plan))
+
     if held != P():  # a constraint that divides positions holds nothing
-        with pytest.raises(fz.PlanError, match=r"context=4: .*overlap \(max pooling\), of float32"):
-            stepped(model, DIVIDED, batch)
+        for run in (lambda: stepped(model, DIVIDED, batch), lambda: slope(DIVIDED)):
+            with pytest.raises(
+                fz.PlanError, match=r"context=4: .*overlap \(max pooling\), of float"
+            ):
+                run()
         return
-    # Sums in another order.
-    found = [stepped(model, plan, batch) for plan in (fz.Plan(data=1), DIVIDED)]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6), *found)
+    for run in (lambda plan: stepped(model, plan, batch), slope):  # sums in another order
+        found = [run(plan) for plan in (fz.Plan(data=1), DIVIDED)]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6), *found)

@@ -1,6 +1,7 @@
 """ZeRO shares leaves out over further axes, too, whose devices would hold the same of them."""
 
 import dataclasses
+import functools
 import json
 from unittest import mock
 
@@ -133,3 +134,23 @@ def test_files_of_states_shared_out_over_data_alone_go_on(tmp_path, written):
         back = fz.restore(tmp_path, MODEL, TX, plan, devices=devices_of(plan))
         found = jax.device_get(fz.logical(MODEL, back, plan))
         jax.tree.map(np.testing.assert_array_equal, found, jax.device_get(state.params))
+
+
+@pytest.mark.parametrize(
+    "plan", [plan_of(data=2, context=4), plan_of(data=2, expert=2, tensor=2)], ids=str
+)
+def test_gradients_of_ones_own_pass_through_an_evaluation(plan):
+    """Also outside of a `jit`, where JAX itself differentiates no `shard_map` over some axes."""
+
+    def slope(plan, jit):
+        devices = devices_of(plan)
+        state = fz.init(MODEL, TX, plan, rng=0, devices=devices)
+        evaluate = fz.eval_step(MODEL, plan, devices=devices)
+        grad = jax.grad(lambda p: evaluate(state.replace(params=p), BATCH)["loss"])
+        found = state.replace(params=(jax.jit(grad) if jit else grad)(state.params))
+        return jax.device_get(fz.logical(MODEL, found, plan))
+
+    wanted = slope(ONE, False)
+    for jit in (False, True):
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)  # sums of parts
+        jax.tree.map(close, slope(plan, jit), wanted)
