@@ -20,7 +20,9 @@ from torch_bridge.documents.batches import grain_batches as grain_batches
 from torch_bridge.documents.rows import Rows as Rows
 from torch_bridge.documents.tokens import Document as Document
 from torch_bridge.documents.tokens import read_documents as read_documents
+from torch_bridge.export.experts import OwnLossWarning as OwnLossWarning
 from torch_bridge.export.functions import register_function as register_function
+from torch_bridge.export.watch import PythonStateWarning as PythonStateWarning
 from torch_bridge.formats.content import Checkpoint as Checkpoint
 from torch_bridge.formats.files import load as load
 from torch_bridge.formats.files import save as save
@@ -65,7 +67,9 @@ __all__ = [
     "Lightning",
     "Moments",
     "Output",
+    "OwnLossWarning",
     "Parity",
+    "PythonStateWarning",
     "Rows",
     "Sampling",
     "adapter",
@@ -106,6 +110,3 @@ __all__ = [
     "wrap",
     "write",
 ]
-
-# `dir(torch_bridge)`: the public names, not the modules that they are from.
-__dir__ = __all__.copy

@@ -35,6 +35,7 @@ from torch_bridge.export.slices import tidy_slices
 from torch_bridge.export.stand_ins import stand_ins
 from torch_bridge.export.watch import (
     PythonState,
+    PythonStateWarning,
     failing_call,
     failing_place,
     first_difference,
@@ -43,6 +44,7 @@ from torch_bridge.export.watch import (
     same_but_for_modes,
     same_program,
     untouched,
+    warn_of_counts,
     watch_state,
 )
 from torch_bridge.lower import find_lowering, registered_operators
@@ -156,6 +158,10 @@ def _tidied(module: torch.nn.Module, program: ExportedProgram, mode: str) -> Exp
         raise ConversionError(_explain(error, mode, module)) from error
 
 
+# What this package says of a module while it is exported.
+_SAID = (OwnLossWarning, PythonStateWarning)
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep torch's deprecation notices, and the graphs it prints when a try fails, to itself.
@@ -170,12 +176,13 @@ def quiet() -> Iterator[None]:
             contextlib.redirect_stderr(io.StringIO()),
         ):
             warnings.simplefilter("ignore")
-            warnings.simplefilter("always", OwnLossWarning)
+            for kind in _SAID:
+                warnings.simplefilter("always", kind)
             yield
     finally:
         logging.disable(level)
-    for said in dict.fromkeys(str(one.message) for one in seen):  # once for both modes
-        warnings.warn(said, OwnLossWarning, stacklevel=2)
+    for said, category in dict.fromkeys((str(one.message), one.category) for one in seen):
+        warnings.warn(said, category, stacklevel=2)
 
 
 @dataclass(frozen=True)
@@ -210,6 +217,7 @@ def _export_pure(
         if trace.checked:
             after.put(module, changed)
             _require_same(module, inputs, mode, batch_dim, trace, changed, drew)
+        warn_of_counts(before.counted(after))
     finally:
         before.restore_random()
     return trace

@@ -11,6 +11,7 @@ import gc
 import linecache
 import random
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from types import FrameType
@@ -133,6 +134,15 @@ class PythonState:
         old, new = self.attributes, later.attributes
         names = {*old, *new}
         return sorted(k for k in names if old.get(k, _MISSING) != new.get(k, _MISSING))
+
+    def counted(self, later: PythonState) -> list[str]:
+        """The numbers that have other values in `later`, in words: `path.name: 0, then 1`."""
+        pairs = ((key, self.values.get(key), later.values.get(key)) for key in self.changed(later))
+        return [
+            f"{'.'.join(filter(None, key))}: {old!r}, then {new!r}"
+            for key, old, new in pairs
+            if all(isinstance(x, int | float) and not isinstance(x, bool) for x in (old, new))
+        ]
 
     def put(self, module: torch.nn.Module, names: list[tuple[str, str]]) -> None:
         """Give attributes the values that they have here."""
@@ -299,6 +309,25 @@ def refuse_python_random(mode: str) -> None:
         " turn off what needs them (in transformers: layerdrop=0.0, apply_spec_augment=False). For"
         " a model that is only evaluated: tb.convert(..., train=False)."
     )
+
+
+class PythonStateWarning(UserWarning):
+    """A forward counts in Python's own values, which nobody counts any more."""
+
+
+def warn_of_counts(counted: list[str]) -> None:
+    """Say that a forward counts in attributes (given in words) on which its next call does not
+    depend."""
+    if counted:
+        warnings.warn(
+            f"the forward counts in Python attributes ({'; '.join(counted)}), on which its"
+            " next call does not depend. A converted graph has what the first calls compute: if a"
+            " later one computes something else (every fourth call, say), it is not that. Keep the"
+            " count in a buffer (register_buffer) and decide with torch.where; a count that nothing"
+            " reads may stay",
+            PythonStateWarning,
+            stacklevel=2,
+        )
 
 
 def refuse_python_state(names: list[tuple[str, str]], mode: str, line: str | None) -> None:
