@@ -303,3 +303,11 @@ def test_user_operators_can_be_added() -> None:
 
     converted = tb.convert(Doubled(), X, train=False)
     np.testing.assert_array_equal(converted(X.numpy()), X.numpy() * 2 + 1)
+
+
+def test_an_example_may_be_a_view_of_another_tensor() -> None:
+    """torch.export notes the sizes of the tensor behind it, and fails where it decomposes."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))[:, :4]
+    converted = tb.convert(module, x)
+    np.testing.assert_allclose(converted(x.numpy()), module(x).detach(), rtol=1e-5, atol=1e-6)

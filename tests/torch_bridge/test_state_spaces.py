@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 import torch_bridge as tb
 from torch_bridge.export.state_spaces import _selective_scan
@@ -64,3 +65,24 @@ def test_what_stands_for_the_loop_is_the_loop(family: str, dtype: torch.dtype) -
     for got, wanted in zip(_selective_scan(x, dt, a, b, c, d, z, **more), want, strict=True):
         assert got.dtype == wanted.dtype
         assert torch.equal(got, wanted)
+
+
+class Delta(torch.nn.Module):
+    """A gated delta rule of transformers, which unrolls loops over rows where it is exported."""
+
+    def forward(self, q: Any, k: Any, v: Any, decay: Any, beta: Any) -> Any:
+        decay, beta = -decay.abs(), beta.sigmoid()
+        return torch_chunk_gated_delta_rule(q, k, v, decay, beta, use_qk_l2norm_in_kernel=True)[0]
+
+
+def test_a_delta_rule_solves_its_system() -> None:
+    """Qwen3-Next, Qwen3.5 and OLMo-hybrid: 130 s of conversion were such loops."""
+    make = torch.Generator().manual_seed(0)
+    shapes = [(2, 70, 2, 4)] * 3 + [(2, 70, 2)] * 2
+    inputs = [torch.randn(shape, generator=make) for shape in shapes]
+    converted = tb.convert(Delta(), *inputs, train=False)
+    given = [x.numpy() for x in inputs]
+    np.testing.assert_allclose(converted(*given), Delta()(*inputs), rtol=2e-5, atol=2e-6)
+    names = _primitives(jax.make_jaxpr(lambda *x: converted(*x))(*given).jaxpr)
+    assert names.count("triangular_solve") == 2
+    assert len(names) < 300

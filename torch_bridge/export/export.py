@@ -84,7 +84,7 @@ def export_program(
     Raises:
         ConversionError: export failed, or would have lost a gradient without a word.
     """
-    inputs, mode = (args, dict(kwargs)), _mode(train)
+    inputs, mode = _apart(args, kwargs), _mode(train)
     with untouched(module, train), quiet():
         trace = _export_pure(module, inputs, mode, (batch_dim, free), check)
         return _tidied(module, trace.program, mode)
@@ -109,7 +109,7 @@ def export_both(
     Raises:
         ConversionError: as of `export_program`.
     """
-    inputs = (args, dict(kwargs))
+    inputs = _apart(args, kwargs)
     traces: dict[bool, _Trace] = {}
     for train in (True, False):
         with untouched(module, train), quiet():
@@ -136,6 +136,22 @@ def export_both(
     if alike:
         return dict.fromkeys((True, False), tidied(True))
     return {train: tidied(train) for train in (True, False)}
+
+
+def _apart(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example's arguments, views of other tensors copied: torch.export would note the sizes of
+    those as well, and ask for them where a program is decomposed."""
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf._base is None:
+            return leaf
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+    found: tuple[tuple[Any, ...], dict[str, Any]]
+    found = torch_pytree.tree_map(own, (args, dict(kwargs)))
+    return found
 
 
 def _mode(train: bool) -> str:

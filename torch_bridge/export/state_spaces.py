@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from torch_bridge.export.replaced import replaced
+from torch_bridge.export.replaced import StandIn, replaced
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")
 _SCAN = "mamba_selective_scan"
+# Gated delta rules solve a triangular system, for which they run a loop over rows where they are
+# exported: not all that takes such graphs can solve one.
+_DELTA_RULE, _EXPORTING = "torch_chunk_gated_delta_rule", "is_torchdynamo_exporting"
 
 
 def _states(decay: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
@@ -72,10 +75,13 @@ _KNOWN = frozenset(
 @contextlib.contextmanager
 def state_space_stand_ins() -> Iterator[None]:
     """While a module is exported: transformers' loops over positions are one operator each."""
-    loops = []
+    loops: list[StandIn] = []
     for name, module in list(sys.modules.items()):
-        loop = vars(module).get(_SCAN) if name.startswith("transformers.models.") else None
+        own = vars(module) if name.startswith("transformers.models.") else {}
+        loop = own.get(_SCAN)
         if loop is not None and _KNOWN.union(("kwargs",)) == {*inspect.signature(loop).parameters}:
             loops.append((module, _SCAN, _selective_scan))
+        if _DELTA_RULE in own and _EXPORTING in own:
+            loops.append((module, _EXPORTING, lambda: False))
     with replaced(loops):
         yield
