@@ -47,6 +47,12 @@ class Mean:
     total: jax.Array
     count: jax.Array
 
+    def __repr__(self) -> str:
+        """What they are, without their values: under a trace, or on devices, there are none."""
+        parts = (f"{name}: {jnp.result_type(x).name}{list(jnp.shape(x))}"
+                 for name, x in (("total", self.total), ("count", self.count)))  # fmt: skip
+        return f"Mean({', '.join(parts)})"
+
     @property
     def divisor(self) -> jax.Array:
         """The count; 1 where nothing was counted, so that a mean over nothing is 0."""

@@ -48,6 +48,7 @@ class Plan:
             of a batch are spread over them, too, for all other layers.
         context: devices that share out each sequence (mesh axis `context`): dim 1 of batch leaves
             that it divides. Functions see whole sequences; `fz.attention` exchanges what it has to.
+            ZeRO shares a state out over these devices as over those of `data`.
         tensor: devices that share out each layer (mesh axis `tensor`): leaves whose model says so
             (`shard` of `fz.Layer`, `fz.Stack`, `fz.Model`) are split over them, beside ZeRO, and
             stay so while they are used. A model's functions see whole arrays; XLA divides the work.

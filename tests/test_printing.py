@@ -61,7 +61,7 @@ FZERO = {
     "Layer": lambda: chain().layers[0],
     "Layout": lambda: fz.layout(chain(), TX, PLAN),
     "LossScaling": fz.LossScaling,
-    "Mean": lambda: fz.Mean(jnp.float32(1), jnp.float32(2)),
+    "Mean": lambda: fz.Mean(jnp.float32(VALUE), jnp.float32(2)),
     "Model": small,
     "Parts": lambda: fz.Parts("tensor", 8),
     "Phases": fz.Phases,
@@ -120,7 +120,7 @@ def test_it_fits_a_screen(name):
 @pytest.mark.parametrize("show", [str, repr])
 def test_values_are_not_shown(show):
     shared = fz.Shared({"w": np.full(1000, VALUE), "temperature": float(VALUE)})
-    for made in (fz.init(small(), TX, PLAN), shared):
+    for made in (fz.init(small(), TX, PLAN), shared, TABLE["Mean"]()):
         assert "0.718" not in show(made)
 
 
