@@ -110,3 +110,6 @@ __all__ = [
     "wrap",
     "write",
 ]
+
+# `dir(torch_bridge)`: the public names, not the modules that they are from.
+__dir__ = __all__.copy
