@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+import transformers
 from jax.sharding import PartitionSpec as P
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -217,16 +218,72 @@ class Pooled(torch.nn.Module):
         return self.out((x + x.flip(-1)).transpose(1, 2))
 
 
-def test_what_mixes_positions_otherwise_is_that_of_one_device():
-    torch.manual_seed(0)
+def trains_on_divided_positions_as_on_one_device(module):
     ids = np.random.default_rng(0).integers(0, 32, (4, 16)).astype(np.int32)
-    converted = tb.convert(Pooled(), torch.from_numpy(ids).long()[:2])
+    converted = tb.convert(module, torch.from_numpy(ids).long()[:2])
     model = converted.model(lambda f, b: tb.causal_lm_loss(f(b["ids"]), b["ids"]))
     found = []
     for plan in (fz.Plan(data=1), fz.Plan(zero=3, data=2, context=4, min_shard_bytes=0)):
         devices, tx = jax.devices()[: plan.data * plan.context], optax.sgd(0.5)
         state = fz.init(model, tx, plan, devices=devices)
         state, _ = fz.train_step(model, tx, plan, devices=devices)(state, {"ids": ids})
-        found.append(jax.tree.map(np.asarray, dict(state.params)))
+        found.append(jax.device_get(fz.logical(model, state, plan)))
     # Sums in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6), *found)
+
+
+def test_what_mixes_positions_otherwise_is_that_of_one_device():
+    torch.manual_seed(0)
+    trains_on_divided_positions_as_on_one_device(Pooled())
+
+
+class Around(torch.nn.Module):
+    """One way of mixing positions, of values (batch, positions, 8 features)."""
+
+    def __init__(self, mix, own=None):
+        super().__init__()
+        self.embed, self.out = torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)
+        self.mix, self.own = mix, own
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.out(x + self.mix(x, self.own))
+
+
+def mamba():
+    config = transformers.MambaConfig(
+        vocab_size=8, hidden_size=8, state_size=3, num_hidden_layers=1, time_step_rank=2
+    )
+    return transformers.MambaModel(config)
+
+
+ORDER = torch.randperm(16, generator=torch.Generator().manual_seed(0))
+FN = torch.nn.functional
+# How values are mixed, and what makes the weights of that.
+MIXERS = {
+    "lstm": (lambda x, own: own(x)[0].unflatten(-1, (2, 8)).sum(2),
+             lambda: torch.nn.LSTM(8, 8, batch_first=True, bidirectional=True)),
+    "gru": (lambda x, own: own(x)[0], lambda: torch.nn.GRU(8, 8, 2, batch_first=True)),
+    "mamba": (lambda x, own: own(inputs_embeds=x, use_cache=False)[0], mamba),
+    "product": (lambda x, own: own(x.transpose(1, 2)).transpose(1, 2),
+                lambda: torch.nn.Linear(16, 16)),
+    "windows": (lambda x, own: FN.pad(x, (0, 0, 1, 1)).unfold(1, 3, 1).prod(-1), None),
+    "sort": (lambda x, own: x.sort(1).values, None),
+    "roll": (lambda x, own: x.roll(3, 1), None),
+    "order": (lambda x, own: x[:, ORDER] + x.index_select(1, ORDER).flip(1), None),
+    "scatter": (lambda x, own: torch.zeros_like(x).index_add(1, ORDER // 2, x), None),
+    "softmax": (lambda x, own: x.softmax(1) * x + x.logcumsumexp(1), None),
+    "largest": (lambda x, own: x.cummax(1).values + x.amax(1, keepdim=True), None),
+    "moments": (lambda x, own: (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True), None),
+    "fft": (lambda x, own: torch.fft.irfft(torch.fft.rfft(x, dim=1) * 0.5j, n=16, dim=1), None),
+    "resized": (lambda x, own: FN.avg_pool1d(
+        FN.interpolate(x.transpose(1, 2), scale_factor=2, mode="linear"), 2).transpose(1, 2), None),
+}  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MIXERS)
+def test_each_way_of_mixing_positions_is_that_of_one_device(name):
+    torch.manual_seed(0)
+    mix, make = MIXERS[name]
+    trains_on_divided_positions_as_on_one_device(Around(mix, None if make is None else make()))
