@@ -45,7 +45,8 @@ class Plan:
             sharded within a group and replicated across groups.
         expert: devices that share out the experts of a mixture (mesh axis `expert`): leaves whose
             model says so are split over them, and stay so; `fz.experts` sends tokens to them. Rows
-            of a batch are spread over them, too, for all other layers.
+            of a batch are spread over them, too, for all other layers, whose state ZeRO shares out
+            over them as over those of `data`.
         context: devices that share out each sequence (mesh axis `context`): dim 1 of batch leaves
             that it divides. Functions see whole sequences; `fz.attention` exchanges what it has to.
             ZeRO shares a state out over these devices as over those of `data`.

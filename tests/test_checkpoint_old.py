@@ -28,3 +28,12 @@ def test_8_bit_reductions_of_a_checkpoint_are_left_out_with_a_word(tmp_path):
     with pytest.warns(UserWarning, match="what 8-bit reductions .* had not sent yet"):
         restored = fz.restore(tmp_path, MODEL, TX, plan)
     tiny.same_bits(restored, state)
+
+
+def test_a_format_of_a_later_version_is_refused(tmp_path):
+    plan = tiny.plan(zero=1, data=2)
+    number = fz.save(tmp_path, fz.init(MODEL, TX, plan), plan, asynchronous=False)
+    file = tmp_path / str(number) / "meta" / "metadata"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 3}))
+    with pytest.raises(fz.CheckpointError, match=r"expected one of the formats \[1, 2\] .*, got 3"):
+        fz.restore(tmp_path, MODEL, TX, plan)

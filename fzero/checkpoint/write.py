@@ -43,7 +43,9 @@ from fzero.summary import Printed, summary
 from fzero.tree import leaf_bytes, named_leaves
 
 
-FORMAT = 1
+FORMAT = 2
+# Format 1 says less of how a state was shared out; who reads that alone refuses format 2.
+READABLE = (1, FORMAT)
 # What follows from other fields is not written.
 FIELDS = ("params", "opt_state", "ema", "buffers", "loss_scale", "grads")
 _OPEN: dict[str, _Open] = {}  # what writes into a path, until it has written
@@ -447,9 +449,10 @@ def read_meta(folder: Path, number: int) -> Mapping[str, Any]:
         raise CheckpointError(
             f"restore: checkpoint {number} in {folder} cannot be read: {error}"
         ) from error
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+    if not isinstance(meta, dict) or meta.get("format") not in READABLE:
         raise CheckpointError(
-            f"restore: checkpoint {number} in {folder}: expected format {FORMAT} of fzero, got"
+            f"restore: checkpoint {number} in {folder}: expected one of the formats"
+            f" {list(READABLE)} of fzero, got"
             f" {meta.get('format') if isinstance(meta, dict) else type(meta).__name__}"
         )
     return meta

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import optax
 
+from fzero.axes import shared_over
 from fzero.batch import Inputs, abstract_batch, check_batch
 from fzero.model import Model
 from fzero.plan import Plan
@@ -326,11 +327,12 @@ class _Predictor:
             rows = home.rows_per_rank / split.shape[0] if home.rows else 1
             own = round(rows * math.prod(split.stored_shape)) // split.ways * dtype.itemsize
             size, sent = size + own, sent + own * (split.shards - 1) / split.shards
-        rates = self.target.rates
+        rates, over = self.target.rates, shared_over(self.blue.zero_sizes)
+        axes = "+".join(name for name, size in over.items() if size > 1)
         seconds = sent / rates.host_link_bytes_per_s
         return [
             CollectiveUse(
-                kind="all-gather", where="update", dtype="", axes="data", bytes=size,
+                kind="all-gather", where="update", dtype="", axes=axes, bytes=size,
                 sent_bytes=sent, times=1, in_loop=False, crosses_hosts=False, network_bytes=0.0,
                 num_matmuls=0, num_kernels=0, seconds=seconds,
                 exposed_best_seconds=seconds, exposed_seconds=seconds / rates.link_share,

@@ -79,7 +79,7 @@ class Description:
     Args:
         plan: the plan.
         num_devices: devices it is for.
-        num_data: devices in a sharding group (mesh axis `data`).
+        num_data: devices along the mesh axis `data`.
         num_replica: sharding groups (mesh axis `replica`).
         num_elements: elements in all parameters, Ψ.
         leaves: every leaf of every state class.

@@ -121,11 +121,11 @@ class StackLayers:
 
         def room(split: Split, grad: jax.Array) -> jax.Array:
             shape = list(grad.shape)
-            scattered = rules.reduce and split.layer_dim is not None
-            if scattered and split.layer_dim is not None:
-                shape[split.layer_dim] = (shape[split.layer_dim] + split.pad) // rules.group.data
+            dim = split.layer_dim if rules.reduce else None
+            if dim is not None:
+                shape[dim] = (shape[dim] + split.pad) // rules.group.data
             zeros = jnp.zeros((num, *shape), rules.reduced_dtype(split, grad.dtype))
-            return rules.group.pin(zeros, split.beside(zeros.ndim, scattered))
+            return rules.group.pin(zeros, split.beside(zeros.ndim, sharded=dim is not None))
 
         return map_splits(room, trained(self.splits), grads)
 

@@ -117,7 +117,7 @@ def test_whole_leaves_travel_once_a_pass_and_nothing_else_does():
     assert {c.bytes for c in gathers} == {4 * n for n in (16 * 24, 13 * 24, 4 * 16 * 24)}
 
 
-@pytest.mark.parametrize("written", [{"zero": {"data": 2}}, {"data": 2}], ids=str)
+@pytest.mark.parametrize("written", [{"zero": {"data": 2}}, {"format": 1, "data": 2}], ids=str)
 def test_files_of_states_shared_out_over_data_alone_go_on(tmp_path, written):
     """As they were; files said no more than how many devices there were along it."""
     old, new = plan_of(data=2, context=4), plan_of(data=4, context=2)

@@ -1,8 +1,9 @@
-"""The recurrence of Mamba's layers as one operator, while a module is exported.
+"""Recurrences of transformers as they compute, not as loops, while a module is exported.
 
 Without kernels for GPUs transformers runs a Python loop over positions, which a graph would show
 position by position. The states are the only part that depends on those before; the rest is written
-here for all positions at once, in the dtypes that the loop has.
+here for all positions at once, in the dtypes that the loop has. (That is Mamba's; a delta rule has
+its own form for this, which it leaves out where it is exported.)
 """
 
 from __future__ import annotations
