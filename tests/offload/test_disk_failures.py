@@ -33,7 +33,7 @@ UNCHANGED = "What was to be written is still in memory, unchanged"
 
 
 def sample() -> list[jax.Array]:
-    """Files of one chunk and of several, whole and sharded; no leaf's bytes are within another's."""
+    """Files of one chunk and of several, whole and sharded; no leaf's bytes lie in another's."""
     large = jax.device_put(disk_cases.any_bits("float32", (8, 150_001), 1), layout("sharded"))
     return [large, jnp.arange(1000.0), jnp.arange(1000.0) + 1, jnp.float32(np.pi)]
 
