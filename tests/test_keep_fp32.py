@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import linen as nn
 from support import tiny
+from support.sample import some
 
 import fzero as fz
 from fzero.errors import PlanError
@@ -101,28 +102,60 @@ def sums(p, buffers, batch, rng, train):
     return fz.Mean(0.0 * jnp.sum(batch["x"]) + norm, jnp.float32(1)), buffers, {"w": w}
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"zero": 1, "gather": "lazy"},
-        {"zero": 3, "gather_dtype": "int8"},
-        {"zero": 3, "secondary": 2},
-        {"zero": 2, "tiers": {"master": "host"}},
-        {"zero": 3, "precision": "fp16"},
-        {"zero": 3, "precision": "fp8"},
-    ],
-    ids=["lazy", "int8", "secondary", "parked", "fp16", "fp8"],
-)
-def test_no_way_to_a_device_rounds_them(values):
-    initial = {name: np.full((64, 8), EXACT) for name in ("norm", "w")}
+WAYS = {
+    **{f"zero {zero}, {kind}": {"zero": zero, "precision": kind}
+       for zero in range(4) for kind in ("bf16", "fp16")},
+    "lazy": {"zero": 1, "gather": "lazy"},
+    "lazy, microbatches": {"zero": 2, "gather": "lazy", "microbatches": 2},
+    "int8": {"zero": 3, "gather_dtype": "int8"},
+    "secondary": {"zero": 3, "secondary": 2},
+    "ahead": {"zero": 3, "prefetch": True},
+    "replicas": {"zero": 3, "data": 2, "replica": 2},
+    "master on the host": {"zero": 2, "tiers": {"master": "host"}},
+    "master on disk": {"zero": 1, "tiers": {"master": "disk"}, "stream_bytes": 300},
+    "params on the host": {"zero": 3, "tiers": {"params": "host"}},
+    "updated on the host": {"zero": 2, "tiers": {"opt_state": "host"}, "update_on": "host"},
+    "fp8": {"zero": 3, "precision": "fp8"},
+    "pipeline": {"zero": 1, "pipe": 2, "microbatches": 2},
+    "pipeline, zero 3": {"zero": 3, "pipe": 2, "microbatches": 2, "schedule": "zb_h1"},
+}  # fmt: skip
+AT_NIGHT = ("zero 0, fp16", "zero 1, bf16", "zero 1, fp16", "zero 2, bf16", "zero 3, bf16",
+            "lazy, microbatches", "ahead", "replicas", "master on disk", "params on the host",
+            "updated on the host", "pipeline, zero 3")  # fmt: skip
+
+
+def exact():
+    return {name: np.full((64, 8), EXACT) for name in ("norm", "w")}
+
+
+def summed(p, x, ctx):
+    """The same in a chain: the largest `norm` and `w` of its layers, in every row."""
+    own = jnp.stack([jnp.max(p[name].astype(F32)) for name in ("norm", "w")])
+    return own + (0 * x["x"] if isinstance(x, dict) else x)
+
+
+@pytest.mark.parametrize("way", some(WAYS, *AT_NIGHT))
+def test_no_way_to_a_device_rounds_them(way, tmp_path):
+    values, initial = WAYS[way], exact()
     own = fz.Model((initial, {}), sums)
+    if "pipe" in values:  # a layer on each rank
+        links = [fz.Layer(name, lambda key: exact(), summed) for name in "ab"]
+
+        def loss(x, batch):
+            half = 0.5 * x
+            return fz.Mean(jnp.sum(half[:, 0]), jnp.float32(len(x))), {"w": jnp.max(half[:, 1])}
+
+        own = fz.Sequential(links, loss, init=({"a": exact(), "b": exact()}, {}))
     one = tiny.plan(**{"precision": "bf16", "keep_fp32": ("norm",), **values})
-    state = fz.init(own, TX, one)
-    given = {"x": np.ones((8, 1), np.float32)}
-    for step in (fz.eval_step(own, one), fz.train_step(own, optax.sgd(0.0), one)):
-        state = fz.init(own, optax.sgd(0.0), one)
-        out = step(state, given)
-        metrics = out[1] if isinstance(out, tuple) else out
+    one = one.replace(disk_path=str(tmp_path)) if way == "master on disk" else one
+    given = {"x": np.ones((16, 1), np.float32)}
+    tx = optax.sgd(0.0)
+    evaluate, step, state = (fz.eval_step(own, one), fz.train_step(own, tx, one),
+                             fz.init(own, tx, one))  # fmt: skip
+    found = [evaluate(state, given)]
+    state, metrics = step(state, given)
+    found += [metrics, evaluate(state, given)]  # from the copy that an update makes, too
+    for metrics in found:
         assert float(metrics["loss"]) == EXACT, "rounded"
         assert float(metrics["w"]) == 1.0
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from support import tiny
+from support.sample import some
 
 import fzero as fz
 from fzero import precision
@@ -52,6 +53,14 @@ def start(kind, zero):
 def rounded(value, kind):
     """numpy's own rounding to nearest even."""
     return np.asarray(value).astype(jnp.dtype(DTYPES[kind]))
+
+
+# What a plan may keep beside a device's memory, or gather otherwise.
+AROUND = {
+    "lazy": {"gather": "lazy"},
+    "parked": {"tiers": {"opt_state": "host", "ema": "host"}, "stream_bytes": 300},
+    "on disk": {"tiers": {"opt_state": "disk", "master": "disk"}, "stream_bytes": 300},
+}
 
 
 def overflowing(rows=16):
@@ -144,8 +153,8 @@ def test_collectives_move_the_compute_dtype():
 class TestLossScale:
     """fp16's dynamic scale: starts at 2^16, forgives once, halves, doubles after the window."""
 
-    @pytest.mark.parametrize("zero", [1, 3])
-    def test_overflows_change_nothing_but_scale_and_counter(self, zero):
+    @pytest.mark.parametrize("zero", some([0, 1, 2, 3], 0, 2))
+    def test_overflows_change_nothing_but_scale_and_counters(self, zero):
         go = step("fp16", zero)
         state, metrics = go(start("fp16", zero), tiny.points())
         assert float(metrics["loss_scale"]) == 2.0**16
@@ -168,6 +177,27 @@ class TestLossScale:
         assert int(state.loss_scale.good_steps) == 1
         changed = tiny.host(state.params)
         assert not np.array_equal(changed["w"], before["params/w"])
+
+    @pytest.mark.parametrize("options", some(AROUND, "parked", "on disk"))
+    def test_averages_and_what_is_parked_stay_too(self, options, tmp_path):
+        own = plan("fp16", 1).replace(ema=0.9, **AROUND[options])
+        own = own.replace(disk_path=str(tmp_path)) if options == "on disk" else own
+        go = fz.train_step(MODEL, TX, own)
+        state, _ = go(fz.init(MODEL, TX, own), tiny.points())
+
+        def kept(state):
+            return tiny.host(fz.reload(state.replace(loss_scale=None), donate=False))
+
+        before = kept(state)
+        for number in (1, 2):  # the first overflow is forgiven, the second halves
+            state, metrics = go(state, overflowing())
+            assert float(metrics["skipped"]) == number
+            assert float(state.loss_scale.scale) == 2.0 ** (17 - number)
+            tiny.same_bits(kept(state), before)
+        state, _ = go(state, tiny.points())
+        changed = kept(state)
+        for name in ("step", "params/w", "ema/w", "opt_state/0/mu/w"):
+            assert not np.array_equal(changed[name], before[name]), name
 
     def test_a_scale_may_stay_where_it_is(self):
         how = fz.LossScaling(initial=2**6, growth_steps=10**9, hysteresis=1, minimum=2**6)

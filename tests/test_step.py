@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from support import tiny
+from support.sample import some
 
 import fzero as fz
 
@@ -181,6 +182,15 @@ def test_remat_changes_memory_not_numbers():
         tiny.close(kept[remat][0], kept["layer"][0], **GRADIENT)
 
 
+# Plans whose programs are others than those of ZeRO-3 in float32.
+OTHERS = {
+    "zero 0": {"zero": 0},
+    "lazy, bf16": {"zero": 1, "gather": "lazy", "precision": "bf16", "microbatches": 2},
+    "fp16, averages": {"zero": 2, "precision": "fp16", "ema": 0.9, "clip_norm": 1.0},
+    "parked": {"zero": 3, "tiers": {"opt_state": "host", "params": "host"}, "stream_bytes": 300},
+}
+
+
 class TestCompilation:
     """One trace and one program for all batches of one shape."""
 
@@ -217,6 +227,32 @@ class TestCompilation:
                 state, _ = step(state, tiny.tokens(seed=seed))
                 evaluate(state, tiny.tokens(seed=seed))
         assert (step.num_traces, evaluate.num_traces) == traces == (1, 1)
+        assert not compiles
+
+    @pytest.mark.parametrize("options", some(OTHERS, "lazy, bf16", "parked", "fp16, averages"))
+    def test_nor_does_any_other_plan_and_it_names_what_consumed_a_state(self, options):
+        """Steps, evaluations and accumulations in turn; pipelines: test_execute_evaluation.py."""
+        model, tx, plan = tiny.regression(), optax.adam(1e-2), tiny.plan(**OTHERS[options])
+        build = (fz.accumulate_step, fz.train_step)
+        add, step = (make(model, tx, plan) for make in build)
+        evaluate, state = fz.eval_step(model, plan), fz.init(model, tx, plan)
+
+        def cycle(state, seed):
+            state, _ = step(state, tiny.points(seed=seed))
+            evaluate(state, tiny.points(seed=seed))
+            for _ in range(2):
+                state, _ = add(state, tiny.points(seed=seed))
+            return step(state, tiny.points(seed=seed))[0]
+
+        spent, state = state, cycle(state, 0)
+        for call in (step, evaluate, add):
+            with pytest.raises(fz.StateConsumedError, match=rf"{call.name}: .* by step 1 "):
+                call(spent, tiny.points())
+        traces = [one.num_traces for one in (step, evaluate, add)]
+        with tiny.counted_compiles() as compiles:
+            for seed in (1, 2):
+                state = cycle(state, seed)
+        assert [one.num_traces for one in (step, evaluate, add)] == traces
         assert not compiles
 
     def test_another_number_of_rows_compiles_once_more(self):

@@ -79,6 +79,7 @@ BY_ELEMENT = {
     "nadam": lambda: optax.nadam(1e-2),
     "nadamw": lambda: optax.nadamw(1e-2),
     "optimistic-adam": lambda: optax.optimistic_adam_v2(1e-2),
+    "optimistic-adam-1": lambda: optax.optimistic_adam(1e-2),
     "optimistic-descent": lambda: optax.optimistic_gradient_descent(1e-1),
     "polyak": lambda: optax.polyak_sgd(0.1),
     "radam": lambda: optax.radam(1e-2),
@@ -105,6 +106,7 @@ BY_ELEMENT = {
         optax.sgd(0.1), optax.chain(contrib.normalize(), optax.sgd(0.05))
     ),
     "schedule-free": lambda: contrib.schedule_free_adamw(1e-2),
+    "schedule-free-any": lambda: contrib.schedule_free(optax.sgd(0.1), 0.1),
     "schedule-free-sgd": lambda: contrib.schedule_free_sgd(1e-1),
     "clip-adamw": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
     "clip-value": lambda: optax.chain(optax.clip(0.01), optax.sgd(0.1)),

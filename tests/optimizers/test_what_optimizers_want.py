@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optimizer_cases
 import pytest
 from optimizer_cases import (
     ALL,
@@ -31,9 +38,10 @@ import fzero as fz
         (optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(3)), "value_fn"),
         (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True), "grad_fn"),
         (optax.contrib.sophia(1e-2), "obj_fn"),
+        (optax.contrib.dpsgd(0.1, 1.0, 0.1, 0), "expects `grads` to have a batch dimension"),
         (optax.lookahead(optax.sgd(0.1), 2, 0.5), r"fast.*fz\.lookahead"),
     ],
-    ids=["lbfgs", "linesearch", "opaque-sam", "sophia", "lookahead"],
+    ids=["lbfgs", "linesearch", "opaque-sam", "sophia", "dpsgd", "lookahead"],
 )
 def test_what_no_step_can_give_is_refused_when_it_is_built(tx, match):
     match = "the optimizer cannot be used in a step; its update raised.*(" + match + ")"
@@ -41,6 +49,20 @@ def test_what_no_step_can_give_is_refused_when_it_is_built(tx, match):
         fz.train_step(stacked(), tx, plan(data=1))
     with pytest.raises(fz.PlanError, match=match):
         fz.init(stacked(), tx, plan(data=1))
+
+
+@pytest.mark.parametrize("module", [optax, optax.contrib], ids=lambda module: module.__name__)
+def test_every_optimizer_is_tried(module):
+    """Whatever takes a rate: it is one of `optimizer_cases`, or refused here."""
+    tried = "".join(Path(file).read_text() for file in (__file__, optimizer_cases.__file__))
+    takes_rate = {
+        name for name, made in vars(module).items()
+        if isinstance(made, (FunctionType, partial)) and name[0] != "_"
+        and "learning_rate" in inspect.signature(made).parameters
+    }  # fmt: skip
+    assert takes_rate >= ({"adamw", "lamb"} if module is optax else {"muon", "sophia"})
+    optimizers = {name for name in takes_rate if not name.startswith("scale_by")}
+    assert {name for name in optimizers if not re.search(rf"\.{name}\b", tried)} == set()
 
 
 def test_sam_steps_out_and_back():

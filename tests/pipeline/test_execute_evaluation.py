@@ -116,7 +116,10 @@ def test_the_same_shapes_are_traced_once(steps):
             evaluate(state, counting(rows, seed))
         return state
 
-    state = each(state, 0)
+    spent, state = state, each(state, 0)
+    for call in (train, evaluate):
+        with pytest.raises(fz.StateConsumedError, match=rf"{call.name}: .* by step 1 "):
+            call(spent, counting(16))
     traces = train.num_traces, evaluate.num_traces
     with tiny.counted_compiles() as compiled:
         for seed in (1, 2):
