@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import jax
@@ -20,10 +22,14 @@ def wrap(jax_fn: Callable[..., Any]) -> Callable[..., Any]:
     """A JAX function as one of PyTorch, through which gradients flow.
 
     Tensors become arrays and results tensors without a copy where both libraries use the device
-    (DLPack). It is compiled once for each structure and shapes of its arguments.
+    (DLPack). It is compiled once for each structure and shapes of its arguments, and for each value
+    of a constant.
 
     Args:
-        jax_fn: a function of arrays, in nested containers, and of constants.
+        jax_fn: a function of arrays, in nested containers, and of constants: numbers, strings,
+            functions, types and arrays that are no tensors. With objects of other kinds, which may
+            change from call to call, it runs without being compiled. What it reads from elsewhere
+            (a global, a closure) stays as it was, as under `jax.jit`.
 
     Returns:
         A function of tensors in the same containers, which gives tensors. Floating-point tensors
@@ -42,26 +48,42 @@ def wrap(jax_fn: Callable[..., Any]) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = torch_pytree.tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if i not in places)
-        key = (spec, tuple(places), repr(constants))
-        if key not in compiled:
+        constants = {i: leaf for i, leaf in enumerate(leaves) if i not in places}
+        values_of = tuple(map(_value, constants.values()))
+        key = (spec, tuple(places), values_of)
+        run: Any = None if None in values_of else compiled.get(key)
+        if run is None:
+            # An array may be written to later, and the function traced again.
+            kept = {i: x.copy() if isinstance(x, np.ndarray) else x for i, x in constants.items()}
 
             def run(arrays: Sequence[Any]) -> Any:
-                found: dict[int, Any] = {
-                    **dict(constants),
-                    **dict(zip(places, arrays, strict=True)),
-                }
-                values = [found[i] for i in range(len(leaves))]
+                found: dict[int, Any] = {**kept, **dict(zip(places, arrays, strict=True))}
+                values = [found[i] for i in range(len(found))]
                 given, named = torch_pytree.tree_unflatten(values, spec)
                 return jax_fn(*given, **named)
 
-            compiled[key] = jax.jit(run)
+            if None not in values_of:
+                run = compiled[key] = jax.jit(run)
         structure: list[Any] = []
         call: Any = _Call.apply
-        made = call(compiled[key], structure, *(leaves[i] for i in places))
+        made = call(run, structure, *(leaves[i] for i in places))
         return jax.tree.unflatten(structure[0], made)
 
     return function
+
+
+def _value(constant: Any) -> Any:
+    """Something to tell a constant's value by; None of an object that may change."""
+    if type(constant) is np.ndarray or isinstance(constant, np.generic | jax.Array):
+        if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
+            return (str(constant.dtype), _value(jax.random.key_data(constant)))
+        host = np.asarray(constant)
+        plain = host.dtype != object
+        return (type(constant), host.dtype, host.shape, host.tobytes()) if plain else None
+    if constant is None or type(constant) in (bool, int, float, complex, str, bytes):
+        return (type(constant), repr(constant))
+    fixed = type | FunctionType | BuiltinFunctionType | Enum | torch.dtype | torch.device | np.dtype
+    return constant if isinstance(constant, fixed) else None
 
 
 class _Call(torch.autograd.Function):

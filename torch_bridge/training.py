@@ -25,8 +25,9 @@ from fzero.state.train_state import TrainState
 from fzero.step import train_step
 from torch_bridge.convert import convert
 from torch_bridge.converted import Converted
+from torch_bridge.dtypes import torch_dtype
 from torch_bridge.losses import called_with_batch
-from torch_bridge.module.names import named_tensors
+from torch_bridge.module.names import identity, named_tensors
 from torch_bridge.module.weights import to_host, to_torch
 from torch_bridge.module.wrappers import unwrapped
 from torch_bridge.optim import optimizer as as_optax
@@ -183,8 +184,9 @@ def load_into(module: torch.nn.Module, state: Any, *, which: str = "params") -> 
         The module.
 
     Raises:
-        CheckpointError: the module has other tensors, or the state is one of a pipeline (bring it
-            to one rank with `fz.replan` first).
+        CheckpointError: the module has other tensors, more of them or other ties, or dtypes that
+            cannot hold the values; or the state is one of a pipeline (bring it to one rank with
+            `fz.replan` first). Nothing is written then.
 
     Example:
         >>> import jax.numpy as jnp
@@ -214,12 +216,54 @@ def load_into(module: torch.nn.Module, state: Any, *, which: str = "params") -> 
         raise CheckpointError(
             f"load_into: the module has no such tensors, or of other shapes: {wrong[:8]}"
         )
+    _refuse_others(values, tensors)
     with torch.no_grad():
         for name, value in values.items():
             own = tensors[name]
-            cut = np.asarray(value)[tuple(slice(n) for n in own.shape)]
-            own.copy_(to_torch(cut, own.dtype))
+            own.copy_(to_torch(_cut(value, own), own.dtype))
     return module
+
+
+def _cut(value: Any, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A value without padding."""
+    return np.asarray(value)[tuple(slice(n) for n in tensor.shape)]
+
+
+def _refuse_others(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a module that a state's values would fill in part, twice, or not as they are."""
+    names: dict[Any, str] = {}
+    problems: list[str] = []
+    for name, value in values.items():
+        own = tensors[name]
+        first = names.setdefault(identity(own), name)
+        if own.is_meta:
+            problems.append(f"`{name}` is on the meta device: module.to_empty(device=...) first")
+        if first != name and not np.array_equal(
+            _cut(value, own), _cut(values[first], own), equal_nan=True
+        ):
+            problems.append(f"`{first}` and `{name}` are one tensor, but have two values")
+        if tuple(own.shape) != tuple(value.shape):  # padding is zeros
+            host = np.asarray(value)
+            if np.count_nonzero(host) != np.count_nonzero(_cut(host, own)):
+                problems.append(f"`{name}` is {tuple(own.shape)}, smaller than {host.shape}")
+        if torch_dtype(value.dtype) != own.dtype and not _holds(own.dtype, _cut(value, own)):
+            problems.append(f"`{name}`: {own.dtype} cannot hold the values of {value.dtype}")
+    missing = [n for n, own in tensors.items() if identity(own) not in names]
+    problems += [f"`{name}`: the state has no value for it" for name in missing]
+    if problems:
+        raise CheckpointError(
+            "load_into: the module is not as the converted one (layers, ties, dtypes):\n  "
+            + "\n  ".join(problems[:20])
+        )
+
+
+def _holds(dtype: torch.dtype, values: np.ndarray[Any, Any]) -> bool:
+    """Whether values fit into a dtype: floats may be rounded, but not become infinite."""
+    plain = to_torch(values)
+    cast = plain.to(dtype)
+    if dtype.is_complex or (dtype.is_floating_point and not plain.is_complex()):
+        return bool((cast.isfinite() | ~plain.isfinite()).all())
+    return bool((cast.to(plain.dtype) == plain).all())
 
 
 def _fits(value: Any, tensor: torch.Tensor) -> bool:

@@ -209,3 +209,87 @@ def test_only_public_names_are_shown() -> None:
     shown = {name for name in dir(tb) if not name.startswith("_")}
     assert shown == set(tb.__all__)
     assert all(hasattr(tb, name) for name in shown)
+
+
+class Factor:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return "Factor()"
+
+
+def test_a_jax_function_in_torch_sees_each_constant_as_it_is() -> None:
+    """Those that print alike, and those that were changed since."""
+    x = torch.ones(2)
+    times = tb.wrap(lambda x, by: x * jnp.sum(getattr(by, "value", by)))
+    long = np.zeros(5000, np.float32)
+    for asked in (lambda a: a, jnp.asarray):
+        assert times(x, asked(long))[0] == 0
+        long[2500] = 7
+        assert times(x, asked(long))[0] == 7
+        long[2500] = 0
+    factor = Factor(2.0)
+    assert times(x, factor)[0] == 2
+    assert times(x, Factor(3.0))[0] == 3
+    factor.value = 5.0
+    x.requires_grad_()
+    times(x, factor).sum().backward()
+    assert x.grad[0] == 5
+    assert times(torch.ones(3), long)[0] == 0
+    assert times(x, 1)[0] == times(x, 1.0)[0] == 1
+
+
+class Tied(nn.Module):
+    def __init__(self, tied: bool, size: int = 4, more: bool = False) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, size, bias=False), nn.Linear(4, size, bias=False)
+        self.register_buffer("kept", torch.tensor([300.0, 2.0]))
+        if tied:
+            self.b.weight = self.a.weight
+        if more:
+            self.c = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(x) + self.a(x) + self.kept.sum()
+
+
+def with_small_buffer() -> nn.Module:
+    module = Tied(tied=False)
+    module.kept = torch.zeros(2, dtype=torch.int8)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("tied", "other", "message"),
+    [
+        (False, lambda: Tied(False, more=True), "`c.weight`: the state has no value for it"),
+        (True, lambda: Tied(False), "`b.weight`: the state has no value for it"),
+        (False, lambda: Tied(True), "`a.weight` and `b.weight` are one tensor, but have two"),
+        (False, lambda: Tied(False, 3), r"`a.weight` is \(3, 4\), smaller than \(4, 4\)"),
+        (False, with_small_buffer, "`kept`: torch.int8 cannot hold the values of float32"),
+        (False, lambda: Tied(False).to("meta"), "`a.weight` is on the meta device"),
+    ],
+)
+def test_values_are_not_put_into_a_module_of_another_shape(
+    tied: bool, other: Any, message: str
+) -> None:
+    converted = tb.convert(Tied(tied), torch.zeros(2, 4))
+    state = fz.init(converted.model(lambda f, x: jnp.mean(f(x))), None, fz.Plan(data=1))
+    module = other()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(fz.CheckpointError, match=message):
+        tb.load_into(module, state)
+    for name, value in module.state_dict().items():
+        assert value.is_meta or torch.equal(value, before[name])
+    tb.load_into(Tied(tied), state)
+
+
+def test_values_too_large_for_half_a_float_are_refused() -> None:
+    wide = nn.Linear(4, 4)
+    nn.init.constant_(wide.weight, 1e6)
+    converted = tb.convert(wide, torch.zeros(2, 4))
+    state = fz.init(converted.model(lambda f, x: jnp.mean(f(x))), None, fz.Plan(data=1))
+    with pytest.raises(fz.CheckpointError, match=r"`weight`: torch\.float16 cannot hold"):
+        tb.load_into(nn.Linear(4, 4).half(), state)
+    assert tb.load_into(nn.Linear(4, 4).bfloat16(), state).weight[0, 0] > 9e5

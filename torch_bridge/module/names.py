@@ -87,7 +87,7 @@ def read_layout(module: torch.nn.Module) -> Layout:
     names = [*order, *(name for name in named if name not in state)]
     groups: dict[Any, list[str]] = {}
     for name in names:
-        groups.setdefault(_identity(named[name]), []).append(name)
+        groups.setdefault(identity(named[name]), []).append(name)
     _refuse_overlaps({tuple(group): named[group[0]] for group in groups.values()})
     tied = _hf_tied_patterns(module)
     dense = {id(m.weight): m.dense for m in module.modules() if isinstance(m, QuantizedLinear)}
@@ -113,10 +113,10 @@ def find_leaves(module: torch.nn.Module, layout: Layout, part: torch.nn.Module) 
         ConversionError: `part` has a tensor that `module` does not have.
     """
     leaf_of = layout.leaf_of()
-    by_memory = {_identity(t): leaf_of[name] for name, t in named_tensors(module).items()}
+    by_memory = {identity(t): leaf_of[name] for name, t in named_tensors(module).items()}
     found: dict[str, Leaf] = {}
     for name, tensor in named_tensors(part).items():
-        leaf = by_memory.get(_identity(tensor))
+        leaf = by_memory.get(identity(tensor))
         if leaf is None:
             raise ConversionError(
                 f"`{name}` of a {type(part).__name__} is no tensor of the {type(module).__name__} "
@@ -133,7 +133,7 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return named
 
 
-def _identity(tensor: torch.Tensor) -> Any:
+def identity(tensor: torch.Tensor) -> Any:
     """What two names of one tensor share: the object, or exactly the same memory."""
     if tensor.numel() == 0 or tensor.layout is not torch.strided or tensor.is_meta:
         return id(tensor)
