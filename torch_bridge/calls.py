@@ -74,9 +74,9 @@ def wrap(jax_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _value(constant: Any) -> Any:
     """Something to tell a constant's value by; None of an object that may change."""
+    if isinstance(constant, jax.Array) and jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
+        return (str(constant.dtype), _value(jax.random.key_data(constant)))
     if type(constant) is np.ndarray or isinstance(constant, np.generic | jax.Array):
-        if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
-            return (str(constant.dtype), _value(jax.random.key_data(constant)))
         host = np.asarray(constant)
         plain = host.dtype != object
         return (type(constant), host.dtype, host.shape, host.tobytes()) if plain else None
