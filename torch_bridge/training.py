@@ -6,13 +6,15 @@ import copy
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
 
 from fzero.axes import PIPE
 from fzero.errors import CheckpointError, ConversionError
@@ -26,6 +28,7 @@ from fzero.step import train_step
 from torch_bridge.convert import convert
 from torch_bridge.converted import Converted
 from torch_bridge.dtypes import torch_dtype
+from torch_bridge.export.watch import untouched
 from torch_bridge.losses import called_with_batch
 from torch_bridge.module.names import identity, named_tensors
 from torch_bridge.module.weights import to_host, to_torch
@@ -75,15 +78,21 @@ def fit(
     Args:
         module: the module; it is not changed, unless `trained_module` says so.
         loader: gives batches, anew for each epoch: mappings of keyword arguments, or tuples and
-            lists, or tensors. The first one is the example that the module is converted with. Rows
-            at the end of a batch that the devices cannot share evenly are left out, with a warning.
+            lists, or tensors, all of as many rows. The first one is the example that the module is
+            converted with. Rows at the end of a batch that the devices cannot share evenly are left
+            out, with a warning.
         loss: `"module"`: the module returns its loss for a batch (transformers, with `labels`).
             Otherwise a torch loss, function or module: `loss(module(*batch[:-1]), batch[-1])`.
+            Either is a mean over the rows of one device and microbatch, and these means count
+            alike, as under DDP: a sum over rows is refused, and where the first batch shows that
+            rows count differently (`ignore_index`, weights of classes), a warning says so.
         optimizer: of the module's parameters, as torch has it (its classes are known, see
-            `tb.optimizer`), or an optax transformation.
+            `tb.optimizer`), or an optax transformation. It has not stepped yet, and is not stepped:
+            another call starts anew.
         plan: how the state is laid out and stepped; ZeRO-3 over all devices by default.
         epochs: how often the loader is run through.
-        scheduler: a learning rate scheduler of the torch optimizer, stepped with every step.
+        scheduler: a learning rate scheduler of the torch optimizer, stepped with every step. Rates
+            that `on_step` changes in the optimizer are refused.
         rng: seed of initial keys, and of dropout.
         on_step: called with the number of each step, from 1, and its metrics, which are device
             values: reading one waits for the step.
@@ -93,7 +102,8 @@ def fit(
         The final state; with `trained_module` the pair of it and the module.
 
     Raises:
-        ConversionError: the module, loss or optimizer cannot be converted, or the loader is empty.
+        ConversionError: the module, loss or optimizer cannot be converted, the loader is empty, in
+            a later epoch too, or the optimizer has begun or is changed meanwhile.
 
     Example:
         >>> from torch.utils.data import DataLoader, TensorDataset
@@ -105,7 +115,13 @@ def fit(
         2
     """
     module, plan = unwrapped(module), plan or Plan()
-    batches = iter(loader)
+    _refuse_begun(optimizer, scheduler)
+    batches: Iterator[Any] = iter(loader)
+    if epochs > 1 and batches is loader:
+        raise ConversionError(
+            f"fit: the loader is an iterator, which gives its batches once, but epochs={epochs}:"
+            " give a DataLoader or a list"
+        )
     first = next(batches, None)
     if first is None:
         raise ConversionError("fit: the loader gave no batch")
@@ -116,8 +132,12 @@ def fit(
         tx = as_optax(optimizer, converted, scheduler)
     state, step = init(model, tx, plan, rng), train_step(model, tx, plan)
     parts = layout(model, tx, plan).batch_multiple
+    if callable(loss):
+        _require_mean(module, loss, called_with_batch(first), parts)
+    hyper = _hyper(optimizer)
     done = 0
     for epoch in range(epochs):
+        given = None
         for given in itertools.chain([first], batches) if epoch == 0 else loader:
             whole = _whole_rows(batch(given), parts)
             if whole is None:
@@ -126,7 +146,91 @@ def fit(
             done += 1
             if on_step is not None:
                 on_step(done, metrics)
+            if _hyper(optimizer) != hyper:
+                raise ConversionError(
+                    f"fit: the optimizer's hyperparameters were changed in step {done}, but the"
+                    " compiled step has those that it began with: give a scheduler="
+                )
+        if given is None:
+            raise ConversionError(
+                f"fit: the loader gave no batch in epoch {epoch + 1} of {epochs}: it has to give"
+                " them anew for each epoch"
+            )
     return (state, load_into(module, state)) if trained_module else state
+
+
+def _refuse_begun(optimizer: Any, scheduler: Any) -> None:
+    """Refuse an optimizer that has taken steps, and a scheduler of none."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        if scheduler is not None:
+            raise ConversionError(
+                "fit: scheduler= is of a torch optimizer; an optax transformation has its schedule"
+                " within, such as optax.adamw(optax.linear_schedule(...))"
+            )
+    elif optimizer.state:
+        raise ConversionError(
+            f"fit: the {type(optimizer).__name__} has state of steps that it took, and fit would"
+            " start afresh. Make a new one; or go on from Adam's moments with tb.convert,"
+            " tb.optimizer and tb.with_moments (or tb.restore of a checkpoint)"
+        )
+
+
+def _hyper(optimizer: Any) -> list[dict[str, Any]]:
+    """The hyperparameters of a torch optimizer's groups, as values."""
+    return [
+        {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in g.items() if k != "params"}
+        for g in getattr(optimizer, "param_groups", ())
+    ]
+
+
+def _require_mean(
+    module: torch.nn.Module, loss: Callable[..., Any], example: Any, parts: int
+) -> None:
+    """Refuse a loss that sums rows, and warn of one in which they count differently.
+
+    It is computed for all rows and for those of each device and microbatch, of outputs that are
+    made up, from 0 to 1. Nothing is said of a loss that does not take these.
+    """
+    target = example[-1] if isinstance(example, tuple) else None
+    rows = len(target) if isinstance(target, torch.Tensor) and target.ndim else 0
+    size = rows // parts
+    if parts == 1 or not size:
+        return
+
+    def of(start: int, stop: int) -> float:
+        return float(loss(tree_map(lambda x: x[start:stop], out), target[start:stop]))
+
+    try:
+        with untouched(module, False), torch.no_grad(), torch.random.fork_rng([]):
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                shapes = module(*example[:-1])
+            out = tree_map(_made_up, shapes)
+            whole, again = of(0, size * parts), of(0, size * parts)
+            each = [of(size * part, size * (part + 1)) for part in range(parts)]
+    except Exception:  # what it cannot be asked it is not asked
+        return
+    if whole != again or np.isclose(whole, np.mean(each), rtol=1e-3, atol=1e-6):
+        return
+    if np.isclose(whole, np.sum(each), rtol=1e-3, atol=1e-6):
+        raise ConversionError(
+            f"fit: the loss is a sum over rows, of which each of {parts} devices and microbatches"
+            ' has its share: a mean of these is taken. Use reduction="mean"'
+        )
+    warnings.warn(
+        "fit: rows count differently in this loss (labels that are ignored, weights of classes, or"
+        f" rows that are compared): it is the mean of {parts} losses, one for each device and"
+        " microbatch, as under DDP, and not that of the whole batch. plan=fz.Plan(data=1) has the"
+        " latter; so has a loss of your own that returns an fz.Mean (tb.convert, fz.train_step)",
+        stacklevel=3,
+    )
+
+
+def _made_up(leaf: Any) -> Any:
+    """Numbers from 0 to 1 for a tensor that is fake."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    made = torch.linspace(0.05, 0.95, 61).repeat(leaf.numel() // 61 + 1)[: leaf.numel()]
+    return made.reshape(leaf.shape).to(leaf.dtype)
 
 
 def _converted(module: torch.nn.Module, loss: Callable[..., Any] | str, first: Any) -> Converted:
@@ -144,18 +248,35 @@ def _with_loss(module: torch.nn.Module, loss: Any) -> torch.nn.Module:
     A subclass of its own class, so that names and attributes stay.
     """
     own = type(module)
+    if "forward" in vars(module):
+        raise ConversionError(
+            "fit: the module's `forward` is an attribute of its own, not its class's, and cannot be"
+            ' called with a loss: give a module that returns its loss (loss="module")'
+        )
 
-    def forward(self: Any, *batch: Any) -> Any:
-        return loss(own.forward(self, *batch[:-1]), batch[-1])
+    def forward(self: Any, *inputs: Any) -> Any:
+        return own.forward(self, *inputs)
+
+    def call(self: Any, *batch: Any) -> Any:  # with the hooks of the module around its forward
+        return loss(own.__call__(self, *batch[:-1]), batch[-1])
 
     made = copy.copy(module)
-    made.__class__ = type(own.__name__, (own,), {"forward": forward})
+    made.__class__ = type(own.__name__, (own,), {"forward": forward, "__call__": call})
     return made
 
 
 def _whole_rows(tree: Any, parts: int) -> Any:
     """A batch without the rows at its end that devices could not share; None if none are left."""
-    rows = min(len(leaf) for leaf in jax.tree.leaves(tree))
+    if parts == 1:
+        return tree
+    sizes = {len(leaf) if np.ndim(leaf) else None for leaf in jax.tree.leaves(tree)}
+    if len(sizes) != 1 or None in sizes:
+        shapes = jax.tree.map(np.shape, tree)
+        raise ConversionError(
+            f"fit: a batch holds arrays of shapes {shapes}: devices share rows, of which each has"
+            " to have as many. Give what belongs to no row to the module (a buffer)"
+        )
+    rows = sizes.pop() or 0
     kept = rows - rows % parts
     if kept != rows:
         warnings.warn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from optax import sgd
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -209,6 +211,133 @@ def test_only_public_names_are_shown() -> None:
     shown = {name for name in dir(tb) if not name.startswith("_")}
     assert shown == set(tb.__all__)
     assert all(hasattr(tb, name) for name in shown)
+
+
+def batches(rows: int = 16) -> list[Any]:
+    return [data(rows)[:], data(2 * rows)[rows:]]
+
+
+class Scaled(nn.Module):
+    """Takes a vector that belongs to no row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return self.up(x) * scale.sum()
+
+
+def patched(module: nn.Module) -> nn.Module:
+    module.forward = lambda x: 2 * type(module).forward(module, x)
+    return module
+
+
+def stepped(module: nn.Module) -> torch.optim.Optimizer:
+    adam = torch.optim.Adam(module.parameters())
+    module(torch.ones(2, 4)).sum().backward()
+    adam.step()
+    return adam
+
+
+def step_lr(module: nn.Module) -> Any:
+    return torch.optim.lr_scheduler.StepLR(torch.optim.SGD(module.parameters(), lr=0.1), 1)
+
+
+class Once:
+    """A loader whose batches come once."""
+
+    def __init__(self) -> None:
+        self.batches = iter(batches())
+
+    def __iter__(self) -> Any:
+        yield from self.batches
+
+
+SUMMED = nn.CrossEntropyLoss(reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("message", "changed"),
+    [
+        ("gives its batches once", lambda m: {"loader": iter(batches()), "epochs": 2}),
+        ("no batch in epoch 2 of 3", lambda m: {"loader": Once(), "epochs": 3}),
+        ("the loss is a sum over rows", lambda m: {"loss": SUMMED}),
+        ("`forward` is an attribute of its own", lambda m: {"module": patched(m)}),
+        (
+            r"shapes \(\(16, 4\), \(10,\), \(16,\)\)",
+            lambda m: {
+                "module": (module := Scaled()),
+                "optimizer": torch.optim.SGD(module.parameters()),
+                "loader": [(x, torch.ones(10), y) for x, y in batches()],
+            },
+        ),
+        ("has state of steps that it took", lambda m: {"optimizer": stepped(m)}),
+        ("scheduler= is of a torch", lambda m: {"optimizer": sgd(0.1), "scheduler": step_lr(m)}),
+    ],
+)
+def test_what_would_train_otherwise_than_in_torch_is_refused(message: str, changed: Any) -> None:
+    module = nn.Linear(4, 3)
+    asked: dict[str, Any] = {
+        "module": module,
+        "loader": batches(),
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.SGD(module.parameters(), lr=0.1),
+        "plan": fz.Plan(data=2),
+    }
+    asked |= changed(module)
+    with pytest.raises(fz.ConversionError, match=message):
+        tb.fit(asked.pop("module"), asked.pop("loader"), asked.pop("loss"), **asked)
+
+
+def test_rates_changed_on_the_way_are_refused() -> None:
+    module = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def halve(step: int, metrics: Any) -> None:
+        optimizer.param_groups[0]["lr"] /= 2
+
+    with pytest.raises(fz.ConversionError, match="were changed in step 1"):
+        tb.fit(module, batches(), SUMMED, optimizer=optimizer, on_step=halve, plan=fz.Plan(data=1))
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "said"),
+    [
+        (nn.CrossEntropyLoss(), torch.arange(16) % 3, False),
+        (nn.CrossEntropyLoss(), torch.where(torch.arange(16) < 5, -100, 1), True),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 9.0, 1.0])), torch.arange(16) // 6, True),
+        (nn.functional.cross_entropy, torch.rand(16, 3), False),
+    ],
+)
+def test_rows_that_count_differently_are_said(loss: Any, labels: Any, said: bool) -> None:
+    module = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-9)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        tb.fit(module, [(torch.ones(16, 4), labels)], loss, optimizer=optimizer)
+    assert any("rows count differently" in str(one.message) for one in seen) is said
+
+
+def test_hooks_of_the_module_come_before_the_loss() -> None:
+    def made() -> nn.Module:
+        module = small()
+        module.register_forward_hook(lambda module, given, out: 3 * out)
+        module.register_forward_pre_hook(lambda module, given: (2 * given[0],))
+        return module
+
+    loader = DataLoader(data(24), batch_size=8)
+    want, module = trained_by_torch(made(), loader, epochs=1), made()
+    tb.fit(
+        module,
+        loader,
+        nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9),
+        plan=fz.Plan(data=1),
+        trained_module=True,
+    )
+    for name, tensor in want.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 class Factor:

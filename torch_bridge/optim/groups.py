@@ -136,6 +136,7 @@ class _Names:
         of_tensor: the name of each tensor, by id. (They live in the optimizer: ids stay theirs.)
         aliases: the name of each tensor, by any of its names.
         untrained: names of those that no gradient reaches.
+        frozen: names of those that were frozen when the module was converted.
         what: what they are of, for messages.
     """
 
@@ -143,6 +144,7 @@ class _Names:
     of_tensor: Mapping[int, str]
     aliases: Mapping[str, str]
     untrained: frozenset[str]
+    frozen: frozenset[str]
     what: str
 
     @staticmethod
@@ -154,6 +156,7 @@ class _Names:
                 of_tensor={id(tensor): name for name, tensor in named.items()},
                 aliases={name: name for name in named},
                 untrained=frozenset(n for n, tensor in named.items() if not tensor.requires_grad),
+                frozen=frozenset(),
                 what="the named parameters",
             )
         leaves = [leaf for leaf in parameters.layout.leaves if leaf.is_param]
@@ -171,6 +174,7 @@ class _Names:
             untrained=frozenset(
                 leaf.name for leaf in leaves if leaf.frozen or leaf.name not in learning
             ),
+            frozen=frozenset(leaf.name for leaf in leaves if leaf.frozen),
             what="the converted module",
         )
 
@@ -188,13 +192,18 @@ def _labels(groups: Sequence[Mapping[str, Any]], names: _Names) -> dict[str, str
     """The group of each entry."""
     group_of: dict[str, str] = {}
     for number, group in enumerate(groups):
-        for name in _names_in(group, number, names):
+        for tensor, name in zip(group["params"], _names_in(group, number, names), strict=True):
+            if tensor.requires_grad and name in names.frozen:
+                raise ConversionError(
+                    f"optimizer: `{name}` learns now, but was frozen when the module was converted:"
+                    " set requires_grad before tb.convert, or convert again"
+                )
             if name in group_of:
                 raise ConversionError(
                     f"optimizer: `{name}` is in groups {group_of[name]} and {number}, of two"
                     " optimizers; give each its own parameters"
                 )
-            if name not in names.untrained:
+            if name not in names.untrained and tensor.requires_grad:
                 group_of[name] = str(number)
     labels: dict[str, str] = {}
     for entry, held in names.entries.items():

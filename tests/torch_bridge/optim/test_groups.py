@@ -192,6 +192,25 @@ def test_an_optimizer_made_of_names_fits_a_module_that_is_no_more():
     assert moved == ["embed.weight"]
 
 
+def test_what_is_frozen_after_the_conversion_is_left_alone():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    converted = tb.convert(module, torch.zeros(2, 4))
+    module[0].requires_grad_(False)
+    tx = tb.optimizer(torch.optim.AdamW(module.parameters(), lr=0.5), converted)
+    params = jax.tree.map(jnp.asarray, converted.params)
+    updates, _ = tx.update(params, tx.init(params), params)
+    moved = {name for name, update in updates.items() if bool(jnp.any(update != 0))}
+    assert moved == {"1.weight", "1.bias"}
+
+
+def test_what_learns_only_after_the_conversion_is_refused():
+    module = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
+    converted = tb.convert(module, torch.zeros(2, 4))
+    module.requires_grad_(True)
+    with pytest.raises(ConversionError, match=r"`0.weight` learns now, but was frozen"):
+        tb.optimizer(torch.optim.AdamW(module.parameters(), lr=0.5), converted)
+
+
 def test_a_tensor_of_another_module_is_refused():
     _, converted = converted_net()
     other = nn.Linear(2, 3)
