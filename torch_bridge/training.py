@@ -191,10 +191,11 @@ def _require_mean(
     It is computed for all rows and for those of each device and microbatch, of outputs that are
     made up, from 0 to 1. Nothing is said of a loss that does not take these.
     """
-    target = example[-1] if isinstance(example, tuple) else None
-    rows = len(target) if isinstance(target, torch.Tensor) and target.ndim else 0
-    size = rows // parts
-    if parts == 1 or not size:
+    *inputs, target = example if isinstance(example, tuple) else (None,)
+    if parts == 1 or not isinstance(target, torch.Tensor) or not target.ndim:
+        return
+    size = len(target) // parts
+    if not size:
         return
 
     def of(start: int, stop: int) -> float:
@@ -203,7 +204,7 @@ def _require_mean(
     try:
         with untouched(module, False), torch.no_grad(), torch.random.fork_rng([]):
             with FakeTensorMode(allow_non_fake_inputs=True):
-                shapes = module(*example[:-1])
+                shapes = module(*inputs)
             out = tree_map(_made_up, shapes)
             whole, again = of(0, size * parts), of(0, size * parts)
             each = [of(size * part, size * (part + 1)) for part in range(parts)]

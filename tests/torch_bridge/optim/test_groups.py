@@ -203,6 +203,32 @@ def test_what_is_frozen_after_the_conversion_is_left_alone():
     assert moved == {"1.weight", "1.bias"}
 
 
+class Compared(nn.Module):
+    """Parameters of which only comparisons, whole numbers and shapes are read."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        for name in ("limit", "table", "like", "cast", "largest"):
+            setattr(self, name, nn.Parameter(torch.full((4,), 1.5)))
+
+    def forward(self, x):
+        y = self.up(x) * (x > self.limit) + torch.ones_like(self.like)
+        return y + self.cast.to(torch.int32) + torch.argmax(self.largest) * (self.table != 0)
+
+
+def test_a_comparison_sends_no_gradient_and_so_nothing_decays():
+    module = Compared()
+    converted = tb.convert(module, torch.zeros(2, 4))
+    adamw = torch.optim.AdamW(module.parameters(), lr=0.5)
+    tx = tb.optimizer(adamw, converted)
+    params = jax.tree.map(jnp.asarray, converted.params)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    moved = {name for name, update in updates.items() if bool(jnp.any(update != 0))}
+    module(torch.ones(2, 4)).sum().backward()
+    assert moved == {name for name, p in module.named_parameters() if p.grad is not None}
+
+
 def test_what_learns_only_after_the_conversion_is_refused():
     module = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
     converted = tb.convert(module, torch.zeros(2, 4))
