@@ -6,8 +6,6 @@ whole leaves. So a stage that keeps whole leaves has to know.
 
 from __future__ import annotations
 
-import jax
-
 from fzero.optimizer.optimizer import Optimizer
 from fzero.programs.jaxprs import ELEMENTWISE, Program, Step
 from fzero.tree import PyTree
@@ -25,16 +23,14 @@ _EXACT = ELEMENTWISE | frozenset(
 )
 
 
-def adds_up(optimizer: Optimizer, params: PyTree, state: PyTree) -> bool:
+def adds_up(optimizer: Optimizer, params: PyTree) -> bool:
     """Whether an update adds up elements of an array anywhere, as global norms do.
 
     Args:
         optimizer: the optimizer.
         params: shapes of the parameters, which are those of the gradients.
-        state: shapes of its state.
     """
-    loss = jax.ShapeDtypeStruct((), "float32")
-    closed = jax.make_jaxpr(optimizer.update)(params, state, params, loss)
+    closed = optimizer.traced(params).update
     return any(map(_adds, Program(closed.jaxpr, closed.consts).steps))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,6 +15,27 @@ from fzero.compat import is_key
 from fzero.errors import PlanError
 from fzero.optimizer.layers import Scope, scope_of
 from fzero.tree import PyTree
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A transformation's functions for parameters of some shapes.
+
+    Args:
+        init: the program that makes a state of parameters.
+        update: the program that takes gradients, a state, parameters and, if `takes_value`, a loss.
+        state: shapes of the state.
+        after: shapes of the state after an update.
+        keys: of each leaf of the state the kind of random key that it is, or `None`.
+        takes_value: whether the loss is given as `value=`.
+    """
+
+    init: Any
+    update: Any
+    state: PyTree
+    after: PyTree
+    keys: Sequence[Any]
+    takes_value: bool
 
 
 class Optimizer:
@@ -28,7 +51,7 @@ class Optimizer:
 
     def __init__(self, tx: optax.GradientTransformation, scope: Scope) -> None:
         self.tx, self.scope = tx, scope
-        self._takes_value: bool | None = None
+        self._traced: dict[Any, Traced] = {}
 
     def init(self, params: PyTree) -> PyTree:
         """A new state for parameters (or for their shapes, under `jax.eval_shape`)."""
@@ -49,75 +72,68 @@ class Optimizer:
         Raises:
             PlanError: the transformation wants something else.
         """
+        # What is asked here does not depend on sizes: a shard's do as well as a whole leaf's.
+        known = next(iter(self._traced.values()), None) or self.traced(params)
         with scope_of(self.scope):
-            state = self._keys(state, params)
-            if self._takes_value is None:
-                self._takes_value = takes_value(self.tx, grads, state, params)
-            extra = {"value": loss} if self._takes_value else {}
-            updates, state = self.tx.update(grads, state, params, **extra)
+            extra = {"value": loss} if known.takes_value else {}
+            updates, state = self.tx.update(grads, _keys(state, known.keys), params, **extra)
         return updates, jax.tree.map(_bits, state)
 
-    def _keys(self, state: PyTree, params: PyTree) -> PyTree:
-        """The state with its random keys."""
-        kinds: list[Any] = []
+    def traced(self, params: PyTree) -> Traced:
+        """The transformation's functions for parameters of these shapes, traced once.
 
-        def init(params: PyTree) -> PyTree:
-            state = self.tx.init(params)
-            found = jax.tree.leaves(state)
-            kinds.extend(jax.random.key_impl(x) if is_key(x) else None for x in found)
-            return state
-
-        jax.eval_shape(init, params)
-        leaves, tree = jax.tree.flatten(state)
-        keys = [
-            leaf if kind is None else jax.random.wrap_key_data(leaf, impl=kind)
-            for leaf, kind in zip(leaves, kinds, strict=True)
-        ]
-        return jax.tree.unflatten(tree, keys)
-
-    def require_usable(self, params: PyTree) -> None:
-        """Raises `PlanError` if the transformation cannot be used in a step.
-
-        Args:
-            params: shapes of the parameters.
+        Raises:
+            PlanError: the transformation cannot be used in a step.
         """
-        with scope_of(self.scope):
-            state = state_shapes(self.tx, params)
-            self._takes_value = takes_value(self.tx, params, state, params)
+        key = shape_key(params)
+        if key not in self._traced:
+            with scope_of(self.scope):
+                self._traced[key] = traced(self.tx, params)
+        return self._traced[key]
 
 
-def state_shapes(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
-    """Shapes of a transformation's state."""
-    # A function of its own: jax would find the trace of another scope by that of `tx`.
-    return jax.eval_shape(lambda params: tx.init(params), params)
+def shape_key(params: PyTree) -> Any:
+    """What two trees of the same structure, shapes and dtypes have in common."""
+    leaves, tree = jax.tree.flatten(params)
+    return tree, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
 
 
-def takes_value(
-    tx: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree
-) -> bool:
-    """Whether a transformation takes the loss as `value=`: it is tried, on shapes.
+def traced(tx: optax.GradientTransformation, params: PyTree) -> Traced:
+    """Traces a transformation's functions; whether it takes the loss as `value=` is tried.
 
     Raises:
-        PlanError: it can be called neither with it nor without.
+        PlanError: its update can be called neither with it nor without.
     """
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    keys: list[Any] = []
 
-    def call(grads: PyTree, state: PyTree, params: PyTree, value: Any) -> Any:
-        return tx.update(grads, state, params, **({} if value is None else {"value": value}))
+    # A function of its own: jax would find the trace of another scope by that of `tx`.
+    def start(params: PyTree) -> PyTree:
+        state = tx.init(params)
+        found = jax.tree.leaves(state)
+        keys[:] = [jax.random.key_impl(leaf) if is_key(leaf) else None for leaf in found]
+        return state
+
+    init, state = jax.make_jaxpr(start, return_shape=True)(params)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree, *loss: jax.Array) -> Any:
+        return tx.update(grads, state, params, **({"value": loss[0]} if loss else {}))
 
     accepts = inspect.signature(tx.update).parameters
-    kinds = {p.kind for p in accepts.values()}
-    order = [loss, None] if "value" in accepts or inspect.Parameter.VAR_KEYWORD in kinds else [None]
+    may = "value" in accepts or any(p.kind is p.VAR_KEYWORD for p in accepts.values())
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
     problem: Exception | None = None
-    for value in order:
+    for value in ([loss], []) if may else ([],):
         try:
             # Which arguments it takes is asked, not how strict its arithmetic is.
             with jax.numpy_dtype_promotion("standard"):
-                jax.eval_shape(call, grads, state, params, value)
+                program, (_, after) = jax.make_jaxpr(update, return_shape=True)(
+                    params, state, params, *value
+                )
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             problem = problem or error
         else:
-            return value is not None
+            return Traced(init, program, state, after, tuple(keys), bool(value))
     raise PlanError(
         f"train_step: the optimizer cannot be used in a step; its update raised"
         f" {type(problem).__name__}: {problem}. A step calls update(gradients, state, params,"
@@ -127,6 +143,22 @@ def takes_value(
         " steps optax.contrib.sam(..., opaque_mode=False); for optax.lookahead"
         " fz.lookahead(fast_optimizer, sync_period, slow_step_size)"
     ) from problem
+
+
+def state_shapes(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
+    """Shapes of a transformation's state."""
+    # A function of its own: jax would find the trace of another scope by that of `tx`.
+    return jax.eval_shape(lambda params: tx.init(params), params)
+
+
+def _keys(state: PyTree, kinds: Sequence[Any]) -> PyTree:
+    """The state with its random keys."""
+    leaves, tree = jax.tree.flatten(state)
+    keys = [
+        leaf if kind is None else jax.random.wrap_key_data(leaf, impl=kind)
+        for leaf, kind in zip(leaves, kinds, strict=True)
+    ]
+    return jax.tree.unflatten(tree, keys)
 
 
 def _bits(leaf: Any) -> Any:

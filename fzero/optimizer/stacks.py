@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from fzero.errors import PlanError
 from fzero.optimizer.follow import Follow, TermValue, program_of
 from fzero.optimizer.layers import Rows, Scope, apart, is_layers, one_layer, regrouped, scope_of
-from fzero.optimizer.optimizer import takes_value
+from fzero.optimizer.optimizer import Traced, shape_key, traced
 from fzero.optimizer.terms import OWN, Terms
 from fzero.optimizer.zeros import Zeros
 from fzero.tree import PyTree, path_name
@@ -40,7 +39,7 @@ def require_layers_apart(
     """
     if not stacks:
         return
-    key = id(tx), _shape_key(params), tuple(sorted(stacks.items()))
+    key = id(tx), shape_key(params), tuple(sorted(stacks.items()))
     if key not in _FOUND:
         while len(_FOUND) > 16:  # the last few optimizers of a process; each holds its closures
             del _FOUND[next(iter(_FOUND))]
@@ -57,11 +56,6 @@ def require_layers_apart(
 
 # With the optimizers themselves: an id is one's own as long as it lives.
 _FOUND: dict[Any, tuple[Any, str | None]] = {}
-
-
-def _shape_key(params: PyTree) -> Any:
-    leaves, tree = jax.tree.flatten(params)
-    return tree, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
 
 
 @dataclass(frozen=True)
@@ -137,9 +131,9 @@ class _Comparison:
         if any(rows.filled for rows in self.stacks.values()):
             self._require_zeros(state, born, values[0][num:])
 
-    def _traced(self, params: PyTree, written: bool = False) -> _Traced:
+    def _traced(self, params: PyTree, written: bool = False) -> Traced:
         try:
-            return _Traced.of(self.tx, params)
+            found = traced(self.tx, params)
         except (PlanError, _Differs):
             raise
         except Exception as error:
@@ -148,6 +142,13 @@ class _Comparison:
             raise _Differs(
                 f"it cannot be called with layers written out ({type(error).__name__}: {error})"
             ) from error
+        trees: list[Any] = [jax.tree.structure(tree) for tree in (found.after, found.state)]
+        if trees[0] != trees[1]:
+            raise PlanError(
+                "train_step: the optimizer's update gives a state of another structure than its"
+                f" init: {trees[0]}, not {trees[1]}"
+            )
+        return found
 
     def _leaves(self, stacked: PyTree, written: PyTree, field: str) -> list[_Leaf]:
         """The leaves of both programs' trees beside each other."""
@@ -282,34 +283,3 @@ class _Numbered:
     shape: tuple[int, ...]
     dtype: Any
     at: int
-
-
-@dataclass(frozen=True)
-class _Traced:
-    """A transformation's functions for parameters of some shapes, traced."""
-
-    init: Any
-    update: Any
-    state: PyTree
-    takes_value: bool
-
-    @staticmethod
-    def of(tx: optax.GradientTransformation, params: PyTree) -> _Traced:
-        init, state = jax.make_jaxpr(lambda params: tx.init(params), return_shape=True)(params)
-        loss = [jax.ShapeDtypeStruct((), jnp.float32)] * takes_value(tx, params, state, params)
-
-        def update(grads: PyTree, state: PyTree, params: PyTree, *loss: jax.Array) -> Any:
-            return tx.update(grads, state, params, **({"value": loss[0]} if loss else {}))
-
-        # What it does to layers is asked, not how strict its arithmetic is.
-        with jax.numpy_dtype_promotion("standard"):
-            traced, (_, after) = jax.make_jaxpr(update, return_shape=True)(
-                params, state, params, *loss
-            )
-        trees: list[Any] = [jax.tree.structure(tree) for tree in (after, state)]
-        if trees[0] != trees[1]:
-            raise PlanError(
-                "train_step: the optimizer's update gives a state of another structure than its"
-                f" init: {trees[0]}, not {trees[1]}"
-            )
-        return _Traced(init, traced, state, bool(loss))

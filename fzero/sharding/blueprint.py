@@ -155,7 +155,7 @@ class Blueprint:
         if self.tx is None:
             return
         shapes = map_splits(_updated_shape, trained(self.params))
-        self.optimizer.require_usable(shapes)
+        self.optimizer.traced(shapes)
         require_layers_apart(self.tx, shapes, self.optimizer.scope.stacks, operation)
 
     def _spread(self, stack: str, value: jax.Array) -> jax.Array:
@@ -181,9 +181,7 @@ class Blueprint:
         """
         if self.tx is None or self.num_data == 1 or self.plan.further:
             return False
-        params = map_splits(_updated_shape, trained(self.params))
-        state = map_splits(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), self.opt_state)
-        return adds_up(self.optimizer, params, state)
+        return adds_up(self.optimizer, map_splits(_updated_shape, trained(self.params)))
 
     @property
     def updates_shards(self) -> bool:
