@@ -1,7 +1,7 @@
 """Random sequences of everything that can happen to a state, against a run that never moved.
 
 After every operation the state, wherever its leaves are, equals the reference's, bit for bit.
-`FZERO_NIGHTLY=1` runs 500 sequences, otherwise 8 of fewer plans.
+`FZERO_NIGHTLY=1` runs 500 sequences, otherwise 5 of fewer plans.
 """
 
 import functools
@@ -23,7 +23,7 @@ from fzero.tree import named_leaves
 
 
 NIGHT = bool(os.environ.get("FZERO_NIGHTLY"))
-SEQUENCES = 500 if NIGHT else 8
+SEQUENCES = 500 if NIGHT else 5
 MODEL, TX = tiny.chain(2), optax.adamw(1e-2)
 PLANS = {
     **{f"zero {zero}": tiny.plan(zero=zero, data=4) for zero in (range(4) if NIGHT else (0, 3))},
