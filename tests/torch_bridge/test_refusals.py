@@ -290,19 +290,3 @@ class HermitianInverse(nn.Module):
 def test_an_inverse_whose_gradient_would_be_wrong_is_refused() -> None:
     with pytest.raises(ConversionError, match=r"pinv\(hermitian=True\).*use hermitian=False"):
         tb.convert(HermitianInverse(), torch.eye(3))(np.eye(3, dtype="f"))
-
-
-class Packed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrent = nn.GRU(4, 5, batch_first=True)
-
-    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
-        out: torch.Tensor = self.recurrent(packed)[1]
-        return out
-
-
-def test_packed_sequences_are_refused_by_name() -> None:
-    with pytest.raises(ConversionError, match=r"pack_padded_sequence.*padded batch"):
-        tb.convert(Packed(), torch.randn(3, 6, 4), torch.tensor([6, 4, 2]))

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.errors import ConversionError
 from torch_bridge.export.experts import experts_stand_ins
+from torch_bridge.export.packed import PackedSequences
 from torch_bridge.export.replaced import replaced
 from torch_bridge.export.slopes import functional_gradients, record_grad
 from torch_bridge.export.state_spaces import state_space_stand_ins
@@ -40,10 +41,16 @@ def _instead_of(*functions: Any) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 class _Mode(TorchFunctionMode):
+    def __init__(self, packed: PackedSequences) -> None:
+        super().__init__()
+        self.packed, self.table = packed, _TABLE | packed.table
+
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _TABLE.get(func, func)(*args, **(kwargs or {}))
+        if func not in self.packed.table:
+            self.packed.require_unread(func, (args, kwargs))
+        return self.table.get(func, func)(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -60,7 +67,7 @@ def stand_ins() -> Iterator[None]:
         """No more than that: the mask itself is applied either way."""
         return is_causal is True
 
-    unmapped = vmap._maybe_remove_batch_dim
+    unmapped, packed = vmap._maybe_remove_batch_dim, PackedSequences()
 
     def moved(name: str, x: Any, level: int, rows: int, dim: int | None) -> Any:
         """Rows first, then a move of their own: PyTorch would move them unseen by torch.export."""
@@ -76,8 +83,8 @@ def stand_ins() -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with (
-            _Mode(), replaced(own), experts_stand_ins(), state_space_stand_ins(),
-            functional_gradients(),
+            _Mode(packed), packed.told_to_layers(), replaced(own), experts_stand_ins(),
+            state_space_stand_ins(), functional_gradients(),
         ):  # fmt: skip
             yield
     finally:
@@ -172,16 +179,6 @@ def _as_strided_scatter(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch
             " torch.scatter, index_put or slice_scatter have the right one; or detach the input."
         )
     return torch.ops.aten.as_strided_scatter(input, *args, **kwargs)
-
-
-@_instead_of(torch._VF._pack_padded_sequence)
-def _pack_padded_sequence(*args: Any) -> Any:
-    raise ConversionError(
-        "a packed sequence (pack_padded_sequence) has sizes that depend on the lengths' values,"
-        " which XLA cannot compile. Give the recurrent layer the padded batch: its outputs at real"
-        " steps are the same for one direction; take the last one at length - 1 (gather), and leave"
-        " padding out of the loss."
-    )
 
 
 @_instead_of(torch.cov, torch.Tensor.cov)

@@ -40,7 +40,7 @@ class _Options:
     dropout: float
     train: bool
     bidirectional: bool
-    batch_first: bool
+    batch_first: bool = False  # which a packed sequence is not
 
     @property
     def drops(self) -> bool:
@@ -127,6 +127,19 @@ def _rnn_step(activation: Callable[[jax.Array], jax.Array]) -> Callable[[_Weight
     return of
 
 
+def _up_to(step: Step) -> Callable[..., Any]:
+    """A step that leaves rows alone that have no such position."""
+
+    def masked(carry: Any, now: Any) -> tuple[Any, jax.Array]:
+        gates, inside = now
+        new, out = step(carry, gates)
+        inside = inside[:, None]
+        kept = jax.tree.map(lambda new, old: jnp.where(inside, new, old), new, carry)
+        return kept, jnp.where(inside, out, 0)
+
+    return masked
+
+
 def _layers(
     x: jax.Array,
     states: Sequence[jax.Array],
@@ -134,8 +147,13 @@ def _layers(
     options: _Options,
     cell: Callable[[_Weights], Step],
     key: Any,
+    lengths: Any = None,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """All layers. Shapes: x `(T, N, I)` (or batch first), each state `(layers * dirs, N, H)`."""
+    """All layers. Shapes: x `(T, N, I)` (or batch first), each state `(layers * dirs, N, H)`.
+
+    Of rows with `lengths (N)`, states stop at a row's end (going back, they begin there), and
+    outputs after it are zero.
+    """
     dtype = result_dtype(x, *states, *params)
     weights = _split(params, options, dtype)
     directions = 2 if options.bidirectional else 1
@@ -150,8 +168,13 @@ def _layers(
             w = weights[number]
             initial = tuple(cast(state[number], dtype) for state in states)
             # The input's part of all time steps is one large product outside the loop.
-            gates = _inputs(out, w)
-            final, side = jax.lax.scan(cell(w), initial, gates, reverse=direction == 1)
+            gates, step = _inputs(out, w), cell(w)
+            if lengths is None:
+                final, side = jax.lax.scan(step, initial, gates, reverse=direction == 1)
+            else:
+                inside = jnp.arange(len(out))[:, None] < lengths
+                now = gates, inside
+                final, side = jax.lax.scan(_up_to(step), initial, now, reverse=direction == 1)
             finals.append(final)
             sides.append(side)
         out = jnp.concatenate(sides, axis=-1) if directions == 2 else sides[0]
@@ -189,6 +212,29 @@ def rnn_relu(
 ) -> tuple[jax.Array, jax.Array]:
     out, (h,) = _layers(x, [hx], params, _Options(*options), _rnn_step(jax.nn.relu), key)
     return out, h
+
+
+_CELLS = {
+    "lstm": _lstm_step,
+    "gru": _gru_step,
+    "rnn_tanh": _rnn_step(jnp.tanh),
+    "rnn_relu": _rnn_step(jax.nn.relu),
+}
+
+
+def _packed_draws(kind: str, x: Any, lengths: Any, states: Any, params: Any, *options: Any) -> bool:
+    return _Options(*options).drops
+
+
+@register_operator("torch_bridge.packed_rnn.default", draws=_packed_draws)
+def packed_rnn(
+    kind: str, x: jax.Array, lengths: jax.Array, states: Sequence[Any], params: Sequence[Any],
+    *options: Any, key: Any = None,
+) -> list[jax.Array]:  # fmt: skip
+    """A recurrent layer of any kind for padded rows of several lengths, positions first."""
+    of = _Options(*options)
+    out, last = _layers(x, states, params, of, _CELLS[kind], key, lengths)
+    return [out, *last]
 
 
 def _cell(step: Step, x: jax.Array, w: _Weights, carry: tuple[Any, ...]) -> Any:
