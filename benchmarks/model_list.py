@@ -233,12 +233,13 @@ def _image(size: int, name: str = "x") -> Call:
 def timm() -> Iterator[tuple[str, Builder]]:
     """timm's architectures: its own models for tests, and the smallest of others."""
     import timm as library
+    from timm.models import byobnet
 
     fixed = ("test_coatnet", "test_maxvit", "test_vit3", "test_vit_relpos")
     small = {name: 160 if name in fixed else 64 for name in library.list_models("test_*")}
     small |= {
         "edgenext_xx_small": 64, "lcnet_035": 64, "mobilenetv3_small_050": 64,
-        "mobilenetv4_conv_small_035": 64, "tinynet_e": 64, "mobileone_s0": 64, "resnet10t": 64,
+        "mobilenetv4_conv_small_035": 64, "tinynet_e": 64, "resnet10t": 64,
         "hardcorenas_a": 64, "semnasnet_050": 64, "fbnetc_100": 64,
     }  # fmt: skip
     options: dict[str, tuple[int, dict[str, Any]]] = {n: (s, {}) for n, s in small.items()}
@@ -259,6 +260,11 @@ def timm() -> Iterator[tuple[str, Builder]]:
                 "depths": (2, 1),
                 "num_heads": (2, 2),
             },
+        ),
+        # The first block of each stage, with all its branches: all are 1,289 modules.
+        "mobileone_s0": (
+            64,
+            {"blocks": [stage[:2] for stage in byobnet.model_cfgs["mobileone_s0"].blocks]},
         ),
         "convnext_atto": (32, {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)}),
     }
