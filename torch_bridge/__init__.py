@@ -22,6 +22,7 @@ from torch_bridge.documents.tokens import Document as Document
 from torch_bridge.documents.tokens import read_documents as read_documents
 from torch_bridge.export.experts import OwnLossWarning as OwnLossWarning
 from torch_bridge.export.functions import register_function as register_function
+from torch_bridge.export.modes import ModeWarning as ModeWarning
 from torch_bridge.export.watch import PythonStateWarning as PythonStateWarning
 from torch_bridge.formats.content import Checkpoint as Checkpoint
 from torch_bridge.formats.files import load as load
@@ -65,6 +66,7 @@ __all__ = [
     "Generated",
     "Imported",
     "Lightning",
+    "ModeWarning",
     "Moments",
     "Output",
     "OwnLossWarning",

@@ -15,6 +15,7 @@ from torch_bridge.export.export import export_both, export_program
 from torch_bridge.export.hooks import refuse_hooks
 from torch_bridge.export.interpret import missing_operators, refuse_data_dependent, refuse_missing
 from torch_bridge.export.mode import build_mode
+from torch_bridge.export.modes import warn_of_modes
 from torch_bridge.module.adapters import read_adapters
 from torch_bridge.module.initial import COPIED_BYTES, num_bytes, on_host, read_initial
 from torch_bridge.module.names import Layout, read_layout
@@ -38,7 +39,8 @@ def convert(
 ) -> Converted:
     """Convert a PyTorch module for training and evaluation in JAX.
 
-    The module is exported twice, in train and in eval mode, and is left as it was. Sizes of the
+    The module is exported twice, in train and in eval mode, and is left as it was; a submodule in
+    another mode than these two give it is named by a `ModeWarning`. Sizes of the
     example stay free where the module allows it; give an example with a batch of at least 2.
     `fixed_dims()` of the result lists those that are not free. Other sizes of these, and a batch
     of 1, are traced when they first come: for that the result keeps a copy of the module, without
@@ -88,6 +90,7 @@ def convert(
     min_layers = fewest_layers(roll)
     module = unwrapped(module)
     refuse_options(module, example_kwargs)
+    warn_of_modes(module)
     args, kwargs = example_tensors((example_args, example_kwargs))
     made = _Making(batch_dim, min_layers, train, train if masters is None else masters, copy)
     return made.of(module, args, kwargs, lambda layout: read_initial(module, layout, buffers))

@@ -6,6 +6,7 @@ Numbers are those of the list of measured traps; most models of the zoo step on 
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import jax
@@ -550,3 +551,32 @@ def test_one_tensor_given_as_two_arguments_is_two_arguments():
     converted = tb.convert(Difference(), same, same)
     ones = np.ones((2, 3), np.float32)
     np.testing.assert_array_equal(converted(ones, 3 * ones), -2 * ones)
+
+
+class KeepsItsNorm(nn.Sequential):
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+def test_a_mode_of_a_submodule_s_own_is_named() -> None:
+    """Both converted modes are those of train() and eval(): a norm put into eval would train."""
+    norm, drop = nn.BatchNorm1d(4), nn.Dropout(0.5)
+    x = torch.randn(6, 4)
+    module = nn.Sequential(norm, nn.Sequential(drop))
+    norm.eval()
+    with pytest.warns(tb.ModeWarning, match=r"`0` \(BatchNorm1d\): in eval mode, while"):
+        tb.convert(module, x)
+    assert (norm.training, drop.training) == (False, True)
+    module.eval()
+    drop.train()
+    with pytest.warns(tb.ModeWarning, match=r"`1\.0` \(Dropout\): in train mode, while"):
+        tb.convert(module, x, train=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tb.ModeWarning)
+        tb.convert(KeepsItsNorm(norm).train(), x)
+        tb.convert(module.train(), x)
+        quiet = nn.Sequential(nn.Dropout(0.0), nn.LayerNorm(4))  # which no mode changes
+        quiet[0].eval()
+        tb.convert(quiet, x)

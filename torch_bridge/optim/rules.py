@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,6 +54,14 @@ def find_rule(optimizer: Any) -> Rule:
             " (their subclasses may compute anything, and are not). Make one of these with the"
             f" same hyperparameters{_ADVICE.get(kind.__name__, '')}, or write the transformation"
             " in optax"
+        )
+    # Learning-rate schedulers put a wrapper there, and PyTorch one around that of the class.
+    step = inspect.unwrap(vars(optimizer).get("step", kind.step))
+    if getattr(step, "__func__", step) is not inspect.unwrap(kind.step):
+        raise ConversionError(
+            f"optimizer {kind.__name__} has a step() of its own (it was replaced on the object),"
+            " which a pure update would leave out; clip by fz.Plan(clip_norm=), and do in optax"
+            " what else it does"
         )
     hooks = [
         name

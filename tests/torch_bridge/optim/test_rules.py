@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,6 +190,21 @@ def test_what_is_not_mapped_is_refused_by_name(name):
     params = start()
     with pytest.raises(ConversionError, match=message):
         tb.optimizer(kind([params["weight"]], **options), params.items())
+
+
+def test_a_step_of_an_optimizer_s_own_is_refused():
+    """Clipping by hand inside it, say. That of a scheduler only counts."""
+    params = {"w": torch.nn.Parameter(torch.zeros(2))}
+    optimizer = torch.optim.SGD(params.values(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    assert "step" in vars(optimizer)
+    tb.optimizer(optimizer, params.items(), scheduler)
+    for schedules in (False, True):
+        optimizer = torch.optim.SGD(params.values(), lr=0.1)
+        optimizer.step = types.MethodType(lambda self, closure=None: None, optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2) if schedules else None
+        with pytest.raises(ConversionError, match=r"SGD has a step\(\) of its own"):
+            tb.optimizer(optimizer, params.items(), scheduler)
 
 
 def test_step_hooks_are_refused():

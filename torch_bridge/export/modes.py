@@ -1,0 +1,51 @@
+"""Submodules that were put into a mode of their own, which a conversion does not keep."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.nn.modules import batchnorm, dropout
+
+from torch_bridge.export.watch import untouched
+
+
+class ModeWarning(UserWarning):
+    """Submodules are in another mode than `module.train()` or `module.eval()` puts them into."""
+
+
+def warn_of_modes(module: torch.nn.Module) -> None:
+    """Say which norms and dropouts compute otherwise than both converted modes do.
+
+    A module that overrides `train()` keeps what it says there, in a conversion, too.
+    """
+    own = {path: part.training for path, part in module.named_modules() if _matters(part)}
+    with untouched(module, module.training):
+        usual = {path: module.get_submodule(path).training for path in own}
+    found = [path for path in own if own[path] != usual[path]]
+    if not found:
+        return
+    word = {True: "train", False: "eval"}
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    listed = ", ".join(
+        f"`{path}` ({type(module.get_submodule(path)).__name__})" for path in found[:3]
+    )
+    call = f"module.{word[module.training]}()"
+    warnings.warn(
+        f"{listed}{more}: in {word[own[found[0]]]} mode, while {call} puts it into"
+        f" {word[usual[found[0]]]} mode. A conversion trains as the module does after .train()"
+        " and evaluates as after .eval(). To keep a submodule in one mode, say so in the"
+        " module: def train(self, mode=True): super().train(mode); self.norm.eval(); return self",
+        ModeWarning,
+        stacklevel=3,
+    )
+
+
+def _matters(part: Any) -> bool:
+    """Whether a module computes otherwise in another mode, and has no submodules that do so."""
+    if isinstance(part, batchnorm._NormBase):
+        return bool(part.track_running_stats)
+    if isinstance(part, dropout._DropoutNd):
+        return part.p > 0
+    return isinstance(part, torch.nn.RNNBase | torch.nn.MultiheadAttention) and part.dropout > 0
