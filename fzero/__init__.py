@@ -42,7 +42,7 @@ from fzero.model import Model as Model
 from fzero.model import Sequential as Sequential
 from fzero.plan import Plan as Plan
 from fzero.precision import cast as cast
-from fzero.preflight.predict import preflight as preflight
+from fzero.preflight.public import preflight as preflight
 from fzero.quantized import dequantize as dequantize
 from fzero.quantized import quantize as quantize
 from fzero.sharding.local_batch import local_batch as local_batch

@@ -271,9 +271,9 @@ class Plan:
     def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
         """The device mesh over the first devices given (default: all).
 
-        Axes are `(replica, data)`, with `pipe` before them in a pipeline and what divides layers
-        (`tensor`) behind them. A plan for several
-        devices, but not all of them, and no choice of devices: an `UnusedDevicesWarning` says so.
+        Axes are `(replica, data)`, with `pipe` before them in a pipeline and the further ones
+        (`expert`, `context`, `tensor`) behind them. A plan for several devices, but not all of
+        them, and no choice of devices: an `UnusedDevicesWarning` says so.
 
         Raises:
             PlanError: there are too few devices.

@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.errors import PipelineError
 from fzero.links import Mean
-from fzero.pipeline.gather import Gatherer
 from fzero.pipeline.programs import StagePrograms, unmarked
+from fzero.pipeline.stage_inputs import StageInputs
 from fzero.processes import from_host
 from fzero.schedule.actions import Action, Schedule
 from fzero.schedule.builders import inference
@@ -78,7 +78,7 @@ class Executor:
         self.programs = [
             StagePrograms(blue, stage, on_trace) for stage in range(self.schedule.num_stages)
         ]
-        self.gatherer = Gatherer(blue, self.programs)
+        self.gatherer = StageInputs(blue, self.programs)
         self.order = dispatch_order(self.schedule)
         self.observer: Observer | None = None
         # A few for each rank: enough that no device waits for the host.

@@ -154,33 +154,31 @@ class _Predictor:
         lowered = self.step.lower(TrainState(**self.fields), self.batch)
         compiled = self.target.compile(lowered, mesh)
         kept = self._state_bytes(range(mesh.size))
-        saved = secondary = 0
+        saved, secondary = saved_bytes(
+            self.step.passes, self.fields, abstract_batch(self.batch, mesh)
+        )
         notes: list[str] = []
-        if self.blue.stages is None:
-            saved, secondary = saved_bytes(
-                self.step.passes, self.fields, abstract_batch(self.batch, mesh)
+        if self.plan.remat == "offload":
+            notes.append(
+                f"remat='offload' keeps {saved:,} bytes of layer inputs in host memory; a"
+                " described GPU has none, so they count for the device here"
             )
-            if self.plan.remat == "offload":
-                notes.append(
-                    f"remat='offload' keeps {saved:,} bytes of layer inputs in host memory; a"
-                    " described GPU has none, so they count for the device here"
-                )
-            features = [axis for axis in self.plan.further if axis not in TOKENS]
-            if features:  # traced with whole ones
-                notes.append(
-                    f"what forward passes leave for backward passes, {saved:,} bytes with whole"
-                    f" features, is divided along {', '.join(features)} as XLA decides: it is among"
-                    " the temporaries"
-                )
-                saved = 0
-            if self.plan.gather == "lazy" and self.blue.group.shards > 1:
-                held = held_bytes(self.blue, self.plan)
-                notes.append(
-                    "gather='lazy' holds whole parameters from the first forward pass to the last"
-                    f" backward pass: {held:,} bytes of the temporaries"
-                )
+        features = [axis for axis in self.plan.further if axis not in TOKENS]
+        if features:  # traced with whole ones
+            notes.append(
+                f"what forward passes leave for backward passes, {saved:,} bytes with whole"
+                f" features, is divided along {', '.join(features)} as XLA decides: it is among"
+                " the temporaries"
+            )
+            saved = 0
+        if self.plan.gather == "lazy" and self.blue.group.shards > 1:
+            held = held_bytes(self.blue, self.plan)
+            notes.append(
+                "gather='lazy' holds whole parameters from the first forward pass to the last"
+                f" backward pass: {held:,} bytes of the temporaries"
+            )
         own = batch_bytes(self.batch, mesh)
-        gradients = gradient_bytes(self.blue, self.plan) if self.blue.stages is None else 0
+        gradients = gradient_bytes(self.blue, self.plan)
         peak = compiled.peak_bytes
         known = sum(kept.values()) + own + saved + secondary + gradients
         memory = Memory(

@@ -15,7 +15,7 @@ from fzero.axes import FURTHER
 from fzero.errors import BatchError, FzeroError, PlanError, PreflightError, ScheduleError
 from fzero.model import Model
 from fzero.plan import Plan
-from fzero.preflight.predict import preflight
+from fzero.preflight.public import preflight
 from fzero.preflight.rates import Rates, default_rates
 from fzero.preflight.result import Preflight
 from fzero.preflight.tables import duration, size, table_of, text_of

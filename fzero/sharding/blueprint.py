@@ -93,7 +93,7 @@ class Blueprint:
         return None if self.stages is None else self.stages.homes[link]
 
     def rank_mesh(self, rank: int) -> Mesh:
-        """The devices of one rank of a pipeline, axes `(replica, data)`."""
+        """The devices of one rank of a pipeline: all axes of the mesh but `pipe`."""
         return self.mesh_of(Home((rank,)))
 
     def sharding(self, home: Home | None, spec: PartitionSpec) -> NamedSharding:

@@ -1,7 +1,7 @@
 """Which dim of a leaf ZeRO splits over devices, with what padding, and why.
 
 Everything here is computed from shapes; no device is needed. Splits are decided once per
-(model, plan, number of devices) and is the same for all four ZeRO stages: the stage only says
+(model, plan, number of devices) and are the same for all four ZeRO stages: the stage only says
 which state classes are *kept* in it between steps.
 """
 
@@ -408,7 +408,7 @@ def _split_keys(splits: PyTree) -> list[tuple[str, ...]]:
 
 
 def _kept(split: Split) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(split.shape, update_dtype(split))
+    return jax.ShapeDtypeStruct(split.shape, update_dtype(split.dtype))
 
 
 def update_dtype(dtype: Any) -> np.dtype[Any]:
@@ -431,7 +431,7 @@ def _by_rows(init: Callable[[PyTree], PyTree], params: PyTree, shapes: PyTree) -
             if split.home is None or not split.home.rows:
                 return _kept(split)
             shape = split.shape[0] + rows, *(n + features for n in split.shape[1:])
-            return jax.ShapeDtypeStruct(shape, update_dtype(split))
+            return jax.ShapeDtypeStruct(shape, update_dtype(split.dtype))
 
         return [x.shape for x in jax.tree.leaves(jax.eval_shape(init, map_splits(change, params)))]
 

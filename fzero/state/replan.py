@@ -57,11 +57,15 @@ def replan(
 
     Raises:
         StateConsumedError: the state was given to a step.
-        StateError: the state is not one of `old_plan`, or holds an accumulation in progress that
-            the new plan's layout cannot take over.
+        StateError: the state is not one of `old_plan`, or holds an accumulation in progress.
     """
     state = compute_copy.settled_state(state)
     require_alive(state, "replan")
+    if state.grads is not None:
+        raise StateError(
+            "replan: an accumulation is in progress (state.grads); finish it with train_step, or"
+            " drop it with state.replace(grads=None)"
+        )
     old = blueprint(model, tx, old_plan, devices_of_state(state))
     new = blueprint(model, tx, new_plan, devices)
     require_fits(state, old, "replan", reads=())
@@ -85,11 +89,6 @@ def replan(
         lambda leaf, to: place(leaf, to.sharding), scale if new_plan.skips else None,
         shapes["loss_scale"],
     )  # fmt: skip
-    if state.grads is not None:
-        raise StateError(
-            "replan: an accumulation is in progress (state.grads); finish it with train_step, or"
-            " drop it with state.replace(grads=None)"
-        )
     return TrainState(**fields)
 
 

@@ -4,7 +4,7 @@
 - `steps`: the shells that they return.
 - `checks`: what a shell refuses before anything runs.
 - `passes`: gradients and evaluation of a batch, as one program or as a pipeline.
-- `runners`: how a pass and an update make a step: one program, or one after the other.
+- `compose`: how a pass and an update make a step: one program, or one after the other.
 - `update`, `divided`, `host_update`: the optimizer's update: as a pure function, by place or
   streamed, and on the host.
 - `finite`: names the first value that is not finite; `values`: what one half hands to the other.

@@ -22,7 +22,7 @@ from fzero.tree import PyTree
 from fzero.zero.buffers import agreed_buffers
 
 
-class Gatherer:
+class StageInputs:
     """Takes leaves to the stages that read them and results back home.
 
     Args:
