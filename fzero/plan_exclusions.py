@@ -1,4 +1,8 @@
-"""What excludes what in a plan: one table."""
+"""What excludes what in a plan: one table.
+
+What follows from more than the plan is refused where that is known: schedules in `Plan`, numbers of
+devices in `Plan.sizes`, shapes in `sharding.blueprint`, processes in `processes`.
+"""
 
 from __future__ import annotations
 

@@ -158,18 +158,19 @@ class Split:
         """`dim` as one layer of a stack sees it."""
         return None if self.dim is None else self.dim - int(self.stacked)
 
-    def store(self, leaf: jax.Array) -> jax.Array:
-        """Adds the padding to a whole leaf."""
-        if self.dim is None or not self.pad:
+    def store(self, leaf: jax.Array, dim: int | None = None) -> jax.Array:
+        """Adds the padding to a whole leaf, or to one layer of it, whose split dim is `dim`."""
+        dim = self.dim if dim is None else dim
+        if dim is None or not self.pad:
             return leaf
-        widths = [(0, self.pad if dim == self.dim else 0) for dim in range(leaf.ndim)]
-        return jnp.pad(leaf, widths)
+        return jnp.pad(leaf, [(0, self.pad if d == dim else 0) for d in range(leaf.ndim)])
 
-    def logical(self, leaf: jax.Array) -> jax.Array:
-        """Cuts the padding off a whole leaf."""
-        if self.dim is None or not self.pad:
+    def logical(self, leaf: jax.Array, dim: int | None = None) -> jax.Array:
+        """Cuts the padding off a whole leaf, or off one layer of it, whose split dim is `dim`."""
+        dim = self.dim if dim is None else dim
+        if dim is None or not self.pad:
             return leaf
-        return jax.lax.slice_in_dim(leaf, 0, self.shape[self.dim], axis=self.dim)
+        return jax.lax.slice_in_dim(leaf, 0, leaf.shape[dim] - self.pad, axis=dim)
 
 
 def split_leaf(

@@ -12,7 +12,6 @@ import jax
 from fzero.batch import Inputs, abstract_batch, constrain_batch, pad_batch
 from fzero.compat import outside_of_meshes
 from fzero.errors import PlanError, StateError
-from fzero.links import Mean
 from fzero.offload.stream import StreamedFunction
 from fzero.processes import in_turn, spread
 from fzero.sharding.blueprint import Blueprint
@@ -28,7 +27,7 @@ from fzero.step.compose import Divided, Fused, look, options_of, runner_of
 from fzero.step.divided import DividedUpdate
 from fzero.step.finite import require_finite_batch, require_finite_looks
 from fzero.step.passes import OneProgram, Pipeline, kept_by, passes_of
-from fzero.step.values import Gradients, Metrics, StepAndKey, Values
+from fzero.step.values import Gradients, Metrics, StepAndKey, Values, metrics_of
 from fzero.tree import PyTree, leaves_of
 from fzero.zero.options import CompilerOptions
 
@@ -347,7 +346,7 @@ class EvalStep(_ReadingStep):
     def _one_program(self, kept: PyTree, buffers: PyTree, at: StepAndKey, batch: Inputs) -> Metrics:
         self._traced()
         step, rng = at
-        return _quotients(*self.passes.evaluation(kept, buffers, batch.at(step), rng))
+        return metrics_of(*self.passes.evaluation(kept, buffers, batch.at(step), rng))
 
     def _dispatched(self, kept: PyTree, buffers: PyTree, at: StepAndKey, batch: Inputs) -> Metrics:
         step, rng = at
@@ -412,13 +411,7 @@ def _recast(state: TrainState, blue: Blueprint) -> TrainState:
     return dataclasses.replace(state, compute=compute)
 
 
-def _quotients(mean: Mean, own: dict[str, Mean]) -> Metrics:
-    """Metrics from their sums."""
-    metrics = {"loss": mean.total / mean.divisor, "count": mean.count}
-    return metrics | {name: value.total / value.count for name, value in own.items()}
-
-
-_divided = jax.jit(_quotients)
+_divided = jax.jit(metrics_of)
 
 
 def forget(given: Iterable[Any], *alive: PyTree) -> None:

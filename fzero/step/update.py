@@ -33,7 +33,7 @@ from fzero.state import averages
 from fzero.state.compute_copy import rounded
 from fzero.state.logical import logical_view
 from fzero.state.train_state import Pending
-from fzero.step.values import Gradients, Metrics, Values
+from fzero.step.values import Gradients, Metrics, Values, metrics_of
 from fzero.tree import PyTree
 from fzero.zero.bits import apart
 from fzero.zero.collectives import all_reduce, all_reduce_tree, gather, sum_over
@@ -92,9 +92,7 @@ class Update:
         if pending is not None:
             sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), pending.sums, sums)
             mean = Mean(pending.total + mean.total, pending.count + mean.count)
-        metrics = {"loss": mean.total / mean.divisor, "count": mean.count}
-        metrics |= {name: value.total / value.count for name, value in gradients.own.items()}
-        return gradients._replace(sums=sums, mean=mean), metrics
+        return gradients._replace(sums=sums, mean=mean), metrics_of(mean, gradients.own)
 
     def _accumulated(self, fields: Values, step: jax.Array, gradients: Gradients) -> Values:
         pending: Pending | None = fields["grads"]

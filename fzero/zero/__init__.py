@@ -1,1 +1,12 @@
-"""ZeRO inside a step: gathers, passes over layers, reduce-scatters (splits: `fzero.sharding`)."""
+"""ZeRO inside a step: gathers, passes over layers, reduce-scatters (splits: `fzero.sharding`).
+
+- `grads`: one step's gradients on one device; calls, for each microbatch,
+- `chain`: a microbatch through all links, by `layer` and `stack` (`stack_layer`, `stack_halves`);
+  `prefetch` is the loop that fetches one layer ahead.
+- `rules`: how weights are fetched and gradients sent under a plan; `fetched` keeps what one pass
+  has fetched; `at_use` gathers where a function reads, `narrow` in 8 bits (`quantize`).
+- `collectives`: the gather and the reduce-scatter themselves.
+- `vjp`: reverse mode that keeps no weight. `sequence_parallel`: positions between layers.
+- `bits`: all that is about rounding alike. `options`: what the compiler is told.
+- `buffers`, `finite`: buffers of several devices become one; where values stop being finite.
+"""

@@ -33,7 +33,7 @@ def gather(shard: jax.Array, split: Split, group: Group, again: bool = False) ->
     dim = split_dim(shard, split)
     if dim is None or split.shards == 1:
         return shard
-    return _without_pad(_gather_bits(shard, group, split.over, dim, again), dim, split)
+    return split.logical(_gather_bits(shard, group, split.over, dim, again), dim)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4))
@@ -72,7 +72,7 @@ def gather_int8(
     parts = round_to(decode(sent, shard.size), dtype).reshape(split.shards, *shard.shape)
     shape = list(shard.shape)
     shape[dim] *= split.shards
-    return _without_pad(jnp.moveaxis(parts, 0, dim).reshape(shape), dim, split)
+    return split.logical(jnp.moveaxis(parts, 0, dim).reshape(shape), dim)
 
 
 def agreed_largest(values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -90,7 +90,7 @@ def secondary_shard(whole: jax.Array, split: Split, group: Group) -> jax.Array:
     """What this device keeps of a whole leaf between two passes, for its secondary group."""
     dim = split_dim(whole, split)
     assert dim is not None
-    padded = _with_pad(whole, dim, split)
+    padded = split.store(whole, dim)
     length = padded.shape[dim] // group.secondary
     start = jax.lax.axis_index(DATA) % group.secondary * length
     return jax.lax.dynamic_slice_in_dim(padded, start, length, dim)
@@ -108,7 +108,7 @@ def gather_secondary(shard: jax.Array, split: Split, group: Group) -> jax.Array:
     whole = jax.lax.all_gather(
         as_bits(shard, group), DATA, axis=dim, tiled=True, axis_index_groups=neighbours
     )
-    return _without_pad(from_bits(whole, shard.dtype), dim, split)
+    return split.logical(from_bits(whole, shard.dtype), dim)
 
 
 def split_dim(leaf: jax.Array, split: Split) -> int | None:
@@ -125,18 +125,6 @@ def _all_gather(shard: jax.Array, over: tuple[str, ...], dim: int, again: bool) 
     return jnp.squeeze(jax.lax.all_gather(shard, over, axis=dim, tiled=True), dim + 1)
 
 
-def _with_pad(whole: jax.Array, dim: int, split: Split) -> jax.Array:
-    if not split.pad:
-        return whole
-    return jnp.pad(whole, [(0, split.pad if d == dim else 0) for d in range(whole.ndim)])
-
-
-def _without_pad(whole: jax.Array, dim: int, split: Split) -> jax.Array:
-    if not split.pad:
-        return whole
-    return jax.lax.slice_in_dim(whole, 0, whole.shape[dim] - split.pad, axis=dim)
-
-
 def dealt(grad: jax.Array, split: Split, group: Group) -> tuple[jax.Array, PartitionSpec]:
     """A split leaf's gradient as `reduce_scatter` takes it, and its spec over the further axes.
 
@@ -151,7 +139,7 @@ def dealt(grad: jax.Array, split: Split, group: Group) -> tuple[jax.Array, Parti
     axes += [None] * (grad.ndim - len(axes))
     # Whole first: XLA would carry the parts back into what made them, and ends the process where
     # that is a scatter (jax 0.10.2). A sum that is cut at once is sent in parts all the same.
-    grad = _with_pad(group.pin(grad, PartitionSpec(*axes)), dim, split)
+    grad = split.store(group.pin(grad, PartitionSpec(*axes)), dim)
     sizes = dict(group.further)
     num = group.data, *(sizes[axis] for axis in inner), -1
     spec = PartitionSpec(*axes[:dim], None, *inner, None, *axes[dim + 1 :])
@@ -171,7 +159,7 @@ def reduce_scatter(grad: jax.Array, dim: int, split: Split, group: Group) -> jax
     if inner:  # of whose dims this device has one row each
         grad = grad.reshape(*grad.shape[:dim], -1, *grad.shape[dim + inner + 2 :])
     else:
-        grad = _with_pad(grad, dim, split)
+        grad = split.store(grad, dim)
     if group.data > 1:
         grad = _scatter_sum(grad, dim, group)
     return sum_over(grad, REPLICA, group.replica, group)
