@@ -39,11 +39,17 @@ def step_of(value: Any, file: str) -> int:
     return int(value)
 
 
-def one_step(steps: Sequence[int], file: str) -> int:
-    """The step that all parameters are at."""
+def at_one_step(
+    steps: Sequence[int], file: str, moments: Mapping[str, Mapping[str, LazyTensor]],
+    groups: tuple[Mapping[str, Any], ...] = (), named: bool = True,
+) -> Optimizer | str:  # fmt: skip
+    """The state of an optimizer whose parameters are all at one step; in words, if they are not.
+
+    (One that was frozen for a while is behind; a state here corrects all for the same bias.)
+    """
     if len(set(steps)) != 1:
-        raise CheckpointError(f"{file}: parameters are at different steps {sorted(set(steps))[:5]}")
-    return steps[0]
+        return f"{file}: parameters are at different steps {sorted(set(steps))[:5]}"
+    return Optimizer(steps[0], moments["exp_avg"], moments["exp_avg_sq"], groups, named)
 
 
 def unaccounted(entry: Any) -> str | None:
@@ -100,11 +106,11 @@ def read_optimizer(state: Any, file: str) -> Optimizer | str | None:
             if not is_dense(entry[key]):
                 raise CheckpointError(f"{file}: {key} of parameter {name} is not a dense tensor")
             found[key][name] = in_memory(f"{key}.{name}", entry[key], file)
-    step = one_step([step_of(entry["step"], file) for entry in entries.values()], file)
+    steps = [step_of(entry["step"], file) for entry in entries.values()]
     plain = tuple({k: v for k, v in group.items() if k != "param_names"} for group in groups)
     if names:
         plain = tuple({**g, "params": [names[n] for n in g["params"]]} for g in plain)
-    return Optimizer(step, found["exp_avg"], found["exp_avg_sq"], plain, named=bool(names))
+    return at_one_step(steps, file, found, plain, bool(names))
 
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fzero.errors import CheckpointError
 from fzero.sharding.lazy import Index
-from torch_bridge.formats.adam import MOMENTS, groups_of, one_step, step_of
+from torch_bridge.formats.adam import MOMENTS, at_one_step, groups_of, step_of
 from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
 from torch_bridge.formats.mapped import Mapped, find_tensor, map_file
 from torch_bridge.formats.torch_files import cause_of, save_to
@@ -367,10 +367,9 @@ def _optimizer(
     for path, (name, _) in rest.items():
         if len(path) > 2 and path[-3] == "param_groups" and isinstance(path[-2], int):
             groups.setdefault(path[-2], {})[str(path[-1])] = chunks.value(name)
-    return Optimizer(
-        one_step(steps, folder.name), lazies["exp_avg"], lazies["exp_avg_sq"],
-        tuple(groups[number] for number in sorted(groups)),
-    )  # fmt: skip
+    return at_one_step(
+        steps, folder.name, lazies, tuple(groups[number] for number in sorted(groups))
+    )
 
 
 def write_dcp(folder: Path, content: Checkpoint, turns: Turns = ALONE) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fzero.errors import CheckpointError
-from torch_bridge.formats.adam import MOMENTS, one_step, read_optimizer
+from torch_bridge.formats.adam import MOMENTS, at_one_step, read_optimizer
 from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
 from torch_bridge.formats.deepspeed_files import (
     _LAYER,
@@ -102,9 +102,7 @@ def read_deepspeed(folder: Path) -> Checkpoint:
     elif unread:
         optimizer = unread[0]
     elif steps:
-        optimizer = Optimizer(
-            one_step(steps, folder.name), pieces["exp_avg"], pieces["exp_avg_sq"], groups
-        )
+        optimizer = at_one_step(steps, folder.name, pieces, groups)
     kind = "DeepSpeed" if not files.optims else f"DeepSpeed ZeRO-{'3' if stage3 else '1/2'}"
     extra = {k: state[k] for k in ("global_steps", "global_samples", "dp_world_size",
              "mp_world_size") if isinstance(state.get(k), int)}  # fmt: skip
@@ -149,9 +147,7 @@ def _of_stages(models: Mapping[tuple[int | None, int], dict[str, Any]], file: st
         return None
     if without:
         return f"{file}: model ranks {without} have no optimizer state, the other ones do"
-    return Optimizer(
-        one_step(steps, file), found["exp_avg"], found["exp_avg_sq"], _joined(groups), named=False
-    )
+    return at_one_step(steps, file, found, _joined(groups), named=False)
 
 
 def _joined(groups: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:

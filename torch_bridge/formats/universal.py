@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fzero.errors import CheckpointError
-from torch_bridge.formats.adam import MOMENTS, groups_of, one_step, step_of
+from torch_bridge.formats.adam import MOMENTS, at_one_step, groups_of, step_of
 from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
 from torch_bridge.formats.deepspeed import absent_names, frozen_weights, own_weights, shared_names
 from torch_bridge.formats.deepspeed_files import STAND_INS, Files, load_model, shape_of
@@ -77,10 +77,7 @@ def read_universal(folder: Path) -> Checkpoint:
         optimizer = f"{folder.name}: {partly[:5]} learn, but have no moments; other ones have"
     elif pieces["exp_avg"] and unread is None:
         steps = steps or _steps(common, folder)
-        optimizer = Optimizer(
-            one_step(steps, folder.name), pieces["exp_avg"], pieces["exp_avg_sq"],
-            _groups(common, states),
-        )  # fmt: skip
+        optimizer = at_one_step(steps, folder.name, pieces, _groups(common, states))
     first = states[0] if states else {}
     version = first.get("ds_version", common.get("ds_version"))
     return Checkpoint(

@@ -314,8 +314,10 @@ def test_moments_of_different_steps_are_refused(tmp_path: Path) -> None:
         content["optimizer"]["state"][1]["step"] += 1
 
     change(tmp_path / "step/mp_rank_01_model_states.pt", step_more)
-    with pytest.raises(CheckpointError, match=r"parameters are at different steps \[3, 4\]"):
-        tb.checkpoint(tmp_path / "step")
+    found = tb.checkpoint(tmp_path / "step")
+    assert found.optimizer is None
+    # With which `tb.restore` refuses them, and takes the weights alone with optimizer=False.
+    assert "parameters are at different steps [3, 4]" in found.unread
 
 
 class AMSGrad(torch.optim.AdamW):
@@ -379,8 +381,7 @@ def test_a_universal_folder_that_is_incomplete_is_refused(tmp_path: Path) -> Non
     write(tb.checkpoint(tmp_path), tmp_path / "uni", "universal")
     zero = next((tmp_path / "uni").glob("*/zero"))
     torch.save(torch.tensor(6.0), zero / "c" / "step.pt")
-    with pytest.raises(CheckpointError, match=r"different steps \[5, 6\]"):
-        tb.checkpoint(tmp_path / "uni")
+    assert "different steps [5, 6]" in tb.checkpoint(tmp_path / "uni").unread
     (zero / "c" / "exp_avg.pt").unlink()
     with pytest.raises(CheckpointError, match="`c` has only one of"):
         tb.checkpoint(tmp_path / "uni")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import format_cases as cases
@@ -243,3 +244,26 @@ def test_hyperparameters_of_several_groups_are_nobodys_where_one_group_is_writte
 def test_a_number_of_steps_that_is_none_is_refused(value):
     with pytest.raises(CheckpointError, match="expected a number of steps"):
         step_of(value, "file")
+
+
+def test_a_file_whose_adam_is_at_several_steps_gives_its_weights_alone(tmp_path: Path) -> None:
+    """As one has whose parameters were frozen for a while."""
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    content = optimizer.state_dict()
+    content["state"][1]["step"] += 1
+    file = tmp_path / "last.ckpt"
+    torch.save(
+        {"state_dict": module.state_dict(), "optimizer_states": [content], "global_step": 2,
+         "pytorch-lightning_version": "2.5.0"},
+        file,
+    )  # fmt: skip
+    converted, plan = tb.convert(module, torch.ones(4, 3)), fz.Plan(data=1)
+    with pytest.raises(
+        CheckpointError, match=r"at different steps \[1, 2\]\. Pass optimizer=False"
+    ):
+        tb.restore(file, converted, optax.adam(1e-3), plan)
+    state = tb.restore(file, converted, optax.adam(1e-3), plan, optimizer=False)
+    np.testing.assert_array_equal(state.params["weight"], module.weight.detach())
