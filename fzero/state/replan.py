@@ -61,14 +61,14 @@ def replan(
     """
     state = compute_copy.settled_state(state)
     require_alive(state, "replan")
+    old = blueprint(model, tx, old_plan, devices_of_state(state))
+    new = blueprint(model, tx, new_plan, devices)
+    require_fits(state, old, "replan", reads=())
     if state.grads is not None:
         raise StateError(
             "replan: an accumulation is in progress (state.grads); finish it with train_step, or"
             " drop it with state.replace(grads=None)"
         )
-    old = blueprint(model, tx, old_plan, devices_of_state(state))
-    new = blueprint(model, tx, new_plan, devices)
-    require_fits(state, old, "replan", reads=())
     shapes = new.shapes()
     fields: dict[str, Any] = {"grads": None}
     for name in ("params", "opt_state"):
