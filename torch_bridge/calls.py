@@ -32,7 +32,8 @@ def wrap(jax_fn: Callable[..., Any]) -> Callable[..., Any]:
             (a global, a closure) stays as it was, as under `jax.jit`.
 
     Returns:
-        A function of tensors in the same containers, which gives tensors. Floating-point tensors
+        A function of tensors in the same containers, which gives tensors of the dtypes that JAX
+        gives: of float64 tensors float32, unless `jax_enable_x64` is set. Floating-point tensors
         that require gradients get them from `jax_fn`'s own derivative (once: there is no second
         one).
 
