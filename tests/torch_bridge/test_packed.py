@@ -37,8 +37,17 @@ class Tagger(nn.Module):
             return packed.data.sum()
         if self.reads == "item":
             return packed.data[0]
+        if self.reads == "rows":
+            return x.sum() / packed.data.shape[0]
+        if self.reads == "size":
+            return x.sum() / packed.data.size(0)
+        if self.reads == "view":
+            return packed.data.T.sum()
+        if self.reads == "longest":
+            return x.sum() / packed.batch_sizes.size(0)
         if self.reads == "sizes":
             return packed.batch_sizes.cumsum(0)
+        assert packed.data.dtype == x.dtype
         start = self.start.repeat(1, ids.shape[0], 1) if self.start.numel() else None
         out, state = self.recurrent(packed, start)
         if self.reads == "returned":
@@ -113,6 +122,10 @@ def test_what_is_beside_the_rows() -> None:
         ("data", r"sum of a packed sequence: .* pad_packed_sequence\(\.\.\., total_length="),
         ("item", r"__getitem__ of a packed sequence"),
         ("sizes", r"cumsum of a packed sequence"),
+        ("rows", r"__get__ of a packed sequence"),
+        ("size", r"size of a packed sequence"),
+        ("view", r"__get__ of a packed sequence"),
+        ("longest", r"size of a packed sequence"),
         ("no length", r"total_length is not given, .* total_length=x\.shape\[1\]"),
         ("shorter", r"total_length is 4, .* total_length=x\.shape\[1\]"),
         ("returned", r"the module returns a namedtuple"),

@@ -43,7 +43,7 @@ def warn_of_modes(module: torch.nn.Module) -> None:
 
 
 def _matters(part: Any) -> bool:
-    """Whether a module computes otherwise in another mode, and has no submodules that do so."""
+    """Whether a module itself computes otherwise in another mode."""
     if isinstance(part, batchnorm._NormBase):
         return bool(part.track_running_stats)
     if isinstance(part, dropout._DropoutNd):

@@ -9,6 +9,7 @@ unpacking nothing but recurrent layers may read it: other operations would see t
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,9 @@ _LIBRARY.impl("packed_rnn", _packed_rnn, "CompositeExplicitAutograd")
 torch.library.register_fake("torch_bridge::packed_rnn", _shapes, lib=_LIBRARY)
 
 
+_SAME_OF_ANY = (torch.Tensor.dtype.__get__, torch.Tensor.device.__get__)
+
+
 @dataclass(frozen=True)
 class _Packed:
     """What stands for a `PackedSequence`. Shapes: padded `(T, N, I)`, lengths `(N)`.
@@ -75,6 +79,15 @@ class _Packed:
     lengths: torch.Tensor
     data: torch.Tensor
     sizes: torch.Tensor
+
+
+def _called_by_layers() -> bool:
+    """Whether what called an operation is PyTorch's recurrent layers, or `torch.export` itself."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    name = str(frame.f_globals.get("__name__"))
+    return name in (rnn.__name__, layers.__name__) or name.startswith("torch._export.")
 
 
 class PackedSequences:
@@ -118,7 +131,11 @@ class PackedSequences:
             values: its arguments.
         """
         name = getattr(function, "__name__", str(function))
-        if not self._data or name in ("__get__", "size", "dim"):
+        # PyTorch's own layers check sizes and dtypes. Anybody else would take the padded size for
+        # that of the packed values, or get a view of them (`.T`).
+        if not self._data or function in _SAME_OF_ANY:
+            return
+        if name in ("__get__", "size", "dim") and _called_by_layers():
             return
         for value in torch_pytree.tree_leaves(values):
             if id(value) in self._data or id(value) in self._sizes:
