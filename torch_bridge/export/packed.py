@@ -65,7 +65,7 @@ _LIBRARY.impl("packed_rnn", _packed_rnn, "CompositeExplicitAutograd")
 torch.library.register_fake("torch_bridge::packed_rnn", _shapes, lib=_LIBRARY)
 
 
-_SAME_OF_ANY = (torch.Tensor.dtype.__get__, torch.Tensor.device.__get__)
+_SAME_OF_ANY = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("dtype", "device"))
 
 
 @dataclass(frozen=True)
