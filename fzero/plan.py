@@ -67,7 +67,11 @@ class Plan:
             so, and say themselves where values go back to 16 bits. Of a converted module, the
             submodules that own such parameters are as after their `.float()`.
         clip_norm: largest global gradient norm, or `None`.
-        remat: what is kept for the backward pass. `layer`: of a `Stack`, only each layer's input;
+        remat: what is kept for the backward pass. `None`: what is fastest where memory allows. On
+            GPUs that is `none`, else `dots`, else `layer`, chosen with the batch's shapes by what
+            the devices' memory has room for; on CPUs `layer`. (So plans that divide a state
+            otherwise may choose otherwise, and round otherwise: say it where bits are compared.)
+            `layer`: of a `Stack`, only each layer's input;
             `offload`: the same, in host memory; both keep everything but casts and reshapes of
             other layers and of a plain model, as `none` does of all. `dots`, or a policy such as
             `jax.checkpoint_policies.dots_saveable`: what it names, of stacks (beside each layer's
@@ -154,7 +158,7 @@ class Plan:
     precision: str = "fp32"
     keep_fp32: tuple[str, ...] = ()
     clip_norm: float | None = None
-    remat: str | Callable[..., Any] = "layer"
+    remat: str | Callable[..., Any] | None = None
     min_shard_bytes: int = 16 * 1024
     reduce: str = "microbatch"
     reduce_dtype: str | None = None
@@ -349,7 +353,7 @@ class Plan:
     @property
     def keeps_inputs(self) -> bool:
         """Whether a stack's backward pass starts from each layer's input alone."""
-        return self.remat in ("layer", "offload")
+        return self.remat in (None, "layer", "offload")
 
     def tier(self, state_class: str) -> tuple[str, float]:
         """The tier that a state class is kept in between steps, and the share of its bytes.

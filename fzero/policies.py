@@ -16,6 +16,8 @@ PREFIX = "jax.checkpoint_policies."
 
 def as_remat(given: Any) -> Any:
     """What `Plan.remat` may be given as: a word, a policy, or the name of one that JSON kept."""
+    if given is None:
+        return None
     if callable(given):
         name = public_name(given)
         if name.startswith(("save_", "offload_")):
@@ -27,8 +29,8 @@ def as_remat(given: Any) -> Any:
         return given  # a step will ask for the function
     if not isinstance(given, str) or given not in REMATS:
         raise PlanError(
-            f"plan: remat={given!r}: expected one of {list(REMATS)} or a policy such as"
-            " jax.checkpoint_policies.dots_saveable"
+            f"plan: remat={given!r}: expected one of {list(REMATS)}, None, or a policy such"
+            " as jax.checkpoint_policies.dots_saveable"
         )
     return given
 

@@ -27,6 +27,7 @@ from fzero.sharding.homes import stage_tree
 from fzero.sharding.split import Split, map_splits, trained
 from fzero.tree import PyTree
 from fzero.zero.chain import (
+    Saved,
     eval_forward,
     input_backward,
     train_backward,
@@ -39,6 +40,7 @@ from fzero.zero.collectives import all_reduce_tree, shard_index
 from fzero.zero.fetched import Fetched
 from fzero.zero.finite import chain_marks, gradient_marks
 from fzero.zero.grads import float_mean, float_means, loss_seed, require_rows, unscaled
+from fzero.zero.keeping import keeps, room_for, settled
 from fzero.zero.layer import End
 from fzero.zero.options import compiler_options
 from fzero.zero.rules import Rules
@@ -61,6 +63,7 @@ class StagePrograms:
         rank: the rank that runs it.
         mesh: that rank's devices, axes `(replica, data)` and the plan's further ones.
         splits: a `Split` for each parameter that the stage reads, as its rank holds it.
+        keeps: what forward passes keep (`Plan.remat`), as the last program that was traced has it.
     """
 
     def __init__(self, blue: Blueprint, stage: int, on_trace: Callable[[], None]) -> None:
@@ -84,7 +87,9 @@ class StagePrograms:
             reduce=True,
             prefetch=blue.prefetch,
             halves=True,
+            room=room_for(blue, self.rank),
         )
+        self.keeps = keeps(self.rules)
 
     def place(self, tree: PyTree) -> PyTree:
         """Lays local arrays of another stage out over this one's devices."""
@@ -157,11 +162,17 @@ class StagePrograms:
             kept: PyTree, buffers: PyTree, batch: Inputs, key: Any, number: Any, x: Any, scale: Any
         ) -> Any:
             rows, rng = self._microbatch(batch, key, number, self.count)
-            old = unpack(buffers)
-            out, saved, new = train_forward(
-                self.pieces, Fetched(self.rules, kept), rows if self.first else unpack(x), old,
-                rows, rng, first=self.first, last=self.last,
-            )  # fmt: skip
+            old, given = unpack(buffers), rows if self.first else unpack(x)
+
+            def passed(rules: Rules) -> tuple[Any, Saved, PyTree]:
+                return train_forward(
+                    self.pieces, Fetched(rules, kept), given, old, rows, rng,
+                    first=self.first, last=self.last,
+                )  # fmt: skip
+
+            rules = settled(self.rules, lambda rules: passed(rules)[1])
+            self.keeps = keeps(rules)
+            out, saved, new = passed(rules)
             saved = self.rules.fence(without_inputs(saved))
             if isinstance(out, End):
                 mean, metrics = self.rules.fence((out.mean, out.metrics))

@@ -23,25 +23,18 @@ from fzero.preflight.parked import on_the_device, parked
 from fzero.preflight.program import Compiled, Target
 from fzero.preflight.rates import Rates, default_rates
 from fzero.preflight.result import Memory, PipelineSummary, Preflight
-from fzero.preflight.shapes import (
-    TOKENS,
-    batch_bytes,
-    gradient_bytes,
-    held_bytes,
-    model_flops,
-    saved_bytes,
-)
+from fzero.preflight.shapes import batch_bytes, model_flops, saved_in_a_step
 from fzero.preflight.stages import PipelineRun, StageCompiler, rank_collectives
 from fzero.preflight.topology import Topology, parse
 from fzero.report.placement import CLASSES, Placement, placement
-from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.blueprint import Blueprint, blueprint
 from fzero.sharding.initial import initial_shapes
 from fzero.sharding.split import flat_splits
 from fzero.state.train_state import TrainState
-from fzero.step import train_step
 from fzero.step.passes import OneProgram
 from fzero.step.steps import TrainStep
 from fzero.tree import PyTree, shape_of
+from fzero.zero.keeping import TOKENS, gradient_bytes, held_bytes
 
 
 def predicted(
@@ -61,7 +54,11 @@ def predicted(
     sizes = plan.sizes(where.num_devices)
     num_devices = math.prod((plan.pipe, sizes["data"], sizes["replica"], *plan.further.values()))
     devices = target.devices[:num_devices]
-    step = train_step(model, tx, on_the_device(plan), devices=devices)
+    blue = blueprint(model, tx, on_the_device(plan), devices)
+    if where.is_gpu:  # described devices do not say how much memory they have
+        memory = target.rates.memory_bytes - target.rates.reserve_bytes
+        blue = dataclasses.replace(blue, memory=memory)
+    step = TrainStep(blue, donate=True, apply=True)
     fields = step.blueprint.shapes()
     shapes = jax.tree.map(shape_of, Inputs.of(batch))
     num_shares = sizes["data"] * sizes["replica"]
@@ -71,7 +68,7 @@ def predicted(
     found = predictor.one_program() if step.blueprint.stages is None else predictor.pipeline()
     if plan.tiers:
         elsewhere = placement(plan, model, tx, num_devices=num_devices)
-        found = _parking(found, plan, elsewhere, gradient_bytes(step.blueprint, step.plan))
+        found = _parking(found, plan, elsewhere, gradient_bytes(step.blueprint))
     spent = time.perf_counter() - started - found.compile_seconds
 
     def again(plan: Plan) -> Preflight:
@@ -154,7 +151,7 @@ class _Predictor:
         lowered = self.step.lower(TrainState(**self.fields), self.batch)
         compiled = self.target.compile(lowered, mesh)
         kept = self._state_bytes(range(mesh.size))
-        saved, secondary = saved_bytes(
+        saved, secondary = saved_in_a_step(
             self.step.passes, self.fields, abstract_batch(self.batch, mesh)
         )
         notes: list[str] = []
@@ -172,13 +169,13 @@ class _Predictor:
             )
             saved = 0
         if self.plan.gather == "lazy" and self.blue.group.shards > 1:
-            held = held_bytes(self.blue, self.plan)
+            held = held_bytes(self.blue)
             notes.append(
                 "gather='lazy' holds whole parameters from the first forward pass to the last"
                 f" backward pass: {held:,} bytes of the temporaries"
             )
         own = batch_bytes(self.batch, mesh)
-        gradients = gradient_bytes(self.blue, self.plan)
+        gradients = gradient_bytes(self.blue)
         peak = compiled.peak_bytes
         known = sum(kept.values()) + own + saved + secondary + gradients
         memory = Memory(
@@ -272,6 +269,9 @@ class _Predictor:
         makespans: tuple[float, float] | None = None,
     ) -> Preflight:
         plan, blue = self.plan, self.blue
+        if plan.remat is None:
+            kept = " and ".join(self.step.passes.keeps)
+            notes = [*notes, f"remat=None keeps {kept} here, by the room that memory has"]
         logical = initial_shapes(blue.model)
         unknown = dict.fromkeys(u for program in programs for u in program.flops.unknown)
         sums = traffic(collectives)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,27 +9,26 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fzero.axes import AXES, CONTEXT, DATA, EXPERT, manual_axes
+from fzero.axes import AXES, DATA, manual_axes
 from fzero.batch import Inputs, batch_sharding
 from fzero.compat import abstract_mesh
 from fzero.model import Model
 from fzero.pieces import whole_chain
 from fzero.plan import Plan
 from fzero.programs.flops import flops
-from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.group import Group
 from fzero.sharding.initial import initial_shapes
-from fzero.sharding.split import flat_splits, split_params, trained
+from fzero.sharding.split import split_params
 from fzero.step.passes import OneProgram, kept_by
 from fzero.tree import PyTree, leaf_bytes
-from fzero.zero.chain import secondary_shards, train_forward, without_inputs
+from fzero.zero.chain import train_forward
 from fzero.zero.fetched import Fetched
+from fzero.zero.grads import first_saved, keeping_rules
+from fzero.zero.keeping import saved_bytes
 from fzero.zero.layer import End
 from fzero.zero.rules import Rules
 
 
-# Further axes that share out tokens; along others what is saved lies as XLA decides.
-TOKENS = (CONTEXT, EXPERT)
 # A backward pass multiplies twice for each product of the forward pass: once for the gradient of
 # either factor.
 PASSES = 3
@@ -70,11 +68,8 @@ def model_flops(model: Model, plan: Plan, batch: PyTree, times: int) -> int:
     return PASSES * times * flops(traced)
 
 
-def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tuple[int, int]:
+def saved_in_a_step(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tuple[int, int]:
     """Bytes that one device's forward pass of one microbatch leaves for its backward pass.
-
-    Along `context` and `expert` activations count as divided, along `tensor` as whole: there it is
-    XLA that decides.
 
     Returns:
         Of activations, and of parts of weights (`Plan.secondary`).
@@ -84,17 +79,14 @@ def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tu
         fields: shapes of the state's fields.
         batch: shapes of the global batch.
     """
-    blue, plan = passes.blueprint, passes.plan
+    blue = passes.blueprint
     found: list[tuple[int, int]] = []
 
     def local(kept: PyTree, buffers: PyTree, batch: Inputs, key: jax.Array) -> tuple[()]:
-        rows = batch.map_rows(lambda x: x[: x.shape[0] // plan.microbatches])
-        pieces = whole_chain(blue.model.layers)
-        fetched = Fetched(passes.rules(), kept)
-        _, saved, _ = train_forward(pieces, fetched, rows, buffers, rows, key)
-        held = {id(leaf): leaf for leaf in jax.tree.leaves(without_inputs(saved))}
-        secondary = sum(map(leaf_bytes, secondary_shards(saved)))
-        found.append((sum(map(leaf_bytes, held.values())) - secondary, secondary))
+        args = kept, buffers, batch, key
+        rules = keeping_rules(blue.model, passes.rules(), *args)
+        saved = first_saved(blue.model, rules, *args)
+        found.append(saved_bytes(saved, blue.plan.further))
         return ()
 
     whole = PartitionSpec()
@@ -107,31 +99,7 @@ def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tu
         check_vma=False,
     )
     jax.eval_shape(run, kept_by(blue, fields), fields["buffers"], Inputs.of(batch), fields["rng"])
-    activations, secondary = found[-1]
-    ways = math.prod(plan.further.get(axis, 1) for axis in TOKENS)
-    return activations // ways, secondary
-
-
-def gradient_bytes(blue: Blueprint, plan: Plan) -> int:
-    """Bytes of one device's summed gradients during a step: shards, wherever leaves are split."""
-    sums = 0
-    wide = plan.microbatches > 1 or plan.reduce_dtype == "fp32"
-    for split in flat_splits(trained(blue.params)):
-        dtype = np.dtype(np.float32) if wide else split.compute
-        sharded = split.dim is not None and plan.reduce == "microbatch"
-        shape = split.stored_shape if sharded else split.shape
-        ways = split.ways * (split.shards if sharded else 1)
-        sums += math.prod(shape) * dtype.itemsize // ways
-    return sums
-
-
-def held_bytes(blue: Blueprint, plan: Plan) -> int:
-    """Bytes of the parameters that a step gathers once and holds, in the compute dtype."""
-    return sum(
-        math.prod(split.shape) // split.ways * split.compute.itemsize
-        for split in flat_splits(blue.params)
-        if split.dim is not None
-    )
+    return found[-1]
 
 
 def batch_bytes(batch: PyTree, mesh: Any) -> int:

@@ -184,6 +184,11 @@ class Description:
                 f"\nover {', '.join(self.plan.further)}: what a layer's work asks for, not counted"
                 " here; fz.preflight counts it, for each axis, its links and what waits for it"
             )
+        if self.plan.remat is None:
+            lines += (
+                "\nkept for the backward pass (remat=None): layers' inputs on CPUs; on GPUs the"
+                " most of all, products, layers' inputs that memory has room for with the batch"
+            )
         if self.plan.deterministic:
             lines += "\ndeterministic: on GPUs, kernels of fixed order, none picked by timing"
         if self.plan.keep_fp32:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,7 @@ from fzero.sharding.group import Group
 from fzero.sharding.homes import Stages, cut_into_stages
 from fzero.sharding.initial import initial_shapes as initial_shapes
 from fzero.sharding.initial import memo, tracing_context
+from fzero.sharding.memory import device_memory
 from fzero.sharding.split import (
     Home,
     Split,
@@ -61,6 +62,7 @@ class Blueprint:
         buffers: shapes of the buffers as kept (whole on every device, or every device of the ranks
             that use them).
         stages: how the model is cut, in a pipeline.
+        memory: bytes that jax may take of a device; `None` where nobody says.
     """
 
     model: Model
@@ -70,6 +72,7 @@ class Blueprint:
     params: PyTree
     buffers: PyTree
     stages: Stages | None = None
+    memory: int | None = None
 
     def mesh_of(self, home: Home | None) -> Mesh:
         """The devices of some ranks of a pipeline; those of one rank have axes as without one."""
@@ -376,6 +379,7 @@ def blueprint(
     shapes = initial_shapes(model)
     held = model if callable(model.init) else model.with_init(shapes)
     blue = _blueprint(held, tx, plan, mesh, *shapes)
+    blue = replace(blue, memory=device_memory(mesh.devices.flat))
     known[key] = blue
     return blue
 

@@ -49,6 +49,9 @@ def compare(operation: str, blue: Blueprint, initial: Any = None, **also: Any) -
     facts: dict[str, Any] = {f"the version of {name}": _version(name) for name in PACKAGES}
     facts |= {f"the source of {name}": _source(name) for name in SOURCES}
     facts |= {f"plan.{name}": value for name, value in blue.plan.to_json().items()}
+    if blue.plan.remat is None:
+        what = "the memory that jax may take of a device (Plan(remat=None) goes by it; name one)"
+        facts[what] = blue.memory
     facts["devices"] = [f"{d.id}: {d.device_kind}" for d in blue.mesh.devices.flat]
     facts |= {name: _plain(value) for name, value in also.items()}
     shapes = blue.shapes()

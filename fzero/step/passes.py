@@ -27,7 +27,8 @@ from fzero.sharding.split import Split, map_splits, trained, with_frozen
 from fzero.step.values import Gradients, Values
 from fzero.tree import PyTree
 from fzero.zero.finite import local_marks
-from fzero.zero.grads import local_evaluation, local_gradients, local_outputs
+from fzero.zero.grads import keeping_rules, local_evaluation, local_gradients, local_outputs
+from fzero.zero.keeping import keeps, room_for
 from fzero.zero.rules import Rules
 
 
@@ -44,10 +45,14 @@ class OneProgram:
 
     Args:
         blue: the blueprint.
+
+    Attributes:
+        keeps: what forward passes keep (`Plan.remat`), as the last program that was traced has it.
     """
 
     def __init__(self, blue: Blueprint) -> None:
         self.blueprint, self.plan = blue, blue.plan
+        self.keeps = [keeps(self.rules())]
 
     def rules(self) -> Rules:
         """How parameters are fetched and gradients reduced."""
@@ -59,6 +64,7 @@ class OneProgram:
             sharded=plan.gathers_at_use and group.shards > 1,
             reduce=plan.reduce == "microbatch",
             prefetch=self.blueprint.prefetch,
+            room=room_for(self.blueprint),
         )
 
     def kept_specs(self) -> PyTree:
@@ -83,8 +89,10 @@ class OneProgram:
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
 
         def local(kept: PyTree, buffers: PyTree, batch: Inputs, key: Any, scale: Any) -> Any:
+            keeping = keeping_rules(model, rules, kept, buffers, batch, key)
+            self.keeps = [keeps(keeping)]
             sums, mean, own, buffers = local_gradients(
-                model, rules, kept, buffers, batch, key, scale
+                model, keeping, kept, buffers, batch, key, scale
             )
             refuse_reserved(own)
             return Gradients(sums, mean, own, {"buffers": buffers})
@@ -208,6 +216,11 @@ class Pipeline:
         from fzero.pipeline.execute import Executor
 
         self.executor: Executor = Executor(blue, on_trace)
+
+    @property
+    def keeps(self) -> list[str]:
+        """As that of `OneProgram`, of all stages."""
+        return sorted({stage.keeps for stage in self.executor.programs})
 
     def place(self, batch: PyTree) -> Inputs:
         """The batch as it is: each rank that reads it takes its rows."""

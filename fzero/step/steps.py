@@ -57,6 +57,8 @@ class TrainStep:
 
     def __repr__(self) -> str:
         traces = f"{self.num_traces} programs traced"
+        if self.plan.remat is None and self.num_traces:
+            traces += f", keeping {' and '.join(self.passes.keeps)}"
         return (
             f"{self.name}({self.plan!r}, donate={self.donate}; {traces})\n{self.blueprint.model!r}"
         )

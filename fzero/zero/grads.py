@@ -24,9 +24,10 @@ from fzero.precision import power_of_two_below
 from fzero.sharding.split import map_splits, trained
 from fzero.tree import PyTree, named_leaves
 from fzero.zero.buffers import agreed_buffers
-from fzero.zero.chain import eval_forward, train_backward, train_forward
+from fzero.zero.chain import Saved, eval_forward, train_backward, train_forward
 from fzero.zero.collectives import shard_index, summed
 from fzero.zero.fetched import Fetched
+from fzero.zero.keeping import settled
 from fzero.zero.rules import Rules
 
 
@@ -142,6 +143,23 @@ def _accumulated(
     xs = microbatches.rows, jnp.arange(start, count)
     (sums, buffers), _ = jax.lax.scan(body, (sums, buffers), xs)
     return sums, buffers
+
+
+def keeping_rules(
+    model: Model, rules: Rules, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array
+) -> Rules:
+    """The rules of `local_gradients`, whose plan says what forward passes keep."""
+    return settled(rules, lambda own: first_saved(model, own, kept, buffers, batch, rng))
+
+
+def first_saved(
+    model: Model, rules: Rules, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array
+) -> Saved:
+    """What the first microbatch's forward pass in `local_gradients` leaves."""
+    rows = batch.in_microbatches(rules.plan.microbatches).map_rows(lambda x: x[0])
+    rows = rows.map_rows(rules.group.spread)
+    fetched = Fetched(rules, kept)
+    return train_forward(whole_chain(model.layers), fetched, rows, buffers, rows, rng)[1]
 
 
 def loss_seed(

@@ -47,6 +47,8 @@ class Rules:
         halves: whether a backward pass is compiled as the two halves that some pipeline schedules
             run apart, so that all schedules give the same bits.
         exact: whether gathers send all bits, whatever the plan says: in evaluation.
+        room: bytes that what a forward pass leaves may take, where the plan leaves that open
+            (`fzero.zero.keeping`); `None` where they are not known.
     """
 
     plan: Plan
@@ -57,6 +59,7 @@ class Rules:
     prefetch: bool = False
     halves: bool = False
     exact: bool = False
+    room: int | None = None
 
     @property
     def hold(self) -> bool:

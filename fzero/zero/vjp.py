@@ -49,7 +49,7 @@ def _keep_dots(prim: Any, *args: Any, **params: Any) -> Any:
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *args, **params)
 
 
-def remat_policy(remat: str | Policy) -> Policy:
+def remat_policy(remat: str | Policy | None) -> Policy:
     """The checkpoint policy of `Plan.remat` (`layer` keeps nothing of a stack and needs none).
 
     Raises:
@@ -57,7 +57,7 @@ def remat_policy(remat: str | Policy) -> Policy:
     """
     if callable(remat):
         return remat
-    if "." in remat:
+    if remat is not None and "." in remat:
         raise PlanError(
             f"plan: remat={remat!r} is the name of a function, as JSON keeps it; a step needs the"
             " function itself: plan.replace(remat=policy)"

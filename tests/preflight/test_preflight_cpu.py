@@ -19,7 +19,7 @@ import fzero as fz
 from fzero.preflight.html import _COLOURS, page
 from fzero.preflight.measure import compared, measure
 from fzero.preflight.rates import default_rates
-from fzero.preflight.shapes import saved_bytes
+from fzero.preflight.shapes import saved_in_a_step
 from fzero.preflight.sweep import (
     FITS,
     NOT_COMPILED,
@@ -107,7 +107,7 @@ def test_a_layers_input_is_what_is_saved(predicted):
     assert deep >= SIZE.layers * one_input
     shallow = dataclasses.replace(SIZE, layers=2)
     step = fz.train_step(gpt(shallow), TX, PLANS["zero3"])
-    small, _ = saved_bytes(step.passes, step.blueprint.shapes(), abstract_batch(shallow, ROWS))
+    small, _ = saved_in_a_step(step.passes, step.blueprint.shapes(), abstract_batch(shallow, ROWS))
     numbers = 2 * 4  # and its number
     assert deep - small == pytest.approx((SIZE.layers - 2) * one_input, abs=numbers)
 

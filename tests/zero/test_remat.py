@@ -6,6 +6,8 @@ computes them again.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,11 @@ import pytest
 from flax import linen, nnx
 
 import fzero as fz
+from fzero.batch import abstract_batch
+from fzero.preflight.shapes import saved_in_a_step
+from fzero.sharding.blueprint import blueprint
+from fzero.step.steps import TrainStep
+from fzero.zero.keeping import CHOICES, SHARE, room_for
 from tests.support import tiny
 
 
@@ -175,3 +182,90 @@ class TestPolicies:
     def test_a_maker_of_policies_is_refused(self):
         with pytest.raises(fz.PlanError, match="save_only_these_names: this makes a policy"):
             fz.Plan(remat=POLICIES.save_only_these_names)
+
+
+def step_with(plan, model, memory):
+    """A step on devices that have as much memory for jax."""
+    blue = dataclasses.replace(blueprint(model, SGD, plan), memory=memory)
+    return TrainStep(blue, donate=False, apply=True)
+
+
+def wide(w, x):
+    """A block of which everything, products and inputs take different room."""
+    return x + jnp.sin(jnp.tanh(x @ w) ** 2)
+
+
+def shapes_of_step(step):
+    return fz.abstract_state(step.blueprint.model, SGD, step.plan), BATCH
+
+
+def sizes_of(plan, model):
+    """What a forward pass leaves by each choice, and what else is in the way of it."""
+    sizes = {}
+    for remat in CHOICES:
+        step = step_with(plan.replace(remat=remat), model, None)
+        args = step.passes, step.blueprint.shapes(), abstract_batch(BATCH, step.blueprint.mesh).rows
+        sizes[remat] = sum(saved_in_a_step(*args))
+    large = 10**9
+    open_ = dataclasses.replace(blueprint(model, SGD, plan.replace(remat=None)), memory=large)
+    return sizes, int(SHARE * large) - room_for(open_)
+
+
+@pytest.mark.parametrize("plan", [fz.Plan(zero=3, data=2, min_shard_bytes=0), fz.Plan(data=1)])
+def test_the_most_that_there_is_room_for_is_kept(plan):
+    """The program is, to the letter, the one that a user gets who names that choice."""
+    model = stack(wide)
+    sizes, spoken_for = sizes_of(plan, model)
+    assert sizes["none"] > sizes["dots"] > sizes["layer"] > 0
+    for remat, size in sizes.items():
+        memory = int(np.ceil((size + spoken_for) / SHARE)) + 1
+        step = step_with(plan, model, memory)
+        named = step_with(plan.replace(remat=remat), model, memory)
+        found = step.lower(*shapes_of_step(step)).as_text()
+        assert found == named.lower(*shapes_of_step(named)).as_text()
+        assert step.passes.keeps == [remat]
+        assert f"keeping {remat}" in repr(step)
+        less = step_with(plan, model, memory - 8)
+        less.lower(*shapes_of_step(less))
+        assert less.passes.keeps != [remat] or remat == "layer"
+
+
+def test_without_a_stack_products_are_less_than_layers():
+    """Of what does not fit either, the smaller."""
+    step = step_with(fz.Plan(data=1), chain(wide), 0)
+    step.lower(*shapes_of_step(step))
+    assert step.passes.keeps == ["dots"]
+
+
+def test_where_nobody_says_how_much_memory_there_is_inputs_are_kept():
+    """As on CPUs."""
+    model, plan = stack(wide), fz.Plan(data=1)
+    step, named = (
+        fz.train_step(model, SGD, plan),
+        fz.train_step(model, SGD, plan.replace(remat="layer")),
+    )
+    assert step.blueprint.memory is None
+    texts = [one.lower(*shapes_of_step(one)).as_text() for one in (step, named)]
+    assert texts[0] == texts[1]
+    assert "kept for the backward pass (remat=None)" in str(fz.describe(plan, model))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_rank_of_a_pipeline_has_room_for_all_its_slots(schedule):
+    """Two ranks of equal layers have as much for each microbatch that they keep; and what a stage
+    is found to keep has the bits of a plan that names it."""
+    plan = fz.Plan(pipe=2, data=1, microbatches=4, schedule=schedule)
+    model = stack(wide)
+    blue = dataclasses.replace(blueprint(model, SGD, plan), memory=10**9)
+    rooms = [room_for(blue, rank) for rank in range(2)]
+    slots = fz.pipeline.slots(blue.stages.schedule).per_stage
+    assert rooms[0] * slots[0] == pytest.approx(rooms[1] * slots[1], rel=1e-6)
+    state, batch = fz.init(model, SGD, plan, rng=0), BATCH
+    results = {}
+    for name, memory in {"all": 10**9, "nothing": 0}.items():
+        step = step_with(plan, model, memory)
+        results[name] = step(state, batch)
+        assert step.passes.keeps == ["none" if name == "all" else "layer"]
+    for name, remat in {"all": "none", "nothing": "layer"}.items():
+        expected = step_with(plan.replace(remat=remat), model, None)(state, batch)
+        tiny.same_bits(results[name], expected)

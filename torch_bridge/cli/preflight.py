@@ -46,7 +46,12 @@ DataOption = Annotated[
 ReplicaOption = Annotated[int, typer.Option(help="Sharding groups (hybrid sharding).")]
 PipeOption = Annotated[int, typer.Option(help="Ranks of a pipeline.")]
 ScheduleOption = Annotated[str | None, typer.Option(help="The pipeline's schedule.")]
-RematOption = Annotated[str, typer.Option(help="What a stack keeps: layer, dots or none.")]
+RematOption = Annotated[
+    str | None,
+    typer.Option(
+        help="What a stack keeps: none (all), dots or layer; by memory if not said."
+    ),
+]
 ReduceOption = Annotated[
     str,
     typer.Option(
@@ -112,7 +117,7 @@ def preflight(
     pipe: PipeOption = 1,
     schedule: ScheduleOption = None,
     microbatches: MicrobatchesOption = 1,
-    remat: RematOption = "layer",
+    remat: RematOption = None,
     reduce: ReduceOption = "microbatch",
     reduce_dtype: ReduceDtypeOption = None,
     gather_dtype: GatherDtypeOption = None,

@@ -26,7 +26,7 @@ class PreflightSettings:
     pipe: int
     schedule: str | None
     microbatches: int
-    remat: str
+    remat: str | None
     reduce: str
     reduce_dtype: str | None
     gather_dtype: str | None
