@@ -106,6 +106,23 @@ def test_a_truncated_file(written, tmp_path):
                 disk.read([handle])
 
 
+def test_memory_that_happens_to_hold_the_leaf_is_not_what_was_read(tmp_path, monkeypatch):
+    """Fresh memory often is what the same leaf was in before."""
+    array = jnp.arange(1000.0) + 1
+    handles = disk.write([array], tmp_path, ["w"])
+    (file,) = files_in(tmp_path)
+    os.ftruncate(file, 0)
+
+    def lucky(nbytes):
+        memory = scratch.aligned(nbytes)
+        memory[: array.nbytes] = np.frombuffer(bits(array), np.uint8)
+        return memory
+
+    monkeypatch.setattr(disk, "aligned", lucky)
+    with pytest.raises(PlacementError, match=r"the file ends before"):
+        disk.read(handles)
+
+
 def test_bytes_in_the_wrong_place(tmp_path):
     """A checksum belongs to one place in one file, whatever is in it."""
     handles = disk.write([jnp.zeros(3000), jnp.arange(3000.0) + 1], tmp_path, ["a", "b"])
