@@ -60,7 +60,9 @@ class Case:
 
     def rows_of(self, seq: int) -> list[dict[str, Any]]:
         """What preflight says of each plan, best first."""
-        base = fz.Plan(**{"zero": 3, "precision": "bf16", "clip_norm": 1.0} | self.plan)
+        base = fz.Plan(
+            **{"zero": 3, "precision": "bf16", "clip_norm": 1.0, "remat": "layer"} | self.plan
+        )
         model = large_models.llama(dataclasses.replace(self.size, seq=seq))
         batch = large_models.batch_shapes(self.rows, seq)
         found = sweep(

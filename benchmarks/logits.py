@@ -121,7 +121,7 @@ def timed(size: str, rows: int, rounds: int) -> tuple[dict[str, Any], common.Gri
 
 def predicted(shape: tuple[int, int]) -> tuple[dict[str, Any], common.Grid]:
     """What preflight says of GPT-2 124M on one H200."""
-    converted, plan = converted_gpt2(), fz.Plan(zero=0, data=1, precision="bf16")
+    converted, plan = converted_gpt2(), fz.Plan(zero=0, data=1, precision="bf16", remat="layer")
     batch, report, cells = {"ids": jax.ShapeDtypeStruct(shape, jnp.int32)}, {}, []
     for name, loss in (("with", logits_first), ("without", fused)):
         found = fz.preflight(converted.model(loss), optax.adamw(1e-4), plan, batch, "h200:1")

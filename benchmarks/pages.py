@@ -62,7 +62,8 @@ class Case:
 
     def run(self) -> dict[str, Any]:
         """What preflight says."""
-        plan = fz.Plan(**{"zero": 3, "precision": "bf16", "clip_norm": 1.0} | self.plan)
+        usual = {"zero": 3, "precision": "bf16", "clip_norm": 1.0, "remat": "layer"}
+        plan = fz.Plan(**usual | self.plan)
         batch, tx = large_models.batch_shapes(self.rows, self.seq), optax.adamw(1e-3)
         if self.choices:
             tried = sweep(lambda _: self.model, tx, plan, self.choices, batch, self.topology)
@@ -189,7 +190,7 @@ _8B = "fzero preflight --model benchmarks/large_models.py:llama_8b"
 PARTS: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "output": (
         "docs/preflight.md",
-        printed("Llama 8B", f"{_8B} --topology h200:8 --batch 8 --seq 4096"),
+        printed("Llama 8B", f"{_8B} --topology h200:8 --batch 8 --seq 4096 --remat layer"),
     ),
     "hosts": ("docs/preflight.md", hosts),
     "zeropp": ("docs/preflight.md", zeropp),

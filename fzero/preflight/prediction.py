@@ -22,7 +22,7 @@ from fzero.preflight.network import CollectiveUse, Traffic, traffic
 from fzero.preflight.parked import on_the_device, parked
 from fzero.preflight.program import Compiled, Target
 from fzero.preflight.rates import Rates, default_rates
-from fzero.preflight.result import Memory, PipelineSummary, Preflight
+from fzero.preflight.result import XLA_SHARE, Memory, PipelineSummary, Preflight
 from fzero.preflight.shapes import batch_bytes, model_flops, saved_in_a_step
 from fzero.preflight.stages import PipelineRun, StageCompiler, rank_collectives
 from fzero.preflight.topology import Topology, parse
@@ -55,9 +55,8 @@ def predicted(
     num_devices = math.prod((plan.pipe, sizes["data"], sizes["replica"], *plan.further.values()))
     devices = target.devices[:num_devices]
     blue = blueprint(model, tx, on_the_device(plan), devices)
-    if where.is_gpu:  # described devices do not say how much memory they have
-        memory = target.rates.memory_bytes - target.rates.reserve_bytes
-        blue = dataclasses.replace(blue, memory=memory)
+    if where.is_gpu:  # described devices do not say how much of their memory jax may take
+        blue = dataclasses.replace(blue, memory=int(XLA_SHARE * target.rates.memory_bytes))
     step = TrainStep(blue, donate=True, apply=True)
     fields = step.blueprint.shapes()
     shapes = jax.tree.map(shape_of, Inputs.of(batch))

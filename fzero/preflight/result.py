@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 # What jax gives XLA of a GPU's memory unless told otherwise.
-_XLA_SHARE = 0.75
+XLA_SHARE = 0.75
 
 
 # Collectives of a smaller share of the bytes (norms, losses, counters) are told in one line.
@@ -200,7 +200,7 @@ class Preflight:
     def memory_fraction_needed(self) -> float | None:
         """The `XLA_PYTHON_CLIENT_MEM_FRACTION` that a step needs, where jax's own is too small."""
         share = self.memory.peak / self.rates.memory_bytes
-        too_small = self.topology.is_gpu and self.fits and share > _XLA_SHARE
+        too_small = self.topology.is_gpu and self.fits and share > XLA_SHARE
         return min(0.99, round(share + 0.01, 2)) if too_small else None
 
     def to_json(self) -> dict[str, Any]:

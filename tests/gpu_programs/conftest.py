@@ -64,7 +64,9 @@ class Case:
 
     def run(self) -> tuple[fz.Preflight, float]:
         """The prediction, and the CPU seconds that it took."""
-        made = fz.Plan(precision="bf16", clip_norm=1.0, **dict(self.plan))
+        made = fz.Plan(
+            **{"precision": "bf16", "clip_norm": 1.0, "remat": "layer"} | dict(self.plan)
+        )
         size = self.size
         model = gpt2(size) if isinstance(size, Size) else llama(size)
         parts = (made.data or 1) * made.replica * made.microbatches

@@ -89,7 +89,7 @@ def read(request):
     model = converted.model(
         lambda forward, batch: tb.causal_lm_loss(forward(batch["ids"]).logits, batch["ids"])
     )
-    plan = fz.Plan(zero=3, precision="bf16", **axes)
+    plan = fz.Plan(zero=3, precision="bf16", remat="layer", **axes)
     batch = {"ids": jax.ShapeDtypeStruct((axes["data"] * rows, SEQ), np.int32)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fzero.losses.CHUNK_BYTES", 1)  # 128 tokens, the least
@@ -174,7 +174,7 @@ def test_a_mixtral_s_tokens_travel_and_its_experts_stay():
     model = converted.model(
         lambda forward, batch: tb.causal_lm_loss(forward(batch["ids"]).logits, batch["ids"])
     )
-    plan = fz.Plan(zero=3, data=1, expert=8, precision="bf16")
+    plan = fz.Plan(zero=3, data=1, expert=8, precision="bf16", remat="layer")
     read = compiled(model, plan, {"ids": jax.ShapeDtypeStruct((8, SEQ), np.int32)}, "h200:8")
     assert set(read.found.by_axes) == {"expert"}
     sent = [c for c in read.found.collectives if c.kind == "all-to-all"]
@@ -215,7 +215,7 @@ def test_rows_of_documents_and_padded_rows_are_fused(rows):
             given = {"attention_mask": tb.packed_mask(batch["seen"]), "position_ids": batch["ids"]}
         return tb.causal_lm_loss(forward(input_ids=batch["ids"], **given).logits, batch["ids"])
 
-    plan = fz.Plan(zero=3, precision="bf16", data=1)
+    plan = fz.Plan(zero=3, precision="bf16", data=1, remat="layer")
     batch = dict.fromkeys(("ids", "seen"), jax.ShapeDtypeStruct((2, SEQ), np.int32))
     read = compiled(converted.model(loss), plan, batch, "h200:1")
     for name in ("fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"):

@@ -17,7 +17,7 @@ from tests.support.large import LLAMA_8B, abstract_batch, llama
 
 def test_products_of_a_layer_read_8_bits_and_predictions_know():
     size = dataclasses.replace(LLAMA_8B, layers=2)
-    plan = fz.Plan(zero=3, data=8, precision="fp8")
+    plan = fz.Plan(zero=3, data=8, precision="fp8", remat="layer")
     found = {
         name: fz.preflight(llama(size), TX, one, abstract_batch(size, 8), "h200:8")
         for name, one in (("fp8", plan), ("bf16", plan.replace(precision="bf16")))
@@ -51,7 +51,7 @@ def test_every_large_product_is_a_kernel_on_8_bit_operands(recipe, monkeypatch):
         return compiled
 
     monkeypatch.setattr(Lowered, "compile", kept)
-    plan = fz.Plan(zero=3, data=8, precision="fp8", float8=fz.Float8(recipe=recipe))
+    plan = fz.Plan(zero=3, data=8, precision="fp8", float8=fz.Float8(recipe=recipe), remat="layer")
     fz.preflight(llama(SMALL), TX, plan, abstract_batch(SMALL, 16), "h200:8")
     (text,) = texts
     narrow, wide, exact = [], [], []

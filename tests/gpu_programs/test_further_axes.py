@@ -122,7 +122,7 @@ def test_a_ring_in_a_whole_llama_hides_all_of_its_rounds():
     """All 32 layers. ZeRO's parts are over `context`: where XLA's scheduler has no memory left it
     hides less."""
     size = dataclasses.replace(LLAMA_8B, seq=LENGTH, exchange="ring")
-    plan = fz.Plan(zero=3, context=8, precision="bf16", clip_norm=1.0)
+    plan = fz.Plan(zero=3, context=8, precision="bf16", clip_norm=1.0, remat="layer")
     found = fz.preflight(llama(size), TX, plan, abstract_batch(size, 1), "h200:8")
     sent = [c for c in found.collectives if c.kind == "collective-permute"]
     keys, queries = (2 * LENGTH // 8 * heads * 128 for heads in (2 * 8, 32))
