@@ -268,9 +268,9 @@ class _Predictor:
         makespans: tuple[float, float] | None = None,
     ) -> Preflight:
         plan, blue = self.plan, self.blue
+        keeps = tuple(self.step.passes.keeps)
         if plan.remat is None:
-            kept = " and ".join(self.step.passes.keeps)
-            notes = [*notes, f"remat=None keeps {kept} here, by the room that memory has"]
+            notes = [*notes, f"remat=None keeps {' and '.join(keeps)} here, by memory's room"]
         logical = initial_shapes(blue.model)
         unknown = dict.fromkeys(u for program in programs for u in program.flops.unknown)
         sums = traffic(collectives)
@@ -299,6 +299,7 @@ class _Predictor:
             trace_seconds=0.0,
             notes=tuple(notes),
             work=work,
+            keeps=keeps,
         )
 
     def _state_bytes(self, devices: range) -> dict[str, int]:

@@ -120,6 +120,7 @@ class Preflight:
         notes: what to know about these numbers.
         work: of one device's kernels, the busiest rank's in a pipeline.
         parked: what is kept elsewhere, where the plan has tiers.
+        keeps: what forward passes keep (`Plan.remat`), of all stages of a pipeline.
         again: predicts the same step under another plan; see `explain`.
     """
 
@@ -140,6 +141,7 @@ class Preflight:
     notes: tuple[str, ...] = ()
     work: Work = field(default_factory=Work)
     parked: Parked | None = None
+    keeps: tuple[str, ...] = ()
     again: Callable[[Plan], Preflight] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -243,6 +245,7 @@ class Preflight:
             "compile_seconds": self.compile_seconds,
             "trace_seconds": self.trace_seconds,
             "notes": list(self.notes),
+            "keeps": list(self.keeps),
         }
 
     def __str__(self) -> str:
