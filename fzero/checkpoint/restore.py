@@ -35,11 +35,10 @@ from fzero.sharding.split import (
     Split,
     flat_splits,
     map_splits,
-    split_averages,
-    split_opt_state,
     split_params,
     trained,
 )
+from fzero.sharding.split_state import split_averages, split_opt_state
 from fzero.state import compute_copy
 from fzero.state.fingerprint import compare
 from fzero.state.new import (

@@ -118,17 +118,15 @@ def gradient_bytes(blue: Blueprint, plan: Plan) -> int:
     wide = plan.microbatches > 1 or plan.reduce_dtype == "fp32"
     for split in flat_splits(trained(blue.params)):
         dtype = np.dtype(np.float32) if wide else split.compute
-        sharded = split.dim is not None and plan.reduce == "microbatch"
-        shape = split.stored_shape if sharded else split.shape
-        ways = split.ways * (split.shards if sharded else 1)
-        sums += math.prod(shape) * dtype.itemsize // ways
+        sharded = plan.reduce == "microbatch"
+        sums += split.num_bytes(dtype, padded=sharded) // (split.shards if sharded else 1)
     return sums
 
 
 def held_bytes(blue: Blueprint, plan: Plan) -> int:
     """Bytes of the parameters that a step gathers once and holds, in the compute dtype."""
     return sum(
-        math.prod(split.shape) // split.ways * split.compute.itemsize
+        split.num_bytes(split.compute, padded=False)
         for split in flat_splits(blue.params)
         if split.dim is not None
     )

@@ -38,13 +38,12 @@ from fzero.sharding.split import (
     frozen_names,
     kept_shape,
     map_splits,
-    split_averages,
-    split_opt_state,
     split_params,
     stored_shapes,
     trained,
     update_dtype,
 )
+from fzero.sharding.split_state import split_averages, split_opt_state
 from fzero.tree import PyTree, is_floating, named_leaves
 
 
