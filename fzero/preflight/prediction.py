@@ -69,7 +69,7 @@ def predicted(
     predictor = _Predictor(target, step, fields, shapes, num_shares)
     found = predictor.one_program() if step.blueprint.stages is None else predictor.pipeline()
     if plan.tiers:
-        elsewhere = Report.of_plan(planned(model, tx, plan, num_devices))
+        elsewhere = Report.of_plan(planned(model, tx, plan, sizes))
         found = _parking(found, plan, elsewhere, gradient_bytes(step.blueprint, step.plan))
     spent = time.perf_counter() - started - found.compile_seconds
 

@@ -145,7 +145,7 @@ def planned_on(
         num_devices = len(devices)
     if num_devices is None and plan.data:
         num_devices = math.prod((plan.pipe, plan.data, plan.replica, *plan.further.values()))
-    return planned(model, tx, plan, num_devices or len(jax.devices()))
+    return planned(model, tx, plan, plan.sizes(num_devices or len(jax.devices())))
 
 
 def _row(
