@@ -149,9 +149,14 @@ def is_floating(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, np.floating))
 
 
+def num_bytes(shape: Iterable[int], dtype: Any) -> int:
+    """Bytes of an array of a shape and dtype."""
+    return math.prod(shape) * int(dtype.itemsize)
+
+
 def leaf_bytes(leaf: Any, shape: tuple[int, ...] | None = None) -> int:
     """Bytes of a leaf, or of a piece of it that has `shape`."""
-    return math.prod(leaf.shape if shape is None else shape) * int(leaf.dtype.itemsize)
+    return num_bytes(leaf.shape if shape is None else shape, leaf.dtype)
 
 
 def device_bytes(leaf: Any) -> int:

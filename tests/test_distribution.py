@@ -76,7 +76,8 @@ def test_the_wheel_is_whole(installed: Path, tmp_path: Path) -> None:
 import importlib.resources as r, importlib.metadata as m, fzero, torch_bridge, fzero_command
 print(fzero.__file__); print(torch_bridge.__file__); print(fzero_command.__file__)
 print(m.version("fzero"))
-for name in ("topologies/h200.txtpb", "runs/page.html.jinja", "py.typed"):
+pages = ("runs/page.html.jinja", "preflight/page.html.jinja", "report/base.html.jinja")
+for name in ("topologies/h200.txtpb", *pages, "py.typed"):
     assert r.files("fzero").joinpath(name).read_text() is not None
 """
     said = run(installed, "-c", code, cwd=tmp_path).split()

@@ -15,8 +15,10 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+import fzero as fz
 from fzero import cli
 from fzero.pipeline import Cost, one_f_one_b, simulate
+from fzero.report.pages import render
 from fzero.runs.files import read_run
 from fzero.runs.pictures import ACTIONS, CLASSES
 from fzero.runs.trace import Copy, chrome_trace
@@ -125,6 +127,12 @@ def test_the_page_says_what_the_files_say(tmp_path, capsys):
         assert part in found, part
     assert "cut" not in found
     assert read_run(run).step_seconds == [(step, 0.5) for step in range(2, STEPS + 1)]
+
+
+def test_a_page_without_jinja2_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(fz.FzeroError, match=r"jinja2 to be installed.*fzero\[report\]"):
+        render("runs/page.html.jinja", "a run")
 
 
 def test_two_runs_are_compared(tmp_path, capsys):

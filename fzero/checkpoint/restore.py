@@ -26,20 +26,11 @@ from fzero.model import Model
 from fzero.plan import Plan
 from fzero.precision import LossScale, initial_loss_scale
 from fzero.processes import from_host
-from fzero.sharding.blueprint import Blueprint, blueprint, bound_optimizer, initial_shapes
+from fzero.sharding.blueprint import Blueprint, blueprint, planned
 from fzero.sharding.chunks import OWNED
-from fzero.sharding.homes import cut_into_stages
 from fzero.sharding.lazy import Index, LazyArray
 from fzero.sharding.relayout import Kept, copy_leaf, relayout
-from fzero.sharding.split import (
-    Split,
-    flat_splits,
-    map_splits,
-    split_averages,
-    split_opt_state,
-    split_params,
-    trained,
-)
+from fzero.sharding.split import flat_splits, map_splits, stored_shapes, trained
 from fzero.state import compute_copy
 from fzero.state.fingerprint import compare
 from fzero.state.new import (
@@ -250,46 +241,30 @@ class _Stored:
 
     def _wants(self) -> dict[str, Want]:
         """How each leaf of the model's and the optimizer's was kept, and shall be."""
-        blue, model, was = self.blue, self.blue.model, self.about.plan
+        new, meta = self.blue, self.meta
         # Earlier states were shared out over the data axis alone.
-        sizes = zero_sizes(self.meta.get("zero") or {DATA: self.meta["data"]})
-        shapes, _ = initial_shapes(model)
-        homes = cut_into_stages(model, was).homes if was.pipe > 1 else None
-        params = split_params(model, shapes, was, sizes, homes)
-        averages = None if blue.ema is None else split_averages(params)
-        old = {"params": params, "opt_state": (), "ema": averages}
-        new = {name: getattr(blue, name) for name in old}
-        if blue.tx is not None:
-            make = bound_optimizer(blue.tx, model, homes).init
-            old["opt_state"] = split_opt_state(make, old["params"], was, sizes)
-        kept = blue.shapes()
-        found: dict[str, Want] = {}
-
-        def want(name: str, sharded: tuple[bool, bool], a: Split, b: Split, to: Any) -> None:
-            found[f"{name}/{a.path}"] = Kept.of(a, sharded[0]), Kept.of(b, sharded[1]), to
-
-        for name, splits in old.items():
-            both = was.shards(name), blue.plan.shards(name)
-            for pair in zip(*map(flat_splits, (splits, new[name])), jax.tree.leaves(kept[name]),
-                              strict=True):  # fmt: skip
-                want(name, both, *pair)
-        for path, to in named_leaves(kept["buffers"]):
-            link = path.split("/")[0]
-            before = None if homes is None else homes[link]
-            layers = Kept.at(blue.home_of(link), to.shape).logical
-            rows = len(before.rows) if before and before.rows else None
-            stored = to.shape if not to.shape else (rows or layers[0], *to.shape[1:])
-            found[f"buffers/{path}"] = (
-                Kept.at(before, stored), Kept.at(blue.home_of(link), to.shape), to
-            )  # fmt: skip
+        sizes = zero_sizes(meta.get("zero") or {DATA: meta["data"]})
+        old = planned(new.model, new.tx, self.about.plan, sizes)
+        sums = stored_shapes(trained(new.params), new.sharding, True, lambda _: jnp.float32)
+        shapes = new.shapes() | {"grads": sums}
+        names = {name: name for name in ("params", *OWNED, "buffers")}
+        if new.ema is None or old.ema is None:
+            del names["ema"]
         if "grads/total" in self.numbers:
-            both = trained(old["params"]), trained(blue.params)
-            for a, b in zip(*map(flat_splits, both), strict=True):
-                sharding = blue.sharding(b.home, b.lies(True))
-                to = jax.ShapeDtypeStruct(b.stored_shape, jnp.float32, sharding=sharding)
-                want("grads/sums", (True, True), a, b, to)
+            names["grads"] = "grads/sums"
+        found: dict[str, Want] = {}
+        for name, prefix in names.items():
+            if name == "buffers":
+                paths = [path for path, _ in named_leaves(shapes[name])]
+            else:
+                paths = [split.path for split in flat_splits(new.splits(name))]
+            trees = old.kept(name), new.kept(name), shapes[name]
+            kept = map(jax.tree.leaves, trees)
+            for path, *want in zip(paths, *kept, strict=True):
+                found[f"{prefix}/{path}"] = (want[0], want[1], want[2])
+        if "grads" in names:
             for name, dtype in (("total", "float32"), ("count", "float32"), ("calls", "int32")):
-                to = blue.replicated(jax.ShapeDtypeStruct((), dtype))
+                to = new.replicated(jax.ShapeDtypeStruct((), dtype))
                 found[f"grads/{name}"] = Kept.whole(()), Kept.whole(()), to
         return found
 

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from fzero.checkpoint.urls import kvstore
+from fzero.tree import leaf_bytes
 
 
 FOLDER = "parts"  # as checkpoints have it
@@ -49,7 +50,7 @@ def shards_of(leaf: Any) -> Shards:
     if isinstance(leaf, jax.Array):
         return Shards(leaf.shape, _chunk(leaf), _own_shards(leaf))
     own = [((slice(None),) * leaf.ndim, leaf)] if jax.process_index() == 0 else []
-    return Shards(leaf.shape, _rows(leaf.shape, leaf.dtype.itemsize), own)
+    return Shards(leaf.shape, _rows(leaf, leaf.shape), own)
 
 
 def is_elsewhere(leaf: Any) -> bool:
@@ -82,12 +83,12 @@ def _own_shards(leaf: jax.Array) -> _Shards:
 
 def _chunk(leaf: jax.Array) -> tuple[int, ...]:
     """The shape of a chunk: a shard, or equal rows of it."""
-    return _rows(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize)
+    return _rows(leaf, leaf.sharding.shard_shape(leaf.shape))
 
 
-def _rows(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+def _rows(leaf: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     rows, *rest = shape or (1,)
-    size = rows * int(np.prod(rest)) * itemsize
+    size = leaf_bytes(leaf, shape)
     while size > CHUNK_BYTES and rows % 2 == 0:
         rows, size = rows // 2, size // 2
     return (rows, *rest)[: len(shape)]

@@ -15,9 +15,10 @@ from fzero.model import Model
 from fzero.plan import Plan
 from fzero.preflight.result import Preflight
 from fzero.preflight.tables import duration, size, table_of, text_of
-from fzero.report.placement import CLASSES
+from fzero.report.report import CLASSES, Report
 from fzero.state.new import init
 from fzero.step import train_step
+from fzero.storage.tiers import DEVICE
 from fzero.tree import PyTree
 
 
@@ -79,7 +80,8 @@ def measure(
         lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, batch
     )
     state = init(model, tx, plan, 0, devices=devices)
-    held = {name: _most_bytes(getattr(state, name)) for name in CLASSES}
+    fullest = Report.of_state(state).fullest(DEVICE)
+    held = {name: fullest[name] for name in CLASSES}
     step = train_step(model, tx, plan, devices=devices)
     seconds: list[float] = []
     loss = 0.0
@@ -93,15 +95,6 @@ def measure(
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in used]
     known = [peak for peak in peaks if peak is not None]
     return Measured(held, max(known, default=None), own[len(own) // 2], steps, loss)
-
-
-def _most_bytes(tree: PyTree) -> int:
-    """Bytes of arrays on the device that has the most of them."""
-    held: dict[int, int] = {}
-    for leaf in jax.tree.leaves(tree):
-        for shard in leaf.addressable_shards:
-            held[shard.device.id] = held.get(shard.device.id, 0) + shard.data.nbytes
-    return max(held.values(), default=0)
 
 
 def compared(found: Preflight, measured: Measured) -> str:

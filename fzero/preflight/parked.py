@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fzero.plan import Plan
 from fzero.preflight.rates import Rates
-from fzero.report.placement import Placement
+from fzero.report.report import Report
 from fzero.storage.tiers import DISK, HOST
 
 
@@ -44,7 +44,7 @@ def on_the_device(plan: Plan) -> Plan:
 
 
 def parked(
-    plan: Plan, where: Placement, rates: Rates, gradient_bytes: int, computing_seconds: float
+    plan: Plan, where: Report, rates: Rates, gradient_bytes: int, computing_seconds: float
 ) -> Parked:
     """What parking costs a step.
 
@@ -60,7 +60,7 @@ def parked(
         computing_seconds: of a step's kernels, which parameters that come for passes hide behind.
     """
     link = rates.pinned_bytes_per_s
-    by_class = {HOST: where.host_bytes_per_device, DISK: where.disk_bytes_per_device}
+    by_class = {tier: where.fullest(tier) for tier in (HOST, DISK)}
     on_host, on_disk = (by_class[tier]["total"] for tier in (HOST, DISK))
     visiting = min(2 * plan.stream_bytes, on_host + on_disk) if plan.update_on == "device" else 0
     if plan.update_on == "host":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,13 +25,14 @@ from fzero.preflight.result import XLA_SHARE, Memory, PipelineSummary, Preflight
 from fzero.preflight.shapes import batch_bytes, model_flops, saved_in_a_step
 from fzero.preflight.stages import PipelineRun, StageCompiler, rank_collectives
 from fzero.preflight.topology import Topology, parse
-from fzero.report.placement import CLASSES, Placement, placement
-from fzero.sharding.blueprint import Blueprint, blueprint
+from fzero.report.report import CLASSES, Report
+from fzero.sharding.blueprint import Blueprint, blueprint, planned
 from fzero.sharding.initial import initial_shapes
 from fzero.sharding.split import flat_splits
 from fzero.state.train_state import TrainState
 from fzero.step.passes import OneProgram
 from fzero.step.steps import TrainStep
+from fzero.storage.tiers import DEVICE
 from fzero.tree import PyTree, shape_of
 from fzero.zero.keeping import TOKENS, gradient_bytes, held_bytes
 
@@ -62,11 +62,10 @@ def predicted(
     shapes = jax.tree.map(shape_of, Inputs.of(batch))
     num_shares = sizes["data"] * sizes["replica"]
     check_batch(shapes, num_shares, plan.microbatches)
-    where_kept = placement(step.plan, model, tx, num_devices=num_devices)
-    predictor = _Predictor(target, step, fields, shapes, num_shares, where_kept)
+    predictor = _Predictor(target, step, fields, shapes, num_shares)
     found = predictor.one_program() if step.blueprint.stages is None else predictor.pipeline()
     if plan.tiers:
-        elsewhere = placement(plan, model, tx, num_devices=num_devices)
+        elsewhere = Report.of_plan(planned(model, tx, plan, sizes))
         found = _parking(found, plan, elsewhere, gradient_bytes(step.blueprint))
     spent = time.perf_counter() - started - found.compile_seconds
 
@@ -76,7 +75,7 @@ def predicted(
     return dataclasses.replace(found, trace_seconds=spent, again=again)
 
 
-def _parking(found: Preflight, plan: Plan, where: Placement, gradients: int) -> Preflight:
+def _parking(found: Preflight, plan: Plan, where: Report, gradients: int) -> Preflight:
     """The prediction of a plan that parks leaves, from that of the same with all on the device."""
     b, memory = found.bounds, found.memory
     away = parked(plan, where, found.rates, gradients, found.work.likely_seconds)
@@ -105,7 +104,7 @@ def _parking(found: Preflight, plan: Plan, where: Placement, gradients: int) -> 
         parked=away,
         memory=dataclasses.replace(
             memory,
-            state={name: where.bytes_per_device[name] for name in memory.state},
+            state={name: where.fullest(DEVICE)[name] for name in memory.state},
             temporaries=memory.temporaries + away.visiting_bytes,
             peak=max(0, memory.peak - moved) + away.visiting_bytes,
         ),
@@ -132,12 +131,12 @@ class _Predictor:
         fields: dict[str, Any],
         batch: PyTree,
         num_shares: int,
-        where_kept: Placement,
     ) -> None:
         self.target, self.step, self.fields = target, step, fields
-        self.batch, self.num_shares, self.where_kept = batch, num_shares, where_kept
+        self.batch, self.num_shares = batch, num_shares
         self.plan: Plan = step.plan
         self.blue: Blueprint = step.blueprint
+        self.where_kept = Report.of_plan(self.blue)
         # Before anything is compiled: what cannot be traced is said at once.
         pieces = self.plan.microbatches * num_shares
         traced = model_flops(self.blue.model, self.plan, batch, pieces)
@@ -304,12 +303,8 @@ class _Predictor:
 
     def _state_bytes(self, devices: range) -> dict[str, int]:
         """Bytes of each state class on the fullest of some devices."""
-        held: dict[int, Counter[str]] = {device: Counter() for device in devices}
-        for leaf in self.where_kept.leaves:
-            for device in held.keys() & set(leaf.devices):
-                held[device][leaf.state_class] += leaf.bytes_per_device
-        full = max(held.values(), key=lambda by: by.total())
-        return {name: full[name] for name in CLASSES}
+        held = self.where_kept.fullest(DEVICE, among=devices)
+        return {name: held[name] for name in CLASSES}
 
     def _update(self, rank: int) -> list[CollectiveUse]:
         """What a pipeline's update gathers on a rank: whole parameters from updated shards."""
@@ -322,8 +317,7 @@ class _Predictor:
                 continue
             mixed = self.plan.keeps_compute_copy
             dtype = split.compute if mixed else split.dtype
-            rows = home.rows_per_rank / split.shape[0] if home.rows else 1
-            own = round(rows * math.prod(split.stored_shape)) // split.ways * dtype.itemsize
+            own = split.num_bytes(dtype) // split.ranks_sharing
             size, sent = size + own, sent + own * (split.shards - 1) / split.shards
         rates, over = self.target.rates, shared_over(self.blue.zero_sizes)
         axes = "+".join(name for name, size in over.items() if size > 1)

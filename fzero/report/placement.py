@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -14,42 +13,11 @@ import optax
 from fzero.errors import PlacementError
 from fzero.model import Model
 from fzero.plan import Plan
-from fzero.report.description import LeafPlan, describe, table
+from fzero.report.report import CLASSES, LeafReport, Report, planned_on, table
 from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
-from fzero.storage.tiers import DEVICE, DISK, HOST, TIERS, on_device, tier_of
+from fzero.storage.tiers import DEVICE, DISK, HOST, TIERS
 from fzero.summary import as_html
-from fzero.tree import leaf_bytes, named_leaves
-
-
-CLASSES = ("params", "compute", "opt_state", "ema", "buffers", "grads")
-
-
-@dataclass(frozen=True)
-class LeafPlacement:
-    """Where one leaf is.
-
-    Args:
-        state_class: `params`, `compute`, `opt_state`, `ema`, `buffers` or `grads`.
-        path: path in its tree.
-        shape: shape as stored, padding included.
-        dtype: its dtype.
-        spec: how it is split over mesh axes.
-        tier: `device`, `host` or `disk`.
-        bytes_per_device: bytes of its largest shard.
-        bytes_in_all: bytes of all shards, copies counted; on disk there are none.
-        devices: ids of the devices that it belongs to; in a pipeline not all of them.
-    """
-
-    state_class: str
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    spec: str
-    tier: str
-    bytes_per_device: int
-    bytes_in_all: int
-    devices: tuple[int, ...]
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,7 +36,7 @@ class Placement:
         disk_bytes: bytes on disk in all.
         tiers: the tiers that a state class is in.
         num_devices: devices that it belongs to.
-        leaves: every leaf.
+        leaves: a row for every leaf (`fzero.report.report.LeafReport`).
     """
 
     bytes_per_device: dict[str, int]
@@ -79,7 +47,7 @@ class Placement:
     disk_bytes: dict[str, int]
     tiers: dict[str, tuple[str, ...]]
     num_devices: int
-    leaves: tuple[LeafPlacement, ...]
+    leaves: tuple[LeafReport, ...]
 
     def to_json(self) -> dict[str, Any]:
         """The placement as a JSON-able dict."""
@@ -188,77 +156,20 @@ def placement(
     if isinstance(state_or_plan, Plan):
         if model is None:
             raise PlacementError("placement: a plan alone has no leaves: pass the model as well")
-        about = describe(state_or_plan, model, tx, devices=devices, num_devices=num_devices)
-        per_rank = about.num_devices // about.plan.pipe
-        return _summed([_of_plan(leaf, about.plan, per_rank) for leaf in about.leaves])
-    require_alive(state_or_plan, "placement")
-    return _summed(
-        [
-            _of_leaf(name, path, leaf)
-            for name in CLASSES
-            for path, leaf in named_leaves(getattr(state_or_plan, name))
-        ]
-    )
-
-
-def _of_leaf(name: str, path: str, leaf: Any) -> LeafPlacement:
-    tier, shape, sharding = tier_of(leaf), tuple(leaf.shape), on_device(leaf.sharding)
-    size = leaf_bytes(leaf, sharding.shard_shape(shape))
-    devices = tuple(sorted(device.id for device in sharding.device_set))
-    distinct = len({str(index) for index in sharding.devices_indices_map(shape).values()})
-    copies = distinct if tier == DISK else len(devices)
-    axes = ["-" if axis is None else axis if isinstance(axis, str) else "+".join(axis)
-            for axis in getattr(sharding, "spec", ())]  # fmt: skip
-    spec = ", ".join(axes) or "whole"
-    return LeafPlacement(
-        name, path, shape, str(leaf.dtype), spec, tier, size, size * copies, devices
-    )
-
-
-def _of_plan(leaf: LeafPlan, plan: Plan, per_rank: int) -> LeafPlacement:
-    ranks = leaf.ranks or range(plan.pipe)
-    devices = tuple(rank * per_rank + i for rank in ranks for i in range(per_rank))
-    axes = [axis or "-" for axis in leaf.axes]
-    if leaf.dim is not None:
-        axes += ["-"] * (leaf.dim + 1 - len(axes))
-        axes[leaf.dim] = "+".join(leaf.over)
-    spec = ", ".join(axes) or "whole"
-    groups = math.prod(plan.further[axis] for axis in leaf.axes if axis is not None)
-    groups *= leaf.shards
-    copies = groups * len(ranks) if leaf.tier == DISK else len(devices)
-    size = leaf.bytes_per_device
-    return LeafPlacement(
-        leaf.state_class, leaf.path, leaf.shape, leaf.dtype, spec, leaf.tier, size, size * copies,
-        devices,
-    )  # fmt: skip
-
-
-def _summed(leaves: Sequence[LeafPlacement]) -> Placement:
-    held: dict[str, dict[int, Counter[str]]] = {t: defaultdict(Counter) for t in TIERS}
-    in_all: dict[str, Counter[str]] = {tier: Counter() for tier in TIERS}
-    for leaf in leaves:
-        for device in leaf.devices:
-            held[leaf.tier][device].update(
-                {leaf.state_class: leaf.bytes_per_device, "total": leaf.bytes_per_device}
-            )
-        in_all[leaf.tier].update({leaf.state_class: leaf.bytes_in_all, "total": leaf.bytes_in_all})
-    names = (*CLASSES, "total")
-
-    def most(tier: str) -> dict[str, int]:
-        return {n: max((by[n] for by in held[tier].values()), default=0) for n in names}
-
-    def everything(tier: str) -> dict[str, int]:
-        return {name: in_all[tier][name] for name in names}
-
+        report = Report.of_plan(planned_on(state_or_plan, model, tx, devices, num_devices))
+    else:
+        require_alive(state_or_plan, "placement")
+        report = Report.of_state(state_or_plan)
+    leaves = report.leaves
+    tiers = {n: {leaf.tier for leaf in leaves if leaf.state_class == n} for n in CLASSES}
     return Placement(
-        bytes_per_device=most(DEVICE),
-        bytes_all_devices=everything(DEVICE),
-        host_bytes_per_device=most(HOST),
-        host_bytes=everything(HOST),
-        disk_bytes_per_device=most(DISK),
-        disk_bytes=everything(DISK),
-        tiers={n: tuple(t for t in TIERS if any(x.tier == t for x in leaves if x.state_class == n))
-               for n in CLASSES},
+        bytes_per_device=report.fullest(DEVICE),
+        bytes_all_devices=report.in_all(DEVICE),
+        host_bytes_per_device=report.fullest(HOST),
+        host_bytes=report.in_all(HOST),
+        disk_bytes_per_device=report.fullest(DISK),
+        disk_bytes=report.in_all(DISK),
+        tiers={name: tuple(t for t in TIERS if t in used) for name, used in tiers.items()},
         num_devices=len({device for leaf in leaves for device in leaf.devices}),
-        leaves=tuple(leaves),
-    )  # fmt: skip
+        leaves=leaves,
+    )

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from importlib import resources
 from typing import Any
 
-from fzero.errors import FzeroError
 from fzero.preflight.tables import duration, size
+from fzero.report.pages import render
 from fzero.runs import pictures
 from fzero.runs.files import Run, differences
 
 
-TEMPLATE = "page.html.jinja"
+TEMPLATE = "runs/page.html.jinja"
 _NONE = "-"
 
 
@@ -30,17 +29,10 @@ def page(runs: Sequence[Run]) -> str:
     Raises:
         FzeroError: jinja2 or matplotlib is not installed.
     """
-    try:
-        import jinja2
-    except ImportError as error:
-        raise FzeroError(
-            "report: expected jinja2 to be installed; pip install 'fzero[report]'"
-        ) from error
-    text = resources.files("fzero.runs").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(text).render(
-        runs=runs,
+    return render(
+        TEMPLATE,
         title=" and ".join(run.name for run in runs),
+        runs=runs,
         figures=_rows(runs, FIGURES),
         differences=differences(runs),
         loss=pictures.loss(runs),

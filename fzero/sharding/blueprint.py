@@ -32,6 +32,7 @@ from fzero.sharding.homes import Stages, cut_into_stages
 from fzero.sharding.initial import initial_shapes as initial_shapes
 from fzero.sharding.initial import memo, tracing_context
 from fzero.sharding.memory import device_memory
+from fzero.sharding.relayout import Kept
 from fzero.sharding.split import (
     Home,
     Split,
@@ -39,14 +40,13 @@ from fzero.sharding.split import (
     frozen_names,
     kept_shape,
     map_splits,
-    split_averages,
-    split_opt_state,
     split_params,
     stored_shapes,
     trained,
     update_dtype,
 )
-from fzero.tree import PyTree, is_floating, named_leaves
+from fzero.sharding.split_state import split_averages, split_opt_state
+from fzero.tree import PyTree, is_floating, key_name, named_leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +203,21 @@ class Blueprint:
             return ("params",)
         frozen = any(split.frozen for split in flat_splits(self.params))
         return ("compute", "params") if frozen else ("compute",)
+
+    def splits(self, field: str) -> PyTree:
+        """A `Split` for every leaf of a field of the state that has them (all but buffers)."""
+        return trained(self.params) if field in ("compute", "grads") else getattr(self, field)
+
+    def kept(self, field: str) -> PyTree:
+        """A `Kept` for every leaf of a field of the state, as `relayout` takes it."""
+        if field == "buffers":
+            return jax.tree_util.tree_map_with_path(
+                lambda path, leaf: Kept.at(self.home_of(key_name(path[0])), leaf.shape),
+                self.buffers,
+            )
+        # (Gradients that wait for their step are always shards.)
+        sharded = field == "grads" or self.plan.shards(field)
+        return map_splits(lambda split: Kept.of(split, sharded), self.splits(field))
 
     def parks(self, field: str) -> bool:
         """Whether the plan parks leaves of a field of the state."""
@@ -385,14 +400,13 @@ def blueprint(
 
 
 def planned(
-    model: Model, tx: optax.GradientTransformation | None, plan: Plan, num_devices: int
+    model: Model, tx: optax.GradientTransformation | None, plan: Plan, sizes: Mapping[str, int]
 ) -> Blueprint:
     """The layout of a model's state on devices that need not exist: what follows from shapes.
 
-    Args and Raises as for `blueprint`.
+    Args and Raises as for `blueprint`, but for `sizes`: of the mesh (`plan.sizes`).
     """
-    mesh = abstract_mesh(plan.sizes(num_devices))
-    return _blueprint(model, tx, plan, mesh, *initial_shapes(model))
+    return _blueprint(model, tx, plan, abstract_mesh(dict(sizes)), *initial_shapes(model))
 
 
 def _blueprint(

@@ -25,7 +25,7 @@ from fzero.state.new import compute_of, folder_of
 from fzero.state.require import require_alive, require_fits
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import DEVICE, on_device, tier_of
-from fzero.tree import PyTree, key_name
+from fzero.tree import PyTree, map_named
 
 
 def replan(
@@ -71,10 +71,9 @@ def replan(
         )
     shapes = new.shapes()
     fields: dict[str, Any] = {"grads": None}
-    for name in ("params", "opt_state"):
-        fields[name] = _replanned(getattr(state, name), name, old, new, shapes[name])
+    for name in ("params", "opt_state", "buffers"):
+        fields[name] = _replanned(state, name, old, new)
     fields["ema"] = _replanned_averages(state, old, new, fields["params"])
-    fields["buffers"] = _replanned_buffers(state, old, new, shapes["buffers"])
     for name in ("step", "rng"):
         fields[name] = jax.tree.map(
             lambda leaf, to: place(leaf, to.sharding), getattr(state, name), shapes[name]
@@ -92,16 +91,16 @@ def replan(
     return TrainState(**fields)
 
 
-def _replanned(tree: PyTree, name: str, old: Blueprint, new: Blueprint, shapes: PyTree) -> PyTree:
-    """Parameters or the optimizer's state as the new plan keeps them."""
-    was, now = old.plan.shards(name), new.plan.shards(name)
+def _replanned(state: TrainState, name: str, old: Blueprint, new: Blueprint) -> PyTree:
+    """A field of the state as the new plan keeps it."""
 
-    def move(a: Split, b: Split, leaf: Any, to: Any) -> Any:
-        by_plan = (name, a.path) in old.chunks.parked
-        parking = new.chunks.parked.get((name, b.path), _by_hand(leaf, by_plan))
-        return relaid(leaf, Kept.of(a, was), Kept.of(b, now), to, parking, new)
+    def move(path: str, leaf: Any, was: Kept, now: Kept, to: Any) -> Any:
+        by_plan = (name, path) in old.chunks.parked
+        parking = new.chunks.parked.get((name, path), _by_hand(leaf, by_plan))
+        return relaid(leaf, was, now, to, parking, new)
 
-    return map_splits(move, getattr(old, name), getattr(new, name), tree, shapes)
+    tree, to = getattr(state, name), new.shapes()[name]
+    return map_named(move, tree, old.kept(name), new.kept(name), to)
 
 
 def _replanned_averages(
@@ -112,20 +111,18 @@ def _replanned_averages(
         return None
     if old.ema is None:
         return averages_at(new, params)
-    return _replanned(state.ema, "ema", old, new, new.shapes()["ema"])
+    return _replanned(state, "ema", old, new)
 
 
 def averages_at(blue: Blueprint, params: PyTree) -> PyTree:
     """Averages that begin at kept parameters, in any tier; they share no memory with them."""
-    sharded = blue.plan.shards("params"), blue.plan.shards("ema")
 
-    def copy(own: Split, to: Any, split: Split, leaf: Any) -> Any:
-        parking = blue.chunks.parked.get(("ema", own.path))
+    def copy(split: Split, leaf: Any, was: Kept, now: Kept, to: Any) -> Any:
         here = jnp.array(unpark(leaf), to.dtype, copy=True)
-        return relaid(here, Kept.of(split, sharded[0]), Kept.of(own, sharded[1]), to, parking, blue)
+        return relaid(here, was, now, to, blue.chunks.parked.get(("ema", split.path)), blue)
 
-    kept = trained(blue.params, params)
-    return map_splits(copy, blue.ema, blue.shapes()["ema"], trained(blue.params), kept)
+    own, was = (trained(blue.params, tree) for tree in (params, blue.kept("params")))
+    return map_splits(copy, blue.ema, own, was, blue.kept("ema"), blue.shapes()["ema"])
 
 
 def _by_hand(leaf: Any, by_plan: bool) -> Parking | None:
@@ -158,16 +155,6 @@ def relaid(
     return park(moved, parking, folder_of(blue))
 
 
-def _replanned_buffers(state: TrainState, old: Blueprint, new: Blueprint, shapes: PyTree) -> PyTree:
-    def move(path: Any, leaf: Any, to: Any) -> Any:
-        name = key_name(path[0])
-        was = Kept.at(old.home_of(name), leaf.shape)
-        now = Kept.at(new.home_of(name), to.shape)
-        return relaid(leaf, was, now, to, _by_hand(leaf, False), new)
-
-    return jax.tree_util.tree_map_with_path(move, state.buffers, shapes)
-
-
 def _replanned_compute(
     state: TrainState, old: Blueprint, new: Blueprint, params: PyTree, shapes: Any
 ) -> PyTree:
@@ -176,10 +163,9 @@ def _replanned_compute(
     if state.compute is not None and compute_copy.is_current(state.params, state.compute):
         dtypes = {leaf.dtype for leaf in jax.tree.leaves(state.compute)}
         if dtypes == {leaf.dtype for leaf in jax.tree.leaves(shapes["compute"])}:
-            was, now = old.plan.shards("compute"), new.plan.shards("compute")
-            moved = map_splits(
-                lambda a, b, leaf, to: relayout(unpark(leaf), Kept.of(a, was), Kept.of(b, now), to),
-                trained(old.params), trained(new.params), state.compute, shapes["compute"],
+            moved = jax.tree.map(
+                lambda leaf, was, now, to: relayout(unpark(leaf), was, now, to),
+                state.compute, old.kept("compute"), new.kept("compute"), shapes["compute"],
             )  # fmt: skip
             compute_copy.pair(params, moved)
             return moved

@@ -98,16 +98,15 @@ def chosen(state: TrainState, blue: Blueprint, which: str) -> TrainState:
 
 def _relaid(averages: PyTree, blue: Blueprint) -> PyTree:
     """Averages as parameters are kept, leaf by leaf, on whatever devices they are."""
-    sharded = blue.plan.shards("ema"), blue.plan.shards("params")
 
-    def move(own: Split, to: Any, split: Split, leaf: Any) -> Any:
+    def move(split: Split, leaf: Any, was: Kept, now: Kept, to: Any) -> Any:
         if leaf.dtype != to.dtype:
             leaf = unpark(leaf).astype(to.dtype)
-        parking = blue.chunks.parked.get(("params", split.path))
-        return relaid(leaf, Kept.of(own, sharded[0]), Kept.of(split, sharded[1]), to, parking, blue)
+        return relaid(leaf, was, now, to, blue.chunks.parked.get(("params", split.path)), blue)
 
-    shapes = trained(blue.params, blue.shapes()["params"])
-    return map_splits(move, blue.ema, shapes, trained(blue.params), averages)
+    own = blue.params, blue.kept("params"), blue.shapes()["params"]
+    splits, now, to = (trained(blue.params, tree) for tree in own)
+    return map_splits(move, splits, averages, blue.kept("ema"), now, to)
 
 
 def _traced(averages: PyTree, blue: Blueprint) -> PyTree:

@@ -40,7 +40,7 @@ from fzero.storage.scratch import (
     padded,
     scratch,
 )
-from fzero.tree import is_plain
+from fzero.tree import is_plain, leaf_bytes
 
 
 __all__ = ["DiskArray", "Handle", "read", "read_async", "write", "write_async"]
@@ -85,7 +85,7 @@ class Handle:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole array."""
-        return self.size * self.dtype.itemsize
+        return leaf_bytes(self)
 
     @property
     def __jax_array__(self) -> Any:
@@ -205,7 +205,7 @@ def write(
         return []
     file = scratch(path)
     distinct = [_distinct(array) for array in arrays]
-    sizes = [data.size * data.dtype.itemsize for parts in distinct for data in parts.values()]
+    sizes = [leaf_bytes(data) for parts in distinct for data in parts.values()]
     extents = _take(file, sizes, arrays, names)
     places = iter(zip(extents, sizes, strict=True))
     leaves: list[list[tuple[Index, Shard]]] = []

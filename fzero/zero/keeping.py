@@ -135,7 +135,7 @@ def gradient_bytes(blue: Blueprint, here: set[Any] | None = None) -> int:
 def held_bytes(blue: Blueprint) -> int:
     """Bytes of the parameters that a step gathers once and holds, in the compute dtype."""
     return sum(
-        math.prod(split.shape) // split.ways * split.compute.itemsize
+        split.num_bytes(split.compute, padded=False)
         for split in flat_splits(blue.params)
         if split.dim is not None
     )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from fzero.plan import Plan
 from fzero.sharding.split import Split, flat_splits, trained
-from fzero.tree import PyTree
+from fzero.tree import PyTree, num_bytes
 from fzero.zero.quantize import encoded_bytes
 
 
@@ -70,7 +69,7 @@ def deterministic_options(plan: Plan, platform: str) -> CompilerOptions:
 
 def largest_layer_bytes(plan: Plan, splits: PyTree) -> int:
     """Bytes of the largest layer of a stack in the compute dtype, counting split leaves."""
-    return _largest_layer(splits, lambda split, size: size * split.compute.itemsize)
+    return _largest_layer(splits, lambda split, size: num_bytes((size,), split.compute))
 
 
 def gathered_layer_bytes(plan: Plan, splits: PyTree, shards: int) -> int:
@@ -88,6 +87,6 @@ def _largest_layer(splits: PyTree, bytes_of: Callable[[Split, int], int]) -> int
     for split in flat_splits(splits):
         if split.stacked and split.dim is not None:
             name = split.path.split("/")[0]
-            size = bytes_of(split, math.prod(split.stored_shape[1:]) // split.ways)
+            size = bytes_of(split, split.elements() // split.stored_shape[0])
             layers[name] = layers.get(name, 0) + size
     return max(layers.values(), default=0)

@@ -70,6 +70,8 @@ def test_described_bytes_are_those_of_the_state(make, case, zero, precision):
         assert leaf.dtype == found.dtype
         devices = [rank * per_rank + i for rank in leaf.ranks for i in range(per_rank)]
         assert tuple(devices) == found.devices, leaf
+        for name in ("spec", "bytes_in_all", "devices"):
+            assert getattr(leaf, name) == getattr(found, name), leaf
         if leaf.state_class == "params":
             assert leaf.shape == shapes[leaf.path]
     assert about.num_elements == sum(map(math.prod, shapes.values()))

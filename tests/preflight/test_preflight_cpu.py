@@ -16,8 +16,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import fzero as fz
-from fzero.preflight.html import _COLOURS, page
 from fzero.preflight.measure import compared, measure
+from fzero.preflight.page import COLOURS, page
 from fzero.preflight.rates import default_rates
 from fzero.preflight.shapes import saved_in_a_step
 from fzero.preflight.sweep import (
@@ -260,7 +260,7 @@ def test_a_browser_draws_the_memory_bars(predicted, tmp_path):
     )  # fmt: skip
     pixels = (matplotlib.image.imread(tmp_path / "page.png")[..., :3] * 255).round().astype(int)
     params, moments = (
-        (pixels == [int(_COLOURS[name][i : i + 2], 16) for i in (1, 3, 5)]).all(-1).sum(1)
+        (pixels == [int(COLOURS[name][i : i + 2], 16) for i in (1, 3, 5)]).all(-1).sum(1)
         for name in ("params", "opt_state")
     )
     # The line of pixels that crosses the longer bar; no other has both.

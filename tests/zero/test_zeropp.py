@@ -10,7 +10,7 @@ import pytest
 
 import fzero as fz
 from fzero.preflight import hlo
-from fzero.preflight.html import page
+from fzero.preflight.page import page
 from fzero.sharding.blueprint import blueprint, secondary_size
 from fzero.sharding.split import flat_splits
 from tests.support import tiny

@@ -48,9 +48,7 @@ PipeOption = Annotated[int, typer.Option(help="Ranks of a pipeline.")]
 ScheduleOption = Annotated[str | None, typer.Option(help="The pipeline's schedule.")]
 RematOption = Annotated[
     str | None,
-    typer.Option(
-        help="What a stack keeps: none (all), dots or layer; by memory if not said."
-    ),
+    typer.Option(help="What a stack keeps: none (all), dots or layer; by memory if not said."),
 ]
 ReduceOption = Annotated[
     str,

@@ -17,8 +17,8 @@ import torch
 
 import fzero as fz
 import torch_bridge as tb
-from fzero.preflight.html import page
 from fzero.preflight.measure import Measured, compared, measure
+from fzero.preflight.page import page
 from fzero.preflight.sweep import Tried, parse_choices, sweep
 from fzero.preflight.tables import size
 from fzero.preflight.topology import Topology, parse

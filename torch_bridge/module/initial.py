@@ -16,6 +16,7 @@ import torch
 
 from fzero.errors import ConversionError
 from fzero.sharding.lazy import Index, LazyArray, Stacked
+from fzero.tree import leaf_bytes
 from torch_bridge.dtypes import canonical, numpy_dtype
 from torch_bridge.module.names import Layout, Leaf, named_tensors
 from torch_bridge.module.weights import to_host, to_torch
@@ -192,7 +193,7 @@ def read_values(module: torch.nn.Module, layout: Layout) -> tuple[Values, Values
 
 def num_bytes(values: Mapping[str, Any]) -> int:
     """Bytes of initial values."""
-    return sum(int(np.prod(v.shape)) * np.dtype(v.dtype).itemsize for v in values.values())
+    return sum(map(leaf_bytes, values.values()))
 
 
 def _given(layout: Layout, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:

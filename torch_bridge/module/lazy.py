@@ -13,6 +13,7 @@ import torch
 
 from fzero.errors import CheckpointError
 from fzero.sharding.lazy import Index, LazyArray
+from fzero.tree import num_bytes
 from torch_bridge.dtypes import canonical, numpy_dtype
 from torch_bridge.module.weights import to_host
 
@@ -49,7 +50,7 @@ class LazyTensor(LazyArray):
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole tensor in its own dtype."""
-        return math.prod(self.shape) * self.torch_dtype.itemsize
+        return num_bytes(self.shape, self.torch_dtype)
 
     def tensor(self, index: Index | None = None) -> torch.Tensor:
         """The tensor, or a piece of it, on the CPU; it may be backed by the file (read only).
