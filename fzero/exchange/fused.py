@@ -43,8 +43,8 @@ def fused_attention(
         causal: whether a position sees none behind it.
         window: how many positions before it one sees, itself not counted; `None` for all.
         scale: factor of the scores.
-        mask: what is computed of data: True where a key is seen, or a number that is added to a
-            score (rounded to the dtype of `q`), for all heads alike, `(batch or 1, 1, length,
+        mask: what is computed of data or learned: True where a key is seen, or a number that is
+            added to a score (rounded to the dtype of `q`), `(batch or 1, heads or 1, length,
             length of keys)`. A row that sees nothing gives 0; with `causal` there may be none.
 
     Returns:
@@ -68,7 +68,7 @@ def fused_attention(
         ways, rows = axes.get(TENSOR, 1), rows_axis(q.shape[0])
         heads = TENSOR if ways > 1 and not k.shape[2] % ways else None
         split = PartitionSpec(rows, None, heads)
-        own = PartitionSpec(None if bias is None or bias.shape[0] == 1 else rows)
+        own = None if bias is None else _along(bias, rows, heads)
         run = jax.shard_map(
             run, in_specs=(split, split, split, own)[: len(given)], out_specs=split,
             axis_names=set(axes), check_vma=False,
@@ -77,7 +77,12 @@ def fused_attention(
     if mask is None:
         return out
     seen = jnp.any(mask if mask.dtype == bool else mask > -jnp.inf, axis=-1)
-    return jnp.where(seen[:, 0, :, None, None], out, jnp.zeros((), out.dtype))
+    return jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], out, jnp.zeros((), out.dtype))
+
+
+def _along(bias: jax.Array, rows: Any, heads: Any) -> PartitionSpec:
+    """Of a bias, which is whole where all rows, or all heads, have the same."""
+    return PartitionSpec(*(None if bias.shape[d] == 1 else x for d, x in enumerate((rows, heads))))
 
 
 def _bias(mask: jax.Array, dtype: Any) -> jax.Array:

@@ -223,3 +223,35 @@ def test_rows_of_documents_and_padded_rows_are_fused(rows):
     heads = re.findall(rf"\w+\[(?:\d+,)*{HEADS},{SEQ},{SEQ}\]", read.text)
     assert not heads, "scores"
     assert not read.found.unknown_flops
+
+
+@pytest.mark.nightly
+def test_a_t5_s_biases_are_added_in_the_kernel():
+    """Those of its heads, which learn, and padding, over `tensor` too: forwards and back.
+
+    Two attentions in a layer of the decoder. Nothing else is multiplied to the scores' size.
+    """
+    length = 384
+    config = transformers.T5Config(
+        vocab_size=VOCAB, d_model=256, d_kv=64, d_ff=512, num_layers=2, num_heads=HEADS,
+        dropout_rate=0.0, decoder_start_token_id=0,
+    )  # fmt: skip
+    ids = torch.ones(2, 16, dtype=torch.long)
+    given = {"attention_mask": ids, "decoder_input_ids": ids}
+    module = transformers.T5ForConditionalGeneration(config)
+    converted = tb.convert(module, input_ids=ids, **given)
+
+    def loss(forward, batch):
+        given = {"attention_mask": batch["seen"], "decoder_input_ids": batch["ids"]}
+        return tb.causal_lm_loss(forward(input_ids=batch["ids"], **given).logits, batch["ids"])
+
+    batch = dict.fromkeys(("ids", "seen"), jax.ShapeDtypeStruct((8, length), np.int32))
+    plan = fz.Plan(zero=3, precision="bf16", data=2, tensor=2)
+    read = compiled(converted.model(loss), plan, batch, "h200:4")
+    for name in ("fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"):
+        assert read.text.count(f'custom_call_target="__cudnn${name}"') == 6
+    # The kernel gives the gradient of what it adds: of 4 rows and the 4 heads of a device.
+    scores = rf"= \(?\w+\[(?:\d+,)*{length},{length}\]\S* (?:dot|custom-call)\(.*"
+    assert not re.findall(scores, read.text)
+    assert read.text.count(f"bf16[4,4,{length},{length}]{{3,2,1,0}}, u8[") >= 6
+    assert not read.found.unknown_flops

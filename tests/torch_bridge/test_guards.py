@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -133,8 +134,74 @@ def in_global() -> Callable[[], float]:
     "made", [in_object, in_array, in_array_as_tensor, in_iterator, to_and_fro, in_global]
 )
 def test_state_of_python_is_not_frozen_wherever_it_is(made: Callable[[], Any]) -> None:
-    with pytest.raises(ConversionError, match="depends on Python values that it changes itself"):
+    with pytest.raises(
+        ConversionError,
+        match=r"(?i)depends on Python values that it changes itself: .*(count|step)",
+    ):
         tb.convert(Depends(made()), X)
+
+
+class Calls:
+    """Where a forward may count: what is named by its code, or by what it closes over."""
+
+    number = 0
+    given: ClassVar[list[int]] = []
+
+    @classmethod
+    def in_class(cls) -> int:
+        cls.number += 1
+        return cls.number
+
+    @staticmethod
+    def in_length() -> int:
+        Calls.given.append(0)
+        return len(Calls.given)
+
+
+def in_closure() -> Callable[[], int]:
+    calls = deque[int]()
+
+    def step() -> int:
+        calls.append(0)
+        return len(calls)
+
+    return step
+
+
+class Late(nn.Module):
+    """Does something else in every hundredth call."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if self.step() % 100 == 0 else 1)
+
+
+def hooked() -> nn.Module:
+    module, step = nn.Linear(4, 4), in_closure()
+    module.register_forward_hook(lambda _, __, y: y * (2 if step() % 100 == 0 else 1))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (Late(in_object()), "`counter` of step.calls: 0, then 1"),
+        (Late(in_array()), "`count` of step"),
+        (Late(in_closure()), "the length of `calls` of step: 0, then 1"),
+        (Late(in_global()), r"global COUNTED\['calls'\]: "),
+        (Late(Calls.in_class), "Calls.number: 0, then 1"),
+        (Late(Calls.in_length), "the length of Calls.given: 0, then 1"),
+        (Late(in_iterator()), r"step\)"),
+        (hooked(), "the length of `calls` of `step` of a hook: 0, then 1"),
+    ],
+)
+def test_what_a_later_call_may_depend_on_is_named(module: nn.Module, name: str) -> None:
+    """The first calls are alike, and only the count says that another may not be."""
+    with pytest.warns(tb.PythonStateWarning, match=rf"counts in values of Python \(.*{name}"):
+        tb.convert(module, X, train=False)
 
 
 class DropsMore(nn.Module):
@@ -303,7 +370,8 @@ class ChecksAll(nn.Module):
 
 
 def test_what_nothing_depends_on_is_no_reason_to_refuse() -> None:
-    check_parity(Idle(), X)
+    with pytest.warns(tb.PythonStateWarning, match=r"calls\.number: 0, then 1"):
+        check_parity(Idle(), X)
     check_parity(OfIntegers(), torch.arange(6).reshape(2, 3))
     check_parity(Checks(), X, X > 0)
     check_parity(ChecksAll(), X, X > 0)

@@ -222,10 +222,16 @@ def documents() -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "half"),
-    [("bool", jnp.float16), *((x, jnp.bfloat16) for x in ("lowest", "infinite", "one", "keys"))],
+    [
+        ("bool", jnp.float16),
+        *((x, jnp.bfloat16) for x in ("lowest", "infinite", "one", "keys", "heads", "all")),
+    ],
 )
 def test_masks_of_data_are_the_fused_kernels_too(kind: str, half: Any) -> None:
-    """As products and a softmax have them, and their gradients: rows that see nothing, too."""
+    """As products and a softmax have them, and their gradients: rows that see nothing, too.
+
+    So are biases of heads, whose own gradients are those of all rows (T5's are learned).
+    """
     seen = documents()[:, None]
     if kind == "one":
         seen = seen[0, 0]
@@ -234,30 +240,33 @@ def test_masks_of_data_are_the_fused_kernels_too(kind: str, half: Any) -> None:
     mask = jnp.asarray(seen)
     if kind in ("lowest", "infinite"):
         mask = jnp.where(mask, 0.0, LOWEST if kind == "lowest" else -jnp.inf)
+    elif kind in ("heads", "all"):
+        bias = jax.random.normal(jax.random.key(2), (4, 8, 8))
+        mask = bias if kind == "heads" else jnp.where(mask, bias, LOWEST).astype(half)
     x = jax.random.normal(jax.random.key(0), (3, 2, 4, 8, 16), half)
     given = jax.random.normal(jax.random.key(1), x.shape[1:], half)
 
-    def loss(x: Any) -> Any:
+    def loss(x: Any, mask: Any) -> Any:
         out = attention(*x, mask, scale=0.25)
         return jnp.sum((out * given).astype(jnp.float32)), out
 
-    want = jax.grad(loss, has_aux=True)(x)
+    learned = (0, 1) if kind in ("heads", "all") else 0
+    want = jax.grad(loss, learned, has_aux=True)(x, mask)
     with (
         answered(),
         jax.numpy_dtype_promotion("standard"),
         mock.patch("torch_bridge.lower.attention._contract", side_effect=AssertionError),
     ):
-        got = jax.grad(loss, has_aux=True)(x)
-    for one, other in zip(got, want, strict=True):  # weights of 16 bits, as above
+        got = jax.grad(loss, learned, has_aux=True)(x, mask)
+    for one, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):  # 16 bits, as above
         np.testing.assert_allclose(*(v.astype(jnp.float32) for v in (one, other)), atol=0.06)
 
 
-def test_biases_of_heads_masks_beside_a_causal_one_and_odd_lengths_are_products() -> None:
-    """A bias for each head may be learned, and is not rounded; odd lengths have no gradients."""
+def test_masks_beside_a_causal_one_and_odd_lengths_are_products() -> None:
+    """Of odd lengths there are no gradients."""
     x = jax.random.normal(jax.random.key(0), (3, 2, 4, 8, 16), jnp.bfloat16)
     seen = jnp.asarray(documents()[:, None])
     with answered():
-        assert fused_attention(*x, Pattern(), 0.25, jnp.zeros((4, 8, 8))) is None
         assert fused_attention(*x, Pattern(True), 0.25, seen) is None
         assert fused_attention(*x.astype(jnp.float16), Pattern(), 0.25, jnp.zeros((8, 8))) is None
         assert fused_attention(*x[..., :7, :], Pattern(), 0.25, seen[..., :7, :7]) is None

@@ -249,7 +249,9 @@ def test_7_python_state_is_not_frozen() -> None:
         tb.convert(module, X)
     assert module[1].calls == 0
     writer = Writer()
-    with pytest.warns(tb.PythonStateWarning, match=r"counts .* \(calls: 0, then 1\)") as said:
+    with pytest.warns(
+        tb.PythonStateWarning, match=r"counts .* \(calls: 0, then 1; the length of seen: 0"
+    ) as said:
         converted = tb.convert(writer, X)
     # One text for both modes, which Python shows once.
     assert len({str(one.message) for one in said}) == 1

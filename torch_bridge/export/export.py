@@ -229,11 +229,11 @@ def _export_pure(
             program, dynamic = _export_most_dynamic(module, inputs, mode, batch_dim, free)
         after = states[-1] if states else before
         changed, drew = before.changed(after), before.drew_numbers(after)
-        trace = _Trace(program, dynamic, bool(check or changed or drew))
+        trace = _Trace(program, dynamic, bool(check or changed or drew or before.moved(after)))
         if trace.checked:
             after.put(module, changed)
-            _require_same(module, inputs, mode, batch_dim, trace, changed, drew)
-        warn_of_counts(before.counted(after))
+            later = _require_same(module, inputs, mode, batch_dim, trace, changed, drew)
+            warn_of_counts(before.counted(after, later or after))
     finally:
         before.restore_random()
     return trace
@@ -247,8 +247,8 @@ def _require_same(
     first: _Trace,
     changed: Any = (),
     drew: bool = False,
-) -> None:
-    """Raises `ConversionError` if a second call gives another graph than the first.
+) -> PythonState | None:
+    """Python's state after a second call, if it was seen.
 
     Args:
         module: the module, in the state that the first call left.
@@ -258,15 +258,21 @@ def _require_same(
         first: the trace of the first call.
         changed: what the first call is known to have changed.
         drew: whether it took numbers from Python's or numpy's generators.
+
+    Raises:
+        ConversionError: the second call gives another graph than the first.
     """
     again: ExportedProgram | None = None
-    with contextlib.suppress(ConversionError):
+    before = PythonState(module)
+    with contextlib.suppress(ConversionError), watch_state(module) as states:
         again = _export_most_dynamic(module, inputs, mode, batch_dim, (first.dynamic,))[0]
     if again is None or not same_program(first.program, again):
         if drew and not changed:
             refuse_python_random(mode)
         line = None if again is None else first_difference(first.program, again)
-        refuse_python_state(changed, mode, line)
+        moved = before.moved(states[-1]) if states else []
+        refuse_python_state(changed, moved, mode, line)
+    return states[-1] if states else None
 
 
 def _export_most_dynamic(

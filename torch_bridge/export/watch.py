@@ -12,7 +12,7 @@ import linecache
 import random
 import threading
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -22,9 +22,11 @@ import torch
 from torch.export import ExportedProgram
 
 from fzero.errors import ConversionError
+from torch_bridge.export.counts import moved, reachable
 
 
-_CONTAINERS = (list, dict, set, OrderedDict)
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
+_CONTAINERS = (list, deque, set, *_DICTS)
 # Attributes that say nothing about the next call: torch.nn.Module's own, the note of transformers
 # that its hooks are there, and the lists in which torch's recurrent layers repeat their weights.
 _HARMLESS = {
@@ -102,10 +104,10 @@ def _snapshot(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _refill(container: Any, contents: Any) -> None:
-    if isinstance(container, list):
-        container[:] = contents
+    container.clear()
+    if isinstance(container, list | deque):
+        container.extend(contents)
     else:
-        container.clear()
         container.update(contents)
 
 
@@ -122,6 +124,7 @@ class PythonState:
             if name not in _HARMLESS
         }
         self.attributes = {key: _comparable(value) for key, value in self.values.items()}
+        self.counts = reachable(module, _HARMLESS)
 
     def drew_numbers(self, later: PythonState) -> bool:
         """Whether random numbers were drawn outside torch until `later`."""
@@ -135,14 +138,20 @@ class PythonState:
         names = {*old, *new}
         return sorted(k for k in names if old.get(k, _MISSING) != new.get(k, _MISSING))
 
-    def counted(self, later: PythonState) -> list[str]:
-        """The numbers that have other values in `later`, in words: `path.name: 0, then 1`."""
-        pairs = ((key, self.values.get(key), later.values.get(key)) for key in self.changed(later))
-        return [
-            f"{'.'.join(filter(None, key))}: {old!r}, then {new!r}"
-            for key, old, new in pairs
-            if all(isinstance(x, int | float) and not isinstance(x, bool) for x in (old, new))
-        ]
+    def moved(self, later: PythonState) -> list[str]:
+        """What a forward can count in that stands elsewhere in `later`, by name."""
+        return moved(self.counts, later.counts)
+
+    def counted(self, after: PythonState, later: PythonState) -> list[str]:
+        """What moved in each of two calls, in words: `path.name: 0, then 1`."""
+        found = []
+        for name in after.moved(later):
+            old, new = self.counts.get(name), after.counts[name]
+            if old is None:
+                old, new = new, later.counts[name]
+            plain = all(isinstance(x, int | float | str) for x in (old, new))
+            found.append(f"{name}: {old!r}, then {new!r}" if plain else name)
+        return sorted(found)
 
     def put(self, module: torch.nn.Module, names: list[tuple[str, str]]) -> None:
         """Give attributes the values that they have here."""
@@ -177,9 +186,9 @@ def _comparable(value: Any) -> Any:
     """Something to compare by: numbers and strings by value, containers by what they hold."""
     if value is None or isinstance(value, bool | int | float | str):
         return (type(value), value)
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple, deque):
         return (type(value), tuple(_comparable(v) for v in value))
-    if type(value) in (dict, OrderedDict):
+    if type(value) in _DICTS:
         return (type(value), tuple((k, _comparable(v)) for k, v in value.items()))
     if type(value) is set:
         return (set, frozenset(value))
@@ -316,11 +325,11 @@ class PythonStateWarning(UserWarning):
 
 
 def warn_of_counts(counted: list[str]) -> None:
-    """Say that a forward counts in attributes (given in words) on which its next call does not
-    depend."""
+    """Say that a forward counts in values of Python (given in words) on which its next call does
+    not depend."""
     if counted:
         warnings.warn(
-            f"the forward counts in Python attributes ({'; '.join(counted)}), on which its"
+            f"the forward counts in values of Python ({'; '.join(counted)}), on which its"
             " next call does not depend. A converted graph has what the first calls compute: if a"
             " later one computes something else (every fourth call, say), it is not that. Keep the"
             " count in a buffer (register_buffer) and decide with torch.where; a count that nothing"
@@ -330,11 +339,14 @@ def warn_of_counts(counted: list[str]) -> None:
         )
 
 
-def refuse_python_state(names: list[tuple[str, str]], mode: str, line: str | None) -> None:
+def refuse_python_state(
+    names: list[tuple[str, str]], moved: list[str], mode: str, line: str | None
+) -> None:
     """Say that a forward depends on Python values that it changes.
 
     Args:
         names: attributes of submodules that it changed.
+        moved: what else it counts in, in words.
         mode: "train" or "eval".
         line: where the graph of the next call is another one, if it has one.
 
@@ -345,6 +357,8 @@ def refuse_python_state(names: list[tuple[str, str]], mode: str, line: str | Non
     what = (
         f"Python attributes that it changes itself: {listed}"
         if names
+        else f"Python values that it changes itself: {', '.join(sorted(moved))}"
+        if moved
         else "Python values that it changes itself (a counter in an object or an array, an"
         " iterator, a global)"
     )

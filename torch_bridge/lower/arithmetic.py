@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from torch_bridge.dtypes import (
     accumulation_dtype,
@@ -24,6 +25,11 @@ from torch_bridge.dtypes import (
 from torch_bridge.lower.features_last import elementwise
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.rounding import exact_numbers, once, quotient, spread
+from torch_bridge.lower.tangents import arctan2, hypot, power, sinc
+
+
+_name: str
+_fn: Any
 
 
 def _scaled(y: Any, alpha: Any) -> Any:
@@ -67,7 +73,7 @@ def mul(x: jax.Array, y: Any) -> jax.Array:
 def div(x: jax.Array, y: Any, rounding_mode: str | None = None) -> jax.Array:
     if rounding_mode is None:
         return quotient(*promote_float(x, y))
-    a, b = promote(x, y)
+    a, b = map(jax.lax.stop_gradient, promote(x, y))
     if rounding_mode == "floor":
         return jnp.floor_divide(a, b)
     if is_float(a):
@@ -119,8 +125,9 @@ def _pow_scalar(x: jax.Array, exponent: Any) -> jax.Array:
 @once
 def pow_tensor(x: jax.Array, exponent: Any) -> jax.Array:
     a, b = promote(x, exponent)
-    whole = not (is_float(a) or is_complex(a))
-    return _whole_power(a, b) if whole else jnp.power(a, b)
+    if is_float(a):
+        return power(a, b)
+    return jnp.power(a, b) if is_complex(a) else _whole_power(a, b)
 
 
 def _whole_power(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -159,22 +166,8 @@ def minimum(x: jax.Array, y: Any) -> jax.Array:
     return jnp.minimum(*promote(x, y))
 
 
-@register_operator("aten.atan2.default")
-def atan2(x: jax.Array, y: Any) -> jax.Array:
-    a, b = promote_float(x, y)
-    # torch's gradient at (0, 0) is 0; that of the quotient would be NaN.
-    origin = (a == 0) & (b == 0)
-    there = jax.lax.stop_gradient(jnp.arctan2(a, b))
-    one = jnp.ones((), a.dtype)
-    return jnp.where(
-        origin, there, jnp.arctan2(jnp.where(origin, one, a), jnp.where(origin, one, b))
-    )
-
-
-@register_operator("aten.hypot.default")
-@once
-def hypot(x: jax.Array, y: Any) -> jax.Array:
-    return jnp.hypot(*promote_float(x, y))
+for _name, _fn in {"atan2": arctan2, "hypot": hypot}.items():
+    register_operator(f"aten.{_name}.default")(once(lambda x, y, fn=_fn: fn(*promote_float(x, y))))
 
 
 @register_operator("aten.clamp.default", "aten.clamp.Tensor")
@@ -235,8 +228,6 @@ def _unary_float(name: str, fn: Any) -> None:
     register_operator(f"aten.{name}.default")(elementwise(own))
 
 
-_name: str
-_fn: Any
 for _name, _fn in {
     "abs": absolute,
     "neg": jnp.negative,
@@ -281,9 +272,8 @@ for _name, _fn in {
     "erf": jax.lax.erf,
     "erfc": jax.lax.erfc,
     "erfinv": jax.lax.erf_inv,
-    "lgamma": jax.lax.lgamma,
     "sigmoid": jax.nn.sigmoid,
-    "sinc": jnp.sinc,
+    "sinc": sinc,
 }.items():
     _unary_float(_name, _fn)
 
@@ -369,6 +359,8 @@ def cast_torch(x: jax.Array, dtype: Any) -> jax.Array:
     """A dtype conversion as torch does it: anything non-zero is True."""
     if is_bool(dtype):
         return jnp.asarray(x != 0) if not is_bool(x) else jnp.asarray(x)
+    if is_float(x) and np.dtype(dtype).kind in "iu" and np.dtype(dtype).itemsize < 4:
+        x = jnp.asarray(x).astype(np.int32)  # its last bits are kept; JAX would take the bounds
     return jnp.asarray(x).astype(dtype)
 
 

@@ -23,6 +23,8 @@ from torch_bridge.lower.registry import register_operator
 
 # From here on the asymptotic series is exact to single precision.
 _FAR = 12.0
+# Up to here its first term is all of a series in powers of the square.
+_NEAR = 1e-4
 _TERMS = 10
 _POINTS = 80
 
@@ -87,13 +89,23 @@ def _second_kind(order: int, x: jax.Array) -> jax.Array:
 
 
 def _scaled_k(order: float, x: jax.Array) -> jax.Array:
-    """exp(x) K(x): the integral of exp(-x (cosh t - 1)) cosh(order t)."""
+    """exp(x) K(x): the integral of exp(-x (cosh t - 1)) cosh(order t), between both series."""
     step = 0.2
     steps = np.arange(160) * step
     weights = np.where(steps == 0, step / 2, step)
-    fall = -x[..., None] * jnp.asarray(np.cosh(steps) - 1, x.dtype)
+    middle = jnp.clip(x, _NEAR, _FAR)[..., None]
+    fall = -middle * jnp.asarray(np.cosh(steps) - 1, x.dtype)
     grow = jnp.asarray(np.log(np.cosh(order * steps)) + np.log(weights), x.dtype)
     found = jnp.sum(jnp.exp(fall + grow), axis=-1)
+    if order in (0, 1):
+        small = jnp.maximum(x, np.finfo(x.dtype).tiny)
+        first = 1 / small if order else -jnp.log(small / 2) - float(np.euler_gamma)
+        found = jnp.where(x < _NEAR, first * jnp.exp(small), found)
+    far, sums, factor = jnp.maximum(x, _FAR), jnp.zeros_like(x), 1.0
+    for k in range(_TERMS):
+        sums = sums + factor * far**-k
+        factor *= (4 * order**2 - (2 * k + 1) ** 2) / (8 * (k + 1))
+    found = jnp.where(x > _FAR, jnp.sqrt(np.pi / 2 / far) * sums, found)
     return jnp.where(x == 0, jnp.inf, jnp.where(x < 0, jnp.nan, found))
 
 
@@ -141,7 +153,8 @@ _erfcx.defjvp(
 def _spherical(x: jax.Array) -> jax.Array:
     zero = x == 0
     safe = jnp.where(zero, jnp.ones((), x.dtype), x)
-    return jnp.where(zero, jnp.ones((), x.dtype), jnp.sin(safe) / safe)
+    found = jnp.where(zero, jnp.ones((), x.dtype), jnp.sin(safe) / safe)
+    return jnp.where(jnp.isinf(x), 0, found)
 
 
 _name: str
@@ -164,6 +177,9 @@ for _name, _fn in {
     register_operator(f"aten.special_{_name}.default")(lambda x, fn=_fn: fn(*promote_float(x)))
 
 
+_HIGHEST = 10_000  # degree, for which PyTorch's own loop takes as long
+
+
 def _polynomial(start: Any, step: Any, shifted: bool = False) -> Any:
     """A family of polynomials by its recurrence, whatever the degree of each element."""
 
@@ -171,6 +187,8 @@ def _polynomial(start: Any, step: Any, shifted: bool = False) -> Any:
         (wide,) = promote_float(x if hasattr(x, "dtype") else jnp.asarray(x, jnp.float32))
         place = 2 * wide - 1 if shifted else wide
         degree = jnp.trunc(jnp.asarray(n, wide.dtype))
+        degree = jnp.where(degree < 2.0**63, degree, -1)  # no 64-bit number: PyTorch's is negative
+        degree = jnp.where(degree <= _HIGHEST, degree, jnp.nan)
         place, degree = jnp.broadcast_arrays(place, degree)
 
         def more(k: Any, pair: Any) -> Any:
@@ -184,6 +202,7 @@ def _polynomial(start: Any, step: Any, shifted: bool = False) -> Any:
         top = jnp.max(jnp.nan_to_num(degree), initial=0).astype(np.int32)
         _, found = jax.lax.fori_loop(2, top + 1, more, (one, start(place)))
         found = jnp.where(degree < 0, 0, jnp.where(degree == 0, one, found))
+        found = jnp.where(jnp.isnan(degree), degree, found)
         return jax.lax.stop_gradient(found)
 
     return value

@@ -22,8 +22,8 @@ def fused_attention(
         value: likewise.
         pattern: which keys are seen.
         scale: of the scores.
-        mask: which keys are seen besides, or what is added to scores, as PyTorch takes it. One for
-            each head (a bias) is none that is fused.
+        mask: which keys are seen besides, or what is added to scores, as PyTorch takes it: for all
+            heads, or for each (a bias).
 
     Returns:
         `(B, H, T, E)`, or None.
@@ -31,10 +31,10 @@ def fused_attention(
     if query.ndim != 4:
         return None
     if mask is not None:
-        if pattern.causal or mask.ndim > 4 or (mask.ndim > 2 and mask.shape[-3] > 1):
+        if pattern.causal or mask.ndim > 4:
             return None
-        rows = mask.shape[0] if mask.ndim == 4 else 1
-        mask = jnp.broadcast_to(mask, (rows, 1, query.shape[-2], key.shape[-2]))
+        own = (*[1] * (4 - mask.ndim), *mask.shape)[:2]  # of rows and heads
+        mask = jnp.broadcast_to(mask, (*own, query.shape[-2], key.shape[-2]))
     given = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     window = None if pattern.window is None else pattern.window - 1
     out = fused.fused_attention(

@@ -15,6 +15,7 @@ import numpy as np
 
 from fzero.compat import traced_platform
 from torch_bridge.dtypes import accumulation_dtype, cast, is_float, result_dtype
+from torch_bridge.lower.tangents import divide
 
 
 def once(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,8 +101,8 @@ def quotient(x: Any, y: Any) -> Any:
     that rounds twice. So it is done in float32; the gradient holds the arrays as they came.
     """
     if not _is_narrow(x):
-        return jnp.divide(x, y)
-    return jax.checkpoint(once(jnp.divide), prevent_cse=False)(x, y)
+        return divide(x, y)
+    return jax.checkpoint(once(divide), prevent_cse=False)(x, y)
 
 
 def sum_dtype(x: Any) -> np.dtype[Any]:

@@ -14,9 +14,21 @@ import jax.scipy.special as jsp
 import numpy as np
 
 from torch_bridge.dtypes import accumulation_dtype, cast, is_float, promote, promote_float
+from torch_bridge.lower.arithmetic import clamp
 from torch_bridge.lower.reduce import vector_norm
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.rounding import once
+from torch_bridge.lower.tangents import (
+    copysign,
+    logaddexp,
+    logaddexp2,
+    logit,
+    ndtri,
+    nextafter,
+    with_tangents,
+    xlog1py,
+    xlogy,
+)
 
 
 @jax.custom_jvp
@@ -30,6 +42,9 @@ _i0.defjvp(lambda x, dx: (_i0(x[0]), jsp.i1(x[0]) * dx[0]))
 
 _name: str
 _fn: Any
+_KINDS = (
+    "default", "Tensor", "Scalar", "Scalar_Self", "Scalar_Other", "self_scalar", "other_scalar",
+)  # fmt: skip
 
 
 for _name, _fn in {
@@ -41,20 +56,32 @@ for _name, _fn in {
     "special_entr": jsp.entr,
     "special_log_ndtr": jsp.log_ndtr,
     "special_ndtr": jsp.ndtr,
-    "special_ndtri": jsp.ndtri,
+    "special_ndtri": ndtri,
     "deg2rad": jnp.deg2rad,
     "rad2deg": jnp.rad2deg,
 }.items():
     register_operator(f"aten.{_name}.default")(once(lambda x, fn=_fn: fn(*promote_float(x))))
 
 for _name, _fn in {
-    "special_xlog1py": jsp.xlog1py,
+    "special_xlog1py": xlog1py,
+    "xlogy": xlogy,
     "igamma": jsp.gammainc,
     "igammac": jsp.gammaincc,
-    "logaddexp": jnp.logaddexp,
-    "logaddexp2": jnp.logaddexp2,
+    "logaddexp": logaddexp,
+    "logaddexp2": logaddexp2,
+    "copysign": copysign,
+    "nextafter": nextafter,
 }.items():
-    register_operator(f"aten.{_name}.default")(once(lambda x, y, fn=_fn: fn(*promote_float(x, y))))
+    register_operator(*(f"aten.{_name}.{kind}" for kind in _KINDS))(
+        once(lambda x, y, fn=_fn: fn(*promote_float(x, y)))
+    )
+
+
+@register_operator("aten.logit.default")
+@once
+def logit_within(x: jax.Array, eps: float | None = None) -> jax.Array:
+    (inside,) = promote_float(x)
+    return logit(inside if eps is None else clamp(inside, eps, 1 - eps))
 
 
 @register_operator(
@@ -95,9 +122,17 @@ def _polygamma(n: int, x: jax.Array) -> jax.Array:
     return jnp.where(pole, at_pole, found).astype(x.dtype)
 
 
-_polygamma.defjvp(
-    lambda n, x, dx: (_polygamma(n, x[0]), (_polygamma(n + 1, x[0]) * dx[0]).astype(x[0].dtype))
-)
+@_polygamma.defjvp
+def _polygamma_jvp(n: int, values: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (x,), (dx,) = values, tangents
+    slope = _polygamma(n + 1, x)
+    if n == 0:  # of infinity it is NaN, but for digamma's slope
+        slope = jnp.where(jnp.isposinf(x), 0, slope)
+    return _polygamma(n, x), (slope * dx).astype(x.dtype)
+
+
+_lgamma = with_tangents(jax.lax.lgamma, lambda dx, _, x: dx * _polygamma(0, x))
+register_operator("aten.lgamma.default")(once(lambda x: _lgamma(*promote_float(x))))
 
 
 def _cotangents(n: int, x: jax.Array) -> jax.Array:
@@ -115,18 +150,8 @@ def _cotangents(n: int, x: jax.Array) -> jax.Array:
 @register_operator("aten.mvlgamma.default")
 def mvlgamma(x: jax.Array, p: int) -> jax.Array:
     (wide,) = promote_float(x)
-    terms = sum((jax.lax.lgamma(wide - 0.5 * k) for k in range(p)), jnp.zeros_like(wide))
+    terms = sum((_lgamma(wide - 0.5 * k) for k in range(p)), jnp.zeros_like(wide))
     return terms + float(p * (p - 1) / 4 * np.log(np.pi))
-
-
-@register_operator("aten.copysign.Tensor", "aten.copysign.Scalar")
-def copysign(x: jax.Array, y: Any) -> jax.Array:
-    a, b = promote_float(x, y)
-    flips = jnp.signbit(a) != jnp.signbit(b)
-    # Written so that its slope is the sign that it takes, and 0 at 0, as torch's is.
-    slope = jnp.where(a == 0, 0.0, jnp.where(flips, -1.0, 1.0)).astype(a.dtype)
-    value = jax.lax.stop_gradient(jnp.copysign(a, b))
-    return value + (a - jax.lax.stop_gradient(a)) * slope
 
 
 @register_operator("aten.fmax.default")
@@ -147,22 +172,19 @@ def _is_nan(x: jax.Array) -> jax.Array:
 
 @register_operator("aten.frexp.Tensor")
 def frexp(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    mantissa, exponent = jnp.frexp(jax.lax.stop_gradient(x))
-    scale = jnp.exp2(-exponent.astype(x.dtype))
-    return mantissa + (x - jax.lax.stop_gradient(x)) * scale, exponent.astype(np.int32)
+    exponent = jnp.frexp(jax.lax.stop_gradient(x))[1]
+    return _mantissa(x), exponent.astype(np.int32)
+
+
+_mantissa = with_tangents(
+    lambda x: jnp.frexp(x)[0], lambda dx, _, x: dx * jnp.exp2(-jnp.frexp(x)[1].astype(x.dtype))
+)
 
 
 @register_operator("aten.ldexp.Tensor")
 def ldexp(x: jax.Array, exponent: Any) -> jax.Array:
     a, b = promote_float(x, exponent)
     return a * jnp.exp2(b)
-
-
-@register_operator("aten.nextafter.default")
-def nextafter(x: jax.Array, y: Any) -> jax.Array:
-    a, b = promote(x, y)
-    fixed = jax.lax.stop_gradient(a)
-    return jnp.nextafter(fixed, jax.lax.stop_gradient(b)) + (a - fixed)
 
 
 @register_operator("aten.heaviside.default")
@@ -185,8 +207,7 @@ def round_decimals(x: jax.Array, *, decimals: int) -> jax.Array:
     if not is_float(x):
         return x
     scale = jnp.asarray(10.0 ** abs(decimals), x.dtype)
-    rounded = jnp.round(x * scale) / scale if decimals >= 0 else jnp.round(x / scale) * scale
-    return rounded + (x - jax.lax.stop_gradient(x)) * 0
+    return jnp.round(x * scale) / scale if decimals >= 0 else jnp.round(x / scale) * scale
 
 
 for _shift, _fn in {"left": jnp.left_shift, "right": jnp.right_shift}.items():

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_bridge.dtypes import cast, is_complex, promote
+from torch_bridge.dtypes import cast, is_complex, promote, promote_float
 from torch_bridge.lower.registry import register_operator
+from torch_bridge.lower.tangents import arctan2
 
 
 _NONE, _ROOT, _FULL = 0, 1, 2  # at::native::fft_norm_mode
@@ -94,7 +95,11 @@ def imag(x: jax.Array) -> jax.Array:
 
 @register_operator("aten.angle.default")
 def angle(x: jax.Array) -> jax.Array:
-    return jnp.angle(x)
+    if is_complex(x):
+        return arctan2(jnp.imag(x), jnp.real(x))
+    # Also of -0 it is 0, and it has no slope.
+    (size,) = map(jax.lax.stop_gradient, promote_float(x))
+    return jnp.where(jnp.isnan(size), size, jnp.where(size < 0, cast(np.pi, size.dtype), 0))
 
 
 @register_operator(

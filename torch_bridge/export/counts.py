@@ -1,0 +1,213 @@
+"""What a forward can count in: plain values that its module and its code lead to.
+
+A forward may change in every fourth call and keep the count anywhere: in an attribute, the length
+of a list, an object, a closure, a global, a class, an iterator. Two calls compute the same then,
+and only the count says that a later one need not.
+"""
+
+from __future__ import annotations
+
+import random
+import types
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+
+# How far an object's attributes and a container's elements are followed, how many, and in all.
+_DEPTH, _MOST, _ALL = 4, 256, 20_000
+# Their state is not a user's, or is kept elsewhere.
+_FOREIGN = {
+    "torch", "numpy", "jax", "jaxlib", "fzero", "torch_bridge", "builtins", "transformers",
+    "diffusers", "timm", "torchvision", "torchaudio", "importlib", "logging", "re", "typing",
+}  # fmt: skip
+_PLAIN = (bool, int, float, complex, str, bytes)
+
+
+def reachable(module: torch.nn.Module, harmless: set[str]) -> dict[str, Any]:
+    """What a forward can count in, by name: numbers, texts, sizes of containers, positions.
+
+    Args:
+        module: the module whose forward it is.
+        harmless: attributes of modules that nobody counts in.
+    """
+    found: dict[str, Any] = {}
+    walk = _Walk(found)
+    for path, m in module.named_modules():
+        for name, value in m.__dict__.items():
+            if name not in harmless:
+                walk.value(f"{path}.{name}" if path else name, value, 0)
+        for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()):
+            walk.value(f"a hook of `{path}`" if path else "a hook", hook, 0)
+        for kind in type(m).__mro__:
+            if not _is_foreign(kind):
+                walk.kind(kind, 0)
+    return found
+
+
+class _Walk:
+    """One walk through what is there, each object once."""
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        self._found, self._seen = found, set[int]()
+
+    def value(self, name: str, value: Any, depth: int) -> None:
+        """Notes a value, or what it holds."""
+        if isinstance(value, _PLAIN):
+            self._found[name] = value
+            return
+        if value is None or id(value) in self._seen:
+            return
+        if depth > _DEPTH or len(self._seen) > _ALL:
+            return
+        if isinstance(value, torch.Tensor | torch.nn.Module | torch.SymInt | torch.SymFloat):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, np.ndarray):
+            self._found[name] = _array(value)
+        elif isinstance(value, list | tuple | set | frozenset | deque | dict):
+            self._container(name, value, depth)
+        elif isinstance(value, types.FunctionType | types.MethodType):
+            self.function(name, value, depth)
+        elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+            self.value(name, value.__self__, depth + 1)  # an iterator's `__next__`, say
+        elif isinstance(value, type):
+            if not _is_foreign(value):
+                self.kind(value, depth)
+        elif (state := _state(value)) is not None:
+            self._found[name] = state
+        elif not _is_foreign(type(value)):
+            for key, inner in _attributes(value):
+                self.value(f"{name}.{key}", inner, depth + 1)
+
+    def _container(self, name: str, value: Any, depth: int) -> None:
+        if not isinstance(value, tuple):
+            self._found[f"the length of {name}"] = len(value)
+        inside = value.items() if isinstance(value, dict) else enumerate(value)
+        if isinstance(value, set | frozenset):
+            return
+        for _, (key, inner) in zip(range(_MOST), inside, strict=False):
+            self.value(f"{name}[{key!r}]" if isinstance(key, _PLAIN) else name, inner, depth + 1)
+
+    def kind(self, kind: type, depth: int) -> None:
+        """Notes what a class holds, and what its functions lead to."""
+        self._seen.add(id(kind))
+        for name, value in list(vars(kind).items()):
+            if isinstance(value, classmethod | staticmethod | property):
+                value = getattr(value, "__func__", None) or getattr(value, "fget", None)
+            if not name.startswith("__") or isinstance(value, types.FunctionType):
+                self.value(f"{kind.__name__}.{name}", value, depth + 1)
+
+    def function(self, name: str, function: Any, depth: int) -> None:
+        """Notes what a function closes over, has as defaults, and names of its module."""
+        if isinstance(function, types.MethodType):
+            self.value(name, function.__self__, depth + 1)
+            function = function.__func__
+        if not isinstance(function, types.FunctionType) or _is_foreign(function):
+            return
+        for cell_name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            try:
+                self.value(f"`{cell_name}` of {name}", cell.cell_contents, depth + 1)
+            except ValueError:  # nothing is in it yet
+                continue
+        for at, default in enumerate(function.__defaults__ or ()):
+            self.value(f"default {at} of {name}", default, depth + 1)
+        for key, default in (function.__kwdefaults__ or {}).items():
+            self.value(f"default `{key}` of {name}", default, depth + 1)
+        self.value(name, vars(function), depth + 1)
+        names = set(_names(function.__code__))
+        for word in sorted(names & function.__globals__.keys()):
+            self._global(word, function.__globals__[word], names, depth)
+
+    def _global(self, word: str, value: Any, names: set[str], depth: int) -> None:
+        if not isinstance(value, types.ModuleType):
+            self.value(f"global {word}", value, depth + 1)
+        elif not _is_foreign(value):
+            for key in sorted(names & vars(value).keys()):
+                self.value(f"{word}.{key}", vars(value)[key], depth + 1)
+
+
+def _is_foreign(what: Any) -> bool:
+    home = getattr(what, "__name__" if isinstance(what, types.ModuleType) else "__module__", None)
+    return (home or "builtins").partition(".")[0] in _FOREIGN
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """All names in a function's code, and in the functions within it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """An object's attributes, slots too."""
+    slots = (
+        name for kind in type(value).__mro__ for name in _words(vars(kind).get("__slots__", ()))
+    )
+    return [
+        *list(getattr(value, "__dict__", {}).items())[:_MOST],
+        *((name, getattr(value, name)) for name in slots if hasattr(value, name)),
+    ]
+
+
+def _words(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _array(value: np.ndarray[Any, Any]) -> Any:
+    if value.dtype == object:
+        return value.shape
+    return value.shape, zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data)
+
+
+def _state(value: Any) -> Any:
+    """Where an iterator or a generator of numbers stands, or None for all else."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state())
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        return None if frame is None else (frame.f_lasti, _plain(frame.f_locals))
+    if not isinstance(value, Iterator):
+        return None
+    return _position(value)
+
+
+def _position(value: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # itertools' own way to say it is to go
+        try:
+            return (_plain(value.__reduce__()),)
+        except TypeError:
+            return None
+
+
+def _plain(value: Any) -> Any:
+    """The numbers and texts within containers and iterators; of all else nothing."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value[:_MOST]]
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items() if isinstance(key, str)}
+    return _position(value) if isinstance(value, Iterator) else None
+
+
+def moved(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Names of what is in both and differs."""
+    return [name for name in one.keys() & other.keys() if not _same(one[name], other[name])]
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(type(one) is type(other) and (one == other or one != one))
