@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from fzero.axes import shared_over
+from fzero.axes import TOKENS, shared_over
 from fzero.batch import Inputs, abstract_batch, check_batch
 from fzero.model import Model
 from fzero.plan import Plan
@@ -24,7 +24,6 @@ from fzero.preflight.program import Compiled, Target
 from fzero.preflight.rates import Rates, default_rates
 from fzero.preflight.result import Memory, PipelineSummary, Preflight
 from fzero.preflight.shapes import (
-    TOKENS,
     batch_bytes,
     gradient_bytes,
     held_bytes,

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fzero.axes import AXES, CONTEXT, DATA, EXPERT, manual_axes
+from fzero.axes import AXES, DATA, TOKENS, manual_axes
 from fzero.batch import Inputs, batch_sharding
 from fzero.compat import abstract_mesh
 from fzero.model import Model
@@ -29,8 +29,6 @@ from fzero.zero.layer import End
 from fzero.zero.rules import Rules
 
 
-# Further axes that share out tokens; along others what is saved lies as XLA decides.
-TOKENS = (CONTEXT, EXPERT)
 # A backward pass multiplies twice for each product of the forward pass: once for the gradient of
 # either factor.
 PASSES = 3
@@ -108,6 +106,7 @@ def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tu
     )
     jax.eval_shape(run, kept_by(blue, fields), fields["buffers"], Inputs.of(batch), fields["rng"])
     activations, secondary = found[-1]
+    # (Along others what is saved lies as XLA decides.)
     ways = math.prod(plan.further.get(axis, 1) for axis in TOKENS)
     return activations // ways, secondary
 
