@@ -19,6 +19,8 @@ AXES = (REPLICA, DATA)
 # Over which XLA divides the work of a layer.
 EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
 FURTHER = (EXPERT, CONTEXT, TENSOR)
+# Those of them that share out tokens: rows, and their positions.
+TOKENS = (EXPERT, CONTEXT)
 # Over which ZeRO shares leaves out, outermost first.
 ZERO = (DATA, *FURTHER)
 
@@ -58,6 +60,11 @@ def rows_axis(rows: int) -> str | None:
     them: layers that do not live on its devices are computed there, each for its own rows."""
     size = free_axes().get(EXPERT, 1)
     return EXPERT if size > 1 and rows and not rows % size else None
+
+
+def token_axes(rows: int) -> tuple[str | None, str | None]:
+    """The further axes that a batch's rows and positions are spread over where this is traced."""
+    return rows_axis(rows), CONTEXT if free_axes().get(CONTEXT, 1) > 1 else None
 
 
 def zero_sizes(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from fzero.axes import CONTEXT, free_axes, rows_axis
+from fzero.axes import free_axes, token_axes
 from fzero.errors import PlanError
 from fzero.links import Mean
 
@@ -163,7 +163,7 @@ def linear_cross_entropy(
     if at:
         # A chunk of whole sequences would be one device's tokens, and the weight would travel for
         # each: so every device has chunks of its own, and what they add up is added once.
-        more = -x.shape[1] % free_axes().get(CONTEXT, 1)
+        more = -x.shape[1] % free_axes().get(at[1] or "", 1)
         x = jnp.pad(x, ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2)))
         fill = ((0, 0), (0, more), *((0, 0),) * (labels.ndim - 2))
         padded = jnp.pad(labels, fill, constant_values=terms.ignore_index)
@@ -190,7 +190,7 @@ def _spread(x: jax.Array) -> tuple[str | None, ...]:
     """Axes that rows and positions are spread over where this is traced; none if neither is."""
     if x.ndim < 3:
         return ()
-    at = rows_axis(x.shape[0]), CONTEXT if free_axes().get(CONTEXT, 1) > 1 else None
+    at = token_axes(x.shape[0])
     return at if any(at) else ()
 
 

@@ -85,7 +85,8 @@ class Plan:
             local sums; stages 0 and 1 only.
         reduce_dtype: in what gradients are sent and added over devices: `None`, as the backward
             pass gives them (the compute dtype; float32 after several microbatches with
-            reduce="step"); `fp32`, always in float32.
+            reduce="step"); `fp32`, always in float32. That is over `data` and `replica`: over
+            `expert`, `context` and `tensor` a product's terms are added in its own dtype.
         gather: when stages 1 and 2 gather updated parameters. `eager`: at the end of the step, all
             at once. `lazy`: layer by layer in the next step's first forward pass, as stage 3 does,
             which hides it; they stay whole until that step's last backward pass, so that no more

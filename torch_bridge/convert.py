@@ -10,7 +10,8 @@ import torch
 
 from torch_bridge.converted import Converted, refuse_fixed
 from torch_bridge.dtypes import is_float
-from torch_bridge.export.example import example_tensors, refuse_options, refuse_untraceable
+from torch_bridge.export.capacity import capacity_of
+from torch_bridge.export.example import example_tensors, refuse_untraceable
 from torch_bridge.export.export import export_both, export_program
 from torch_bridge.export.hooks import refuse_hooks
 from torch_bridge.export.interpret import missing_operators, refuse_data_dependent, refuse_missing
@@ -35,6 +36,7 @@ def convert(
     train: bool = True,
     masters: bool | None = None,
     copy: bool | None = None,
+    capacity: float | None = None,
     **example_kwargs: Any,
 ) -> Converted:
     """Convert a PyTorch module for training and evaluation in JAX.
@@ -70,6 +72,10 @@ def convert(
         copy: whether the initial values are copied now. If not, they are read from the module's
             memory when a state is made; a module that was changed in place meanwhile is refused.
             By default modules of up to 256 MiB are copied.
+        capacity: in train mode an expert of transformers' mixtures takes at most this times its
+            even share of all devices' tokens of a microbatch, the first in order; the share of
+            choices that were dropped is the metric `dropped` of every train step. In eval mode,
+            and by default, none is dropped, as in PyTorch.
         **example_kwargs: keyword arguments for its forward.
 
     Returns:
@@ -79,8 +85,8 @@ def convert(
         ConversionError: the module cannot be converted without changing what it computes: missing
             operators (all of them, with module paths), data-dependent sizes or control flow,
             custom autograd functions without a rule (`register_function`), Python state or random
-            numbers that would be frozen, writes to parameters, float64 without x64; or
-            `batch_dim` cannot be kept free.
+            numbers that would be frozen, writes to parameters, float64 without x64; a `capacity`
+            of a module without mixtures; or `batch_dim` cannot be kept free.
 
     Example:
         >>> converted = convert(torch.nn.Linear(3, 2), torch.zeros(4, 3))
@@ -89,11 +95,11 @@ def convert(
     """
     min_layers = fewest_layers(roll)
     module = unwrapped(module)
-    refuse_options(module, example_kwargs)
     warn_of_modes(module)
     args, kwargs = example_tensors((example_args, example_kwargs))
     made = _Making(batch_dim, min_layers, train, train if masters is None else masters, copy)
-    return made.of(module, args, kwargs, lambda layout: read_initial(module, layout, buffers))
+    with capacity_of(module, capacity, train):
+        return made.of(module, args, kwargs, lambda layout: read_initial(module, layout, buffers))
 
 
 def convert_copy(

@@ -16,6 +16,7 @@ from fzero.model import Model
 from fzero.summary import Printed, summary
 from fzero.tree import shapes_of
 from torch_bridge.dtypes import is_float
+from torch_bridge.export.capacity import counts, told
 from torch_bridge.export.mode import Mode, bind_state, frozen_dtypes, in_own_dtypes
 from torch_bridge.losses import all_but_the_loss, called_with_batch, module_loss
 from torch_bridge.module.adapters import Adapter
@@ -100,6 +101,11 @@ class Converted(Printed):
         """The same with their equal blocks rolled; empty where none are."""
         return self._graphs.rolled
 
+    @property
+    def within_capacity(self) -> bool:
+        """Whether experts have a capacity in train mode, so that its output is `Counted`."""
+        return True in self._modes and counts(self._modes[True])
+
     def apply(
         self,
         params: Arrays,
@@ -127,7 +133,9 @@ class Converted(Printed):
 
         Returns:
             `(output, buffers)`: the output in the module's structure, and all buffers with the
-            ones that the forward updates replaced.
+            ones that the forward updates replaced. With a capacity the output in train mode is a
+            pair: the module's, and float32 `(2,)`, how many choices of experts were dropped, and
+            how many there were.
 
         Raises:
             ConversionError: other arguments, names or shapes than the module was converted with,
@@ -358,6 +366,7 @@ class Converted(Printed):
         ) -> tuple[Any, Any, dict[str, Any]]:
             computed = self._computed(params, _ctx)
             current: list[Arrays] = [buffers]
+            dropped: list[Any] = []
             calls = 0
 
             def forward(*args: Any, **kwargs: Any) -> Any:
@@ -367,9 +376,13 @@ class Converted(Printed):
                 out, current[0] = self._applied(
                     computed, params, current[0], args, kwargs, key, train
                 )
+                if train and self.within_capacity:
+                    out, count = out
+                    dropped.append(count)
                 return out
 
             result = loss(forward, batch)
+            result = told(result, dropped) if dropped else result
             value, metrics = result if isinstance(result, tuple) else (result, {})
             return value, current[0], metrics
 

@@ -189,6 +189,11 @@ def parity(
         raise ConversionError(
             "parity compares both modes; the module was converted with train=False"
         )
+    if converted.within_capacity:
+        raise ConversionError(
+            "parity compares with PyTorch, whose experts take all their tokens, and this conversion"
+            " has a capacity; compare one without"
+        )
     args, kwargs = _call(inputs)
     module = unwrapped(module)
     layout = read_layout(module)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from fzero.axes import shared_over
+from fzero.axes import TOKENS, shared_over
 from fzero.batch import Inputs, abstract_batch, check_batch
 from fzero.model import Model
 from fzero.plan import Plan
@@ -34,7 +34,7 @@ from fzero.step.passes import OneProgram
 from fzero.step.steps import TrainStep
 from fzero.storage.tiers import DEVICE
 from fzero.tree import PyTree, shape_of
-from fzero.zero.keeping import TOKENS, gradient_bytes, held_bytes
+from fzero.zero.keeping import gradient_bytes, held_bytes
 
 
 def predicted(

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fzero.axes import CONTEXT, EXPERT
+from fzero.axes import TOKENS
 from fzero.policies import policy_name
 from fzero.schedule.liveness import slots
 from fzero.sharding.blueprint import Blueprint
@@ -33,8 +33,6 @@ CHOICES = ("none", "dots", "layer")
 SHARE = 0.9
 # Layers that are gathered at once, with one whole gradient.
 GATHERED = 3
-# Further axes that share out tokens; along others what is saved lies as XLA decides.
-TOKENS = (CONTEXT, EXPERT)
 
 
 def saved_bytes(saved: Saved, further: dict[str, int]) -> tuple[int, int]:

@@ -163,6 +163,38 @@ print(float(metrics["loss"]))
     assert done.stdout.strip() == "4.0", done.stderr
 
 
+# Modules that name an axis along which layers, sequences or experts are divided, and why they may.
+NAMING_AXES = {
+    "where leaves, batches and values between layers lie": [
+        "fzero/axes.py", "fzero/batch.py", "fzero/sharding/axes.py",
+        "fzero/zero/sequence_parallel.py", "torch_bridge/structure/divide.py",
+    ],
+    "attention and experts": [
+        "fzero/exchange/attention.py", "fzero/exchange/experts.py", "fzero/exchange/fused.py",
+    ],
+    "what XLA's partitioner gets wrong along one": ["fzero/programs/partitioned.py"],
+    "what `sequence_parallel` is about": [
+        "fzero/plan_exclusions.py", "fzero/report/description.py",
+    ],
+}  # fmt: skip
+
+
+def names_an_axis(path):
+    """Whether code reads the name of a further axis, or a plan's size of it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Name) and node.id in ("TENSOR", "CONTEXT", "EXPERT"):
+            return True
+        plan = isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1]
+        if plan in ("plan", "p") and node.attr in ("tensor", "context", "expert"):
+            return True
+    return False
+
+
+def test_nothing_but_layout_and_exchange_knows_the_further_axes():
+    known = {name for names in NAMING_AXES.values() for name in names}
+    assert {str(path.relative_to(ROOT)) for path in SOURCES if names_an_axis(path)} == known
+
+
 # What takes long to import, and is imported when it is first used.
 LATE = {
     "flax", "jax.experimental.topologies", "jax.extend", "matplotlib", "orbax", "rich",

@@ -218,3 +218,29 @@ def test_drawn_plans_in_fp16_train_as_one_device_where_none_overflows(seed):
     assert float(state.loss_scale.skipped) == float(alone.loss_scale.skipped) == 0
     # A float16 has 11 bits, and sums of its products round in another order.
     np.testing.assert_allclose(found, wanted, rtol=2e-3, err_msg=str(plan))
+
+
+@functools.cache
+def exact(num):
+    return np.concatenate([x.ravel() for x in jax.tree.leaves(alone(num)[2])])
+
+
+def error(plan, num):
+    """How far gradients are from those of one device in float32, of their size."""
+    made, devices = model(num), devices_of(plan)
+    state = fz.init(made, TX, plan, rng=0, devices=devices)
+    state, _ = trained(made, plan, state, devices)
+    grads = fz.replan(state, made, TX, plan, ONE, devices=jax.devices()[:1]).opt_state[0].trace
+    found = np.concatenate([x.ravel() for x in jax.tree.leaves(jax.device_get(grads))])
+    return np.linalg.norm(found - exact(num)) / np.linalg.norm(exact(num))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("axes", [{"context": 8}, {"tensor": 4}, {"expert": 4}], ids=str)
+def test_sums_over_an_axis_in_16_bits_are_no_farther_from_float32_than_one_device(axes):
+    """XLA adds terms of a product in its dtype, whatever `reduce_dtype` says of ZeRO's sums."""
+    num = EXPERTS if "expert" in axes else 0
+    plan = fz.Plan(data=1, precision="bf16", reduce_dtype="fp32", **axes)
+    one = error(plan.replace(context=1, tensor=1, expert=1), num)
+    assert one > 0.001
+    assert error(plan, num) < 1.2 * one

@@ -1,6 +1,7 @@
 """Mixtures of experts of converted models: experts on their owners, the numbers of one device."""
 
 import functools
+import math
 import sys
 import threading
 import types
@@ -69,12 +70,13 @@ def next_word(forward, batch):
 
 
 def trained(model, plan, tx=None):
-    """Loss and norm of a step, and all parameters after it."""
+    """Loss, norm and what was dropped of a step, and all parameters after it."""
     tx = optax.sgd(0.1) if tx is None else tx
     devices = jax.devices()[: plan.pipe * plan.data * plan.expert * plan.tensor * plan.context]
     state = fz.init(model, tx, plan, devices=devices)
     state, metrics = fz.train_step(model, tx, plan, devices=devices)(state, batch())
-    numbers = np.array([float(metrics["loss"]), float(metrics["grad_norm"])])
+    names = [name for name in ("loss", "grad_norm", "dropped") if name in metrics]
+    numbers = np.array([float(metrics[name]) for name in names])
     state = fz.reload(state, ["params"]) if plan.tiers else state
     return numbers, jax.device_get(fz.logical(model, state, plan))
 
@@ -101,15 +103,85 @@ def test_experts_of_a_converted_model_live_on_their_owners_and_train_as_in_pytor
     assert up.sharding.spec == P(None, "expert", "data")
     found = trained(model, plan)
     # What PyTorch computes with a loop over experts, and its step.
+    agree((found[0], converted.by_name(found[1])), stepped(module, module))
+
+
+def stepped(module, forward):
+    """What `trained` gives, by PyTorch: without what is dropped."""
     ids = torch.from_numpy(batch()["ids"]).long()
-    logits = module(ids)[:, :-1]
+    logits = forward(ids)[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.reshape(-1, WORDS), ids[:, 1:].reshape(-1))
+    module.zero_grad()
     loss.backward()
-    grads = {name: leaf.grad for name, leaf in module.named_parameters()}
-    norm = torch.sqrt(sum((grad**2).sum() for grad in grads.values()))
+    norm = torch.sqrt(sum((leaf.grad**2).sum() for leaf in module.parameters()))
     values = {name: (leaf - 0.1 * leaf.grad).detach() for name, leaf in module.named_parameters()}
     wanted = {name: value.numpy() for name, value in values.items()}
-    agree((found[0], converted.by_name(found[1])), (np.array([loss.item(), norm.item()]), wanted))
+    return np.array([loss.item(), norm.item()]), wanted
+
+
+CAPACITY = 0.75
+
+
+@functools.cache
+def bounded():
+    return tb.convert(net()[0], torch.zeros(2, LENGTH, dtype=torch.long), roll=2, capacity=CAPACITY)
+
+
+def test_a_converted_expert_takes_the_first_of_its_tokens_and_a_metric_says_what_is_dropped():
+    """Of all devices' tokens, in every layer of a loop; in evaluation it takes all."""
+    module, everything = net()
+    assert type(module) is Net
+    dropped = []
+
+    def forward(ids):
+        x = module.words(ids)
+        for block in module.blocks:
+            rows, experts = torch.tanh(x).reshape(-1, WIDTH), block.mixture.experts
+            _, gates, chosen = block.mixture.gate(rows)
+            most = math.ceil(CAPACITY * chosen.numel() / NUM)
+            out = torch.zeros_like(rows)
+            for number in range(NUM):
+                token, place = torch.where(chosen == number)
+                dropped.append(max(0, len(token) - most) / chosen.numel())
+                token, place = token[:most], place[:most]
+                hidden = experts._apply_gate(rows[token] @ experts.gate_up_proj[number].T)
+                one = hidden @ experts.down_proj[number].T
+                out = out.index_add(0, token, one * gates[token, place][:, None])
+            x = x + out.reshape(x.shape)
+        return module.head(x)
+
+    numbers, wanted = stepped(module, forward)
+    share = sum(dropped) / len(module.blocks)
+    assert 0.1 < share < 0.9
+    model = bounded().model(lambda forward, batch: next_word(jax.checkpoint(forward), batch))
+    found = trained(model, fz.Plan(zero=3, data=2, expert=4, min_shard_bytes=0))
+    agree((found[0], bounded().by_name(found[1])), (np.array([*numbers, share]), wanted))
+    given = bounded().params, bounded().buffers, batch()["ids"]
+    train = jax.eval_shape(functools.partial(bounded().apply, train=True), *given)
+    assert train.output.output.shape == (*given[-1].shape, WORDS)
+    assert train.output.dropped.shape == (2,)
+    evaluated = (jax.make_jaxpr(one.apply)(*given).jaxpr for one in (bounded(), everything))
+    assert len({str(jaxpr) for jaxpr in evaluated}) == 1
+
+
+BOUNDED = [
+    ({"data": 1, "expert": 2, "tensor": 2, "context": 2}, {"data": 1}, None),
+    ({"zero": 3, "data": 2, "expert": 2}, {"data": 1}, False),
+    ({"zero": 2, "data": 2, "expert": 4, "microbatches": 2, "gather": "lazy"},
+     {"data": 2, "microbatches": 2}, None),
+    ({"zero": 3, "data": 2, "expert": 2, "pipe": 2, "microbatches": 2, "schedule": "zb_h1"},
+     {"data": 2, "microbatches": 2}, None),
+]  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("axes", "other", "chain"), BOUNDED, ids=str)
+def test_what_a_capacity_drops_does_not_depend_on_axes_and_stages(axes, other, chain):
+    """Microbatches have the same rows where `data` is the same."""
+    model = bounded().model(next_word, chain=chain)
+    found, wanted = (trained(model, fz.Plan(min_shard_bytes=0, **one)) for one in (axes, other))
+    assert found[0][2] == wanted[0][2] > 0
+    agree(found, wanted)
 
 
 @functools.cache
@@ -278,12 +350,38 @@ def test_an_experts_function_that_draws_random_numbers_is_refused():
         converted.apply(converted.params, {}, x, train=True, rng=jax.random.key(0))
 
 
-def test_a_capacity_that_transformers_would_swallow_is_refused():
-    """Its forwards take any keyword, so it would drop nothing, and not say so."""
-    module = transformers.MixtralForCausalLM.__new__(transformers.MixtralForCausalLM)
-    ids = torch.zeros(2, LENGTH, dtype=torch.long)
-    with pytest.raises(fz.ConversionError, match=r"capacity.*take all their tokens.*fz\.experts"):
-        tb.convert(module, ids, capacity=1.25)
+def refused_capacity(kind):
+    if kind == "number":
+        tb.convert(net()[0], capacity=0)
+    elif kind == "train":
+        tb.convert(net()[0], train=False, capacity=1.25)
+    elif kind == "dense":
+        tb.convert(torch.nn.Linear(3, 2), torch.zeros(4, 3), capacity=1.25)
+    elif kind == "patched":
+        module = torch.nn.Linear(3, 2)
+        module.forward = module.forward
+        tb.convert(module, torch.zeros(4, 3), capacity=1.25)
+    elif kind == "parity":
+        tb.parity(net()[0], bounded(), torch.zeros(2, LENGTH, dtype=torch.long))
+    else:
+        model = bounded().model(lambda forward, batch: (next_word(forward, batch), {"dropped": 0}))
+        trained(model, fz.Plan(zero=0, data=1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("number", r"capacity=0\): expected a number above 0"),
+        ("train", r"drop tokens in train mode only"),
+        ("dense", r"no mixture .* ran in the Linear's forward .*fz\.experts"),
+        ("patched", r"Linear's forward was replaced on the module itself"),
+        ("parity", r"take all their tokens, and this conversion has a capacity"),
+        ("metric", r"has a metric 'dropped', .* another name"),
+    ],
+)
+def test_a_capacity_whose_drops_would_not_be_said_is_refused(kind, message):
+    with pytest.raises(fz.ConversionError, match=message):
+        refused_capacity(kind)
 
 
 def test_a_loop_over_experts_whose_tokens_depend_on_data_is_refused():

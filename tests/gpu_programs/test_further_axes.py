@@ -122,7 +122,9 @@ def test_a_ring_in_a_whole_llama_hides_all_of_its_rounds():
     """All 32 layers. ZeRO's parts are over `context`: where XLA's scheduler has no memory left it
     hides less."""
     size = dataclasses.replace(LLAMA_8B, seq=LENGTH, exchange="ring")
-    plan = fz.Plan(zero=3, context=8, precision="bf16", clip_norm=1.0, remat="layer")
+    plan = fz.Plan(
+        zero=3, context=8, precision="bf16", reduce_dtype="fp32", clip_norm=1.0, remat="layer"
+    )
     found = fz.preflight(llama(size), TX, plan, abstract_batch(size, 1), "h200:8")
     sent = [c for c in found.collectives if c.kind == "collective-permute"]
     keys, queries = (2 * LENGTH // 8 * heads * 128 for heads in (2 * 8, 32))
@@ -137,6 +139,9 @@ def test_a_ring_in_a_whole_llama_hides_all_of_its_rounds():
     # Of all that is sent, with gathers and sums of gradients.
     waits = sum(c.total_bytes for c in found.collectives if c.exposed)
     assert waits <= 0.1 * sum(c.total_bytes for c in found.collectives)
+    # Gradients are added over `context` in the dtype of products, whatever `reduce_dtype` says.
+    sums = [c for c in found.collectives if c.kind in ("all-reduce", "reduce-scatter")]
+    assert {c.dtype for c in sums if c.bytes > 2**20} == {"bf16"}
     assert found.memory.peak < 40 * 2**30
     assert not [c for c in exposed if c.bytes > keys], "rounds with gradients"
 

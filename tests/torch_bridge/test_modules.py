@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -311,3 +311,20 @@ def test_an_example_may_be_a_view_of_another_tensor() -> None:
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))[:, :4]
     converted = tb.convert(module, x)
     np.testing.assert_allclose(converted(x.numpy()), module(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+class Pair(NamedTuple):
+    low: Any
+    high: Any
+
+
+def test_named_tuples_go_in_and_come_out() -> None:
+    class Turned(nn.Module):
+        def forward(self, pair: Pair) -> Pair:
+            return Pair(low=pair.high + 1, high=pair.low * 2)
+
+    converted = tb.convert(Turned(), Pair(X, X))
+    found = converted(Pair(X.numpy(), 3 * X.numpy()))
+    assert type(found) is Pair
+    np.testing.assert_array_equal(found.low, 3 * X.numpy() + 1)
+    np.testing.assert_array_equal(found.high, 2 * X.numpy())

@@ -128,7 +128,7 @@ def test_what_is_beside_the_rows() -> None:
         ("longest", r"size of a packed sequence"),
         ("no length", r"total_length is not given, .* total_length=x\.shape\[1\]"),
         ("shorter", r"total_length is 4, .* total_length=x\.shape\[1\]"),
-        ("returned", r"the module returns a namedtuple"),
+        ("returned", r"the module returns a PackedSequence"),
     ],
 )
 def test_what_has_as_many_values_as_the_lengths_say_is_refused(reads: str, said: str) -> None:

@@ -146,8 +146,7 @@ class TrainSettings:
         plan = fz.Plan.from_json(dict(self.plan_fields))
         if num_devices is None or plan.data is not None:
             return plan
-        axes = (f for f in ("pipe", "replica", "tensor", "context", "expert") if hasattr(plan, f))
-        others = math.prod(getattr(plan, axis) for axis in axes)
+        others = math.prod((plan.pipe, plan.replica, *plan.further.values()))
         if num_devices % others:
             raise CommandError(
                 f"--devices {num_devices} must be a multiple of {others}, the product of the plan's"

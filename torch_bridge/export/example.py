@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -62,20 +60,4 @@ def refuse_untraceable(module: torch.nn.Module) -> None:
         raise ConversionError(
             "tb.convert within torch.autocast: torch.export would leave it out. Convert outside of"
             " it, with fz.Plan(precision=...) for the precision; or enter it in the forward"
-        )
-
-
-def refuse_options(module: torch.nn.Module, keywords: Collection[str]) -> None:
-    """Refuse what a forward of transformers takes among `**kwargs` and does not read.
-
-    Raises:
-        ConversionError: a capacity of experts, where the module's forward names none.
-    """
-    unnamed = set(keywords) - set(inspect.signature(module.forward).parameters)
-    if "capacity" in unnamed and type(module).__module__.startswith("transformers."):
-        raise ConversionError(
-            f"tb.convert(capacity=...): {type(module).__name__}.forward has no such argument, and a"
-            " conversion no such option. Its experts take all their tokens, as in PyTorch: leave it"
-            " out. A layer of your own drops tokens, and says how many:"
-            " fz.experts(..., capacity=1.25)"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from torch_bridge.export.capacity import within_capacity
 from torch_bridge.export.replaced import StandIn, replaced
 
 
@@ -92,6 +94,26 @@ def _sum_shape(
     return x.new_empty((x.shape[0], rows.shape[-1]))
 
 
+def _sum_within(
+    rows: torch.Tensor, x: torch.Tensor, chosen: torch.Tensor, gates: torch.Tensor, num: int,
+    capacity: float, count: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    of = chosen.reshape(-1)
+    ones = torch.nn.functional.one_hot(of.clamp(0, num), num + 1)
+    place = torch.gather(ones.cumsum(0) - ones, 1, of.clamp(0, num)[:, None])[:, 0]
+    kept = (of < num) & (place < math.ceil(capacity * of.shape[0] / num))
+    within = torch.where(kept.reshape(chosen.shape), gates, 0.0)
+    more = torch.stack([(of < num).sum() - kept.sum(), torch.tensor(of.shape[0])])
+    return _sum(rows, x, chosen, within, num), count + more.to(count.dtype)
+
+
+def _sum_within_shape(
+    rows: torch.Tensor, x: torch.Tensor, chosen: Any, gates: Any, num: int, capacity: float,
+    count: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return _sum_shape(rows, x, chosen, gates, num), count.new_empty(count.shape)
+
+
 def _balance(logits: Sequence[torch.Tensor], k: int, counted: torch.Tensor | None) -> torch.Tensor:
     chances = torch.cat([layer.float() for layer in logits]).softmax(-1)
     ones = torch.ones(logits[0].shape[0]) if counted is None else counted.reshape(-1).float()
@@ -112,6 +134,12 @@ _define(
     "expert_sum(Tensor rows, Tensor x, Tensor chosen, Tensor gates, int num) -> Tensor",
     _sum,
     _sum_shape,
+)
+_define(
+    "expert_sum_within(Tensor rows, Tensor x, Tensor chosen, Tensor gates, int num, float capacity,"
+    " Tensor count) -> (Tensor, Tensor)",
+    _sum_within,
+    _sum_within_shape,
 )
 _define("balance_loss(Tensor[] logits, int k, Tensor? counted) -> Tensor", _balance, _balance_shape)
 
@@ -134,8 +162,9 @@ def _experts(
     out = product(self._apply_gate(hidden) if gated else self.act_fn(hidden), "down_proj")
     if getattr(self, "has_post_expert_norm", False):
         out = self.post_expert_norm(out)
-    num = self.down_proj.shape[0]
-    return ops.expert_sum(out, hidden_states, top_k_index, top_k_weights, num)
+    given = out, hidden_states, top_k_index, top_k_weights, self.down_proj.shape[0]
+    within = within_capacity(*given) if self.training else None
+    return ops.expert_sum(*given) if within is None else within
 
 
 def _balance_loss(

@@ -1,8 +1,9 @@
 """Mixtures of experts in a graph: all steps of one as one step, a function that travels.
 
-Between `expert_rows` and `expert_sum` (`experts.py`) lies what experts compute of a row, with their
-own weights (read by `expert_dot` and `expert_each`) and perhaps with some that all share. As one
-step it is `fz.experts` of that function: on an `expert` axis the rows travel to their experts.
+Between `expert_rows` and `expert_sum` (`expert_sum_within` a capacity; `experts.py`) lies what
+experts compute of a row, with their own weights (read by `expert_dot` and `expert_each`) and
+perhaps with some that all share. As one step it is `fz.experts` of that function: on an `expert`
+axis the rows travel to their experts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch_bridge.lower.experts import alone
 from torch_bridge.lower.refs import Ref, fill, refs
 
 
-ROWS, SUM = "torch_bridge.expert_rows.default", "torch_bridge.expert_sum.default"
+ROWS = "torch_bridge.expert_rows.default"
+SUMS = ("torch_bridge.expert_sum.default", "torch_bridge.expert_sum_within.default")
 # Which argument of these is a weight of the experts' own.
 _OWN = {"torch_bridge.expert_dot.default": 1, "torch_bridge.expert_each.default": 0}
 
@@ -45,19 +47,25 @@ class Mixture:
         out: the value that they give.
         own: for each value that it reads, whether experts have their own of it.
         num: how many experts there are.
+        capacity: see `fz.experts`.
     """
 
     steps: tuple[Inner, ...]
     out: str
     own: tuple[bool, ...]
     num: int
+    capacity: float | None
 
-    def __call__(self, x: Any, chosen: Any, gates: Any, *read: Any) -> jax.Array:
+    def __call__(self, x: Any, chosen: Any, gates: Any, count: Any, *read: Any) -> Any:
+        """The tokens' results; with a capacity also `count`, to which what it dropped is added."""
         weights = {
             f"read {i}": value if own else jnp.broadcast_to(value, (self.num, *value.shape))
             for i, (value, own) in enumerate(zip(read, self.own, strict=True))
         }
-        return experts(self.apply, weights, x, chosen, gates)[0]
+        out, dropped = experts(self.apply, weights, x, chosen, gates, capacity=self.capacity)
+        if self.capacity is None:
+            return out
+        return out, count + jnp.stack([dropped, jnp.float32(chosen.size)])
 
     def apply(self, own: Grouped, weights: Mapping[str, Any], rows: jax.Array) -> jax.Array:
         """What experts give for rows that are sorted by expert."""
@@ -108,7 +116,7 @@ def _inside(steps: Sequence[Any]) -> tuple[list[Any], Any]:
     for step in steps[1:]:
         if names.isdisjoint(refs((step.args, step.kwargs))):
             continue
-        if step.operator == SUM:
+        if step.operator in SUMS:
             return inner, step
         inner.append(step)
         names.add(step.name)
@@ -136,13 +144,15 @@ def _mixture(inner: Sequence[Any], last: Any, values: Mapping[str, Any]) -> Any:
         Inner(names[step.name], step.fn, _named(step.args, names), _named(step.kwargs, names))
         for step in inner[1:]
     )
-    rows, x, chosen, gates, num = last.args
-    mixture = Mixture(told, names[rows.name], tuple(name in own for name in read), num)
+    rows, x, chosen, gates, num, *limit = last.args
+    capacity, count = limit or (None, None)
+    mine = tuple(name in own for name in read)
+    mixture = Mixture(told, names[rows.name], mine, num, capacity)
     dropped = dict.fromkeys(name for step in (*inner, last) for name in step.drop)
     return replace(
         last,
         fn=mixture,
-        args=(x, chosen, gates, *map(Ref, read)),
+        args=(x, chosen, gates, count, *map(Ref, read)),
         drop=tuple(name for name in dropped if name not in number),
     )
 

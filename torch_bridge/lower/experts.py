@@ -31,7 +31,11 @@ def grouped_mm(
     return grouped_dot(a, w, sizes)
 
 
-@register_operator("torch_bridge.expert_rows.default", "torch_bridge.expert_sum.default")
+@register_operator(
+    "torch_bridge.expert_rows.default",
+    "torch_bridge.expert_sum.default",
+    "torch_bridge.expert_sum_within.default",
+)
 def alone(*given: Any) -> Any:
     """Beginning and end of experts' function; where it was found it is one step (`mixtures.py`)."""
     raise NotImplementedError(

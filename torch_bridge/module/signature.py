@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
@@ -130,7 +131,7 @@ def _leaves(spec: torch_pytree.TreeSpec, value: Any, path: str) -> Iterator[tupl
             raise ConversionError(_mismatch(path, f"a dict with keys {spec.context}", value))
         for key, child in zip(spec.context, children, strict=True):
             yield from _leaves(child, value[key], f"{path}[{key!r}]")
-    elif spec.type in (tuple, list) or _is_namedtuple(spec.type):
+    elif spec.type in (tuple, list, namedtuple) or _is_namedtuple(spec.type):
         if not isinstance(value, list | tuple) or len(value) != len(children):
             raise ConversionError(_mismatch(path, f"{len(children)} items", value))
         for i, (child, item) in enumerate(zip(children, value, strict=True)):
@@ -198,13 +199,14 @@ def _build(spec: torch_pytree.TreeSpec, leaves: Iterator[Any]) -> Any:
         return kind(items)
     if kind in (dict, OrderedDict):
         return kind(zip(spec.context, items, strict=True))
-    if _is_namedtuple(kind):
-        return kind(*items) if hasattr(kind, "_fields") else tuple(items)  # torch.return_types
+    named = spec.context if kind is namedtuple else kind
+    if _is_namedtuple(named) and not issubclass(named, PackedSequence):
+        return named(*items) if hasattr(named, "_fields") else tuple(items)  # torch.return_types
     if isinstance(kind, type) and issubclass(kind, Mapping) and len(spec.context) == len(items):
         return Output(zip(spec.context, items, strict=True))
     raise ConversionError(
-        f"the module returns a {getattr(kind, '__name__', kind)}; return tensors in tuples, lists, "
-        "dicts or named tuples (for a key-value cache: use_cache=False)"
+        f"the module returns a {getattr(named, '__name__', named)}; return tensors in tuples,"
+        " lists, dicts or named tuples (for a key-value cache: use_cache=False)"
     )
 
 

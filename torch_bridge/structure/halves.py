@@ -18,6 +18,7 @@ from jax.interpreters import ad, batching
 
 from fzero import compat
 from fzero.errors import ConversionError
+from torch_bridge.export.capacity import counts, told
 from torch_bridge.export.mode import TensorInput
 from torch_bridge.losses import LOSS, Head, marked, total_of
 from torch_bridge.lower.refs import Ref
@@ -90,7 +91,8 @@ def halve(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -> Ha
         leaves = [
             next(found) if isinstance(leaf, Ref) else leaf for leaf in call.mode.graph.outputs
         ]
-        return build_output(call.mode.out_spec, leaves)
+        out = build_output(call.mode.out_spec, leaves)
+        return out.output if counts(call.mode) else out
 
     with marked():
         closed, shapes = jax.make_jaxpr(lambda b: loss(forward, b), return_shape=True)(batch)
@@ -114,7 +116,8 @@ def halve(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -> Ha
             for var, x in zip(place.outvars, results, strict=True)
         }
         out = _evaluate(closed, leaves, closed.jaxpr.outvars, known)
-        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+        result = jax.tree.unflatten(jax.tree.structure(shapes), out)
+        return told(result, [outputs[-1]]) if counts(call.mode) else result
 
     inputs = dict(zip(names, given, strict=True))
     arrays = [i for i, leaf in enumerate(call.mode.graph.outputs) if isinstance(leaf, Ref)]
