@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from fzero.pipeline import BUILDERS, Schedule, schedule
 
 DATA = Path(__file__).parent / "data"
 # For every @given: the same examples in every run, and no deadline on a busy machine.
-repeatable = settings(deadline=None, derandomize=True)
+# `make nightly-random` looks at more of each kind.
+EXAMPLES = 300 if os.environ.get("FZERO_NIGHTLY") else 40
+repeatable = settings(deadline=None, derandomize=True, max_examples=EXAMPLES)
 
 TRAINING = [name for name, builder in BUILDERS.items() if builder.trains]
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from schedule_cases import TRAINING, all_sizes, build, repeatable
+from schedule_cases import EXAMPLES, TRAINING, all_sizes, build, repeatable
 
 from fzero.errors import ScheduleError
 from fzero.pipeline import Action, Schedule, check, gpipe, one_f_one_b, slots
@@ -287,7 +287,7 @@ def within_rank(action):
     return (step, action.stage if down else -action.stage)
 
 
-@settings(repeatable, max_examples=200)
+@settings(repeatable, max_examples=3 * EXAMPLES)
 @given(st.data())
 def test_random_orders_against_an_independent_solver(data):
     """Orders legal on each rank but shuffled: legal exactly when the graph has no cycle."""

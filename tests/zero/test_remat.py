@@ -146,7 +146,7 @@ def test_nothing_is_another_number():
     """Remat of either kind, in a plain model over four devices: as plain jax has it."""
     losses = {}
     for remat in (False, True):
-        for said in ("layer", "dots", POLICIES.dots_saveable):
+        for said in ("layer", POLICIES.dots_saveable):
             model, plan = MODELS["model"](remat), tiny.plan(zero=3, data=4, remat=said)
             state = fz.init(model, SGD, plan)
             for _ in range(2):
