@@ -25,7 +25,8 @@ STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
 .PHONY: help install demo test cases test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-gpu-programs nightly-ray nightly-gcs nightly-random nightly-models mutants operators models models-venv lint types docs site docs-serve docs-outputs clean
 
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# With byte code kept: two workers and the processes that tests start import the same modules.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 .DELETE_ON_ERROR:
 
 help:
