@@ -93,24 +93,22 @@ class StagePrograms:
     @property
     def grad_specs(self) -> PyTree:
         """Specs of the stage's gradients on its mesh."""
-        return map_splits(lambda s: s.spec, trained(self.splits))
+        return map_splits(lambda s: s.spec(True, AXES), trained(self.splits))
 
     @property
     def grads_at(self) -> PyTree:
         """Where its gradients lie."""
-        return map_splits(
-            lambda s: NamedSharding(self.mesh, s.lies(sharded=True)), trained(self.splits)
-        )
+        return map_splits(lambda s: NamedSharding(self.mesh, s.spec(True)), trained(self.splits))
 
     @cached_property
     def kept_specs(self) -> PyTree:
         """Specs of what the forward pass reads."""
-        return map_splits(lambda s: s.spec if self._sharded else WHOLE, self.splits)
+        return map_splits(lambda s: s.spec(self._sharded, AXES), self.splits)
 
     @cached_property
     def kept_at(self) -> PyTree:
         """Where what the forward pass reads lies."""
-        return map_splits(lambda s: NamedSharding(self.mesh, s.lies(self._sharded)), self.splits)
+        return map_splits(lambda s: NamedSharding(self.mesh, s.spec(self._sharded)), self.splits)
 
     @property
     def _sharded(self) -> bool:

@@ -203,7 +203,7 @@ class DividedUpdate:
                  for name, tree in blue.shapes().items()}  # fmt: skip
         known["params"] = trained(blue.params, known["params"])
         known["sums"] = map_splits(
-            lambda s: blue.sharding(s.home, s.lies(True)), trained(blue.params)
+            lambda s: blue.sharding(s.home, s.spec(True)), trained(blue.params)
         )
 
         def shardings(name: str, tree: PyTree) -> PyTree:

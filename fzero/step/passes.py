@@ -65,7 +65,7 @@ class OneProgram:
         """Specs of what the forward pass reads."""
         sharded = not self.plan.keeps_compute_copy and self.plan.shards("params")
         # Stages 1 and 2 keep a mixed-precision master sharded, but read the compute copy.
-        return self._specs(lambda s: s.spec if sharded else PartitionSpec(), self.blueprint.params)
+        return self._specs(lambda s: s.spec(sharded, AXES), self.blueprint.params)
 
     def place(self, batch: PyTree) -> Inputs:
         """A user's batch over the devices."""
@@ -92,7 +92,12 @@ class OneProgram:
         whole, rows = PartitionSpec(), Inputs.specs(PartitionSpec(AXES), PartitionSpec())
         buffers, sums = self._buffer_specs(), trained(self.blueprint.params)
         # Of a mean, the spec is that of all its leaves.
-        specs: Any = self._specs(lambda s: s.spec, sums), whole, whole, {"buffers": buffers}
+        specs: Any = (
+            self._specs(lambda s: s.spec(True, AXES), sums),
+            whole,
+            whole,
+            {"buffers": buffers},
+        )
         run = self._shard_map(
             local,
             in_specs=(self.kept_specs(), buffers, rows, whole, whole),

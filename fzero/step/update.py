@@ -320,7 +320,7 @@ class Update:
             return [gather(leaf, s, group) for s, leaf in zip(splits, shards, strict=True)]
 
         treedef = jax.tree.structure(shards)
-        found = self._by_mesh(local, shards, lambda s: s.lies(False), field=field)
+        found = self._by_mesh(local, shards, lambda s: s.spec(False), field=field)
         return jax.tree.unflatten(treedef, found)
 
     def _by_mesh(
@@ -353,7 +353,7 @@ class Update:
                 partial(function, own),
                 mesh=mesh,
                 in_specs=(
-                    [blue.sharding(s.home, s.lies(True)).spec for s in own],
+                    [blue.sharding(s.home, s.spec(True)).spec for s in own],
                     *(PartitionSpec(),) * len(args),
                 ),
                 out_specs=[blue.sharding(s.home, out(s)).spec for s in own],

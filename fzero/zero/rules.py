@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fzero import compat
+from fzero.axes import FURTHER
 from fzero.float8.scaling import E4M3, by_largest
 from fzero.links import Context
 from fzero.plan import Plan
@@ -88,8 +89,8 @@ class Rules:
     ) -> jax.Array:
         """A whole leaf, or one layer of it, by a function of each device's part of what is given:
         `sharded`, or as whole."""
-        to = split.beside(leaf.ndim)
-        found: jax.Array = self.group.alone(function, (split.beside(leaf.ndim, sharded),), to)(leaf)
+        given, to = (split.spec(shard, FURTHER, leaf.ndim) for shard in (sharded, False))
+        found: jax.Array = self.group.alone(function, (given,), to)(leaf)
         return found
 
     def _fetch(self, split: Split, leaf: jax.Array, again: bool) -> jax.Array:
@@ -146,7 +147,7 @@ class Rules:
         """The reduced shard of a split leaf's gradient. Whole leaves wait for `finish`."""
         if not self.reduce or split.dim is None:
             return self.fence(grad)
-        dim, to = split_dim(grad, split), split.beside(grad.ndim, sharded=True)
+        dim, to = split_dim(grad, split), split.spec(True, FURTHER, grad.ndim)
         assert dim is not None
         cut, spec = dealt(grad, split, self.group)
         cut = self.fence(cut)
@@ -198,7 +199,7 @@ class Rules:
 
         splits = trained(self.splits)
         map_splits(collect, splits, grads)
-        specs = {s.path: s.lies(False) for s in flat_splits(splits) if s.path in whole}
+        specs = {s.path: s.spec(False) for s in flat_splits(splits) if s.path in whole}
         summed = self.group.alone(
             lambda whole: all_reduce_tree(whole, self.group), (specs,), specs
         )(self.fence(whole))  # fmt: skip
