@@ -36,7 +36,7 @@ from fzero.zero.chain import (
     without_inputs,
 )
 from fzero.zero.collectives import all_reduce_tree, shard_index
-from fzero.zero.fetched import Fetched
+from fzero.zero.fetched import FetchedWeights
 from fzero.zero.finite import chain_marks, gradient_marks
 from fzero.zero.grads import float_mean, float_means, loss_seed, require_rows, unscaled
 from fzero.zero.layer import End
@@ -157,8 +157,8 @@ class StagePrograms:
             rows, rng = self._microbatch(batch, key, number, self.count)
             old = unpack(buffers)
             out, saved, new = train_forward(
-                self.pieces, Fetched(self.rules, kept), rows if self.first else unpack(x), old,
-                rows, rng, first=self.first, last=self.last,
+                self.pieces, FetchedWeights(self.rules, kept),
+                rows if self.first else unpack(x), old, rows, rng, first=self.first, last=self.last,
             )  # fmt: skip
             saved = self.rules.fence(without_inputs(saved))
             if isinstance(out, End):

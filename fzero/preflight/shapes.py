@@ -24,7 +24,7 @@ from fzero.sharding.split import flat_splits, split_params, trained
 from fzero.step.passes import OneProgram, kept_by
 from fzero.tree import PyTree, leaf_bytes
 from fzero.zero.chain import secondary_shards, train_forward, without_inputs
-from fzero.zero.fetched import Fetched
+from fzero.zero.fetched import FetchedWeights
 from fzero.zero.layer import End
 from fzero.zero.rules import Rules
 
@@ -58,7 +58,7 @@ def model_flops(model: Model, plan: Plan, batch: PyTree, times: int) -> int:
 
     def forward(params: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array) -> Any:
         pieces = whole_chain(model.layers)
-        end, _, _ = train_forward(pieces, Fetched(rules, params), batch, buffers, batch, key)
+        end, _, _ = train_forward(pieces, FetchedWeights(rules, params), batch, buffers, batch, key)
         assert isinstance(end, End)
         return end.mean
 
@@ -90,7 +90,7 @@ def saved_bytes(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tu
     def local(kept: PyTree, buffers: PyTree, batch: Inputs, key: jax.Array) -> tuple[()]:
         rows = batch.map_rows(lambda x: x[: x.shape[0] // plan.microbatches])
         pieces = whole_chain(blue.model.layers)
-        fetched = Fetched(passes.rules(), kept)
+        fetched = FetchedWeights(passes.rules(), kept)
         _, saved, _ = train_forward(pieces, fetched, rows, buffers, rows, key)
         held = {id(leaf): leaf for leaf in jax.tree.leaves(without_inputs(saved))}
         secondary = sum(map(leaf_bytes, secondary_shards(saved)))

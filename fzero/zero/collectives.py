@@ -191,7 +191,7 @@ def all_reduce_tree(
 def summed(tree: PyTree, group: Group) -> PyTree:
     """The sums over all devices of arrays that no further axis divides."""
     whole = PartitionSpec()
-    return group.alone(lambda tree: all_reduce_tree(tree, group), (whole,), whole)(tree)
+    return group.on_parts(lambda tree: all_reduce_tree(tree, group), (whole,), whole)(tree)
 
 
 def shard_index(group: Group) -> jax.Array:

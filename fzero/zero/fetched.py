@@ -25,7 +25,7 @@ Secondary = dict[str, jax.Array]
 """What this device keeps of whole leaves between two passes (`Plan.secondary`), by path."""
 
 
-class Fetched:
+class FetchedWeights:
     """One pass's whole leaves, each fetched at most once, whoever reads it.
 
     Args:

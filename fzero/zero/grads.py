@@ -26,7 +26,7 @@ from fzero.tree import PyTree, named_leaves
 from fzero.zero.buffers import agreed_buffers
 from fzero.zero.chain import eval_forward, train_backward, train_forward
 from fzero.zero.collectives import shard_index, summed
-from fzero.zero.fetched import Fetched
+from fzero.zero.fetched import FetchedWeights
 from fzero.zero.rules import Rules
 
 
@@ -67,7 +67,7 @@ def local_gradients(
     ) -> tuple[_Sums, PyTree, PyTree]:
         key = block_key(rng, block + index)
         rows = rows.map_rows(group.spread)
-        fetched = Fetched(rules, kept)
+        fetched = FetchedWeights(rules, kept)
         end, saved, new = train_forward(pieces, fetched, rows, buffers, rows, key)
         if rules.hold:
             rules, kept = rules.held(), fetched.whole()

@@ -176,7 +176,7 @@ class LayerProgram:
         fixed = static.shared.join(shared, self.shared_rest)
         ctx = static.rules.context(self.batch, self.rng, static.train, None)
         ctx = ctx.at(piece.number + k, state)
-        if not static.rules.alone:
+        if not static.rules.one_device:
             require_reductions(static.stack, weights, {**carry, **fixed} if fixed else carry, ctx)
         y, buffers = apply_layer(static.stack, weights, carry, fixed, ctx)
         out, y_floats, y_rest = Floats.of(y)

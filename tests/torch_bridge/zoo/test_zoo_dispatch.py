@@ -19,7 +19,7 @@ from zoo_entries import Entry
 import torch_bridge as tb
 from torch_bridge.dtypes import jax_dtype
 from torch_bridge.structure import again
-from torch_bridge.structure.again import Computed
+from torch_bridge.structure.retrace import Computed
 
 
 # What multiplies matrices, normalises, and takes exponentials, by parts of its operators' names.
