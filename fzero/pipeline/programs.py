@@ -76,15 +76,7 @@ class StagePrograms:
         self.count = self.plan.microbatches
         self.stateful = [p.layer.name for p in self.pieces if p.layer.stateful]
         self._made: dict[str, Any] = {}
-        self.rules = Rules(
-            plan=self.plan,
-            splits=self.splits,
-            group=blue.group,
-            sharded=self.plan.zero == 3 and blue.group.shards > 1,
-            reduce=True,
-            prefetch=blue.prefetch,
-            halves=True,
-        )
+        self.rules = Rules.of(blue, self.splits)
 
     def place(self, tree: PyTree) -> PyTree:
         """Lays local arrays of another stage out over this one's devices."""

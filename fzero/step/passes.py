@@ -51,15 +51,7 @@ class OneProgram:
 
     def rules(self) -> Rules:
         """How parameters are fetched and gradients reduced."""
-        plan, group = self.plan, self.blueprint.group
-        return Rules(
-            plan=plan,
-            splits=self.blueprint.params,
-            group=group,
-            sharded=plan.gathers_at_use and group.shards > 1,
-            reduce=plan.reduce == "microbatch",
-            prefetch=self.blueprint.prefetch,
-        )
+        return Rules.of(self.blueprint)
 
     def kept_specs(self) -> PyTree:
         """Specs of what the forward pass reads."""

@@ -16,6 +16,7 @@ from fzero.float8.scaling import E4M3, by_largest
 from fzero.links import Context
 from fzero.plan import Plan
 from fzero.precision import COMPUTE_DTYPES, round_to
+from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.group import Group
 from fzero.sharding.split import Split, flat_splits, map_splits, trained
 from fzero.tree import PyTree, found_in, is_floating
@@ -58,6 +59,25 @@ class Rules:
     prefetch: bool = False
     halves: bool = False
     exact: bool = False
+
+    @staticmethod
+    def of(blue: Blueprint, splits: PyTree = None) -> Rules:
+        """The rules of a step.
+
+        Args:
+            blue: the layout.
+            splits: in a pipeline, those of a stage.
+        """
+        plan, group = blue.plan, blue.group
+        return Rules(
+            plan,
+            blue.params if splits is None else splits,
+            group,
+            sharded=plan.gathers_at_use and group.shards > 1,
+            reduce=plan.reduce == "microbatch",
+            prefetch=blue.prefetch,
+            halves=plan.pipe > 1,
+        )
 
     @property
     def hold(self) -> bool:
