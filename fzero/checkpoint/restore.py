@@ -33,7 +33,7 @@ from fzero.sharding.relayout import Kept, copy_leaf, relayout
 from fzero.sharding.split import flat_splits, map_splits, stored_shapes, trained
 from fzero.state import compute_copy
 from fzero.state.fingerprint import compare
-from fzero.state.new import (
+from fzero.state.init import (
     compute_of,
     init,
     key_of,

@@ -148,7 +148,8 @@ def _pipeline(found: Preflight) -> dict[str, Any]:
     bars = [
         _Bar(
             _LABEL + scale * start, 4 + rank * _ROW, scale * (end - start), kinds.COLOURS[kind],
-            f"{kinds.WORDS[kind]} of microbatch {microbatch} on stage {stage}: {duration(end - start)}",
+            f"{kinds.WORDS[kind]} of microbatch {microbatch} on stage {stage}:"
+            f" {duration(end - start)}",
             edge=True,
         )
         for rank, kind, stage, microbatch, start, end in own.events
