@@ -61,7 +61,7 @@ class Update:
         divided = blue.stages is not None or bool(blue.chunks.parked)
         self.apart = (divided or blue.adds_up) and blue.group.bits
         # Whether all that an optimizer does is. (What is divided is in several programs anyway.)
-        self.alone = self.apart and not divided
+        self.all_apart = self.apart and not divided
 
     def run(
         self,
@@ -263,7 +263,7 @@ class Update:
         given = sums, opt_state, ema, params, count, norm, loss
         # What is fused with its sums, and so rounds, is then the same in every stage.
         run = partial(self._of_shards, given)
-        shards, opt_state, ema = apart(run, loss) if self.alone else run()
+        shards, opt_state, ema = apart(run, loss) if self.all_apart else run()
         compute = self.gathered(self._cast(shards, loss)) if plan.keeps_compute_copy else None
         params = shards if plan.shards("params") else self.gathered(shards)
         return {"params": whole(params), "compute": compute, "opt_state": opt_state, "ema": ema}
