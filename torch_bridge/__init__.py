@@ -10,9 +10,7 @@ from torch_bridge.calls import wrap as wrap
 from torch_bridge.configs import Imported as Imported
 from torch_bridge.configs import from_accelerate as from_accelerate
 from torch_bridge.configs import from_deepspeed as from_deepspeed
-from torch_bridge.configs import (
-    from_training_arguments as from_training_arguments,
-)
+from torch_bridge.configs import from_training_arguments as from_training_arguments
 from torch_bridge.convert import convert as convert
 from torch_bridge.converted import Applied as Applied
 from torch_bridge.converted import Converted as Converted

@@ -59,8 +59,7 @@ def predicted(
     )
     started = time.perf_counter()
     sizes = plan.sizes(where.num_devices)
-    num_devices = math.prod((plan.pipe, sizes["data"], sizes["replica"], *plan.further.values()))
-    devices = target.devices[:num_devices]
+    devices = target.devices[: math.prod(sizes.values())]
     step = train_step(model, tx, on_the_device(plan), devices=devices)
     fields = step.blueprint.shapes()
     shapes = jax.tree.map(shape_of, Inputs.of(batch))
@@ -137,7 +136,7 @@ class _Predictor:
         num_shares: int,
     ) -> None:
         self.target, self.step, self.fields = target, step, fields
-        self.batch, self.num_shares = batch, num_shares
+        self.batch = batch
         self.plan: Plan = step.plan
         self.blue: Blueprint = step.blueprint
         self.where_kept = Report.of_plan(self.blue)

@@ -22,7 +22,7 @@ from fzero.report.report import LeafReport, Report, planned_on, table
 from fzero.sharding.blueprint import secondary_size
 from fzero.sharding.chunks import OWNED
 from fzero.storage.tiers import DEVICE, TIERS
-from fzero.summary import as_html
+from fzero.summary import Boxed
 from fzero.tree import found_in
 from fzero.zero.quantize import BLOCK, encoded_bytes
 
@@ -32,7 +32,7 @@ ROWS = 30
 
 
 @dataclass(frozen=True, repr=False)
-class Description:
+class Description(Boxed):
     """What a plan does with a model; prints as a table.
 
     Args:
@@ -90,9 +90,6 @@ class Description:
             f"Description({self.plan!r}, {self.num_devices} devices, {len(self.leaves)} leaves,"
             f" {self.num_elements:,} parameters; bytes per device: {kept})"
         )
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self))
 
     def __str__(self) -> str:
         cut = self.plan.pipe > 1

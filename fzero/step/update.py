@@ -21,14 +21,7 @@ from fzero.precision import next_loss_scale
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.chunks import OWNED
 from fzero.sharding.group import Group
-from fzero.sharding.split import (
-    Split,
-    flat_splits,
-    map_splits,
-    trained,
-    update_dtype,
-    with_frozen,
-)
+from fzero.sharding.split import Split, flat_splits, map_splits, trained, update_dtype, with_frozen
 from fzero.state import averages
 from fzero.state.compute_copy import rounded
 from fzero.state.logical import logical_view

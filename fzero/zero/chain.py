@@ -21,12 +21,7 @@ from typing import Any, TypeVar
 import jax
 
 from fzero.batch import opened
-from fzero.links import (
-    Layer,
-    Stack,
-    apply_layer,
-    layer_params,
-)
+from fzero.links import Layer, Stack, apply_layer, layer_params
 from fzero.pieces import Piece, run_chain
 from fzero.precision import cast_input
 from fzero.tree import PyTree

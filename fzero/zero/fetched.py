@@ -8,11 +8,7 @@ from typing import Any
 
 import jax
 
-from fzero.links import (
-    Layer,
-    Stack,
-    layer_params,
-)
+from fzero.links import Layer, Stack, layer_params
 from fzero.sharding.split import Split, flat_splits, map_splits, trained
 from fzero.tree import PyTree
 from fzero.zero.at_use import gather_at_use

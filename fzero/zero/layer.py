@@ -8,14 +8,7 @@ from typing import Any
 
 import jax
 
-from fzero.links import (
-    Context,
-    Layer,
-    Mean,
-    apply_layer,
-    layer_params,
-    split_loss,
-)
+from fzero.links import Context, Layer, Mean, apply_layer, layer_params, split_loss
 from fzero.programs.halves import Rest, first_half, unfenced
 from fzero.sharding.buffers import require_reductions
 from fzero.tree import PyTree
