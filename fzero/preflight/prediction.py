@@ -80,7 +80,7 @@ def predicted(
 
 def _parking(found: Preflight, plan: Plan, where: Report, gradients: int) -> Preflight:
     """The prediction of a plan that parks leaves, from that of the same with all on the device."""
-    b, memory = found.bounds, found.memory
+    b, memory, held = found.bounds, found.memory, where.fullest(DEVICE)
     away = parked(plan, where, found.rates, gradients, found.work.likely_seconds)
     moved = away.host_bytes + away.disk_bytes
     scale = {
@@ -107,7 +107,7 @@ def _parking(found: Preflight, plan: Plan, where: Report, gradients: int) -> Pre
         parked=away,
         memory=dataclasses.replace(
             memory,
-            state={name: where.fullest(DEVICE)[name] for name in memory.state},
+            state={name: held[name] for name in memory.state},
             temporaries=memory.temporaries + away.visiting_bytes,
             peak=max(0, memory.peak - moved) + away.visiting_bytes,
         ),

@@ -79,10 +79,10 @@ class Description(Boxed):
 
     def to_json(self) -> dict[str, Any]:
         """The description as a JSON-able dict."""
-        said = dataclasses.asdict(self) | {"elements_communicated": self.elements_communicated}
-        for leaf in said["leaves"]:  # positions of the ranks' devices, of which there may be many
-            del leaf["devices"]
-        return said
+        # Ranks say as much as their devices, of which there may be many.
+        leaves = tuple(dataclasses.replace(leaf, devices=()) for leaf in self.leaves)
+        said = dataclasses.asdict(dataclasses.replace(self, leaves=leaves))
+        return said | {"elements_communicated": self.elements_communicated}
 
     def __repr__(self) -> str:
         kept = ", ".join(f"{name} {size:,}" for name, size in self.bytes_per_device.items())
@@ -208,7 +208,8 @@ def describe(
     sizes, report = dict(blue.mesh.shape), Report.of_plan(blue)
     trains = {"opt_state": tx is not None, "ema": plan.ema is not None}
     counted = ["params", "compute", *(x for x in OWNED if trains[x]), "buffers", "total"]
-    held = {tier: {name: report.fullest(tier)[name] for name in counted} for tier in TIERS}
+    most = {tier: report.fullest(tier) for tier in TIERS}
+    held = {tier: {name: sizes[name] for name in counted} for tier, sizes in most.items()}
     used = {leaf.tier for leaf in report.leaves} - {DEVICE}
     known = plan.secondary != "host" or devices is not None
     secondary = secondary_size(plan, sizes[DATA], devices) if known else 0
