@@ -48,13 +48,13 @@ from fzero.quantized import quantize as quantize
 from fzero.sharding.local_batch import local_batch as local_batch
 from fzero.state.comparison import check_finite as check_finite
 from fzero.state.comparison import check_same as check_same
+from fzero.state.init import abstract_state as abstract_state
+from fzero.state.init import init as init
 from fzero.state.logical import logical as logical
 from fzero.state.move import Phases as Phases
 from fzero.state.move import enter as enter
 from fzero.state.move import offload as offload
 from fzero.state.move import reload as reload
-from fzero.state.new import abstract_state as abstract_state
-from fzero.state.new import init as init
 from fzero.state.replan import replan as replan
 from fzero.state.selection import averaged as averaged
 from fzero.state.surgery import eval_params as eval_params

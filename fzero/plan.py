@@ -27,12 +27,12 @@ from fzero.policies import as_remat, policy_name
 from fzero.schedule.actions import Schedule
 from fzero.schedule.check import check
 from fzero.schedule.names import BUILDERS, schedule, stages_per_rank
-from fzero.summary import as_html
+from fzero.summary import Boxed
 from fzero.tree import path_patterns
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(Boxed):
     """How a state is sharded and stepped.
 
     Args:
@@ -417,9 +417,6 @@ class Plan:
             if field.name == "zero" or getattr(self, field.name) != default(field)
         ]
         return f"Plan({', '.join(changed)})"
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self))
 
     def replace(self, **changes: Any) -> Plan:
         """The same plan with some values changed (and validated again)."""

@@ -215,14 +215,14 @@ def _send_shards(leaf: jax.Array, to: NamedSharding) -> jax.Array:
     for giver, taker in pairs:
         if giver.process_index != taker.process_index:
             own = [have[giver]] if giver in have else []
-            shard = joined(shape, _alone(giver), own, leaf.dtype)
-            arrays.append(jax.device_put(shard, _alone(taker)))
+            shard = joined(shape, _on_one(giver), own, leaf.dtype)
+            arrays.append(jax.device_put(shard, _on_one(taker)))
         elif giver in have:
-            arrays.append(jax.device_put(have[giver], _alone(taker)))
+            arrays.append(jax.device_put(have[giver], _on_one(taker)))
     return joined(leaf.shape, to, arrays, leaf.dtype)
 
 
-def _alone(device: Any) -> NamedSharding:
+def _on_one(device: Any) -> NamedSharding:
     return NamedSharding(auto_mesh(np.array([device]), ("one",)), WHOLE)
 
 

@@ -204,7 +204,7 @@ def impossible(records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _widened(records: jax.Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> jax.Array:
     if records.shape[1] == _WIDTHS["nf4-double"]:
-        kept, scale = _apart(records)
+        kept, scale = _unpacked(records)
     else:
         scale = jax.lax.bitcast_convert_type(records[:, -_SCALE_BYTES:], jnp.float32)
         kept = records[:, :-_SCALE_BYTES]
@@ -217,7 +217,7 @@ def _widened(records: jax.Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -
     return checkpoint_name(round_to(whole, dtype), WIDENED)
 
 
-def _apart(records: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _unpacked(records: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Of "nf4-double": elements `(blocks, 32)` and scales `(blocks,)`."""
     size = _ELEMENT_BYTES["nf4-double"]
     ends = records[:, -2 * _SCALE_BYTES :].reshape(-1, 2, _SCALE_BYTES)

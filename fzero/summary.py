@@ -72,10 +72,16 @@ def _row(path: str, leaf: Any) -> tuple[str, ...]:
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None:
         return path, type(leaf).__name__, "", "", ""
-    axes = getattr(_sharding(leaf), "spec", None) or ()
-    split = ", ".join("-" if axis is None else str(axis) for axis in axes)
     here = "" if _sharding(leaf) is None else tier_of(leaf)
-    return path, f"{dtype}{list(shape)}", split or "whole", here, f"{_bytes(leaf):,} bytes"
+    size = f"{_bytes(leaf):,} bytes"
+    return path, f"{dtype}{list(shape)}", axes_in_words(_sharding(leaf)), here, size
+
+
+def axes_in_words(sharding: Any) -> str:
+    """The mesh axes that each dim of a leaf lies along."""
+    axes = ["-" if axis is None else axis if isinstance(axis, str) else "+".join(axis)
+            for axis in getattr(sharding, "spec", None) or ()]  # fmt: skip
+    return ", ".join(axes) or "whole"
 
 
 def _sharding(leaf: Any) -> Any:
@@ -103,7 +109,14 @@ def as_html(text: str) -> str:
     return f"<pre>{html.escape(text)}</pre>"
 
 
-class Printed:
+class Boxed:
+    """A class whose objects a notebook shows as they print."""
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
+
+
+class Printed(Boxed):
     """A class whose objects print as the lines of `_summary`."""
 
     def _summary(self) -> str:
@@ -114,6 +127,3 @@ class Printed:
             return self._summary()
         except FzeroError as error:  # logs and debuggers show what cannot be used, too
             return f"<{type(self).__name__}: {error}>"
-
-    def _repr_html_(self) -> str:
-        return as_html(repr(self))

@@ -292,3 +292,4 @@ def test_described_and_placed_are_the_states_own_shapes():
     assert about.bytes_per_device["opt_state"] == sum(map(device_bytes, kept.values()))
     where = fz.placement(plan, model, tx, num_devices=4)
     assert where.bytes_per_device["opt_state"] == about.bytes_per_device["opt_state"]
+    assert where.leaves == about.leaves

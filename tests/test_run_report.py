@@ -20,8 +20,9 @@ from fzero import cli
 from fzero.pipeline import Cost, one_f_one_b, simulate
 from fzero.report.pages import render
 from fzero.runs.files import read_run
-from fzero.runs.pictures import ACTIONS, CLASSES
+from fzero.runs.pictures import CLASSES
 from fzero.runs.trace import Copy, chrome_trace
+from fzero.schedule.kinds import COLOURS
 
 
 STEPS = 8
@@ -273,7 +274,7 @@ def test_a_browser_draws_the_pictures(tmp_path, capsys):
         return (pixels == [int(colour[i : i + 2], 16) for i in (1, 3, 5)]).all(-1)
 
     # Backward actions take twice as long as forward ones, in two timelines.
-    forward, backward = (where(ACTIONS[kind]) for kind in "FB")
+    forward, backward = (where(COLOURS[kind]) for kind in "FB")
     rows = np.flatnonzero((backward.sum(1) > 100) & (forward.sum(1) > 50))
     assert len(rows) > 40
     ratio = backward[rows].sum() / forward[rows].sum()

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from support import tiny
 
 import fzero as fz
-from fzero.state.new import lower_init
+from fzero.state.init import lower_init
 
 
 TX = optax.adam(1e-2)

@@ -10,9 +10,7 @@ from torch_bridge.calls import wrap as wrap
 from torch_bridge.configs import Imported as Imported
 from torch_bridge.configs import from_accelerate as from_accelerate
 from torch_bridge.configs import from_deepspeed as from_deepspeed
-from torch_bridge.configs import (
-    from_training_arguments as from_training_arguments,
-)
+from torch_bridge.configs import from_training_arguments as from_training_arguments
 from torch_bridge.convert import convert as convert
 from torch_bridge.converted import Applied as Applied
 from torch_bridge.converted import Converted as Converted
@@ -20,7 +18,7 @@ from torch_bridge.documents.batches import grain_batches as grain_batches
 from torch_bridge.documents.rows import Rows as Rows
 from torch_bridge.documents.tokens import Document as Document
 from torch_bridge.documents.tokens import read_documents as read_documents
-from torch_bridge.export.experts import OwnLossWarning as OwnLossWarning
+from torch_bridge.export.expert_stand_ins import OwnLossWarning as OwnLossWarning
 from torch_bridge.export.functions import register_function as register_function
 from torch_bridge.export.modes import ModeWarning as ModeWarning
 from torch_bridge.export.watch import PythonStateWarning as PythonStateWarning

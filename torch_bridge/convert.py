@@ -22,8 +22,8 @@ from torch_bridge.module.initial import COPIED_BYTES, num_bytes, on_host, read_i
 from torch_bridge.module.names import Layout, read_layout
 from torch_bridge.module.signature import CallForm
 from torch_bridge.module.wrappers import refuse_wrapped, unwrapped
-from torch_bridge.structure.again import Again, Graphs
 from torch_bridge.structure.divide import read_parallel
+from torch_bridge.structure.retrace import Again, Graphs
 from torch_bridge.structure.rolling import fewest_layers, roll_blocks
 
 

@@ -23,11 +23,11 @@ from torch_bridge.module.adapters import Adapter
 from torch_bridge.module.initial import on_host, with_masters
 from torch_bridge.module.names import Layout
 from torch_bridge.module.signature import build_output
-from torch_bridge.structure.again import Call, Computed, Graphs
 from torch_bridge.structure.blocks import Blocks
 from torch_bridge.structure.chain import ChainSource, chain_values, links_merged, make_chain
 from torch_bridge.structure.divide import Parallel
-from torch_bridge.structure.halves import Halving, predicted
+from torch_bridge.structure.loss_halves import Halving, predicted
+from torch_bridge.structure.retrace import Call, Computed, Graphs
 from torch_bridge.structure.rolled import Rolled
 from torch_bridge.structure.stacked import Names
 

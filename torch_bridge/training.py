@@ -20,7 +20,7 @@ from fzero.axes import PIPE
 from fzero.errors import CheckpointError, ConversionError
 from fzero.plan import Plan
 from fzero.report.layout import layout
-from fzero.state.new import init
+from fzero.state.init import init
 from fzero.state.require import require_alive
 from fzero.state.selection import read_from
 from fzero.state.train_state import TrainState

@@ -33,14 +33,7 @@ from fzero.sharding.relayout import Kept, copy_leaf, relayout
 from fzero.sharding.split import flat_splits, map_splits, stored_shapes, trained
 from fzero.state import compute_copy
 from fzero.state.fingerprint import compare
-from fzero.state.new import (
-    compute_of,
-    init,
-    key_of,
-    parked_field,
-    parked_leaf,
-    state_of,
-)
+from fzero.state.init import compute_of, init, key_of, parked_field, parked_leaf, state_of
 from fzero.state.replan import averages_at
 from fzero.state.train_state import Pending, TrainState
 from fzero.tree import PyTree, map_named, named_leaves, owner_of

@@ -171,13 +171,13 @@ def _save(
             np.asarray(jax.random.key_data(state.rng)).tolist(),
         ],
     }
-    with _alone(_absolute(path)):
+    with _one_writer(_absolute(path)):
         earlier = _end(path)  # an error of one process alone: in a store none stops here
         if earlier is not None and jax.process_count() > 1 and not is_url(path):
             raise earlier  # which ends the others: they wait in orbax's barrier for its part
         try:
             begin = _to_objects if is_url(path) else _to_directory
-            with _alone(_ANY):
+            with _one_writer(_ANY):
                 number = begin(path, leaves, meta, keep)
             if (not asynchronous or _EXIT_IS_ABRUPT) and (failed := _end(path)) is not None:
                 raise failed
@@ -233,7 +233,7 @@ def wait(path: str | os.PathLike[str]) -> None:
         >>> import fzero as fz
         >>> fz.wait("nothing/is/being/written/here")
     """
-    with _alone(_absolute(path)):
+    with _one_writer(_absolute(path)):
         error = _end(path)
     if error is not None:
         raise error
@@ -402,7 +402,7 @@ def _absolute(path: str | os.PathLike[str]) -> str:
 
 
 @contextlib.contextmanager
-def _alone(key: str) -> Iterator[None]:
+def _one_writer(key: str) -> Iterator[None]:
     """Looks after the writer of a path, other threads having done so.
 
     Raises:

@@ -117,7 +117,7 @@ def stack_of(path: Sequence[Any], stacks: Mapping[str, Rows]) -> str | None:
     return name if name in stacks else None
 
 
-def apart(tree: PyTree, stacks: Mapping[str, Rows], take: Callable[..., Any]) -> PyTree:
+def as_layers(tree: PyTree, stacks: Mapping[str, Rows], take: Callable[..., Any]) -> PyTree:
     """A tree of the parameters' structure with stacked leaves as `Layers`.
 
     Args:

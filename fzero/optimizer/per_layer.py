@@ -13,7 +13,7 @@ from fzero.errors import PlanError
 from fzero.optimizer.layers import (
     Rows,
     Scope,
-    apart,
+    as_layers,
     current_scope,
     is_layers,
     one_layer,
@@ -72,7 +72,7 @@ def per_layer(
         if scope.checking:
             return updates, state
         like = updates if params is None else params
-        shapes = state_shapes(inner, apart(like, scope.stacks, one_layer))
+        shapes = state_shapes(inner, as_layers(like, scope.stacks, one_layer))
         tree: Any = jax.tree.structure(updates)
         arrays = {
             name: layers_of(value, scope.stacks if jax.tree.structure(value) == tree else {})

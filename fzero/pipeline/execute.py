@@ -22,6 +22,7 @@ from fzero.pipeline.stage_inputs import StageInputs
 from fzero.processes import from_host
 from fzero.schedule.actions import Action, Schedule
 from fzero.schedule.builders import inference
+from fzero.schedule.kinds import WORDS
 from fzero.schedule.simulate import simulate
 from fzero.sharding.blueprint import Blueprint
 from fzero.tree import PyTree
@@ -367,10 +368,9 @@ class _Looking(_Run):
 
 def failed(action: Action, program: StagePrograms, error: Exception) -> PipelineError:
     """The error of an action that failed."""
-    kinds = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
     names = ", ".join(dict.fromkeys(piece.layer.name for piece in program.pieces))
     return PipelineError(
-        f"pipeline: the {kinds[action.kind]} of microbatch {action.microbatch} on stage"
+        f"pipeline: the {WORDS[action.kind]} of microbatch {action.microbatch} on stage"
         f" {action.stage} (rank {program.rank}, layers {names}; action {action}) failed:"
         f" {type(error).__name__}: {error}"
     )

@@ -7,6 +7,7 @@ of an unpipelined step (`fzero.zero.chain`), run on the stage's pieces of the ch
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,7 +38,7 @@ from fzero.zero.chain import (
     without_inputs,
 )
 from fzero.zero.collectives import all_reduce_tree, shard_index
-from fzero.zero.fetched import Fetched
+from fzero.zero.fetched import FetchedWeights
 from fzero.zero.finite import chain_marks, gradient_marks
 from fzero.zero.grads import float_mean, float_means, loss_seed, require_rows, unscaled
 from fzero.zero.keeping import keeps, room_for, settled
@@ -79,16 +80,8 @@ class StagePrograms:
         self.count = self.plan.microbatches
         self.stateful = [p.layer.name for p in self.pieces if p.layer.stateful]
         self._made: dict[str, Any] = {}
-        self.rules = Rules(
-            plan=self.plan,
-            splits=self.splits,
-            group=blue.group,
-            sharded=self.plan.zero == 3 and blue.group.shards > 1,
-            reduce=True,
-            prefetch=blue.prefetch,
-            halves=True,
-            room=room_for(blue, self.rank),
-        )
+        rules = Rules.of(blue, self.splits)
+        self.rules = dataclasses.replace(rules, room=room_for(blue, self.rank))
         self.keeps = keeps(self.rules)
 
     def place(self, tree: PyTree) -> PyTree:
@@ -98,24 +91,22 @@ class StagePrograms:
     @property
     def grad_specs(self) -> PyTree:
         """Specs of the stage's gradients on its mesh."""
-        return map_splits(lambda s: s.spec, trained(self.splits))
+        return map_splits(lambda s: s.spec(True, AXES), trained(self.splits))
 
     @property
     def grads_at(self) -> PyTree:
         """Where its gradients lie."""
-        return map_splits(
-            lambda s: NamedSharding(self.mesh, s.lies(sharded=True)), trained(self.splits)
-        )
+        return map_splits(lambda s: NamedSharding(self.mesh, s.spec(True)), trained(self.splits))
 
     @cached_property
     def kept_specs(self) -> PyTree:
         """Specs of what the forward pass reads."""
-        return map_splits(lambda s: s.spec if self._sharded else WHOLE, self.splits)
+        return map_splits(lambda s: s.spec(self._sharded, AXES), self.splits)
 
     @cached_property
     def kept_at(self) -> PyTree:
         """Where what the forward pass reads lies."""
-        return map_splits(lambda s: NamedSharding(self.mesh, s.lies(self._sharded)), self.splits)
+        return map_splits(lambda s: NamedSharding(self.mesh, s.spec(self._sharded)), self.splits)
 
     @property
     def _sharded(self) -> bool:
@@ -166,7 +157,7 @@ class StagePrograms:
 
             def passed(rules: Rules) -> tuple[Any, Saved, PyTree]:
                 return train_forward(
-                    self.pieces, Fetched(rules, kept), given, old, rows, rng,
+                    self.pieces, FetchedWeights(rules, kept), given, old, rows, rng,
                     first=self.first, last=self.last,
                 )  # fmt: skip
 

@@ -178,7 +178,7 @@ class StageInputs:
             if not split.stacked:
                 return self._added([grad for _, grad in grads], split, home.ranks[0])
             by_rank = [self._rows(grads, split, rank) for rank in home.ranks]
-            return self._joined(by_rank, home, split.lies(sharded=True))
+            return self._joined(by_rank, home, split.spec(True))
 
         return map_splits(home_sum, trained(self.blue.params))
 
@@ -186,7 +186,7 @@ class StageInputs:
         """A tied leaf's gradients from several stages, added where it lives, first stage first."""
         if len(grads) == 1:
             return grads[0]
-        to = NamedSharding(self.blue.rank_mesh(rank), split.lies(sharded=True))
+        to = NamedSharding(self.blue.rank_mesh(rank), split.spec(True))
         key = "add", len(grads), to
         if key not in self._joins:
             self._joins[key] = jit_on(
@@ -203,7 +203,7 @@ class StageInputs:
         fill = rows - sum(grad.shape[0] for grad in own)
         if len(own) == 1 and not fill:
             return own[0]
-        to = NamedSharding(self.blue.rank_mesh(rank), split.lies(sharded=True))
+        to = NamedSharding(self.blue.rank_mesh(rank), split.spec(True))
         key = "rows", rank, split.path
         if key not in self._joins:
 

@@ -16,7 +16,7 @@ from fzero.plan import Plan
 from fzero.preflight.result import Preflight
 from fzero.preflight.tables import duration, size, table_of, text_of
 from fzero.report.report import CLASSES, Report
-from fzero.state.new import init
+from fzero.state.init import init
 from fzero.step import train_step
 from fzero.storage.tiers import DEVICE
 from fzero.tree import PyTree

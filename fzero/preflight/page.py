@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from fzero.preflight.result import Preflight, describe_plan
 from fzero.preflight.tables import duration, merged, size
 from fzero.report.pages import render
+from fzero.schedule import kinds
 
 
 _WIDTH = 960
@@ -21,8 +22,6 @@ COLOURS = {
     "gradients": "#CC79A7", "temporaries": "#D55E00", "reserve": "#555555", "free": "#eeeeee",
 }  # fmt: skip
 _KERNELS, _HIDDEN, _OPEN = "#0072B2", "#009E73", "#D55E00"
-_ACTIONS = {"F": "#56B4E9", "B": "#009E73", "I": "#009E73", "W": "#E69F00"}
-_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
 class _Bar(NamedTuple):
@@ -148,13 +147,14 @@ def _pipeline(found: Preflight) -> dict[str, Any]:
     scale = (_WIDTH - _LABEL) / max(own.makespan_seconds, 1e-12)
     bars = [
         _Bar(
-            _LABEL + scale * start, 4 + rank * _ROW, scale * (end - start), _ACTIONS[kind],
-            f"{_WORDS[kind]} of microbatch {microbatch} on stage {stage}: {duration(end - start)}",
+            _LABEL + scale * start, 4 + rank * _ROW, scale * (end - start), kinds.COLOURS[kind],
+            f"{kinds.WORDS[kind]} of microbatch {microbatch} on stage {stage}:"
+            f" {duration(end - start)}",
             edge=True,
         )
         for rank, kind, stage, microbatch, start, end in own.events
     ]  # fmt: skip
-    kinds = dict.fromkeys(event[1] for event in own.events)
+    used = dict.fromkeys(event[1] for event in own.events)
     return {
         "label": "simulated pipeline",
         "height": len(own.peak_live_per_rank) * _ROW + 6,
@@ -163,7 +163,7 @@ def _pipeline(found: Preflight) -> dict[str, Any]:
             for rank, peak in enumerate(own.peak_bytes_per_rank)
         ],
         "bars": bars,
-        "key": [(_ACTIONS[kind], _WORDS[kind]) for kind in kinds],
+        "key": [(kinds.COLOURS[kind], kinds.WORDS[kind]) for kind in used],
         "note": f"{own.schedule}: {duration(own.makespan_seconds)},"
         f" {own.bubble_fraction:.1%} idle (simulated)",
     }

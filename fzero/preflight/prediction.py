@@ -52,8 +52,7 @@ def predicted(
     )
     started = time.perf_counter()
     sizes = plan.sizes(where.num_devices)
-    num_devices = math.prod((plan.pipe, sizes["data"], sizes["replica"], *plan.further.values()))
-    devices = target.devices[:num_devices]
+    devices = target.devices[: math.prod(sizes.values())]
     blue = blueprint(model, tx, on_the_device(plan), devices)
     if where.is_gpu:  # described devices do not say how much of their memory jax may take
         blue = dataclasses.replace(blue, memory=int(XLA_SHARE * target.rates.memory_bytes))
@@ -77,7 +76,7 @@ def predicted(
 
 def _parking(found: Preflight, plan: Plan, where: Report, gradients: int) -> Preflight:
     """The prediction of a plan that parks leaves, from that of the same with all on the device."""
-    b, memory = found.bounds, found.memory
+    b, memory, held = found.bounds, found.memory, where.fullest(DEVICE)
     away = parked(plan, where, found.rates, gradients, found.work.likely_seconds)
     moved = away.host_bytes + away.disk_bytes
     scale = {
@@ -104,7 +103,7 @@ def _parking(found: Preflight, plan: Plan, where: Report, gradients: int) -> Pre
         parked=away,
         memory=dataclasses.replace(
             memory,
-            state={name: where.fullest(DEVICE)[name] for name in memory.state},
+            state={name: held[name] for name in memory.state},
             temporaries=memory.temporaries + away.visiting_bytes,
             peak=max(0, memory.peak - moved) + away.visiting_bytes,
         ),
@@ -133,7 +132,7 @@ class _Predictor:
         num_shares: int,
     ) -> None:
         self.target, self.step, self.fields = target, step, fields
-        self.batch, self.num_shares = batch, num_shares
+        self.batch = batch
         self.plan: Plan = step.plan
         self.blue: Blueprint = step.blueprint
         self.where_kept = Report.of_plan(self.blue)
@@ -198,47 +197,21 @@ class _Predictor:
 
     def pipeline(self) -> Preflight:
         """The prediction of a step that is many programs."""
-        compiler = StageCompiler(self.step.executor, self.target)
+        compiler, ranks = StageCompiler(self.step.executor, self.target), range(self.plan.pipe)
         run = compiler.run(self.fields, abstract_batch(self.batch, self.blue.rank_mesh(0)))
-        per_rank = self.blue.mesh.size // self.plan.pipe
-        kept = [
-            self._state_bytes(range(rank * per_rank, (rank + 1) * per_rank))
-            for rank in range(self.plan.pipe)
-        ]
-        own = batch_bytes(self.batch, self.blue.rank_mesh(0))
         updating = compiler.update_bytes(self.step, self.fields, run)
-        working = [max(pair) for pair in zip(run.working_bytes, updating, strict=True)]
-        peaks = [sum(s.values()) + own + more for s, more in zip(kept, working, strict=True)]
-        full = max(range(self.plan.pipe), key=lambda rank: peaks[rank])
         programs = [
             [run.stages[e.action.stage].programs[e.action.kind] for e in row]
             for row in run.timeline.rank_events
         ]
-        updates = compiler.update_work
+        memory = [self._rank_memory(run, rank, updating[rank], programs[rank]) for rank in ranks]
         work = [
             sum((program.work for program in own), update)
-            for own, update in zip(programs, updates, strict=True)
+            for own, update in zip(programs, compiler.update_work, strict=True)
         ]
-        gradients = sum(stage.sums_bytes for stage in run.stages if stage.rank == full)
-        saved = run.saved_bytes[full]
-        memory = Memory(
-            state=kept[full],
-            batch=own,
-            saved_activations=saved,
-            secondary=0,
-            gradients=gradients,
-            temporaries=max(0, working[full] - saved - gradients),
-            peak=peaks[full],
-            gathered=max(program.gathered.most_bytes for program in programs[full]),
-            gathered_in_loops=max(program.gathered.in_loop_bytes for program in programs[full]),
-        )
-        sent = [
-            rank_collectives(compiler, run.stages, rank) + self._update(rank)
-            for rank in range(self.plan.pipe)
-        ]
-        busiest = max(sent, key=lambda found: traffic(found).communicated_bytes)
-        update = max((traffic(self._update(rank)) for rank in range(self.plan.pipe)),
-                     key=lambda sums: sums.seconds)  # fmt: skip
+        updates = [self._update(rank) for rank in ranks]
+        sent = [rank_collectives(compiler, run.stages, rank) + updates[rank] for rank in ranks]
+        slowest = max(map(traffic, updates), key=lambda sums: sums.seconds)
         notes = [
             "bytes are those of the fullest rank, traffic that of the rank with the most, work that"
             " of the busiest; the optimizer's programs run one after the other (collectives marked"
@@ -246,15 +219,37 @@ class _Predictor:
         ]
         found = self._result(
             [program for own in programs for program in own],
-            memory,
-            busiest,
+            max(memory, key=lambda own: own.peak),
+            max(sent, key=lambda found: traffic(found).communicated_bytes),
             max(work, key=lambda own: own.likely_seconds),
             compiler.seconds,
             notes,
-            _makespans(run, update, updates),
+            _makespans(run, slowest, compiler.update_work),
         )
         mean = sum(own.flops for own in work) // len(work)
-        return dataclasses.replace(found, compiled_flops=mean, pipeline=self._summary(run, peaks))
+        summary = self._summary(run, [own.peak for own in memory])
+        return dataclasses.replace(found, compiled_flops=mean, pipeline=summary)
+
+    def _rank_memory(
+        self, run: PipelineRun, rank: int, updating: int, programs: Sequence[Compiled]
+    ) -> Memory:
+        """Bytes of a rank of a pipeline, at its peak: while passes run, or in the update."""
+        per_rank = self.blue.mesh.size // self.plan.pipe
+        kept = self._state_bytes(range(rank * per_rank, (rank + 1) * per_rank))
+        own = batch_bytes(self.batch, self.blue.rank_mesh(0))
+        working, saved = max(run.working_bytes[rank], updating), run.saved_bytes[rank]
+        gradients = sum(stage.sums_bytes for stage in run.stages if stage.rank == rank)
+        return Memory(
+            state=kept,
+            batch=own,
+            saved_activations=saved,
+            secondary=0,
+            gradients=gradients,
+            temporaries=max(0, working - saved - gradients),
+            peak=sum(kept.values()) + own + working,
+            gathered=max(program.gathered.most_bytes for program in programs),
+            gathered_in_loops=max(program.gathered.in_loop_bytes for program in programs),
+        )
 
     def _result(
         self,

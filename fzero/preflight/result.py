@@ -17,7 +17,7 @@ from fzero.preflight.parked import Parked
 from fzero.preflight.rates import Rates
 from fzero.preflight.tables import duration, merged, size, table_of, text_of
 from fzero.preflight.topology import Topology
-from fzero.summary import as_html
+from fzero.summary import Boxed
 
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class PipelineSummary:
 
 
 @dataclass(frozen=True)
-class Preflight:
+class Preflight(Boxed):
     """What a step will need and how long it may take, per device; prints as tables.
 
     Args:
@@ -250,9 +250,6 @@ class Preflight:
 
     def __str__(self) -> str:
         return rendered(self)
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self))
 
 
 def _share(part: float, whole: float) -> str:

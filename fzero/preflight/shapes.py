@@ -22,7 +22,7 @@ from fzero.sharding.split import split_params
 from fzero.step.passes import OneProgram, kept_by
 from fzero.tree import PyTree, leaf_bytes
 from fzero.zero.chain import train_forward
-from fzero.zero.fetched import Fetched
+from fzero.zero.fetched import FetchedWeights
 from fzero.zero.grads import first_saved, keeping_rules
 from fzero.zero.keeping import saved_bytes
 from fzero.zero.layer import End
@@ -56,7 +56,7 @@ def model_flops(model: Model, plan: Plan, batch: PyTree, times: int) -> int:
 
     def forward(params: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array) -> Any:
         pieces = whole_chain(model.layers)
-        end, _, _ = train_forward(pieces, Fetched(rules, params), batch, buffers, batch, key)
+        end, _, _ = train_forward(pieces, FetchedWeights(rules, params), batch, buffers, batch, key)
         assert isinstance(end, End)
         return end.mean
 

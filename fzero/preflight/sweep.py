@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,9 @@ from fzero.preflight.rates import Rates, default_rates
 from fzero.preflight.result import Preflight
 from fzero.preflight.tables import duration, size, table_of, text_of
 from fzero.preflight.topology import Topology, parse
-from fzero.report.placement import placement
+from fzero.report.report import Report
+from fzero.sharding.blueprint import planned
+from fzero.storage.tiers import DEVICE
 from fzero.tree import PyTree
 
 
@@ -205,12 +206,9 @@ def _try(
     plan: Plan | None = None
     try:
         plan = dataclasses.replace(base, **choice)
-        sizes = plan.sizes(where.num_devices)
         model = model_of(plan)
-        parts = plan.pipe, sizes["data"], sizes["replica"], *plan.further.values()
-        num_devices = math.prod(parts)
-        kept = placement(plan, model, tx, num_devices=num_devices)
-        state = kept.bytes_per_device["total"]
+        kept = Report.of_plan(planned(model, tx, plan, plan.sizes(where.num_devices)))
+        state = kept.fullest(DEVICE)["total"]
         if state > rates.memory_bytes - rates.reserve_bytes:
             return Tried(choice, plan, NOT_COMPILED, state_bytes=state)
         found = preflight(model, tx, plan, batch, where, rates=rates)

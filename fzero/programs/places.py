@@ -75,19 +75,32 @@ class _Where:
     turn: int
 
 
+class Labels(NamedTuple):
+    """What is computed together, of one place: leaves with equal labels.
+
+    Args:
+        given: a label for each leaf of the arguments.
+        made: takes the results' shapes and gives a label for each leaf, which counts where it
+            follows from no large argument. By default they have none.
+    """
+
+    given: PyTree = None
+    made: Callable[[PyTree], Sequence[str]] | None = None
+
+
+NO_LABELS = Labels()
+
+
 class PlacedFunction:
     """A pure function whose arguments and results live on different devices.
 
     Args:
         function: what to run.
         args: its arguments as `jax.ShapeDtypeStruct`s with `NamedSharding`s.
-        labels: for each argument leaf, what it is computed together with; all of a place's, if not
-            given.
-        out_labels: takes the outputs' shapes and says for each what it is computed together with,
-            where it follows from no large argument.
         out_shardings: takes the outputs' shapes and gives a `NamedSharding` for each.
         everywhere: mesh of all devices.
         donate: indices of arguments whose memory may be reused.
+        labels: what is computed together; all of a place, if not given.
         what: what the function is, for messages.
         compiler_options: of every program.
 
@@ -102,9 +115,8 @@ class PlacedFunction:
         out_shardings: Callable[[PyTree], PyTree],
         everywhere: Mesh,
         donate: Sequence[int] = (),
-        labels: PyTree = None,
+        labels: Labels = NO_LABELS,
         what: str = "function",
-        out_labels: Callable[[PyTree], Sequence[str]] | None = None,
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.compiler_options = dict(compiler_options or {}) or None
@@ -121,12 +133,11 @@ class PlacedFunction:
         self.meshes: dict[Devices, Any] = {tuple(everywhere.devices.flat): everywhere}
         self.shardings: dict[Var, NamedSharding] = {}
         self.where: dict[Var, _Where] = {}
-        input_labels = [""] * len(leaves) if labels is None else jax.tree.leaves(labels)
-        self._place_inputs(leaves, input_labels)
+        self._place_inputs(leaves, jax.tree.leaves(labels.given) or [""] * len(leaves))
         self._place_steps()
         donated = [i in donate for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         self.donated = {v for v, d in zip(self.program.inputs, donated, strict=True) if d}
-        self._divide(wanted, [""] * len(wanted) if out_labels is None else out_labels(out))
+        self._divide(wanted, labels.made(out) if labels.made else [""] * len(wanted))
 
     def _place_inputs(self, leaves: Sequence[Any], labels: Sequence[str]) -> None:
         whole = tuple(self.everywhere.devices.flat)

@@ -22,7 +22,7 @@ from fzero.report.report import LeafReport, Report, planned_on, table
 from fzero.sharding.blueprint import secondary_size
 from fzero.sharding.chunks import OWNED
 from fzero.storage.tiers import DEVICE, TIERS
-from fzero.summary import as_html
+from fzero.summary import Boxed
 from fzero.tree import found_in
 from fzero.zero.quantize import BLOCK, encoded_bytes
 
@@ -32,7 +32,7 @@ ROWS = 30
 
 
 @dataclass(frozen=True, repr=False)
-class Description:
+class Description(Boxed):
     """What a plan does with a model; prints as a table.
 
     Args:
@@ -79,10 +79,10 @@ class Description:
 
     def to_json(self) -> dict[str, Any]:
         """The description as a JSON-able dict."""
-        said = dataclasses.asdict(self) | {"elements_communicated": self.elements_communicated}
-        for leaf in said["leaves"]:  # positions of the ranks' devices, of which there may be many
-            del leaf["devices"]
-        return said
+        # Ranks say as much as their devices, of which there may be many.
+        leaves = tuple(dataclasses.replace(leaf, devices=()) for leaf in self.leaves)
+        said = dataclasses.asdict(dataclasses.replace(self, leaves=leaves))
+        return said | {"elements_communicated": self.elements_communicated}
 
     def __repr__(self) -> str:
         kept = ", ".join(f"{name} {size:,}" for name, size in self.bytes_per_device.items())
@@ -90,9 +90,6 @@ class Description:
             f"Description({self.plan!r}, {self.num_devices} devices, {len(self.leaves)} leaves,"
             f" {self.num_elements:,} parameters; bytes per device: {kept})"
         )
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self))
 
     def __str__(self) -> str:
         cut = self.plan.pipe > 1
@@ -216,7 +213,8 @@ def describe(
     sizes, report = dict(blue.mesh.shape), Report.of_plan(blue)
     trains = {"opt_state": tx is not None, "ema": plan.ema is not None}
     counted = ["params", "compute", *(x for x in OWNED if trains[x]), "buffers", "total"]
-    held = {tier: {name: report.fullest(tier)[name] for name in counted} for tier in TIERS}
+    most = {tier: report.fullest(tier) for tier in TIERS}
+    held = {tier: {name: sizes[name] for name in counted} for tier, sizes in most.items()}
     used = {leaf.tier for leaf in report.leaves} - {DEVICE}
     known = plan.secondary != "host" or devices is not None
     secondary = secondary_size(plan, sizes[DATA], devices) if known else 0

@@ -15,11 +15,11 @@ from fzero.model import Model
 from fzero.plan import Plan
 from fzero.sharding.blueprint import blueprint
 from fzero.state.train_state import TrainState
-from fzero.summary import as_html
+from fzero.summary import Boxed
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Boxed):
     """Where everything lies under a plan; nothing is allocated.
 
     Args:
@@ -39,9 +39,6 @@ class Layout:
     batch_sharding: NamedSharding
     shared_sharding: NamedSharding
     batch_multiple: int
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self))
 
     @property
     def shardings(self) -> Any:

@@ -17,11 +17,11 @@ from fzero.report.report import CLASSES, LeafReport, Report, planned_on, table
 from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import DEVICE, DISK, HOST, TIERS
-from fzero.summary import as_html
+from fzero.summary import Boxed
 
 
 @dataclass(frozen=True, repr=False)
-class Placement:
+class Placement(Boxed):
     """Where a state is, in bytes; prints as a table.
 
     Every dict has the state classes and `total` as keys. What is parked counts for the device that
@@ -85,9 +85,6 @@ class Placement:
 
     def __repr__(self) -> str:
         return str(self)
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self))
 
     def __str__(self) -> str:
         number = f"bytes in {self.num_devices} device{'s' * (self.num_devices != 1)}"

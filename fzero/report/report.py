@@ -22,9 +22,10 @@ from fzero.plan import Plan
 from fzero.sharding.blueprint import Blueprint, planned
 from fzero.sharding.chunks import OWNED
 from fzero.sharding.relayout import Kept
-from fzero.sharding.split import Home, Split, flat_splits, trained
+from fzero.sharding.split import Home, flat_splits
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import DEVICE, DISK, on_device, tier_of
+from fzero.summary import axes_in_words
 from fzero.tree import leaf_bytes, named_leaves
 
 
@@ -157,10 +158,8 @@ def _row(
     size = leaf_bytes(leaf, shard)
     pieces = math.prod(-(-n // max(own, 1)) for n, own in zip(stored, shard, strict=True))
     copies = pieces if tier == DISK else len(devices)
-    axes = ["-" if axis is None else axis if isinstance(axis, str) else "+".join(axis)
-            for axis in getattr(leaf.sharding, "spec", ())]  # fmt: skip
     row: dict[str, Any] = {
-        "shape": stored, "dtype": str(leaf.dtype), "spec": ", ".join(axes) or "whole",
+        "shape": stored, "dtype": str(leaf.dtype), "spec": axes_in_words(leaf.sharding),
         "bytes_per_device": size, "bytes_in_all": size * copies,
     }  # fmt: skip
     return LeafReport(name, path, tier=tier, devices=devices, **row | planned)
@@ -180,35 +179,34 @@ def _planned(blue: Blueprint) -> Iterator[LeafReport]:
     def devices_of(ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(rank * per_rank + i for rank in ranks for i in range(per_rank))
 
-    def row(name: str, path: str, to: Any, split: Split | None, home: Home | None) -> LeafReport:
-        sharded = split is not None and plan.shards(name)
-        why = "buffers stay whole" if split is None else split.reason
-        if split is not None and split.dim is not None and not sharded:
-            why = f"zero={plan.zero} keeps {name} whole"
-        kept = Kept.at(home, to.shape) if split is None else Kept.of(split, sharded)
+    def row(
+        name: str, path: str, to: Any, kept: Kept, home: Home | None, **more: Any
+    ) -> LeafReport:
         parking = blue.chunks.parked.get((name, path))
         ranks = () if home is None else home.ranks
-        more: dict[str, Any] = {"axes": () if split is None else split.axes}
-        if split is not None and split.dim is not None and sharded:
-            more.update(
-                dim=split.dim, pad_rows=split.pad, over=split.over, shards=split.shards
-            )  # fmt: skip
+        more["why"] += _layers(home)
         return _row(
             name, path, to, DEVICE if parking is None else parking.tier,
-            devices_of(ranks or range(plan.pipe)), shape=kept.logical, why=why + _layers(home),
-            ranks=ranks, **more,
+            devices_of(ranks or range(plan.pipe)), shape=kept.logical, ranks=ranks, **more,
         )  # fmt: skip
 
-    own = {name: getattr(blue, name) for name in OWNED}
-    of_fields = {"params": blue.params, "compute": trained(blue.params), **own}
-    for name, splits in of_fields.items():
+    for name in ("params", "compute", *OWNED):
         if shapes[name] is None:
             continue
-        leaves = jax.tree.leaves(shapes[name])
-        for split, to in zip(flat_splits(splits), leaves, strict=True):
-            yield row(name, split.path, to, split, split.home)
-    for path, to in named_leaves(shapes["buffers"]):
-        yield row("buffers", path, to, None, blue.home_of(path.split("/")[0]))
+        sharded, each = plan.shards(name), map(jax.tree.leaves, (shapes[name], blue.kept(name)))
+        for split, to, kept in zip(flat_splits(blue.splits(name)), *each, strict=True):
+            more: dict[str, Any] = {"axes": split.axes, "why": split.reason}
+            if sharded and split.dim is not None:
+                more |= {"dim": split.dim, "pad_rows": split.pad}
+                more |= {"over": split.over, "shards": split.shards}
+            elif split.dim is not None:
+                more["why"] = f"zero={plan.zero} keeps {name} whole"
+            yield row(name, split.path, to, kept, split.home, **more)
+    for (path, to), kept in zip(
+        named_leaves(shapes["buffers"]), jax.tree.leaves(blue.kept("buffers")), strict=True
+    ):
+        home = blue.home_of(path.split("/")[0])
+        yield row("buffers", path, to, kept, home, why="buffers stay whole")
 
 
 def _layers(home: Home | None) -> str:

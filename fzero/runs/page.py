@@ -11,6 +11,7 @@ from fzero.preflight.tables import duration, size
 from fzero.report.pages import render
 from fzero.runs import pictures
 from fzero.runs.files import Run, differences
+from fzero.schedule.kinds import COLOURS, WORDS
 
 
 TEMPLATE = "runs/page.html.jinja"
@@ -45,11 +46,7 @@ def page(runs: Sequence[Run]) -> str:
         copies=[(run, _copies(run)) for run in runs if run.copies],
         environment=_rows(runs, ENVIRONMENT),
         plans=[(run, _plan(run)) for run in runs],
-        actions=[
-            (pictures.ACTIONS[kind], word)
-            for kind, word in (("F", "forward"), ("B", "backward"), ("I", "input gradient"),
-                               ("W", "weight gradient"))
-        ],
+        actions=[(COLOURS[kind], word) for kind, word in WORDS.items()],
     )  # fmt: skip
 
 

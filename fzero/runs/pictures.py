@@ -10,6 +10,7 @@ from typing import Any
 
 from fzero.errors import FzeroError
 from fzero.runs.files import Run
+from fzero.schedule.kinds import COLOURS
 from fzero.schedule.simulate import Timeline
 from fzero.units import byte_unit
 
@@ -20,7 +21,6 @@ CLASSES = {
     "params": "#0072B2", "compute": "#56B4E9", "opt_state": "#009E73", "buffers": "#999999",
     "ema": "#F0E442", "grads": "#CC79A7", "error": "#882255",
 }  # fmt: skip
-ACTIONS = {"F": "#56B4E9", "B": "#009E73", "I": "#2E8B70", "W": "#E69F00"}
 TIMES = {
     "first step": "#E69F00", "step": "#0072B2", "validation": "#56B4E9", "checkpoint": "#009E73",
 }  # fmt: skip
@@ -182,7 +182,7 @@ def _draw(axes: Any, timeline: Timeline, scale: float) -> None:
     for event in timeline.events:
         start, long = event.start_s * scale, (event.end_s - event.start_s) * scale
         axes.broken_barh(
-            [(start, long)], (event.rank - 0.42, 0.84), facecolors=ACTIONS[event.action.kind],
+            [(start, long)], (event.rank - 0.42, 0.84), facecolors=COLOURS[event.action.kind],
             edgecolors="white", linewidth=0.6,
         )  # fmt: skip
         if long > 0.012 * timeline.makespan_s * scale:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from fzero.offload.stream import Visit
 from fzero.schedule.actions import Action
+from fzero.schedule.kinds import WORDS
 from fzero.schedule.order import gives, needs
 from fzero.schedule.simulate import Timeline
 
 
 # What a trace calls the kinds of actions.
-KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _MICRO = 1e6
 
 
@@ -136,7 +136,7 @@ def chrome_trace(
         spans = {
             f"rank {rank}": [
                 _Span(
-                    f"{KINDS[e.action.kind]} {e.action.microbatch}", e.start_s, e.end_s, e.action
+                    f"{WORDS[e.action.kind]} {e.action.microbatch}", e.start_s, e.end_s, e.action
                 )
                 for e in row
             ]

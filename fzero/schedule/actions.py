@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 
 from fzero.errors import ScheduleError
 from fzero.schedule.grid import format_grid
-from fzero.schedule.html import coloured
+from fzero.schedule.kinds import coloured
 from fzero.schedule.serialize import Source, Text, read_csv, read_json, write_csv, write_json
 
 

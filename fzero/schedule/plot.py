@@ -6,7 +6,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from fzero.errors import ScheduleError
-from fzero.schedule.actions import Kind
+from fzero.schedule.kinds import COLOURS, WORDS
 from fzero.schedule.simulate import Timeline
 from fzero.units import byte_unit
 
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Okabe and Ito's colours: told apart with every common colour blindness, and in grey.
-COLOURS: dict[Kind, str] = {"F": "#56B4E9", "B": "#009E73", "I": "#2E8B70", "W": "#E69F00"}
-NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input grad", "W": "weight grad"}
 _BUBBLE = "#ECECEC"
 
 # Inches. A cell of a third of an inch holds two digits; beyond the longest figure they shrink.
@@ -150,7 +147,7 @@ def _legend(axes: Axes, timeline: Timeline) -> None:
     from matplotlib.patches import Patch
 
     used = [kind for kind in COLOURS if any(e.action.kind == kind for e in timeline.events)]
-    patches: list[Any] = [Patch(facecolor=COLOURS[k], label=NAMES[k]) for k in used]
+    patches: list[Any] = [Patch(facecolor=COLOURS[k], label=WORDS[k]) for k in used]
     patches.append(Patch(facecolor=_BUBBLE, label="bubble"))
     chunks = timeline.schedule.num_chunks
     if chunks > 1:

@@ -299,7 +299,7 @@ class Blueprint:
 
     def constrain(self, split: Any, leaf: jax.Array, sharded: bool = True) -> jax.Array:
         """Asks the compiler to keep a logical leaf split (unevenly where it would be padded)."""
-        to = self.sharding(split.home, split.lies(sharded))
+        to = self.sharding(split.home, split.spec(sharded))
         return jax.lax.with_sharding_constraint(leaf, to)
 
 

@@ -44,7 +44,7 @@ class Group:
         """Devices that ZeRO can share a leaf out over."""
         return math.prod(shared_over({DATA: self.data, **dict(self.further)}).values())
 
-    def alone(self, function: Callable[..., Any], specs: Any, out: Any) -> Callable[..., Any]:
+    def on_parts(self, function: Callable[..., Any], specs: Any, out: Any) -> Callable[..., Any]:
         """A function that runs collectives, with each device's part of its arguments alone.
 
         Around collectives over the data axis XLA would gather what it divides over further ones, so

@@ -55,7 +55,7 @@ def initial_shapes(model: Model) -> tuple[PyTree, PyTree]:
             shapes = _traced(model)[1]
         else:
             params, buffers = model.init
-            _require_apart(params, buffers)
+            _require_not_shared(params, buffers)
             shapes = shapes_of((params, buffers))
         known[key] = shapes
     found: tuple[PyTree, PyTree] = known[key]
@@ -91,7 +91,7 @@ def _traced(model: Model) -> tuple[Any, Any, InitFn]:
 
         def checked(rng: jax.Array) -> tuple[PyTree, PyTree]:
             params, buffers = init(rng)
-            _require_apart(params, buffers)
+            _require_not_shared(params, buffers)
             return params, buffers
 
         make = jax.make_jaxpr(checked, return_shape=True)
@@ -101,7 +101,7 @@ def _traced(model: Model) -> tuple[Any, Any, InitFn]:
     return found
 
 
-def _require_apart(params: PyTree, buffers: PyTree) -> None:
+def _require_not_shared(params: PyTree, buffers: PyTree) -> None:
     found = aliased_leaves({"params": params, "buffers": buffers})
     if found:
         raise StateError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fzero.axes import DATA, shared_over
+from fzero.axes import shared_over
 from fzero.errors import PlanError, StateError
 from fzero.links import Stack
 from fzero.model import Model
@@ -124,34 +124,25 @@ class Split:
             *self.shape[self.dim + 1 :],
         )
 
-    @property
-    def spec(self) -> PartitionSpec:
-        """How it is cut over the data axis alone, where it is kept sharded."""
-        if self.dim is None:
-            return PartitionSpec()
-        return PartitionSpec(*(None,) * self.dim, DATA)
-
-    def lies(self, sharded: bool) -> PartitionSpec:
-        """How it lies over all mesh axes, kept sharded or not."""
-        return PartitionSpec(*self._along(self.over if sharded else ()))
-
-    def beside(self, ndim: int, sharded: bool = False) -> PartitionSpec:
-        """How it, or one layer of it, lies over the further axes.
+    def spec(
+        self, sharded: bool, among: Collection[str] | None = None, ndim: int | None = None
+    ) -> PartitionSpec:
+        """How it lies over the axes of the mesh.
 
         Args:
-            ndim: its number of dims, which tells a layer from the leaf.
-            sharded: whether it is a shard, or whole.
+            sharded: whether it is kept sharded, or whole.
+            among: the axes to tell of; all by default. Within a step's `shard_map` it is `AXES`
+                that cut a leaf, and `FURTHER` that XLA is told of.
+            ndim: of one layer of it, which has a dim less; of the leaf by default.
         """
-        axes = self._along(self.over[1:] if sharded else ())
-        return PartitionSpec(*axes[len(self.shape) - ndim :])
-
-    def _along(self, over: tuple[str, ...]) -> list[Any]:
-        """What each dim lies along, with these axes along `dim`."""
-        axes: list[Any] = [*self.axes]
-        if over and self.dim is not None:
-            axes += [None] * (self.dim + 1 - len(axes))
-            axes[self.dim] = over if len(over) > 1 else over[0]
-        return axes
+        dims: list[tuple[str, ...]] = [() if axis is None else (axis,) for axis in self.axes]
+        if sharded and self.dim is not None:
+            dims += [()] * (self.dim + 1 - len(dims))
+            dims[self.dim] = self.over
+        if among is not None:
+            dims = [tuple(axis for axis in dim if axis in among) for dim in dims]
+        first = 0 if ndim is None else len(self.shape) - ndim
+        return PartitionSpec(*(dim[0] if len(dim) == 1 else dim or None for dim in dims[first:]))
 
     @property
     def layer_dim(self) -> int | None:
@@ -398,7 +389,7 @@ def stored_shapes(
         return jax.ShapeDtypeStruct(
             split.stored_shape if sharded else split.shape,
             split.dtype if dtype is None else dtype(split),
-            sharding=sharding(split.home, split.lies(sharded)),
+            sharding=sharding(split.home, split.spec(sharded)),
         )
 
     return map_splits(stored, splits)

@@ -17,20 +17,13 @@ from typing import Any
 import jax
 
 from fzero.errors import PlanError
-from fzero.links import (
-    Context,
-    Layer,
-    Stack,
-    apply_layer,
-    layer_params,
-    split_shared,
-)
+from fzero.links import Context, Layer, Stack, apply_layer, layer_params, split_shared
 from fzero.model import Model, Sequential
 from fzero.pieces import Piece
 from fzero.programs.flops import flops
 from fzero.schedule.grid import short
 from fzero.sharding.initial import initial_shapes
-from fzero.summary import as_html
+from fzero.summary import Boxed
 from fzero.tree import PyTree, shape_of
 
 
@@ -44,7 +37,7 @@ _MOST_STAGES = 40
 
 
 @dataclass(frozen=True, repr=False)
-class Partition:
+class Partition(Boxed):
     """A chain cut into stages.
 
     Args:
@@ -80,9 +73,6 @@ class Partition:
 
     def __repr__(self) -> str:
         return f"Partition({self.num_stages} stages, {self.quantity}, sizes={short(self.sizes)})"
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self))
 
     def __str__(self) -> str:
         balanced = self.quantity != "layers"

@@ -21,7 +21,7 @@ from fzero.sharding.chunks import Parking
 from fzero.sharding.relayout import Kept, place, relayout
 from fzero.sharding.split import Split, map_splits, trained
 from fzero.state import compute_copy
-from fzero.state.new import compute_of, folder_of
+from fzero.state.init import compute_of, folder_of
 from fzero.state.require import require_alive, require_fits
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import DEVICE, on_device, tier_of

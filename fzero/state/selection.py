@@ -15,8 +15,8 @@ from fzero.sharding.blueprint import Blueprint, blueprint
 from fzero.sharding.relayout import Kept
 from fzero.sharding.split import Split, flat_splits, map_splits, trained, with_frozen
 from fzero.state.compute_copy import settled_state
+from fzero.state.init import compute_of
 from fzero.state.logical import logical_view
-from fzero.state.new import compute_of
 from fzero.state.replan import devices_of_state, relaid
 from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState

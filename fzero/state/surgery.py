@@ -18,8 +18,8 @@ from fzero.offload.park import unpark
 from fzero.plan import Plan
 from fzero.sharding.blueprint import Blueprint, blueprint
 from fzero.state.compute_copy import settled_state
+from fzero.state.init import compiled_fields, new_opt_state, parked_field, parked_opt_state
 from fzero.state.logical import logical_view, store
-from fzero.state.new import compiled_fields, new_opt_state, parked_field, parked_opt_state
 from fzero.state.replan import devices_of_state
 from fzero.state.require import require_alive, require_fits
 from fzero.state.train_state import TrainState

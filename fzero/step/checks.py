@@ -21,7 +21,7 @@ from fzero.hosts.join import watch
 from fzero.sharding.blueprint import Blueprint
 from fzero.state import compute_copy
 from fzero.state.fingerprint import batch_facts, compare, computed_facts
-from fzero.state.new import compute_of
+from fzero.state.init import compute_of
 from fzero.state.require import (
     all_alive,
     require_alive,

@@ -56,22 +56,14 @@ class OneProgram:
 
     def rules(self) -> Rules:
         """How parameters are fetched and gradients reduced."""
-        plan, group = self.plan, self.blueprint.group
-        return Rules(
-            plan=plan,
-            splits=self.blueprint.params,
-            group=group,
-            sharded=plan.gathers_at_use and group.shards > 1,
-            reduce=plan.reduce == "microbatch",
-            prefetch=self.blueprint.prefetch,
-            room=room_for(self.blueprint),
-        )
+        rules = Rules.of(self.blueprint)
+        return dataclasses.replace(rules, room=room_for(self.blueprint))
 
     def kept_specs(self) -> PyTree:
         """Specs of what the forward pass reads."""
         sharded = not self.plan.keeps_compute_copy and self.plan.shards("params")
         # Stages 1 and 2 keep a mixed-precision master sharded, but read the compute copy.
-        return self._specs(lambda s: s.spec if sharded else PartitionSpec(), self.blueprint.params)
+        return self._specs(lambda s: s.spec(sharded, AXES), self.blueprint.params)
 
     def place(self, batch: PyTree) -> Inputs:
         """A user's batch over the devices."""
@@ -100,7 +92,12 @@ class OneProgram:
         whole, rows = PartitionSpec(), Inputs.specs(PartitionSpec(AXES), PartitionSpec())
         buffers, sums = self._buffer_specs(), trained(self.blueprint.params)
         # Of a mean, the spec is that of all its leaves.
-        specs: Any = self._specs(lambda s: s.spec, sums), whole, whole, {"buffers": buffers}
+        specs: Any = (
+            self._specs(lambda s: s.spec(True, AXES), sums),
+            whole,
+            whole,
+            {"buffers": buffers},
+        )
         run = self._shard_map(
             local,
             in_specs=(self.kept_specs(), buffers, rows, whole, whole),

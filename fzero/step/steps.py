@@ -24,7 +24,7 @@ from fzero.state.selection import chosen, reads_of, require_known
 from fzero.state.train_state import TrainState
 from fzero.step.checks import Checks, is_traced, require_finite
 from fzero.step.compose import Divided, Fused, look, options_of, runner_of
-from fzero.step.divided import DividedUpdate
+from fzero.step.divided_update import DividedUpdate
 from fzero.step.finite import require_finite_batch, require_finite_looks
 from fzero.step.passes import OneProgram, Pipeline, kept_by, passes_of
 from fzero.step.values import Gradients, Metrics, StepAndKey, Values, metrics_of

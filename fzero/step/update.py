@@ -21,14 +21,7 @@ from fzero.precision import next_loss_scale
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.chunks import OWNED
 from fzero.sharding.group import Group
-from fzero.sharding.split import (
-    Split,
-    flat_splits,
-    map_splits,
-    trained,
-    update_dtype,
-    with_frozen,
-)
+from fzero.sharding.split import Split, flat_splits, map_splits, trained, update_dtype, with_frozen
 from fzero.state import averages
 from fzero.state.compute_copy import rounded
 from fzero.state.logical import logical_view
@@ -61,7 +54,7 @@ class Update:
         divided = blue.stages is not None or bool(blue.chunks.parked)
         self.apart = (divided or blue.adds_up) and blue.group.bits
         # Whether all that an optimizer does is. (What is divided is in several programs anyway.)
-        self.alone = self.apart and not divided
+        self.all_apart = self.apart and not divided
 
     def run(
         self,
@@ -263,7 +256,7 @@ class Update:
         given = sums, opt_state, ema, params, count, norm, loss
         # What is fused with its sums, and so rounds, is then the same in every stage.
         run = partial(self._of_shards, given)
-        shards, opt_state, ema = apart(run, loss) if self.alone else run()
+        shards, opt_state, ema = apart(run, loss) if self.all_apart else run()
         compute = self.gathered(self._cast(shards, loss)) if plan.keeps_compute_copy else None
         params = shards if plan.shards("params") else self.gathered(shards)
         return {"params": whole(params), "compute": compute, "opt_state": opt_state, "ema": ema}
@@ -320,7 +313,7 @@ class Update:
             return [gather(leaf, s, group) for s, leaf in zip(splits, shards, strict=True)]
 
         treedef = jax.tree.structure(shards)
-        found = self._by_mesh(local, shards, lambda s: s.lies(False), field=field)
+        found = self._by_mesh(local, shards, lambda s: s.spec(False), field=field)
         return jax.tree.unflatten(treedef, found)
 
     def _by_mesh(
@@ -353,7 +346,7 @@ class Update:
                 partial(function, own),
                 mesh=mesh,
                 in_specs=(
-                    [blue.sharding(s.home, s.lies(True)).spec for s in own],
+                    [blue.sharding(s.home, s.spec(True)).spec for s in own],
                     *(PartitionSpec(),) * len(args),
                 ),
                 out_specs=[blue.sharding(s.home, out(s)).spec for s in own],

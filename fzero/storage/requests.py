@@ -25,16 +25,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import xxhash
 
 from fzero.errors import PlacementError
-from fzero.storage.scratch import (
-    BLOCK,
-    UNCHANGED,
-    Bytes,
-    Extent,
-    Scratch,
-    advice,
-    aligned,
-    padded,
-)
+from fzero.storage.scratch import BLOCK, UNCHANGED, Bytes, Extent, Scratch, advice, aligned, padded
 
 
 # Large enough that a request's cost vanishes, small enough that few shards keep all threads busy.

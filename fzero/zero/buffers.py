@@ -54,7 +54,7 @@ def _largest(leaf: jax.Array, group: Group) -> jax.Array:
     """The largest of all devices' values; any of them, where all are the same."""
     number = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
     whole = PartitionSpec()
-    run = group.alone(lambda number: jax.lax.pmax(number, AXES), (whole,), whole)
+    run = group.on_parts(lambda number: jax.lax.pmax(number, AXES), (whole,), whole)
     largest: jax.Array = run(number)
     return largest
 

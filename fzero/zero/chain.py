@@ -7,7 +7,7 @@ dropped, and when its gradient is reduced; autodiff of the whole would keep ever
   gathered once more for the backward pass. Its gradient is reduced once, when all readers are done.
 - A stack's layers are gathered and reduced one by one (`fzero.zero.stack`).
 - With `Plan(gather="lazy")` the first forward pass of a step gathers so, and holds what it
-  gathered (`Fetched.whole`): all other passes read that.
+  gathered (`FetchedWeights.whole`): all other passes read that.
 
 All stages run this code. Where parameters are kept whole, gathering is the identity.
 """
@@ -21,20 +21,15 @@ from typing import Any, TypeVar
 import jax
 
 from fzero.batch import opened
-from fzero.links import (
-    Layer,
-    Stack,
-    apply_layer,
-    layer_params,
-)
+from fzero.links import Layer, Stack, apply_layer, layer_params
 from fzero.pieces import Piece, run_chain
 from fzero.precision import cast_input
 from fzero.tree import PyTree
-from fzero.zero.fetched import Fetched, Secondary, Sums, trained_leaves
+from fzero.zero.fetched import FetchedWeights, Secondary, Sums, trained_leaves
 from fzero.zero.layer import (
     End,
-    Half,
     LayerSaved,
+    SecondHalf,
     layer_backward,
     layer_forward,
     layer_input_backward,
@@ -50,7 +45,7 @@ Saved = list[LayerSaved | StackSaved]
 
 def train_forward(
     pieces: Sequence[Piece],
-    fetched: Fetched,
+    fetched: FetchedWeights,
     x: Any,
     buffers: PyTree,
     batch: PyTree,
@@ -155,7 +150,7 @@ def train_backward(
         `(gradients, cotangents of the input's floating-point leaves)`. Gradients are in the
         compute dtype: shards for split leaves if reduced now, otherwise whole.
     """
-    fetched = Fetched(rules, kept, _secondary(saved))
+    fetched = FetchedWeights(rules, kept, _secondary(saved))
     sums = Sums(rules, [_layer_of(one) for one in saved])
     for one in reversed(saved):
         if isinstance(one, StackSaved):
@@ -167,9 +162,9 @@ def train_backward(
     return sums.finish(), cotangent
 
 
-def _secondary(saved: Sequence[LayerSaved | StackSaved | Half | StackHalf]) -> Secondary:
+def _secondary(saved: Sequence[LayerSaved | StackSaved | SecondHalf | StackHalf]) -> Secondary:
     """What a pass before kept of leaves outside stacks."""
-    own = [one.secondary for one in saved if isinstance(one, LayerSaved | Half)]
+    own = [one.secondary for one in saved if isinstance(one, LayerSaved | SecondHalf)]
     return {path: shard for secondary in own for path, shard in secondary.items()}
 
 
@@ -177,16 +172,16 @@ def _layer_of(one: LayerSaved | StackSaved) -> Layer | Stack:
     return one.layer if isinstance(one, LayerSaved) else one.program.static.piece.layer
 
 
-Halves = list[Half | StackHalf]
+Halves = list[SecondHalf | StackHalf]
 
 
 def input_backward(
     saved: Saved, rules: Rules, kept: PyTree, cotangent: Any, rng: jax.Array
 ) -> tuple[Halves, list[Any]]:
     """The first half of `train_backward`: cotangents of the input, and what is left to do."""
-    fetched = Fetched(rules, kept, _secondary(saved))
+    fetched = FetchedWeights(rules, kept, _secondary(saved))
     halves: Halves = []
-    half: Half | StackHalf
+    half: SecondHalf | StackHalf
     for one in reversed(saved):
         if isinstance(one, StackSaved):
             shards = kept[one.program.static.piece.layer.name]
@@ -199,8 +194,10 @@ def input_backward(
 
 def weight_backward(halves: Halves, rules: Rules, kept: PyTree, rng: jax.Array) -> PyTree:
     """The second half of `train_backward`: gradients of every parameter read, reduced."""
-    fetched = Fetched(rules, kept, _secondary(halves))
-    layers = [h.layer if isinstance(h, Half) else h.program.static.piece.layer for h in halves]
+    fetched = FetchedWeights(rules, kept, _secondary(halves))
+    layers = [
+        h.layer if isinstance(h, SecondHalf) else h.program.static.piece.layer for h in halves
+    ]
     sums = Sums(rules, layers)
     for half in halves:
         if isinstance(half, StackHalf):
@@ -227,7 +224,7 @@ def eval_forward(
     """
     # An evaluation is of the weights that are saved and exported, not of their 8-bit image.
     rules = dataclasses.replace(rules, exact=True)
-    fetched = Fetched(rules, kept)
+    fetched = FetchedWeights(rules, kept)
     x, inputs = entered(rules, pieces[0], x), opened(batch)
 
     def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from fzero.axes import AXES, DATA, REPLICA
+from fzero.axes import AXES, DATA, FURTHER, REPLICA
 from fzero.precision import round_to
 from fzero.sharding.group import Group
 from fzero.sharding.split import Split
@@ -133,7 +133,7 @@ def dealt(grad: jax.Array, split: Split, group: Group) -> tuple[jax.Array, Parti
     """
     dim, inner = split_dim(grad, split), split.over[1:]
     assert dim is not None
-    axes = [*split.beside(grad.ndim)]
+    axes = [*split.spec(False, FURTHER, grad.ndim)]
     if not inner:
         return grad, PartitionSpec(*axes)
     axes += [None] * (grad.ndim - len(axes))
@@ -191,7 +191,7 @@ def all_reduce_tree(
 def summed(tree: PyTree, group: Group) -> PyTree:
     """The sums over all devices of arrays that no further axis divides."""
     whole = PartitionSpec()
-    return group.alone(lambda tree: all_reduce_tree(tree, group), (whole,), whole)(tree)
+    return group.on_parts(lambda tree: all_reduce_tree(tree, group), (whole,), whole)(tree)
 
 
 def shard_index(group: Group) -> jax.Array:

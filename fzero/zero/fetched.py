@@ -8,11 +8,7 @@ from typing import Any
 
 import jax
 
-from fzero.links import (
-    Layer,
-    Stack,
-    layer_params,
-)
+from fzero.links import Layer, Stack, layer_params
 from fzero.sharding.split import Split, flat_splits, map_splits, trained
 from fzero.tree import PyTree
 from fzero.zero.at_use import gather_at_use
@@ -25,7 +21,7 @@ Secondary = dict[str, jax.Array]
 """What this device keeps of whole leaves between two passes (`Plan.secondary`), by path."""
 
 
-class Fetched:
+class FetchedWeights:
     """One pass's whole leaves, each fetched at most once, whoever reads it.
 
     Args:

@@ -20,7 +20,7 @@ from fzero.sharding.split import Split, flat_splits, trained
 from fzero.tree import PyTree
 from fzero.zero.chain import entered, train_backward, train_forward
 from fzero.zero.collectives import shard_index
-from fzero.zero.fetched import Fetched
+from fzero.zero.fetched import FetchedWeights
 from fzero.zero.grads import loss_seed, unscaled
 from fzero.zero.rules import Rules
 from fzero.zero.stack import stack_watched
@@ -40,7 +40,7 @@ def chain_marks(
     Returns:
         `(out, marks)`: for each piece the first of its layers whose output is not finite.
     """
-    fetched = Fetched(rules, kept)
+    fetched = FetchedWeights(rules, kept)
     x, inputs = entered(rules, pieces[0], x), opened(batch)
     marks: list[jax.Array] = []
 
@@ -97,7 +97,7 @@ def local_marks(
         key = block_key(rng, block + index)
         own = rows, buffers, rows, key
         _, forward = chain_marks(pieces, rules, kept, *own)
-        end, saved, new = train_forward(pieces, Fetched(rules, kept), *own)
+        end, saved, new = train_forward(pieces, FetchedWeights(rules, kept), *own)
         seed, unscale = loss_seed(rules, end.mean, scale)
         grads, _ = train_backward(saved, rules, kept, seed)
         backward = gradient_marks(trained(rules.splits), unscaled(grads, unscale))

@@ -26,7 +26,7 @@ from fzero.tree import PyTree, named_leaves
 from fzero.zero.buffers import agreed_buffers
 from fzero.zero.chain import Saved, eval_forward, train_backward, train_forward
 from fzero.zero.collectives import shard_index, summed
-from fzero.zero.fetched import Fetched
+from fzero.zero.fetched import FetchedWeights
 from fzero.zero.keeping import settled
 from fzero.zero.rules import Rules
 
@@ -68,7 +68,7 @@ def local_gradients(
     ) -> tuple[_Sums, PyTree, PyTree]:
         key = block_key(rng, block + index)
         rows = rows.map_rows(group.spread)
-        fetched = Fetched(rules, kept)
+        fetched = FetchedWeights(rules, kept)
         end, saved, new = train_forward(pieces, fetched, rows, buffers, rows, key)
         if rules.hold:
             rules, kept = rules.held(), fetched.whole()
@@ -158,7 +158,7 @@ def first_saved(
     """What the first microbatch's forward pass in `local_gradients` leaves."""
     rows = batch.in_microbatches(rules.plan.microbatches).map_rows(lambda x: x[0])
     rows = rows.map_rows(rules.group.spread)
-    fetched = Fetched(rules, kept)
+    fetched = FetchedWeights(rules, kept)
     return train_forward(whole_chain(model.layers), fetched, rows, buffers, rows, rng)[1]
 
 

@@ -8,18 +8,11 @@ from typing import Any
 
 import jax
 
-from fzero.links import (
-    Context,
-    Layer,
-    Mean,
-    apply_layer,
-    layer_params,
-    split_loss,
-)
+from fzero.links import Context, Layer, Mean, apply_layer, layer_params, split_loss
 from fzero.programs.halves import Rest, first_half, unfenced
 from fzero.sharding.buffers import require_reductions
 from fzero.tree import PyTree
-from fzero.zero.fetched import Fetched, Secondary, Sums, trained_leaves
+from fzero.zero.fetched import FetchedWeights, Secondary, Sums, trained_leaves
 from fzero.zero.vjp import Floats, Pullback, forward, remat_policy
 
 
@@ -55,7 +48,7 @@ class End:
 
 def layer_forward(
     layer: Layer,
-    fetched: Fetched,
+    fetched: FetchedWeights,
     x: Any,
     ctx: Context,
     differentiable: bool,
@@ -73,7 +66,7 @@ def layer_forward(
             weights[i] = weight
         params = jax.tree.unflatten(treedef, weights)
         own = structure.join(floats, rest)
-        if not fetched.rules.alone:
+        if not fetched.rules.one_device:
             require_reductions(layer, params, own, ctx)
         y, buffers = apply_layer(layer, params, own, {}, ctx)
         if end is not None:
@@ -103,7 +96,7 @@ def layer_forward(
 
 
 def layer_backward(
-    fetched: Fetched, saved: LayerSaved, cotangent: Any, sums: Sums, rng: jax.Array | None
+    fetched: FetchedWeights, saved: LayerSaved, cotangent: Any, sums: Sums, rng: jax.Array | None
 ) -> Any:
     """The cotangent of a layer's input; the gradients of its leaves go to `sums`."""
     rules = fetched.rules
@@ -129,7 +122,7 @@ def layer_backward(
     meta_fields=["layer"],
 )
 @dataclass(frozen=True, eq=False)
-class Half:
+class SecondHalf:
     """What the weights' gradients of a layer take, once its input's gradient is known."""
 
     layer: Layer
@@ -139,8 +132,8 @@ class Half:
 
 
 def layer_input_backward(
-    fetched: Fetched, saved: LayerSaved, cotangent: Any, rng: jax.Array | None
-) -> tuple[Half, Any]:
+    fetched: FetchedWeights, saved: LayerSaved, cotangent: Any, rng: jax.Array | None
+) -> tuple[SecondHalf, Any]:
     """The first half of `layer_backward`: the cotangent of the input, and what is left to do."""
     rules = fetched.rules
     assert rng is not None
@@ -158,10 +151,12 @@ def layer_input_backward(
 
     cotangent, values = fetched.run(saved.layer, of_weights, residuals)
     values = unfenced(values, residuals, saved.residuals)
-    return Half(saved.layer, values, cell[-1], saved.secondary), cotangent
+    return SecondHalf(saved.layer, values, cell[-1], saved.secondary), cotangent
 
 
-def layer_weight_backward(fetched: Fetched, half: Half, sums: Sums, rng: jax.Array | None) -> None:
+def layer_weight_backward(
+    fetched: FetchedWeights, half: SecondHalf, sums: Sums, rng: jax.Array | None
+) -> None:
     """The second half of `layer_backward`: gradients of the layer's leaves, which go to `sums`."""
     rules = fetched.rules
     assert rng is not None

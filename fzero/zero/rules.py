@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from fzero import compat
+from fzero.axes import FURTHER
 from fzero.float8.scaling import E4M3, by_largest
 from fzero.links import Context
 from fzero.plan import Plan
 from fzero.precision import COMPUTE_DTYPES, round_to
+from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.group import Group
 from fzero.sharding.split import Split, flat_splits, map_splits, trained
 from fzero.tree import PyTree, found_in, is_floating
@@ -61,6 +63,25 @@ class Rules:
     exact: bool = False
     room: int | None = None
 
+    @staticmethod
+    def of(blue: Blueprint, splits: PyTree = None) -> Rules:
+        """The rules of a step.
+
+        Args:
+            blue: the layout.
+            splits: in a pipeline, those of a stage.
+        """
+        plan, group = blue.plan, blue.group
+        return Rules(
+            plan,
+            blue.params if splits is None else splits,
+            group,
+            sharded=plan.gathers_at_use and group.shards > 1,
+            reduce=plan.reduce == "microbatch",
+            prefetch=blue.prefetch,
+            halves=plan.pipe > 1,
+        )
+
     @property
     def hold(self) -> bool:
         """Whether what the first forward pass gathers is kept for the rest of the step."""
@@ -84,15 +105,15 @@ class Rules:
         A leaf on the host comes to the device first. `again` marks a backward pass.
         """
         fetch = partial(self._fetch, split, again=again)
-        return self._alone(split, fetch, compat.to_device(leaf), self.sharded)
+        return self._on_parts(split, fetch, compat.to_device(leaf), self.sharded)
 
-    def _alone(
+    def _on_parts(
         self, split: Split, function: Callable[..., Any], leaf: jax.Array, sharded: bool = False
     ) -> jax.Array:
         """A whole leaf, or one layer of it, by a function of each device's part of what is given:
         `sharded`, or as whole."""
-        to = split.beside(leaf.ndim)
-        found: jax.Array = self.group.alone(function, (split.beside(leaf.ndim, sharded),), to)(leaf)
+        given, to = (split.spec(shard, FURTHER, leaf.ndim) for shard in (sharded, False))
+        found: jax.Array = self.group.on_parts(function, (given,), to)(leaf)
         return found
 
     def _fetch(self, split: Split, leaf: jax.Array, again: bool) -> jax.Array:
@@ -119,7 +140,7 @@ class Rules:
         found = []
         for split, wide, most in zip(splits, own, largest, strict=True):
             bits, unit = by_largest(wide, most, E4M3)
-            whole = self._alone(
+            whole = self._on_parts(
                 split, partial(gather, split=split, group=self.group, again=again), bits, True
             )
             found.append(Narrow(self._ready(whole), unit))
@@ -133,7 +154,7 @@ class Rules:
         kept = self.sharded and self.group.secondary > 0 and split.dim is not None
         if not kept:
             return None
-        return self._alone(split, lambda leaf: secondary_shard(leaf, split, self.group), whole)
+        return self._on_parts(split, lambda leaf: secondary_shard(leaf, split, self.group), whole)
 
     def refetch(self, split: Split, leaf: jax.Array, secondary: jax.Array | None) -> jax.Array:
         """A leaf ready for use in a backward pass: from its secondary shards, or again."""
@@ -143,13 +164,13 @@ class Rules:
         def join(secondary: jax.Array) -> jax.Array:
             return self._ready(gather_secondary(secondary, split, self.group))
 
-        return self._alone(split, join, secondary)
+        return self._on_parts(split, join, secondary)
 
     def scatter(self, split: Split, grad: jax.Array) -> jax.Array:
         """The reduced shard of a split leaf's gradient. Whole leaves wait for `finish`."""
         if not self.reduce or split.dim is None:
             return self.fence(grad)
-        dim, to = split_dim(grad, split), split.beside(grad.ndim, sharded=True)
+        dim, to = split_dim(grad, split), split.spec(True, FURTHER, grad.ndim)
         assert dim is not None
         cut, spec = dealt(grad, split, self.group)
         cut = self.fence(cut)
@@ -158,7 +179,7 @@ class Rules:
         def scatter(cut: jax.Array) -> jax.Array:
             return round_to(reduce_scatter(cut, dim, split, self.group), cut.dtype)
 
-        shard: jax.Array = self.group.alone(scatter, (spec,), to)(cut)
+        shard: jax.Array = self.group.on_parts(scatter, (spec,), to)(cut)
         return shard
 
     def reduced_dtype(self, split: Split, dtype: Any) -> Any:
@@ -184,7 +205,7 @@ class Rules:
         return self.group.shards * self.group.replica > 1 or self.plan.mixed
 
     @property
-    def alone(self) -> bool:
+    def one_device(self) -> bool:
         """Whether one device has all rows: nothing of theirs is to be reduced."""
         return self.group.data * self.group.replica == 1
 
@@ -201,8 +222,8 @@ class Rules:
 
         splits = trained(self.splits)
         map_splits(collect, splits, grads)
-        specs = {s.path: s.lies(False) for s in flat_splits(splits) if s.path in whole}
-        summed = self.group.alone(
+        specs = {s.path: s.spec(False) for s in flat_splits(splits) if s.path in whole}
+        summed = self.group.on_parts(
             lambda whole: all_reduce_tree(whole, self.group), (specs,), specs
         )(self.fence(whole))  # fmt: skip
         done = {path: round_to(leaf, leaf.dtype) for path, leaf in summed.items()}

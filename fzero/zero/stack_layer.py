@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fzero.axes import FURTHER
 from fzero.errors import PlanError
 from fzero.links import Context, Stack, apply_layer, split_shared
 from fzero.pieces import Piece
@@ -125,7 +126,7 @@ class StackLayers:
             if dim is not None:
                 shape[dim] = (shape[dim] + split.pad) // rules.group.data
             zeros = jnp.zeros((num, *shape), rules.reduced_dtype(split, grad.dtype))
-            return rules.group.pin(zeros, split.beside(zeros.ndim, sharded=dim is not None))
+            return rules.group.pin(zeros, split.spec(dim is not None, FURTHER, zeros.ndim))
 
         return map_splits(room, trained(self.splits), grads)
 
@@ -175,7 +176,7 @@ class LayerProgram:
         fixed = static.shared.join(shared, self.shared_rest)
         ctx = static.rules.context(self.batch, self.rng, static.train, None)
         ctx = ctx.at(piece.number + k, state)
-        if not static.rules.alone:
+        if not static.rules.one_device:
             require_reductions(static.stack, weights, {**carry, **fixed} if fixed else carry, ctx)
         y, buffers = apply_layer(static.stack, weights, carry, fixed, ctx)
         out, y_floats, y_rest = Floats.of(y)

@@ -267,12 +267,8 @@ MANY_PARAMETERS = {
         "fzero/checkpoint/restore.py restore",
         "fzero/state/move.py offload",
         "torch_bridge/formats/files.py save",
-        "torch_bridge/formats/files.py _save",
         "torch_bridge/formats/restore.py restore",
         "torch_bridge/training.py fit",
-    ],
-    "what a pass over the model, or a function cut into programs, is": [
-        "fzero/programs/places.py __init__",
     ],
 }
 

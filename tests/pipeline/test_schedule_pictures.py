@@ -67,7 +67,7 @@ def colours_of(pixels):
 
 @needs_matplotlib
 def test_plot_has_a_colour_for_every_kind_and_the_bubble(tmp_path):
-    from fzero.schedule.plot import COLOURS
+    from fzero.schedule.kinds import COLOURS
 
     timeline = simulate(build("dualpipe_v", 2, 6), Cost(f=1, i=1, w=1, activation_bytes=1 << 20))
     plot(timeline, tmp_path / "t.png", title="dualpipe_v")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 
+import jax
 import optax
 import pytest
 
 import fzero as fz
 from fzero.preflight.costs import Change, Explanation, costs_of
+from fzero.preflight.measure import measure
 from fzero.preflight.rates import default_rates
 from fzero.preflight.topology import parse
 from tests.support import tiny
@@ -143,3 +145,11 @@ def test_pipelines_and_tiers_are_asked_about_together():
     assert found.parked.host_bytes > 0
     costs = found.explain(most=0).costs
     assert sum(cost.seconds for cost in costs) == pytest.approx(found.bounds.likely_seconds)
+
+
+def test_what_is_parked_is_not_measured_on_the_device():
+    plan = tiny.plan(zero=3, data=1, tiers={"opt_state": "disk"})
+    measured = measure(tiny.chain(), TX, plan, tiny.tokens(8), devices=jax.devices()[:1], steps=1)
+    where = fz.placement(plan, tiny.chain(), TX)
+    assert where.disk_bytes["opt_state"] > 0
+    assert measured.state_bytes["opt_state"] == where.bytes_per_device["opt_state"]

@@ -20,7 +20,7 @@ import fzero as fz
 import torch_bridge as tb
 from fzero.errors import ConversionError
 from tests.support import memory
-from torch_bridge.structure.again import without_weights
+from torch_bridge.structure.retrace import without_weights
 
 
 X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(5))

@@ -4,7 +4,7 @@ import optax
 import pytest
 
 import fzero as fz
-from fzero.state.new import lower_init
+from fzero.state.init import lower_init
 from tests.support.gpt import Size, abstract_batch, gpt
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from fzero.hosts.agree import exchange
@@ -33,12 +33,7 @@ class StopOnInterrupt:
             self._previous[number] = signal.signal(number, self._ask) or signal.SIG_DFL
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
 
     def agree(self) -> None:

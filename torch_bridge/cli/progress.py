@@ -61,12 +61,7 @@ class _Bar:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def step(self, step: int, loss: float, tokens_per_s: float | None, gauge: str = "") -> None:
@@ -89,12 +84,7 @@ class _Plain:
     def __enter__(self) -> Display:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return None
 
     def step(self, step: int, loss: float, tokens_per_s: float | None, gauge: str = "") -> None:

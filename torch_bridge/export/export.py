@@ -23,7 +23,7 @@ from torch.export import Dim, ExportedProgram, default_decompositions
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
-from torch_bridge.export.experts import OwnLossWarning
+from torch_bridge.export.expert_stand_ins import OwnLossWarning
 from torch_bridge.export.functions import refuse_functions, watch_functions
 from torch_bridge.export.hooks import watch_gradients
 from torch_bridge.export.in_place import remove_hidden_aliases, replace_fresh_writes

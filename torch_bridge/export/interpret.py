@@ -13,7 +13,7 @@ from torch.export.graph_signature import OutputKind
 
 from fzero.errors import ConversionError
 from torch_bridge.export.mixtures import with_mixtures
-from torch_bridge.export.places import module_path, source_line
+from torch_bridge.export.origins import module_path, source_line
 from torch_bridge.export.ranges import Ranges
 from torch_bridge.export.remedies import remedy_of_missing, remedy_of_values
 from torch_bridge.export.shapes import unbacked

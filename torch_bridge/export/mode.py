@@ -10,12 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch.export.graph_signature import (
-    ConstantArgument,
-    InputKind,
-    OutputKind,
-    TensorArgument,
-)
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError

@@ -13,7 +13,7 @@ import torch
 from torch.export.graph_signature import InputKind
 
 from fzero.errors import ConversionError
-from torch_bridge.export.places import module_path, source_line
+from torch_bridge.export.origins import module_path, source_line
 
 
 def refuse_nameless(

@@ -11,7 +11,7 @@ import torch
 from torch.export import ExportedProgram
 
 from fzero.errors import ConversionError
-from torch_bridge.export.places import module_path, source_line
+from torch_bridge.export.origins import module_path, source_line
 
 
 def inline_no_grad(program: ExportedProgram) -> None:

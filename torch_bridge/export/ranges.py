@@ -26,7 +26,7 @@ from torch_bridge.export.float64 import (
     operator_name,
     with_gradient,
 )
-from torch_bridge.export.places import source_line
+from torch_bridge.export.origins import source_line
 from torch_bridge.export.range_rules import ALL, INDEX, SIZE, Range, hull, rule_of
 from torch_bridge.lower.refs import Ref
 from torch_bridge.lower.symbolic import python_function

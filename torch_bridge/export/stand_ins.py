@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from fzero.errors import ConversionError
-from torch_bridge.export.experts import experts_stand_ins
+from torch_bridge.export.expert_stand_ins import experts_stand_ins
 from torch_bridge.export.packed import PackedSequences
 from torch_bridge.export.replaced import replaced
 from torch_bridge.export.slopes import functional_gradients, record_grad

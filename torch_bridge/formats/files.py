@@ -86,22 +86,28 @@ def save(
         ...     sorted(load(folder + "/model.safetensors"))
         ['bias', 'weight']
     """
-    asked: dict[str, Any] = {
-        "to": to,
-        "max_shard_size": max_shard_size,
-        "optimizer": optimizer,
-        "hyper": hyper,
-    }
-    asked |= {"merge": merge, "adapter": adapter}
+    asked = _Asked(to, max_shard_size, optimizer, hyper, merge, adapter)
     with doing("tb.save"):
         chosen = read_from(state_or_params, which, "save")
         # That of process 0 counts; `fzero train` gives the others a folder to throw away.
         kind = f"{str(path).partition('://')[0]}://" if is_url(path) else ""
         kind += Path(path).suffix
-        require_same_request({"what path ends with, or its scheme": kind, "which": which, **asked})
-        in_turns(
-            lambda state, turns: _save(path, converted, state, plan, turns=turns, **asked), chosen
+        require_same_request(
+            {"what path ends with, or its scheme": kind, "which": which, **vars(asked)}
         )
+        in_turns(lambda state, turns: _save(path, converted, state, plan, asked, turns), chosen)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What `save` was asked for, beside the state."""
+
+    to: str | None
+    max_shard_size: int | str
+    optimizer: bool | None
+    hyper: Mapping[str, Any] | None
+    merge: bool
+    adapter: str | None
 
 
 def _save(
@@ -109,43 +115,35 @@ def _save(
     converted: Converted | ConvertedSequential,
     state_or_params: Any,
     plan: Plan | None,
-    *,
-    to: str | None,
-    max_shard_size: int | str,
-    optimizer: bool | None,
-    hyper: Mapping[str, Any] | None,
-    merge: bool,
-    adapter: str | None,
+    asked: _Asked,
     turns: Turns,
 ) -> None:
     """`save`, in every process."""
     if is_url(path):
-        asked: dict[str, Any] = {"to": to, "max_shard_size": max_shard_size, "hyper": hyper}
-        asked |= {"optimizer": optimizer, "merge": merge, "adapter": adapter}
-        asked |= {"turns": turns}
         with sent(str(path), turns) as local:
-            return _save(local, converted, state_or_params, plan, **asked)
+            return _save(local, converted, state_or_params, plan, asked, turns)
+    to, size, optimizer = asked.to, asked.max_shard_size, asked.optimizer
     if to == "peft":
         if not isinstance(converted, Converted):
             raise CheckpointError('save: to="peft": expected a converted module with adapters')
-        own = adapter_content(converted, state_or_params, plan, adapter)
+        own = adapter_content(converted, state_or_params, plan, asked.adapter)
         return write_adapter(path, *own, turns)
     to = to or format_of(Path(path))
-    if merge:
+    if asked.merge:
         if optimizer or not isinstance(converted, Converted):
             raise CheckpointError("save: merge=True: expected a module with adapters, no optimizer")
-        merged = merged_content(converted, state_or_params, plan, adapter)
-        return write_in_turns(merged, path, to, max_shard_size, turns)
+        merged = merged_content(converted, state_or_params, plan, asked.adapter)
+        return write_in_turns(merged, path, to, size, turns)
     if optimizer and not holds_optimizer(to):
         raise CheckpointError(f"save: optimizer=True, but {to} has no place for its state")
     wanted = optimizer if holds_optimizer(to) else False
     # What a training goes on from; weights alone are those that the module computes with.
     masters = holds_optimizer(to) and optimizer is not False
     content = state_content(converted, state_or_params, wanted, plan, masters)
-    if content.optimizer is not None and hyper:
-        known = dataclasses.replace(content.optimizer, groups=(require_known(hyper),))
+    if content.optimizer is not None and asked.hyper:
+        known = dataclasses.replace(content.optimizer, groups=(require_known(asked.hyper),))
         content = dataclasses.replace(content, optimizer=known)
-    write_in_turns(content, path, to, max_shard_size, turns)
+    write_in_turns(content, path, to, size, turns)
 
 
 def load(path: str | os.PathLike[str], key: str | None = None) -> dict[str, torch.Tensor]:

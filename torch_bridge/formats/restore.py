@@ -16,7 +16,7 @@ from fzero.links import Mean
 from fzero.model import Model, Sequential
 from fzero.plan import Plan
 from fzero.sharding.relayout import copy_leaf
-from fzero.state.new import init
+from fzero.state.init import init
 from fzero.state.replan import replan
 from fzero.state.train_state import TrainState
 from torch_bridge.converted import Converted

@@ -8,7 +8,7 @@ stage 3 is flat, and its shape is in the model's files; the step is in `zero/opt
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch_bridge.module.lazy import LazyTensor, flat_piece, in_memory
 
 
 _FP32 = "fp32"
+_Models = dict[tuple[int | None, int], dict[str, Any]]
 # DeepSpeed refuses files without a version; from this one on it can load universal checkpoints.
 _VERSION = "0.14.0"
 _INFO_VERSION = 0.2
@@ -42,43 +43,26 @@ def read_universal(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: damaged or incomplete.
     """
-    files = Files.find(folder)
-    whole = {rank for data, rank in files.models if data is None}
-    # `write_universal` leaves files for stage 3 beside those: the same without the parameters.
-    for rank in whole:
-        files.models.pop((0, rank), None)
-    models = {key: load_model(path) for key, path in sorted(files.models.items())}
+    models, own, ties = _modules(folder)
     states = [state for (data, _), state in models.items() if data in (None, 0)]
-    shapes: dict[str, tuple[int, ...]] = {}
-    for group in (group for state in states for group in state.get("param_shapes") or ()):
-        if not isinstance(group, Mapping):
-            raise CheckpointError(f"{folder.name}: param_shapes are not shapes by name")
-        shapes |= {name: shape_of(size, name, folder.name) for name, size in group.items()}
-    own, ties = own_weights(files, models)
-    ties |= shared_names(models)
-    if any(data is not None for data, _ in models):
-        absent = absent_names(own, models)
-        own = {name: tensor for name, tensor in own.items() if name not in absent}
-        own |= frozen_weights(models, folder)
+    shapes = _learned_shapes(states, folder)
     pieces, steps, unread = _folders(folder, shapes)
-    lost = sorted(set(shapes) - set(pieces[_FP32]))
-    if lost:
+    if lost := sorted(set(shapes) - set(pieces[_FP32])):
         raise CheckpointError(f"{folder.name}: {lost[:5]} learn, but have no folders in zero/")
     # What has no moments does not learn: the module has it in its own dtype.
-    learned = {n: t for n, t in pieces[_FP32].items() if n in pieces["exp_avg"] or n not in own}
+    moments = pieces["exp_avg"]
+    learned = {n: t for n, t in pieces[_FP32].items() if n in moments or n not in own}
     tensors = {**own, **learned}
     for name, kept in ties.items():
-        if kept in tensors and name not in pieces["exp_avg"]:
+        if kept in tensors and name not in moments:
             tensors.pop(name, None)
-    common = _common(folder)
+    common, first = _common(folder), states[0] if states else {}
     optimizer: Optimizer | str | None = unread
-    partly = sorted(set(shapes) - set(pieces["exp_avg"]))
-    if pieces["exp_avg"] and partly:
+    if moments and (partly := sorted(set(shapes) - set(moments))):
         optimizer = f"{folder.name}: {partly[:5]} learn, but have no moments; other ones have"
-    elif pieces["exp_avg"] and unread is None:
+    elif moments and unread is None:
         steps = steps or _steps(common, folder)
         optimizer = at_one_step(steps, folder.name, pieces, _groups(common, states))
-    first = states[0] if states else {}
     version = first.get("ds_version", common.get("ds_version"))
     return Checkpoint(
         str(folder), "DeepSpeed universal", tensors, version=str(version) if version else None,
@@ -86,6 +70,32 @@ def read_universal(folder: Path) -> Checkpoint:
         extra={k: first[k] for k in ("global_steps",) if isinstance(first.get(k), int)},
         **optimizer_fields(optimizer),
     )  # fmt: skip
+
+
+def _modules(folder: Path) -> tuple[_Models, dict[str, LazyTensor], dict[str, str]]:
+    """What the module's files hold, by data rank (`None`: of all) and model rank; the weights in
+    them, as the module has them; and the names of one tensor, each with the one that is kept."""
+    files = Files.find(folder)
+    # `write_universal` leaves files for stage 3 beside those: the same without the parameters.
+    for rank in {rank for data, rank in files.models if data is None}:
+        files.models.pop((0, rank), None)
+    models = {key: load_model(path) for key, path in sorted(files.models.items())}
+    own, ties = own_weights(files, models)
+    if any(data is not None for data, _ in models):
+        absent = absent_names(own, models)
+        own = {name: tensor for name, tensor in own.items() if name not in absent}
+        own |= frozen_weights(models, folder)
+    return models, own, ties | shared_names(models)
+
+
+def _learned_shapes(states: Sequence[Any], folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of what is trained, by name."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for group in (group for state in states for group in state.get("param_shapes") or ()):
+        if not isinstance(group, Mapping):
+            raise CheckpointError(f"{folder.name}: param_shapes are not shapes by name")
+        shapes |= {name: shape_of(size, name, folder.name) for name, size in group.items()}
+    return shapes
 
 
 def _folders(

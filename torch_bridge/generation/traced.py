@@ -32,7 +32,7 @@ from torch_bridge.generation.cached import (
 )
 from torch_bridge.module.names import Layout, read_layout
 from torch_bridge.module.signature import CallForm
-from torch_bridge.structure.again import Again, without_weights
+from torch_bridge.structure.retrace import Again, without_weights
 
 
 Cache = dict[str, Any]

@@ -10,6 +10,7 @@ from torch_bridge.lower import conv as conv
 from torch_bridge.lower import detection as detection
 from torch_bridge.lower import experts as experts
 from torch_bridge.lower import factory as factory
+from torch_bridge.lower import flat_index as flat_index
 from torch_bridge.lower import grid as grid
 from torch_bridge.lower import index as index
 from torch_bridge.lower import linalg as linalg
@@ -17,7 +18,6 @@ from torch_bridge.lower import linear as linear
 from torch_bridge.lower import loss as loss
 from torch_bridge.lower import norm as norm
 from torch_bridge.lower import order as order
-from torch_bridge.lower import places as places
 from torch_bridge.lower import pool as pool
 from torch_bridge.lower import quantized as quantized
 from torch_bridge.lower import random as random

@@ -1,7 +1,7 @@
 """A rolled module with a loss as a `fz.Sequential`: parts and stacks in turns.
 
 The loss is a closure that calls `forward` once, in the middle of its own work. Each part traces it
-and takes its two halves apart (`halves.py`). From the first come the module's inputs and all
+and takes its two halves apart (`loss_halves.py`). From the first come the module's inputs and all
 sizes, in every part anew, since the batch is at hand everywhere and costs nothing to hand on. The
 last part runs the second. What a compiler finds unused, it drops.
 
@@ -27,9 +27,9 @@ from fzero.model import Sequential
 from torch_bridge.export.interpret import evaluate
 from torch_bridge.export.mode import Mode, TensorInput, as_leaf, frozen_dtypes, in_own_dtypes
 from torch_bridge.lower.refs import fill, refs
-from torch_bridge.structure.again import Computed, Graphs
-from torch_bridge.structure.halves import Halves, Halving, halve
 from torch_bridge.structure.heads import find_head
+from torch_bridge.structure.loss_halves import Halves, Halving, halve
+from torch_bridge.structure.retrace import Computed, Graphs
 from torch_bridge.structure.rolled import Loop, Part, Rolled
 from torch_bridge.structure.stacked import Names
 

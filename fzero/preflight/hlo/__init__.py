@@ -1,41 +1,15 @@
 """Read a compiled XLA module: what it communicates, what hides it, what it multiplies."""
 
-from fzero.preflight.hlo.counts import (
-    Collective as Collective,
-)
-from fzero.preflight.hlo.counts import (
-    Flops as Flops,
-)
-from fzero.preflight.hlo.counts import (
-    HloError as HloError,
-)
-from fzero.preflight.hlo.counts import (
-    Matmuls as Matmuls,
-)
-from fzero.preflight.hlo.counts import (
-    Module as Module,
-)
-from fzero.preflight.hlo.counts import (
-    Overlap as Overlap,
-)
-from fzero.preflight.hlo.counts import (
-    Total as Total,
-)
-from fzero.preflight.hlo.counts import (
-    Window as Window,
-)
-from fzero.preflight.hlo.counts import (
-    collectives as collectives,
-)
-from fzero.preflight.hlo.counts import (
-    matmul_flops as matmul_flops,
-)
-from fzero.preflight.hlo.counts import (
-    overlaps as overlaps,
-)
-from fzero.preflight.hlo.counts import (
-    total as total,
-)
-from fzero.preflight.hlo.counts import (
-    windows as windows,
-)
+from fzero.preflight.hlo.counts import Collective as Collective
+from fzero.preflight.hlo.counts import Flops as Flops
+from fzero.preflight.hlo.counts import HloError as HloError
+from fzero.preflight.hlo.counts import Matmuls as Matmuls
+from fzero.preflight.hlo.counts import Module as Module
+from fzero.preflight.hlo.counts import Overlap as Overlap
+from fzero.preflight.hlo.counts import Total as Total
+from fzero.preflight.hlo.counts import Window as Window
+from fzero.preflight.hlo.counts import collectives as collectives
+from fzero.preflight.hlo.counts import matmul_flops as matmul_flops
+from fzero.preflight.hlo.counts import overlaps as overlaps
+from fzero.preflight.hlo.counts import total as total
+from fzero.preflight.hlo.counts import windows as windows

@@ -18,8 +18,8 @@ from zoo_entries import Entry
 
 import torch_bridge as tb
 from torch_bridge.dtypes import jax_dtype
-from torch_bridge.structure import again
-from torch_bridge.structure.again import Computed
+from torch_bridge.structure import retrace
+from torch_bridge.structure.retrace import Computed
 
 
 # What multiplies matrices, normalises, and takes exponentials, by parts of its operators' names.
@@ -73,9 +73,9 @@ def test_dtypes_are_those_that_torch_dispatches(
     args = [_cast(a, dtype) for a in call.args]
     kwargs = {k: _cast(a, dtype) for k, a in call.kwargs.items()}
     programs: list[Any] = []
-    traced = again.export_program
+    traced = retrace.export_program
     monkeypatch.setattr(
-        again, "export_program", lambda *a: programs.append(traced(*a)) or programs[-1]
+        retrace, "export_program", lambda *a: programs.append(traced(*a)) or programs[-1]
     )
     narrow = Computed(np.dtype(jax_dtype(dtype)))
     converted._graphs.call(False, args, kwargs, narrow)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.offload.slabwise import Cut
 from fzero.offload.stream import Parkings, StreamedFunction
-from fzero.programs.places import PlacedFunction
+from fzero.programs.places import Labels, PlacedFunction
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.chunks import OWNED, Parking
 from fzero.sharding.split import flat_splits, map_splits, trained, with_frozen
@@ -148,7 +148,7 @@ class DividedUpdate:
             )
             options = deterministic_options(self.plan, self.blueprint.mesh.devices.flat[0].platform)
             self._divided[key] = make(
-                shapes, labels=labels, what=self.name, compiler_options=options
+                shapes, labels=Labels(labels), what=self.name, compiler_options=options
             )
         return self._divided[key]
 
@@ -203,7 +203,7 @@ class DividedUpdate:
                  for name, tree in blue.shapes().items()}  # fmt: skip
         known["params"] = trained(blue.params, known["params"])
         known["sums"] = map_splits(
-            lambda s: blue.sharding(s.home, s.lies(True)), trained(blue.params)
+            lambda s: blue.sharding(s.home, s.spec(True)), trained(blue.params)
         )
 
         def shardings(name: str, tree: PyTree) -> PyTree:

@@ -1,4 +1,4 @@
-"""A grid of actions for a notebook: its text, each kind of action in its colour."""
+"""The kinds of actions as people see them: in words, and in colours."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import html
 import re
 
 
-# As in `plot`.
+WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+# Okabe and Ito's colours: told apart with every common colour blindness, and in grey.
 COLOURS = {"F": "#56B4E9", "B": "#009E73", "I": "#2E8B70", "W": "#E69F00"}
 _ACTION = re.compile(r"\b\d+([FBIW])\d+\b")
 
 
 def coloured(text: str) -> str:
-    """The lines of a grid as HTML.
+    """The lines of a grid as HTML, for a notebook.
 
     Args:
         text: what `format_grid` gives.

@@ -23,7 +23,7 @@ from torch_bridge.export.mode import TensorInput
 from torch_bridge.losses import LOSS, Head, marked, total_of
 from torch_bridge.lower.refs import Ref
 from torch_bridge.module.signature import build_output
-from torch_bridge.structure.again import Call, Graphs
+from torch_bridge.structure.retrace import Call, Graphs
 
 
 Loss = Callable[..., Any]

@@ -22,7 +22,7 @@ from fzero.offload.stream import Parkings, StreamedFunction
 from fzero.plan import Plan
 from fzero.precision import initial_loss_scale
 from fzero.processes import in_turn
-from fzero.programs.places import placed_with_key
+from fzero.programs.places import Labels, placed_with_key
 from fzero.sharding.blueprint import Blueprint, blueprint
 from fzero.sharding.initial import initializer
 from fzero.sharding.relayout import copy_leaf
@@ -287,8 +287,8 @@ def parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
     stream = StreamedFunction(
         make, (shapes["params"],),
         lambda _: jax.tree.map(lambda to: to.sharding, shapes["opt_state"]), blue.mesh,
-        Parkings(none, none, parked, blue.plan.disk_path), labels=(labels["params"],),
-        out_labels=lambda _: jax.tree.leaves(labels["opt_state"]), what="init",
+        Parkings(none, none, parked, blue.plan.disk_path), what="init",
+        labels=Labels((labels["params"],), lambda _: jax.tree.leaves(labels["opt_state"])),
     )  # fmt: skip
     return stream(params)
 
