@@ -26,10 +26,11 @@ from torch_bridge.module.signature import build_output
 from torch_bridge.structure.blocks import Blocks
 from torch_bridge.structure.chain import ChainSource, chain_values, links_merged, make_chain
 from torch_bridge.structure.divide import Parallel
-from torch_bridge.structure.loss_halves import Halving, predicted
+from torch_bridge.structure.loss_halves import Halving, NotOneCallError, halve, predicted
 from torch_bridge.structure.retrace import Call, Computed, Graphs
 from torch_bridge.structure.rolled import Rolled
 from torch_bridge.structure.stacked import Names
+from torch_bridge.structure.unread import may_be_unread
 
 
 Arrays = Mapping[str, Any]
@@ -352,7 +353,7 @@ class Converted(Printed):
             outputs = outputs or all_but_the_loss
         predicting = _predicting(loss, inputs, outputs or _all)
         if inputs is not None:
-            loss = _of_output(loss, inputs)
+            loss = of_output(loss, inputs)
         if chain or (chain is None and self._rolled):
             if not self._rolled:
                 raise ConversionError(
@@ -365,6 +366,8 @@ class Converted(Printed):
             params: Arrays, buffers: Arrays, batch: Any, rng: Any, train: bool, _ctx: Any = None
         ) -> tuple[Any, Any, dict[str, Any]]:
             computed = self._computed(params, _ctx)
+            if train:
+                self.unread(loss, batch)
             current: list[Arrays] = [buffers]
             dropped: list[Any] = []
             calls = 0
@@ -389,6 +392,20 @@ class Converted(Printed):
         initial = self.trained(self._params), dict(self._buffers)
         same, predict = self._same_anywhere(), partial(self._predict, predicting)
         return Model(initial, step_loss, self.frozen, same, predict, self._whole_shard())
+
+    def unread(self, loss: Callable[..., Any], batch: Any) -> frozenset[str]:
+        """Names of leaves that only outputs read which a loss does not; a warning says them.
+
+        Args:
+            loss: `loss(forward, batch)`. Of one that calls `forward` several times nothing is said.
+            batch: what it is given.
+        """
+        if not may_be_unread(self._modes[max(self._modes)]):
+            return frozenset()
+        try:
+            return halve(loss, batch, self._graphs, max(self._modes), None).unread
+        except NotOneCallError:
+            return frozenset()
 
     def _whole_shard(self) -> Shard:
         """The rules of `parallel` for leaves that are no layer of a stack."""
@@ -438,7 +455,7 @@ class Converted(Printed):
         return ChainSource(graphs, params, self._buffers, self.names, self.frozen, same, shard)
 
 
-def _of_output(loss: Callable[..., Any], inputs: Callable[[Any], Any]) -> Callable[..., Any]:
+def of_output(loss: Callable[..., Any], inputs: Callable[[Any], Any]) -> Callable[..., Any]:
     """A loss of the output as one that calls `forward`."""
 
     def called(forward: Callable[..., Any], batch: Any) -> Any:
@@ -460,7 +477,7 @@ def _predicting(
     """What `fz.predict_step` runs; of a loss of the output nothing is wanted."""
     if inputs is None:
         return partial(predicted, loss, False, outputs)
-    return partial(predicted, _of_output(lambda *_: 0.0, inputs), True, outputs)
+    return partial(predicted, of_output(lambda *_: 0.0, inputs), True, outputs)
 
 
 def _all(output: Any) -> Any:

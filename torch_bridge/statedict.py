@@ -260,6 +260,7 @@ def fit_leaves(
     strict: bool,
     cast: bool,
     masters: bool = False,
+    wide: bool = False,
 ) -> dict[str, LazyTensor]:
     """Which tensor is which leaf of a converted module, in the leaf's dtype; none is read yet.
 
@@ -270,6 +271,7 @@ def fit_leaves(
         cast: accept other dtypes.
         masters: give parameters of 16 bits that have float32 masters as these: as they are in the
             checkpoint, or widened.
+        wide: take float32 for 16 bits, as of formats that have nothing else.
 
     Returns:
         A tensor by leaf name, for those that are there.
@@ -289,7 +291,8 @@ def fit_leaves(
         given = {n: _in_blocks(leaf, tensors[n]) for n in leaf.names if n in tensors}
         if given:
             widened = masters and _has_master(converted, leaf)
-            problems += _misfits(leaf, given, cast, widened)
+            rounded = wide and leaf.dtype in _HALVES
+            problems += _misfits(leaf, given, cast, widened or rounded)
             first = next(iter(given.values()))
             found[leaf.name] = first.cast(torch.float32 if widened else leaf.dtype)
         elif strict and leaf.persistent:

@@ -26,10 +26,10 @@ from fzero.state.selection import read_from
 from fzero.state.train_state import TrainState
 from fzero.step import train_step
 from torch_bridge.convert import convert
-from torch_bridge.converted import Converted
+from torch_bridge.converted import Converted, of_output
 from torch_bridge.dtypes import torch_dtype
 from torch_bridge.export.watch import untouched
-from torch_bridge.losses import called_with_batch
+from torch_bridge.losses import called_with_batch, module_loss
 from torch_bridge.module.names import identity, named_tensors
 from torch_bridge.module.weights import to_host, to_torch
 from torch_bridge.module.wrappers import unwrapped
@@ -129,7 +129,9 @@ def fit(
     model = converted.model("module")
     tx: Any = optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
-        tx = as_optax(optimizer, converted, scheduler)
+        own_loss = of_output(module_loss, called_with_batch)
+        unread = converted.unread(own_loss, batch(first))
+        tx = as_optax(optimizer, converted, scheduler, unread=unread)
     state, step = init(model, tx, plan, rng), train_step(model, tx, plan)
     parts = layout(model, tx, plan).batch_multiple
     if callable(loss):

@@ -134,3 +134,21 @@ def test_what_is_beside_the_rows() -> None:
 def test_what_has_as_many_values_as_the_lengths_say_is_refused(reads: str, said: str) -> None:
     with pytest.raises(ConversionError, match=said):
         tb.convert(Tagger(num_layers=2, reads=reads), IDS, LENGTHS)
+
+
+@pytest.mark.parametrize("lengths", [[6, 4, 0], [7, 4, 2], [4, 6, 2], [0, 0, 0]])
+def test_lengths_that_pytorch_refuses_give_nan(lengths: list[int], projected: Any) -> None:
+    """Of no position, of more than there are, not sorted where the module says that they are."""
+    module, converted = projected
+    with pytest.raises(RuntimeError, match=r"[Ll]ength"):
+        module(IDS, torch.tensor(lengths))
+    padded, state, _ = converted(IDS, torch.tensor(lengths))
+    assert np.isnan(padded).all()
+    assert np.isnan(state).all()
+
+
+@pytest.fixture(scope="module")
+def projected() -> tuple[nn.Module, tb.Converted]:
+    kind, options, lengths = CASES["projected"]
+    module = Tagger(kind, **options).eval()
+    return module, tb.convert(module, IDS, lengths, train=False)

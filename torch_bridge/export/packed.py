@@ -73,10 +73,12 @@ class _Packed:
     """What stands for a `PackedSequence`. Shapes: padded `(T, N, I)`, lengths `(N)`.
 
     `data` and `sizes` have its fields' places; recurrent layers hand `sizes` on with new data.
+    PyTorch raises where the lengths are not `valid`; a program cannot, and gives NaN.
     """
 
     padded: torch.Tensor
     lengths: torch.Tensor
+    valid: torch.Tensor
     data: torch.Tensor
     sizes: torch.Tensor
 
@@ -147,17 +149,19 @@ class PackedSequences:
                 )
 
     def _made(
-        self, padded: torch.Tensor, lengths: torch.Tensor, sizes: torch.Tensor
+        self, padded: torch.Tensor, lengths: torch.Tensor, valid: torch.Tensor, sizes: torch.Tensor
     ) -> torch.Tensor:
-        packed = _Packed(padded, lengths, padded.flatten(0, 1), sizes)
+        packed = _Packed(padded, lengths, valid, padded.flatten(0, 1), sizes)
         self._data[id(packed.data)] = self._sizes[id(sizes)] = packed
         return packed.data
 
     def _pack(
         self, input: torch.Tensor, lengths: torch.Tensor, batch_first: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        sizes = lengths.new_zeros((1,))
-        return self._made(input.transpose(0, 1) if batch_first else input, lengths, sizes), sizes
+        sizes, x = lengths.new_zeros((1,)), input.transpose(0, 1) if batch_first else input
+        inside = (lengths >= 1) & (lengths <= x.shape[0])
+        valid = (inside & (lengths == lengths.cummin(0).values)).all()  # sorted, the longest first
+        return self._made(x, lengths, valid, sizes), sizes
 
     def _pad(
         self, data: Any, sizes: Any, batch_first: bool, padding_value: float, total_length: int
@@ -178,7 +182,7 @@ class PackedSequences:
             )
         steps = torch.arange(longest, device=packed.lengths.device).unsqueeze(1)
         inside = (steps < packed.lengths).reshape(*x.shape[:2], *[1] * (x.ndim - 2))
-        x = torch.where(inside, x, padding_value)
+        x = torch.where(packed.valid, torch.where(inside, x, padding_value), torch.nan)
         if total_length > longest:
             x = torch.cat([x, x.new_full((total_length - longest, *x.shape[1:]), padding_value)])
         return (x.transpose(0, 1) if batch_first else x), packed.lengths
@@ -200,6 +204,7 @@ class PackedSequences:
             out, *states = torch.ops.torch_bridge.packed_rnn(
                 kind, packed.padded, packed.lengths, states, list(params), *options
             )
-            return (self._made(out, packed.lengths, packed.sizes), *states)
+            states = [torch.where(packed.valid, state, torch.nan) for state in states]
+            return (self._made(out, packed.lengths, packed.valid, packed.sizes), *states)
 
         return layer

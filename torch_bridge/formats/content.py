@@ -119,6 +119,11 @@ class Checkpoint(Printed):
         """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether the format holds what learns as float32, whatever a module's dtype."""
+        return self.format.startswith("DeepSpeed")
+
     def cast(self, dtype: torch.dtype) -> Checkpoint:
         """The same with floating-point tensors of another dtype; moments stay as they are."""
         tensors = {

@@ -70,7 +70,8 @@ def restore(
             `DistributedDataParallel` put before names is found without it.
         strict: refuse missing and unexpected names. What is missing keeps its initial value else.
         cast: accept other dtypes of the weights, and convert them as they are read. Float32 values
-            of a parameter of 16 bits are its master, and need none.
+            of a parameter of 16 bits are its master, and need none; nor do those of DeepSpeed's
+            files, which have nothing else, where the module has no masters.
         key: as for `checkpoint`.
         chain: as it was given to `converted.model`, if it was.
 
@@ -104,7 +105,7 @@ def restore(
     else:
         found = checkpoint(path, key)
         where, tensors = found.path, _without_prefix(found.by_name(), prefix, found.path)
-        leaves = fit_leaves(converted, tensors, strict, cast, masters=True)
+        leaves = fit_leaves(converted, tensors, strict, cast, masters=True, wide=found.is_wide)
         moments = _moments(found, converted, tx, optimizer, names, prefix)
     params, buffers = initial_leaves(converted)
     for leaf in converted.layout.leaves:

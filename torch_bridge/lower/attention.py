@@ -134,4 +134,20 @@ def _sums(weights: jax.Array, total: jax.Array, values: jax.Array) -> jax.Array:
     wide = sum_dtype(values)
     if wide == dtype:
         return _contract((weights / total).astype(dtype), values, dtype)
-    return (_contract(weights.astype(dtype), values, wide) / total).astype(dtype)
+    return (_wide_sums(weights, values) / total).astype(dtype)
+
+
+@jax.custom_jvp
+def _wide_sums(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """16-bit values by float32 weights, which are rounded; their gradient is not.
+
+    It is a difference of nearly equal numbers where one weight is almost 1.
+    """
+    return _contract(weights.astype(values.dtype), values, weights.dtype)
+
+
+@_wide_sums.defjvp
+def _wide_sums_jvp(given: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (weights, values), (of_weights, of_values) = given, tangents
+    slope = _contract(of_weights, values.astype(weights.dtype), weights.dtype)
+    return _wide_sums(weights, values), slope + _wide_sums(weights, of_values)

@@ -8,6 +8,7 @@ device there is no value, and whoever asks for one is told so by name: zeros wou
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -19,12 +20,14 @@ from fzero.sharding.lazy import Index, LazyArray, Stacked
 from fzero.tree import leaf_bytes
 from torch_bridge.dtypes import canonical, numpy_dtype
 from torch_bridge.module.names import Layout, Leaf, named_tensors
-from torch_bridge.module.weights import to_host, to_torch
+from torch_bridge.module.weights import to_host, to_numpy, to_torch
 
 
 # Up to so many bytes a module is copied at once: no host notices, and what happens to the module
 # afterwards (a train step for comparison) does not matter then.
 COPIED_BYTES = 256 * 2**20
+# Of so many elements of a tensor that is read later it is seen whether they were changed.
+_SAMPLED = 4096
 
 Values = dict[str, Any]
 
@@ -41,7 +44,7 @@ class TensorValue(LazyArray):
         # Detached, so that `module.bfloat16()` and the like leave this memory as it is.
         self.name, self.tensor = name, tensor.detach()
         self.shape, self.dtype = tuple(tensor.shape), _held(name, tensor)
-        self._version = _version(self.tensor)
+        self._seen = _version(self.tensor), _sample(self.tensor)
 
     def read(self, index: Index) -> np.ndarray[Any, Any]:
         """As for every `LazyArray`.
@@ -49,7 +52,7 @@ class TensorValue(LazyArray):
         Raises:
             ConversionError: the tensor was written to since, or has integers of more than 32 bits.
         """
-        if _version(self.tensor) != self._version:
+        if (_version(self.tensor), _sample(self.tensor)) != self._seen:
             raise ConversionError(
                 f"`{self.name}` was changed in place after tb.convert, which reads large modules"
                 " where they lie. Make the state before the module is trained or loaded again, or"
@@ -281,6 +284,20 @@ def _held(name: str, tensor: torch.Tensor) -> np.dtype[Any]:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _sample(tensor: torch.Tensor) -> int:
+    """A digest of some elements at equal distances, of small tensors of all.
+
+    Writes through `.data` or NumPy have no version.
+    """
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return 0
+    found = tensor
+    if tensor.numel() > _SAMPLED:
+        places = torch.arange(0, tensor.numel(), tensor.numel() // _SAMPLED, device=tensor.device)
+        found = tensor[torch.unravel_index(places, tensor.shape)]
+    return zlib.crc32(to_numpy(found).tobytes())
 
 
 def _stacked(value: Any) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ def optimizer(
     *,
     every: int = 1,
     num_steps: int | None = None,
+    unread: Collection[str] = (),
 ) -> optax.GradientTransformation:
     """A torch optimizer as the optax transformation that does the same.
 
@@ -53,6 +54,8 @@ def optimizer(
         num_steps: optimizer steps to train for. Needed for schedules that only run to tell
             (`LambdaLR`, `MultiplicativeLR`, `CyclicLR`, restarts of growing length, classes of
             your own); after that many the last value stays. The others are followed for ever.
+        unread: names of parameters that only outputs read which the loss does not, and which torch
+            therefore leaves alone; a warning of the step says them.
 
     Returns:
         A transformation for params of the names and structure of `parameters`, row by row (Muon
@@ -82,6 +85,10 @@ def optimizer(
     """
     several = _several(torch_optimizer, scheduler)
     names = _Names.of(parameters)
+    unknown = sorted(set(unread) - set(names.aliases))
+    if unknown:
+        raise ConversionError(f"optimizer: unread has {unknown}, which are no parameters")
+    names = replace(names, untrained=names.untrained | {names.aliases[name] for name in unread})
     rules = [
         (find_rule(one), group)
         for one, schedule in several

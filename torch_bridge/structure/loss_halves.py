@@ -24,6 +24,12 @@ from torch_bridge.losses import LOSS, Head, marked, total_of
 from torch_bridge.lower.refs import Ref
 from torch_bridge.module.signature import build_output
 from torch_bridge.structure.retrace import Call, Graphs
+from torch_bridge.structure.unread import (
+    may_be_unread,
+    num_values,
+    unread_parameters,
+    warn_of_unread,
+)
 
 
 Loss = Callable[..., Any]
@@ -55,11 +61,13 @@ class Halves:
         finish: the loss, given the module's output leaves.
         logits: places of output leaves that nothing but a cross entropy reads: `finish` takes a
             `Head` in their stead.
+        unread: names of parameters that only outputs read which the loss does not.
     """
 
     call: Call
     finish: Callable[[Sequence[Any]], Any]
     logits: frozenset[int] = frozenset()
+    unread: frozenset[str] = frozenset()
 
 
 def halve(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -> Halves:
@@ -122,7 +130,13 @@ def halve(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -> Ha
     inputs = dict(zip(names, given, strict=True))
     arrays = [i for i, leaf in enumerate(call.mode.graph.outputs) if isinstance(leaf, Ref)]
     logits = {i for i, var in zip(arrays, place.outvars, strict=True) if _is_logits(closed, var)}
-    return Halves(call._replace(inputs={**call.inputs, **inputs}), finish, frozenset(logits))
+    unread: set[str] = set()
+    if train and may_be_unread(call.mode):
+        learns = {leaf.name for leaf in graphs.again.layout.leaves if not leaf.frozen}
+        unread = unread_parameters(call.mode, closed, place.outvars, num_values(shapes)) & learns
+        warn_of_unread(unread)
+    given_call = call._replace(inputs={**call.inputs, **inputs})
+    return Halves(given_call, finish, frozenset(logits), frozenset(unread))
 
 
 def _is_logits(closed: Any, var: Any) -> bool:

@@ -213,6 +213,20 @@ def test_masters_of_a_16_bit_module_come_back(name: str, tmp_path: Path) -> None
     assert tb.load(tmp_path / "m.pt")["weight"].dtype == torch.bfloat16
 
 
+def test_universal_files_of_a_16_bit_module_without_masters_come_back(tmp_path: Path) -> None:
+    """They have float32 for all that learns; another format's float32 is another weight."""
+    module = torch.nn.Linear(8, 8).bfloat16()
+    converted = tb.convert(module, torch.zeros(4, 8, dtype=torch.bfloat16), masters=False)
+    state = fz.init(converted.model(cases.mean_square), optax.adam(1e-5), PLAN)
+    tb.save(tmp_path / "universal", converted, state, to="universal")
+    back = tb.restore(tmp_path / "universal", converted, optax.adam(1e-5), PLAN)
+    jax.tree.map(np.testing.assert_array_equal, back.params, state.params)
+    assert {leaf.dtype.name for leaf in back.params.values()} == {"bfloat16"}
+    torch.save(module.float().state_dict(), tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match=r"dtype: `bias` is torch\.float32"):
+        tb.restore(tmp_path / "m.pt", converted, None, PLAN)
+
+
 @pytest.mark.parametrize("options", [{}, {"update_on": "host"}])
 def test_moments_go_where_the_plan_parks_them(converted: tb.Converted, options: Any) -> None:
     plan = fz.Plan(zero=1, min_shard_bytes=0, tiers={"opt_state": "host"}, **options)

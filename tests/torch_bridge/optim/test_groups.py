@@ -229,6 +229,60 @@ def test_a_comparison_sends_no_gradient_and_so_nothing_decays():
     assert moved == {name for name, p in module.named_parameters() if p.grad is not None}
 
 
+class Heads(nn.Module):
+    """Two heads, of which its own loss reads one; three equal blocks before them, or none."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.up = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(layers))
+        self.read, self.other = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.frozen = nn.Linear(4, 2).requires_grad_(False)
+
+    def forward(self, x, labels):
+        for up in self.up:
+            x = up(x)
+        read = self.read(x)
+        loss = nn.functional.mse_loss(read, labels)
+        return {"loss": loss, "read": read, "other": self.other(x), "frozen": self.frozen(x)}
+
+
+@pytest.mark.parametrize("layers", [0, 3])
+def test_what_only_an_output_reads_that_the_loss_does_not_is_left_alone(layers):
+    torch.manual_seed(0)
+    module = Heads(layers)
+    batch = {"x": torch.randn(4, 4), "labels": torch.randn(4, 4)}
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    options = {"lr": 0.1, "weight_decay": 0.5}
+    adamw = torch.optim.AdamW(module.parameters(), **options)
+    said = r"no output that depends on `other\.bias`, `other\.weight`\."
+    with pytest.warns(UserWarning, match=said):
+        _, trained = tb.fit(
+            module, [batch], optimizer=adamw, plan=fz.Plan(data=1), trained_module=True
+        )
+    for name in ("other.weight", "other.bias"):
+        torch.testing.assert_close(trained.get_parameter(name).detach(), before[name])
+    assert not torch.equal(trained.read.weight, before["read.weight"])
+    # A loss of one's own: metrics may read what they like, comparisons send nothing back.
+    converted = tb.convert(module, **batch)
+
+    def loss(forward, batch):
+        out = forward(**batch)
+        value = jnp.mean(out["read"] ** 2) + jnp.sum((out["other"] > 0).astype(jnp.float32))
+        return value, {"other": jnp.mean(out["other"])}
+
+    model, plan = converted.model(loss), fz.Plan(data=1)
+    tx = tb.optimizer(adamw, converted, unread=["other.weight", "other.bias"])
+    state = fz.init(model, tx, plan)
+    want = converted.by_name(jax.device_get(state.params))
+    with pytest.warns(UserWarning, match=said):
+        state, _ = fz.train_step(model, tx, plan)(state, tb.batch(batch))
+    found = converted.by_name(jax.device_get(state.params))
+    unmoved = {name for name in want if np.array_equal(want[name], found[name])}
+    assert unmoved == {"other.weight", "other.bias", "frozen.weight", "frozen.bias"}
+    with pytest.raises(ConversionError, match=r"unread has \['othre'\]"):
+        tb.optimizer(adamw, converted, unread=["othre"])
+
+
 def test_what_learns_only_after_the_conversion_is_refused():
     module = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
     converted = tb.convert(module, torch.zeros(2, 4))

@@ -6,13 +6,18 @@ numbers that nothing reads; DETR and wav2vec2 ask in train mode what eval mode d
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import transformers as hf
 import zoo_checks as checks
-from parity import leaves_of, relative_error
+from parity import leaves_of, numpy_of, relative_error
 from torch import nn
-from zoo_entries import Call, Entry, evaluate
+from zoo_entries import Call, Entry, evaluate, livelier
 from zoo_torch import floats, ids
 from zoo_transformers import GROUPED, NO_DROPOUT, SMALL, VISION, VISION_OF_CLIP, VOCABULARY
 
@@ -70,10 +75,32 @@ def sung(batch: int) -> Call:
                      "encoder_hidden_states": floats(batch, 5, 16, seed=2)})  # fmt: skip
 
 
+def vits() -> nn.Module:
+    config = hf.VitsConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, window_size=2,
+        ffn_dim=24, flow_size=16, spectrogram_bins=9, upsample_initial_channel=16,
+        upsample_rates=[2, 2], upsample_kernel_sizes=[4, 4], resblock_kernel_sizes=[3],
+        resblock_dilation_sizes=[[1, 3]], prior_encoder_num_flows=1,
+        duration_predictor_num_flows=1, duration_predictor_filter_channels=16,
+        prior_encoder_num_wavenet_layers=1, posterior_encoder_num_wavenet_layers=1,
+        wavenet_kernel_size=3, depth_separable_num_layers=1, layerdrop=0.0, hidden_dropout=0.0,
+        attention_dropout=0.0, activation_dropout=0.0,
+    )  # fmt: skip
+    return hf.VitsModel(config)
+
+
+def spoken(batch: int) -> Call:
+    mask = torch.ones(batch, 7)
+    mask[0, 5:] = 0
+    return Call((), {"input_ids": ids(batch, 7, high=20), "padding_mask": mask[..., None],
+                     "attention_mask": mask})  # fmt: skip
+
+
 FAMILIES = {
     "llava": Entry(llava, pictured),
     "gemma3": Entry(gemma3, typed),
     "musicgen": Entry(musicgen, sung),
+    "vits' text encoder": Entry(lambda: vits().text_encoder, spoken),
 }
 
 
@@ -122,36 +149,32 @@ def test_what_only_its_train_mode_asks_is_no_reason_not_to_evaluate(name: str) -
         fz.ConversionError, match=r"only evaluated: tb\.convert\(\.\.\., train=False"
     ):
         tb.convert(module, **kwargs)
-    converted = tb.convert(module, **kwargs, train=False)
-    with torch.no_grad():
-        want = leaves_of(module.eval()(**kwargs))
+    converted = tb.convert(livelier(module), **kwargs, train=False)
+    want = leaves_of(module.eval()(**kwargs))
     got = leaves_of(converted(**kwargs))
     for g, w in zip(got, want, strict=True):
-        assert relative_error(g, w.numpy()) <= 2e-5
+        assert relative_error(g, w.detach().numpy()) <= 2e-5
+    # Gradients of its eval mode, as of a detector that is tuned with frozen norms.
+    sum(w.square().sum() for w in want if w.requires_grad).backward()
+    learns = [w.requires_grad for w in want]
+
+    def loss(params: Any) -> Any:
+        out = leaves_of(converted.apply(params, converted.buffers, **numpy_of(kwargs)).output)
+        return sum(jnp.square(x).sum() for x, counts in zip(out, learns, strict=True) if counts)
+
+    grads = converted.by_name(jax.jit(jax.grad(loss))(converted.params))
+    slopes = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    least = checks.NEGLIGIBLE * max(float(g.abs().max()) for g in slopes.values())
+    assert len(slopes) > 20
+    for name, slope in slopes.items():
+        scale = max(float(slope.abs().max()), least)
+        np.testing.assert_allclose(grads[name], slope, rtol=0, atol=1e-4 * scale, err_msg=name)
 
 
 def test_a_size_that_depends_on_data_is_refused_by_its_line() -> None:
-    """The length of VITS's sound is what it predicts; its encoder has none of that."""
-    config = hf.VitsConfig(
-        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, window_size=2,
-        ffn_dim=24, flow_size=16, spectrogram_bins=9, upsample_initial_channel=16,
-        upsample_rates=[2, 2], upsample_kernel_sizes=[4, 4], resblock_kernel_sizes=[3],
-        resblock_dilation_sizes=[[1, 3]], prior_encoder_num_flows=1,
-        duration_predictor_num_flows=1, duration_predictor_filter_channels=16,
-        prior_encoder_num_wavenet_layers=1, posterior_encoder_num_wavenet_layers=1,
-        wavenet_kernel_size=3, depth_separable_num_layers=1,
-    )  # fmt: skip
-    module = hf.VitsModel(config)
+    """The length of VITS's sound is what it predicts; its encoder, above, has none of that."""
+    module = vits()
     with pytest.raises(
         fz.ConversionError, match=r"(?s)depends on tensor values.*modeling_vits\.py"
     ):
         tb.convert(module, input_ids=ids(2, 7, high=20), train=False)
-    mask = torch.ones(2, 7)
-    parts = {"input_ids": ids(2, 7, high=20), "padding_mask": mask[..., None],
-             "attention_mask": mask}  # fmt: skip
-    encoder = module.text_encoder.eval()
-    converted = tb.convert(encoder, **parts)
-    with torch.no_grad():
-        want = leaves_of(encoder(**parts))
-    for g, w in zip(leaves_of(converted(**parts)), want, strict=True):
-        assert relative_error(g, w.numpy()) <= 2e-5

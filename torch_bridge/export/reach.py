@@ -1,0 +1,39 @@
+"""What gradients reach in a module's graph, from its outputs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_bridge.export.interpret import Graph, Instruction
+from torch_bridge.lower.refs import refs
+
+
+# Operators that PyTorch sends no gradient through: what they return has none.
+_STOPS = re.compile(
+    r"aten\.(all|any|arg(max|min|sort)|bincount|bitwise_\w+|bucketize|detach|eq|floor_divide|g[et]"
+    r"|is(finite|inf|nan)|l[et]|logical_\w+|ne|new_\w+|nonzero_static|one_hot|searchsorted"
+    r"|(empty|full|ones|rand|randint|randn|zeros)_like)\."
+)
+_CASTS = ("aten._to_copy.", "aten.to.", "prims.convert_element_type.")
+
+
+def reached_from(graph: Graph, outputs: Sequence[Any]) -> set[str]:
+    """All values that outputs depend on with nothing between that stops gradients."""
+    needed = set(refs(list(outputs)))
+    for step in reversed(graph.instructions):
+        if step.name in needed and not _stops(step):
+            needed.update(refs(step.args))
+            needed.update(refs(step.kwargs))
+    return needed
+
+
+def _stops(step: Instruction) -> bool:
+    """Whether what an instruction returns has no gradient: comparisons, whole numbers, shapes."""
+    if step.operator.startswith(_CASTS):
+        kinds = [x for x in (*step.args, *step.kwargs.values()) if isinstance(x, torch.dtype)]
+        return any(not (kind.is_floating_point or kind.is_complex) for kind in kinds)
+    return _STOPS.match(step.operator) is not None
