@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,10 +28,11 @@ from fzero.precision import LossScale, initial_loss_scale
 from fzero.processes import from_host
 from fzero.sharding.blueprint import Blueprint, blueprint, bound_optimizer, initial_shapes
 from fzero.sharding.chunks import OWNED
-from fzero.sharding.homes import cut_into_stages
+from fzero.sharding.homes import cut_into_stages, in_order
 from fzero.sharding.lazy import Index, LazyArray
 from fzero.sharding.relayout import Kept, copy_leaf, relayout
 from fzero.sharding.split import (
+    Home,
     Split,
     flat_splits,
     map_splits,
@@ -174,6 +175,7 @@ def _derived(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -
         buffers=buffers,
         rng=put(key, shapes["rng"]),
         loss_scale=jax.tree.map(put, initial_loss_scale(blue.plan), shapes["loss_scale"]),
+        rows=blue.rows,
     )
 
 
@@ -254,7 +256,7 @@ class _Stored:
         # Earlier states were shared out over the data axis alone.
         sizes = zero_sizes(self.meta.get("zero") or {DATA: self.meta["data"]})
         shapes, _ = initial_shapes(model)
-        homes = cut_into_stages(model, was).homes if was.pipe > 1 else None
+        homes = self._homes(cut_into_stages(model, was).homes) if was.pipe > 1 else None
         params = split_params(model, shapes, was, sizes, homes)
         averages = None if blue.ema is None else split_averages(params)
         old = {"params": params, "opt_state": (), "ema": averages}
@@ -292,6 +294,18 @@ class _Stored:
                 to = blue.replicated(jax.ShapeDtypeStruct((), dtype))
                 found[f"grads/{name}"] = Kept.whole(()), Kept.whole(()), to
         return found
+
+    def _homes(self, homes: Mapping[str, Home]) -> dict[str, Home]:
+        """Homes of the plan that was given to `save`, with layers in the order that they had."""
+        rows = self.meta.get("rows")
+        if rows is None:  # of an earlier version
+            return dict(homes)
+
+        def had(name: str, home: Home) -> Home:
+            kept = tuple(rows[name]) if name in rows else in_order(home.rows)
+            return dataclasses.replace(home, rows=kept)
+
+        return {name: had(name, home) for name, home in homes.items()}
 
     def _takes(self, path: str) -> bool:
         """Whether a leaf is taken out of the checkpoint."""

@@ -155,6 +155,10 @@ def _save(
     require_alive(state, "save")
     if keep is not None and (type(keep) is not int or keep < 1):
         raise CheckpointError(f"save: keep={keep!r}: expected at least 1, or None for all")
+    if state.rows and plan.pipe == 1:
+        raise CheckpointError(
+            "save: the plan has no pipeline, but state.rows says that the state has: pass its own"
+        )
     fields = {name: getattr(state, name) for name in FIELDS}
     _require_json(data_position)
     leaves = dict(named_leaves(fields))
@@ -164,6 +168,7 @@ def _save(
         "step": int(state.step),
         "plan": plan.to_json(),
         "zero": zero_sizes(dict(mesh.shape)),
+        "rows": dict(state.rows),
         "data_position": data_position,
         "leaves": {p: [list(x.shape), str(x.dtype)] for p, x in leaves.items()},
         "rng": [

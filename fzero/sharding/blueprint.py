@@ -28,7 +28,7 @@ from fzero.processes import require_transfers
 from fzero.sharding.buffers import check_buffers
 from fzero.sharding.chunks import OWNED, Chunks, plan_chunks
 from fzero.sharding.group import Group
-from fzero.sharding.homes import Stages, cut_into_stages
+from fzero.sharding.homes import StackRows, Stages, cut_into_stages
 from fzero.sharding.initial import initial_shapes as initial_shapes
 from fzero.sharding.initial import memo, tracing_context
 from fzero.sharding.split import (
@@ -91,6 +91,11 @@ class Blueprint:
     def home_of(self, link: str) -> Home | None:
         """The ranks of a pipeline that hold a link's leaves."""
         return None if self.stages is None else self.stages.homes[link]
+
+    @property
+    def rows(self) -> StackRows:
+        """What `TrainState.rows` is of this layout."""
+        return () if self.stages is None else self.stages.rows
 
     def rank_mesh(self, rank: int) -> Mesh:
         """The devices of one rank of a pipeline: all axes of the mesh but `pipe`."""

@@ -18,6 +18,10 @@ from fzero.sharding.stages import Partition, partition
 from fzero.tree import PyTree
 
 
+# By the name of a stack that is not kept in order: the layer in each of its rows.
+StackRows = tuple[tuple[str, tuple[int, ...]], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Stages:
     """A model cut into the stages of a plan's schedule.
@@ -33,6 +37,12 @@ class Stages:
     partition: Partition
     pieces: tuple[tuple[Piece, ...], ...]
     homes: Mapping[str, Home]
+
+    @property
+    def rows(self) -> StackRows:
+        """The stacks that ranks keep in another order than the chain's."""
+        kept = {name: home.rows for name, home in self.homes.items()}
+        return tuple((name, rows) for name, rows in sorted(kept.items()) if rows != in_order(rows))
 
     def rank_of(self, stage: int) -> int:
         """The rank that runs a stage."""
@@ -74,6 +84,11 @@ def cut_into_stages(model: Model, plan: Plan) -> Stages:
         for stage, pieces in enumerate(cut.stages)
     )
     return Stages(schedule, cut, pieces_of, homes)
+
+
+def in_order(rows: tuple[int, ...]) -> tuple[int, ...]:
+    """As many layers as there are in some rows, each in its own."""
+    return tuple(range(sum(row >= 0 for row in rows)))
 
 
 def stages_of_outputs(stages: Stages, model: Model) -> Stages:

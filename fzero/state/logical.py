@@ -15,7 +15,7 @@ from fzero.sharding.blueprint import Blueprint, initial_shapes
 from fzero.sharding.homes import cut_into_stages
 from fzero.sharding.relayout import Kept, relayout
 from fzero.sharding.split import Split, map_splits
-from fzero.state.require import require_alive
+from fzero.state.require import require_alive, wrong_rows
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import require_on_device, settled
 from fzero.tree import PyTree, key_name, named_leaves, path_name
@@ -68,7 +68,10 @@ def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree
     shapes, _ = initial_shapes(model)
     homes = None
     if plan is not None and plan.pipe > 1:
-        homes = cut_into_stages(model, plan).homes
+        stages = cut_into_stages(model, plan)
+        homes = stages.homes
+        if wrong := wrong_rows(state, stages.rows):
+            raise StateError("logical: the state is not one of this plan: " + "; ".join(wrong))
 
     def own(path: Any, leaf: Any, to: Any) -> jax.Array:
         home = homes[key_name(path[0])] if homes else None

@@ -82,7 +82,7 @@ def init(
         if not callable(model.init):
             return state_of(blue, *_copied(blue, *model.init), key)
         fields = compiled_fields(blue, "born", _born(blue), key)(key)
-        return _parked(blue, TrainState(**{"opt_state": (), **fields}))
+        return _parked(blue, TrainState(**{"opt_state": (), **fields}, rows=blue.rows))
 
 
 def key_of(rng: int | jax.Array) -> jax.Array:
@@ -108,7 +108,7 @@ def state_of(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -
     derived = partial(_derived_from_kept, blue)
     fields = compiled_fields(blue, "derived", derived, params, key)(params, key)
     fields |= {"params": params, "buffers": buffers}
-    return _parked(blue, TrainState(**{"opt_state": (), **fields}))
+    return _parked(blue, TrainState(**{"opt_state": (), **fields}, rows=blue.rows))
 
 
 def _parked(blue: Blueprint, state: TrainState) -> TrainState:
@@ -216,7 +216,8 @@ def abstract_state(
     Returns:
         A `TrainState` of `jax.ShapeDtypeStruct`s, fit for `train_step(...).lower`.
     """
-    return TrainState(**blueprint(model, tx, plan, devices).shapes())
+    blue = blueprint(model, tx, plan, devices)
+    return TrainState(**blue.shapes(), rows=blue.rows)
 
 
 def compute_of(blue: Blueprint, params: PyTree) -> PyTree:
