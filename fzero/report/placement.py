@@ -15,7 +15,7 @@ from fzero.errors import PlacementError
 from fzero.model import Model
 from fzero.plan import Plan
 from fzero.report.description import LeafPlan, describe, table
-from fzero.state.require import require_alive
+from fzero.state.require import require_alive, require_arrays
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import DEVICE, DISK, HOST, TIERS, on_device, tier_of
 from fzero.summary import as_html
@@ -192,6 +192,7 @@ def placement(
         per_rank = about.num_devices // about.plan.pipe
         return _summed([_of_plan(leaf, about.plan, per_rank) for leaf in about.leaves])
     require_alive(state_or_plan, "placement")
+    require_arrays(state_or_plan, "placement")
     return _summed(
         [
             _of_leaf(name, path, leaf)

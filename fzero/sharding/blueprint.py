@@ -287,7 +287,13 @@ class Blueprint:
     def constrain(self, split: Any, leaf: jax.Array, sharded: bool = True) -> jax.Array:
         """Asks the compiler to keep a logical leaf split (unevenly where it would be padded)."""
         to = self.sharding(split.home, split.lies(sharded))
-        return jax.lax.with_sharding_constraint(leaf, to)
+        try:
+            return jax.lax.with_sharding_constraint(leaf, to)
+        except ValueError:
+            # Differentiated outside of any program a leaf has to divide evenly, and lies anywhere.
+            if not split.pad:
+                raise
+            return leaf
 
 
 def _updated_shape(split: Split) -> jax.ShapeDtypeStruct:

@@ -91,8 +91,10 @@ def key_of(rng: int | jax.Array) -> jax.Array:
     Raises:
         StateError: it is neither.
     """
-    if not isinstance(rng, jax.Array | np.ndarray):
+    if isinstance(rng, int | np.integer):
         return jax.random.key(rng)
+    if not isinstance(rng, jax.Array | np.ndarray):
+        raise StateError(f"init: rng: expected a seed or one key of jax.random.key, got {rng!r}")
     if is_key(rng) and not rng.shape:
         return jnp.asarray(rng)
     if not rng.shape and jnp.issubdtype(rng.dtype, jnp.integer):

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from fzero.compat import is_key
+from fzero.compat import has_explicit_axes, is_key
 from fzero.errors import StateConsumedError, StateError
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.homes import StackRows
@@ -67,6 +67,17 @@ def require_alive(state: TrainState, operation: str) -> None:
         )
 
 
+def require_arrays(state: TrainState, operation: str) -> None:
+    """Raises `StateError` if a hyperparameter was set to a number, which only steps take."""
+    for path, leaf in named_leaves({"opt_state": state.opt_state}):
+        if not hasattr(leaf, "shape"):
+            raise StateError(
+                f"{operation}: {path} is a {type(leaf).__name__}; steps take a number there, but to"
+                " move and to save it has to be an array:"
+                " jax.device_put(np.float32(number), old.sharding)"
+            )
+
+
 def require_fits(
     state: TrainState,
     blue: Blueprint,
@@ -107,7 +118,9 @@ def require_fits(
             )
         elif abstract:
             continue
-        elif not on_device(leaf.sharding).is_equivalent_to(to.sharding, len(to.shape)):
+        elif has_explicit_axes(leaf.sharding) or not on_device(leaf.sharding).is_equivalent_to(
+            to.sharding, len(to.shape)
+        ):
             mesh = dict(to.sharding.mesh.shape)
             problems.append(f"{path}: expected {to.sharding.spec} on {mesh}, got {leaf.sharding}")
     if problems:
