@@ -41,8 +41,9 @@ class Model(Printed):
         loss: `loss(params, buffers, batch, rng, train) -> (Mean or scalar, buffers, metrics)`.
             It sees one device's rows of one microbatch, as they came: parameters have the plan's
             precision, and `fz.cast(batch["x"], like=params)` gives inputs the same. `metrics` is a
-            dict of `Mean`s or scalars. A parameter named `step` is given the number of optimizer
-            steps taken.
+            dict of `Mean`s or scalars. A scalar, loss or metric, counts once for each device and
+            microbatch: of a sum or a number of rows that is their mean. A parameter named `step`
+            is given the number of optimizer steps taken.
         frozen: parameters that no step changes: their names, compiled regular expressions that are
             searched in names (`re.compile("^base/")`), or both; or a function of a name. They are
             stored and read like others, in the dtype given, and cost nothing else: no gradient, no
