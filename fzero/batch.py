@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fzero.axes import AXES, CONTEXT
+from fzero.compat import has_explicit_axes
 from fzero.errors import BatchError
 from fzero.processes import view
 from fzero.summary import Printed, summary
@@ -179,7 +180,7 @@ def pad_batch(batch: PyTree, multiple: int) -> tuple[PyTree, np.ndarray[Any, Any
         `(batch, mask)`; the mask is bool, one value for each row.
 
     Raises:
-        BatchError: leaves have different numbers of rows, or none.
+        BatchError: leaves have different numbers of rows, or none; `multiple` is no number of rows.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, fzero as fz
@@ -196,6 +197,8 @@ def pad_batch(batch: PyTree, multiple: int) -> tuple[PyTree, np.ndarray[Any, Any
         >>> round(float(metrics["loss"]), 4), float(metrics["count"])
         (1.6667, 3.0)
     """
+    if type(multiple) is not int or multiple < 1:
+        raise BatchError(f"pad_batch: multiple={multiple!r}: expected a whole number from 1 on")
     inputs = Inputs.of(batch)
     check_batch(inputs, 1, 1)
     size = jax.tree.leaves(inputs.rows)[0].shape[0]
@@ -204,6 +207,9 @@ def pad_batch(batch: PyTree, multiple: int) -> tuple[PyTree, np.ndarray[Any, Any
     def filled(leaf: Any) -> Any:
         if is_shared(leaf) or not fill:
             return leaf
+        if not is_plain(leaf):  # random keys
+            real = np.arange(size + fill)
+            return leaf[np.where(real < size, real, 0)]
         host = np.asarray(leaf)
         return np.concatenate([host, np.repeat(host[:1], fill, axis=0)])
 
@@ -258,7 +264,9 @@ def _placed(leaf: Any, sharding: NamedSharding, path: str) -> jax.Array:
                 " donated to; pass what that returned, or a copy"
             )
         if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-            return leaf
+            # A program over the plan's mesh does not know axes that are part of an array's type.
+            explicit = has_explicit_axes(leaf.sharding)
+            return jax.device_put(leaf, sharding) if explicit else leaf
         if not leaf.is_fully_addressable and _is_part(sharding, leaf.sharding):
             return view(leaf, sharding)
         if not leaf.is_fully_addressable and leaf.sharding.device_set != sharding.device_set:
@@ -338,6 +346,14 @@ def constrain_batch(batch: PyTree, mesh: Mesh) -> Inputs:
     """A traced batch, its rows over all devices."""
 
     def constrained(x: Any) -> jax.Array:
+        at = jax.typeof(x).sharding
+        if has_explicit_axes(at):
+            raise BatchError(
+                f"batch: in a program of your own it lies along {at.spec} of a mesh with explicit"
+                " axes, which is not the plan's; put it into"
+                " fz.layout(model, tx, plan).batch_sharding, or make your mesh with"
+                " axis_types=(jax.sharding.AxisType.Auto, ...)"
+            )
         return jax.lax.with_sharding_constraint(jnp.asarray(x), batch_sharding(mesh, x.shape))
 
     return Inputs.of(batch).map_rows(constrained)

@@ -22,6 +22,11 @@ def auto_mesh(grid: np.ndarray[Any, Any], axes: Sequence[str]) -> Mesh:
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
+def has_explicit_axes(sharding: Any) -> bool:
+    """Whether a sharding is over a mesh of `jax.make_mesh` whose axes are part of arrays' types."""
+    return AxisType.Explicit in getattr(getattr(sharding, "mesh", None), "axis_types", ())
+
+
 def abstract_mesh(sizes: Mapping[str, int]) -> Any:
     """A mesh of devices that need not exist, which shapes can be split over; axes are `Auto`."""
     return AbstractMesh(

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from fzero.axes import Parts
-from fzero.errors import PlanError
+from fzero.errors import PlanError, StateError
 from fzero.float8.products import in_float8
 from fzero.float8.recipe import Float8
 from fzero.keys import layer_key
-from fzero.tree import PyTree
+from fzero.tree import PyTree, named_leaves
 
 
 # How devices' values of buffers become one: one word, or words by path.
@@ -247,6 +247,8 @@ def apply_layer(
         apply = in_float8(apply, layer.name, ctx.products, getattr(layer, "reads", {}))
     out = apply(params, x)
     y, buffers = out if layer.stateful else (out, ctx.buffers)
+    if layer.stateful and ctx.train:
+        require_buffers(layer, ctx.buffers, buffers)
     if shared:
         y = {key: value for key, value in y.items() if key not in shared}
     return y, buffers
@@ -254,7 +256,63 @@ def apply_layer(
 
 def split_loss(out: Any) -> tuple[Mean, dict[str, Any]]:
     """What a chain ends with, `Mean | scalar` or a pair with metrics, as (Mean, metrics)."""
+    value: Any = out
+    metrics: Mapping[str, Any] = {}
     if isinstance(out, tuple) and not isinstance(out, Mean):
+        if len(out) != 2 or not isinstance(out[1], Mapping):
+            raise StateError(f"loss: expected a loss, or (loss, metrics), got {_kinds(out)}")
         value, metrics = out
-        return Mean.of(value), dict(metrics)
-    return Mean.of(out), {}
+    parts = (value.total, value.count) if isinstance(value, Mean) else (value,)
+    if not all(_is_real_scalar(part) for part in parts):
+        raise StateError(
+            f"loss: expected a real scalar, or fz.Mean of two, got {_kinds(parts)}; of a loss for"
+            " each example, fz.Mean(jnp.sum(losses), jnp.float32(losses.size))"
+        )
+    return Mean.of(value), dict(metrics)
+
+
+def _is_real_scalar(value: Any) -> bool:
+    number = isinstance(value, int | float) or (hasattr(value, "shape") and hasattr(value, "dtype"))
+    return number and jnp.shape(value) == () and not jnp.iscomplexobj(value)
+
+
+def _kinds(values: Sequence[Any]) -> str:
+    """What some values are, in a few words."""
+    return ", ".join(
+        f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") and hasattr(x, "dtype")
+        else type(x).__name__ for x in values
+    )  # fmt: skip
+
+
+def loss_parts(out: Any) -> tuple[Any, PyTree, Any]:
+    """What a model's loss function gave: loss, buffers and metrics.
+
+    Raises:
+        StateError: it is something else.
+    """
+    if not isinstance(out, tuple) or isinstance(out, Mean) or len(out) != 3:
+        given = _kinds(out) if isinstance(out, tuple) else _kinds([out])
+        raise StateError(
+            f"loss: expected (loss, buffers, metrics), as fz.Model says, got {given}; without"
+            " buffers and metrics, return loss, buffers, {}"
+        )
+    return out
+
+
+def require_buffers(layer: Layer | Stack, old: PyTree, new: PyTree) -> None:
+    """Raises `StateError` if a training pass leaves other buffers than it found.
+
+    Floats may have another precision: they are kept in the buffer's own.
+    """
+    had, have = (dict(named_leaves(tree)) for tree in (old, new))
+    wrong = [f"{name}: expected, but missing" for name in had if name not in have]
+    wrong += [f"{name}: not expected" for name in have if name not in had]
+    for name in had.keys() & have.keys():
+        pair = old_leaf, leaf = had[name], jnp.asarray(have[name])
+        floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in pair)
+        if leaf.shape != old_leaf.shape or not (floats or leaf.dtype == old_leaf.dtype):
+            wrong.append(f"{name}: expected {_kinds([old_leaf])}, got {_kinds([leaf])}")
+    if wrong:
+        where = f"layer {layer.name!r}" if layer.name else "loss"
+        raise StateError(f"{where}: the buffers that it returns are not those it was given:"
+                         f" {'; '.join(sorted(wrong))}")  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from fzero.errors import PlanError
-from fzero.links import BufferReduce, Shard, asked_for
+from fzero.links import BufferReduce, Shard, asked_for, loss_parts
 from fzero.links import Context as Context
 from fzero.links import Layer as Layer
 from fzero.links import Mean as Mean
@@ -41,8 +41,9 @@ class Model(Printed):
         loss: `loss(params, buffers, batch, rng, train) -> (Mean or scalar, buffers, metrics)`.
             It sees one device's rows of one microbatch, as they came: parameters have the plan's
             precision, and `fz.cast(batch["x"], like=params)` gives inputs the same. `metrics` is a
-            dict of `Mean`s or scalars. A parameter named `step` is given the number of optimizer
-            steps taken.
+            dict of `Mean`s or scalars. A scalar, loss or metric, counts once for each device and
+            microbatch: of a sum or a number of rows that is their mean. A parameter named `step`
+            is given the number of optimizer steps taken.
         frozen: parameters that no step changes: their names, compiled regular expressions that are
             searched in names (`re.compile("^base/")`), or both; or a function of a name. They are
             stored and read like others, in the dtype given, and cost nothing else: no gradient, no
@@ -127,7 +128,7 @@ class Model(Printed):
 
         def apply(params: PyTree, batch: PyTree, ctx: Context) -> tuple[Any, PyTree]:
             args = (params, ctx.buffers, batch, ctx.rng, ctx.train)
-            out, buffers, metrics = self.loss(*args, **asked_for(self.loss, ctx))
+            out, buffers, metrics = loss_parts(self.loss(*args, **asked_for(self.loss, ctx)))
             return (out, metrics), buffers
 
         return (Layer("", None, apply, stateful=True, buffer_reduce=self.buffer_reduce),)

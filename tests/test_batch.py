@@ -193,6 +193,33 @@ def test_an_array_that_lies_there_already_is_not_copied():
     assert place_batch({"x": x}, mesh).rows["x"] is x
 
 
+def test_axes_of_a_mesh_of_jax_make_mesh(model, state, step):
+    """They are part of an array's type, which ended in a KeyError of the step's own program."""
+    mesh = jax.make_mesh((4,), ("mine",), devices=jax.devices()[:4])
+    rows = jax.device_put(tiny.points(), jax.NamedSharding(mesh, jax.P("mine")))
+    tiny.same_bits(step(state, rows)[0], step(state, tiny.points())[0])
+    leaf = state.params["gain"]
+    other = jax.device_put(leaf, jax.NamedSharding(mesh, jax.P()))
+    with pytest.raises(fz.StateError, match=r"params/gain: expected P\(\) on .*Explicit"):
+        step(state.replace(params={**state.params, "gain": other}), tiny.points())
+    several = jax.device_put(
+        jax.tree.map(lambda x: np.stack([x, x]), tiny.points()),
+        jax.NamedSharding(mesh, jax.P(None, "mine")),
+    )
+    with pytest.raises(fz.BatchError, match=r"a mesh with explicit axes.*batch_sharding"):
+        jax.lax.scan(step, state, several)
+
+
+def test_padding_of_random_keys_and_by_no_number():
+    keys = jax.random.split(jax.random.key(0), 3)
+    batch, mask = fz.pad_batch({"x": np.arange(3), "key": keys}, 4)
+    found, first = (jax.random.key_data(x).tolist() for x in (batch["key"], keys))
+    assert (found, mask.tolist()) == ([*first, first[0]], [True] * 3 + [False])
+    for multiple in (0, -4, 2.5):
+        with pytest.raises(fz.BatchError, match=f"multiple={multiple}: expected a whole number"):
+            fz.pad_batch({"x": np.arange(3)}, multiple)
+
+
 def test_rows_lie_in_order_over_replicas_then_data():
     mesh = fz.Plan(replica=2).mesh()
     x = place_batch({"x": np.arange(8, dtype=np.int32)}, mesh).rows["x"]

@@ -95,6 +95,26 @@ def test_gradients_pass_through_evaluation(zero, precision):
     tiny.close(found, stepped, rtol=0, atol=1e-5 if precision == "fp32" else 3e-2)
 
 
+@pytest.mark.nightly  # outside of any program each operation is compiled
+def test_gradients_pass_through_training():
+    """A parameter after a step, by what those before it were scaled with; some are padded."""
+    plan, tx = tiny.plan(zero=3, data=2), optax.sgd(0.1)
+    state, step, _ = made(plan, tx)
+    batch = tiny.points(4)
+
+    def after(scale):
+        new, _ = step(state.replace(params=jax.tree.map(lambda x: x * scale, state.params)), batch)
+        return new.params["gain"]
+
+    def alone(scale):
+        params = jax.tree.map(lambda x: x * scale, start)
+        grads = jax.grad(lambda p: tiny.whole_loss(MODEL, p, batch))(params)
+        return params["gain"] - 0.1 * grads["gain"]
+
+    start = tiny.on_one_device(fz.logical(MODEL, state))
+    np.testing.assert_allclose(jax.grad(after)(1.0), jax.jit(jax.grad(alone))(1.0), rtol=1e-5)
+
+
 @jax.custom_vjp
 def turned(x):
     """The identity, whose gradient is turned round."""

@@ -13,15 +13,16 @@ from support import tiny
 import fzero as fz
 
 
-LAYERS, BLOCKS, SPLITS = 3, 4, 1
+LAYERS, BLOCKS, OWN = 3, 4, 2
 TX = optax.sgd(0.0)
 # Row by row the number of the block (of one microbatch on one device) that it is in.
 BATCH = {"block": np.repeat(np.arange(BLOCKS, dtype=np.int32), 2)}
 
 
 def _words(key: jax.Array) -> jax.Array:
-    """A key and what a user splits from it: of each 32 bits, as two numbers exact in float32."""
-    keys = jnp.concatenate([key[None], jax.random.split(key, SPLITS)])
+    """A key and `OWN` that a user makes of it: of each 32 bits, as two numbers exact in float32."""
+    folded = jax.random.fold_in(jax.random.fold_in(key, 0), 0)
+    keys = jnp.concatenate([key[None], jax.random.split(key, 1), folded[None]])
     data = jax.random.key_data(keys)[:, 1:]
     return jnp.concatenate([data >> 16, data & 0xFFFF], -1).astype(jnp.float32)
 
@@ -35,7 +36,7 @@ def _note(p: Any, x: jax.Array, ctx: Any) -> jax.Array:
 
 
 def _first(p: Any, batch: Any, ctx: Any) -> jax.Array:
-    return _note(p, jnp.zeros((LAYERS, 1 + SPLITS, 2)), ctx)
+    return _note(p, jnp.zeros((LAYERS, 1 + OWN, 2)), ctx)
 
 
 def _loss(x: jax.Array, batch: Any) -> Any:
@@ -58,7 +59,7 @@ def _of(metrics: Any, blocks: int) -> list[tuple[float, ...]]:
         tuple(float(metrics[f"{layer} {block} {split} {i}"]) for i in range(2))
         for layer in range(LAYERS)
         for block in range(blocks)
-        for split in range(1 + SPLITS)
+        for split in range(1 + OWN)
     ]
 
 
@@ -89,7 +90,7 @@ def test_no_two_places_draw_from_one_key():
     plan = tiny.plan(zero=3, data=2, microbatches=2)
     drawn = _drawn(plan)
     everything = [key for keys in drawn.values() for key in keys]
-    assert len(everything) == (1 + SPLITS) * LAYERS * (1 + 5 * BLOCKS + 2)
+    assert len(everything) == (1 + OWN) * LAYERS * (1 + 5 * BLOCKS + 2)
     assert len(set(everything)) == len(everything)
     pipeline = _drawn(plan.replace(pipe=2))
     assert {**pipeline, "eval": []} == {**drawn, "eval": []}

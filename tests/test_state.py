@@ -148,6 +148,10 @@ def test_padding_is_zeros_at_the_end_and_logical_takes_it_off():
     whole = fz.logical(MODEL, state)
     assert whole["odd"].shape == (13, 27)
     assert whole["w"] is state.params["w"]
+    for put in (np.array, lambda x: jax.device_put(x, jax.devices()[0])):
+        params = {**state.params, "odd": put(state.params["odd"])}
+        with pytest.raises(fz.StateError, match=r"logical: odd: expected \[13, 27\].*old.sharding"):
+            fz.logical(MODEL, state.replace(params=params))
 
 
 def test_a_state_without_optimizer():
@@ -188,6 +192,10 @@ class TestRefusals:
             fz.StateError, match=r"rng: expected a seed or one key .*, got \S+\[2\]"
         ):
             fz.init(MODEL, TX, plan_of("z3"), rng=rng)
+
+    def test_a_seed_is_a_whole_number(self):
+        with pytest.raises(fz.StateError, match=r"expected a seed or one key .*, got 1\.5"):
+            fz.init(MODEL, TX, plan_of("z3"), rng=1.5)
 
     def test_too_few_devices(self):
         with pytest.raises(fz.PlanError, match="needs 16 devices"):

@@ -18,7 +18,7 @@ from fzero.quantized import Quantized, impossible
 from fzero.sharding.homes import cut_into_stages
 from fzero.sharding.lazy import Index
 from fzero.sharding.split import Home
-from fzero.state.require import require_alive
+from fzero.state.require import require_alive, wrong_rows
 from fzero.state.selection import read_from
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import require_on_device
@@ -97,7 +97,7 @@ def state_leaves(
         if isinstance(state_or_params, TrainState):
             require_alive(state_or_params, operation)
     require_on_device(named_leaves({"params": params, "buffers": buffers}), operation)
-    homes = homes_of(converted, plan)
+    homes = homes_of(converted, plan, state_or_params)
     params, buffers = (_by_leaf(converted, _in_order(tree, homes)) for tree in (params, buffers))
     persistent = set(converted.layout.order)
     found: list[tuple[Leaf, Any]] = []
@@ -156,12 +156,21 @@ def _by_leaf(converted: Converted | ConvertedSequential, tree: Any) -> dict[str,
     return converted.names.unstack(links_merged(tree), Row)
 
 
-def homes_of(converted: Converted | ConvertedSequential, plan: Plan | None) -> Mapping[str, Home]:
-    """Where a pipeline keeps the leaves of each link."""
+def homes_of(
+    converted: Converted | ConvertedSequential, plan: Plan | None, state: Any
+) -> Mapping[str, Home]:
+    """Where a pipeline keeps the leaves of each link.
+
+    Raises:
+        CheckpointError: the state is not one of the plan.
+    """
     if plan is None or plan.pipe == 1 or isinstance(converted, ConvertedSequential):
         return {}
     # Where a chain is cut does not depend on its loss.
-    return cut_into_stages(converted.model(lambda forward, batch: None), plan).homes
+    stages = cut_into_stages(converted.model(lambda forward, batch: None), plan)
+    if isinstance(state, TrainState) and (wrong := wrong_rows(state, stages.rows)):
+        raise CheckpointError("the state is not one of this plan: " + "; ".join(wrong))
+    return stages.homes
 
 
 def _in_order(tree: Mapping[str, Any], homes: Mapping[str, Home]) -> dict[str, Any]:

@@ -158,6 +158,7 @@ def _derived(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -
         buffers=buffers,
         rng=put(key, shapes["rng"]),
         loss_scale=jax.tree.map(put, initial_loss_scale(blue.plan), shapes["loss_scale"]),
+        rows=blue.rows,
     )
 
 
@@ -237,7 +238,8 @@ class _Stored:
         new, meta = self.blue, self.meta
         # Earlier states were shared out over the data axis alone.
         sizes = zero_sizes(meta.get("zero") or {DATA: meta["data"]})
-        old = planned(new.model, new.tx, self.about.plan, sizes)
+        # Of an earlier version it is not known in which rows layers lie: in those of its plan.
+        old = planned(new.model, new.tx, self.about.plan, sizes, meta.get("rows"))
         sums = stored_shapes(trained(new.params), new.sharding, True, lambda _: jnp.float32)
         shapes = new.shapes() | {"grads": sums}
         names = {name: name for name in ("params", *OWNED, "buffers")}

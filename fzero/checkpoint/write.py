@@ -34,7 +34,7 @@ from fzero.errors import CheckpointError
 from fzero.hosts.doing import doing
 from fzero.hosts.join import fail
 from fzero.plan import Plan
-from fzero.state.require import require_alive
+from fzero.state.require import require_alive, require_arrays
 from fzero.state.train_state import TrainState
 from fzero.storage import disk
 from fzero.storage.disk import DiskArray
@@ -153,8 +153,11 @@ def _save(
     """`save`."""
     state = settled(state)
     require_alive(state, "save")
+    require_arrays(state, "save")
     if keep is not None and (type(keep) is not int or keep < 1):
         raise CheckpointError(f"save: keep={keep!r}: expected at least 1, or None for all")
+    if state.rows and plan.pipe == 1:
+        raise CheckpointError("save: state.rows says that it is a pipeline's, the plan has none")
     fields = {name: getattr(state, name) for name in FIELDS}
     _require_json(data_position)
     leaves = dict(named_leaves(fields))
@@ -164,6 +167,7 @@ def _save(
         "step": int(state.step),
         "plan": plan.to_json(),
         "zero": zero_sizes(dict(mesh.shape)),
+        "rows": dict(state.rows),
         "data_position": data_position,
         "leaves": {p: [list(x.shape), str(x.dtype)] for p, x in leaves.items()},
         "rng": [

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from fzero.compat import is_key
-from fzero.errors import PlanError
+from fzero.errors import FzeroError, PlanError
 from fzero.optimizer.layers import Scope, scope_of
 from fzero.tree import PyTree
 
@@ -114,7 +114,16 @@ def traced(tx: optax.GradientTransformation, params: PyTree) -> Traced:
         keys[:] = [jax.random.key_impl(leaf) if is_key(leaf) else None for leaf in found]
         return state
 
-    init, state = jax.make_jaxpr(start, return_shape=True)(params)
+    try:
+        init, state = jax.make_jaxpr(start, return_shape=True)(params)
+    except FzeroError:
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        raise PlanError(
+            f"init: the optimizer cannot be used: its init raised {type(error).__name__}: {error}."
+            " It is given the model's tree of parameters, with None in place of frozen ones; masks"
+            " and labels that are trees name those, too"
+        ) from error
 
     def update(grads: PyTree, state: PyTree, params: PyTree, *loss: jax.Array) -> Any:
         return tx.update(grads, state, params, **({"value": loss[0]} if loss else {}))
@@ -130,7 +139,7 @@ def traced(tx: optax.GradientTransformation, params: PyTree) -> Traced:
                 program, (_, after) = jax.make_jaxpr(update, return_shape=True)(
                     params, state, params, *value
                 )
-        except (TypeError, ValueError, AttributeError, KeyError) as error:
+        except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             problem = problem or error
         else:
             return Traced(init, program, state, after, tuple(keys), bool(value))

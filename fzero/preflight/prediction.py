@@ -145,7 +145,7 @@ class _Predictor:
         """The prediction of a step that is one program."""
         assert isinstance(self.step.passes, OneProgram)
         mesh = self.blue.mesh
-        lowered = self.step.lower(TrainState(**self.fields), self.batch)
+        lowered = self.step.lower(TrainState(**self.fields, rows=self.blue.rows), self.batch)
         compiled = self.target.compile(lowered, mesh)
         kept = self._state_bytes(range(mesh.size))
         saved, secondary = saved_in_a_step(

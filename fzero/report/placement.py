@@ -14,7 +14,7 @@ from fzero.errors import PlacementError
 from fzero.model import Model
 from fzero.plan import Plan
 from fzero.report.report import CLASSES, LeafReport, Report, planned_on, table
-from fzero.state.require import require_alive
+from fzero.state.require import require_alive, require_arrays
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import DEVICE, DISK, HOST, TIERS
 from fzero.summary import Boxed
@@ -156,6 +156,7 @@ def placement(
         report = Report.of_plan(planned_on(state_or_plan, model, tx, devices, num_devices))
     else:
         require_alive(state_or_plan, "placement")
+        require_arrays(state_or_plan, "placement")
         report = Report.of_state(state_or_plan)
     leaves = report.leaves
     tiers = {n: {leaf.tier for leaf in leaves if leaf.state_class == n} for n in CLASSES}

@@ -28,7 +28,7 @@ from fzero.processes import require_transfers
 from fzero.sharding.buffers import check_buffers
 from fzero.sharding.chunks import OWNED, Chunks, plan_chunks
 from fzero.sharding.group import Group
-from fzero.sharding.homes import Stages, cut_into_stages
+from fzero.sharding.homes import StackRows, Stages, cut_into_stages
 from fzero.sharding.initial import initial_shapes as initial_shapes
 from fzero.sharding.initial import memo, tracing_context
 from fzero.sharding.memory import device_memory
@@ -94,6 +94,11 @@ class Blueprint:
     def home_of(self, link: str) -> Home | None:
         """The ranks of a pipeline that hold a link's leaves."""
         return None if self.stages is None else self.stages.homes[link]
+
+    @property
+    def rows(self) -> StackRows:
+        """What `TrainState.rows` is of this layout."""
+        return () if self.stages is None else self.stages.rows
 
     def rank_mesh(self, rank: int) -> Mesh:
         """The devices of one rank of a pipeline: all axes of the mesh but `pipe`."""
@@ -300,7 +305,13 @@ class Blueprint:
     def constrain(self, split: Any, leaf: jax.Array, sharded: bool = True) -> jax.Array:
         """Asks the compiler to keep a logical leaf split (unevenly where it would be padded)."""
         to = self.sharding(split.home, split.spec(sharded))
-        return jax.lax.with_sharding_constraint(leaf, to)
+        try:
+            return jax.lax.with_sharding_constraint(leaf, to)
+        except ValueError:
+            # Differentiated outside of any program a leaf has to divide evenly, and lies anywhere.
+            if not split.pad:
+                raise
+            return leaf
 
 
 def _updated_shape(split: Split) -> jax.ShapeDtypeStruct:
@@ -400,13 +411,19 @@ def blueprint(
 
 
 def planned(
-    model: Model, tx: optax.GradientTransformation | None, plan: Plan, sizes: Mapping[str, int]
+    model: Model,
+    tx: optax.GradientTransformation | None,
+    plan: Plan,
+    sizes: Mapping[str, int],
+    rows: Mapping[str, Sequence[int]] | None = None,
 ) -> Blueprint:
     """The layout of a model's state on devices that need not exist: what follows from shapes.
 
-    Args and Raises as for `blueprint`, but for `sizes`: of the mesh (`plan.sizes`).
+    Args and Raises as for `blueprint`, but for `sizes`: of the mesh (`plan.sizes`), and `rows`: of
+    stacks whose layers lie in other rows than the plan's (`Stages.with_rows`).
     """
-    return _blueprint(model, tx, plan, abstract_mesh(dict(sizes)), *initial_shapes(model))
+    mesh = abstract_mesh(dict(sizes))
+    return _blueprint(model, tx, plan, mesh, *initial_shapes(model), rows)
 
 
 def _blueprint(
@@ -416,6 +433,7 @@ def _blueprint(
     mesh: Mesh,
     params: PyTree,
     buffers: PyTree,
+    rows: Mapping[str, Sequence[int]] | None = None,
 ) -> Blueprint:
     frozen = frozen_names(model, [path for path, _ in named_leaves(params)])
     for path, leaf in named_leaves(params):
@@ -431,6 +449,7 @@ def _blueprint(
         splits = split_params(model, params, plan, sizes)
         return Blueprint(model, tx, plan, mesh, splits, buffers)
     stages = cut_into_stages(model, plan)
+    stages = stages if rows is None else stages.with_rows(rows)
     splits = split_params(model, params, plan, sizes, stages.homes)
     kept = {
         name: jax.tree.map(lambda x, home=stages.homes[name]: kept_shape(x, home), tree)

@@ -16,7 +16,7 @@ import jax
 
 from fzero.axes import AXES
 from fzero.errors import StateError
-from fzero.links import Context, Layer, Stack
+from fzero.links import Context, Layer, Stack, require_buffers
 from fzero.model import Model
 from fzero.programs.jaxprs import Program, Var
 from fzero.tree import PyTree, is_floating, is_plain, named_leaves
@@ -93,7 +93,9 @@ def require_reductions(layer: Layer | Stack, params: PyTree, x: Any, ctx: Contex
     def run(own: Any, buffers: PyTree) -> PyTree:
         params, x, batch, rng = own
         at = dataclasses.replace(ctx, batch=batch, rng=rng, buffers=buffers)
-        return layer.apply(params, x, at)[1]
+        new = layer.apply(params, x, at)[1]
+        require_buffers(layer, buffers, new)
+        return new
 
     own = params, x, ctx.batch, ctx.rng
     differing = _differing(jax.make_jaxpr(run)(own, ctx.buffers), len(jax.tree.leaves(own)))

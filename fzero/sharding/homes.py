@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fzero.errors import PlanError
@@ -16,6 +16,10 @@ from fzero.schedule.actions import Schedule
 from fzero.sharding.split import Home, stacked_names
 from fzero.sharding.stages import Partition, partition
 from fzero.tree import PyTree
+
+
+# By the name of a stack that is not kept in order: the layer in each of its rows.
+StackRows = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +37,25 @@ class Stages:
     partition: Partition
     pieces: tuple[tuple[Piece, ...], ...]
     homes: Mapping[str, Home]
+
+    @property
+    def rows(self) -> StackRows:
+        """The stacks that ranks keep in another order than the chain's."""
+        kept = {name: home.rows for name, home in self.homes.items()}
+        return tuple((name, rows) for name, rows in sorted(kept.items()) if rows != in_order(rows))
+
+    def with_rows(self, rows: Mapping[str, Sequence[int]]) -> Stages:
+        """The same with layers of stacks in these rows; in the chain's order where none are said.
+
+        Only for what is read of such a state: a schedule finds its layers in the plan's own rows.
+        """
+
+        def had(name: str, home: Home) -> Home:
+            kept = tuple(rows[name]) if name in rows else in_order(home.rows)
+            return dataclasses.replace(home, rows=kept)
+
+        homes = {name: had(name, home) for name, home in self.homes.items()}
+        return dataclasses.replace(self, homes=homes)
 
     def rank_of(self, stage: int) -> int:
         """The rank that runs a stage."""
@@ -74,6 +97,11 @@ def cut_into_stages(model: Model, plan: Plan) -> Stages:
         for stage, pieces in enumerate(cut.stages)
     )
     return Stages(schedule, cut, pieces_of, homes)
+
+
+def in_order(rows: tuple[int, ...]) -> tuple[int, ...]:
+    """As many layers as there are in some rows, each in its own."""
+    return tuple(range(sum(row >= 0 for row in rows)))
 
 
 def stages_of_outputs(stages: Stages, model: Model) -> Stages:

@@ -17,7 +17,7 @@ from fzero.hosts.agree import exchange
 from fzero.hosts.doing import doing
 from fzero.processes import jit_on, mesh_of, named_devices
 from fzero.state.require import require_alive
-from fzero.state.train_state import TrainState
+from fzero.state.train_state import TrainState, fields_of
 from fzero.storage.tiers import DEVICE, tier_of
 from fzero.tree import PyTree, named_leaves
 
@@ -108,7 +108,7 @@ def _marked(state: TrainState, point: str) -> list[tuple[str, Any, dict[int, Mar
     """Every leaf with what is known of its shard on each device, of all processes."""
     leaves = [
         (path, jax.random.key_data(leaf) if is_key(leaf) else leaf)
-        for path, leaf in named_leaves(vars(state))
+        for path, leaf in named_leaves(fields_of(state))
         if isinstance(leaf, jax.Array) and tier_of(leaf) == DEVICE and leaf.size
     ]
     groups: dict[Mesh, list[int]] = {}

@@ -82,7 +82,7 @@ def init(
         if not callable(model.init):
             return state_of(blue, *_copied(blue, *model.init), key)
         fields = compiled_fields(blue, "born", _born(blue), key)(key)
-        return _parked(blue, TrainState(**{"opt_state": (), **fields}))
+        return _parked(blue, TrainState(**{"opt_state": (), **fields}, rows=blue.rows))
 
 
 def key_of(rng: int | jax.Array) -> jax.Array:
@@ -91,8 +91,10 @@ def key_of(rng: int | jax.Array) -> jax.Array:
     Raises:
         StateError: it is neither.
     """
-    if not isinstance(rng, jax.Array | np.ndarray):
+    if isinstance(rng, int | np.integer):
         return jax.random.key(rng)
+    if not isinstance(rng, jax.Array | np.ndarray):
+        raise StateError(f"init: rng: expected a seed or one key of jax.random.key, got {rng!r}")
     if is_key(rng) and not rng.shape:
         return jnp.asarray(rng)
     if not rng.shape and jnp.issubdtype(rng.dtype, jnp.integer):
@@ -108,7 +110,7 @@ def state_of(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -
     derived = partial(_derived_from_kept, blue)
     fields = compiled_fields(blue, "derived", derived, params, key)(params, key)
     fields |= {"params": params, "buffers": buffers}
-    return _parked(blue, TrainState(**{"opt_state": (), **fields}))
+    return _parked(blue, TrainState(**{"opt_state": (), **fields}, rows=blue.rows))
 
 
 def _parked(blue: Blueprint, state: TrainState) -> TrainState:
@@ -216,7 +218,8 @@ def abstract_state(
     Returns:
         A `TrainState` of `jax.ShapeDtypeStruct`s, fit for `train_step(...).lower`.
     """
-    return TrainState(**blueprint(model, tx, plan, devices).shapes())
+    blue = blueprint(model, tx, plan, devices)
+    return TrainState(**blue.shapes(), rows=blue.rows)
 
 
 def compute_of(blue: Blueprint, params: PyTree) -> PyTree:

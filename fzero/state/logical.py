@@ -15,7 +15,7 @@ from fzero.sharding.blueprint import Blueprint, initial_shapes
 from fzero.sharding.homes import cut_into_stages
 from fzero.sharding.relayout import Kept, relayout
 from fzero.sharding.split import Split, map_splits
-from fzero.state.require import require_alive
+from fzero.state.require import require_alive, wrong_rows
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import require_on_device, settled
 from fzero.tree import PyTree, key_name, named_leaves, path_name
@@ -60,7 +60,8 @@ def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree
 
     Raises:
         StateConsumedError: the state was given to a step.
-        StateError: the state is a pipeline's and no plan was given.
+        StateError: the state is a pipeline's and no plan, or another one, was given; or a leaf was
+            put in by hand, padded, and lies elsewhere.
     """
     state = settled(state)
     require_alive(state, "logical")
@@ -68,16 +69,28 @@ def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree
     shapes, _ = initial_shapes(model)
     homes = None
     if plan is not None and plan.pipe > 1:
-        homes = cut_into_stages(model, plan).homes
+        stages = cut_into_stages(model, plan)
+        homes = stages.homes
+        if wrong := wrong_rows(state, stages.rows):
+            raise StateError("logical: the state is not one of this plan: " + "; ".join(wrong))
 
     def own(path: Any, leaf: Any, to: Any) -> jax.Array:
         home = homes[key_name(path[0])] if homes else None
-        if home is None and PIPE in getattr(leaf.sharding, "spec", ()):
+        at = getattr(leaf, "sharding", None)
+        if home is None and PIPE in getattr(at, "spec", ()):
             raise StateError(
                 f"logical: the layers of {path_name(path)} are spread over the ranks of a pipeline:"
                 " pass the state's plan as well, or bring the state to one rank with"
                 " fz.replan(state, model, tx, plan, plan.replace(pipe=1))"
             )
+        if not isinstance(at, NamedSharding) and leaf.shape != to.shape:
+            raise StateError(
+                f"logical: {path_name(path)}: expected {list(to.shape)}, or an array as the plan"
+                f" keeps it, got {type(leaf).__name__} {list(leaf.shape)} at {at}. A leaf put in by"
+                " hand goes where the old one is: jax.device_put(new, old.sharding)"
+            )
+        if not isinstance(at, NamedSharding):
+            return leaf
         spec = PartitionSpec(None, *leaf.sharding.spec[1:]) if home and home.rows else None
         shape = (len(home.rows), *to.shape[1:]) if home and home.rows else to.shape
         if leaf.shape == to.shape and spec is None:

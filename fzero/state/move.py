@@ -21,7 +21,7 @@ import jax
 from fzero.errors import PlacementError
 from fzero.state.compute_copy import inherit
 from fzero.state.consumed import give_away, take_back
-from fzero.state.require import require_alive, require_state
+from fzero.state.require import require_alive, require_arrays, require_state
 from fzero.state.train_state import TrainState
 from fzero.storage import disk
 from fzero.storage.disk import DiskArray
@@ -320,6 +320,7 @@ def _move_fields(
 ) -> TrainState:
     operation = how.operation
     require_alive(state, operation)
+    require_arrays(state, operation)
     if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
         raise PlacementError(f"{operation}: fraction={fraction!r}: expected a share from 0 to 1")
     trees = {name: getattr(state, name) for name in fields}

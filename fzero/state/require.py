@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from fzero.compat import is_key
+from fzero.compat import has_explicit_axes, is_key
 from fzero.errors import StateConsumedError, StateError
 from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.homes import StackRows
 from fzero.state.consumed import any_given, given_to
-from fzero.state.train_state import Pending, TrainState
+from fzero.state.train_state import Pending, TrainState, fields_of
 from fzero.storage.tiers import is_handle, on_device, require_on_device
 from fzero.tree import aliased_leaves, named_leaves
 
@@ -66,6 +67,17 @@ def require_alive(state: TrainState, operation: str) -> None:
         )
 
 
+def require_arrays(state: TrainState, operation: str) -> None:
+    """Raises `StateError` if a hyperparameter was set to a number, which only steps take."""
+    for path, leaf in named_leaves({"opt_state": state.opt_state}):
+        if not hasattr(leaf, "shape"):
+            raise StateError(
+                f"{operation}: {path} is a {type(leaf).__name__}; steps take a number there, but to"
+                " move and to save it has to be an array:"
+                " jax.device_put(np.float32(number), old.sharding)"
+            )
+
+
 def require_fits(
     state: TrainState,
     blue: Blueprint,
@@ -83,6 +95,7 @@ def require_fits(
     have = dict(named_leaves(state.replace(grads=None)))
     problems = [f"{path}: expected, but missing" for path in want if path not in have]
     problems += [f"{path}: not expected" for path in have if path not in want]
+    problems += wrong_rows(state, blue.rows)
     if not isinstance(state.grads, Pending | None):
         kind = type(state.grads).__name__
         problems.append(f"grads: expected None or what accumulate_step left there, got {kind}")
@@ -105,7 +118,9 @@ def require_fits(
             )
         elif abstract:
             continue
-        elif not on_device(leaf.sharding).is_equivalent_to(to.sharding, len(to.shape)):
+        elif has_explicit_axes(leaf.sharding) or not on_device(leaf.sharding).is_equivalent_to(
+            to.sharding, len(to.shape)
+        ):
             mesh = dict(to.sharding.mesh.shape)
             problems.append(f"{path}: expected {to.sharding.spec} on {mesh}, got {leaf.sharding}")
     if problems:
@@ -119,11 +134,25 @@ def require_fits(
         )
     # What the plan parks may be anywhere: it visits the device in any case.
     fields = [
-        name for name in vars(state)
+        name for name in fields_of(state)
         if not blue.parks(name) and (reads is None or name in reads)
     ]  # fmt: skip
     needed = named_leaves({name: getattr(state, name) for name in fields})
     require_on_device(needed, operation)
+
+
+def wrong_rows(state: TrainState, rows: StackRows) -> list[str]:
+    """What is wrong with the order in which a state's layers are kept, a line for each stack."""
+    had, wanted = dict(state.rows), dict(rows)
+    return [
+        f"{name}: expected its layers {_order(wanted, name)}, got them {_order(had, name)}, as"
+        " another schedule or partition keeps them"
+        for name in sorted({*had, *wanted}) if had.get(name) != wanted.get(name)
+    ]  # fmt: skip
+
+
+def _order(rows: Mapping[str, tuple[int, ...]], name: str) -> str:
+    return f"in the rows {list(rows[name])}" if name in rows else "in order"
 
 
 def require_unaliased(state: TrainState, operation: str, of: Collection[Any] | None = None) -> None:

@@ -17,6 +17,7 @@ from fzero.model import Model
 from fzero.offload.park import unpark
 from fzero.plan import Plan
 from fzero.sharding.blueprint import Blueprint, blueprint
+from fzero.sharding.split import trained, with_frozen
 from fzero.state.compute_copy import settled_state
 from fzero.state.init import compiled_fields, new_opt_state, parked_field, parked_opt_state
 from fzero.state.logical import logical_view, store
@@ -101,7 +102,8 @@ def eval_params(
         tx: its optimizer.
         plan: its plan.
         of: `of(opt_state, params)` gives the parameters; both are in their own shapes, without
-            padding. In a chain it picks its part: `lambda opt_state, params: opt_state[1].slow`.
+            padding, and frozen ones are `None`. In a chain it picks its part:
+            `lambda opt_state, params: opt_state[1].slow`.
 
     Returns:
         The state with these as `params`, laid out as the plan says.
@@ -123,7 +125,8 @@ def eval_params(
     state, blue = _known(state, model, tx, plan, "eval_params")
 
     def make(opt_state: PyTree, params: PyTree) -> dict[str, PyTree]:
-        own = logical_view(blue, "params", params)
+        whole = logical_view(blue, "params", params)
+        own = trained(blue.params, whole)  # as the optimizer sees them
         found = of(logical_view(blue, "opt_state", opt_state), own)
         if shapes_of(found) != shapes_of(own):
             raise StateError(
@@ -131,6 +134,7 @@ def eval_params(
                 f" got {shapes_of(found)}"
             )
         # Arrays of their own, even where they are those of the state: both may be given away.
+        found = with_frozen(blue.params, found, whole)
         return {"params": store(blue, "params", jax.tree.map(jnp.copy, found))}
 
     trees = [jax.tree.map(unpark, tree) for tree in (state.opt_state, state.params)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from fzero.precision import LossScale
+from fzero.sharding.homes import StackRows
 from fzero.state import compute_copy
 from fzero.summary import Printed, summary
 from fzero.tree import PyTree
@@ -51,6 +52,9 @@ class TrainState(Printed):
         loss_scale: fp16's loss scale and the count of skipped steps, or `None`.
         grads: an accumulation in progress, or `None`.
         ema: moving averages of the trained parameters in float32 (`Plan(ema=0.999)`), or `None`.
+        rows: of a pipeline's state, `(name, rows)` of each stack whose layers are not kept in
+            order: the layer in each row, as the plan's schedule and partition have it. No leaf: a
+            state of another order has another structure.
 
     A leaf of `params`, `opt_state` or `ema` that no dim divides is stored with zeros at its end;
     `fz.describe` names such leaves, `fz.logical` gives their own shapes back.
@@ -65,9 +69,10 @@ class TrainState(Printed):
     loss_scale: LossScale | None
     grads: Pending | None = None
     ema: PyTree = None
+    rows: StackRows = field(default=(), metadata={"static": True})
 
     def _summary(self) -> str:
-        return summary("TrainState", vars(self))
+        return summary("TrainState", fields_of(self))
 
     def replace(self, **changes: Any) -> TrainState:
         """The same state with some fields changed.
@@ -81,3 +86,8 @@ class TrainState(Printed):
         if "params" not in changes or "compute" in changes or self.compute is None:
             return new
         return dataclasses.replace(new, compute=compute_copy.refreshed(new.params, new.compute))
+
+
+def fields_of(state: TrainState) -> dict[str, Any]:
+    """What a state holds in arrays, by name."""
+    return {name: value for name, value in vars(state).items() if name != "rows"}

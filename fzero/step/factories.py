@@ -29,7 +29,8 @@ def train_step(
             float32 parameters, as global arrays.
         plan: how the state is laid out and stepped.
         donate: whether a step may reuse its input state's memory. The input is consumed then:
-            touching it raises `StateConsumedError`.
+            all that takes a state raises `StateConsumedError` for it,
+            and jax says of its arrays that they were deleted.
         devices: devices to use; all by default.
 
     Returns:

@@ -21,7 +21,7 @@ from fzero.sharding.split import flat_splits
 from fzero.state import compute_copy
 from fzero.state.comparison import check_finite
 from fzero.state.selection import chosen, reads_of, require_known
-from fzero.state.train_state import TrainState
+from fzero.state.train_state import TrainState, fields_of
 from fzero.step.checks import Checks, is_traced, require_finite
 from fzero.step.compose import Divided, Fused, look, options_of, runner_of
 from fzero.step.divided_update import DividedUpdate
@@ -94,7 +94,7 @@ class TrainStep:
             new, metrics = self.runner(fields, at, self.passes.place(batch))
         if self.donate:
             given = leaves if state is was else jax.tree.leaves(state)
-            rest = [value for name, value in vars(state).items() if name not in fields]
+            rest = [value for name, value in fields_of(state).items() if name not in fields]
             forget(given, rest, (new, metrics))
         require_finite(self.name, metrics)
         state = state.replace(**new)

@@ -165,7 +165,16 @@ def first_saved(
 def loss_seed(
     rules: Rules, mean: Mean, scale: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The cotangent that a microbatch's backward pass starts from, and what undoes its scale."""
+    """The cotangent that a microbatch's backward pass starts from, and what undoes its scale.
+
+    Raises:
+        StateError: the loss is a whole number.
+    """
+    if not jnp.issubdtype(mean.total.dtype, jnp.floating):
+        raise StateError(
+            f"loss: expected a floating-point loss to train with, got {mean.total.dtype}: whole"
+            " numbers have no gradient"
+        )
     seed = jnp.ones((), jnp.float32)
     unscale = None
     if scale is not None and rules.plan.precision == "fp16":

@@ -307,3 +307,15 @@ def test_fifty_cycles_leave_nothing(tmp_path):
     assert files_in(tmp_path) == []
     assert threads_after <= requests.DEPTH + 2
     assert memory_after - memory_before < 4 << 20  # a cycle moves 4 MiB each way
+
+
+def test_what_a_full_disk_refuses_takes_no_space_that_was_free(tmp_path, monkeypatch):
+    """It had found room for some of it among what others had let go."""
+    file = scratch.scratch(tmp_path)
+    first, _ = file.take([8 * scratch.BLOCK, scratch.BLOCK])
+    file.release([first])
+    with monkeypatch.context() as full:
+        full.setattr(type(file), "free_bytes", lambda self: 0)
+        with pytest.raises(OSError, match="No space left"):
+            file.take([4 * scratch.BLOCK, 100 * scratch.BLOCK])
+    assert file.take([8 * scratch.BLOCK]) == [first]

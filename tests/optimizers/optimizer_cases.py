@@ -202,7 +202,7 @@ def values() -> Any:
     }
 
 
-def stacked() -> fz.Sequential:
+def stacked(frozen: frozenset[str] = frozenset()) -> fz.Sequential:
     """Three layers as a stack."""
     return fz.Sequential(
         [
@@ -212,7 +212,7 @@ def stacked() -> fz.Sequential:
             fz.Layer("last", lambda key: values()["last"], lambda p, x, ctx: x @ p),
         ],
         squares,
-        init=(values(), {}),
+        init=(values(), {}), frozen=frozen,
     )  # fmt: skip
 
 

@@ -79,6 +79,15 @@ def test_a_hyperparameter_may_be_set_to_a_number(value, inside):
     assert np.any(np.asarray(state.params["first"]) != before["first"])
 
 
+def test_what_moves_a_state_wants_an_array(tmp_path):
+    tx, cut = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), plan(zero=1, data=2)
+    state = edited(fz.init(stacked(), tx, cut), 0.5, False)
+    calls = [fz.offload, fz.reload, fz.placement, lambda state: fz.save(tmp_path, state, cut)]
+    for call in calls:
+        with pytest.raises(fz.StateError, match="learning_rate is a float; steps take a number"):
+            call(state)
+
+
 def test_a_hyperparameter_of_another_kind_is_refused():
     tx, cut = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), plan(zero=1, data=2)
     state = fz.init(stacked(), tx, cut)
@@ -113,6 +122,15 @@ def model_loss(params):
     for w, b in zip(params["blocks/w"], params["blocks/b"], strict=True):
         x = x + np.tanh(x @ w + b)
     return np.mean(np.square(x @ params["last"] - batch(0)["y"]))
+
+
+def test_frozen_parameters_have_no_average():
+    model, cut = stacked(frozenset({"first"})), plan(zero=3, data=2)
+    tx = optax.contrib.schedule_free_sgd(0.1)
+    state, _ = fz.train_step(model, tx, cut)(fz.init(model, tx, cut), batch(0))
+    found = fz.eval_params(state, model, tx, cut)
+    tiny.same_bits({"first": found.params["first"]}, {"first": state.params["first"]})
+    assert np.any(np.asarray(found.params["last"]) != np.asarray(state.params["last"]))
 
 
 def test_what_gives_other_shapes_is_refused():

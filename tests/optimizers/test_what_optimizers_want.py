@@ -51,6 +51,19 @@ def test_what_no_step_can_give_is_refused_when_it_is_built(tx, match):
         fz.init(stacked(), tx, plan(data=1))
 
 
+@pytest.mark.parametrize(
+    ("tx", "match"),
+    [
+        (optax.masked(optax.sgd(0.1), {"blocks": True, "last": True}), "ValueError.*masks and lab"),
+        (optax.contrib.galore(0.1, rank=2), "'NoneType' .*with None in place of frozen ones"),
+    ],
+    ids=["mask without the frozen", "galore"],
+)
+def test_an_init_that_fails_is_told_what_it_was_given(tx, match):
+    with pytest.raises(fz.PlanError, match=f"(?s)init: the optimizer cannot be used: .*{match}"):
+        fz.init(stacked(frozenset({"first"})), tx, plan(data=1))
+
+
 @pytest.mark.parametrize("module", [optax, optax.contrib], ids=lambda module: module.__name__)
 def test_every_optimizer_is_tried(module):
     """Whatever takes a rate: it is one of `optimizer_cases`, or refused here."""

@@ -266,6 +266,8 @@ def test_layers_of_a_pipeline_go_back_in_order(
         np.testing.assert_array_equal(after[name].numpy(), value)
     with pytest.raises(CheckpointError, match=r"`transformer\.h\.\*\..*pass the state's plan"):
         tb.state_dict(gpt2_rolled, state)
+    with pytest.raises(CheckpointError, match="as another schedule or partition keeps them"):
+        tb.state_dict(gpt2_rolled, state, plan.replace(schedule="1f1b", partition=(3, 3)))
 
 
 def test_a_checkpoint_is_restored_into_a_chain(

@@ -99,7 +99,7 @@ def with_adapter(
     given: Mapping[str, Any] = read_weights(source) if from_file else source  # type: ignore[arg-type, assignment]
     values = {leaf: _readable(x) for leaf, x in fitted(found, shapes, given, where).items()}
     entries = converted.names.stack(values)
-    homes = homes_of(converted, plan)
+    homes = homes_of(converted, plan, state)
 
     def put(link: str, key: str, old: Any) -> Any:
         if key not in entries:

@@ -1,0 +1,103 @@
+"""What a model's functions return, other than what they should, is refused by name."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from support import tiny
+
+import fzero as fz
+
+
+TX = optax.sgd(0.1)
+
+
+def init(key):
+    return {"w": jnp.ones((3, 2))}, {"seen": jnp.zeros((), jnp.int32), "mean": jnp.zeros(2)}
+
+
+def traced(returns, training=True):
+    """Traces a step of a model whose loss returns `returns(loss, buffers)`; nothing is compiled."""
+
+    def loss(p, buffers, batch, rng, train):
+        return returns(batch["x"] @ p["w"], buffers)
+
+    model, plan = fz.Model(init, loss), tiny.plan(zero=1, data=2)
+    step = fz.train_step(model, TX, plan) if training else fz.eval_step(model, plan)
+    tx = TX if training else None
+    return step.lower(fz.abstract_state(model, tx, plan), {"x": jnp.ones((4, 3))})
+
+
+LOSSES = {
+    "each example's": (lambda y, b: (y.sum(1), b, {}), r"got float32\[2\].*jnp\.sum\(losses\)"),
+    "of one element": (lambda y, b: (y.sum(keepdims=True), b, {}), r"got float32\[1, 1\]"),
+    "a mean of vectors": (lambda y, b: (fz.Mean(y.sum(0), 2.0), b, {}), r"got float32\[2\]"),
+    "complex": (lambda y, b: (y.sum() * 1j, b, {}), r"got complex64\[\]"),
+    "a dict": (lambda y, b: ({"loss": y.sum()}, b, {}), "got dict"),
+    "alone": (lambda y, b: y.sum(), r"\(loss, buffers, metrics\).*got float32\[\]"),
+    "without metrics": (
+        lambda y, b: (y.sum(), b),
+        r"\(loss, buffers, metrics\).*float32\[\], dict",
+    ),
+    "a mean alone": (lambda y, b: fz.Mean(y.sum(), 2.0), "metrics.*got Mean"),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(("returns", "said"), LOSSES.values(), ids=LOSSES)
+def test_losses(returns, said, training):
+    with pytest.raises(fz.StateError, match=rf"loss: expected .*{said}"):
+        traced(returns, training)
+
+
+def test_whole_numbers_are_evaluated_and_not_trained_with():
+    def count(y, b):
+        return fz.Mean(jnp.sum(y > 0), jnp.float32(y.size)), b, {}
+
+    traced(count, training=False)
+    with pytest.raises(fz.StateError, match="floating-point loss to train with, got int32"):
+        traced(count)
+
+
+BUFFERS = {
+    "one left out": (lambda b: {"seen": b["seen"]}, "mean: expected, but missing"),
+    "one more": (lambda b: {**b, "other": b["mean"]}, "other: not expected"),
+    "another shape": (lambda b: {**b, "mean": b["mean"][:1]}, r"float32\[2\], got float32\[1\]"),
+    "a float": (lambda b: {**b, "seen": b["seen"] * 1.5}, r"seen: .*int32\[\], got float32\[\]"),
+    "a smaller int": (lambda b: {**b, "seen": b["seen"].astype(jnp.int8)}, r"got int8\[\]"),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), BUFFERS.values(), ids=BUFFERS)
+def test_buffers(change, said):
+    """Silently: a count of 1.5 became 1, and a smaller integer a state that no step takes."""
+    with pytest.raises(fz.StateError, match=rf"loss: the buffers that it returns .*{said}"):
+        traced(lambda y, b: (y.sum(), change(b), {}))
+
+
+def test_buffers_of_a_stack():
+    def apply(p, x, ctx):
+        return x @ p["w"], {"seen": ctx.buffers["seen"] + 0.5}
+
+    def made(key):
+        return {"w": jnp.eye(3)}, {"seen": jnp.zeros((), jnp.int32)}
+
+    first = fz.Layer("first", None, lambda p, batch, ctx: batch["x"])
+    stack = fz.Stack("blocks", 2, made, apply, stateful=True)
+    model = fz.Sequential([first, stack], lambda y, batch: jnp.mean(y))
+    plan = tiny.plan(zero=3, data=2)
+    with pytest.raises(fz.StateError, match=r"layer 'blocks': the buffers .*seen: expected int32"):
+        fz.train_step(model, TX, plan).lower(
+            fz.abstract_state(model, TX, plan), {"x": jnp.ones((4, 3))}
+        )
+
+
+def test_floats_of_another_precision_are_kept_in_the_buffers_own():
+    def half(y, b):
+        return y.sum(), {**b, "mean": (b["mean"] + 1).astype(jnp.bfloat16)}, {}
+
+    lowered = traced(half)
+    state, _ = jax.tree.unflatten(lowered.out_tree, jax.tree.leaves(lowered.out_info))
+    assert state["buffers"]["mean"].dtype == jnp.float32
