@@ -263,17 +263,27 @@ def split_loss(out: Any) -> tuple[Mean, dict[str, Any]]:
             raise StateError(f"loss: expected a loss, or (loss, metrics), got {_kinds(out)}")
         value, metrics = out
     parts = (value.total, value.count) if isinstance(value, Mean) else (value,)
-    if not all(_is_real_scalar(part) for part in parts):
+    if not all(_is_real(part) and jnp.shape(part) == () for part in parts):
         raise StateError(
             f"loss: expected a real scalar, or fz.Mean of two, got {_kinds(parts)}; of a loss for"
             " each example, fz.Mean(jnp.sum(losses), jnp.float32(losses.size))"
         )
+    for name, metric in metrics.items():
+        parts = (metric.total, metric.count) if isinstance(metric, Mean) else (metric,)
+        if not isinstance(name, str) or not all(map(_is_real, parts)):
+            raise StateError(
+                f"loss: metric {name!r} is {_kinds(parts)}: expected a name, and a real scalar or"
+                " fz.Mean of two"
+            )
     return Mean.of(value), dict(metrics)
 
 
-def _is_real_scalar(value: Any) -> bool:
-    number = isinstance(value, int | float) or (hasattr(value, "shape") and hasattr(value, "dtype"))
-    return number and jnp.shape(value) == () and not jnp.iscomplexobj(value)
+def _is_real(value: Any) -> bool:
+    """Whether a value is a real number, or an array of some."""
+    if isinstance(value, int | float):
+        return True
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    return hasattr(value, "shape") and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
 
 
 def _kinds(values: Sequence[Any]) -> str:

@@ -61,6 +61,45 @@ def test_whole_numbers_are_evaluated_and_not_trained_with():
         traced(count)
 
 
+METRICS = {
+    "complex": ({"a": 1j * jnp.ones(())}, r"metric 'a' is complex64\[\]"),
+    "a word": ({"a": "x"}, "metric 'a' is str"),
+    "nested": ({"a": {"b": jnp.ones(())}}, "metric 'a' is dict"),
+    "a number's": ({1: jnp.ones(())}, "metric 1 is .*expected a name"),
+    "a list": ([1.0], r"expected a loss, or \(loss, metrics\), got float32\[\], list"),
+}
+
+
+@pytest.mark.parametrize(("metrics", "said"), METRICS.values(), ids=METRICS)
+def test_metrics(metrics, said):
+    """Of a complex one the real part was reported."""
+    with pytest.raises(fz.StateError, match=f"loss: {said}"):
+        traced(lambda y, b: (y.sum(), b, metrics))
+
+
+INITS = {
+    "parameters alone": (lambda key: {"w": jnp.ones(3)}, r"return \(params, buffers\), got a dict"),
+    "a number": (
+        lambda key: ({"w": jnp.ones(3), "k": 1.0}, {}),
+        "params/k is a float: expected",
+    ),
+    "a buffer": (lambda key: ({"w": jnp.ones(3)}, {"k": 1}), "buffers/k is a int: expected an"),
+}
+
+
+@pytest.mark.parametrize(("init", "said"), INITS.values(), ids=INITS)
+def test_inits(init, said):
+    with pytest.raises(fz.StateError, match=f"init: .*{said}"):
+        fz.init(fz.Model(init, lambda *_: None), TX, tiny.plan(data=1))
+
+
+def test_arguments_in_another_order():
+    model, plan = fz.Model(init, lambda *_: None), tiny.plan(data=1)
+    for arguments in ((TX, model, plan), (model, TX, {"zero": 3})):
+        with pytest.raises(fz.PlanError, match=r"expected an fz\..*in this order"):
+            fz.init(*arguments)
+
+
 BUFFERS = {
     "one left out": (lambda b: {"seen": b["seen"]}, "mean: expected, but missing"),
     "one more": (lambda b: {**b, "other": b["mean"]}, "other: not expected"),

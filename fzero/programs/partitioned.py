@@ -2,51 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
 
-from fzero.axes import CONTEXT, manual_axes
+from fzero.axes import manual_axes
 from fzero.errors import PlanError
 from fzero.programs.flops import inner_jaxprs
 
 
 # What lies as its operands do.
 _SAME = ("convert_element_type", "copy", "name", "optimization_barrier", "reduce_precision")
+# What runs a program once, of the values that it is given.
+_CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat", "remat2", "custom_jvp_call",
+          "custom_vjp_call", "custom_vjp_call_jaxpr")  # fmt: skip
+_HOLD = (
+    "hold the value whole just before and its result just after, each by"
+    " x = jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec())"
+)
+
+# Dims of a value that a sharding constraint holds whole.
+Dims = set[int]
 
 
 def checked(run: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     """A function that is differentiated within, refused where that would be wrong on a mesh.
 
-    The gradient of a largest value of windows that overlap along a divided dim (max pooling over
-    positions) is wrong in jax 0.10 (`select_and_scatter_add`). It is right where a sharding
-    constraint holds the value that the windows run over.
+    Two gradients are wrong in jax 0.10, without a word, and right where sharding constraints hold
+    what is read and what is given whole: that of a largest value of windows that overlap along a
+    divided dim (max pooling over positions; `select_and_scatter_add`), and that of a depthwise
+    kernel whose dims are in another order than those of a value whose features are divided.
 
     Args:
         run: the function.
         mesh: the mesh that it runs on.
 
     Returns:
-        `run` itself, where the mesh divides no sequences.
+        `run` itself, where the mesh divides no layers, sequences or experts.
     """
-    size = dict(mesh.shape).get(CONTEXT, 1)
-    if size == 1:
+    sizes = dict(mesh.shape)
+    axes = [f"{name}={sizes[name]}" for name in mesh.axis_names
+            if name not in manual_axes(mesh) and sizes[name] > 1]  # fmt: skip
+    if not axes:
         return run
 
     def traced(*args: Any) -> Any:
         from jax.extend.core import jaxpr_as_fun
 
         program, out = jax.make_jaxpr(run, return_shape=True)(*args)
-        for equation, whole in _equations(program.jaxpr):
-            if not _overlapping(equation) <= whole:
-                raise PlanError(
-                    f"plan: context={size}: the model takes the largest or smallest values of"
-                    f" windows that overlap (max pooling), of"
-                    f" {equation.invars[0].aval.str_short()}. XLA's partitioner gets their gradient"
-                    " wrong along a divided dim: hold the value whole just before, by"
-                    " x = jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec())"
-                )
+        for equation, whole, jaxpr in _equations(program.jaxpr, ()):
+            wrong = _wrong(equation, whole, jaxpr)
+            if wrong:
+                raise PlanError(f"plan: {', '.join(axes)}: the model {wrong}")
         found = jaxpr_as_fun(program)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out), found)
 
@@ -71,27 +79,94 @@ def checked_where_differentiated(run: Callable[..., Any], mesh: Any) -> Callable
     return found
 
 
-def _equations(jaxpr: Any) -> Iterator[tuple[Any, set[int]]]:
-    """All equations, and the dims of the first value read that a constraint holds whole."""
+def _wrong(equation: Any, whole: Dims, jaxpr: Any) -> str:
+    """What of an equation XLA would differentiate wrongly, and what to do; else nothing."""
+    given = [x.aval.str_short() for x in equation.invars]
+    over = _overlapping(equation)
+    if over and not (over <= whole and _held_after(equation, over, jaxpr)):
+        return (
+            "takes the largest or smallest values of windows that overlap (max pooling), of"
+            f" {given[0]}. XLA's partitioner gets their gradient wrong along a divided dim: {_HOLD}"
+        )
+    turned = _turned_depthwise(equation, jaxpr)
+    if turned:
+        before, after = turned
+        if before not in whole or not _held_after(equation, {after}, jaxpr):
+            return (
+                f"convolves each feature of {given[0]} by itself with a kernel {given[1]} that has"
+                " features first where the value has them last, or the other way round. XLA's"
+                " partitioner gets the kernel's gradient wrong along divided features: give both"
+                f" the same order (dimension_numbers=('NHC', 'HIO', 'NHC')), or {_HOLD}"
+            )
+    return ""
+
+
+def _equations(
+    jaxpr: Any, given: Sequence[Dims]
+) -> Generator[tuple[Any, Dims, Any], None, list[Dims]]:
+    """All equations, each with what is held of its first operand and the program that it is in.
+
+    Args:
+        jaxpr: the program.
+        given: what is held of its inputs, if that is known.
+
+    Returns:
+        What is held of its outputs.
+    """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    held: dict[int, set[int]] = {}  # by value
+    held = dict(zip(map(id, jaxpr.invars), given, strict=False))  # by value
     for equation in jaxpr.eqns:
-        name = equation.primitive.name
+        name, operands = equation.primitive.name, [held.get(id(x), set()) for x in equation.invars]
         if name == "sharding_constraint":
-            spec, (out,) = equation.params["sharding"].spec, equation.outvars
-            held[id(out)] = {d for d in range(out.aval.ndim) if d >= len(spec) or spec[d] is None}
+            held[id(equation.outvars[0])] = _constrained(equation)
         elif name in _SAME:
-            pairs = zip(equation.invars, equation.outvars, strict=True)
-            held.update((id(out), held[id(given)]) for given, out in pairs if id(given) in held)
-        yield equation, held.get(id(equation.invars[0]), set()) if equation.invars else set()
+            held.update(zip(map(id, equation.outvars), operands, strict=True))
+        yield equation, operands[0] if operands else set(), jaxpr
         for inner in inner_jaxprs(equation.params):
-            yield from _equations(inner)
+            found = yield from _equations(inner, operands if name in _CALLS else ())
+            if name in _CALLS:
+                held.update(zip(map(id, equation.outvars), found, strict=False))
+    return [held.get(id(x), set()) for x in jaxpr.outvars]
 
 
-def _overlapping(equation: Any) -> set[int]:
+def _constrained(equation: Any) -> Dims:
+    """The dims that a sharding constraint says are whole."""
+    spec, (out,) = equation.params["sharding"].spec, equation.outvars
+    return {d for d in range(out.aval.ndim) if d >= len(spec) or spec[d] is None}
+
+
+def _overlapping(equation: Any) -> Dims:
     """The dims along which windows of largest or smallest values overlap."""
     if equation.primitive.name not in ("reduce_window_max", "reduce_window_min"):
         return set()
     windows = equation.params["window_dimensions"], equation.params["window_strides"]
     pairs = enumerate(zip(*windows, strict=True))
     return {dim for dim, (size, stride) in pairs if size > stride}
+
+
+def _turned_depthwise(equation: Any, jaxpr: Any) -> tuple[int, int] | None:
+    """The dims of features before and after a convolution that has a kernel for each feature, with
+    dims in another order; not of one that is the gradient of another's input (its kernel is turned
+    round)."""
+    if equation.primitive.name != "conv_general_dilated":
+        return None
+    value, kernel = equation.invars
+    (_, before, *_), (out, *_), (_, after, *_) = equation.params["dimension_numbers"]
+    alone = equation.params["feature_group_count"] == value.aval.shape[before] > 1
+    turned = (before == value.aval.ndim - 1) != (out == kernel.aval.ndim - 1)
+    if not alone or not turned:
+        return None
+    back = any(x.primitive.name == "rev" and x.outvars[0] is kernel for x in jaxpr.eqns)
+    return None if back else (before, after)
+
+
+def _held_after(equation: Any, dims: Dims, jaxpr: Any) -> bool:
+    """Whether all that reads what an equation gives is a constraint that holds dims of it."""
+    (out,) = equation.outvars
+    readers = [one for one in jaxpr.eqns if any(x is out for x in one.invars)]
+    return bool(readers) and all(
+        dims <= _constrained(one)
+        if one.primitive.name == "sharding_constraint"
+        else one.primitive.name in _SAME and _held_after(one, dims, jaxpr)
+        for one in readers
+    )

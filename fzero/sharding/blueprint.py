@@ -387,9 +387,15 @@ def blueprint(
     It holds shapes instead of the model's initial arrays.
 
     Raises:
-        PlanError: the plan does not fit the devices.
+        PlanError: the plan does not fit the devices, or an argument is something else.
         StateError: initial values share memory, or a parameter is not floating point.
     """
+    for value, kind in ((model, Model), (plan, Plan)):
+        if not isinstance(value, kind):
+            raise PlanError(
+                f"expected an fz.{kind.__name__}, got a {type(value).__name__}; arguments are the"
+                " model, its optimizer and the plan, in this order"
+            )
     mesh = plan.mesh(devices)
     secondary_size(plan, dict(mesh.shape)[DATA], list(mesh.devices.flat))
     if plan.pipe > 1:

@@ -10,7 +10,7 @@ import jax
 from fzero.errors import StateError
 from fzero.model import Model
 from fzero.pieces import InitFn
-from fzero.tree import PyTree, aliased_leaves, shapes_of
+from fzero.tree import PyTree, aliased_leaves, named_leaves, shapes_of
 
 
 class _Memo:
@@ -90,15 +90,34 @@ def _traced(model: Model) -> tuple[Any, Any, InitFn]:
         assert callable(init)
 
         def checked(rng: jax.Array) -> tuple[PyTree, PyTree]:
-            params, buffers = init(rng)
-            _require_not_shared(params, buffers)
-            return params, buffers
+            return _checked(init(rng))
 
         make = jax.make_jaxpr(checked, return_shape=True)
         closed, shapes = make(jax.eval_shape(lambda: jax.random.key(0)))
         known[key] = closed, shapes_of(shapes), init
     found: tuple[Any, Any, InitFn] = known[key]
     return found
+
+
+def _checked(made: Any) -> tuple[PyTree, PyTree]:
+    """What a model's `init` gave: parameters and buffers, arrays that share no memory.
+
+    Raises:
+        StateError: it is something else.
+    """
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise StateError(
+            f"init: expected the model's init to return (params, buffers), got a"
+            f" {type(made).__name__}; without buffers, return params, {{}}"
+        )
+    params, buffers = made
+    for path, leaf in named_leaves({"params": params, "buffers": buffers}):
+        if not hasattr(leaf, "shape"):
+            raise StateError(
+                f"init: {path} is a {type(leaf).__name__}: expected an array (jnp.asarray)"
+            )
+    _require_not_shared(params, buffers)
+    return params, buffers
 
 
 def _require_not_shared(params: PyTree, buffers: PyTree) -> None:

@@ -229,9 +229,10 @@ def require_rows(out: PyTree, batch: Inputs) -> PyTree:
     """
     rows = jax.tree.leaves(batch.rows)[0].shape[0]
     for path, leaf in named_leaves(out):
-        if leaf.shape[:1] != (rows,):
+        shape = jnp.shape(leaf)
+        if shape[:1] != (rows,):
             raise StateError(
-                f"predict_step: output {path or '(the only one)'} has shape {list(leaf.shape)} for"
+                f"predict_step: output {path or '(the only one)'} has shape {list(shape)} for"
                 f" {rows} examples: outputs have a row for each example on their first dim"
             )
     return out

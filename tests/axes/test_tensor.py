@@ -420,3 +420,45 @@ def test_a_head_of_divided_sequences_has_chunks_of_each_devices_own(axes):
     # Three products of a device's own tokens and words, none of others' tokens.
     own = 8 * 64 // (2 * axes["context"]) * VOCAB // plan.tensor
     assert hlo.matmul_flops(text).flops == 3 * 2 * own * D
+
+
+@pytest.mark.parametrize(
+    ("kernel", "held", "right"),
+    [("HIO", False, True), ("OIH", True, True), ("OIH", "before", False), ("OIH", False, False)],
+)
+def test_a_depthwise_convolution_is_right_or_refused(kernel, held, right):
+    """XLA's gradient of a kernel with features first is all wrong where they are divided."""
+    sizes = {"H": 3, "I": 1, "O": 16}
+
+    def init(rng):
+        keys = jax.random.split(rng, 3)
+        shapes = {"up": (8, 16), "kernel": tuple(sizes[dim] for dim in kernel), "down": (16, 8)}
+        pairs = zip(keys, shapes.items(), strict=True)
+        return {name: jax.random.normal(key, shape) for key, (name, shape) in pairs}, {}
+
+    def loss(p, buffers, batch, rng, train):
+        x = jnp.tanh(batch["x"] @ p["up"])
+        x = jax.lax.with_sharding_constraint(x, P()) if held else x
+        x = jax.lax.conv_general_dilated(
+            x, p["kernel"], (1,), [(2, 0)], dimension_numbers=("NHC", kernel, "NHC"),
+            feature_group_count=16,
+        )  # fmt: skip
+        x = jax.lax.with_sharding_constraint(x, P()) if held is True else x
+        return jnp.mean((jnp.tanh(x) @ p["down"]) ** 2), buffers, {}
+
+    made = fz.Model(init, loss, shard={"up": (None, "tensor"), "down": ("tensor",)})
+    given = {"x": np.random.default_rng(0).normal(size=(4, 12, 8)).astype(np.float32)}
+
+    def stepped(plan):
+        devices, tx = jax.devices()[: plan.data * plan.tensor], optax.sgd(0.1)
+        state = fz.init(made, tx, plan, rng=0, devices=devices)
+        state, _ = fz.train_step(made, tx, plan, devices=devices)(state, given)
+        return jax.device_get(fz.logical(made, state, plan))
+
+    plan = fz.Plan(zero=1, data=2, tensor=4, min_shard_bytes=0)
+    if not right:
+        with pytest.raises(fz.PlanError, match=r"tensor=4: .*each feature .*by itself .*'HIO'"):
+            stepped(plan)
+        return
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
+                 stepped(plan), stepped(fz.Plan(zero=0, data=1)))  # fmt: skip
