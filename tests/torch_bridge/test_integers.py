@@ -61,3 +61,39 @@ def test_gradients_of_what_is_inside_stay() -> None:
     index = np.asarray([4, 9])
     slopes = jax.grad(lambda x: converted(x, index)[0])(TABLE.numpy())
     assert slopes.tolist() == [0, 0, 0, 0, 1]
+
+
+ONES, FIVE = torch.ones(2, 3), torch.tensor(5.0)
+WRITES = {
+    "scatter": lambda x, i: x.scatter(0, i[:, None], 7.0),
+    "scatter of rows": lambda x, i: x.scatter(1, i[None], ONES[:1, :2]),
+    "scatter_add": lambda x, i: x.scatter_add(0, i[:, None].expand(2, 3), ONES),
+    "scatter_reduce": lambda x, i: x.scatter_reduce(0, i[:, None], ONES[:, :1], "amax"),
+    "index_add": lambda x, i: x.index_add(0, i, ONES),
+    "index_add of columns": lambda x, i: x.index_add(1, i, ONES.T[:, :2].expand(3, 2)),
+    "index_copy": lambda x, i: x.index_copy(0, i, ONES),
+    "index_fill": lambda x, i: x.index_fill(1, i, 3.0),
+    "index_put": lambda x, i: x.index_put((i,), FIVE),
+    "index_put of pairs": lambda x, i: x.index_put((i, i), FIVE, accumulate=True),
+    "one_hot": lambda x, i: torch.nn.functional.one_hot(i, 3) @ x.long(),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_outside_is_seen(name: str) -> None:
+    """PyTorch raises; here it was dropped, or written to the end, without a word."""
+    fn, x, inside = WRITES[name], torch.arange(9.0).reshape(3, 3), torch.tensor([0, 2])
+    converted = tb.convert(Fn(fn), x, inside, train=False)
+    np.testing.assert_allclose(converted(x, inside), fn(x, inside))
+    for outside in ([0, 3], [3, 2], [-1, 1]):
+        if (
+            name.startswith(("index_put", "index_fill")) and -1 in outside
+        ):  # counted from the end, as `x[-1]` is
+            np.testing.assert_allclose(
+                converted(x, torch.tensor(outside)), fn(x, torch.tensor(outside))
+            )
+            continue
+        with pytest.raises((RuntimeError, IndexError)):
+            fn(x, torch.tensor(outside))
+        found = np.asarray(converted(x, torch.tensor(outside)))
+        assert np.isnan(found).any() if found.dtype == np.float32 else found.min() < -1000

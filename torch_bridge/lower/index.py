@@ -1,7 +1,7 @@
 """Reading and writing by index.
 
 Indices outside the tensor: torch raises, here they read NaN (whole numbers: the smallest of their
-dtype), and what would be written there is dropped.
+dtype), and write it, at the nearest place that there is.
 """
 
 # mypy: allow-untyped-calls, no-warn-return-any
@@ -58,9 +58,14 @@ def index_put(
         # x[mask] = scalar has a fixed shape after all.
         mask = jnp.reshape(masks[0], (*masks[0].shape, *(1,) * (x.ndim - masks[0].ndim)))
         return jnp.where(mask, jnp.reshape(cast(values, x.dtype), ()), x)
+    inside: Any = True
+    dims = [(i, n) for i, n in zip(indices, x.shape, strict=False) if i is not None]
+    for one, size in dims if not masks else []:
+        inside = jnp.all((one >= -size) & (one < size)) & inside
     where = x.at[_indexers(x, indices)]
-    new = cast(values, x.dtype)
-    return where.add(new) if accumulate else where.set(new)
+    new = jnp.where(inside, cast(values, x.dtype), lost(x))
+    options: Any = {"mode": "clip"}
+    return where.add(new, **options) if accumulate else where.set(new, **options)
 
 
 @register_operator("aten.index_select.default")
@@ -90,6 +95,31 @@ def _not_negative(index: Any, size: int) -> Any:
     return jnp.where(index < 0, jnp.asarray(size, index.dtype), index)
 
 
+def lost(x: jax.Array) -> jax.Array:
+    """What stands for a value that is not there: NaN, or the smallest whole number."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.asarray(jnp.nan, x.dtype)
+    return jnp.asarray(False if is_bool(x) else jnp.iinfo(x.dtype).min, x.dtype)
+
+
+def written(
+    x: jax.Array, dim: int, index: Any, values: Any, adds: bool = False
+) -> tuple[Any, jax.Array]:
+    """An index along a dim whose places are all there, and what to write.
+
+    That is `lost` where a place was not; and everywhere, unless it `adds`: another value that is
+    written there may come last. Values have the index's shape, or that of `x` but along the dim.
+    """
+    inside = (index >= 0) & (index < x.shape[dim])
+    place = jnp.clip(index, 0, x.shape[dim] - 1)
+    values = cast(values, x.dtype)
+    if not adds:
+        return place, jnp.where(jnp.all(inside), values, lost(x))
+    if index.ndim < x.ndim:  # one index for whole rows
+        inside = jnp.reshape(inside, (-1, *(1,) * (x.ndim - 1 - dim % x.ndim)))
+    return place, jnp.where(inside, values, lost(x))
+
+
 @register_operator("aten.take_along_dim.default")
 def take_along_dim(x: jax.Array, indices: Any, dim: int | None = None) -> jax.Array:
     if dim is None:
@@ -99,19 +129,20 @@ def take_along_dim(x: jax.Array, indices: Any, dim: int | None = None) -> jax.Ar
 
 @register_operator("aten.scatter.src")
 def scatter(x: jax.Array, dim: int, index: Any, src: Any) -> jax.Array:
-    part = src[tuple(slice(n) for n in index.shape)]
-    return x.at[along(x, dim, index)].set(cast(part, x.dtype))
+    place, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)])
+    return x.at[along(x, dim, place)].set(new)
 
 
 @register_operator("aten.scatter.value")
 def scatter_value(x: jax.Array, dim: int, index: Any, value: Any) -> jax.Array:
-    return x.at[along(x, dim, index)].set(cast(value, x.dtype))
+    place, new = written(x, dim, index, value)
+    return x.at[along(x, dim, place)].set(new)
 
 
 @register_operator("aten.scatter_add.default")
 def scatter_add(x: jax.Array, dim: int, index: Any, src: Any) -> jax.Array:
-    part = src[tuple(slice(n) for n in index.shape)]
-    return x.at[along(x, dim, index)].add(cast(part, x.dtype))
+    place, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)], True)
+    return x.at[along(x, dim, place)].add(new)
 
 
 @register_operator("aten.index_add.default")
@@ -119,8 +150,8 @@ def index_add(x: jax.Array, dim: int, index: Any, source: Any, alpha: Any = 1) -
     if not x.ndim:
         whole = index_add(x[None], 0, jnp.ravel(index), jnp.ravel(source), alpha)
         return whole[0]
-    where = (slice(None),) * (dim % x.ndim) + (index,)
-    return x.at[where].add(cast(source, x.dtype) * alpha)
+    place, new = written(x, dim, index, cast(source, x.dtype) * alpha, True)
+    return x.at[(slice(None),) * (dim % x.ndim) + (place,)].add(new)
 
 
 @register_operator("aten.select_scatter.default")
@@ -149,7 +180,8 @@ def slice_scatter(
 def one_hot(x: jax.Array, num_classes: int = -1) -> jax.Array:
     if num_classes < 0:
         raise NotImplementedError("one_hot without num_classes has a size that depends on the data")
-    return jax.nn.one_hot(x, num_classes, dtype=canonical("int64"))
+    hot = jax.nn.one_hot(x, num_classes, dtype=canonical("int64"))
+    return jnp.where(((x >= 0) & (x < num_classes))[..., None], hot, lost(hot))
 
 
 @register_operator("aten.sort.default")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge.dtypes import canonical, cast, is_float, promote
-from torch_bridge.lower.index import along
+from torch_bridge.lower.index import along, written
 from torch_bridge.lower.registry import register_operator
 
 
@@ -19,8 +19,8 @@ from torch_bridge.lower.registry import register_operator
 def scatter_reduce(
     x: jax.Array, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True
 ) -> jax.Array:
-    src = cast(src[tuple(slice(n) for n in index.shape)], x.dtype)
-    return reduce_into(x, along(x, dim, index), src, reduce, include_self)
+    place, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)], True)
+    return reduce_into(x, along(x, dim, place), new, reduce, include_self)
 
 
 @register_operator("aten.scatter.reduce", "aten.scatter.value_reduce")
@@ -108,16 +108,17 @@ def _product(x: jax.Array, where: tuple[Any, ...], src: jax.Array, include_self:
 def index_copy(x: jax.Array, dim: int, index: Any, source: Any) -> jax.Array:
     if not x.ndim:
         return jnp.reshape(cast(source, x.dtype), ())
-    where = (slice(None),) * (dim % x.ndim) + (index,)
-    return x.at[where].set(cast(source, x.dtype))
+    place, new = written(x, dim, index, source)
+    return x.at[(slice(None),) * (dim % x.ndim) + (place,)].set(new)
 
 
 @register_operator("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
 def index_fill(x: jax.Array, dim: int, index: Any, value: Any) -> jax.Array:
     if not x.ndim:
         return index_fill(x[None], 0, index, value)[0]
-    where = (slice(None),) * (dim % x.ndim) + (index,)
-    return x.at[where].set(cast(value, x.dtype))
+    index = jnp.where(index < 0, index + x.shape[dim], index)  # which torch takes here
+    place, new = written(x, dim, index, value)
+    return x.at[(slice(None),) * (dim % x.ndim) + (place,)].set(new)
 
 
 @register_operator("aten.masked_scatter.default")
