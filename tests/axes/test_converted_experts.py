@@ -455,3 +455,29 @@ def test_files_of_pytorch_and_other_plans_have_the_experts_bit_for_bit(tmp_path)
     back = fz.replan(read, model, None, other, plan)
     assert back.params["blocks"]["blocks.*.mixture.experts.down_proj"].sharding.spec[1] == "expert"
     jax.tree.map(np.testing.assert_array_equal, back.params, state.params)
+
+
+@pytest.mark.nightly
+def test_doge_s_router_reads_tokens_of_its_device_s_rows_alone_as_under_ddp():
+    """It chooses by logits of other tokens of the batch; of its balance a warning says as much."""
+    torch.manual_seed(0)
+    config = transformers.DogeConfig(
+        vocab_size=WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, is_moe=True, num_experts=16,
+        num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.5,
+    )  # fmt: skip
+    module = transformers.DogeForCausalLM(config).eval()
+    for leaf in module.parameters():
+        torch.nn.init.normal_(leaf, std=0.5)
+    given = batch()["ids"]
+    given[:, 0] = np.arange(len(given))  # equal first tokens tie, which PyTorch breaks anyhow
+    ids = torch.from_numpy(given).long()
+    with pytest.warns(tb.OwnLossWarning, match=r"modeling_doge is its own"):
+        converted = tb.convert(module, train=False, input_ids=ids, labels=ids)
+    plan, model = fz.Plan(zero=3, data=2, min_shard_bytes=0), converted.model("module")
+    state = fz.init(model, None, plan, devices=jax.devices()[:2])
+    evaluate = fz.eval_step(model, plan, devices=jax.devices()[:2])
+    found = evaluate(state, {"input_ids": given, "labels": given})["loss"]
+    halves = [module(input_ids=half, labels=half).loss.item() for half in ids.chunk(2)]
+    np.testing.assert_allclose(found, np.mean(halves), rtol=1e-5)
+    assert abs(module(input_ids=ids, labels=ids).loss.item() - np.mean(halves)) > 1e-3
