@@ -33,6 +33,23 @@ def test_paths_through_dicts_lists_tuples_and_dataclasses():
     ]  # fmt: skip
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Twins:
+    """A node of a user's own, whose children have one key."""
+
+    def tree_flatten_with_keys(self):
+        key = jax.tree_util.GetAttrKey("twin")
+        return [(key, 1), (key, 2)], None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls()
+
+
+def test_children_of_one_key_are_counted():
+    assert named_leaves({"a": Twins()}) == [("a/twin", 1), ("a/twin (2)", 2)]
+
+
 def test_a_bare_leaf_has_an_empty_path():
     assert named_leaves(5) == [("", 5)]
 

@@ -135,7 +135,7 @@ def test_parked_parameters_come_for_every_pass_and_hide_behind_it(asked):
     )
     assert slow.hidden_seconds == pytest.approx(asked().work.likely_seconds)
     assert slow.up_seconds == pytest.approx(3 * slow.host_bytes / 1e6)
-    assert fast.parked.seconds < 1e-6
+    assert 0 <= fast.parked.seconds < 1e-6
 
 
 def test_pipelines_and_tiers_are_asked_about_together():

@@ -72,7 +72,8 @@ def reductions(x: torch.Tensor) -> Any:
         x.argmax(1), x.argmin(), x.logsumexp(1), x.norm(), x.norm(dim=1), x.norm(p=1),
         x.norm(p=3, dim=0), (x > 0).any(1), (x > -9).all(), x.prod(1), (x > 0).sum(0),
         x.norm(p=math.inf, dim=1), torch.var_mean(x, 1), x.topk(3, dim=1), x.sort(dim=1),
-        x.sort(dim=0, descending=True), x.topk(2, largest=False),
+        x.sort(dim=0, descending=True), x.topk(2, largest=False), x[None].topk(2, largest=False),
+        (x.abs() * 3).byte().prod(1),
         (x > 0).float().mean(), x.long().sum(), torch.cumprod(x, 1), x.argsort(1),
     )  # fmt: skip
 

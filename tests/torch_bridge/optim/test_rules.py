@@ -47,7 +47,7 @@ OPTIMIZERS = {
     "adamw-odd": (OPTIM.AdamW, {"lr": torch.tensor(3e-3), "betas": (0.0, 0.9), "eps": 1e-3}),
     "adam": (OPTIM.Adam, {"lr": 1e-2, "betas": (0.8, 0.9999)}),
     "adam-decay": (OPTIM.Adam, {"lr": 1e-2, "weight_decay": 0.3, "maximize": True}),
-    "nadam": (OPTIM.NAdam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "nadam": (OPTIM.NAdam, {"lr": 1e-2, "weight_decay": 0.1, "momentum_decay": 0.05}),
     "nadam-decoupled": (OPTIM.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
     "radam": (OPTIM.RAdam, {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}),
     "radam-decoupled": (

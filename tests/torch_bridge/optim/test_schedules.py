@@ -129,8 +129,9 @@ def test_one_step_of_a_scheduler_for_many_of_the_optimizer():
     np.testing.assert_array_equal(looked_up(groups, range(30)), expected.astype(np.float32))
 
 
+@pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("name", ["exponential", "cosine", "sequential", "lambda"])
-def test_a_scheduler_that_has_begun_goes_on_from_there(name):
+def test_a_scheduler_that_has_begun_goes_on_from_there(name, every):
     make, taken = {**ENDLESS, **ENDING}[name], 9
     optimizer = two_groups()
     scheduler = make(optimizer)
@@ -139,14 +140,14 @@ def test_a_scheduler_that_has_begun_goes_on_from_there(name):
         scheduler.step()
     params = {"a": jnp.ones(2), "b": jnp.ones(2)}
     named = [(n, g["params"][0]) for n, g in zip("ab", optimizer.param_groups, strict=True)]
-    tx = tb.optimizer(optimizer, named, scheduler, num_steps=NUM_STEPS)
+    tx = tb.optimizer(optimizer, named, scheduler, every=every, num_steps=every * NUM_STEPS)
     state = tx.init(params)
     counts = [x for x in jax.tree.leaves(state) if x.dtype == jnp.int32]
-    assert [int(count) for count in counts] == [taken, taken]
+    assert [int(count) for count in counts] == [every * taken] * 2
     expected = by_torch(make, NUM_STEPS).astype(np.float32)
-    for step in range(taken, taken + 3):
+    for step in range(every * taken, every * taken + 5):
         updates, state = tx.update(params, state, params)
-        assert [float(-updates[n][0]) for n in "ab"] == list(expected[step])
+        assert [float(-updates[n][0]) for n in "ab"] == list(expected[step // every])
 
 
 def test_torch_refuses_to_go_on_where_one_cycle_ends_and_the_last_rate_stays():
