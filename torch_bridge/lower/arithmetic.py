@@ -359,9 +359,10 @@ def cast_torch(x: jax.Array, dtype: Any) -> jax.Array:
     """A dtype conversion as torch does it: anything non-zero is True."""
     if is_bool(dtype):
         return jnp.asarray(x != 0) if not is_bool(x) else jnp.asarray(x)
+    x = jnp.asarray(x)
     if is_float(x) and np.dtype(dtype).kind in "iu" and np.dtype(dtype).itemsize < 4:
-        x = jnp.asarray(x).astype(np.int32)  # its last bits are kept; JAX would take the bounds
-    return jnp.asarray(x).astype(dtype)
+        x = x.astype(np.int32)  # its last bits are kept; JAX would take the bounds
+    return x.astype(dtype)
 
 
 @register_operator(

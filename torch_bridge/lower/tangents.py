@@ -33,7 +33,7 @@ def with_tangents(fn: Callable[..., Any], *rules: Callable[..., Any]) -> Callabl
         >>> import jax
         >>> absolute = with_tangents(abs, lambda dx, out, x: dx * (x > 0))
         >>> jax.grad(absolute)(-1.0)
-        Array(-0., dtype=float32, weak_type=True)
+        Array(0., dtype=float32, weak_type=True)
     """
 
     @jax.custom_jvp
