@@ -91,7 +91,7 @@ def _wrong(equation: Any, whole: Dims, jaxpr: Any) -> str:
     turned = _turned_depthwise(equation, jaxpr)
     if turned:
         before, after = turned
-        if before not in whole or not _held_after(equation, {after}, jaxpr):
+        if not before <= whole or not _held_after(equation, after, jaxpr):
             return (
                 f"convolves each feature of {given[0]} by itself with a kernel {given[1]} that has"
                 " features first where the value has them last, or the other way round. XLA's"
@@ -144,20 +144,22 @@ def _overlapping(equation: Any) -> Dims:
     return {dim for dim, (size, stride) in pairs if size > stride}
 
 
-def _turned_depthwise(equation: Any, jaxpr: Any) -> tuple[int, int] | None:
-    """The dims of features before and after a convolution that has a kernel for each feature, with
+def _turned_depthwise(equation: Any, jaxpr: Any) -> tuple[Dims, Dims] | None:
+    """The dims but rows before and after a convolution that has a kernel for each feature, with
     dims in another order; not of one that is the gradient of another's input (its kernel is turned
     round)."""
     if equation.primitive.name != "conv_general_dilated":
         return None
     value, kernel = equation.invars
-    (_, before, *_), (out, *_), (_, after, *_) = equation.params["dimension_numbers"]
+    (_, before, *_), (out, *_), _ = equation.params["dimension_numbers"]
     alone = equation.params["feature_group_count"] == value.aval.shape[before] > 1
     turned = (before == value.aval.ndim - 1) != (out == kernel.aval.ndim - 1)
     if not alone or not turned:
         return None
     back = any(x.primitive.name == "rev" and x.outvars[0] is kernel for x in jaxpr.eqns)
-    return None if back else (before, after)
+    rows, _, rows_after = (spec[0] for spec in equation.params["dimension_numbers"])
+    every = set(range(value.aval.ndim))
+    return None if back else (every - {rows}, every - {rows_after})
 
 
 def _held_after(equation: Any, dims: Dims, jaxpr: Any) -> bool:

@@ -172,7 +172,6 @@ NAMING_AXES = {
     "attention and experts": [
         "fzero/exchange/attention.py", "fzero/exchange/experts.py", "fzero/exchange/fused.py",
     ],
-    "what XLA's partitioner gets wrong along one": ["fzero/programs/partitioned.py"],
     "what `sequence_parallel` is about": [
         "fzero/plan_exclusions.py", "fzero/report/description.py",
     ],

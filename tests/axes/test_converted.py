@@ -287,3 +287,34 @@ def test_each_way_of_mixing_positions_is_that_of_one_device(name):
     torch.manual_seed(0)
     mix, make = MIXERS[name]
     trains_on_divided_positions_as_on_one_device(Around(mix, None if make is None else make()))
+
+
+@pytest.mark.nightly
+def test_a_depthwise_convolution_over_divided_positions_and_features_is_that_of_one_device():
+    """XLA's gradient of its kernel was wrong under both axes, with features held whole alone."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+            self.conv = torch.nn.Conv1d(16, 16, 3, padding=1, groups=16)
+
+        def forward(self, x):
+            hidden = torch.tanh(self.up(x)).transpose(1, 2)
+            return self.down(torch.tanh(self.conv(hidden)).transpose(1, 2))
+
+    torch.manual_seed(0)
+    made = tb.convert(Net(), torch.zeros(4, 12, 8)).model(lambda f, batch: (f(batch) ** 2).mean())
+    x = np.random.default_rng(0).normal(size=(4, 12, 8)).astype(np.float32)
+
+    def stepped(plan):
+        devices, tx = jax.devices()[: plan.tensor * plan.context], optax.sgd(1.0)
+        state = fz.init(made, tx, plan, devices=devices)
+        state, _ = fz.train_step(made, tx, plan, devices=devices)(state, x)
+        return jax.device_get(fz.logical(made, state, plan))
+
+    axes = fz.Plan(data=1, context=2, tensor=2, min_shard_bytes=0)
+    with pytest.warns(fz.UnusedDevicesWarning):
+        found = stepped(axes)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found,
+                 stepped(fz.Plan(data=1)))  # fmt: skip

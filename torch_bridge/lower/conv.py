@@ -37,8 +37,10 @@ def convolution(
     dims = weight.ndim - 2
     x = over(x, dims)
     unbatched = not isinstance(x, Last) and x.ndim == dims + 1
-    # XLA's partitioner gives wrong gradients of a depthwise kernel where features are divided.
-    a, w = promote(undivided(_held(x, unbatched), (-1,)), weight)
+    # XLA's partitioner gives wrong gradients of a depthwise kernel where features are divided, and
+    # where positions are beside them.
+    whole = (-1,) if groups == 1 else range(1, dims + 2)
+    a, w = promote(undivided(_held(x, unbatched), whole), weight)
     dtype = product_dtype(a, bias)
     stride, padding, dilation = (_each(v, dims) for v in (stride, padding, dilation))
     if transposed:
@@ -56,7 +58,7 @@ def convolution(
             dimension_numbers=_layout(dims),
             preferred_element_type=dtype,
         )
-    out = with_bias(undivided(out, (-1,)), bias, a.dtype)
+    out = with_bias(undivided(out, whole), bias, a.dtype)
     return jnp.moveaxis(jnp.squeeze(out, 0), -1, 0) if unbatched else Last(out)
 
 
