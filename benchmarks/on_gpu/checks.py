@@ -185,7 +185,7 @@ def _tier(name: str, more: dict[str, Any]) -> dict[str, Any]:
 
     case = cases.tiny("gpt2")
     model, batch = cases.model_of(case), cases.numpy_batch(case)
-    base = fz.Plan(zero=3, data=1, precision="bf16", min_shard_bytes=0)
+    base = fz.Plan(zero=3, data=1, precision="bf16", min_shard_bytes=0, remat="layer")
     here = cases.Fzero(model, base, batch)
     there = cases.Fzero(model, base.replace(**more, stream_bytes=2**16), batch)
     gaps = []

@@ -14,6 +14,7 @@ from on_gpu.child import Row
 
 PLANS: dict[str, dict[str, Any]] = {
     "layer": {},
+    "what memory has room for": {"remat": None},
     "dots": {"remat": "dots"},
     "none": {"remat": "none"},
     "microbatches": {"microbatches": 4},
@@ -34,7 +35,7 @@ tiny, more = json.loads(sys.argv[1])
 size = large_models.LlamaSize(32000, d=1024, layers=8, heads=8, kv_heads=4, hidden=4096, seq=2048)
 if tiny:
     size = large_models.LlamaSize(64, d=32, layers=2, heads=2, kv_heads=1, hidden=64, seq=32)
-plan = fz.Plan(**{"zero": 3, "data": 1, "precision": "bf16", **more})
+plan = fz.Plan(**{"zero": 3, "data": 1, "precision": "bf16", "remat": "layer", **more})
 model, tx = large_models.llama(size), optax.adamw(1e-3)
 batch = large_models.batch_shapes(8, size.seq)
 kind = kind_of(jax.devices()[0])
@@ -43,8 +44,8 @@ said = fz.preflight(model, tx, plan, batch, f"{kind}:1")
 found = measure(model, tx, plan, batch, steps=2 if tiny else 10)
 print("FOUND", json.dumps({
     "predicted_peak": said.memory.peak, "peak": found.peak_bytes,
-    "predicted_state": said.memory.state_total + (said.parked.host_bytes if said.parked else 0),
-    "state": sum(found.state_bytes.values()),
+    "predicted_state": said.memory.state_total, "state": sum(found.state_bytes.values()),
+    "keeps": said.keeps,
     "likely_s": said.bounds.likely_seconds, "best_s": said.bounds.best_seconds,
     "median_s": found.seconds,
 }))
