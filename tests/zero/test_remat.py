@@ -250,7 +250,7 @@ def test_where_nobody_says_how_much_memory_there_is_inputs_are_kept():
     assert "kept for the backward pass (remat=None)" in str(fz.describe(plan, model))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.nightly), "zb_h1"])
 def test_a_rank_of_a_pipeline_has_room_for_all_its_slots(schedule):
     """Two ranks of equal layers have as much for each microbatch that they keep; and what a stage
     is found to keep has the bits of a plan that names it."""
