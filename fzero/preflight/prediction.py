@@ -96,6 +96,7 @@ def _parking(found: Preflight, plan: Plan, where: Report, gradients: int) -> Pre
             "; the optimizer's own time on the host's cores is not known"
             if plan.update_on == "host" else ""
         )
+        + ("; what passes keep was chosen as if all were here" if plan.remat is None else "")
     )  # fmt: skip
     return dataclasses.replace(
         found,

@@ -19,6 +19,7 @@ import fzero as fz
 from fzero.batch import abstract_batch
 from fzero.preflight.shapes import saved_in_a_step
 from fzero.sharding.blueprint import blueprint
+from fzero.sharding.memory import device_memory
 from fzero.step.steps import TrainStep
 from fzero.zero.keeping import CHOICES, SHARE, room_for
 from tests.support import tiny
@@ -209,6 +210,29 @@ def sizes_of(plan, model):
     large = 10**9
     open_ = dataclasses.replace(blueprint(model, SGD, plan.replace(remat=None)), memory=large)
     return sizes, int(SHARE * large) - room_for(open_)
+
+
+class StandIn:
+    """A device as far as it is asked for its memory; a described one raises."""
+
+    def __init__(self, platform="gpu", limit=None, process=0, described=False):
+        self.platform, self.process_index = platform, process
+        self.limit, self.described = limit, described
+
+    def memory_stats(self):
+        if self.described or self.process_index:
+            raise RuntimeError("MemoryStats is only supported for addressable PjRt devices.")
+        return None if self.limit is None else {"bytes_limit": self.limit}
+
+
+def test_memory_is_what_the_own_devices_say_least(monkeypatch):
+    """Of other processes' nothing is known; whoever has none of a mesh asks his own."""
+    assert device_memory([StandIn(limit=7), StandIn(limit=5), StandIn(process=1)]) == 5
+    assert device_memory([StandIn("cpu", limit=7)]) is None
+    assert device_memory([StandIn(described=True)]) is None
+    assert device_memory([StandIn(limit=None)]) is None
+    monkeypatch.setattr(jax, "local_devices", lambda: [StandIn(limit=3)])
+    assert device_memory([StandIn(process=1)]) == 3
 
 
 @pytest.mark.parametrize("plan", [fz.Plan(zero=3, data=2, min_shard_bytes=0), fz.Plan(data=1)])
