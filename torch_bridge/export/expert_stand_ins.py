@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from torch_bridge.export.capacity import within_capacity
-from torch_bridge.export.replaced import StandIn, replaced
+from torch_bridge.export.replaced import StandIn, replaced, transformers_modules
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")
@@ -192,11 +192,11 @@ def experts_stand_ins() -> Iterator[None]:
 
         chosen.append((found, "get_interface", interface))
     wanted = list(inspect.signature(_balance_loss).parameters)
-    for name, module in list(sys.modules.items()):
-        own = vars(module).get(_BALANCE) if name.startswith("transformers.models.") else None
+    for module in transformers_modules():
+        own = vars(module).get(_BALANCE)
         names = [] if own is None else list(inspect.signature(own).parameters)
         if own is not None and names != _BY_ROWS:
-            instead = _balance_loss if names == wanted else _said(name, own)
+            instead = _balance_loss if names == wanted else _said(module.__name__, own)
             chosen.append((module, _BALANCE, instead))
     with replaced(chosen):
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,6 +12,17 @@ from typing import Any
 
 # Whose own function (a module or class), its name there, and what stands in for it.
 StandIn = tuple[Any, str, Callable[..., Any]]
+
+
+def transformers_modules() -> tuple[Any, ...]:
+    """Models of transformers that are imported; thousands of other modules are passed by once."""
+    return _of_transformers(tuple(sys.modules))
+
+
+@functools.lru_cache(maxsize=1)
+def _of_transformers(imported: tuple[str, ...]) -> tuple[Any, ...]:
+    names = (name for name in imported if name.startswith("transformers.models."))
+    return tuple(sys.modules[name] for name in names if name in sys.modules)
 
 
 @contextlib.contextmanager

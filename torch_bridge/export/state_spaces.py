@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from torch_bridge.export.replaced import StandIn, replaced
+from torch_bridge.export.replaced import StandIn, replaced, transformers_modules
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")
@@ -77,8 +76,8 @@ _KNOWN = frozenset(
 def state_space_stand_ins() -> Iterator[None]:
     """While a module is exported: transformers' loops over positions are one operator each."""
     loops: list[StandIn] = []
-    for name, module in list(sys.modules.items()):
-        own = vars(module) if name.startswith("transformers.models.") else {}
+    for module in transformers_modules():
+        own = vars(module)
         loop = own.get(_SCAN)
         if loop is not None and _KNOWN.union(("kwargs",)) == {*inspect.signature(loop).parameters}:
             loops.append((module, _SCAN, _selective_scan))
