@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import warnings
 from typing import Any
+
+
+# Whose frames lie between a warning and the line of the user that it is about.
+_BETWEEN = frozenset({"fzero", "torch_bridge", "jax", "torch", "contextlib", "functools"})
 
 
 class FzeroError(Exception):
@@ -73,6 +79,14 @@ class ConversionError(FzeroError, ValueError):
 
 class PreflightError(FzeroError, ValueError):
     """A prediction cannot be made: an unknown topology, a missing compiler, or a wrong setting."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user that led here, not at one of this package's."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def known_fields(cls: Any, where: str, values: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,7 +17,7 @@ from jax.sharding import Mesh
 
 from fzero import compat
 from fzero.axes import DATA, FURTHER, PIPE, REPLICA
-from fzero.errors import PlanError, ScheduleError, UnusedDevicesWarning
+from fzero.errors import PlanError, ScheduleError, UnusedDevicesWarning, warn
 from fzero.float8.recipe import Float8
 from fzero.loss_scaling import LossScaling
 from fzero.plan_exclusions import check_exclusions
@@ -287,13 +286,12 @@ class Plan(Boxed):
         sizes = self.sizes(len(have))
         shape = tuple(sizes.values())
         if devices is None and 1 < math.prod(shape) < len(have):
-            warnings.warn(
+            warn(
                 f"plan: {' x '.join(f'{name}={size}' for name, size in sizes.items())} take"
                 f" {math.prod(shape)} of {len(have)} devices; the others are not used. Say"
                 " data=None to use all, or pass the ones that are meant: devices=jax.devices()"
                 f"[:{math.prod(shape)}]",
                 UnusedDevicesWarning,
-                stacklevel=2,
             )
         grid = np.asarray(have[: math.prod(shape)], dtype=object).reshape(shape)
         return compat.auto_mesh(grid, tuple(sizes))

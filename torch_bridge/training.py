@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from fzero.axes import PIPE
-from fzero.errors import CheckpointError, ConversionError
+from fzero.errors import CheckpointError, ConversionError, warn
 from fzero.plan import Plan
 from fzero.report.layout import layout
 from fzero.state.init import init
@@ -219,12 +218,11 @@ def _require_mean(
             f"fit: the loss is a sum over rows, of which each of {parts} devices and microbatches"
             ' has its share: a mean of these is taken. Use reduction="mean"'
         )
-    warnings.warn(
+    warn(
         "fit: rows count differently in this loss (labels that are ignored, weights of classes, or"
         f" rows that are compared): it is the mean of {parts} losses, one for each device and"
         " microbatch, as under DDP, and not that of the whole batch. plan=fz.Plan(data=1) has the"
-        " latter; so has a loss of your own that returns an fz.Mean (tb.convert, fz.train_step)",
-        stacklevel=3,
+        " latter; so has a loss of your own that returns an fz.Mean (tb.convert, fz.train_step)"
     )
 
 
@@ -282,10 +280,9 @@ def _whole_rows(tree: Any, parts: int) -> Any:
     rows = sizes.pop() or 0
     kept = rows - rows % parts
     if kept != rows:
-        warnings.warn(
+        warn(
             f"fit: {rows - kept} of {rows} rows of a batch are left out: devices and microbatches"
-            f" take multiples of {parts}. Use DataLoader(..., drop_last=True), or another size",
-            stacklevel=3,
+            f" take multiples of {parts}. Use DataLoader(..., drop_last=True), or another size"
         )
     if kept == rows:
         return tree

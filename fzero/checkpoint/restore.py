@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ import optax
 from fzero.axes import DATA, zero_sizes
 from fzero.checkpoint.write import Checkpoint, array_path, checkpoint, first_says, read_meta, wait
 from fzero.compat import is_key, outside_of_meshes
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, warn
 from fzero.hosts.doing import doing
 from fzero.model import Model
 from fzero.plan import Plan
@@ -205,11 +204,10 @@ class _Stored:
                 f" and pipe=1, save that, and use it (this one has pipe={about.plan.pipe})"
             )
         if any(path.startswith("error/") for path in about.leaves):
-            warnings.warn(
+            warn(
                 f"restore: checkpoint {about.number} in {about.path} has what 8-bit reductions"
                 " (reduce_dtype='int8' of fzero 0.1) had not sent yet: less than a step's"
-                " rounding. It is left out; everything else is restored",
-                stacklevel=3,
+                " rounding. It is left out; everything else is restored"
             )
         self.owners = {
             f"{field}/{split.path}": split.owner

@@ -16,7 +16,6 @@ import os
 import sys
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from fzero.checkpoint import objects
 from fzero.checkpoint.shards import is_elsewhere, shards_path
 from fzero.checkpoint.urls import folder_of, is_url, kvstore
 from fzero.compat import is_key
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, warn
 from fzero.hosts.doing import doing
 from fzero.hosts.join import fail
 from fzero.plan import Plan
@@ -192,7 +191,7 @@ def _save(
             ) from error
         finally:  # not before: warnings may be errors, and this checkpoint is to be written
             if earlier is not None:
-                warnings.warn(str(earlier), stacklevel=3)
+                warn(str(earlier))
     return number
 
 

@@ -10,7 +10,6 @@ call the same kernels by their names in XLA.
 from __future__ import annotations
 
 import json
-import warnings
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from fzero.axes import CONTEXT, TENSOR, free_axes, rows_axis
 from fzero.compat import traced_platform
+from fzero.errors import warn
 
 
 _TYPES = {jnp.dtype(jnp.float16): "F16", jnp.dtype(jnp.bfloat16): "BF16"}
@@ -106,11 +106,10 @@ def can_fuse(
     except (NotImplementedError, ValueError):  # shapes that it has no kernel for
         return False
     except RuntimeError as error:
-        warnings.warn(
+        warn(
             f"no fused attention in this program for GPUs: {error} It multiplies the matrices one"
             " by one instead and holds all scores. Install cuDNN (nvidia-cudnn-cu13) beside jax's"
-            " CUDA plugin to compile what runs where there is a GPU.",
-            stacklevel=2,
+            " CUDA plugin to compile what runs where there is a GPU."
         )
         return False
     return True

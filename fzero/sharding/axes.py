@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fzero.axes import EXPERT, FURTHER, TENSOR, Parts
-from fzero.errors import PlanError, UnusedDevicesWarning
+from fzero.errors import PlanError, UnusedDevicesWarning, warn
 from fzero.links import Shard, Stack
 from fzero.model import Model
 from fzero.plan import Plan
@@ -57,13 +56,12 @@ def axes_of(model: Model, plan: Plan, shapes: PyTree) -> dict[str, Axes]:
         )
     if TENSOR in plan.further and not any(TENSOR in axes for axes in found.values()):
         # No error: what a function computes may be divided all the same, by its own constraints.
-        warnings.warn(
+        warn(
             f"plan: tensor={plan.tensor}, but no parameter of the model lies along it: but for what"
             " the model's own with_sharding_constraint divides, these devices all do the same. Say"
             " which do, shard={'up': (None, 'tensor')} (of a converted model, converted.parallel"
             " says which do); or leave tensor out and give its devices to data",
             UnusedDevicesWarning,
-            stacklevel=2,
         )
     return found
 

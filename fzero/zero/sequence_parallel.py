@@ -8,7 +8,6 @@ same on each. Divided over positions it is done and kept once.
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from fzero.axes import CONTEXT, EXPERT, TENSOR, free_axes, rows_axis
-from fzero.errors import UnusedDevicesWarning
+from fzero.errors import UnusedDevicesWarning, warn
 from fzero.plan import Plan
 from fzero.sharding.split import flat_splits
 from fzero.tree import PyTree
@@ -71,12 +70,11 @@ class Handover:
         return self.wanted is True or TIMES * value.size // others >= least
 
     def _say(self, value: Any, ways: int) -> None:
-        warnings.warn(
+        warn(
             f"plan: sequence_parallel=True, but {value.shape[1]} positions of what a layer gives"
             f" {list(value.shape)} cannot be shared out by {ways} devices: each computes all of"
             " them. Choose a length that divides, or leave sequence_parallel out",
             UnusedDevicesWarning,
-            stacklevel=2,
         )
 
 

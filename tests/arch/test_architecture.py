@@ -232,6 +232,11 @@ def test_no_private_jax_and_version_tests_in_one_place():
     assert not versions
 
 
+def test_warnings_are_said_in_one_way():
+    said = {path for path in SOURCES if "warnings.warn(" in path.read_text()}
+    assert [path.name for path in said] == ["errors.py"]
+
+
 def test_modules_and_functions_stay_small():
     large = [str(path) for path in SOURCES if len(path.read_text().splitlines()) > 500]
     for path in SOURCES:

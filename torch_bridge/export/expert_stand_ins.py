@@ -12,12 +12,12 @@ import contextlib
 import inspect
 import math
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from fzero.errors import warn
 from torch_bridge.export.capacity import within_capacity
 from torch_bridge.export.replaced import StandIn, replaced, transformers_modules
 
@@ -206,13 +206,12 @@ def _said(module: str, own: Callable[..., Any]) -> Callable[..., Any]:
     """A loss that is kept, as its arguments are not those of the usual one: it is no mean."""
 
     def balance_loss(*args: Any, **kwargs: Any) -> Any:
-        warnings.warn(
+        warn(
             f"the load-balancing loss of {module} is its own, a product of means over tokens: over"
             " several devices or microbatches it is the mean of each one's, which is not that of"
             " all tokens. For that of all, leave output_router_logits out and add fz.balance_loss"
             " of the router's logits to your loss",
             OwnLossWarning,
-            stacklevel=2,
         )
         return own(*args, **kwargs)
 

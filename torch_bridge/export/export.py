@@ -22,7 +22,7 @@ import torch
 from torch.export import Dim, ExportedProgram, default_decompositions
 from torch.utils import _pytree as torch_pytree
 
-from fzero.errors import ConversionError
+from fzero.errors import ConversionError, warn
 from torch_bridge.export.expert_stand_ins import OwnLossWarning
 from torch_bridge.export.functions import refuse_functions, watch_functions
 from torch_bridge.export.hooks import watch_gradients
@@ -198,7 +198,7 @@ def quiet() -> Iterator[None]:
     finally:
         logging.disable(level)
     for said, category in dict.fromkeys((str(one.message), one.category) for one in seen):
-        warnings.warn(said, category, stacklevel=2)
+        warn(said, category)
 
 
 @dataclass(frozen=True)

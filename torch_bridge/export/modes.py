@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch.nn.modules import batchnorm, dropout
 
+from fzero.errors import warn
 from torch_bridge.export.watch import untouched
 
 
@@ -32,13 +32,12 @@ def warn_of_modes(module: torch.nn.Module) -> None:
         f"`{path}` ({type(module.get_submodule(path)).__name__})" for path in found[:3]
     )
     call = f"module.{word[module.training]}()"
-    warnings.warn(
+    warn(
         f"{listed}{more}: in {word[own[found[0]]]} mode, while {call} puts it into"
         f" {word[usual[found[0]]]} mode. A conversion trains as the module does after .train()"
         " and evaluates as after .eval(). To keep a submodule in one mode, say so in the"
         " module: def train(self, mode=True): super().train(mode); self.norm.eval(); return self",
         ModeWarning,
-        stacklevel=3,
     )
 
 

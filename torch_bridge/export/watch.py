@@ -11,7 +11,6 @@ import gc
 import linecache
 import random
 import threading
-import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from types import FrameType
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from torch.export import ExportedProgram
 
-from fzero.errors import ConversionError
+from fzero.errors import ConversionError, warn
 from torch_bridge.export.counts import moved, reachable
 
 
@@ -328,14 +327,13 @@ def warn_of_counts(counted: list[str]) -> None:
     """Say that a forward counts in values of Python (given in words) on which its next call does
     not depend."""
     if counted:
-        warnings.warn(
+        warn(
             f"the forward counts in values of Python ({'; '.join(counted)}), on which its"
             " next call does not depend. A converted graph has what the first calls compute: if a"
             " later one computes something else (every fourth call, say), it is not that. Keep the"
             " count in a buffer (register_buffer) and decide with torch.where; a count that nothing"
             " reads may stay",
             PythonStateWarning,
-            stacklevel=2,
         )
 
 

@@ -6,7 +6,6 @@ their gradient is zero, and decay would move them.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from fzero.errors import warn
 from torch_bridge.export.mode import Mode
 from torch_bridge.export.reach import reached_from
 from torch_bridge.lower.refs import Ref
@@ -51,13 +51,12 @@ def warn_of_unread(names: set[str]) -> None:
         return
     shown = ", ".join(f"`{name}`" for name in sorted(names)[:8])
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    warnings.warn(
+    warn(
         f"the loss reads no output that depends on {shown}{more}."
         " PyTorch gives them no gradient, and its optimizers leave them alone, weight decay"
         " included; an optax transformation decays them. tb.optimizer(..., unread=[their names])"
         " leaves them alone, tb.fit does by itself; so does requires_grad_(False) before"
-        " tb.convert",
-        stacklevel=2,
+        " tb.convert"
     )
 
 

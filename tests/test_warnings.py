@@ -1,0 +1,49 @@
+"""Warnings point to the line of the user that they are about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optax
+import pytest
+import torch
+
+import fzero as fz
+import torch_bridge as tb
+from tests.support import tiny
+
+
+class Counting(torch.nn.Module):
+    """A forward that counts its calls, in vain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = torch.nn.Linear(2, 2), []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(None)
+        return self.linear(x)
+
+
+def convert() -> Any:
+    return tb.convert(Counting(), torch.ones(2, 2))
+
+
+def init() -> Any:
+    return fz.init(tiny.chain(), optax.sgd(0.1), tiny.plan(data=1, tensor=2), rng=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: fz.Plan(data=2).mesh(), "of 8 devices; the others are not used"),
+        (init, "no parameter of the model lies along it"),
+        (convert, "counts in values of Python"),
+    ],
+    ids=["a plan", "a state", "a conversion"],
+)
+@pytest.mark.filterwarnings("default")
+def test_a_warning_points_to_the_users_line(call: Any, said: str) -> None:
+    with pytest.warns(UserWarning, match=said) as seen:
+        call()
+    assert {one.filename for one in seen if said in str(one.message)} == {__file__}
