@@ -22,9 +22,10 @@ from torch_bridge.module.initial import COPIED_BYTES, num_bytes, on_host, read_i
 from torch_bridge.module.names import Layout, read_layout
 from torch_bridge.module.signature import CallForm
 from torch_bridge.module.wrappers import refuse_wrapped, unwrapped
+from torch_bridge.structure.blocks import fewest_layers, roll_blocks
 from torch_bridge.structure.divide import read_parallel
 from torch_bridge.structure.retrace import Again, Graphs
-from torch_bridge.structure.rolling import fewest_layers, roll_blocks
+from torch_bridge.structure.stacks import Names, stacked_leaves
 
 
 def convert(
@@ -170,9 +171,9 @@ class _Making:
             )
             for train, program in programs.items()
         }
-        rolling = roll_blocks(programs, modes, layout, self.min_layers)
+        rolled, blocks = roll_blocks(programs, modes, layout, self.min_layers)
         again = Again(module, args, kwargs, batch_dim, layout, self.min_layers)
-        names = rolling.names
+        names = Names(stacked_leaves(layout, blocks.stacks))
         params, buffers = names.stack(values[0]), names.stack(values[1])
         frozen = names.frozen(layout)
         floats = {name: value.dtype for name, value in params.items() if is_float(value.dtype)}
@@ -182,13 +183,13 @@ class _Making:
         converted = Converted(
             frozen,
             layout,
-            rolling.blocks,
+            blocks,
             names,
             read_parallel(module, programs[False], modes[False], layout, names),
             self.masters,
             {name: on_host(value) for name, value in params.items()} if copy else params,
             {name: on_host(value) for name, value in buffers.items()},
-            Graphs(modes, rolling.graphs, again, dtypes, names),
+            Graphs(modes, rolled, again, dtypes, names),
             read_adapters(module, layout),
         )
         if self.batch_dim is not None:
