@@ -26,7 +26,7 @@ from fzero.tree import named_leaves, path_name
 from torch_bridge.converted import Converted
 from torch_bridge.module.names import Leaf
 from torch_bridge.sequential import ConvertedSequential
-from torch_bridge.statedict import has_whole, nested
+from torch_bridge.statedict import has_whole
 
 
 Array = np.ndarray[Any, Any] | LazyArray
@@ -246,7 +246,7 @@ def _param_paths(converted: Converted | ConvertedSequential) -> dict[str, _Momen
     names: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for leaf in converted.layout.leaves:
         names[not leaf.is_param][leaf.name] = _Name(leaf)
-    trees = [nested(converted, *names)]
+    trees = [converted.by_layer(*names)]
     if isinstance(converted, Converted) and converted.blocks.stacks:
         chain, (params, buffers) = converted._chain(), trees[0]
         trees.append((chain.by_link(params), chain.by_link(buffers)))
