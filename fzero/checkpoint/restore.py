@@ -27,7 +27,7 @@ from fzero.plan import Plan
 from fzero.precision import LossScale, initial_loss_scale
 from fzero.processes import from_host
 from fzero.sharding.blueprint import Blueprint, blueprint, planned
-from fzero.sharding.chunks import OWNED
+from fzero.sharding.buckets import OWNED
 from fzero.sharding.lazy import Index, LazyArray
 from fzero.sharding.relayout import Kept, copy_leaf, relayout
 from fzero.sharding.split import flat_splits, map_splits, stored_shapes, trained

@@ -5,7 +5,7 @@ runs the sections one after the other. While one runs, what the section before i
 and what the next one reads arrives: no more than two sections' leaves are on the device at any
 time.
 
-A leaf larger than a chunk is kept as slabs (`fzero.storage.tiers.Slabs`). A section that works row
+A leaf larger than a bucket is kept as slabs (`fzero.storage.tiers.Slabs`). A section that works row
 by row on it, as most optimizers do, is run once per slab; any other sees it whole.
 
 What a visit read is let go when what it made is where it is kept. So a disk that cannot be written
@@ -30,7 +30,7 @@ from fzero.offload.park import Inbound, Outbound, cut_up, park, unpark
 from fzero.offload.slabwise import Cut, SlabProgram, slabwise
 from fzero.programs.jaxprs import Program, Var
 from fzero.programs.places import PlacedFunction, bring
-from fzero.sharding.chunks import Parking
+from fzero.sharding.buckets import Parking
 from fzero.storage.tiers import Leaf, Slabs, is_handle, joined, settled, slab_shape, slabs_of
 from fzero.tree import PyTree
 
