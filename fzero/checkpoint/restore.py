@@ -18,7 +18,8 @@ import numpy as np
 import optax
 
 from fzero.axes import DATA, zero_sizes
-from fzero.checkpoint.write import Checkpoint, array_path, checkpoint, first_says, read_meta, wait
+from fzero.checkpoint.record import Checkpoint, array_path, checkpoint, read_meta
+from fzero.checkpoint.write import first_says, wait
 from fzero.compat import is_key, outside_of_meshes
 from fzero.errors import CheckpointError
 from fzero.hosts.doing import doing
