@@ -7,9 +7,9 @@ import typing as _typing
 from fzero.axes import Parts as Parts
 from fzero.batch import Shared as Shared
 from fzero.batch import pad_batch as pad_batch
+from fzero.checkpoint.record import Checkpoint as Checkpoint
+from fzero.checkpoint.record import checkpoint as checkpoint
 from fzero.checkpoint.restore import restore as restore
-from fzero.checkpoint.write import Checkpoint as Checkpoint
-from fzero.checkpoint.write import checkpoint as checkpoint
 from fzero.checkpoint.write import save as save
 from fzero.checkpoint.write import wait as wait
 from fzero.errors import BatchError as BatchError
@@ -51,10 +51,10 @@ from fzero.state.comparison import check_same as check_same
 from fzero.state.init import abstract_state as abstract_state
 from fzero.state.init import init as init
 from fzero.state.logical import logical as logical
-from fzero.state.move import Phases as Phases
-from fzero.state.move import enter as enter
 from fzero.state.move import offload as offload
 from fzero.state.move import reload as reload
+from fzero.state.phases import Phases as Phases
+from fzero.state.phases import enter as enter
 from fzero.state.replan import replan as replan
 from fzero.state.selection import averaged as averaged
 from fzero.state.surgery import eval_params as eval_params

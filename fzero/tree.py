@@ -166,6 +166,11 @@ def device_bytes(leaf: Any) -> int:
     return leaf_bytes(leaf, shape)
 
 
+def added(sums: PyTree, more: PyTree) -> PyTree:
+    """Sums with more added to them, in the dtypes of the sums."""
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, more)
+
+
 def aliased_leaves(tree: PyTree) -> list[list[str]]:
     """Groups of paths whose leaves are one object or share one buffer; empty when none do.
 

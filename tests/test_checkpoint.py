@@ -415,7 +415,7 @@ def test_threads_save_to_one_path_one_after_another(states, tmp_path):
 @pytest.mark.filterwarnings("ignore:os.fork")  # jax's, of its threads
 def test_a_forked_process_waits_for_nobody(tmp_path):
     """A data loader's worker, say, that begins while another thread saves."""
-    with write._one_writer(write._absolute(tmp_path)):
+    with write._one_writer(write.absolute_path(tmp_path)):
         child = os.fork()
         if child == 0:
             signal.alarm(60)  # ends it where it hangs

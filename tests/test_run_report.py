@@ -35,7 +35,10 @@ def write_run(path: Path, *, lr: float = 1e-3, pipe: bool = True) -> Path:
     path.mkdir()
     metrics = [{"step": 0, "val_loss": 5.5}]
     timings = [{"what": "validation", "step": 0, "seconds": 2.0}]
-    held = {"device": {"params": 4096 * 3, "total": 4096 * 3}, "host": {"opt_state": 8192}}
+    held = {
+        "device": {"params": 4096 * 3, "total": 4096 * 3},
+        "host": {"opt_state": 8192, "total": 8192},
+    }
     timings += [{"what": "placement", "step": 0, "bytes_per_device": held, "bytes_in_use": None,
                  "peak_bytes": 3 * 2**30}]  # fmt: skip
     for step in range(1, STEPS + 1):

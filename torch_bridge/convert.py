@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fzero.tree import leaf_bytes
 from torch_bridge.converted import Converted, refuse_fixed
 from torch_bridge.dtypes import is_float
 from torch_bridge.export.capacity import capacity_of
@@ -18,13 +19,14 @@ from torch_bridge.export.interpret import missing_operators, refuse_data_depende
 from torch_bridge.export.mode import build_mode
 from torch_bridge.export.modes import warn_of_modes
 from torch_bridge.module.adapters import read_adapters
-from torch_bridge.module.initial import COPIED_BYTES, num_bytes, on_host, read_initial
+from torch_bridge.module.initial import COPIED_BYTES, on_host, read_initial
 from torch_bridge.module.names import Layout, read_layout
 from torch_bridge.module.signature import CallForm
 from torch_bridge.module.wrappers import refuse_wrapped, unwrapped
+from torch_bridge.structure.blocks import fewest_layers, roll_blocks
 from torch_bridge.structure.divide import read_parallel
 from torch_bridge.structure.retrace import Again, Graphs
-from torch_bridge.structure.rolling import fewest_layers, roll_blocks
+from torch_bridge.structure.stacks import Names, stacked_leaves
 
 
 def convert(
@@ -170,25 +172,26 @@ class _Making:
             )
             for train, program in programs.items()
         }
-        rolling = roll_blocks(programs, modes, layout, self.min_layers)
+        rolled, blocks = roll_blocks(programs, modes, layout, self.min_layers)
         again = Again(module, args, kwargs, batch_dim, layout, self.min_layers)
-        names = rolling.names
+        names = Names(stacked_leaves(layout, blocks.stacks))
         params, buffers = names.stack(values[0]), names.stack(values[1])
         frozen = names.frozen(layout)
         floats = {name: value.dtype for name, value in params.items() if is_float(value.dtype)}
         # Frozen ones follow the others: a graph reads them in the dtype that it was traced in.
         dtypes = {name: dtype for name, dtype in floats.items() if name not in frozen} or floats
-        copy = num_bytes(values[0]) <= COPIED_BYTES if self.copy is None else self.copy
+        small = sum(map(leaf_bytes, values[0].values())) <= COPIED_BYTES
+        copy = small if self.copy is None else self.copy
         converted = Converted(
             frozen,
             layout,
-            rolling.blocks,
+            blocks,
             names,
             read_parallel(module, programs[False], modes[False], layout, names),
             self.masters,
             {name: on_host(value) for name, value in params.items()} if copy else params,
             {name: on_host(value) for name, value in buffers.items()},
-            Graphs(modes, rolling.graphs, again, dtypes, names),
+            Graphs(modes, rolled, again, dtypes, names),
             read_adapters(module, layout),
         )
         if self.batch_dim is not None:

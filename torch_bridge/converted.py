@@ -24,12 +24,12 @@ from torch_bridge.module.initial import on_host, with_masters
 from torch_bridge.module.names import Layout
 from torch_bridge.module.signature import build_output
 from torch_bridge.structure.blocks import Blocks
-from torch_bridge.structure.chain import ChainSource, chain_values, links_merged, make_chain
+from torch_bridge.structure.chain import Chain, links_merged
 from torch_bridge.structure.divide import Parallel
+from torch_bridge.structure.loops import LoopedGraph
 from torch_bridge.structure.loss_halves import Halving, NotOneCallError, halve, predicted
 from torch_bridge.structure.retrace import Call, Computed, Graphs
-from torch_bridge.structure.rolled import Rolled
-from torch_bridge.structure.stacked import Names
+from torch_bridge.structure.stacks import Names
 from torch_bridge.structure.unread import may_be_unread
 
 
@@ -98,7 +98,7 @@ class Converted(Printed):
         return self._graphs.modes
 
     @property
-    def _rolled(self) -> Mapping[bool, Rolled]:
+    def _rolled(self) -> Mapping[bool, LoopedGraph]:
         """The same with their equal blocks rolled; empty where none are."""
         return self._graphs.rolled
 
@@ -193,7 +193,7 @@ class Converted(Printed):
     def _run_rolled(
         self,
         mode: Mode,
-        rolled: Rolled,
+        rolled: LoopedGraph,
         inputs: dict[str, Any],
         params: Arrays,
         buffers: Arrays,
@@ -266,7 +266,8 @@ class Converted(Printed):
         So `model.with_init(converted.by_link(*tb.load_state_dict(converted, mapping)))` starts from
         other weights.
         """
-        return chain_values(self._source(), self.trained(params), buffers)
+        chain = self._chain()
+        return chain.by_link(self.trained(params)), chain.by_link(buffers)
 
     def trained(self, params: Arrays) -> dict[str, Any]:
         """Parameters as `model` trains them: with `masters`, those of 16 bits are widened."""
@@ -360,7 +361,7 @@ class Converted(Printed):
                     f"nothing to make a chain of: {self.blocks}; for a torch.nn.Sequential see"
                     " tb.sequential"
                 )
-            return make_chain(self._source(), loss, predicting)
+            return self._chain().model(loss, predicting)
 
         def step_loss(
             params: Arrays, buffers: Arrays, batch: Any, rng: Any, train: bool, _ctx: Any = None
@@ -448,11 +449,10 @@ class Converted(Printed):
             and (name not in written or name.split(".")[-1] == "num_batches_tracked")
         }
 
-    def _source(self) -> ChainSource:
-        params = self.trained(self._params)
-        same = self._same_anywhere()
+    def _chain(self) -> Chain:
+        params, same = self.trained(self._params), self._same_anywhere()
         graphs, shard = self._graphs, self.parallel.shard
-        return ChainSource(graphs, params, self._buffers, self.names, self.frozen, same, shard)
+        return Chain(graphs, params, self._buffers, self.names, self.frozen, same, shard)
 
 
 def of_output(loss: Callable[..., Any], inputs: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -26,8 +26,7 @@ from fzero.tree import named_leaves, path_name
 from torch_bridge.converted import Converted
 from torch_bridge.module.names import Leaf
 from torch_bridge.sequential import ConvertedSequential
-from torch_bridge.statedict import has_whole, nested
-from torch_bridge.structure.chain import chain_values
+from torch_bridge.statedict import has_whole
 
 
 Array = np.ndarray[Any, Any] | LazyArray
@@ -247,11 +246,10 @@ def _param_paths(converted: Converted | ConvertedSequential) -> dict[str, _Momen
     names: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for leaf in converted.layout.leaves:
         names[not leaf.is_param][leaf.name] = _Name(leaf)
-    trees = [nested(converted, *names)]
+    trees = [converted.by_layer(*names)]
     if isinstance(converted, Converted) and converted.blocks.stacks:
-        trees.append(
-            chain_values(converted._source(), *trees[0])
-        )  # in a chain they lie under their links
+        chain, (params, buffers) = converted._chain(), trees[0]
+        trees.append((chain.by_link(params), chain.by_link(buffers)))
     found: dict[str, _Moment] = {}
     for path, name in (pair for params, _ in trees for pair in named_leaves(params)):
         rows = name.rows if isinstance(name, Stacked) else (name,)

@@ -19,6 +19,7 @@ from fzero.model import Sequential
 from fzero.summary import Printed
 from torch_bridge.convert import convert
 from torch_bridge.converted import Applied, Converted
+from torch_bridge.export.watch import untouched
 from torch_bridge.module.initial import read_values, with_masters
 from torch_bridge.module.names import Layout, Leaf, find_leaves, read_layout
 from torch_bridge.module.weights import to_torch
@@ -35,6 +36,11 @@ class Place:
     leaf: Leaf
     layer: str
     name: str
+
+    @property
+    def path(self) -> str:
+        """In a tree of params or buffers."""
+        return f"{self.layer}/{self.name}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -108,6 +114,10 @@ class ConvertedSequential(Printed):
                 found.setdefault(place.leaf.name, own[place.name])
         return found
 
+    def by_initial(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Initial values under the names of the original module's leaves."""
+        return self.by_name(self.params), self.by_name(self.buffers)
+
     def trained(self, params: Nested) -> Nested:
         """Parameters as `model` trains them: those of 16 bits are widened."""
         return {k: with_masters(v) for k, v in params.items()} if self.masters else params
@@ -164,15 +174,18 @@ def sequential(
     layout = read_layout(source)
     converted = dict(zip(labels, _convert_each(parts, labels, example_args), strict=True))
     found = [find_leaves(source, layout, part) for part in parts]
-    places, owners = _places(layout, converted, found)
+    places = _places(layout, converted, found)
     if root is not None:
         _check_root(layout, places)
-    layers = [
-        _layer(name, converted[name], leaves, owners, _taker(inputs) if index == 0 else _one)
-        for index, (name, leaves) in enumerate(zip(labels, found, strict=True))
-    ]
+    kept = {place.leaf.name: place.path for place in places if place.leaf.is_param}
+    takers = itertools.chain([_taker(inputs)], itertools.repeat(_one))
+    layers = []
+    for (name, one), leaves, take in zip(converted.items(), found, takers, strict=False):
+        paths = {own: kept[leaves[own].name] for own in one.params}
+        reads = {own: path for own, path in paths.items() if path != f"{name}/{own}"}
+        layers.append(_layer(name, one, reads, take))
     params, buffers = _by_layer(places, *read_values(source, layout))
-    frozen = frozenset(f"{place.layer}/{place.name}" for place in places if place.leaf.frozen)
+    frozen = frozenset(place.path for place in places if place.leaf.frozen)
     trained = {k: with_masters(v) for k, v in params.items()} if masters else params
     model = Sequential(layers, loss, init=(trained, buffers), frozen=frozen)
     return ConvertedSequential(model, params, buffers, layout, masters, converted, places)
@@ -257,40 +270,35 @@ def _copied(leaf: Any) -> Any:
 
 def _evaluate(module: torch.nn.Module, args: tuple[Any, ...], where: str) -> Any:
     """A module's output in eval mode; the module is left as it was."""
-    modes = [(m, m.training) for m in module.modules()]
     try:
-        with torch.no_grad():
-            return module.eval()(*args)
+        with untouched(module, False), torch.no_grad():
+            return module(*args)
     except Exception as error:
         raise ConversionError(f"{where} cannot run on the example: {error}") from error
-    finally:
-        for m, training in modes:
-            m.training = training
 
 
 def _places(
     layout: Layout, converted: Mapping[str, Converted], found: Sequence[Mapping[str, Leaf]]
-) -> tuple[tuple[Place, ...], dict[str, Place]]:
-    """Where every leaf is kept, and which layer owns each parameter.
+) -> tuple[Place, ...]:
+    """Where every leaf is kept.
 
     A parameter is kept once, by the first layer that has it. A buffer that nobody updates is a
     constant, of which every layer keeps a copy.
     """
     places: list[Place] = []
-    owners: dict[str, Place] = {}
     keepers: dict[str, list[str]] = {}
     for (label, one), leaves in zip(converted.items(), found, strict=True):
         for name in itertools.chain(one.params, one.buffers):
-            place = Place(leaves[name], label, name)
-            if place.leaf.is_param != (name in one.params):
+            leaf = leaves[name]
+            if leaf.is_param != (name in one.params):
                 raise ConversionError(
                     f"`{name}` of module {label!r} is a buffer that shares its memory with a"
                     " parameter; make one of them a copy (.clone())"
                 )
-            if place.leaf.is_param and owners.setdefault(place.leaf.name, place) is not place:
+            if leaf.is_param and leaf.name in keepers:
                 continue
-            places.append(place)
-            keepers.setdefault(place.leaf.name, []).append(label)
+            places.append(Place(leaf, label, name))
+            keepers.setdefault(leaf.name, []).append(label)
     for (label, one), leaves in zip(converted.items(), found, strict=True):
         for name in sorted(_updated(one)):
             if len(keepers[leaves[name].name]) > 1:
@@ -301,7 +309,7 @@ def _places(
                     " one module"
                 )
     order = {leaf.name: index for index, leaf in enumerate(layout.leaves)}
-    return tuple(sorted(places, key=lambda place: order[place.leaf.name])), owners
+    return tuple(sorted(places, key=lambda place: order[place.leaf.name]))
 
 
 def _updated(converted: Converted) -> set[str]:
@@ -324,15 +332,9 @@ def _check_root(layout: Layout, places: Sequence[Place]) -> None:
 def _layer(
     name: str,
     converted: Converted,
-    leaves: Mapping[str, Leaf],
-    owners: Mapping[str, Place],
+    reads: Mapping[str, str],
     take: Callable[[Any], tuple[Any, ...]],
 ) -> Layer:
-    reads: dict[str, str] = {}
-    for own in converted.params:
-        owner = owners[leaves[own].name]
-        if (owner.layer, owner.name) != (name, own):
-            reads[own] = f"{owner.layer}/{owner.name}"
     stateful = bool(converted.buffers)
 
     def apply(params: Any, x: Any, ctx: Context) -> Any:

@@ -32,7 +32,7 @@ from torch_bridge.module.weights import to_host, to_torch
 from torch_bridge.module.wrappers import common_prefix
 from torch_bridge.sequential import ConvertedSequential
 from torch_bridge.structure.chain import links_merged
-from torch_bridge.structure.stacked import Row
+from torch_bridge.structure.stacks import Row
 
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -241,7 +241,7 @@ def load_state_dict(
     """
     lazy = {name: in_memory(name, _tensor(value)) for name, value in mapping.items()}
     found = fit_leaves(converted, lazy, strict=strict, cast=not strict)
-    params, buffers = initial_leaves(converted)
+    params, buffers = converted.by_initial()
     problems: list[str] = []
     for leaf in converted.layout.leaves:
         if leaf.name not in found:
@@ -253,13 +253,6 @@ def load_state_dict(
             continue
         (params if leaf.is_param else buffers)[leaf.name] = value
     _refuse(problems)
-    return nested(converted, params, buffers)
-
-
-def nested(
-    converted: Converted | ConvertedSequential, params: dict[str, Any], buffers: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values by leaf name in the structure of `converted.params` and `converted.buffers`."""
     return converted.by_layer(params, buffers)
 
 
@@ -377,15 +370,6 @@ def _misfits(leaf: Leaf, given: Mapping[str, LazyTensor], cast: bool, widened: b
         for other, tensor in others
         if tensor.fetch is not first.fetch and not _same_bits(tensor.tensor(), first.tensor())
     ]
-
-
-def initial_leaves(
-    converted: Converted | ConvertedSequential,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Initial values by leaf name, as `(params, buffers)`."""
-    if isinstance(converted, ConvertedSequential):
-        return converted.by_name(converted.params), converted.by_name(converted.buffers)
-    return converted.by_name(converted._params), converted.by_name(converted._buffers)
 
 
 def _tensor(value: Any) -> torch.Tensor:

@@ -1,1 +1,5 @@
-"""States on disk: written whole or not at all, read into any plan."""
+"""States on disk: written whole or not at all, read into any plan.
+
+- `write` and `restore`; `record`: what is known of a checkpoint without its arrays.
+- `manager` writes with orbax, `shards` what each process has; `objects`: object stores (`urls`).
+"""

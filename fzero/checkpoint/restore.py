@@ -17,7 +17,8 @@ import numpy as np
 import optax
 
 from fzero.axes import DATA, zero_sizes
-from fzero.checkpoint.write import Checkpoint, array_path, checkpoint, first_says, read_meta, wait
+from fzero.checkpoint.record import Checkpoint, array_path, checkpoint, read_meta
+from fzero.checkpoint.write import first_says, wait
 from fzero.compat import is_key, outside_of_meshes
 from fzero.errors import CheckpointError, warn
 from fzero.hosts.doing import doing
@@ -26,7 +27,7 @@ from fzero.plan import Plan
 from fzero.precision import LossScale, initial_loss_scale
 from fzero.processes import from_host
 from fzero.sharding.blueprint import Blueprint, blueprint, planned
-from fzero.sharding.chunks import OWNED
+from fzero.sharding.buckets import OWNED
 from fzero.sharding.lazy import Index, LazyArray
 from fzero.sharding.relayout import Kept, copy_leaf, relayout
 from fzero.sharding.split import flat_splits, map_splits, stored_shapes, trained

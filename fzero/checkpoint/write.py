@@ -16,9 +16,8 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,8 +25,9 @@ import numpy as np
 
 from fzero.axes import zero_sizes
 from fzero.checkpoint import objects
-from fzero.checkpoint.shards import is_elsewhere, shards_path
-from fzero.checkpoint.urls import folder_of, is_url, kvstore
+from fzero.checkpoint.record import FORMAT, absolute_path, array_key
+from fzero.checkpoint.shards import is_elsewhere
+from fzero.checkpoint.urls import is_url
 from fzero.compat import is_key
 from fzero.errors import CheckpointError, warn
 from fzero.hosts.doing import doing
@@ -38,13 +38,9 @@ from fzero.state.train_state import TrainState
 from fzero.storage import disk
 from fzero.storage.disk import DiskArray
 from fzero.storage.tiers import Slabs, settled
-from fzero.summary import Printed, summary
 from fzero.tree import leaf_bytes, named_leaves
 
 
-FORMAT = 2
-# Format 1 says less of how a state was shared out; who reads that alone refuses format 2.
-READABLE = (1, FORMAT)
 # What follows from other fields is not written.
 FIELDS = ("params", "opt_state", "ema", "buffers", "loss_scale", "grads")
 _OPEN: dict[str, _Open] = {}  # what writes into a path, until it has written
@@ -65,32 +61,6 @@ class _Open:
 
     writer: Any
     number: int | None = None
-
-
-@dataclass(frozen=True, repr=False)
-class Checkpoint(Printed):
-    """What is known of a checkpoint without reading its arrays.
-
-    Args:
-        path: the directory given to `save`.
-        number: checkpoints of a directory are numbered.
-        step: optimizer steps taken.
-        plan: the plan of the state.
-        data_position: what `save` was given.
-        leaves: shape and dtype of every leaf by path, as it was kept.
-    """
-
-    path: Path
-    number: int
-    step: int
-    plan: Plan
-    data_position: Any
-    leaves: dict[str, tuple[tuple[int, ...], str]]
-
-    def _summary(self) -> str:
-        shapes = {p: jax.ShapeDtypeStruct(s, _dtype(d)) for p, (s, d) in self.leaves.items()}
-        title = f"Checkpoint {self.number} in {self.path}, step {self.step}, {self.plan!r}"
-        return summary(title, {"leaves": shapes}).replace(" on each device", "", 1)
 
 
 def save(
@@ -174,7 +144,7 @@ def _save(
             np.asarray(jax.random.key_data(state.rng)).tolist(),
         ],
     }
-    with _one_writer(_absolute(path)):
+    with _one_writer(absolute_path(path)):
         earlier = _end(path)  # an error of one process alone: in a store none stops here
         if earlier is not None and jax.process_count() > 1 and not is_url(path):
             raise earlier  # which ends the others: they wait in orbax's barrier for its part
@@ -204,7 +174,7 @@ def _to_directory(
     arrays, shards = _split_by_writer(leaves)
     manager = _manager(path, keep)
     number = first_says(lambda: _after(manager.latest_step()))
-    _OPEN[_absolute(path)] = _Open(manager, number)
+    _OPEN[absolute_path(path)] = _Open(manager, number)
     manager.save(number, args=items(arrays, shards, {**meta, "parts": sorted(shards)}))
     return number
 
@@ -214,7 +184,7 @@ def _to_objects(
 ) -> int:
     """Begins to write into an object store; the checkpoint's number."""
     arrays, shards = _split_by_writer(leaves)
-    url = _absolute(path)
+    url = absolute_path(path)
     number = first_says(lambda: objects.begin(url))
     meta |= {"parts": sorted({**arrays, **shards})}
     _finish_at_exit()
@@ -236,7 +206,7 @@ def wait(path: str | os.PathLike[str]) -> None:
         >>> import fzero as fz
         >>> fz.wait("nothing/is/being/written/here")
     """
-    with _one_writer(_absolute(path)):
+    with _one_writer(absolute_path(path)):
         error = _end(path)
     if error is not None:
         raise error
@@ -244,7 +214,7 @@ def wait(path: str | os.PathLike[str]) -> None:
 
 def _end(path: str | os.PathLike[str]) -> CheckpointError | None:
     """Waits for what writes into a path; why it failed, if it did, which is told once."""
-    found = _OPEN.pop(_absolute(path), None)
+    found = _OPEN.pop(absolute_path(path), None)
     if found is None:
         return None
     try:
@@ -261,64 +231,6 @@ def _end(path: str | os.PathLike[str]) -> CheckpointError | None:
     return None
 
 
-def checkpoint(path: str | os.PathLike[str], number: int | None = None) -> Checkpoint:
-    """What a checkpoint holds, without its arrays.
-
-    This only reads: a checkpoint that is being written is not there yet, and nobody waits for it.
-
-    Args:
-        path: the directory given to `save`.
-        number: which one; the newest that is complete by default.
-
-    Returns:
-        Its step, plan, data position, and the shapes of its leaves.
-
-    Raises:
-        CheckpointError: there is none, or another version of fzero wrote it.
-
-    Example:
-        >>> import tempfile, jax.numpy as jnp, fzero as fz
-        >>> model = fz.Model(lambda rng: ({"w": jnp.ones((8, 2))}, {}),
-        ...                  lambda p, b, batch, rng, train: (jnp.mean(batch["x"] @ p["w"]), b, {}))
-        >>> plan = fz.Plan(data=1)
-        >>> with tempfile.TemporaryDirectory() as path:
-        ...     number = fz.save(path, fz.init(model, None, plan), plan, asynchronous=False)
-        ...     print(fz.checkpoint(path).leaves)
-        {'params/w': ((8, 2), 'float32')}
-    """
-    folder = folder_of(_absolute(path)) if is_url(path) else Path(_absolute(path))
-    found = _whole(folder) if number is None or not _is_there(folder, number) else [number]
-    if not found or number not in (None, *found):
-        raise CheckpointError(
-            f"restore: expected a checkpoint {'' if number is None else f'{number} '}in {folder},"
-            f" found {found or 'none'}"
-        )
-    number = found[-1] if number is None else number
-    meta = read_meta(folder, number)
-    return Checkpoint(
-        folder, number, meta["step"], _plan_of(meta), meta["data_position"],
-        {path: (tuple(shape), dtype) for path, (shape, dtype) in meta["leaves"].items()},
-    )  # fmt: skip
-
-
-def array_path(folder: Path, number: int, array: int, shards: Collection[str]) -> dict[str, Any]:
-    """Where an array of a checkpoint is, as `tensorstore.open` takes it.
-
-    Args:
-        folder: the directory of all checkpoints.
-        number: the checkpoint.
-        array: the leaf's place among all leaves that were saved.
-        shards: keys of those that each process wrote its shards of.
-
-    Source: orbax writes arrays as zarr into one key-value store (OCDBT).
-    """
-    if _key(array) in shards:
-        return shards_path(folder / str(number), _key(array))
-    base = kvstore(folder / str(number) / "state")
-    inner = {"driver": "ocdbt", "base": base, "path": f"{_key(array)}/"}
-    return {"driver": "zarr", "kvstore": inner}
-
-
 def _split_by_writer(leaves: dict[str, Any]) -> tuple[dict[str, Any], dict[str, jax.Array]]:
     """Leaves by key: those that orbax writes, and those that each process writes its shards of."""
     arrays: dict[str, Any] = {}
@@ -326,7 +238,7 @@ def _split_by_writer(leaves: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
     for number, (name, leaf) in enumerate(leaves.items()):
         if leaf_bytes(leaf):
             found = _readable(leaf, name)
-            (shards if is_elsewhere(found) else arrays)[_key(number)] = found
+            (shards if is_elsewhere(found) else arrays)[array_key(number)] = found
     return arrays, shards
 
 
@@ -373,37 +285,6 @@ def _after(newest: int | None) -> int:
     return 0 if newest is None else newest + 1
 
 
-def _is_there(folder: Any, number: int) -> bool:
-    """Whether a directory has this checkpoint, also where its listing is not up to date yet."""
-    return not is_url(folder) and (folder / str(number)).is_dir()
-
-
-def _whole(folder: Any) -> list[int]:
-    """The checkpoints of a path that are complete, in order."""
-    if is_url(folder):
-        try:
-            return objects.numbers(str(folder))
-        except OSError as error:
-            raise CheckpointError(f"restore: {folder} cannot be read: {error}") from error
-    if not folder.is_dir():
-        return []
-    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit())
-
-
-def _dtype(name: str) -> Any:
-    """A dtype by its name; a random key's as that of the data that stands for it."""
-    return np.dtype("uint32" if name.startswith("key<") else name)
-
-
-def _key(number: int) -> str:
-    return f"{number:06}"
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
-    """A path as it is known by: a directory has one writer, by whatever name."""
-    return str(folder_of(os.fspath(path))) if is_url(path) else os.path.realpath(path)
-
-
 @contextlib.contextmanager
 def _one_writer(key: str) -> Iterator[None]:
     """Looks after the writer of a path, other threads having done so.
@@ -430,43 +311,9 @@ def _manager(path: str | os.PathLike[str], keep: int | None) -> Any:
     from fzero.checkpoint.manager import Manager
 
     _finish_at_exit()
-    manager = Manager(_absolute(path), keep)
-    _OPEN[_absolute(path)] = _Open(manager)
+    manager = Manager(absolute_path(path), keep)
+    _OPEN[absolute_path(path)] = _Open(manager)
     return manager
-
-
-def read_meta(folder: Path, number: int) -> Mapping[str, Any]:
-    """What was written beside the arrays of a checkpoint.
-
-    Raises:
-        CheckpointError: it cannot be read, or another version of fzero wrote it.
-    """
-    from fzero.checkpoint.manager import read_json
-
-    try:
-        if is_url(folder):
-            meta = objects.read_meta(str(folder), number)
-        else:
-            meta = read_json(folder / str(number) / "meta")
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"restore: checkpoint {number} in {folder} cannot be read: {error}"
-        ) from error
-    if not isinstance(meta, dict) or meta.get("format") not in READABLE:
-        raise CheckpointError(
-            f"restore: checkpoint {number} in {folder}: expected one of the formats"
-            f" {list(READABLE)} of fzero, got"
-            f" {meta.get('format') if isinstance(meta, dict) else type(meta).__name__}"
-        )
-    return meta
-
-
-def _plan_of(meta: Mapping[str, Any]) -> Plan:
-    """The plan of a checkpoint, in today's words: no layout followed from what is left out."""
-    values = dict(meta["plan"])
-    if values.get("reduce_dtype") == "int8":  # fzero 0.1
-        values["reduce_dtype"] = None
-    return Plan.from_json(values)
 
 
 def _require_json(data_position: Any) -> None:

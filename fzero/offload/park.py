@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from fzero.errors import PlacementError
-from fzero.sharding.chunks import Parking
+from fzero.sharding.buckets import Parking
 from fzero.storage import disk
 from fzero.storage.disk import DiskArray
 from fzero.storage.tiers import (

@@ -5,7 +5,7 @@ runs the sections one after the other. While one runs, what the section before i
 and what the next one reads arrives: no more than two sections' leaves are on the device at any
 time.
 
-A leaf larger than a chunk is kept as slabs (`fzero.storage.tiers.Slabs`). A section that works row
+A leaf larger than a bucket is kept as slabs (`fzero.storage.tiers.Slabs`). A section that works row
 by row on it, as most optimizers do, is run once per slab; any other sees it whole.
 
 What a visit read is let go when what it made is where it is kept. So a disk that cannot be written
@@ -25,12 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fzero.errors import PlacementError, StateError
+from fzero.errors import PlacementError
 from fzero.offload.park import Inbound, Outbound, cut_up, park, unpark
 from fzero.offload.slabwise import Cut, SlabProgram, slabwise
 from fzero.programs.jaxprs import Program, Var
-from fzero.programs.places import PlacedFunction
-from fzero.sharding.chunks import Parking
+from fzero.programs.places import PlacedFunction, bring
+from fzero.sharding.buckets import Parking
 from fzero.storage.tiers import Leaf, Slabs, is_handle, joined, settled, slab_shape, slabs_of
 from fzero.tree import PyTree
 
@@ -73,7 +73,7 @@ class Parkings:
     path: str | None = None
 
 
-class StreamedFunction(PlacedFunction):
+class StreamedFunction:
     """A pure function, some of whose arguments and results are parked.
 
     Args:
@@ -100,19 +100,21 @@ class StreamedFunction(PlacedFunction):
         parked: Parkings,
         **options: Any,
     ) -> None:
-        super().__init__(function, args, out_shardings, everywhere, **options)
+        self.placed = PlacedFunction(function, args, out_shardings, everywhere, **options)
+        self.sections = self.placed.sections
         self.path = parked.path or tempfile.gettempdir()
         self.observer: Callable[[str, Visit], None] | None = None
         self.stuck: dict[str, PlacementError] = {}
-        self._parked = {v: p for v, p in zip(self.program.inputs, parked.given, strict=True) if p}
+        inputs = self.placed.program.inputs
+        self._parked = {var: p for var, p in zip(inputs, parked.given, strict=True) if p}
         self._parking = {
             var: parking
-            for (var, _), parking in zip(self.outputs, parked.made(self.out), strict=True)
+            for (var, _), parking in zip(
+                self.placed.outputs, parked.made(self.placed.out), strict=True
+            )
             if parking is not None and isinstance(var, Var)
         }
-        by_var = {
-            v: c for v, c in zip(self.program.inputs, parked.cuts, strict=True) if c is not None
-        }
+        by_var = {var: cut for var, cut in zip(inputs, parked.cuts, strict=True) if cut is not None}
         self._last = {var: i for i, section in enumerate(self.sections) for var in section.reads}
         self._slabs: dict[int, SlabProgram] = {}
         if by_var:
@@ -129,17 +131,18 @@ class StreamedFunction(PlacedFunction):
             shape = leaf.shape if cut is None else slab_shape(leaf.shape, (cut.dim, cut.count))
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
-        shapes = [plain(v, leaf) for v, leaf in zip(self.program.inputs, leaves, strict=True)]
+        whole = self.placed.program
+        shapes = [plain(var, leaf) for var, leaf in zip(whole.inputs, leaves, strict=True)]
         closed = jax.make_jaxpr(lambda *flat: function(*jax.tree.unflatten(tree, flat)))(*shapes)
         small = Program(closed.jaxpr, closed.consts)
-        kept = {var for var, _ in self.outputs if isinstance(var, Var)}
+        kept = {var for var, _ in self.placed.outputs if isinstance(var, Var)}
         for i, section in enumerate(self.sections):
 
             def reusable(var: Var, here: int = i) -> bool:
-                return var in self.donated and self._last[var] == here and var not in kept
+                return var in self.placed.donated and self._last[var] == here and var not in kept
 
             found = slabwise(
-                section, self.program, small, cuts, self.shardings,
+                section, whole, small, cuts, self.placed.shardings,
                 arrives=self._in_slabs, leaves=lambda var: self._cut_of(var) is not None,
                 reusable=reusable,
             )  # fmt: skip
@@ -178,12 +181,8 @@ class StreamedFunction(PlacedFunction):
         Raises:
             PlacementError: something parked cannot be read.
         """
-        leaves, tree = jax.tree.flatten(args)
-        if str(tree) != str(self.in_tree):
-            raise StateError(f"{self.what}: expected {self.in_tree}, got {tree}")
-        env: dict[Var, Any] = dict(self.program.consts)
-        for var, leaf in zip(self.program.inputs, leaves, strict=True):
-            env[var] = self._in_form(var, leaf)
+        env = self.placed.bound(args)
+        env.update({var: self._in_form(var, env[var]) for var in self.placed.program.inputs})
         self.stuck = {}
         made: dict[Var, list[Any]] = {}
         before: _Leaving | None = None
@@ -203,7 +202,7 @@ class StreamedFunction(PlacedFunction):
         self._collect(before, made)
         for var, slabs in made.items():
             env[var] = self._parked_leaf(var, slabs)
-        return self._results(env)
+        return self.placed.results(env, _bring)
 
     def require_written(self, state: Any) -> None:
         """Raises `PlacementError`, with the new state, if the disk did not take all of it."""
@@ -212,9 +211,10 @@ class StreamedFunction(PlacedFunction):
         names, error = ", ".join(list(self.stuck)[:6]), next(iter(self.stuck.values()))
         more = f" and {len(self.stuck) - 6} more" if len(self.stuck) > 6 else ""
         raised = PlacementError(
-            f"{self.what}: the step was taken, but not all of its result is on disk: {names}{more}"
-            f" stay in host memory: {error} The new state is whole: go on with this error's .state"
-            " once the disk can be written (the next step writes them again), or save it."
+            f"{self.placed.what}: the step was taken, but not all of its result is on disk:"
+            f" {names}{more} stay in host memory: {error} The new state is whole: go on with this"
+            " error's .state once the disk can be written (the next step writes them again), or"
+            " save it."
         )
         raised.state = state
         raise raised from error
@@ -228,7 +228,7 @@ class StreamedFunction(PlacedFunction):
             if given
             else "The step was not taken, and the state is as it was."
         )
-        return PlacementError(f"{self.what}: {error} {said}")
+        return PlacementError(f"{self.placed.what}: {error} {said}")
 
     def _collect(self, leaving: _Leaving | None, made: dict[Var, list[Any]]) -> None:
         """Waits until what a visit made is where it is kept."""
@@ -287,7 +287,7 @@ class StreamedFunction(PlacedFunction):
                 env[var] = here.pop(i)
         if visit.slab is None:
             values = [
-                here[i] if i in here else self._bring(env[var], section.mesh)
+                here[i] if i in here else _bring(env[var], section.mesh)
                 for i, var in enumerate(section.reads)
             ]
             results = section.program(*values)
@@ -322,11 +322,11 @@ class StreamedFunction(PlacedFunction):
             if visit.slab:
                 into[i] = env[var]
             elif i in slabs.source:
-                into[i] = self._bring(env[section.reads[slabs.source[i]]], section.mesh)
+                into[i] = _bring(env[section.reads[slabs.source[i]]], section.mesh)
             else:
-                into[i] = _empty(var.aval.shape, var.aval.dtype, self.shardings[var])()
+                into[i] = _empty(var.aval.shape, var.aval.dtype, self.placed.shardings[var])()
         kept = {
-            i: self._bring(env[var], section.mesh) for i, var in enumerate(section.reads)
+            i: _bring(env[var], section.mesh) for i, var in enumerate(section.reads)
             if i not in here and i not in slabs.source.values()
         }  # fmt: skip
         return slabs.run(np.int32(visit.slab or 0), here, kept, into)
@@ -337,7 +337,7 @@ class StreamedFunction(PlacedFunction):
         done = slabs is not None and self._last_slab(visit)
         spent: list[Any] = []
         for i, var in enumerate(section.reads):
-            if var not in self.donated or self._last[var] != visit.section:
+            if var not in self.placed.donated or self._last[var] != visit.section:
                 continue
             if i in sources:
                 spent += self._visitors(visit, sources[i])
@@ -349,11 +349,13 @@ class StreamedFunction(PlacedFunction):
         parking = self._parking[var]
         if parking.cut is None:
             return slabs[0]
-        dtype, sharding = np.dtype(var.aval.dtype), self.shardings[var]
+        dtype, sharding = np.dtype(var.aval.dtype), self.placed.shardings[var]
         return Slabs(tuple(var.aval.shape), dtype, sharding, parking.cut[0], tuple(slabs))
 
-    def _bring(self, value: Any, mesh: Any) -> Any:
-        return value if is_handle(value) else super()._bring(value, mesh)
+
+def _bring(value: Any, mesh: Any) -> Any:
+    """A value on the devices of a mesh; what is parked stays where it is."""
+    return value if is_handle(value) else bring(value, mesh)
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from fzero.programs.partitioned import checked
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.homes import stage_tree
 from fzero.sharding.split import Split, map_splits, trained
-from fzero.tree import PyTree
+from fzero.tree import PyTree, added
 from fzero.zero.chain import (
     Saved,
     eval_forward,
@@ -365,7 +365,7 @@ class StagePrograms:
     def _added(self, sums: PyTree, grads: PyTree) -> PyTree:
         if sums is None:
             return grads
-        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, grads)
+        return added(sums, grads)
 
 
 @jax.tree_util.register_static

@@ -91,6 +91,14 @@ class Labels(NamedTuple):
 NO_LABELS = Labels()
 
 
+def bring(value: Any, mesh: Any) -> jax.Array:
+    """A value on the devices of a mesh."""
+    to = NamedSharding(mesh, PartitionSpec())
+    if not isinstance(value, jax.Array) or not isinstance(value.sharding, NamedSharding):
+        return from_host(value, to)  # a constant of the function
+    return value if value.sharding.device_set == to.device_set else spread(value, mesh)
+
+
 class PlacedFunction:
     """A pure function whose arguments and results live on different devices.
 
@@ -311,15 +319,37 @@ class PlacedFunction:
 
     def __call__(self, *args: PyTree) -> PyTree:
         """Runs the function."""
-        leaves, tree = jax.tree.flatten(args)
+        env = self.bound(args)
+        for section in self.sections:
+            values = [bring(env[var], section.mesh) for var in section.reads]
+            env.update(zip(section.gives, section.program(*values), strict=True))
+        return self.results(env)
+
+    def bound(self, args: Sequence[PyTree]) -> dict[Var, Any]:
+        """A value for each input and constant."""
+        leaves, tree = jax.tree.flatten(tuple(args))
         if str(tree) != str(self.in_tree):
             raise StateError(f"{self.what}: expected {self.in_tree}, got {tree}")
-        env: dict[Var, Any] = dict(self.program.consts)
-        env.update(zip(self.program.inputs, leaves, strict=True))
-        for section in self.sections:
-            values = [self._bring(env[var], section.mesh) for var in section.reads]
-            env.update(zip(section.gives, section.program(*values), strict=True))
-        return self._results(env)
+        return {**self.program.consts, **dict(zip(self.program.inputs, leaves, strict=True))}
+
+    def results(self, env: Mapping[Var, Any], bring: Callable[[Any, Any], Any] = bring) -> PyTree:
+        """What the function gives, from all that was computed.
+
+        Args:
+            env: a value for each output.
+            bring: brings a value to where it is wanted.
+        """
+        out: list[Any] = []
+        given = set(self.program.consts)
+        for var, sharding in self.outputs:
+            if not isinstance(var, Var):
+                out.append(bring(var, sharding.mesh))
+                continue
+            value = bring(env[var], sharding.mesh)
+            # Each result is an array of its own: it may be given away.
+            out.append(jnp.array(value, copy=True) if var in given else value)
+            given.add(var)
+        return jax.tree.unflatten(self.out_tree, out)
 
     def lowered(self) -> list[tuple[Mesh, Any]]:
         """Its programs, each with its place, lowered for the shapes that it was made for."""
@@ -337,25 +367,6 @@ class PlacedFunction:
             )
             for section in self.sections
         ]
-
-    def _results(self, env: dict[Var, Any]) -> PyTree:
-        out: list[jax.Array] = []
-        given = set(self.program.consts)
-        for var, sharding in self.outputs:
-            if not isinstance(var, Var):
-                out.append(self._bring(var, sharding.mesh))
-                continue
-            value = self._bring(env[var], sharding.mesh)
-            # Each result is an array of its own: it may be given away.
-            out.append(jnp.array(value, copy=True) if var in given else value)
-            given.add(var)
-        return jax.tree.unflatten(self.out_tree, out)
-
-    def _bring(self, value: Any, mesh: Any) -> jax.Array:
-        to = NamedSharding(mesh, PartitionSpec())
-        if not isinstance(value, jax.Array) or not isinstance(value.sharding, NamedSharding):
-            return from_host(value, to)  # a constant of the function
-        return value if value.sharding.device_set == to.device_set else spread(value, mesh)
 
 
 def placed_with_key(

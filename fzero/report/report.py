@@ -20,7 +20,7 @@ import optax
 from fzero.model import Model
 from fzero.plan import Plan
 from fzero.sharding.blueprint import Blueprint, planned
-from fzero.sharding.chunks import OWNED
+from fzero.sharding.buckets import OWNED
 from fzero.sharding.relayout import Kept
 from fzero.sharding.split import Home, flat_splits
 from fzero.state.train_state import TrainState
@@ -182,7 +182,7 @@ def _planned(blue: Blueprint) -> Iterator[LeafReport]:
     def row(
         name: str, path: str, to: Any, kept: Kept, home: Home | None, **more: Any
     ) -> LeafReport:
-        parking = blue.chunks.parked.get((name, path))
+        parking = blue.buckets.parked.get((name, path))
         ranks = () if home is None else home.ranks
         more["why"] += _layers(home)
         return _row(

@@ -66,6 +66,7 @@ def _bare(axes: Any, title: str, xlabel: str = "", ylabel: str = "") -> Any:
     axes.set_title(title, loc="left", fontsize=10)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
     return axes

@@ -8,7 +8,7 @@ import re
 
 WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 # Okabe and Ito's colours: told apart with every common colour blindness, and in grey.
-COLOURS = {"F": "#56B4E9", "B": "#009E73", "I": "#2E8B70", "W": "#E69F00"}
+COLOURS = {"F": "#56B4E9", "B": "#009E73", "I": "#CC79A7", "W": "#E69F00"}
 _ACTION = re.compile(r"\b\d+([FBIW])\d+\b")
 
 

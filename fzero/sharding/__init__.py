@@ -1,9 +1,9 @@
-"""How each leaf lies: its split, its home, its chunks; the way from any layout to any other.
+"""How each leaf lies: its split, its home, its buckets; the way from any layout to any other.
 
 - `split`: along which dim a parameter is cut, and why; `split_state`: the optimizer's state after
   it; `axes`: what lies along `expert`, `context` and `tensor`; `group`: the devices that share out.
 - `stages`: where a chain is cut for a pipeline; `homes`: which ranks hold which leaf.
-- `chunks`: what a plan parks. `blueprint`: all of this for one model; `buffers`: theirs.
+- `buckets`: what a plan parks. `blueprint`: all of this for one model; `buffers`: theirs.
 - `relayout`: a leaf from how it is kept to how it shall be kept; `lazy`: values read by pieces.
 - `initial`: a model's initial values, traced. `local_batch`: a batch of each process's rows.
 - `memory`: how much of it a device has.

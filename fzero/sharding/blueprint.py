@@ -25,8 +25,8 @@ from fzero.optimizer.stacks import require_layers_apart
 from fzero.plan import Plan
 from fzero.precision import initial_loss_scale
 from fzero.processes import require_transfers
+from fzero.sharding.buckets import OWNED, Buckets, plan_buckets
 from fzero.sharding.buffers import check_buffers
-from fzero.sharding.chunks import OWNED, Chunks, plan_chunks
 from fzero.sharding.group import Group
 from fzero.sharding.homes import StackRows, Stages, cut_into_stages
 from fzero.sharding.initial import initial_shapes as initial_shapes
@@ -176,10 +176,10 @@ class Blueprint:
         return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh_of(home), spec))
 
     @cached_property
-    def chunks(self) -> Chunks:
+    def buckets(self) -> Buckets:
         """What the plan parks between steps, and how it visits the device."""
         owned = {name: getattr(self, name) for name in OWNED}
-        return plan_chunks(self.plan, self.params, owned, self.shapes())
+        return plan_buckets(self.plan, self.params, owned, self.shapes())
 
     @cached_property
     def adds_up(self) -> bool:
@@ -226,7 +226,7 @@ class Blueprint:
 
     def parks(self, field: str) -> bool:
         """Whether the plan parks leaves of a field of the state."""
-        return any(name == field for name, _ in self.chunks.parked)
+        return any(name == field for name, _ in self.buckets.parked)
 
     def replicated(self, leaf: Any) -> jax.ShapeDtypeStruct:
         """The leaf's shape, whole on every device."""
@@ -279,7 +279,7 @@ class Blueprint:
 
     def labels(self) -> dict[str, PyTree]:
         """For every leaf of a state, what it is updated together with."""
-        known = self.chunks.labels
+        known = self.buckets.labels
 
         def of_param(split: Split) -> str:
             return (split.home.label if split.home else "") + known[split.path]

@@ -78,40 +78,46 @@ class Home:
 class Split:
     """How one leaf is cut over devices that would all hold the same of it.
 
+    Three things are told of it: what the leaf is; how ZeRO cuts it (`dim` to `reason`); and how it
+    is divided besides, before ZeRO comes to it (`home`, `axes`, `ways`).
+
     Args:
         path: the leaf's name, such as `blocks/attn/w`; no other leaf of its tree has it.
         shape: logical shape; what the optimizer sees, and the model but for `home.rows`.
         dtype: dtype of the kept (master) leaf.
         compute: dtype in which a parameter is used, and travels.
-        dim: the dim that is split, or `None` for a whole leaf.
-        pad: zeros at the end of `dim` in a stored shard, so that it divides.
         stacked: whether dim 0 counts the layers of a `Stack`.
-        reason: why, in words.
-        home: the ranks that hold it, in a pipeline.
         frozen: whether no step changes it, so that it has no gradient and no optimizer state.
         owner: the name of the parameter that a leaf of the optimizer's state belongs to, if any.
-        axes: the further mesh axis that each dim lies along, as far as there are any; never `dim`.
-        ways: devices along them that share out the leaf.
+        dim: the dim that is split, or `None` for a whole leaf.
+        pad: zeros at the end of `dim` in a stored shard, so that it divides.
         over: the mesh axes that `dim` is split over where it is kept sharded: the data axis, then
             further ones that the leaf does not lie along.
         shards: devices along those: how many shards there are.
+        reason: why, in words.
+        home: the ranks that hold it, in a pipeline.
+        axes: the further mesh axis that each dim lies along, as far as there are any; never `dim`.
+        ways: devices along those: how many parts they divide the leaf into.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     compute: np.dtype[Any]
-    dim: int | None
-    pad: int
-    stacked: bool
-    reason: str
-    home: Home | None = None
+    _: dataclasses.KW_ONLY
+    stacked: bool = False
     frozen: bool = False
     owner: str | None = None
-    axes: tuple[str | None, ...] = ()
-    ways: int = 1
+
+    dim: int | None = None
+    pad: int = 0
     over: tuple[str, ...] = ()
     shards: int = 1
+    reason: str
+
+    home: Home | None = None
+    axes: tuple[str | None, ...] = ()
+    ways: int = 1
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -210,30 +216,33 @@ def split_leaf(
         for dim, axis in enumerate(axes) if axis is not None
     )  # fmt: skip
 
-    def split(dim: int | None, pad: int, reason: str) -> Split:
-        at, num = ((), 1) if dim is None else (tuple(over), shards)
-        return Split(path, shape, dtype, compute, dim, pad, stacked, reason + own,
-                     axes=tuple(axes), ways=ways, over=at, shards=num)  # fmt: skip
+    def whole(reason: str) -> Split:
+        return Split(path, shape, dtype, compute, stacked=stacked, reason=reason + own,
+                     axes=tuple(axes), ways=ways)  # fmt: skip
+
+    def cut(dim: int, pad: int, reason: str) -> Split:
+        to = tuple(over)
+        return dataclasses.replace(whole(reason), dim=dim, pad=pad, over=to, shards=shards)
 
     part = shape[first:]
     size = num_bytes(part, compute) // ways
     if shards == 1:
-        return split(None, 0, "one device on the data axis")
+        return whole("one device on the data axis")
     if not part or 0 in shape:
-        return split(None, 0, "scalar" if not part else "no elements")
+        return whole("scalar" if not part else "no elements")
     if size < plan.min_shard_bytes:
-        return split(None, 0, f"{size} bytes: below min_shard_bytes={plan.min_shard_bytes}")
+        return whole(f"{size} bytes: below min_shard_bytes={plan.min_shard_bytes}")
     free = [dim for dim in range(first, len(shape)) if dim >= len(axes) or axes[dim] is None]
     if max((shape[dim] for dim in free), default=0) < shards:
-        return split(None, 0, f"no dim has {shards} rows to give away")
+        return whole(f"no dim has {shards} rows to give away")
     for dim in free:
         if shape[dim] % shards == 0:
-            return split(dim, 0, f"dim {dim} ({shape[dim]}) divides by {shards}")
+            return cut(dim, 0, f"dim {dim} ({shape[dim]}) divides by {shards}")
     # Relative growth decides: one row of 50257 costs less than one of 25.
     dim = min(free, key=lambda d: ((-shape[d] % shards) / shape[d], d))
     pad = -shape[dim] % shards
     grown = shape[dim] + pad
-    return split(dim, pad, f"no dim divides by {shards}: dim {dim} padded by {pad} to {grown}")
+    return cut(dim, pad, f"no dim divides by {shards}: dim {dim} padded by {pad} to {grown}")
 
 
 def stacked_names(model: Model) -> frozenset[str]:

@@ -117,7 +117,7 @@ def _parked(blue: Blueprint, state: TrainState) -> TrainState:
     """A new state with leaves where the plan keeps them; a parked `opt_state` was never made."""
     if blue.parks("opt_state"):
         state = state.replace(opt_state=parked_opt_state(blue, state.params))
-    if blue.chunks.parked:
+    if blue.buckets.parked:
         params = parked_field(blue, "params", state.params)
         averages = parked_field(blue, "ema", state.ema)
         state = dataclasses.replace(state, params=params, ema=averages)
@@ -268,14 +268,14 @@ def parked_field(blue: Blueprint, name: str, tree: PyTree) -> PyTree:
 
 def parked_leaf(blue: Blueprint, name: str, path: str, leaf: Any) -> Any:
     """A leaf of a field where the plan keeps it; one on the device is given."""
-    parking = blue.chunks.parked.get((name, path))
+    parking = blue.buckets.parked.get((name, path))
     if parking is None or is_parked_so(leaf, parking):
         return leaf
     return park(leaf, parking, folder_of(blue))
 
 
 def parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
-    """A new optimizer state, made chunk by chunk."""
+    """A new optimizer state, made bucket by bucket."""
     assert blue.tx is not None
     labels = blue.labels()
     shapes = blue.shapes()
@@ -284,7 +284,7 @@ def parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
         return store(blue, "opt_state", new_opt_state(blue, logical_view(blue, "params", params)))
 
     def parked(out: PyTree) -> list[Any]:
-        return [blue.chunks.parked.get(("opt_state", path)) for path, _ in named_leaves(out)]
+        return [blue.buckets.parked.get(("opt_state", path)) for path, _ in named_leaves(out)]
 
     none = [None] * len(jax.tree.leaves(params))
     stream = StreamedFunction(

@@ -30,7 +30,6 @@ from fzero.storage.tiers import (
     DISK,
     HOST,
     HOST_KIND,
-    TIERS,
     Arriving,
     Leaf,
     Transfer,
@@ -127,7 +126,7 @@ def offload(
     """
     if to not in (HOST, DISK):
         raise PlacementError(f"offload: to={to!r}: expected 'host' or 'disk'")
-    how = _How("offload", path, non_blocking, donate, observer)
+    how = How("offload", path, non_blocking, donate, observer)
     return _move(state, include, to, where, fraction, how)
 
 
@@ -167,110 +166,11 @@ def reload(
         >>> fz.placement(state).bytes_per_device["opt_state"]
         64
     """
-    how = _How("reload", None, non_blocking, donate, observer)
+    how = How("reload", None, non_blocking, donate, observer)
     return _move(state, include, DEVICE, where, 1.0, how)
 
 
-@dataclass(frozen=True)
-class Phases:
-    """Where a state is in each phase of a program, as one value.
-
-    Args:
-        train: the tier of each part of the state while training, such as `{"opt_state": "host"}`;
-            parts that are not named are on the device.
-        generate: the same, while generating.
-        idle: the same, while another model has the device. Everything on the host by default.
-
-    Example:
-        >>> phases = Phases(generate={"opt_state": "host", "grads": "host"})
-        >>> phases.generate["opt_state"], phases.idle["params"]
-        ('host', 'host')
-    """
-
-    train: dict[str, str] = dataclasses.field(default_factory=dict)
-    generate: dict[str, str] = dataclasses.field(
-        default_factory=lambda: dict.fromkeys(("opt_state", "ema", "grads"), HOST)
-    )
-    idle: dict[str, str] = dataclasses.field(
-        default_factory=lambda: dict.fromkeys(
-            ("params", "opt_state", "ema", "buffers", "grads"), HOST
-        )
-    )
-
-    def __post_init__(self) -> None:
-        for phase in dataclasses.fields(self):
-            for part, tier in getattr(self, phase.name).items():
-                _fields(part)
-                if tier not in TIERS:
-                    raise PlacementError(
-                        f"Phases: {phase.name}[{part!r}]={tier!r}: expected one of {list(TIERS)}"
-                    )
-
-
-def enter(
-    state: TrainState,
-    phase: dict[str, str],
-    *,
-    path: str | os.PathLike[str] | None = None,
-    non_blocking: bool = False,
-    donate: bool = True,
-    observer: Observer | None = None,
-) -> TrainState:
-    """The state with every part where a phase wants it.
-
-    What leaves the device goes first, so that there is room for what returns.
-
-    Args:
-        state: the state.
-        phase: the tier of each part, such as `Phases().generate`.
-        path: for parts on disk, the directory.
-        non_blocking: as for `offload`; but what comes to a tier waits until what goes elsewhere is
-            gone, so that there is room.
-        donate: as for `offload`.
-        observer: as for `offload`.
-
-    Returns:
-        The state. Entering the phase it is in is free.
-
-    Raises:
-        PlacementError: a part or tier has an unknown name, or the disk cannot be used.
-        StateConsumedError: the state was given away.
-
-    Example:
-        >>> import jax.numpy as jnp, optax, fzero as fz
-        >>> model = fz.Model(lambda rng: ({"w": jnp.ones((8, 2))}, {}),
-        ...                  lambda p, b, batch, rng, train: (jnp.mean(batch["x"] @ p["w"]), b, {}))
-        >>> state = fz.init(model, optax.adam(1e-3), fz.Plan(data=1))
-        >>> state = fz.enter(state, fz.Phases().idle)
-        >>> fz.placement(state).bytes_per_device["total"]
-        0
-    """
-    tiers = dict.fromkeys(CLASSES, DEVICE)
-    for part, tier in phase.items():
-        tiers.update(dict.fromkeys(_fields(part, state), tier))
-    how = _How("enter", path, non_blocking, donate, observer)
-    moving = False
-    for tier in (DISK, HOST, DEVICE):
-        fields = [name for name, wanted in tiers.items() if wanted == tier]
-        leaves = jax.tree.leaves([getattr(state, name) for name in fields])
-        coming = any(is_plain(leaf) and tier_of(leaf) != tier for leaf in leaves)
-        if moving and coming:
-            state = _gone(state)  # now there is room
-        state = _move_fields(state, fields, tier, None, 1.0, how)
-        moving |= coming
-    return state
-
-
-def _gone(state: TrainState) -> TrainState:
-    """The state once everything that moves is where it goes, and its old memory is free."""
-    try:
-        return jax.block_until_ready(settled(state))
-    except PlacementError as error:
-        error.state = jax.tree.map(_settled_or_back, state)
-        raise
-
-
-def _fields(part: str, state: TrainState | None = None) -> tuple[str, ...]:
+def fields_of_part(part: str, state: TrainState | None = None) -> tuple[str, ...]:
     """The state's fields that a word stands for."""
     known = _FIELDS.get(_WORDS.get(part, part))
     if known is None:
@@ -286,7 +186,7 @@ Observer = Callable[[str, str, tuple[str, ...]], None]
 
 
 @dataclass(frozen=True)
-class _How:
+class How:
     """What all moves of a call have in common; arguments as for `offload`."""
 
     operation: str
@@ -302,21 +202,21 @@ def _move(
     to: str,
     where: str | None,
     fraction: float,
-    how: _How,
+    how: How,
 ) -> TrainState:
     require_state(state, how.operation)
     parts = CLASSES if include is None else (include,) if isinstance(include, str) else include
-    fields = {name for part in parts for name in _fields(part, state)}
-    return _move_fields(state, [x for x in CLASSES if x in fields], to, where, fraction, how)
+    fields = {name for part in parts for name in fields_of_part(part, state)}
+    return move_fields(state, [x for x in CLASSES if x in fields], to, where, fraction, how)
 
 
-def _move_fields(
+def move_fields(
     state: TrainState,
     fields: Sequence[str],
     to: str,
     where: str | None,
     fraction: float,
-    how: _How,
+    how: How,
 ) -> TrainState:
     operation = how.operation
     require_alive(state, operation)
@@ -371,7 +271,7 @@ class _Move:
     names: Sequence[str]
     leaves: list[Leaf]
     to: str
-    how: _How
+    how: How
 
     def _tell(self, event: str, which: Iterable[int]) -> None:
         if self.how.observer is not None:
@@ -383,7 +283,7 @@ class _Move:
             if isinstance(leaves[i], Arriving) and not (
                 self.how.non_blocking and leaves[i].to == to
             ):
-                leaves[i] = _settled_or_back(leaves[i])
+                leaves[i] = settled_or_back(leaves[i])
         moved = [i for i in chosen if tier_of(leaves[i]) != to]
         slow = [i for i in moved if to == DISK or any(map(_is_on_disk, slabs_of(leaves[i])))]
         for batch in _batches([i for i in moved if i not in set(slow)], leaves):
@@ -467,7 +367,7 @@ def _is_on_disk(slab: Any) -> bool:
     return isinstance(slab, DiskArray)
 
 
-def _settled_or_back(leaf: Leaf) -> Leaf:
+def settled_or_back(leaf: Leaf) -> Leaf:
     """A leaf; one that was on its way is where it came from if it could not get there."""
     try:
         return settled(leaf)

@@ -17,7 +17,7 @@ from fzero.offload.park import is_parked_so, park, unpark
 from fzero.plan import Plan
 from fzero.precision import initial_loss_scale
 from fzero.sharding.blueprint import Blueprint, blueprint
-from fzero.sharding.chunks import Parking
+from fzero.sharding.buckets import Parking
 from fzero.sharding.relayout import Kept, place, relayout
 from fzero.sharding.split import Split, map_splits, trained
 from fzero.state import compute_copy
@@ -95,8 +95,8 @@ def _replanned(state: TrainState, name: str, old: Blueprint, new: Blueprint) -> 
     """A field of the state as the new plan keeps it."""
 
     def move(path: str, leaf: Any, was: Kept, now: Kept, to: Any) -> Any:
-        by_plan = (name, path) in old.chunks.parked
-        parking = new.chunks.parked.get((name, path), _by_hand(leaf, by_plan))
+        by_plan = (name, path) in old.buckets.parked
+        parking = new.buckets.parked.get((name, path), _by_hand(leaf, by_plan))
         return relaid(leaf, was, now, to, parking, new)
 
     tree, to = getattr(state, name), new.shapes()[name]
@@ -119,7 +119,7 @@ def averages_at(blue: Blueprint, params: PyTree) -> PyTree:
 
     def copy(split: Split, leaf: Any, was: Kept, now: Kept, to: Any) -> Any:
         here = jnp.array(unpark(leaf), to.dtype, copy=True)
-        return relaid(here, was, now, to, blue.chunks.parked.get(("ema", split.path)), blue)
+        return relaid(here, was, now, to, blue.buckets.parked.get(("ema", split.path)), blue)
 
     own, was = (trained(blue.params, tree) for tree in (params, blue.kept("params")))
     return map_splits(copy, blue.ema, own, was, blue.kept("ema"), blue.shapes()["ema"])

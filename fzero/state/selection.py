@@ -102,7 +102,7 @@ def _relaid(averages: PyTree, blue: Blueprint) -> PyTree:
     def move(split: Split, leaf: Any, was: Kept, now: Kept, to: Any) -> Any:
         if leaf.dtype != to.dtype:
             leaf = unpark(leaf).astype(to.dtype)
-        return relaid(leaf, was, now, to, blue.chunks.parked.get(("params", split.path)), blue)
+        return relaid(leaf, was, now, to, blue.buckets.parked.get(("params", split.path)), blue)
 
     own = blue.params, blue.kept("params"), blue.shapes()["params"]
     splits, now, to = (trained(blue.params, tree) for tree in own)

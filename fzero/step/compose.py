@@ -127,7 +127,7 @@ def runner_of(
     on_trace: Callable[[], None],
 ) -> Runner:  # fmt: skip
     """What runs a training (or accumulating) step under a plan."""
-    parks = apply and bool(blue.chunks.parked)
+    parks = apply and bool(blue.buckets.parked)
     if isinstance(passes, OneProgram) and not parks:
         return Fused(passes, apply, donate, on_trace)
     if apply and blue.plan.update_on == "host":

@@ -13,7 +13,7 @@ from fzero.offload.slabwise import Cut
 from fzero.offload.stream import Parkings, StreamedFunction
 from fzero.programs.places import Labels, PlacedFunction
 from fzero.sharding.blueprint import Blueprint
-from fzero.sharding.chunks import OWNED, Parking
+from fzero.sharding.buckets import OWNED, Parking
 from fzero.sharding.split import flat_splits, map_splits, trained, with_frozen
 from fzero.step.update import Update
 from fzero.step.values import Gradients, Metrics, Values
@@ -57,7 +57,7 @@ class DividedUpdate:
             gradients: what the first half computed.
         """
         splits = self.blueprint.params
-        streams = self.apply and self.blueprint.chunks.parked
+        streams = self.apply and self.blueprint.buckets.parked
         # What is frozen stays where it is.
         own = {n: trained(splits, x) if n == "params" else x for n, x in fields.items()}
         new, metrics = (self._streamed if streams else self._updated)(own, step, gradients)
@@ -176,10 +176,10 @@ class DividedUpdate:
         def cut(path: str, leaf: Any) -> Cut | None:
             _, name, *rest = path.split("/")
             own = "/".join(rest)
-            owner = owners[name, own] if name in OWNED else owner_of(own, blue.chunks.cuts)
-            if owner is None or owner not in blue.chunks.cuts:
+            owner = owners[name, own] if name in OWNED else owner_of(own, blue.buckets.cuts)
+            if owner is None or owner not in blue.buckets.cuts:
                 return None
-            found = Cut(*blue.chunks.cuts[owner])
+            found = Cut(*blue.buckets.cuts[owner])
             rows = shapes[owner].shape[found.dim]
             like = leaf.ndim == len(shapes[owner].shape) and leaf.shape[found.dim] == rows
             return found if like else None
@@ -188,7 +188,7 @@ class DividedUpdate:
 
     def _parking(self, values: Any) -> list[Parking | None]:
         """How the leaves of a tuple of `Values` are parked."""
-        parked = self.blueprint.chunks.parked
+        parked = self.blueprint.buckets.parked
 
         def parking(path: str) -> Parking | None:
             _, name, *rest = path.split("/")

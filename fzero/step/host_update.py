@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from fzero.errors import PlanError
 from fzero.processes import in_turn
 from fzero.sharding.blueprint import Blueprint, blueprint
-from fzero.sharding.chunks import OWNED
+from fzero.sharding.buckets import OWNED
 from fzero.sharding.split import map_splits, stored_shapes, trained, with_frozen
 from fzero.state.compute_copy import rounded
 from fzero.step.update import Update
@@ -127,7 +127,7 @@ class HostUpdate:
 
     def _kept(self, name: str, shapes: PyTree) -> PyTree:
         """Where the leaves of a field are kept."""
-        parked = self.blueprint.chunks.parked
+        parked = self.blueprint.buckets.parked
         found = [
             host_sharding(leaf.sharding) if (name, path) in parked else leaf.sharding
             for path, leaf in named_leaves(shapes)

@@ -15,7 +15,7 @@ from fzero.errors import PlanError, StateError
 from fzero.offload.stream import StreamedFunction
 from fzero.processes import in_turn, spread
 from fzero.sharding.blueprint import Blueprint
-from fzero.sharding.chunks import OWNED
+from fzero.sharding.buckets import OWNED
 from fzero.sharding.homes import stages_of_outputs
 from fzero.sharding.split import flat_splits
 from fzero.state import compute_copy

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fzero.links import Mean
 from fzero.precision import next_loss_scale
 from fzero.sharding.blueprint import Blueprint
-from fzero.sharding.chunks import OWNED
+from fzero.sharding.buckets import OWNED
 from fzero.sharding.group import Group
 from fzero.sharding.split import Split, flat_splits, map_splits, trained, update_dtype, with_frozen
 from fzero.state import averages
@@ -27,7 +27,7 @@ from fzero.state.compute_copy import rounded
 from fzero.state.logical import logical_view
 from fzero.state.train_state import Pending
 from fzero.step.values import Gradients, Metrics, Values, metrics_of
-from fzero.tree import PyTree
+from fzero.tree import PyTree, added
 from fzero.zero.bits import apart
 from fzero.zero.collectives import all_reduce, all_reduce_tree, gather, sum_over
 
@@ -51,7 +51,7 @@ class Update:
         self.splits = trained(blue.params)
         self.labels = blue.labels() if labels is None else labels
         # Whether parts are compiled by themselves. (Without a pipeline fences do, but for sums.)
-        divided = blue.stages is not None or bool(blue.chunks.parked)
+        divided = blue.stages is not None or bool(blue.buckets.parked)
         self.apart = (divided or blue.adds_up) and blue.group.bits
         # Whether all that an optimizer does is. (What is divided is in several programs anyway.)
         self.all_apart = self.apart and not divided
@@ -83,7 +83,7 @@ class Update:
         """Sums and mean with those of an accumulation in progress, and the metrics so far."""
         sums, mean = gradients.sums, gradients.mean
         if pending is not None:
-            sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), pending.sums, sums)
+            sums = added(pending.sums, sums)
             mean = Mean(pending.total + mean.total, pending.count + mean.count)
         return gradients._replace(sums=sums, mean=mean), metrics_of(mean, gradients.own)
 

@@ -22,7 +22,7 @@ from fzero.model import Model
 from fzero.pieces import whole_chain
 from fzero.precision import power_of_two_below
 from fzero.sharding.split import map_splits, trained
-from fzero.tree import PyTree, named_leaves
+from fzero.tree import PyTree, added, named_leaves
 from fzero.zero.buffers import agreed_buffers
 from fzero.zero.chain import Saved, eval_forward, train_backward, train_forward
 from fzero.zero.collectives import shard_index, summed
@@ -114,8 +114,7 @@ def _accumulated(
         # Added when all of them are there. Otherwise XLA reduces the last layer's gradient only
         # where it is added, beside nothing. (Llama of 8 layers, 4 microbatches, 8 H200: 19 % of
         # the reductions' bytes are exposed without this fence, none with it.)
-        found = rules.fence(found)
-        total: _Sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, found)
+        total: _Sums = added(sums, rules.fence(found))
         return total
 
     def room(like: PyTree) -> _Sums:

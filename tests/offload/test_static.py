@@ -131,7 +131,7 @@ def test_pipelines():
     tiny.close(on_device(state, tx, tiered).params, expected.params, rtol=0, atol=1e-6)
 
 
-def test_never_more_than_two_chunks_on_the_device(monkeypatch):
+def test_never_more_than_two_buckets_on_the_device(monkeypatch):
     """Arrays that have come and not left yet, counted at every event of the stream."""
     model, tx = tiny.chain(16), optax.adam(1e-2)
     plan = tiny.plan(zero=3, data=4, tiers={"opt_state": "host"}, stream_bytes=512)
@@ -167,7 +167,7 @@ def test_never_more_than_two_chunks_on_the_device(monkeypatch):
 
 
 def test_slabs_are_those_of_the_plan_and_all_there():
-    """A plan with other chunks cuts them again; one that was given away is the leaf given away."""
+    """A plan with other buckets cuts them again; one that was given away is the leaf given away."""
     model, tx = tiny.chain(16), optax.adam(1e-2)
     plan = tiny.plan(zero=3, data=4, tiers={"opt_state": "host"}, stream_bytes=512)
     other = plan.replace(stream_bytes=1024)
@@ -185,7 +185,7 @@ def test_slabs_are_those_of_the_plan_and_all_there():
         fz.train_step(model, tx, plan)(state, BATCH)
 
 
-def test_frozen_leaves_take_no_room_in_chunks():
+def test_frozen_leaves_take_no_room_in_buckets():
     def init(rng):
         return {name: jnp.ones((8, 16)) for name in ("base", "own", "two")}, {}
 
@@ -195,8 +195,8 @@ def test_frozen_leaves_take_no_room_in_chunks():
     tiers = {"params": "host", "opt_state": "host"}
     plan = tiny.plan(zero=3, data=4, tiers=tiers, stream_bytes=512)
     model = fz.Model(init, loss, frozen="base")
-    assert blueprint(model, optax.adam(1e-2), plan).chunks.labels == {
-        "base": "", "own": "chunk 1", "two": "chunk 2"
+    assert blueprint(model, optax.adam(1e-2), plan).buckets.labels == {
+        "base": "", "own": "bucket 1", "two": "bucket 2"
     }  # fmt: skip
 
 

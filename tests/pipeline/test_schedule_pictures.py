@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
+import itertools
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -197,3 +199,10 @@ def test_cli_errors(arguments, code, message):
     output = call(*arguments, code=code).output
     assert message in output
     assert "Traceback" not in output
+
+
+def test_the_colours_of_actions_are_far_apart():
+    from fzero.schedule.kinds import COLOURS
+
+    points = [tuple(int(c[i : i + 2], 16) for i in (1, 3, 5)) for c in COLOURS.values()]
+    assert min(math.dist(a, b) for a, b in itertools.combinations(points, 2)) > 80

@@ -14,7 +14,7 @@ import transformers
 import fzero as fz
 import torch_bridge as tb
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.models import LoadedModel
+from torch_bridge.cli.models import LoadedModel, _logits_width
 from torch_bridge.cli.packable import check_packs
 from torch_bridge.cli.tuned import Tuning
 from torch_bridge.cli.tuning_settings import RowSettings
@@ -137,3 +137,12 @@ class Recurrent(torch.nn.Module):
 def test_what_lets_documents_run_into_each_other_is_refused(given: Any, message: str) -> None:
     with pytest.raises(CommandError, match=message):
         packing().convert(given())
+
+
+def test_looking_at_a_factorys_logits_leaves_its_submodules_in_their_modes():
+    """Or `tb.ModeWarning` would have nothing to name."""
+    parts = torch.nn.Embedding(10, 4), torch.nn.Dropout(), torch.nn.Linear(4, 9)
+    module = torch.nn.Sequential(*parts)
+    module[1].eval()
+    assert _logits_width(module, "file.py:make") == 9
+    assert [part.training for part in module] == [True, False, True]

@@ -17,6 +17,7 @@ import fzero as fz
 import torch_bridge as tb
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.settings import HF_PREFIX
+from torch_bridge.export.watch import untouched
 
 
 WEIGHT_FILES = (
@@ -301,10 +302,8 @@ def call_factory(path: Path, name: str) -> Any:
 
 def _logits_width(module: torch.nn.Module, spec: str) -> int:
     """The size of the vocabulary, found by asking the module for the logits of two tokens."""
-    training = module.training
-    with torch.no_grad():
-        logits = logits_of(module.eval()(torch.zeros((1, 2), dtype=torch.int64)))
-    module.train(training)
+    with untouched(module, False), torch.no_grad():
+        logits = logits_of(module(torch.zeros((1, 2), dtype=torch.int64)))
     shape = tuple(getattr(logits, "shape", ()))
     if len(shape) != 3 or shape[:2] != (1, 2):
         raise CommandError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,6 +11,7 @@ import torch_bridge as tb
 from torch_bridge.cli import models
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.models import LoadedModel
+from torch_bridge.export.watch import untouched
 
 
 _LENGTH = 8  # tokens of each of the two documents that are tried
@@ -114,7 +113,6 @@ def dtype_of(module: torch.nn.Module) -> torch.dtype:
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
-@torch.no_grad()
 def _distance(loaded: LoadedModel) -> list[float]:
     """How far the logits of two documents in a row are from those of each alone.
 
@@ -125,7 +123,7 @@ def _distance(loaded: LoadedModel) -> list[float]:
     packed = tb.pack(draws, 2 * _LENGTH)
     mask = torch.from_numpy(np.array(tb.packed_mask(packed["segments"])))
     one, other = (torch.from_numpy(document) for document in draws)
-    with _evaluating(loaded.module):
+    with untouched(loaded.module, False), torch.no_grad():
         row = models.logits_of(
             loaded.module(
                 input_ids=torch.from_numpy(packed["ids"]).long(),
@@ -139,15 +137,3 @@ def _distance(loaded: LoadedModel) -> list[float]:
     found = row[0].unflatten(0, (2, _LENGTH)).double()
     wanted = alone[:, :_LENGTH].double()
     return ((found - wanted).abs().amax((1, 2)) / wanted.abs().amax()).tolist()
-
-
-@contextmanager
-def _evaluating(module: torch.nn.Module) -> Iterator[None]:
-    """Without dropout; each part is as it was afterwards."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training

@@ -27,7 +27,7 @@ from torch_bridge.formats.remote import fetched
 from torch_bridge.module.initial import require_values
 from torch_bridge.moments import Moments, with_moments
 from torch_bridge.sequential import ConvertedSequential
-from torch_bridge.statedict import fit_leaves, initial_leaves, nested
+from torch_bridge.statedict import fit_leaves
 
 
 def restore(
@@ -107,7 +107,7 @@ def restore(
         where, tensors = found.path, _without_prefix(found.by_name(), prefix, found.path)
         leaves = fit_leaves(converted, tensors, strict, cast, masters=True, wide=found.is_wide)
         moments = _moments(found, converted, tx, optimizer, names, prefix)
-    params, buffers = initial_leaves(converted)
+    params, buffers = converted.by_initial()
     for leaf in converted.layout.leaves:
         if leaf.name in leaves:
             (params if leaf.is_param else buffers)[leaf.name] = leaves[leaf.name]
@@ -115,7 +115,7 @@ def restore(
         require_values(params, buffers)
     except ConversionError as error:
         raise CheckpointError(f"{where}: not everything is in it; {error}") from None
-    values = nested(converted, params, buffers)
+    values = converted.by_layer(params, buffers)
     trained = converted.trained(values[0]), values[1]
     if isinstance(converted, ConvertedSequential):
         model: Model = converted.model.with_init(trained)

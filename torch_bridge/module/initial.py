@@ -17,7 +17,6 @@ import torch
 
 from fzero.errors import ConversionError
 from fzero.sharding.lazy import Index, LazyArray, Stacked
-from fzero.tree import leaf_bytes
 from torch_bridge.dtypes import canonical, numpy_dtype
 from torch_bridge.module.names import Layout, Leaf, named_tensors
 from torch_bridge.module.weights import to_host, to_numpy, to_torch
@@ -192,11 +191,6 @@ def read_values(module: torch.nn.Module, layout: Layout) -> tuple[Values, Values
         {name: on_host(value) for name, value in params.items()},
         {name: on_host(value) for name, value in buffers.items()},
     )
-
-
-def num_bytes(values: Mapping[str, Any]) -> int:
-    """Bytes of initial values."""
-    return sum(map(leaf_bytes, values.values()))
 
 
 def _given(layout: Layout, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -190,7 +190,7 @@ def _entries(converted: Converted | ConvertedSequential) -> dict[str, tuple[str,
     """What each entry of a params tree holds."""
     if isinstance(converted, ConvertedSequential):
         places = [place for place in converted.places if place.leaf.is_param]
-        return {f"{place.layer}/{place.name}": (place.leaf.name,) for place in places}
+        return {place.path: (place.leaf.name,) for place in places}
     stacked = {one.name: tuple(leaf.name for leaf in one.leaves) for one in converted.names.stacked}
     return {name: stacked.get(name, (name,)) for name in converted._params}
 

@@ -20,11 +20,10 @@ def reached(converted: Converted | ConvertedSequential) -> frozenset[str]:
             for name in reached_from(mode.graph, mode.graph.outputs)
             if name in mode.params
         )
-    leaf_at = {(place.layer, place.name): place.leaf.name for place in converted.places}
+    leaf_at = {place.path: place.leaf.name for place in converted.places}
     found: set[str] = set()
     for layer in converted.model.layers[: len(converted.modules)]:
         reads = getattr(layer, "reads", {})
         for name in reached(converted.modules[layer.name]):
-            owner, _, own = reads.get(name, f"{layer.name}/{name}").partition("/")
-            found.add(leaf_at[owner, own])
+            found.add(leaf_at[reads.get(name, f"{layer.name}/{name}")])
     return frozenset(found)

@@ -1,7 +1,7 @@
 """From a graph to a chain: equal blocks, stacks, links, the two halves of a loss.
 
-- `blocks` finds equal blocks by their `forms`; `rolling` decides for both modes, `rolled` is a
-  graph with loops, `stacked` names its leaves.
+- `blocks` finds stacks of equal blocks and makes `loops` of them, alike in both modes; `children`
+  compares the blocks of one graph by their `forms`; `stacks` names the leaves.
 - `chain` makes links of it and of a loss (`loss_halves`, `heads`).
 - `retrace`: other sizes and dtypes than the example's. `divide`, `flow`, `flow_rules`: what may
   lie along `tensor` or `expert`.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -28,10 +28,10 @@ from torch_bridge.export.interpret import evaluate
 from torch_bridge.export.mode import Mode, TensorInput, as_leaf, frozen_dtypes, in_own_dtypes
 from torch_bridge.lower.refs import fill, refs
 from torch_bridge.structure.heads import find_head
+from torch_bridge.structure.loops import Loop, LoopedGraph, Part
 from torch_bridge.structure.loss_halves import Halves, Halving, halve
 from torch_bridge.structure.retrace import Computed, Graphs
-from torch_bridge.structure.rolled import Loop, Part, Rolled
-from torch_bridge.structure.stacked import Names
+from torch_bridge.structure.stacks import Names
 
 
 Arrays = Mapping[str, Any]
@@ -39,12 +39,17 @@ Nested = dict[str, dict[str, Any]]
 Loss = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class ChainSource:
-    """What a chain is made of: a converted module's graphs and initial values.
+# Under this name a zero of the dtype that the module computes in is handed on, where that is not
+# its own; no value of a graph is called so.
+_DTYPE = "computes in"
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """A converted module as links: which of them holds which leaf, and what travels between them.
 
     Attributes:
-        graphs: each mode's graph, rolled.
+        graphs: each mode's graph, with loops.
         params: initial values, as they lie in the conversion.
         buffers: likewise.
         names: the stacked leaves among them.
@@ -61,104 +66,30 @@ class ChainSource:
     same: Mapping[str, str]
     shard: Shard
 
+    def model(self, loss: Loss, predicting: Halving) -> Sequential:
+        """The chain with a loss.
 
-# Under this name a zero of the dtype that the module computes in is handed on, where that is not
-# its own; no value of a graph is called so.
-_DTYPE = "computes in"
+        Args:
+            loss: `loss(forward, batch)`, which calls `forward` once.
+            predicting: the halves of what `fz.predict_step` gives.
 
+        Returns:
+            A `Sequential` whose params are `{link: {leaf: value}}`.
 
-def make_chain(source: ChainSource, loss: Loss, predicting: Halving) -> Sequential:
-    """The chain of a converted module.
-
-    Args:
-        source: the module.
-        loss: `loss(forward, batch)`, which calls `forward` once.
-        predicting: the halves of what `fz.predict_step` gives.
-
-    Returns:
-        A `Sequential` whose params are `{link: {leaf: value}}`.
-
-    Raises:
-        ConversionError: a buffer is read before the link that updates it.
-    """
-    plan = _Plan(source)
-    params, buffers = plan.by_link(source.params), plan.by_link(source.buffers)
-    frozen = frozenset(f"{plan.owner[name]}/{name}" for name in source.frozen)
-    trained, predict = (_links(plan, way) for way in (partial(halve, loss), predicting))
-    shard: Shard = {f"{plan.owner[str(k)]}/{k}": dims for k, dims in source.shard.items()}
-    return Sequential(trained, None, (params, buffers), frozen, predict, shard)
-
-
-def _links(plan: _Plan, halving: Halving) -> list[Layer | Stack]:
-    return [
-        (_stack if index % 2 else _layer)(plan, index, name, halving)
-        for index, name in enumerate(plan.links)
-    ]
-
-
-def chain_values(source: ChainSource, params: Arrays, buffers: Arrays) -> tuple[Nested, Nested]:
-    """Params and buffers as the module's chain has them: `{link: {leaf: value}}`."""
-    plan = _Plan(source)
-    return plan.by_link(params), plan.by_link(buffers)
-
-
-class _Plan:
-    """Which link holds which leaf, and what travels between links."""
-
-    def __init__(self, source: ChainSource) -> None:
-        self.source = source
-        self.links = _link_names(source.graphs.first)
-        self.stacked = {one.name: one for one in source.names.stacked}
-        self.owner = {
-            one.name: self.links[self._loop_of(one.name)] for one in self.stacked.values()
-        }
-        self.reads: list[dict[str, str]] = [{} for _ in self.links]  # leaf -> path, of parts
-        for name in source.params:
-            if name not in self.stacked:
-                self._place_param(name)
-        for name in source.buffers:
-            if name not in self.stacked:
-                self._place_buffer(name)
-
-    def _loop_of(self, stacked: str) -> int:
-        run = self.stacked[stacked].run
-        return next(
-            index
-            for index, part in enumerate(self.source.graphs.first.parts)
-            if isinstance(part, Loop) and part.run == run
+        Raises:
+            ConversionError: a buffer is read before the link that updates it.
+        """
+        trained, predict = (
+            [
+                (_stack if index % 2 else _layer)(self, index, way)
+                for index in range(len(self.links))
+            ]
+            for way in (partial(halve, loss), predicting)
         )
-
-    def _readers(self, leaf: str) -> list[int]:
-        """The parts that read a leaf, or hand it to the loop after them, in any mode."""
-        graphs = self.source.graphs
-        found = [
-            _readers(graphs.modes[train], graph, leaf) for train, graph in graphs.rolled.items()
-        ]
-        return sorted(set().union(*found))
-
-    def _place_param(self, name: str) -> None:
-        """The first reader owns a parameter; one that is never read waits at the start."""
-        first, *others = self._readers(name) or [0]
-        self.owner[name] = self.links[first]
-        for index in others:
-            self.reads[index][name] = f"{self.links[first]}/{name}"
-
-    def _place_buffer(self, name: str) -> None:
-        """Its writer owns a buffer, or its first reader; later ones get it handed on."""
-        readers = self._readers(name) or [0]
-        writers = [
-            _writer(rolled, name)
-            for rolled in self.source.graphs.rolled.values()
-            if name in rolled.updates
-        ]
-        owner = max(writers, default=readers[0])
-        if readers[0] < owner or min(writers, default=owner) < owner:
-            raise ConversionError(
-                f"buffer `{name}` is read in {self.links[readers[0]]!r} and updated in"
-                f" {self.links[owner]!r}; as links of a chain they could not share it. Use"
-                " model(loss, chain=False), or convert with roll=False"
-            )
-        self.owner[name] = self.links[owner]
+        initial = self.by_link(self.params), self.by_link(self.buffers)
+        frozen = frozenset(self.path(name) for name in self.frozen)
+        shard: Shard = {self.path(str(name)): dims for name, dims in self.shard.items()}
+        return Sequential(trained, None, initial, frozen, predict, shard)
 
     def by_link(self, values: Arrays) -> Nested:
         """Leaves as the chain has them."""
@@ -167,20 +98,75 @@ class _Plan:
             nested.setdefault(self.owner[name], {})[name] = value
         return nested
 
+    def path(self, leaf: str) -> str:
+        """Where a leaf is in the chain's params or buffers."""
+        return f"{self.owner[leaf]}/{leaf}"
+
+    @cached_property
+    def links(self) -> tuple[str, ...]:
+        """The name of each link."""
+        return _link_names(self.graphs.first)
+
+    @cached_property
+    def owner(self) -> dict[str, str]:
+        """The link that holds each leaf; of a parameter outside of stacks the first reader."""
+        stacks = {one.name: one.stack.name for one in self.names.stacked}
+        alone = {name: self.links[readers[0]] for name, readers in self._readers.items()}
+        buffers = {name: self._buffer_owner(name) for name in self.buffers if name not in stacks}
+        return {**stacks, **alone, **buffers}
+
+    @cached_property
+    def reads(self) -> tuple[dict[str, str], ...]:
+        """For each link, the parameters of others that it reads, with their paths."""
+        alone = [name for name in self.params if name in self._readers]
+        return tuple(
+            {name: self.path(name) for name in alone if index in self._readers[name][1:]}
+            for index in range(len(self.links))
+        )
+
+    @cached_property
+    def _readers(self) -> dict[str, list[int]]:
+        """The parts that read each leaf outside of stacks, or hand it to the loop after them.
+
+        One that is never read waits at the start.
+        """
+        stacked = {one.name for one in self.names.stacked}
+        modes = self.graphs.modes
+        graphs = [(modes[train], rolled) for train, rolled in self.graphs.rolled.items()]
+        return {
+            name: sorted(set().union(*(_readers_in(*graph, name) for graph in graphs))) or [0]
+            for name in (*self.params, *self.buffers)
+            if name not in stacked
+        }
+
+    def _buffer_owner(self, name: str) -> str:
+        """Its writer owns a buffer, or its first reader; later ones get it handed on."""
+        first = self._readers[name][0]
+        graphs = self.graphs.rolled.values()
+        writers = [_writer(graph, name) for graph in graphs if name in graph.updates]
+        owner = max(writers, default=first)
+        if first < owner or min(writers, default=owner) < owner:
+            raise ConversionError(
+                f"buffer `{name}` is read in {self.links[first]!r} and updated in"
+                f" {self.links[owner]!r}; as links of a chain they could not share it. Use"
+                " model(loss, chain=False), or convert with roll=False"
+            )
+        return self.links[owner]
+
     def first_dtype(self, params: Arrays, ctx: Context) -> Computed | None:
         """What the module computes in, if it is not its own dtype, as the start knows it.
 
         The plan says it, or the parameters at hand; a start without any goes by the initial ones,
         which may be masters.
         """
-        graphs = self.source.graphs
+        graphs = self.graphs
         own = set(graphs.dtypes.values())
         if ctx.dtype is not None:
             float32, dtype = self.float32(ctx), np.dtype(ctx.dtype)
             return None if own <= {dtype} and not float32 else Computed(dtype, float32)
         found = graphs.dtype_of(params)
         told = len(own) == 1 and not graphs.dtypes.keys().isdisjoint(params)
-        return found if found is not None or told else graphs.dtype_of(self.source.params)
+        return found if found is not None or told else graphs.dtype_of(self.params)
 
     def told(self, x: Any, ctx: Context) -> Computed | None:
         """What the start has found that the module computes in; None: its own dtype."""
@@ -189,23 +175,22 @@ class _Plan:
 
     def float32(self, ctx: Context) -> frozenset[str]:
         """The module's own leaves that the plan keeps in float32."""
-        paths = {name: f"{self.owner[name]}/{name}" for name in self.source.params}
-        return self.source.graphs.float32(ctx, paths)
+        return self.graphs.float32(ctx, {name: self.path(name) for name in self.params})
 
     def call(self, halving: Halving, batch: Any, train: bool, computed: Computed | None) -> Halves:
         """The graph for a batch, the module's inputs, and the loss of its output."""
-        halves = halving(batch, self.source.graphs, train, computed)
+        halves = halving(batch, self.graphs, train, computed)
         mode, rolled, _ = halves.call
         assert rolled is not None
-        if mode is not self.source.graphs.modes[train]:
+        if mode is not self.graphs.modes[train]:
             self._check_places(mode, rolled)
         return halves
 
     def shapes(
         self, halving: Halving, batch: Any, train: bool, computed: Computed | None
-    ) -> tuple[Mode, Rolled, dict[str, Any]]:
+    ) -> tuple[Mode, LoopedGraph, dict[str, Any]]:
         """As `call`, with the shapes of the inputs: nothing of the loss is computed."""
-        graphs: list[tuple[Mode, Rolled]] = []
+        graphs: list[tuple[Mode, LoopedGraph]] = []
 
         def inputs(batch: Any) -> dict[str, Any]:
             mode, rolled, found = self.call(halving, batch, train, computed).call
@@ -216,10 +201,10 @@ class _Plan:
         found = jax.eval_shape(inputs, batch)
         return (*graphs[0], found)
 
-    def _check_places(self, mode: Mode, rolled: Rolled) -> None:
+    def _check_places(self, mode: Mode, rolled: LoopedGraph) -> None:
         """Whether a graph for other sizes finds its leaves where the example's graphs have them."""
-        for name in sorted({*mode.params.values(), *mode.buffers.values()} - {*self.stacked}):
-            for index in sorted(_readers(mode, rolled, name)):
+        for name in sorted({*mode.params.values(), *mode.buffers.values()}):
+            for index in sorted(_readers_in(mode, rolled, name)):
                 link = self.links[index]
                 owned = self.owner.get(name) == link or name in self.reads[index]
                 if not owned or (name in rolled.updates and _writer(rolled, name) != index):
@@ -229,7 +214,7 @@ class _Plan:
                         " model(loss, chain=False)"
                     )
 
-    def handed_on(self, mode: Mode, rolled: Rolled, index: int) -> tuple[str, ...]:
+    def handed_on(self, mode: Mode, rolled: LoopedGraph, index: int) -> tuple[str, ...]:
         """What part `index` hands to the loop after it, and past it to later parts."""
         loop = rolled.parts[index + 1]
         assert isinstance(loop, Loop)
@@ -246,7 +231,7 @@ class _Plan:
         return tuple(dict.fromkeys((*loop.shared, *sorted(wanted))))
 
 
-def _readers(mode: Mode, rolled: Rolled, leaf: str) -> set[int]:
+def _readers_in(mode: Mode, rolled: LoopedGraph, leaf: str) -> set[int]:
     """The parts of a graph that read a leaf, or hand it to the loop after them."""
     named = {p for p, name in {**mode.params, **mode.buffers}.items() if name == leaf}
     found = {i - i % 2 for i, part in enumerate(rolled.parts) if named.intersection(part.reads)}
@@ -255,7 +240,7 @@ def _readers(mode: Mode, rolled: Rolled, leaf: str) -> set[int]:
     return found
 
 
-def _writer(rolled: Rolled, buffer: str) -> int:
+def _writer(rolled: LoopedGraph, buffer: str) -> int:
     """The part in which a buffer's new value exists first."""
     names = set(refs(rolled.updates[buffer]))
     for index, part in enumerate(rolled.parts):
@@ -264,12 +249,12 @@ def _writer(rolled: Rolled, buffer: str) -> int:
     return 0
 
 
-def _link_names(rolled: Rolled) -> tuple[str, ...]:
-    stacks = [part.run.name for part in rolled.parts if isinstance(part, Loop)]
+def _link_names(rolled: LoopedGraph) -> tuple[str, ...]:
+    stacks = [part.stack.name for part in rolled.parts if isinstance(part, Loop)]
     names: list[str] = []
     for index, part in enumerate(rolled.parts):
         if isinstance(part, Loop):
-            names.append(part.run.name)
+            names.append(part.stack.name)
             continue
         own = "start" if index == 0 else "end" if index + 1 == len(rolled.parts) else "between"
         own += f"_{index // 2}" if own == "between" and len(stacks) > 2 else ""
@@ -279,17 +264,15 @@ def _link_names(rolled: Rolled) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _layer(plan: _Plan, index: int, name: str, halving: Halving) -> Layer:
+def _layer(chain: Chain, index: int, halving: Halving) -> Layer:
     """A link that is computed once."""
-    source = plan.source
-    buffers = [
-        leaf for leaf, owner in plan.owner.items() if owner == name and leaf in source.buffers
-    ]
-    last = index + 1 == len(plan.links)
+    name = chain.links[index]
+    buffers = [leaf for leaf in chain.buffers if chain.owner[leaf] == name]
+    last = index + 1 == len(chain.links)
 
     def apply(params: Any, x: Any, ctx: Context) -> Any:
-        computed = plan.told(x, ctx) if index else plan.first_dtype(params, ctx)
-        halves = plan.call(halving, ctx.batch, ctx.train, computed)
+        computed = chain.told(x, ctx) if index else chain.first_dtype(params, ctx)
+        halves = chain.call(halving, ctx.batch, ctx.train, computed)
         mode, rolled, env = halves.call
         assert rolled is not None
         part = rolled.parts[index]
@@ -297,11 +280,11 @@ def _layer(plan: _Plan, index: int, name: str, halving: Halving) -> Layer:
         state = ctx.buffers if buffers else {}
         env.update(rolled.known_sizes(mode.sizes(env)))
         env.update(mode.constants)
-        read_as = frozen_dtypes(mode.param_dtypes, source.frozen)
+        read_as = frozen_dtypes(mode.param_dtypes, chain.frozen)
         for placeholder, leaf in mode.params.items():
             if leaf in params:
                 param = params[leaf]
-                env[placeholder] = as_leaf(param, leaf in source.frozen, read_as.get(leaf))
+                env[placeholder] = as_leaf(param, leaf in chain.frozen, read_as.get(leaf))
         for placeholder, leaf in mode.buffers.items():
             if leaf in state:
                 env[placeholder] = as_leaf(state[leaf], False, mode.buffer_dtypes.get(leaf))
@@ -318,7 +301,7 @@ def _layer(plan: _Plan, index: int, name: str, halving: Halving) -> Layer:
         else:
             loop = rolled.parts[index + 1]
             assert isinstance(loop, Loop)
-            shared = {given: env[given] for given in plan.handed_on(mode, rolled, index)}
+            shared = {given: env[given] for given in chain.handed_on(mode, rolled, index)}
             if computed is not None:
                 shared[_DTYPE] = jnp.zeros((), computed.dtype)
             out = {"carry": tuple(env[given] for given, _ in loop.carry), "shared": shared}
@@ -326,14 +309,14 @@ def _layer(plan: _Plan, index: int, name: str, halving: Halving) -> Layer:
                 out["number"] = jnp.zeros((), jnp.int32)
         return (out, new) if buffers else out
 
-    same = {leaf: source.same[leaf] for leaf in buffers if leaf in source.same}
+    same = {leaf: chain.same[leaf] for leaf in buffers if leaf in chain.same}
     return Layer(
-        name, None, apply, reads=plan.reads[index], stateful=bool(buffers), buffer_reduce=same
+        name, None, apply, reads=chain.reads[index], stateful=bool(buffers), buffer_reduce=same
     )
 
 
 def _evaluated(
-    part: Part, rolled: Rolled, logits: Collection[int], env: dict[str, Any], rng: Any
+    part: Part, rolled: LoopedGraph, logits: Collection[int], env: dict[str, Any], rng: Any
 ) -> None:
     """Adds what a part computes to `env`; for logits that only a loss reads, their `Head`."""
     every = [*rolled.outputs, *rolled.updates.values()]
@@ -352,24 +335,24 @@ def _evaluated(
     env.update(heads)
 
 
-def _stack(plan: _Plan, index: int, name: str, halving: Halving) -> Stack:
+def _stack(chain: Chain, index: int, halving: Halving) -> Stack:
     """A link of equal layers."""
-    source = plan.source
-    buffers = [leaf for leaf in source.buffers if plan.owner[leaf] == name]
+    name = chain.links[index]
+    buffers = [leaf for leaf in chain.buffers if chain.owner[leaf] == name]
     stateful = bool(buffers)
 
     def apply(params: Any, x: Any, ctx: Context) -> Any:
-        computed = plan.told(x, ctx)
-        mode, rolled, shapes = plan.shapes(halving, ctx.batch, ctx.train, computed)
+        computed = chain.told(x, ctx)
+        mode, rolled, shapes = chain.shapes(halving, ctx.batch, ctx.train, computed)
         loop = rolled.parts[index]
         assert isinstance(loop, Loop)
         state = ctx.buffers if stateful else {}
-        read_as = frozen_dtypes(source.names.of_entries(mode.param_dtypes), source.frozen)
+        read_as = frozen_dtypes(chain.names.of_entries(mode.param_dtypes), chain.frozen)
         leaves = {
-            leaf: as_leaf(value, leaf in source.frozen, read_as.get(leaf))
+            leaf: as_leaf(value, leaf in chain.frozen, read_as.get(leaf))
             for leaf, value in params.items()
         }
-        casts = source.names.of_entries(mode.buffer_dtypes)
+        casts = chain.names.of_entries(mode.buffer_dtypes)
         read = {leaf: as_leaf(value, False, casts.get(leaf)) for leaf, value in state.items()}
         fixed = {**mode.constants, **rolled.known_sizes(mode.sizes(shapes))}
         number = x.get("number")
@@ -379,11 +362,17 @@ def _stack(plan: _Plan, index: int, name: str, halving: Halving) -> Stack:
             out["number"] = number + 1
         return (out, {**state, **in_own_dtypes(new, state)}) if stateful else out
 
-    loop = source.graphs.first.parts[index]
+    loop = chain.graphs.first.parts[index]
     assert isinstance(loop, Loop)
-    same = {leaf: source.same[leaf] for leaf in buffers if leaf in source.same}
+    same = {leaf: chain.same[leaf] for leaf in buffers if leaf in chain.same}
     return Stack(
-        name, loop.run.num, _given, apply, shared=("shared",), stateful=stateful, buffer_reduce=same
+        name,
+        loop.stack.num,
+        _given,
+        apply,
+        shared=("shared",),
+        stateful=stateful,
+        buffer_reduce=same,
     )
 
 

@@ -39,9 +39,9 @@ from torch_bridge.export.mode import Mode, build_mode
 from torch_bridge.export.nameless import refuse_nameless
 from torch_bridge.export.shapes import SizeError
 from torch_bridge.module.names import Layout
-from torch_bridge.structure.rolled import Rolled
-from torch_bridge.structure.rolling import roll_same
-from torch_bridge.structure.stacked import Names, Run
+from torch_bridge.structure.blocks import roll_same
+from torch_bridge.structure.loops import LoopedGraph
+from torch_bridge.structure.stacks import BlockStack, Names
 
 
 class Call(NamedTuple):
@@ -54,7 +54,7 @@ class Call(NamedTuple):
     """
 
     mode: Mode
-    rolled: Rolled | None
+    rolled: LoopedGraph | None
     inputs: dict[str, Any]
 
 
@@ -83,7 +83,7 @@ class Graphs:
     """
 
     modes: Mapping[bool, Mode]
-    rolled: Mapping[bool, Rolled]
+    rolled: Mapping[bool, LoopedGraph]
     again: Again
     dtypes: Mapping[str, Any]
     names: Names
@@ -153,7 +153,7 @@ class Graphs:
         return frozenset(leaf for name in found for leaf in own.get(name, (name,)))
 
     @property
-    def first(self) -> Rolled:
+    def first(self) -> LoopedGraph:
         """One of the rolled graphs; all have the same blocks."""
         return next(iter(self.rolled.values()))
 
@@ -182,7 +182,7 @@ class Again:
         kwargs: its keyword arguments.
         batch_dim: see `export_program`.
         layout: the module's leaves.
-        min_layers: see `find_runs`.
+        min_layers: see `roll_blocks`.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Again:
                 f"no copy of the {type(module).__name__} could be kept when it was converted"
                 f" ({error}). Convert it with an example of these sizes."
             )
-        self._found: dict[Any, list[tuple[Mode, Rolled | None]]] = {}
+        self._found: dict[Any, list[tuple[Mode, LoopedGraph | None]]] = {}
         self._lock = threading.RLock()
 
     def changed(self, change: Callable[[Instruction], Instruction]) -> Again:
@@ -221,12 +221,12 @@ class Again:
     def find(
         self,
         first: Mode,
-        rolled: Rolled | None,
+        rolled: LoopedGraph | None,
         train: bool,
         computed: Computed | None,
         leaves: Sequence[tuple[str, Any]],
         refused: str,
-    ) -> tuple[Mode, Rolled | None]:
+    ) -> tuple[Mode, LoopedGraph | None]:
         """The graph for a call, traced now if there is none that accepts it.
 
         Floating-point arguments keep the dtype that they are given in where the module takes them
@@ -245,14 +245,14 @@ class Again:
         """
         given = tuple(map(_float_dtype, (value for _, value in leaves)))
         with self._lock:
-            runs = () if rolled is None else rolled.runs
-            known = self._found.setdefault((train, computed, given, runs), [])
+            stacks = () if rolled is None else rolled.stacks
+            known = self._found.setdefault((train, computed, given, stacks), [])
             for traced in known:
                 with contextlib.suppress(SizeError):
                     traced[0].bind_inputs(list(leaves))
                     return traced
             try:
-                traced = self._trace_any((first, rolled), train, computed, leaves, runs)
+                traced = self._trace_any((first, rolled), train, computed, leaves, stacks)
             except ConversionError as error:
                 raise ConversionError(
                     f"{refused}\nTracing the module for this failed: {error}"
@@ -262,24 +262,24 @@ class Again:
 
     def _trace_any(
         self,
-        own: tuple[Mode, Rolled | None],
+        own: tuple[Mode, LoopedGraph | None],
         train: bool,
         computed: Computed | None,
         leaves: Sequence[tuple[str, Any]],
-        runs: tuple[Run, ...],
-    ) -> tuple[Mode, Rolled | None]:
+        stacks: tuple[BlockStack, ...],
+    ) -> tuple[Mode, LoopedGraph | None]:
         """Trace with arguments of the dtypes given, or else of the parameters'."""
         first, dtype = own[0], computed and computed.dtype
         as_given = self._like(first, leaves, dtype, keep=True)
         as_params = self._like(first, leaves, dtype, keep=False)
         if _dtypes(as_given) != _dtypes(as_params):
             with contextlib.suppress(ConversionError):
-                return self._trace(first, train, computed, as_given, runs, strict=True)
+                return self._trace(first, train, computed, as_given, stacks, strict=True)
             if computed is None:  # the example's own graph may take them, cast
                 with contextlib.suppress(SizeError):
                     first.bind_inputs(list(leaves))
                     return own
-        return self._trace(first, train, computed, as_params, runs)
+        return self._trace(first, train, computed, as_params, stacks)
 
     def _trace(
         self,
@@ -287,9 +287,9 @@ class Again:
         train: bool,
         computed: Computed | None,
         example: Any,
-        runs: tuple[Run, ...],
+        stacks: tuple[BlockStack, ...],
         strict: bool = False,
-    ) -> tuple[Mode, Rolled | None]:
+    ) -> tuple[Mode, LoopedGraph | None]:
         if self.module is None:
             raise ConversionError(self.problem)
         program = self._exported(train, computed, example)
@@ -301,7 +301,7 @@ class Again:
         # A function that the copy holds may read the module itself.
         refuse_nameless(program, [(name, t) for name, t in converted if t is not None])
         mode = build_mode(program, self.layout, first.call)
-        rolled = roll_same(program, mode, self.layout, self.min_layers, runs) if runs else None
+        rolled = roll_same(program, mode, self.layout, self.min_layers, stacks) if stacks else None
         if self.change is not None:
             mode = _changed(mode, self.change)
             rolled = rolled and rolled.map_steps(self.change)

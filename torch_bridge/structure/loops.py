@@ -2,11 +2,12 @@
 
 Every part is a function of the values it reads, so that the same parts serve two callers: `run`
 evaluates the whole graph inside any JAX function, with each loop a `jax.lax.scan`; `chain` makes
-each part a link of a `fz.Sequential`.
+each part a link of a `fz.Sequential`. `blocks` finds the loops.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,13 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_bridge.dtypes import canonical
 from torch_bridge.export.interpret import Instruction, evaluate
 from torch_bridge.export.trace import Trace
-from torch_bridge.lower.refs import Ref, fill, refs
-from torch_bridge.structure.blocks import Layers
-from torch_bridge.structure.forms import SCALARS
-from torch_bridge.structure.stacked import Run, StackedLeaf
+from torch_bridge.lower.refs import fill, refs
+from torch_bridge.structure.stacks import BlockStack, Names
 
 
 Values = Mapping[str, Any]
@@ -56,18 +54,20 @@ class Loop:
     """Equal layers as one.
 
     Attributes:
-        run: the blocks.
+        stack: the blocks.
+        covers: names of the steps that it computes, of all layers.
         body: the steps of one layer, under the names that they have in the first.
         carry: what is handed on: the names of a layer's input and of the output that becomes the
             next one's.
-        ends: values of the last layer that are read later, with their places in `carry`.
+        ends: what the last layer hands on, by its name there, with its place in `carry`.
         shared: values from outside that every layer reads.
         leaves: the layer's own parameters and buffers: placeholder -> stacked leaf.
         updates: stacked buffers that are written, with their new values' names.
         scanned: constants and numbers that differ between layers, one row for each.
     """
 
-    run: Run
+    stack: BlockStack
+    covers: frozenset[str]
     body: tuple[Instruction, ...]
     carry: tuple[tuple[str, str], ...]
     ends: Mapping[str, int]
@@ -79,7 +79,7 @@ class Loop:
     @property
     def num_layers(self) -> int:
         """How many layers it counts for when random keys are folded."""
-        return self.run.num
+        return self.stack.num
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ class Loop:
         return tuple(dict.fromkeys((*(start for start, _ in self.carry), *self.shared)))
 
     def gives(self) -> tuple[str, ...]:
-        """What it computes that is read later."""
+        """What it computes that may be read later."""
         return tuple(self.ends)
 
     def layer(
@@ -122,7 +122,7 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Rolled:
+class LoopedGraph:
     """One mode's graph as parts and loops, beginning and ending with a part.
 
     Attributes:
@@ -138,9 +138,9 @@ class Rolled:
     sizes: Mapping[str, Any]
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def stacks(self) -> tuple[BlockStack, ...]:
         """The blocks of its loops, in order."""
-        return tuple(part.run for part in self.parts if isinstance(part, Loop))
+        return tuple(part.stack for part in self.parts if isinstance(part, Loop))
 
     def known_sizes(self, free: Mapping[Any, int]) -> dict[str, Any]:
         """Every size that a step reads, from the free ones."""
@@ -175,7 +175,7 @@ class Rolled:
         loops = [part for part in self.parts if isinstance(part, Loop)]
         return frozenset(self.updates).union(*(loop.updates for loop in loops))
 
-    def map_steps(self, change: Callable[[Instruction], Instruction]) -> Rolled:
+    def map_steps(self, change: Callable[[Instruction], Instruction]) -> LoopedGraph:
         """The same graph with every step changed."""
         parts = tuple(
             replace(part, steps=tuple(map(change, part.steps)))
@@ -201,7 +201,7 @@ def _scan(loop: Loop, env: dict[str, Any], leaves: Values, rng: Any, number: int
         own, k = xs
         return loop.layer(k, carry, shared, own, env, fold(rng, number + k))
 
-    carry, updates = jax.lax.scan(body, start, (stacked, jnp.arange(loop.run.num)))
+    carry, updates = jax.lax.scan(body, start, (stacked, jnp.arange(loop.stack.num)))
     env.update({name: carry[place] for name, place in loop.ends.items()})
     return dict(updates)
 
@@ -216,154 +216,87 @@ def _number(size: Any, free: Mapping[Any, int]) -> Any:
 
 
 class NotAChain(Exception):
-    """Which run does not follow the others.
+    """Which stack does not follow the others.
 
     Args:
-        run: the run.
+        stack: the stack.
         reason: why.
     """
 
-    def __init__(self, run: Run, reason: str) -> None:
+    def __init__(self, stack: BlockStack, reason: str) -> None:
         super().__init__(reason)
-        self.run = run
+        self.stack = stack
 
 
-def roll(
-    trace: Trace, runs: Sequence[tuple[Run, Layers]], stacked: Sequence[StackedLeaf]
-) -> Rolled:
-    """Divide a graph into parts and loops.
+def roll(trace: Trace, loops: Sequence[Loop], names: Names) -> LoopedGraph:
+    """Put loops into the place of their steps.
 
     Args:
         trace: the graph.
-        runs: what becomes loops, in the order of the chain.
-        stacked: the stacked leaves of all runs.
+        loops: in the order of the chain.
+        names: the stacked leaves of all of them.
 
     Returns:
         A graph that gives the same values.
 
     Raises:
-        NotAChain: a run needs values that depend on itself or on a later one.
+        NotAChain: a loop needs values that depend on itself or on a later one.
     """
-    loop_of = {
-        step.name: number
-        for number, (_, layers) in enumerate(runs)
-        for layer in layers.steps
-        for step in layer
-    }
-    place = _places(trace, runs, loop_of)
+    place = _places(trace, loops)
     parts: list[Part | Loop] = []
-    for number in range(len(runs) + 1):
-        steps = [s for s in trace.steps if s.name not in loop_of and place[s.name] == number]
-        parts.append(Part(_alone(steps)))
-        if number < len(runs):
-            parts.append(_loop(trace, *runs[number], stacked))
-    inside = {name for one in stacked for name in (leaf.name for leaf in one.leaves)}
+    for number in range(len(loops) + 1):
+        within = loops[number].covers if number < len(loops) else frozenset()
+        steps = [s for s in trace.steps if place[s.name] == number and s.name not in within]
+        parts += [Part(alone(steps)), *loops[number : number + 1]]
+    inside = names.place_of()
     updates = {leaf: value for leaf, value in trace.updates.items() if leaf not in inside}
-    used = {name for part in parts for name in _inner(part)}
-    used |= set(refs((trace.graph.outputs, updates)))
+    used = set(refs((trace.graph.outputs, updates)))
+    for part in parts:
+        inner = part.steps if isinstance(part, Part) else part.body
+        used.update(refs([(step.args, step.kwargs) for step in inner]))
     known = {name: trace.known[name].size for name in sorted(used) if name in trace.known}
     sizes = {name: size for name, size in known.items() if size is not None}
-    rolled = Rolled(tuple(parts), trace.graph.outputs, updates, sizes)
-    _check_sizes(trace, rolled, runs)
-    return _with_ends(trace, rolled, runs)
-
-
-def _inner(part: Part | Loop) -> list[str]:
-    steps = part.steps if isinstance(part, Part) else part.body
-    return [name for step in steps for name in refs((step.args, step.kwargs))]
-
-
-def _check_sizes(trace: Trace, rolled: Rolled, runs: Sequence[tuple[Run, Layers]]) -> None:
-    for size in rolled.sizes.values():
+    for size in sizes.values():
         if not trace.free_sizes.issuperset(getattr(size, "free_symbols", ())):
-            raise NotAChain(runs[-1][0], f"the size {size} is not one of an argument")
+            raise NotAChain(loops[-1].stack, f"the size {size} is not one of an argument")
+    return LoopedGraph(tuple(parts), trace.graph.outputs, updates, sizes)
 
 
-def _places(
-    trace: Trace, runs: Sequence[tuple[Run, Layers]], loop_of: Mapping[str, int]
-) -> dict[str, int]:
-    """Which part computes each step outside of loops: as late as its readers allow.
+def _places(trace: Trace, loops: Sequence[Loop]) -> dict[str, int]:
+    """Which loop computes each step, or which part: as late as its readers allow.
 
     A value then travels through as few layers as possible. What becomes of a buffer is computed
     early: beside what it is made of.
     """
-    earliest: dict[str, int] = {}
+    loop_of = {name: number for number, loop in enumerate(loops) for name in loop.covers}
+    earliest: dict[str, int] = {}  # the first part that may read a value
     for step in trace.steps:
-        needs = [
-            loop_of[r] + 1 if r in loop_of else earliest.get(r, 0)
-            for r in refs((step.args, step.kwargs))
+        number = loop_of.get(step.name)
+        outside = [
+            name
+            for name in refs((step.args, step.kwargs))
+            if number is None or loop_of.get(name) != number
         ]
-        if step.name in loop_of:
-            number = loop_of[step.name]
-            if any(loop_of.get(r) != number and need > number for r, need in zip(
-                refs((step.args, step.kwargs)), needs, strict=True)):  # fmt: skip
-                raise NotAChain(
-                    runs[number][0], f"{step.where} reads a value that depends on later blocks"
-                )
-        else:
-            earliest[step.name] = max(needs, default=0)
-    last = len(runs)
-    latest: dict[str, int] = {}
+        earliest[step.name] = max((earliest.get(name, 0) for name in outside), default=0)
+        if number is not None:
+            if earliest[step.name] > number:
+                reason = f"{step.where} reads a value that depends on later blocks"
+                raise NotAChain(loops[number].stack, reason)
+            earliest[step.name] = number + 1
+    latest = dict(loop_of)
     for step in reversed(trace.steps):
         if step.name in loop_of:
             continue
-        users = [loop_of[u] if u in loop_of else latest[u] for u in trace.users.get(step.name, ())]
+        users = [latest[user] for user in trace.users.get(step.name, ())]
         if step.name in trace.outputs:
-            users.append(last)
-        latest[step.name] = min(users) if users else earliest[step.name]
+            users.append(len(loops))
+        latest[step.name] = min(users, default=earliest[step.name])
     return latest
 
 
-def _alone(steps: Sequence[Instruction]) -> tuple[Instruction, ...]:
+def alone(steps: Sequence[Instruction]) -> tuple[Instruction, ...]:
     """Steps with random draws of their own numbers; nothing is dropped, which others may read."""
-    draws = 0
-    out = []
-    for step in steps:
-        own = None
-        if step.draw is not None:
-            own, draws = draws, draws + 1
-        out.append(replace(step, draw=own, drop=()))
-    return tuple(out)
-
-
-def _loop(trace: Trace, run: Run, layers: Layers, stacked: Sequence[StackedLeaf]) -> Loop:
-    form = layers.form
-    body = list(_alone(layers.steps[0]))
-    scanned: dict[str, np.ndarray[Any, Any]] = {}
-    for number, numbers in layers.scalars.items():
-        step, place = body[number], SCALARS[body[number].operator]
-        scanned[f"{step.name}.number"] = np.asarray(numbers, canonical(np.float64))
-        args = [*step.args[:place], Ref(f"{step.name}.number"), *step.args[place + 1 :]]
-        body[number] = replace(step, args=tuple(args))
-    for name, own in layers.constants.items():
-        rows = [trace.constants[value] for value in own]
-        if any(row.tobytes() != rows[0].tobytes() for row in rows):
-            scanned[name] = np.stack(rows)
-    carried = {slot for slot, _ in layers.carry}
-    owned = {one.leaves[0].name: one.name for one in stacked if one.run == run}
-    leaves: dict[str, str] = {}
-    shared: list[str] = []
-    for slot, value in enumerate(form.outside):
-        if trace.leaves.get(value) in owned:
-            leaves[value] = owned[trace.leaves[value]]
-        elif slot not in carried and value not in trace.constants:
-            shared.append(value)
-    updates = {owned[leaf]: new.name for leaf, new in trace.updates.items() if leaf in owned}
-    carry = tuple((form.outside[slot], body[step].name) for slot, step in layers.carry)
-    return Loop(run, tuple(body), carry, {}, tuple(shared), leaves, updates, scanned)
-
-
-def _with_ends(trace: Trace, rolled: Rolled, runs: Sequence[tuple[Run, Layers]]) -> Rolled:
-    """Which values of each loop's last layer are read after it."""
-    wanted = set(refs((rolled.outputs, rolled.updates)))
-    parts = list(rolled.parts)
-    for index in reversed(range(len(parts))):
-        part = parts[index]
-        if isinstance(part, Loop):
-            _, layers = runs[index // 2]
-            last = [step.name for step in layers.steps[-1]]
-            places = {last[step]: place for place, (_, step) in enumerate(layers.carry)}
-            ends = {name: place for name, place in places.items() if name in wanted}
-            parts[index] = replace(part, ends=ends)
-        wanted |= set(part.reads)
-    return replace(rolled, parts=tuple(parts))
+    draws = itertools.count()
+    return tuple(
+        replace(step, draw=None if step.draw is None else next(draws), drop=()) for step in steps
+    )

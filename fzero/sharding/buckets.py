@@ -1,4 +1,4 @@
-"""Static offload: which leaves a plan parks, and in what chunks they visit the device."""
+"""Static offload: which leaves a plan parks, and in what buckets they visit the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Parking:
 
     Args:
         tier: its tier.
-        cut: the dim and the number of equal slabs, for a leaf that is larger than a chunk. (But
+        cut: the dim and the number of equal slabs, for a leaf that is larger than a bucket. (But
             parameters that a forward pass reads are whole, and visit an update whole.)
         name: the leaf's field and path, for messages.
     """
@@ -35,12 +35,12 @@ class Parking:
 
 
 @dataclass(frozen=True)
-class Chunks:
+class Buckets:
     """What a plan parks.
 
     Args:
         parked: by field and path, how a leaf is kept; leaves on the device are not there.
-        labels: for every parameter, the chunk that it is updated in; empty for those that nothing
+        labels: for every parameter, the bucket that it is updated in; empty for those that nothing
             is parked of.
         cuts: for parameters updated slab by slab, how they are cut.
     """
@@ -50,10 +50,10 @@ class Chunks:
     cuts: Mapping[str, tuple[int, int]]
 
 
-def plan_chunks(
+def plan_buckets(
     plan: Plan, splits: PyTree, owned: Mapping[str, PyTree], shapes: Mapping[str, PyTree]
-) -> Chunks:
-    """Divides what a plan parks into chunks of at most `plan.stream_bytes` per device.
+) -> Buckets:
+    """Divides what a plan parks into buckets of at most `plan.stream_bytes` per device.
 
     Args:
         plan: the plan.
@@ -73,7 +73,7 @@ def plan_chunks(
         tier, share = plan.tier(field)
         if tier == DEVICE:
             continue
-        # Scalars, such as counters, are needed by every chunk.
+        # Scalars, such as counters, are needed by every bucket.
         leaves = {p: x for p, x in named_leaves(shapes[field]) if is_plain(x) and x.ndim}
         if field == "params" and plan.keeps_compute_copy:  # only what has such a copy is a master
             leaves = {path: leaf for path, leaf in leaves.items() if not by_path[path].frozen}
@@ -97,7 +97,7 @@ def plan_chunks(
         )
         for field, path, owner, leaf in found
     }
-    return Chunks(parked, labels, cuts)
+    return Buckets(parked, labels, cuts)
 
 
 def _packed(
@@ -112,7 +112,7 @@ def _packed(
             continue
         if size > room:
             number, room = number + 1, limit
-        labels[path] = f"chunk {number}"
+        labels[path] = f"bucket {number}"
         room -= size
         if size > limit:
             split = splits[path]

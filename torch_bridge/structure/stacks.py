@@ -19,7 +19,7 @@ from torch_bridge.module.names import Layout, Leaf
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockStack:
     """Blocks in a row that are equal but for the values of their parameters.
 
     Attributes:
@@ -49,7 +49,7 @@ class Run:
 
     def block(self, layer: int, place: int) -> str:
         """Path of a block, by its layer and its place in that."""
-        return _join(self.container, str(self.first + layer * self.period + place))
+        return join(self.container, self.first + layer * self.period + place)
 
     def starred(self, place: int) -> str:
         """The common path of the blocks at one place of all layers."""
@@ -57,7 +57,7 @@ class Run:
             blocks = f"[{self.first + place}:{self.stop}:{self.period}]"
         else:
             blocks = "*" if self.whole else f"[{self.first}:{self.stop}]"
-        return _join(self.container, blocks)
+        return join(self.container, blocks)
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class StackedLeaf:
     Attributes:
         name: its name, such as `transformer.h.*.ln_1.weight`.
         leaves: the module's own leaves that it holds, in the order of the layers.
-        run: the blocks.
+        stack: the blocks that they are of.
     """
 
     name: str
     leaves: tuple[Leaf, ...]
-    run: Run
+    stack: BlockStack
 
     @property
     def is_param(self) -> bool:
@@ -83,18 +83,18 @@ class StackedLeaf:
         return self.leaves[0].frozen
 
 
-def stacked_leaves(layout: Layout, runs: Sequence[Run]) -> tuple[StackedLeaf, ...]:
-    """The stacked leaves of all runs, in the order of the layout."""
+def stacked_leaves(layout: Layout, stacks: Sequence[BlockStack]) -> tuple[StackedLeaf, ...]:
+    """The leaves of some stacks, in the order of the layout."""
     by_name = {leaf.name: leaf for leaf in layout.leaves}
     found: list[StackedLeaf] = []
     for leaf in layout.leaves:
-        for run in runs:
-            for place in range(run.period):
-                prefix = run.block(0, place) + "."
+        for stack in stacks:
+            for place in range(stack.period):
+                prefix = stack.block(0, place) + "."
                 if leaf.name.startswith(prefix):
                     rest = leaf.name.removeprefix(prefix)
-                    own = [by_name[f"{run.block(k, place)}.{rest}"] for k in range(run.num)]
-                    found.append(StackedLeaf(f"{run.starred(place)}.{rest}", tuple(own), run))
+                    own = [by_name[f"{stack.block(k, place)}.{rest}"] for k in range(stack.num)]
+                    found.append(StackedLeaf(f"{stack.starred(place)}.{rest}", tuple(own), stack))
     return tuple(found)
 
 
@@ -195,5 +195,6 @@ def _joined(rows: list[Any]) -> Any:
     return joined
 
 
-def _join(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
+def join(*parts: str | int) -> str:
+    """A path of a module; the root's own is empty."""
+    return ".".join(str(part) for part in parts if part != "")
