@@ -16,7 +16,7 @@ from fzero.model import Model
 from fzero.summary import Printed, summary
 from fzero.tree import shapes_of
 from torch_bridge.dtypes import is_float
-from torch_bridge.export.capacity import counts, told
+from torch_bridge.export.capacity import counts
 from torch_bridge.export.mode import Mode, bind_state, frozen_dtypes, in_own_dtypes
 from torch_bridge.losses import all_but_the_loss, called_with_batch, module_loss
 from torch_bridge.module.adapters import Adapter
@@ -24,6 +24,7 @@ from torch_bridge.module.initial import on_host, with_masters
 from torch_bridge.module.names import Layout
 from torch_bridge.module.signature import build_output
 from torch_bridge.structure.blocks import Blocks
+from torch_bridge.structure.calls import Calls
 from torch_bridge.structure.chain import Chain, links_merged
 from torch_bridge.structure.divide import Parallel
 from torch_bridge.structure.loops import LoopedGraph
@@ -311,10 +312,10 @@ class Converted(Printed):
             loss: `loss(forward, batch)`, which returns an `fzero.Mean` or a scalar, or a pair of
                 that and a dict of metrics. `forward(*args, **kwargs)` is the module with the
                 step's parameters, buffers, key and mode bound; called several times, each call
-                has its own randomness and sees the buffers that the one before left. What the loss
-                reads of the batch is as it came. A chain runs the module once: there, `forward` is
-                called once, as it is (within `jax.checkpoint` or `jax.jit`, but not mapped nor
-                differentiated).
+                has its own randomness and sees the buffers that the one before left, for which a
+                forward that writes any is called as it is. What the loss reads of the batch is as
+                it came. A chain runs the module once: there, `forward` is called once, as it is
+                (within `jax.checkpoint` or `jax.jit`, but not mapped nor differentiated).
                 `"module"`: the module returns its own loss for a batch (transformers: where it has
                 `labels`), as `loss`, as the only output or the first one; a batch holds what it is
                 called with. That is a mean over the rows of one device, which all count alike.
@@ -369,26 +370,14 @@ class Converted(Printed):
             computed = self._computed(params, _ctx)
             if train:
                 self.unread(loss, batch)
-            current: list[Arrays] = [buffers]
-            dropped: list[Any] = []
-            calls = 0
 
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                nonlocal calls
-                key = None if rng is None else jax.random.fold_in(rng, calls)
-                calls += 1
-                out, current[0] = self._applied(
-                    computed, params, current[0], args, kwargs, key, train
-                )
-                if train and self.within_capacity:
-                    out, count = out
-                    dropped.append(count)
-                return out
+            def apply(buffers: Arrays, args: Any, kwargs: Any, key: Any) -> Applied:
+                return self._applied(computed, params, buffers, args, kwargs, key, train)
 
-            result = loss(forward, batch)
-            result = told(result, dropped) if dropped else result
+            forward = Calls(apply, buffers, rng, train and self.within_capacity)
+            result = forward.told(loss(forward, batch))
             value, metrics = result if isinstance(result, tuple) else (result, {})
-            return value, current[0], metrics
+            return value, forward.buffers, metrics
 
         initial = self.trained(self._params), dict(self._buffers)
         same, predict = self._same_anywhere(), partial(self._predict, predicting)

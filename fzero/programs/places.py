@@ -138,6 +138,7 @@ class PlacedFunction:
         self.out, self.out_tree = out, jax.tree.structure(out)
         wanted = jax.tree.leaves(out_shardings(out))
         self.program = Program(closed.jaxpr, closed.consts)
+        self._part(leaves, wanted)
         self.meshes: dict[Devices, Any] = {tuple(everywhere.devices.flat): everywhere}
         self.shardings: dict[Var, NamedSharding] = {}
         self.where: dict[Var, _Where] = {}
@@ -146,6 +147,19 @@ class PlacedFunction:
         donated = [i in donate for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         self.donated = {v for v, d in zip(self.program.inputs, donated, strict=True) if d}
         self._divide(wanted, labels.made(out) if labels.made else [""] * len(wanted))
+
+    def _part(self, leaves: Sequence[Any], wanted: Sequence[NamedSharding]) -> None:
+        """Makes a result a value of its own where it is an argument, or another result, but lies
+        otherwise: initial parameters in an optimizer's state, say."""
+        lies = {v: leaf.sharding for v, leaf in zip(self.program.inputs, leaves, strict=True)}
+        for index, (var, to) in enumerate(zip(self.program.outputs, wanted, strict=True)):
+            at = lies.setdefault(var, to) if isinstance(var, Var) else None
+            if at is None or devices_of(at) != devices_of(to):
+                continue
+            if not at.is_equivalent_to(to, var.aval.ndim):
+                own = Var(var.aval)
+                self.program.steps.append(Step(None, [var], [own]))
+                self.program.outputs[index] = own
 
     def _place_inputs(self, leaves: Sequence[Any], labels: Sequence[str]) -> None:
         whole = tuple(self.everywhere.devices.flat)
@@ -405,7 +419,12 @@ def placed_with_key(
         )
         if not made:
             made.append(PlacedFunction(with_bits, shapes, out_shardings, everywhere, what="init"))
-        return keys(made[0](*plain), out)
+        # The caller keeps what it gives: a result that is one of these is an array of its own.
+        given = {id(leaf) for leaf in jax.tree.leaves(plain)}
+        own = jax.tree.map(
+            lambda x: jnp.array(x, copy=True) if id(x) in given else x, made[0](*plain)
+        )
+        return keys(own, out)
 
     return run
 

@@ -201,6 +201,29 @@ def test_what_is_divided_is_said_with_its_reason():
     ]
 
 
+def test_what_convolutions_compute_whole_is_said_of_their_kernels():
+    """Also where it is read through views, as Mamba reads its own."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.plain = torch.nn.Conv1d(8, 8, 3)
+            self.turned = torch.nn.ConvTranspose1d(8, 8, 3, groups=2, bias=False)
+            self.deep = torch.nn.Parameter(torch.ones(8, 3))
+
+        def forward(self, x):
+            return FN.conv1d(self.turned(self.plain(x)), self.deep.unsqueeze(1), groups=8)
+
+    said = str(tb.convert(Net(), torch.zeros(2, 8, 12)).parallel).splitlines()
+    grouped = "whole: a grouped convolution reads it: its values are whole along tensor and context"
+    assert sorted(said) == [
+        f"deep: {grouped}",
+        "plain.bias: whole: no product that is divided reads it",
+        "plain.weight: whole: a convolution reads it: the features of its values are whole",
+        f"turned.weight: {grouped}",
+    ]
+
+
 class Pooled(torch.nn.Module):
     """Every way in which modules mix positions without attention, one after the other."""
 

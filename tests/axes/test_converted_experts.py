@@ -363,6 +363,9 @@ def refused_capacity(kind):
         tb.convert(module, torch.zeros(4, 3), capacity=1.25)
     elif kind == "parity":
         tb.parity(net()[0], bounded(), torch.zeros(2, LENGTH, dtype=torch.long))
+    elif kind == "transformed":
+        loss = lambda forward, batch: next_word(jax.checkpoint(forward), batch)  # noqa: E731
+        trained(bounded().model(loss, chain=False), fz.Plan(zero=0, data=1))
     else:
         model = bounded().model(lambda forward, batch: (next_word(forward, batch), {"dropped": 0}))
         trained(model, fz.Plan(zero=0, data=1))
@@ -376,6 +379,7 @@ def refused_capacity(kind):
         ("dense", r"no mixture .* ran in the Linear's forward .*fz\.experts"),
         ("patched", r"Linear's forward was replaced on the module itself"),
         ("parity", r"take all their tokens, and this conversion has a capacity"),
+        ("transformed", r"JAX transforms \(jax.checkpoint.*'dropped'.*as it is.*chain=None"),
         ("metric", r"has a metric 'dropped', .* another name"),
     ],
 )

@@ -106,6 +106,27 @@ def test_equals_the_same_without_a_pipeline(name, schedule):
     assert all(moved[path] != (frozen and path.startswith("embed")) for path in moved), moved
 
 
+def pulled_back():
+    """Its state begins as the parameters themselves, and is never written."""
+
+    def update(grads, start, params):
+        return jax.tree.map(lambda g, p, s: -0.1 * (g + p - s), grads, params, start), start
+
+    return optax.GradientTransformation(lambda params: params, update)
+
+
+def test_a_state_that_begins_as_the_parameters_lies_otherwise_than_they():
+    """In stages 1 and 2: one value, wanted in parts and whole."""
+    tx, cut = pulled_back(), plan(2, zero=1)
+    run, alone = (train(tied(), p, 2, tx=tx) for p in (cut, plan(1, zero=1)))
+    tiny.close(run.params, alone.params, rtol=0, atol=TIGHT)
+    wanted = fz.abstract_state(tied(), tx, cut)
+    lies = jax.tree.map(lambda x, to: x.sharding.is_equivalent_to(to.sharding, x.ndim),
+                        (run.state.params, run.state.opt_state),
+                        (wanted.params, wanted.opt_state))  # fmt: skip
+    assert all(jax.tree.leaves(lies))
+
+
 # Uneven stages: ranks that hold one, two and one layer
 
 

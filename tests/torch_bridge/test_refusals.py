@@ -290,3 +290,15 @@ class HermitianInverse(nn.Module):
 def test_an_inverse_whose_gradient_would_be_wrong_is_refused() -> None:
     with pytest.raises(ConversionError, match=r"pinv\(hermitian=True\).*use hermitian=False"):
         tb.convert(HermitianInverse(), torch.eye(3))(np.eye(3, dtype="f"))
+
+
+@pytest.mark.parametrize("within", [jax.checkpoint, jax.jit, jax.vmap])
+def test_a_buffer_that_is_written_within_a_transformed_function_is_refused(within: Any) -> None:
+    """The value would be a tracer that outlives its trace."""
+    converted = tb.convert(nn.BatchNorm1d(4), X)
+    model = converted.model(lambda forward, batch: jnp.mean(within(forward)(batch) ** 2))
+    batch = X.numpy() if within is not jax.vmap else np.stack([X.numpy()] * 2)
+    with pytest.raises(ConversionError, match=r"JAX transforms.*forward writes the buffer `"):
+        model.loss(*model.init, batch, None, True)
+    value, *_ = model.loss(*model.init, batch, None, False)  # nothing is written
+    assert np.isfinite(value)

@@ -120,8 +120,10 @@ def read_parallel(
         i.placeholder for i in mode.inputs if isinstance(i, TensorInput) and i.dtype.kind == "i"
     )
     found = _follow(program.graph, mode.params, tokens)
-    told = _told(module)
-    decided = {leaf.name: _decide(leaf, found, told) for leaf in layout.leaves if leaf.is_param}
+    told, kernels = _told(module), _kernels(program.graph, mode.params)
+    decided = {
+        leaf.name: _decide(leaf, found, told, kernels) for leaf in layout.leaves if leaf.is_param
+    }
     divided: list[Divided] = []
     whole: list[Whole] = []
     inside = names.place_of()
@@ -164,6 +166,7 @@ def _decide(
     leaf: Leaf,
     found: tuple[DimUses, Mapping[str, tuple[str, bool]]],
     told: Mapping[str, str],
+    kernels: Mapping[str, str],
 ) -> Divided | Whole:
     flow, stops = found
     if leaf.name in flow.experts:
@@ -189,8 +192,36 @@ def _decide(
         return Divided(leaf.name, dims.pop(), parts, how, "graph")
     if style is not None:
         return Whole(leaf.name, f"transformers: {style}")
-    why = stops.get(leaf.name, ("no product that is divided reads it", False))[0]
+    none = kernels.get(leaf.name, "no product that is divided reads it")
+    why = stops.get(leaf.name, (none, False))[0]
     return Whole(leaf.name, "it is used along several dims" if dims else why)
+
+
+def _kernels(graph: torch.fx.Graph, leaves: Mapping[str, str]) -> dict[str, str]:
+    """The kernels of convolutions, and what their values are gathered along (`lower/conv.py`)."""
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        named = {argument.name: at for at, argument in enumerate(_arguments(node))}
+        if not {"input", "weight", "stride", "groups"} <= named.keys():
+            continue
+        kernel, at = node.args[named["weight"]], named["groups"]
+        while kernel.name not in leaves and len(kernel.all_input_nodes) == 1:  # views of it
+            kernel = kernel.all_input_nodes[0]
+        leaf = leaves.get(kernel.name)
+        if leaf is None:
+            continue
+        grouped = node.kwargs.get("groups", dict(enumerate(node.args)).get(at, 1)) != 1
+        found[leaf] = (
+            "a grouped convolution reads it: its values are whole along tensor and context"
+            if grouped
+            else "a convolution reads it: the features of its values are whole"
+        )
+    return found
+
+
+def _arguments(node: torch.fx.Node) -> Sequence[Any]:
+    schema = getattr(node.target, "_schema", None)
+    return () if schema is None else schema.arguments
 
 
 def _modules(leaf: Leaf) -> list[str]:
