@@ -191,7 +191,7 @@ def test_drawn_tokens_follow_the_softmax(module: GPT2LMHeadModel, converted: tb.
 
 
 def test_logits_of_16_bits_are_divided_by_the_temperature_in_float32() -> None:
-    """Near 100 numbers in bfloat16 lie half a unit apart: quotients rounded there would be alike."""
+    """Near 100 numbers in bfloat16 lie half a unit apart: quotients rounded there are alike."""
     rows, draw = 64, Draw(greedy=False, top_k=None, nucleus=False)
     logits = jnp.broadcast_to(100 + jnp.arange(8) / 2, (rows, 8)).astype(jnp.bfloat16)
     keys = tb.Sampling(temperature=0.7, seed=range(rows)).keys(rows)
