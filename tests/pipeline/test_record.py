@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 
 import optax
@@ -23,10 +24,11 @@ def test_a_recorded_step_has_every_action_once_and_in_order(schedule):
     plan = tiny.plan(pipe=4, data=2, microbatches=4, schedule=schedule)
     state, step = fz.init(tied(), TX, plan), fz.train_step(tied(), TX, plan)
     state, _ = step(state, counting(8))
-    began = time.perf_counter()
+    began, switching = time.perf_counter(), sys.getswitchinterval()
     with recorded(step) as recording:
         state, _ = step(state, counting(8))
     took, timeline = time.perf_counter() - began, recording.timeline()
+    assert sys.getswitchinterval() == switching
     assert timeline.mode == "measured"
     assert sorted(e.action for e in timeline.events) == sorted(
         action for row in plan.build_schedule().ranks for action in row if action is not None
