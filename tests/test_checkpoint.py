@@ -381,7 +381,8 @@ def test_among_processes_what_failed_is_raised_before_the_others_are_waited_for(
         manager._Noticed(job, failed).result()
     writer = manager.Manager(str(tmp_path), None)
     monkeypatch.setattr(writer, "_failed", failed)
-    monkeypatch.setattr(writer._manager, "is_saving_in_progress", lambda: True)
+    saves = iter([True, True])
+    monkeypatch.setattr(writer._manager, "is_saving_in_progress", lambda: next(saves, False))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(OSError, match="no space left"):
         writer.wait_until_finished()

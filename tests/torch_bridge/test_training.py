@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fzero as fz
 import torch_bridge as tb
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
 
 
 def small() -> nn.Sequential:
@@ -142,6 +147,8 @@ def test_a_converted_module_is_called_like_one() -> None:
 def test_batches_of_loaders_become_arrays() -> None:
     x, y = tb.batch(next(iter(DataLoader(data(4), 4))))
     assert (x.dtype, y.dtype) == (np.float32, np.int32)
+    named = tb.batch(Pair(torch.ones(2), torch.zeros(3)))
+    assert (type(named), named.y.shape) == (Pair, (3,))
     nested = tb.batch({"a": [torch.ones(2, dtype=torch.bfloat16)], "b": np.ones(2)})
     assert nested["a"][0].dtype == jnp.bfloat16
 

@@ -251,6 +251,16 @@ def test_moments_by_number_are_written_in_the_order_of_their_numbers(tmp_path: P
     assert [float(back.exp_avg[str(i)].tensor()[0]) for i in range(12)] == list(range(12))
 
 
+def test_moments_of_a_name_that_comes_twice_are_equal_or_refused() -> None:
+    one, other = (in_memory("w", torch.full((2,), value)) for value in (1.0, 2.0))
+    tied = Optimizer(3, {"0": one, "1": one}, {"0": other, "1": other}, named=False)
+    assert list(tied.moments(["w", "w"]).exp_avg) == ["w"]
+    apart = Optimizer(3, {"0": one, "1": one}, {"0": one, "1": other}, named=False)
+    assert set(apart.moments(["w", "v"]).exp_avg_sq) == {"w", "v"}
+    with pytest.raises(CheckpointError, match=r"`w` was named twice, .* parameter 1 are others"):
+        apart.moments(["w", "w"])
+
+
 @pytest.mark.parametrize("value", [1.5, True, "3", torch.tensor(0.5), torch.ones(2)])
 def test_a_number_of_steps_that_is_none_is_refused(value):
     with pytest.raises(CheckpointError, match="expected a number of steps"):
