@@ -29,6 +29,7 @@ from support import tiny
 from support.sample import some
 
 import fzero as fz
+from fzero.optimizer.terms import OWN, Terms
 
 
 @pytest.mark.parametrize(
@@ -150,3 +151,33 @@ def test_two_draws_are_not_the_same():
     first, _ = step(state, batch(0))
     second, _ = step(first.replace(params=state.params), batch(0))
     assert np.any(np.asarray(first.params["first"]) != np.asarray(second.params["first"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "commutes"),
+    [("mul", True), ("add", True), ("max", True), ("sub", False), ("div", False), ("pow", False)],
+)
+def test_operands_may_change_places_where_that_changes_nothing(name, commutes):
+    terms = Terms({})
+    one, other = ((terms.of(("input", n), (4,)), None) for n in range(2))
+    found = {terms.operation(name, (), 0, pair, (4,)) for pair in ((one, other), (other, one))}
+    assert len(found) == (1 if commutes else 2)
+
+
+def test_a_stack_of_one_layer_is_read_as_a_whole():
+    terms = Terms({"one": 1, "more": 3}, {"one"})
+    assert (terms.own("one"), terms.every("one")) == (None, None)
+    assert terms.own("more") == OWN
+    assert terms.every("more") == ("more", "all")
+
+
+def test_a_sum_over_layers_is_what_each_of_them_is_added_up_in():
+    """Once all are in it; what one of them is in more often stays its own."""
+    terms = Terms({"s": 3})
+    leaf = terms.of(("input", 0), ())
+    layers = [(leaf, ("s", n)) for n in range(3)]
+    every = terms.bag("reduce_sum", [(leaf, terms.every("s"))], ())
+    assert terms.bag("reduce_sum", layers, ()) == every
+    assert terms.bag("reduce_sum", layers[:2], ()) != every
+    twice = terms.bag("reduce_sum", [*layers, layers[0]], ())
+    assert twice == terms.bag("reduce_sum", [every, layers[0]], ()) != every
