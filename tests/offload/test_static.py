@@ -97,7 +97,9 @@ def wide(params):
 @optax.stateless
 def centred(updates, _):
     """Needs matrices whole, vectors element by element: leaves of a stack visit in other slabs."""
-    return jax.tree.map(lambda x: x - jnp.mean(x, axis=-1, keepdims=True) if x.ndim > 1 else x, updates)
+    return jax.tree.map(
+        lambda x: x - jnp.mean(x, axis=-1, keepdims=True) if x.ndim > 1 else x, updates
+    )
 
 
 OPTIMIZERS = {

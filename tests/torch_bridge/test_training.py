@@ -429,3 +429,13 @@ def test_values_too_large_for_half_a_float_are_refused() -> None:
     with pytest.raises(fz.CheckpointError, match=r"`weight`: torch\.float16 cannot hold"):
         tb.load_into(nn.Linear(4, 4).half(), state)
     assert tb.load_into(nn.Linear(4, 4).bfloat16(), state).weight[0, 0] > 9e5
+
+
+def test_values_of_a_consumed_state_are_refused_by_name() -> None:
+    converted = tb.convert(small(), torch.ones(8, 4))
+    model = converted.model(lambda forward, batch: jnp.mean(forward(batch)))
+    state = fz.init(model, sgd(0.1), fz.Plan(data=1))
+    for leaf in jax.tree.leaves(state.params):
+        leaf.delete()
+    with pytest.raises(fz.StateConsumedError, match="load_into"):
+        tb.load_into(small(), state)
