@@ -72,6 +72,6 @@ def test_only_a_pipeline_is_recorded():
 def test_a_whole_backward_pass_costs_both_halves_where_only_those_ran():
     schedule = zb_h1(1, 1)
     lasts = {"F": 1.0, "I": 2.0, "W": 3.0}
-    events = [Event(a, 0, 0.0, lasts[a.kind]) for a in schedule.ranks[0] if a is not None]
+    events = [Event(0, a, 0.0, lasts[a.kind]) for a in schedule.ranks[0] if a is not None]
     (found,) = medians(events, schedule).per_stage
     assert (found.f, found.b, found.i, found.w) == (1.0, 5.0, 2.0, 3.0)
