@@ -30,6 +30,7 @@ from support.sample import some
 
 import fzero as fz
 from fzero.optimizer.terms import OWN, Terms
+from fzero.optimizer.zeros import Zeros
 
 
 @pytest.mark.parametrize(
@@ -181,3 +182,18 @@ def test_a_sum_over_layers_is_what_each_of_them_is_added_up_in():
     assert terms.bag("reduce_sum", layers[:2], ()) != every
     twice = terms.bag("reduce_sum", [*layers, layers[0]], ())
     assert twice == terms.bag("reduce_sum", [every, layers[0]], ()) != every
+
+
+def test_rows_that_are_no_layers_are_harmless_where_their_zeros_are():
+    terms = Terms({})
+    leaf = terms.of(("input", 0), (4,)), None
+    positive = terms.operation("gt", (), 0, (leaf, (terms.of(("literal", 0.0), ()), None)), (4,))
+    finite = terms.operation("is_finite", (), 0, (leaf,), (4,))
+    grown = terms.operation("exp", (), 0, (leaf,), (4,))
+    more = terms.operation("is_finite", (), 0, (grown,), (4,))
+    zeros = Zeros(terms, [])
+    kinds = "reduce_sum", "reduce_and", "reduce_max"
+    assert [zeros.harmless(kind, leaf[0]) for kind in kinds] == [True, False, False]
+    assert zeros.harmless("reduce_and", finite[0])
+    for other in (positive, more):  # false of zeros; of what is no zero
+        assert not zeros.harmless("reduce_and", other[0])

@@ -439,3 +439,5 @@ def test_values_of_a_consumed_state_are_refused_by_name() -> None:
         leaf.delete()
     with pytest.raises(fz.StateConsumedError, match="load_into"):
         tb.load_into(small(), state)
+    with pytest.raises(fz.StateConsumedError, match="state_dict"):
+        tb.state_dict(converted, state)
