@@ -191,9 +191,11 @@ def test_rows_that_are_no_layers_are_harmless_where_their_zeros_are():
     finite = terms.operation("is_finite", (), 0, (leaf,), (4,))
     grown = terms.operation("exp", (), 0, (leaf,), (4,))
     more = terms.operation("is_finite", (), 0, (grown,), (4,))
+    of_all = terms.operation("abs", (), 0, ((leaf[0], ("s", "all")),), (4,))
     zeros = Zeros(terms, [])
     kinds = "reduce_sum", "reduce_and", "reduce_max"
     assert [zeros.harmless(kind, leaf[0]) for kind in kinds] == [True, False, False]
+    assert not zeros.harmless("reduce_sum", of_all[0])  # of other rows
     assert zeros.harmless("reduce_and", finite[0])
     for other in (positive, more):  # false of zeros; of what is no zero
         assert not zeros.harmless("reduce_and", other[0])
