@@ -81,7 +81,6 @@ PLANS = {
     "name",
     some(
         PLANS,
-        "zero0",
         "zero2, microbatches",
         "zero3",
         "zero3, replicas",
@@ -322,3 +321,12 @@ def test_exports_to_pytorch(tmp_path):
             torch.testing.assert_close(tensor, expected[name])
     with pytest.raises(fz.StateError, match="has no averages"):
         tb.state_dict(converted, fz.init(model, tx, plan.replace(ema=None)), which="ema")
+
+
+def test_a_state_whose_averages_alone_were_given_away_is_consumed():
+    state = fz.init(MODEL, TX, tiny.plan(zero=1, ema=DECAY))
+    shares = jax.tree.map(jnp.copy, state).replace(ema=state.ema)
+    for leaf in jax.tree.leaves(state.ema):
+        leaf.delete()
+    with pytest.raises(fz.StateConsumedError, match="shares its arrays"):
+        fz.logical(MODEL, shares)

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -366,6 +366,28 @@ def test_each_failure_in_the_background_is_told_once(states, tmp_path, monkeypat
     fz.save(tmp_path, state, plan)
     fz.wait(tmp_path)
     assert fz.checkpoint(tmp_path).number == 0
+
+
+def test_among_processes_what_failed_is_raised_before_the_others_are_waited_for(
+    states, tmp_path, monkeypatch
+):
+    """orbax would let this process wait for those that wait for its part."""
+    state, plan = states("zero 3"), PLANS["zero 3"]
+    fz.save(tmp_path, state, plan, asynchronous=False)
+    job: Future = Future()
+    job.set_exception(OSError("no space left"))
+    failed: list[BaseException] = []
+    with pytest.raises(OSError, match="no space left"):
+        manager._Noticed(job, failed).result()
+    writer = manager.Manager(str(tmp_path), None)
+    monkeypatch.setattr(writer, "_failed", failed)
+    saves = iter([True, True])
+    monkeypatch.setattr(writer._manager, "is_saving_in_progress", lambda: next(saves, False))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(OSError, match="no space left"):
+        writer.wait_until_finished()
+    monkeypatch.undo()
+    writer.close()
 
 
 def test_refusals(states, tmp_path):

@@ -100,7 +100,8 @@ def state_layers(state: PyTree, shapes: PyTree, stacks: Mapping[str, Rows]) -> P
     return jax.tree.unflatten(tree, flat)
 
 
-Layer = tuple[str, int]
+# A stack and the rows of a leaf (leaves that visit the device in slabs have fewer); which layer.
+Layer = tuple[tuple[str, Rows], int]
 
 
 class Rolled:
@@ -121,15 +122,21 @@ class Rolled:
         self.known: dict[Var, tuple[int, Layer | None]] = {}
         self._numbers: dict[Any, int] = {}
         self._members: dict[int, set[int]] = defaultdict(set)
-        self.rows = {
-            p.source.stack: p.source.rows for p in self.inputs if p.source.stack is not None
-        }
+        # Where results of so many layers lie.
+        self.rows: dict[tuple[str | None, int], Rows] = {
+            (p.source.stack, len(p.source.rows.order)): p.source.rows
+            for p in self.inputs if p.source.rows is not None
+        }  # fmt: skip
         self._number()
 
     def _number(self) -> None:
         for var, given in zip(self.program.inputs, self.inputs, strict=True):
             source = given.source
-            layer = None if given.layer is None else (str(source.stack), given.layer)
+            layer: Layer | None = None
+            if given.layer is not None:
+                assert source.stack is not None
+                assert source.rows is not None
+                layer = (source.stack, source.rows), given.layer
             self._know(var, ("source", id(source)), layer)
         for var in self.program.consts:
             self._know(var, ("constant", id(var)), None)
@@ -162,8 +169,8 @@ class Rolled:
         number, layer = self.known[var]
         if layer is None:
             return False
-        rows = self.rows[layer[0]]
-        return rows is not None and len(self._members[number]) == len(rows.order)
+        (_, rows), _ = layer
+        return len(self._members[number]) == len(rows.order)
 
     def __call__(self, scope: Scope) -> PyTree:
         """Runs the function.
@@ -221,14 +228,14 @@ class _Run:
         heavy = is_heavy(step)
         if heavy:
             values = [
-                self.scope.spread(layer[0], x) if mine else x
+                self.scope.spread(layer[0][0], x) if mine else x
                 for x, mine in zip(values, own, strict=True)
             ]
         out = jax.vmap(
             lambda *values: step.run(list(values)), in_axes=[0 if mine else None for mine in own]
         )(*values)
         if heavy:
-            out = [self.scope.spread(layer[0], x) for x in out]
+            out = [self.scope.spread(layer[0][0], x) for x in out]
         self.stacks.update(zip(numbers, out, strict=True))
 
     def value(self, x: Any) -> Any:
@@ -238,21 +245,17 @@ class _Run:
         if x not in self.single:
             number, layer = self.rolled.known[x]
             assert layer is not None
-            row = self.rows(layer[0]).order[layer[1]]
+            (_, rows), own = layer
+            row = rows.order[own]
             self.single[x] = jax.lax.index_in_dim(self.stacks[number], row, 0, keepdims=False)
         return self.single[x]
-
-    def rows(self, stack: str) -> Rows:
-        rows = self.rolled.rows[stack]
-        assert rows is not None
-        return rows
 
     def result(self, node: Any) -> Any:
         """A result of the function; those of a leaf's layers as one array."""
         outputs = self.rolled.program.outputs
         if not is_layers(node):
             return jnp.asarray(self.value(outputs[node.at]), node.dtype)
-        rows = self.rows(node.stack)
+        rows = self.rolled.rows[node.stack, len(node.layers)]
         found = [outputs[one.at] for one in node.layers]
         shape = (rows.num, *node.layers[0].shape)
         if self.rolled._stacked(found[0]) and self._in_order(found):

@@ -10,7 +10,7 @@ import jax
 
 from fzero.precision import LossScale
 from fzero.sharding.homes import StackRows
-from fzero.state import compute_copy
+from fzero.state import compute_copy, row_order
 from fzero.summary import Printed, summary
 from fzero.tree import PyTree
 
@@ -54,7 +54,7 @@ class TrainState(Printed):
         ema: moving averages of the trained parameters in float32 (`Plan(ema=0.999)`), or `None`.
         rows: of a pipeline's state, `(name, rows)` of each stack whose layers are not kept in
             order: the layer in each row, as the plan's schedule and partition have it. No leaf: a
-            state of another order has another structure.
+            state of another order has another structure, and its arrays are refused here.
 
     A leaf of `params`, `opt_state` or `ema` that no dim divides is stored with zeros at its end;
     `fz.describe` names such leaves, `fz.logical` gives their own shapes back.
@@ -70,6 +70,9 @@ class TrainState(Printed):
     grads: Pending | None = None
     ema: PyTree = None
     rows: StackRows = field(default=(), metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        row_order.require_alike(self, fields_of(self))
 
     def _summary(self) -> str:
         return summary("TrainState", fields_of(self))

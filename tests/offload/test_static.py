@@ -94,6 +94,14 @@ def wide(params):
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
+@optax.stateless
+def centred(updates, _):
+    """Needs matrices whole, vectors element by element: leaves of a stack visit in other slabs."""
+    return jax.tree.map(
+        lambda x: x - jnp.mean(x, axis=-1, keepdims=True) if x.ndim > 1 else x, updates
+    )
+
+
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-2),
     "chain": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(
@@ -104,6 +112,7 @@ OPTIMIZERS = {
     "multi": lambda: optax.multi_transform(
         {"slow": optax.sgd(1e-3, momentum=0.9), "fast": optax.adam(1e-2)}, labels),
     "masked": lambda: fz.per_layer(optax.masked(optax.adamw(1e-2), wide)),
+    "centred": lambda: fz.per_layer(optax.chain(optax.trace(0.9), centred, optax.scale(-0.1))),
 }  # fmt: skip
 
 

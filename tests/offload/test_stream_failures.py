@@ -1,15 +1,18 @@
 """A disk that fails in the middle of a streamed step: the state is whole, or the error has it."""
 
+import dataclasses
 import errno
 import os
 from unittest import mock
 
+import jax
 import optax
 import pytest
 from disk_cases import bytes_held
 from support import tiny
 
 import fzero as fz
+from fzero.storage.tiers import Slabs, slabs_of
 
 
 MODEL, TX, BATCH = tiny.chain(4), optax.adam(1e-2), tiny.tokens(8)
@@ -81,6 +84,30 @@ def test_what_the_disk_does_not_take_stays_in_host_memory(plan, step, expected, 
     after, _ = step(after, BATCH)
     fz.placement(after).require(opt_state="disk")
     same(values(after), expected[1])
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("to", ["device", "host", "disk"])
+def test_leaves_of_which_the_disk_has_some_pieces_are_moved_whole(plan, to, waits):
+    """Such as a disk leaves behind that fails on the way: the first piece is on the host."""
+    whole = fz.init(MODEL, TX, plan)
+    host = fz.offload(whole, to="host", include="opt_state", donate=False)
+
+    def mixed(there, here):
+        if not isinstance(there, Slabs):
+            return there
+        return dataclasses.replace(there, slabs=(here.slabs[0], *there.slabs[1:]))
+
+    state = whole.replace(opt_state=jax.tree.map(mixed, whole.opt_state, host.opt_state))
+    assert any(len({*map(type, slabs_of(leaf))}) == 2 for leaf in jax.tree.leaves(state.opt_state))
+    options = {"include": "opt_state", "donate": False, "non_blocking": not waits}
+    if to == "device":
+        moved = fz.reload(state, **options)
+    else:
+        moved = fz.offload(state, to=to, path=plan.disk_path if to == "disk" else None, **options)
+    moved = jax.block_until_ready(moved)
+    fz.placement(moved).require(opt_state=to)
+    same(values(moved), values(whole))
 
 
 def test_a_disk_that_is_full_in_the_middle(plan, expected, tmp_path):

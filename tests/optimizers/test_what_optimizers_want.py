@@ -29,6 +29,8 @@ from support import tiny
 from support.sample import some
 
 import fzero as fz
+from fzero.optimizer.terms import OWN, Terms
+from fzero.optimizer.zeros import Zeros
 
 
 @pytest.mark.parametrize(
@@ -150,3 +152,50 @@ def test_two_draws_are_not_the_same():
     first, _ = step(state, batch(0))
     second, _ = step(first.replace(params=state.params), batch(0))
     assert np.any(np.asarray(first.params["first"]) != np.asarray(second.params["first"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "commutes"),
+    [("mul", True), ("add", True), ("max", True), ("sub", False), ("div", False), ("pow", False)],
+)
+def test_operands_may_change_places_where_that_changes_nothing(name, commutes):
+    terms = Terms({})
+    one, other = ((terms.of(("input", n), (4,)), None) for n in range(2))
+    found = {terms.operation(name, (), 0, pair, (4,)) for pair in ((one, other), (other, one))}
+    assert len(found) == (1 if commutes else 2)
+
+
+def test_a_stack_of_one_layer_is_read_as_a_whole():
+    terms = Terms({"one": 1, "more": 3}, {"one"})
+    assert (terms.own("one"), terms.every("one")) == (None, None)
+    assert terms.own("more") == OWN
+    assert terms.every("more") == ("more", "all")
+
+
+def test_a_sum_over_layers_is_what_each_of_them_is_added_up_in():
+    """Once all are in it; what one of them is in more often stays its own."""
+    terms = Terms({"s": 3})
+    leaf = terms.of(("input", 0), ())
+    layers = [(leaf, ("s", n)) for n in range(3)]
+    every = terms.bag("reduce_sum", [(leaf, terms.every("s"))], ())
+    assert terms.bag("reduce_sum", layers, ()) == every
+    assert terms.bag("reduce_sum", layers[:2], ()) != every
+    twice = terms.bag("reduce_sum", [*layers, layers[0]], ())
+    assert twice == terms.bag("reduce_sum", [every, layers[0]], ()) != every
+
+
+def test_rows_that_are_no_layers_are_harmless_where_their_zeros_are():
+    terms = Terms({})
+    leaf = terms.of(("input", 0), (4,)), None
+    positive = terms.operation("gt", (), 0, (leaf, (terms.of(("literal", 0.0), ()), None)), (4,))
+    finite = terms.operation("is_finite", (), 0, (leaf,), (4,))
+    grown = terms.operation("exp", (), 0, (leaf,), (4,))
+    more = terms.operation("is_finite", (), 0, (grown,), (4,))
+    of_all = terms.operation("abs", (), 0, ((leaf[0], ("s", "all")),), (4,))
+    zeros = Zeros(terms, [])
+    kinds = "reduce_sum", "reduce_and", "reduce_max"
+    assert [zeros.harmless(kind, leaf[0]) for kind in kinds] == [True, False, False]
+    assert not zeros.harmless("reduce_sum", of_all[0])  # of other rows
+    assert zeros.harmless("reduce_and", finite[0])
+    for other in (positive, more):  # false of zeros; of what is no zero
+        assert not zeros.harmless("reduce_and", other[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from functools import cache
 
@@ -15,6 +16,7 @@ from support import tiny
 from support.sample import some
 
 import fzero as fz
+from fzero.state.row_order import _ROWS
 
 
 ROWS = 8
@@ -404,6 +406,38 @@ def test_layers_in_the_order_of_another_schedule_are_refused(tmp_path):
         tiny.same_bits(fz.logical(model, got), fz.logical(model, state, own))
     with pytest.raises(fz.CheckpointError, match="a pipeline's, the plan has none"):
         fz.save(tmp_path, states[1], one)
+
+
+@pytest.mark.parametrize("to", ["device", "host"])
+def test_arrays_of_a_state_of_another_order_are_refused(to):
+    """In either direction, any field, parked or not; edits of a state's own arrays are taken."""
+    model, tx = untied(), optax.adam(0.1)
+    names = "gpipe", "interleaved"
+    plans = [tiny.plan(pipe=2, data=2, microbatches=2, schedule=name) for name in names]
+    own, other = (fz.init(model, tx, plan) for plan in plans)
+    if to == "host":
+        own, other = (fz.offload(state, to=to) for state in (own, other))
+    for one, two in ((own, other), (other, own)):
+        for name in ("params", "opt_state"):
+            with pytest.raises(fz.StateError, match=r"blocks/w: expected layers in .*fz\.replan"):
+                one.replace(**{name: getattr(two, name)})
+        with pytest.raises(fz.StateError, match="blocks/b: expected layers"):
+            dataclasses.replace(one, rows=two.rows)
+        halves = {name: value for name, value in two.params.items() if name != "blocks"}
+        taken = one.replace(params={**one.params, **halves})
+        assert taken.params["blocks"] is one.params["blocks"]
+        again = jax.tree.map(lambda x: x, taken)
+        assert again.rows == one.rows
+
+
+def test_what_is_known_of_arrays_goes_with_them():
+    model, tx = untied(), optax.sgd(0.1)
+    plan = tiny.plan(pipe=2, data=2, microbatches=2, schedule="interleaved")
+    state = fz.init(model, tx, plan)
+    known = [id(leaf) for leaf in state.params["blocks"].values()]
+    assert all(key in _ROWS for key in known)
+    del state
+    assert not any(key in _ROWS for key in known)
 
 
 def test_trees_are_those_without_a_pipeline():

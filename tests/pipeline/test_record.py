@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 
 import optax
@@ -11,8 +12,10 @@ from execute_cases import counting, tied
 from support import tiny
 
 import fzero as fz
-from fzero.pipeline import recorded, simulate
+from fzero.pipeline import recorded, simulate, zb_h1
+from fzero.pipeline.record import medians
 from fzero.schedule.order import gives, needs
+from fzero.schedule.simulate import Event
 
 
 TX = optax.sgd(1e-2)
@@ -23,10 +26,11 @@ def test_a_recorded_step_has_every_action_once_and_in_order(schedule):
     plan = tiny.plan(pipe=4, data=2, microbatches=4, schedule=schedule)
     state, step = fz.init(tied(), TX, plan), fz.train_step(tied(), TX, plan)
     state, _ = step(state, counting(8))
-    began = time.perf_counter()
+    began, switching = time.perf_counter(), sys.getswitchinterval()
     with recorded(step) as recording:
         state, _ = step(state, counting(8))
     took, timeline = time.perf_counter() - began, recording.timeline()
+    assert sys.getswitchinterval() == switching
     assert timeline.mode == "measured"
     assert sorted(e.action for e in timeline.events) == sorted(
         action for row in plan.build_schedule().ranks for action in row if action is not None
@@ -63,3 +67,11 @@ def test_only_a_pipeline_is_recorded():
         pass
     with pytest.raises(fz.PipelineError, match="expected one training step"):
         recording.timeline()
+
+
+def test_a_whole_backward_pass_costs_both_halves_where_only_those_ran():
+    schedule = zb_h1(1, 1)
+    lasts = {"F": 1.0, "I": 2.0, "W": 3.0}
+    events = [Event(0, a, 0.0, lasts[a.kind]) for a in schedule.ranks[0] if a is not None]
+    (found,) = medians(events, schedule).per_stage
+    assert (found.f, found.b, found.i, found.w) == (1.0, 5.0, 2.0, 3.0)

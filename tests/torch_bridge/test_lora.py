@@ -16,6 +16,8 @@ import transformers
 
 import fzero as fz
 import torch_bridge as tb
+from torch_bridge.formats.peft import fitted
+from torch_bridge.module.adapters import Adapter
 
 
 @pytest.fixture(autouse=True)
@@ -332,6 +334,20 @@ def test_other_adapters_are_refused_and_nothing_is_changed(base, adapted, tmp_pa
     with pytest.raises(fz.CheckpointError, match="is a file"):
         tb.save(tmp_path / "file", adapted, state, to="peft")
     assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"k": (2,), "more": (2,)}, "unexpected: `more`"),
+        ({}, "missing: `k`"),
+        ({"k": (3,)}, r"shape: `k` is \(3,\), expected \(2,\)"),
+    ],
+)
+def test_all_of_an_adapter_has_to_fit(given, problem):
+    adapter = Adapter("default", {}, {"leaf": "k"}, (), plain=True)
+    with pytest.raises(fz.CheckpointError, match=rf"in 1 place(.|\n)*\n  {problem}$"):
+        fitted(adapter, {"leaf": (2,)}, {key: np.zeros(at) for key, at in given.items()}, "x")
 
 
 def test_targets_that_name_no_linear_layer_are_refused(base, adapted):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -122,3 +123,13 @@ def test_what_cannot_be_packed_is_named():
         tb.pack([[1], [1, 2]], length=4, labels=[[1]])
     with pytest.raises(fz.BatchError, match="document 1 has labels, but is none"):
         tb.pack([[1]], length=4, labels=iter([[1], [1, 2]]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_what_a_mask_hides_is_a_number_in_its_dtype_and_in_bfloat16(dtype):
+    """An infinity would make a row that sees nothing NaN."""
+    mask = tb.packed_mask(jnp.asarray([[1, 1, 2]]), dtype=dtype)
+    assert mask.dtype == dtype
+    assert np.isfinite(np.asarray(mask.astype(jnp.bfloat16), np.float32)).all()
+    assert np.isfinite(np.asarray(mask, np.float32)).all()
+    assert np.unique(np.asarray(mask, np.float32)).size == 2

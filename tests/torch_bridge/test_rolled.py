@@ -186,6 +186,20 @@ def test_a_model_is_a_chain_and_the_head_reads_the_embedding(gpt2_rolled: tb.Con
     assert params["end"].keys() == {"transformer.ln_f.weight", "transformer.ln_f.bias"}
 
 
+def test_a_function_divides_the_layers_of_a_loop_as_a_chain_does(
+    gpt2_rolled: tb.Converted,
+) -> None:
+    """A stacked leaf has one dim more than the rule of its layers."""
+    rules = gpt2_rolled.model(lm_loss, chain=False).shard
+    assert len(rules) > 6
+    for name, dims in rules.items():
+        if "*" in name:
+            assert dims[0] is None
+        parts = {n: part.num for n, part in enumerate(dims) if part is not None}
+        assert parts, name
+        assert all(gpt2_rolled.params[name].shape[n] % num == 0 for n, num in parts.items()), name
+
+
 def test_chain_and_function_agree(net: Net, rolled: tb.Converted) -> None:
     """Loss, gradients and running statistics, with constants that differ between layers."""
 

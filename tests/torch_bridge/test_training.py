@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fzero as fz
 import torch_bridge as tb
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
 
 
 def small() -> nn.Sequential:
@@ -142,6 +147,8 @@ def test_a_converted_module_is_called_like_one() -> None:
 def test_batches_of_loaders_become_arrays() -> None:
     x, y = tb.batch(next(iter(DataLoader(data(4), 4))))
     assert (x.dtype, y.dtype) == (np.float32, np.int32)
+    named = tb.batch(Pair(torch.ones(2), torch.zeros(3)))
+    assert (type(named), named.y.shape) == (Pair, (3,))
     nested = tb.batch({"a": [torch.ones(2, dtype=torch.bfloat16)], "b": np.ones(2)})
     assert nested["a"][0].dtype == jnp.bfloat16
 
@@ -422,3 +429,15 @@ def test_values_too_large_for_half_a_float_are_refused() -> None:
     with pytest.raises(fz.CheckpointError, match=r"`weight`: torch\.float16 cannot hold"):
         tb.load_into(nn.Linear(4, 4).half(), state)
     assert tb.load_into(nn.Linear(4, 4).bfloat16(), state).weight[0, 0] > 9e5
+
+
+def test_values_of_a_consumed_state_are_refused_by_name() -> None:
+    converted = tb.convert(small(), torch.ones(8, 4))
+    model = converted.model(lambda forward, batch: jnp.mean(forward(batch)))
+    state = fz.init(model, sgd(0.1), fz.Plan(data=1))
+    for leaf in jax.tree.leaves(state.params):
+        leaf.delete()
+    with pytest.raises(fz.StateConsumedError, match="load_into"):
+        tb.load_into(small(), state)
+    with pytest.raises(fz.StateConsumedError, match="state_dict"):
+        tb.state_dict(converted, state)

@@ -17,6 +17,7 @@ import torch
 
 import torch_bridge as tb
 from fzero.errors import CheckpointError
+from torch_bridge.formats import read
 from torch_bridge.formats.write import write
 
 
@@ -117,6 +118,16 @@ def test_damage_is_found_or_harmless(
         file.write_bytes(damage(bytearray(file.read_bytes()), at, value))
         with contextlib.suppress(CheckpointError):
             read_everything(target)
+
+
+def test_what_no_reader_expected_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: Path) -> None:
+        raise KeyError("storage")
+
+    monkeypatch.setattr(read, "read_file", fails)
+    (tmp_path / "a.safetensors").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: damaged: KeyError: 'storage'"):
+        tb.checkpoint(tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -19,6 +19,7 @@ from fzero.errors import CheckpointError
 from fzero.tree import named_leaves
 from torch_bridge.formats.adam import groups_of, step_of
 from torch_bridge.formats.content import Optimizer
+from torch_bridge.module.lazy import in_memory
 from torch_bridge.moments import Moments, moments_of, with_moments
 
 
@@ -238,6 +239,26 @@ def test_hyperparameters_of_several_groups_are_nobodys_where_one_group_is_writte
     one, both = (Optimizer(1, {}, {}, part, named=True) for part in (groups[:1], groups))
     assert groups_of(one, [0])[0]["lr"] == 0.5
     assert groups_of(both, [0, 1])[0]["lr"] == 1e-3  # torch's default, not the first group's
+
+
+def test_moments_by_number_are_written_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    """Which is not that of their texts: "10" is before "2"."""
+    tensors = {f"w{i}": in_memory(f"w{i}", torch.full((2,), float(i))) for i in range(12)}
+    own = {str(i): tensors[f"w{i}"] for i in range(12)}
+    found = tb.Checkpoint("x", "x", tensors, optimizer=Optimizer(3, own, own, named=False))
+    tb.write(found, tmp_path / "last.ckpt")
+    back = tb.checkpoint(tmp_path / "last.ckpt").optimizer
+    assert [float(back.exp_avg[str(i)].tensor()[0]) for i in range(12)] == list(range(12))
+
+
+def test_moments_of_a_name_that_comes_twice_are_equal_or_refused() -> None:
+    one, other = (in_memory("w", torch.full((2,), value)) for value in (1.0, 2.0))
+    tied = Optimizer(3, {"0": one, "1": one}, {"0": other, "1": other}, named=False)
+    assert list(tied.moments(["w", "w"]).exp_avg) == ["w"]
+    apart = Optimizer(3, {"0": one, "1": one}, {"0": one, "1": other}, named=False)
+    assert set(apart.moments(["w", "v"]).exp_avg_sq) == {"w", "v"}
+    with pytest.raises(CheckpointError, match=r"`w` was named twice, .* parameter 1 are others"):
+        apart.moments(["w", "w"])
 
 
 @pytest.mark.parametrize("value", [1.5, True, "3", torch.tensor(0.5), torch.ones(2)])

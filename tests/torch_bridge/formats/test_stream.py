@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,6 +15,7 @@ import torch
 import fzero as fz
 import torch_bridge as tb
 from fzero.errors import ConversionError, PlacementError
+from torch_bridge.formats.across import FarLeaf
 
 
 WIDTH, LAYERS = 24, 4
@@ -137,3 +140,12 @@ def test_what_cannot_be_streamed_is_named_before_the_first_pair() -> None:
     parked = fz.offload(state_of(fz.Plan(zero=3)), "params", to="host")
     with pytest.raises(PlacementError, match="stream"):
         tb.stream(converted(), parked)
+
+
+def test_some_rows_of_a_leaf_that_lies_in_several_processes() -> None:
+    whole = np.arange(12).reshape(4, 3)
+    turns = types.SimpleNamespace(value=[whole].__getitem__)
+    some = FarLeaf(turns, 0, jnp.asarray(whole))[np.asarray([3, 0])]
+    assert some.shape == (2, 3)
+    np.testing.assert_array_equal(np.asarray(some), whole[[3, 0]])
+    np.testing.assert_array_equal(some[1], whole[0])

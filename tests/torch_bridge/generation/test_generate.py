@@ -7,6 +7,7 @@ import functools
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -18,6 +19,7 @@ import fzero as fz
 import torch_bridge as tb
 from fzero.errors import BatchError, ConversionError, PlacementError, StateConsumedError
 from torch_bridge.generation.prompts import stop_array
+from torch_bridge.generation.sampling import Draw
 
 
 # As many rows as devices, and of a few sizes in all: each is traced and compiled apart.
@@ -186,6 +188,17 @@ def test_drawn_tokens_follow_the_softmax(module: GPT2LMHeadModel, converted: tb.
         assert not counts[expected == 0].any()
         # five standard deviations of a count
         assert np.all(np.abs(counts - expected) < 5 * np.sqrt(expected / rows) + 1e-9)
+
+
+def test_logits_of_16_bits_are_divided_by_the_temperature_in_float32() -> None:
+    """Near 100 numbers in bfloat16 lie half a unit apart: quotients rounded there are alike."""
+    rows, draw = 64, Draw(greedy=False, top_k=None, nucleus=False)
+    logits = jnp.broadcast_to(100 + jnp.arange(8) / 2, (rows, 8)).astype(jnp.bfloat16)
+    keys = tb.Sampling(temperature=0.7, seed=range(rows)).keys(rows)
+    given = keys, jnp.zeros(rows, np.int32), (np.float32(0.7), np.float32(1))
+    found = draw(logits, *given)
+    assert len(set(found.tolist())) > 3
+    assert found.tolist() == draw(logits.astype(np.float32), *given).tolist()
 
 
 def _processed(logits: torch.Tensor, top_k: int | None, top_p: float) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler as lrs
 
 import torch_bridge as tb
 from fzero.errors import ConversionError
+from torch_bridge.optim.rates import _power
 from torch_bridge.optim.schedules import follow
 
 
@@ -215,3 +216,9 @@ def test_momentum_that_cycles_starts_at_its_beginning():
     nadam = torch.optim.NAdam(params.values())
     with pytest.raises(ConversionError, match=r"changes betas\[0\].*cycle_momentum=False"):
         tb.optimizer(nadam, params.items(), lrs.OneCycleLR(nadam, 0.1, total_steps=10))
+
+
+@pytest.mark.parametrize("exponent", [0, 3, 10**5, 2**22 + 1])
+def test_powers_of_large_exponents_are_exact_to_a_few_roundings(exponent: int) -> None:
+    base = 1 - 1e-6
+    np.testing.assert_allclose(_power(base, jnp.int32(exponent)), base**exponent, rtol=2e-6)
