@@ -62,7 +62,7 @@ def index_put(
     dims = [(i, n) for i, n in zip(indices, x.shape, strict=False) if i is not None]
     for one, size in dims if not masks else []:
         inside = jnp.all((one >= -size) & (one < size)) & inside
-    where = x.at[_indexers(x, indices)]
+    where = jnp.asarray(x).at[_indexers(x, indices)]
     new = jnp.where(inside, cast(values, x.dtype), lost(x))
     options: Any = {"mode": "clip"}
     return where.add(new, **options) if accumulate else where.set(new, **options)
@@ -130,19 +130,19 @@ def take_along_dim(x: jax.Array, indices: Any, dim: int | None = None) -> jax.Ar
 @register_operator("aten.scatter.src")
 def scatter(x: jax.Array, dim: int, index: Any, src: Any) -> jax.Array:
     place, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)])
-    return x.at[along(x, dim, place)].set(new)
+    return jnp.asarray(x).at[along(x, dim, place)].set(new)
 
 
 @register_operator("aten.scatter.value")
 def scatter_value(x: jax.Array, dim: int, index: Any, value: Any) -> jax.Array:
     place, new = written(x, dim, index, value)
-    return x.at[along(x, dim, place)].set(new)
+    return jnp.asarray(x).at[along(x, dim, place)].set(new)
 
 
 @register_operator("aten.scatter_add.default")
 def scatter_add(x: jax.Array, dim: int, index: Any, src: Any) -> jax.Array:
     place, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)], True)
-    return x.at[along(x, dim, place)].add(new)
+    return jnp.asarray(x).at[along(x, dim, place)].add(new)
 
 
 @register_operator("aten.index_add.default")
@@ -151,13 +151,13 @@ def index_add(x: jax.Array, dim: int, index: Any, source: Any, alpha: Any = 1) -
         whole = index_add(x[None], 0, jnp.ravel(index), jnp.ravel(source), alpha)
         return whole[0]
     place, new = written(x, dim, index, cast(source, x.dtype) * alpha, True)
-    return x.at[(slice(None),) * (dim % x.ndim) + (place,)].add(new)
+    return jnp.asarray(x).at[(slice(None),) * (dim % x.ndim) + (place,)].add(new)
 
 
 @register_operator("aten.select_scatter.default")
 def select_scatter(x: jax.Array, src: Any, dim: int, index: int) -> jax.Array:
     where = (slice(None),) * (dim % x.ndim) + (index,)
-    return x.at[where].set(cast(src, x.dtype))
+    return jnp.asarray(x).at[where].set(cast(src, x.dtype))
 
 
 @register_operator("aten.slice_scatter.default")
@@ -173,7 +173,7 @@ def slice_scatter(
     if (low, high, step) == (0, x.shape[dim], 1):
         return jnp.broadcast_to(cast(src, x.dtype), x.shape)
     where = (slice(None),) * (dim % x.ndim) + (slice(low, high, step),)
-    return x.at[where].set(cast(src, x.dtype))
+    return jnp.asarray(x).at[where].set(cast(src, x.dtype))
 
 
 @register_operator("aten.one_hot.default")
