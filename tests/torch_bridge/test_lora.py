@@ -328,7 +328,9 @@ def test_other_adapters_are_refused_and_nothing_is_changed(base, adapted, tmp_pa
         tb.lora(base, tmp_path / "other")
     for changed in ({"init_lora_weights": "pissa"}, {"of_a_later_peft": [1]}):
         config.write_text(json.dumps({**plain, **changed}))
-        with pytest.raises(fz.CheckpointError, match=rf"{next(iter(changed))}.*convert that module"):
+        with pytest.raises(
+            fz.CheckpointError, match=rf"{next(iter(changed))}.*convert that module"
+        ):
             tb.lora(base, tmp_path / "other")
     config.write_text("{")
     with pytest.raises(fz.CheckpointError, match=r"adapter_config.json: expected an adapter's"):
@@ -374,9 +376,7 @@ def test_files_hold_what_peft_writes_beside_the_factors(kind, tmp_path):
     model = converted.model(lambda forward, batch: jnp.sum(forward(batch)))
     state = fz.init(model, None, fz.Plan(data=1))
     other = {key: value + 1 for key, value in tb.adapter(converted, state).items()}
-    back = tb.with_adapter(
-        converted, tb.with_adapter(converted, state, other), tmp_path / "theirs"
-    )
+    back = tb.with_adapter(converted, tb.with_adapter(converted, state, other), tmp_path / "theirs")
     for key, value in tb.adapter(converted, back).items():
         assert torch.equal(value, theirs[key])
 
@@ -393,7 +393,7 @@ def test_an_adapter_that_computes_otherwise_is_refused(tmp_path):
     ):
         config.write_text(json.dumps({**kept, **changed}))
         with pytest.raises(fz.CheckpointError, match=f"trained with {said}.*tb.lora"):
-            tb.restore(tmp_path, converted, optax.sgd(0.1))
+            tb.restore(tmp_path, converted, optax.sgd(0.1), fz.Plan(data=1))
     config.write_text(json.dumps(kept))
     assert tb.restore(tmp_path, converted, optax.sgd(0.1), fz.Plan(data=1))
 

@@ -68,7 +68,9 @@ def merged_content(
     leaves = state_leaves(converted, state_or_params, plan, "merge")
     values = {leaf.name: (leaf, value) for leaf, value in leaves}
     targets = {target.weight: target for target in found.targets}
-    own = {leaf for one in converted.adapters.values() for leaf in one.keys if leaf not in one.of_base}
+    own = {
+        leaf for one in converted.adapters.values() for leaf in one.keys if leaf not in one.of_base
+    }
     tensors: dict[str, LazyTensor] = {}
     ties: dict[str, str] = {}
     order = set(converted.layout.order)

@@ -48,7 +48,8 @@ def follow(
         optimizer: a torch optimizer.
         scheduler: its scheduler, in any position, or `None`. It is left as it was.
         every: optimizer steps between two steps of the scheduler.
-        num_steps: optimizer steps to follow a scheduler whose values have no known pattern.
+        num_steps: optimizer steps, those that were made included, to follow a scheduler whose
+            values have no known pattern.
 
     Returns:
         One dict per group, without its parameters. Items of `betas` may be `Rates`.
@@ -61,7 +62,17 @@ def follow(
     if scheduler is None:
         return groups
     _check(optimizer, scheduler, every)
-    first = _position(scheduler)
+    first = position(scheduler)
+    last = getattr(scheduler, "total_steps", None)
+    if (
+        isinstance(scheduler, lr_scheduler.OneCycleLR)
+        and num_steps
+        and num_steps > int(last) * every
+    ):
+        raise ConversionError(
+            f"{_name(scheduler)} has total_steps={last} and raises in torch beyond them, and there"
+            f" are {-(-num_steps // every)}: make it with as many"
+        )
     pattern = _pattern(scheduler)
     table = None
     if pattern is not None:
@@ -117,10 +128,10 @@ def _members(scheduler: Any) -> Sequence[Any]:
     return tuple(getattr(scheduler, "_schedulers", ()))
 
 
-def _position(scheduler: Any) -> int:
+def position(scheduler: Any) -> int:
     """How many steps a scheduler has made."""
     if isinstance(scheduler, lr_scheduler.ChainedScheduler):
-        return _position(_members(scheduler)[0])
+        return position(_members(scheduler)[0])
     return int(scheduler.last_epoch)
 
 
