@@ -101,7 +101,7 @@ def _wider(dtype: Any) -> tuple[Any, ...]:
 
 
 def _even(q: Any, k: Any, v: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
-    """Lengths with one more query or key that nothing is seen of: of odd ones it has no gradients."""
+    """Even lengths, by a query or key that is not seen: of odd ones cuDNN has no gradients."""
     more, keys = q.shape[1] % 2, k.shape[1] % 2
     if not more and not keys:
         return q, k, v, mask

@@ -153,5 +153,5 @@ def fitted(
 
 
 def _as_written(key: str) -> str:
-    """A tensor's name as PEFT writes it: DoRA's magnitudes have lost the end that they have within."""
+    """A tensor's name as PEFT writes it: DoRA's magnitudes have another within."""
     return key.removesuffix(".weight") if key.endswith("lora_magnitude_vector.weight") else key

@@ -17,7 +17,7 @@ from torch_bridge.module.names import Layout
 # What PEFT puts before the names of the module that it wraps.
 PREFIX = "base_model.model."
 _BASE = ".base_layer."
-# What a module computes with the tensors of an adapter, and what stands for it where a file is silent.
+# What a module computes with an adapter's tensors, and what holds where a file is silent.
 _COMPUTES: Mapping[str, Any] = {
     "peft_type": "LORA", "lora_alpha": 8, "use_rslora": False, "alpha_pattern": {},
     "use_dora": False,

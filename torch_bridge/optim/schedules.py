@@ -63,16 +63,8 @@ def follow(
         return groups
     _check(optimizer, scheduler, every)
     first = position(scheduler)
-    last = getattr(scheduler, "total_steps", None)
-    if (
-        isinstance(scheduler, lr_scheduler.OneCycleLR)
-        and num_steps
-        and num_steps > int(last) * every
-    ):
-        raise ConversionError(
-            f"{_name(scheduler)} has total_steps={last} and raises in torch beyond them, and there"
-            f" are {-(-num_steps // every)}: make it with as many"
-        )
+    if isinstance(scheduler, lr_scheduler.OneCycleLR) and num_steps is not None:
+        _require_as_many(scheduler, -(-num_steps // every))
     pattern = _pattern(scheduler)
     table = None
     if pattern is not None:
@@ -103,6 +95,16 @@ def follow(
                 found = tuple(rates((number, name, i)) for i in range(size))
                 group[name] = found if pair else found[0]
     return groups
+
+
+def _require_as_many(scheduler: lr_scheduler.OneCycleLR, steps: int) -> None:
+    """Refuse a cycle that ends before the training, as torch does in the step after its last."""
+    total = int(scheduler.total_steps)
+    if steps > total:
+        raise ConversionError(
+            f"{_name(scheduler)} has total_steps={total} and raises in torch beyond them, and there"
+            f" are {steps}: make it with as many"
+        )
 
 
 def _check(optimizer: Any, scheduler: Any, every: int) -> None:
