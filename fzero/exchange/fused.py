@@ -119,6 +119,11 @@ def _bias(mask: jax.Array, dtype: Any) -> jax.Array:
     lowest = _LOWEST[jnp.dtype(dtype)]
     if mask.dtype == bool:
         return jnp.where(mask, jnp.zeros((), dtype), jnp.asarray(lowest, dtype))
+    if dtype == jnp.float16:
+        # A row that adds the lowest number to all has the weights of its scores, as it has without.
+        top = jax.lax.stop_gradient(jnp.max(mask, axis=-1, keepdims=True))
+        low = jnp.isfinite(top) & (top < lowest / 2)
+        mask = jnp.where(low, mask - jnp.where(low, top, jnp.zeros_like(top)), mask)
     return jnp.maximum(mask, jnp.asarray(lowest, mask.dtype)).astype(dtype)
 
 
