@@ -8,7 +8,8 @@ itself with are converted; values, and gradients of a fixed random projection, a
 PyTorch's. An entry is
 
 - `right`: every sample agrees (2e-5 of the largest value in float32, 2e-2 in bfloat16, exactly for
-  integers), or is as near as that to what PyTorch gives in float64;
+  integers), or is as near as that to what PyTorch gives in float64 (in bfloat16 also as near as
+  PyTorch itself);
 - `refused`: a ConversionError says so for at least one sample, and none before it is wrong;
 - `wrong`: a value, a shape, a dtype or a gradient differs;
 - `failed`: some other exception.
@@ -102,7 +103,7 @@ def operators(dtype: torch.dtype, samples: int) -> Iterator[Entry]:
                     out = sample.output_process_fn_grad(op.op(*args, **kwargs))
                     return _chosen(args, out) if name in ANY_OF_EQUALS else out
 
-                if name in ANY_ORDER and dtype == torch.bfloat16:
+                if name in ANY_ORDER + ANY_OF_EQUALS and dtype == torch.bfloat16:
                     _set_distinct(sample.input)
                 args = (sample.input, *sample.args)
                 module, tensors = _call(function, args, sample.kwargs)

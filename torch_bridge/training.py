@@ -33,6 +33,7 @@ from torch_bridge.module.names import identity, named_tensors
 from torch_bridge.module.weights import to_host, to_torch
 from torch_bridge.module.wrappers import unwrapped
 from torch_bridge.optim import optimizer as as_optax
+from torch_bridge.optim.schedules import position
 from torch_bridge.structure.chain import links_merged
 
 
@@ -91,7 +92,8 @@ def fit(
         plan: how the state is laid out and stepped; ZeRO-3 over all devices by default.
         epochs: how often the loader is run through.
         scheduler: a learning rate scheduler of the torch optimizer, stepped with every step. Rates
-            that `on_step` changes in the optimizer are refused.
+            that `on_step` changes in the optimizer are refused. One whose values do not say how
+            they go on (`LambdaLR`) wants a loader that has a length.
         rng: seed of initial keys, and of dropout.
         on_step: called with the number of each step, from 1, and its metrics, which are device
             values: reading one waits for the step.
@@ -130,7 +132,8 @@ def fit(
     if isinstance(optimizer, torch.optim.Optimizer):
         own_loss = of_output(module_loss, called_with_batch)
         unread = converted.unread(own_loss, batch(first))
-        tx = as_optax(optimizer, converted, scheduler, unread=unread)
+        steps = _most_steps(loader, epochs, scheduler)
+        tx = as_optax(optimizer, converted, scheduler, num_steps=steps, unread=unread)
     state, step = init(model, tx, plan, rng), train_step(model, tx, plan)
     parts = layout(model, tx, plan).batch_multiple
     if callable(loss):
@@ -168,12 +171,25 @@ def _refuse_begun(optimizer: Any, scheduler: Any) -> None:
                 "fit: scheduler= is of a torch optimizer; an optax transformation has its schedule"
                 " within, such as optax.adamw(optax.linear_schedule(...))"
             )
-    elif optimizer.state:
+    elif any(map(_steps_done, optimizer.state.values())):
         raise ConversionError(
             f"fit: the {type(optimizer).__name__} has state of steps that it took, and fit would"
             " start afresh. Make a new one; or go on from Adam's moments with tb.convert,"
             " tb.optimizer and tb.with_moments (or tb.restore of a checkpoint)"
         )
+
+
+def _steps_done(state: Any) -> bool:
+    """Whether a parameter's state is of a step (Adagrad has one of none from the beginning)."""
+    return not isinstance(state, Mapping) or bool(state.get("step", 1))
+
+
+def _most_steps(loader: Any, epochs: int, scheduler: Any) -> int | None:
+    """At which step a scheduler ends at most, where the loader knows its length."""
+    try:
+        return epochs * len(loader) + (0 if scheduler is None else position(scheduler))
+    except TypeError:
+        return None
 
 
 def _hyper(optimizer: Any) -> list[dict[str, Any]]:
@@ -253,6 +269,12 @@ def _with_loss(module: torch.nn.Module, loss: Any) -> torch.nn.Module:
         raise ConversionError(
             "fit: the module's `forward` is an attribute of its own, not its class's, and cannot be"
             ' called with a loss: give a module that returns its loss (loss="module")'
+        )
+
+    if isinstance(module, torch.fx.GraphModule):
+        raise ConversionError(
+            "fit: a torch.fx.GraphModule makes copies of itself without a loss around it: give the"
+            ' module that was traced, or one that returns its loss (loss="module")'
         )
 
     def forward(self: Any, *inputs: Any) -> Any:

@@ -53,36 +53,65 @@ def fused_attention(
     if (causal and q.shape[1] != k.shape[1]) or (window is not None and not causal):
         return None  # cuDNN does not say which corner it counts from, and has windows backwards
     near = None if window is None else (window, 0)
-    axes = free_axes()
-    if mask is not None and axes.get(CONTEXT, 1) > 1:
-        return None  # each device would compute the whole sequence
-    if mask is not None and (q.shape[1] % 2 or k.shape[1] % 2):
-        return None  # no gradients of such lengths, which only a trace of those would say
-    if mask is not None and mask.dtype != bool and q.dtype == jnp.float16:
-        return None  # its lowest number does not swallow scores, where a row adds that to all
-    bias = None if mask is None or q.dtype not in _TYPES else _bias(mask, q.dtype)
+    axes, length = free_axes(), q.shape[1]
+    if mask is not None:
+        if q.dtype not in _TYPES or mask.dtype not in (bool, q.dtype, *_wider(q.dtype)):
+            return None
+        if axes.get(CONTEXT, 1) == 1:
+            q, k, v, mask = _even(q, k, v, mask)
+        elif length % (2 * axes[CONTEXT]) or k.shape[1] % 2:
+            return None  # of odd lengths it has no gradients, which only a trace of those would say
+    bias = None if mask is None else _bias(mask, q.dtype)
     if not can_fuse(q, k, v, causal=causal, window=near, bias=bias):
         return None
     run, given = _kernel(causal, near, scale), (q, k, v) if bias is None else (q, k, v, bias)
     if axes:
         ways, rows = axes.get(TENSOR, 1), rows_axis(q.shape[0])
         heads = TENSOR if ways > 1 and not k.shape[2] % ways else None
-        split = PartitionSpec(rows, None, heads)
-        own = None if bias is None else _along(bias, rows, heads)
+        whole = PartitionSpec(rows, None, heads)
+        # With a bias each device has its own queries of a divided sequence, and all keys.
+        split = whole if bias is None else PartitionSpec(rows, _divided(axes), heads)
+        own = None if bias is None else _along(bias, rows, heads, _divided(axes))
         run = jax.shard_map(
-            run, in_specs=(split, split, split, own)[: len(given)], out_specs=split,
+            run, in_specs=(split, whole, whole, own)[: len(given)], out_specs=split,
             axis_names=set(axes), check_vma=False,
         )  # fmt: skip
     out: jax.Array = run(*given)
     if mask is None:
         return out
     seen = jnp.any(mask if mask.dtype == bool else mask > -jnp.inf, axis=-1)
-    return jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], out, jnp.zeros((), out.dtype))
+    out = jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], out, jnp.zeros((), out.dtype))
+    return out[:, :length]
 
 
-def _along(bias: jax.Array, rows: Any, heads: Any) -> PartitionSpec:
+def _divided(axes: Any) -> Any:
+    return CONTEXT if axes.get(CONTEXT, 1) > 1 else None
+
+
+def _along(bias: jax.Array, rows: Any, heads: Any, queries: Any) -> PartitionSpec:
     """Of a bias, which is whole where all rows, or all heads, have the same."""
-    return PartitionSpec(*(None if bias.shape[d] == 1 else x for d, x in enumerate((rows, heads))))
+    own = (None if bias.shape[d] == 1 else x for d, x in enumerate((rows, heads)))
+    return PartitionSpec(*own, queries)
+
+
+def _wider(dtype: Any) -> tuple[Any, ...]:
+    """Masks that are rounded to a dtype. To float16 none: its lowest number swallows no score, as
+    that of a wider one does where a row adds it to all."""
+    return () if dtype == jnp.float16 else (jnp.dtype(jnp.float32), jnp.dtype(jnp.float64))
+
+
+def _even(q: Any, k: Any, v: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
+    """Even lengths, by a query or key that is not seen: of odd ones cuDNN has no gradients."""
+    more, keys = q.shape[1] % 2, k.shape[1] % 2
+    if not more and not keys:
+        return q, k, v, mask
+
+    def longer(x: Any, by: int) -> Any:
+        return jnp.pad(x, ((0, 0), (0, by), (0, 0), (0, 0)))
+
+    unseen = False if mask.dtype == bool else -jnp.inf
+    mask = jnp.pad(mask, ((0, 0), (0, 0), (0, more), (0, keys)), constant_values=unseen)
+    return longer(q, more), longer(k, keys), longer(v, keys), mask
 
 
 def _bias(mask: jax.Array, dtype: Any) -> jax.Array:
@@ -90,6 +119,11 @@ def _bias(mask: jax.Array, dtype: Any) -> jax.Array:
     lowest = _LOWEST[jnp.dtype(dtype)]
     if mask.dtype == bool:
         return jnp.where(mask, jnp.zeros((), dtype), jnp.asarray(lowest, dtype))
+    if dtype == jnp.float16:
+        # A row that adds the lowest number to all has the weights of its scores, as it has without.
+        top = jax.lax.stop_gradient(jnp.max(mask, axis=-1, keepdims=True))
+        low = jnp.isfinite(top) & (top < lowest / 2)
+        mask = jnp.where(low, mask - jnp.where(low, top, jnp.zeros_like(top)), mask)
     return jnp.maximum(mask, jnp.asarray(lowest, mask.dtype)).astype(dtype)
 
 

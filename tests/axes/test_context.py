@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import fzero as fz
 from fzero.compat import auto_mesh
+from fzero.exchange.fused import fused_attention
 from fzero.preflight import hlo
 from tests.support.cudnn import answered
 
@@ -160,6 +161,34 @@ def test_documents_are_the_fused_kernels_too(options):
         one, other = (np.asarray(x, np.float32) for x in (one, other))
         # Weights are rounded to 8 bits of mantissa in one of the two.
         np.testing.assert_allclose(one, other, rtol=0.03, atol=0.03 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("length", [LENGTH, LENGTH + 2])
+def test_biases_of_heads_go_to_the_kernel_with_all_keys(length):
+    """Each device has its own queries; what does not divide into even lengths is products."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = [jax.random.normal(key, (ROWS, length, HEADS, 8), jnp.bfloat16) for key in keys[:3]]
+    bias = jax.random.normal(keys[3], (1, HEADS, length, length), jnp.bfloat16)
+    mesh = auto_mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("context", "tensor"))
+
+    def loss(*given):
+        options = {"causal": False, "window": None, "scale": 0.3}
+        out = fused_attention(*given[:3], mask=given[3], **options)
+        return None if out is None else jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+    with answered(), jax.numpy_dtype_promotion("standard"):
+        want = jax.grad(loss, (0, 1, 2, 3))(*x, bias)
+        with jax.set_mesh(mesh):
+            if length != LENGTH:
+                assert jax.eval_shape(loss, *x, bias) is None
+                return
+            compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*x, bias).compile()
+            got = compiled(*x, bias)
+    half = f"{ROWS},{HEADS // 2},{LENGTH // 2},{LENGTH}]"
+    assert half in compiled.as_text(), "scores of a device: half of the heads, half of the queries"
+    assert f"{LENGTH},{LENGTH}]" not in compiled.as_text().replace(f"{LENGTH // 2},{LENGTH}]", "")
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (one, other)), atol=0.03)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import itertools
 import types
 from collections import deque
@@ -15,6 +16,7 @@ import torch
 from parity import check_parity
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import torch_bridge as tb
 from fzero.errors import ConversionError
@@ -202,6 +204,41 @@ def test_what_a_later_call_may_depend_on_is_named(module: nn.Module, name: str) 
     """The first calls are alike, and only the count says that another may not be."""
     with pytest.warns(tb.PythonStateWarning, match=rf"counts in values of Python \(.*{name}"):
         tb.convert(module, X, train=False)
+
+
+class Turns:
+    """An iterator of a user's own, which cannot be copied."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def __iter__(self) -> Turns:
+        return self
+
+    def __next__(self) -> int:
+        self.turn += 1
+        return self.turn
+
+    def __reduce__(self) -> str:
+        raise NotImplementedError
+
+
+class Log(io.TextIOWrapper):
+    """As a console's or a test runner's: copied, it closes what it writes to."""
+
+
+def test_iterators_that_are_not_pythons_own_are_left_alone() -> None:
+    with pytest.warns(tb.PythonStateWarning, match=r"\(.*step.turn: 0, then 1"):
+        tb.convert(Late(Turns().__next__), X, train=False)
+    log = Log(io.BytesIO())
+    reader = iter(DataLoader(range(3)))  # torch refuses to copy it
+
+    def step() -> int:
+        return len((log, reader))
+
+    tb.convert(Late(step), X, train=False)
+    gc.collect()
+    assert not log.closed
 
 
 class DropsMore(nn.Module):

@@ -101,6 +101,22 @@ def test_segments_bags_and_places() -> None:
     check_parity(Fn(every_kind), draw(6, 4), gradient_rtol=2e-4)
 
 
+def test_values_go_where_a_mask_is_true() -> None:
+    """As images' features replace the embeddings of their tokens: `x[mask] = features`."""
+    mask = torch.tensor([[True, False, True], [False, False, True]])
+
+    def put(x: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> Any:
+        written = x * 2
+        written[mask] = rows
+        same = (x * 2).index_put((mask,), rows[0], accumulate=True)
+        return written, same, x.index_put((mask,), rows, accumulate=True)
+
+    converted = check_parity(Fn(put), draw(2, 3, 4), mask, draw(3, 4, seed=1))
+    fewer = np.asarray(mask) & [True, True, False]
+    out, _, _ = converted(draw(2, 3, 4).numpy(), fewer, draw(3, 4, seed=1).numpy())
+    assert np.array_equal(np.isnan(out).all(-1), fewer), "other values than places: PyTorch raises"
+
+
 def test_a_view_has_no_strides_here() -> None:
     with pytest.raises(ConversionError, match="as_strided of a view"):
         tb.convert(Fn(lambda x: x.t().as_strided((2, 2), (1, 2))), torch.ones(4, 6))

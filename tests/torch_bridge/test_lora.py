@@ -314,7 +314,7 @@ def test_unmerging_a_tied_weight_undoes_it_under_both_names():
 
 
 def test_other_adapters_are_refused_and_nothing_is_changed(base, adapted, tmp_path):
-    other = tb.lora(base, rank=3, targets=["up"])
+    other = tb.lora(base, rank=3, targets=["up"], alpha=4)
     tb.save(tmp_path / "other", other, other.params, to="peft")
     state, _ = trained(adapted, fz.Plan(zero=0), steps=1)
     with pytest.raises(fz.CheckpointError, match=r"(?s)other.*of another base.*missing: .*down"):
@@ -324,9 +324,16 @@ def test_other_adapters_are_refused_and_nothing_is_changed(base, adapted, tmp_pa
     with pytest.raises(fz.CheckpointError, match="the state's params have no `"):
         tb.with_adapter(adapted, plain, tb.adapter(adapted, state))
     config = tmp_path / "other/adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "use_dora": True}))
+    plain = json.loads(config.read_text())
+    config.write_text(json.dumps({**plain, "use_dora": True}))
     with pytest.raises(fz.CheckpointError, match=r"use_dora.*convert that module"):
         tb.lora(base, tmp_path / "other")
+    for changed in ({"init_lora_weights": "pissa"}, {"of_a_later_peft": [1]}):
+        config.write_text(json.dumps({**plain, **changed}))
+        with pytest.raises(
+            fz.CheckpointError, match=rf"{next(iter(changed))}.*convert that module"
+        ):
+            tb.lora(base, tmp_path / "other")
     config.write_text("{")
     with pytest.raises(fz.CheckpointError, match=r"adapter_config.json: expected an adapter's"):
         tb.lora(base, tmp_path / "other")
@@ -348,6 +355,78 @@ def test_all_of_an_adapter_has_to_fit(given, problem):
     adapter = Adapter("default", {}, {"leaf": "k"}, (), plain=True)
     with pytest.raises(fz.CheckpointError, match=rf"in 1 place(.|\n)*\n  {problem}$"):
         fitted(adapter, {"leaf": (2,)}, {key: np.zeros(at) for key, at in given.items()}, "x")
+
+
+def small():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4))
+
+
+def in_peft(**kind):
+    """A small module with one of PEFT's adapters, and its conversion."""
+    config = peft.LoraConfig(r=2, lora_alpha=6, init_lora_weights=False, **kind)
+    module = peft.get_peft_model(small(), config)
+    return module, tb.convert(module, torch.zeros(2, 3, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"target_modules": ["1"], "use_dora": True, "use_rslora": True},
+        {"target_modules": ["1"], "bias": "lora_only"},
+        {"target_modules": ["1"], "trainable_token_indices": {"0": [1, 3]}},
+        {"target_modules": ["0"], "bias": "all"},
+    ],
+    ids=["dora", "bias of targets", "tokens", "all biases"],
+)
+def test_files_hold_what_peft_writes_beside_the_factors(kind, tmp_path):
+    module, converted = in_peft(**kind)
+    ids = torch.arange(5)[None]
+    want = module(ids).detach().numpy()
+    np.testing.assert_allclose(converted(ids.numpy()), want, atol=1e-6)  # arrays are numpy's still
+    module.save_pretrained(tmp_path / "theirs")
+    tb.save(tmp_path / "ours", converted, converted.params, to="peft")
+    ours, theirs = (peft.load_peft_weights(tmp_path / name) for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+    model = converted.model(lambda forward, batch: jnp.sum(forward(batch)))
+    state = fz.init(model, None, fz.Plan(data=1))
+    other = {key: value + 1 for key, value in tb.adapter(converted, state).items()}
+    back = tb.with_adapter(converted, tb.with_adapter(converted, state, other), tmp_path / "theirs")
+    for key, value in tb.adapter(converted, back).items():
+        assert torch.equal(value, theirs[key])
+
+
+def test_an_adapter_that_computes_otherwise_is_refused(tmp_path):
+    module, converted = in_peft(target_modules=["1"])
+    module.save_pretrained(tmp_path)
+    config = tmp_path / "adapter_config.json"
+    kept = json.loads(config.read_text())
+    for changed, said in (
+        ({"lora_alpha": 12}, r"lora_alpha=12 \(here 6\)"),
+        ({"use_rslora": True}, r"use_rslora=True \(here False\)"),
+        ({"alpha_pattern": {"1": 2}}, r"alpha_pattern=\{'1': 2\} \(here \{\}\)"),
+    ):
+        config.write_text(json.dumps({**kept, **changed}))
+        with pytest.raises(fz.CheckpointError, match=f"trained with {said}.*tb.lora"):
+            tb.restore(tmp_path, converted, optax.sgd(0.1), fz.Plan(data=1))
+    config.write_text(json.dumps(kept))
+    assert tb.restore(tmp_path, converted, optax.sgd(0.1), fz.Plan(data=1))
+
+
+def test_an_adapter_is_not_saved_in_part(tmp_path):
+    """Neither of a kind whose names are others, nor where weights of the base are trained along."""
+    ia3 = peft.IA3Config(target_modules=["1"], feedforward_modules=[])
+    module = peft.get_peft_model(small(), ia3)
+    converted = tb.convert(module, torch.zeros(2, 3, dtype=torch.long))
+    with pytest.raises(fz.CheckpointError, match=r"\(IA3\).* leave out `.*ia3_l.*load_into"):
+        tb.save(tmp_path / "ia3", converted, converted.params, to="peft")
+    module, _ = in_peft(target_modules=["1"])
+    module.base_model.model[0].weight.requires_grad_(True)
+    converted = tb.convert(module, torch.zeros(2, 3, dtype=torch.long))
+    with pytest.raises(fz.CheckpointError, match=r"leave out `base_model.model.0.weight`"):
+        tb.adapter(converted, converted.params)
+    assert not list(tmp_path.iterdir())
 
 
 def test_targets_that_name_no_linear_layer_are_refused(base, adapted):

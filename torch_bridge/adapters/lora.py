@@ -19,19 +19,15 @@ from torch_bridge.module.names import Layout, Leaf
 from torch_bridge.module.weights import to_host
 
 
-# What a configuration may say besides the values that `lora` knows: these say nothing.
-_NOTHING: Mapping[str, tuple[Any, ...]] = {
-    "bias": (None, "none"),
-    "use_dora": (None, False),
-    "modules_to_save": (None, []),
-    "layers_to_transform": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "exclude_modules": (None, []),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, []),
-    "lora_bias": (None, False),
-}
+# What a configuration may say: of the computation, and nothing of it. All else has to be empty, or
+# begin from other weights than the base's own (PiSSA's are what it leaves of them).
+_READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules"}
+_IDLE = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "fan_in_fan_out", "megatron_core", "eva_config", "runtime_config",
+    "qalora_group_size", "layers_pattern", "ensure_weight_tying", "loftq_config",
+}  # fmt: skip
+_FROM_THE_BASE = (True, "gaussian", "orthogonal", "eva")
 
 
 def lora(
@@ -145,7 +141,9 @@ def _known(given: dict[str, Any], where: str) -> dict[str, Any]:
             f"{where}: peft_type is {given.get('peft_type')!r}: expected LORA. For others: load the"
             " adapter with peft, and convert that module"
         )
-    other = {k: given[k] for k, no in _NOTHING.items() if k in given and given[k] not in no}
+    plain = {("init_lora_weights", begun) for begun in _FROM_THE_BASE} | {("bias", "none")}
+    said = {k: x for k, x in given.items() if x and k not in _READ | _IDLE}
+    other = {k: x for k, x in said.items() if isinstance(x, dict | list) or (k, x) not in plain}
     if other:
         raise CheckpointError(
             f"{where}: adapter_config.json has {other}, which tb.lora does not know; load the"

@@ -18,7 +18,7 @@ from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
 from torch_bridge.converted import Converted
 from torch_bridge.formats.adapters import by_key, merged_content, plain_adapter, update_of, wide
-from torch_bridge.formats.peft import fitted, read_weights
+from torch_bridge.formats.peft import fitted, read_fitting
 from torch_bridge.module.adapters import base_name, pick
 from torch_bridge.module.lazy import in_memory
 from torch_bridge.statedict import homes_of, state_leaves
@@ -96,7 +96,7 @@ def with_adapter(
     shapes = {leaf.name: leaf.shape for leaf in converted.layout.leaves}
     from_file = not isinstance(source, Mapping)
     where = str(source) if from_file else "with_adapter"
-    given: Mapping[str, Any] = read_weights(source) if from_file else source  # type: ignore[arg-type, assignment]
+    given: Mapping[str, Any] = read_fitting(source, found) if from_file else source  # type: ignore[arg-type, assignment]
     values = {leaf: _readable(x) for leaf, x in fitted(found, shapes, given, where).items()}
     entries = converted.names.stack(values)
     homes = homes_of(converted, plan, state)

@@ -26,6 +26,8 @@ _FOREIGN = {
     "torch", "numpy", "jax", "jaxlib", "fzero", "torch_bridge", "builtins", "transformers",
     "diffusers", "timm", "torchvision", "torchaudio", "importlib", "logging", "re", "typing",
 }  # fmt: skip
+# Modules whose iterators are Python's own.
+_OF_PYTHON = {"builtins", "itertools", "collections", "_collections"}
 _PLAIN = (bool, int, float, complex, str, bytes)
 
 
@@ -179,12 +181,17 @@ def _state(value: Any) -> Any:
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         return None if frame is None else (frame.f_lasti, _plain(frame.f_locals))
-    if not isinstance(value, Iterator):
-        return None
     return _position(value)
 
 
 def _position(value: Any) -> Any:
+    """Where an iterator of Python's own stands, which its copy would start from.
+
+    No others are asked: to copy is code of theirs, and that of a file closes it. What a class of a
+    user's counts in is in its attributes.
+    """
+    if not isinstance(value, Iterator) or type(value).__module__ not in _OF_PYTHON:
+        return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # itertools' own way to say it is to go
         try:
@@ -201,7 +208,7 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value[:_MOST]]
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items() if isinstance(key, str)}
-    return _position(value) if isinstance(value, Iterator) else None
+    return _position(value)
 
 
 def moved(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

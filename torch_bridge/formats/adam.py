@@ -113,6 +113,15 @@ def read_optimizer(state: Any, file: str) -> Optimizer | str | None:
     return at_one_step(steps, file, found, plain, bool(names))
 
 
+def read_beside(content: Mapping[str, Any], file: str) -> Optimizer | str | None:
+    """The same of the one entry of a file that is an optimizer's `state_dict`, if there is one."""
+    keys = {"state", "param_groups"}
+    found = [k for k, v in content.items() if isinstance(v, Mapping) and keys <= v.keys()]
+    if len(found) > 1:
+        return f"{file}: expected the state of one optimizer, got {found}"
+    return read_optimizer(content[found[0]], file) if found else None
+
+
 def _names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     """Names by number, which an optimizer has that was given `named_parameters()`."""
     names: dict[int, str] = {}

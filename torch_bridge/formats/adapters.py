@@ -30,11 +30,28 @@ def by_key(
     converted: Converted, found: Adapter, state_or_params: Any, plan: Plan | None
 ) -> dict[str, LazyTensor]:
     """The tensors of an adapter by their names in PEFT's files, each copied when it is read."""
+    _require_all_trained(converted, found)
     own = {}
     for leaf, value in state_leaves(converted, state_or_params, plan, "adapter"):
         if leaf.name in found.keys:
             own[found.keys[leaf.name]] = _lazily(leaf, value)
     return {key: own[key] for key in found.keys.values()}
+
+
+def _require_all_trained(converted: Converted, found: Adapter) -> None:
+    """Refuse an adapter whose file would hold less than what is trained."""
+    known = {leaf for one in converted.adapters.values() for leaf in one.keys}
+    leaves = converted.layout.leaves
+    lost = [x.name for x in leaves if x.is_param and not x.frozen and x.name not in known]
+    if lost or not found.keys:
+        kind = found.config.get("peft_type")
+        names = ", ".join(f"`{name}`" for name in lost[:3]) or "all that is trained"
+        raise CheckpointError(
+            f"adapter {found.name!r} ({kind}): an adapter's file as it is written here (LoRA's"
+            f" factors, modules_to_save, biases of bias=) would leave out {names}. Save the whole"
+            ' state (without to="peft"), load it into the module (tb.load_into) and save that with'
+            " its save_pretrained; or freeze what is not to be trained"
+        )
 
 
 def _lazily(leaf: Leaf, value: Any) -> LazyTensor:
@@ -51,7 +68,9 @@ def merged_content(
     leaves = state_leaves(converted, state_or_params, plan, "merge")
     values = {leaf.name: (leaf, value) for leaf, value in leaves}
     targets = {target.weight: target for target in found.targets}
-    own = {leaf for one in converted.adapters.values() for leaf in one.keys}
+    own = {
+        leaf for one in converted.adapters.values() for leaf in one.keys if leaf not in one.of_base
+    }
     tensors: dict[str, LazyTensor] = {}
     ties: dict[str, str] = {}
     order = set(converted.layout.order)

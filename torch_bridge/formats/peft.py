@@ -13,7 +13,7 @@ from torch_bridge.formats.safetensors_files import read_file, write_file
 from torch_bridge.formats.staging import staged_directory
 from torch_bridge.formats.torch_files import read_state_dict
 from torch_bridge.formats.turns import ALONE, Turns
-from torch_bridge.module.adapters import Adapter, pick
+from torch_bridge.module.adapters import Adapter, computes_otherwise, pick
 from torch_bridge.module.lazy import LazyTensor
 
 
@@ -52,6 +52,23 @@ def read_weights(folder: str | os.PathLike[str]) -> dict[str, LazyTensor]:
         if path.is_file():
             return read(path)[0]
     raise CheckpointError(f"{folder}: expected {WEIGHTS} (or {PICKLED}) beside {CONFIG}")
+
+
+def read_fitting(folder: str | os.PathLike[str], adapter: Adapter) -> dict[str, LazyTensor]:
+    """The tensors of an adapter that a module's own computes with as its configuration says.
+
+    Raises:
+        CheckpointError: damaged, or the configuration says something else.
+    """
+    other = computes_otherwise(adapter, read_config(folder))
+    if other:
+        said = ", ".join(f"{name}={a!r} (here {b!r})" for name, (a, b) in other.items())
+        raise CheckpointError(
+            f"{folder}: the adapter was trained with {said}: expected what the module's own says."
+            " Convert a module with this adapter: tb.lora(base, folder), or"
+            " peft.PeftModel.from_pretrained(module, folder)"
+        )
+    return read_weights(folder)
 
 
 def write_adapter(
@@ -96,7 +113,7 @@ def fit_adapter(
     found = pick(converted.adapters, name, "restore")
     leaves = {leaf.name: leaf for leaf in converted.layout.leaves}
     shapes = {leaf: leaves[leaf].shape for leaf in found.keys}
-    given = fitted(found, shapes, read_weights(folder), str(folder))
+    given = fitted(found, shapes, read_fitting(folder, found), str(folder))
     return {name: tensor.cast(leaves[name].dtype) for name, tensor in given.items()}
 
 
@@ -115,6 +132,7 @@ def fitted(
         CheckpointError: lists all that does not fit: most likely it is an adapter of another
             module, or of other targets or rank.
     """
+    given = {_as_written(key): value for key, value in given.items()}
     problems = [f"unexpected: `{key}`" for key in given if key not in adapter.keys.values()]
     found: dict[str, Any] = {}
     for leaf, key in adapter.keys.items():
@@ -132,3 +150,8 @@ def fitted(
             f" another base, of other targets or of another rank?\n  {shown}"
         )
     return found
+
+
+def _as_written(key: str) -> str:
+    """A tensor's name as PEFT writes it: DoRA's magnitudes have another within."""
+    return key.removesuffix(".weight") if key.endswith("lora_magnitude_vector.weight") else key

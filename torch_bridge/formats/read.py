@@ -7,12 +7,18 @@ from pathlib import Path
 
 from fzero.checkpoint.urls import is_url
 from fzero.errors import CheckpointError
-from torch_bridge.formats.content import Checkpoint
+from torch_bridge.formats.adam import read_beside
+from torch_bridge.formats.content import Checkpoint, optimizer_fields
 from torch_bridge.formats.dcp import is_dcp, read_dcp
 from torch_bridge.formats.deepspeed import find_step, read_deepspeed
 from torch_bridge.formats.lightning import read_lightning
 from torch_bridge.formats.safetensors_files import read_file, read_sharded
-from torch_bridge.formats.torch_files import read_sharded_bin, read_state_dict
+from torch_bridge.formats.torch_files import (
+    load_plain,
+    read_sharded_bin,
+    read_state_dict,
+    weights_of,
+)
 from torch_bridge.formats.universal import is_universal, read_universal
 
 
@@ -30,7 +36,8 @@ def checkpoint(path: str | os.PathLike[str], key: str | None = None) -> Checkpoi
         path: a `.safetensors`, `.pt`, `.pth`, `.bin` or (Lightning's) `.ckpt` file, or a directory
             of Hugging Face, `torch.distributed.checkpoint` or DeepSpeed.
         key: which entry of a `.pt`, `.pth` or `.bin` file is the `state_dict`, as in
-            `torch.save({"model": module.state_dict(), "optimizer": ..., "epoch": 3}, path)`.
+            `torch.save({"model": module.state_dict(), "optimizer": ..., "epoch": 3}, path)`. The
+            entry beside it that an optimizer's `state_dict` is, is read, too.
 
     Raises:
         CheckpointError: no such file, none of these formats, damaged, or it holds pickled objects
@@ -77,8 +84,10 @@ def _file(source: Path, key: str | None) -> Checkpoint:
         return Checkpoint(str(source), "safetensors", tensors, ties=ties)
     if suffix == LIGHTNING:
         return read_lightning(source)
-    tensors, ties = read_state_dict(source, key)
-    return Checkpoint(str(source), "torch", tensors, ties=ties)
+    content = load_plain(source)
+    tensors, ties = weights_of(content, source.name, key)
+    optimizer = None if key is None else read_beside(content, source.name)
+    return Checkpoint(str(source), "torch", tensors, ties=ties, **optimizer_fields(optimizer))
 
 
 def _directory(folder: Path) -> Checkpoint:

@@ -109,35 +109,48 @@ def read_state_dict(
 
     Args:
         path: the file.
-        key: the entry of the file that is the `state_dict`; None: the file is.
+        key: as for `weights_of`.
 
     Raises:
         CheckpointError: damaged, not a flat dict of dense tensors, or a pickle that would have to
             run code to be read.
     """
-    content = load_plain(path)
+    return weights_of(load_plain(path), path.name, key)
+
+
+def weights_of(
+    content: Any, file: str, key: str | None = None
+) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """The same of what a file holds.
+
+    Args:
+        content: as `load_plain` gives it.
+        file: its name, for messages.
+        key: the entry that is the `state_dict`; None: the whole is.
+
+    Raises:
+        CheckpointError: no flat dict of dense tensors.
+    """
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path.name}: expected a state_dict, got {type(content).__name__}")
+        raise CheckpointError(f"{file}: expected a state_dict, got {type(content).__name__}")
     nested = [
         k for k, v in content.items() if isinstance(v, dict) and any(map(is_dense, v.values()))
     ]
     if key is not None:
         if not isinstance(content.get(key), dict):
             raise CheckpointError(
-                f"{path.name}: key={key!r}: no such entry that is a state_dict; there are {nested}"
+                f"{file}: key={key!r}: no such entry that is a state_dict; there are {nested}"
             )
         content = content[key]
     elif nested:
         raise CheckpointError(
-            f"{path.name}: holds several entries, of which {nested} may be the state_dict: say"
+            f"{file}: holds several entries, of which {nested} may be the state_dict: say"
             f" which with key={nested[0]!r}"
         )
     wrong = [k for k, v in content.items() if not (isinstance(k, str) and is_dense(v))]
     if wrong:
-        raise CheckpointError(
-            f"{path.name}: expected only tensors by name, but {wrong[:5]!r} are not"
-        )
-    return lazy_tensors(content, path.name)
+        raise CheckpointError(f"{file}: expected only tensors by name, but {wrong[:5]!r} are not")
+    return lazy_tensors(content, file)
 
 
 def is_dense(value: Any) -> bool:

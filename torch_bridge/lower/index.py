@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from torch_bridge.dtypes import canonical, cast, is_bool
 from torch_bridge.lower.registry import register_operator
@@ -54,18 +55,33 @@ def index_put(
     x: jax.Array, indices: Sequence[Any], values: Any, accumulate: bool = False
 ) -> jax.Array:
     masks = [i for i in indices if i is not None and is_bool(i)]
-    if masks and len(indices) == 1 and values.size == 1 and not accumulate:
-        # x[mask] = scalar has a fixed shape after all.
+    if masks and len(indices) == 1:  # which has a fixed shape after all
+        new = _by_rank(x, masks[0], cast(values, x.dtype))
         mask = jnp.reshape(masks[0], (*masks[0].shape, *(1,) * (x.ndim - masks[0].ndim)))
-        return jnp.where(mask, jnp.reshape(cast(values, x.dtype), ()), x)
+        return jnp.where(mask, x + new if accumulate else new, x)
     inside: Any = True
     dims = [(i, n) for i, n in zip(indices, x.shape, strict=False) if i is not None]
     for one, size in dims if not masks else []:
         inside = jnp.all((one >= -size) & (one < size)) & inside
-    where = x.at[_indexers(x, indices)]
+    where = jnp.asarray(x).at[_indexers(x, indices)]
     new = jnp.where(inside, cast(values, x.dtype), lost(x))
     options: Any = {"mode": "clip"}
     return where.add(new, **options) if accumulate else where.set(new, **options)
+
+
+def _by_rank(x: jax.Array, mask: Any, values: jax.Array) -> jax.Array:
+    """What `x[mask] = values` writes at each place: the i-th value at the i-th True of the mask.
+
+    Where there are not as many values, which PyTorch refuses, it is no number.
+    """
+    rest = x.shape[mask.ndim :]
+    if values.ndim <= len(rest) or values.shape[0] == 1:
+        return jnp.broadcast_to(values, (1,) * mask.ndim + rest) if rest else jnp.ravel(values)[0]
+    count = values.shape[0]
+    values = jnp.where(jnp.sum(mask, dtype=np.int32) == count, values, lost(x))
+    order = jnp.cumsum(jnp.ravel(mask), dtype=np.int32) - 1
+    found = jnp.take(jnp.broadcast_to(values, (count, *rest)), order, axis=0, mode="clip")
+    return jnp.reshape(found, x.shape)
 
 
 @register_operator("aten.index_select.default")
@@ -130,19 +146,19 @@ def take_along_dim(x: jax.Array, indices: Any, dim: int | None = None) -> jax.Ar
 @register_operator("aten.scatter.src")
 def scatter(x: jax.Array, dim: int, index: Any, src: Any) -> jax.Array:
     place, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)])
-    return x.at[along(x, dim, place)].set(new)
+    return jnp.asarray(x).at[along(x, dim, place)].set(new)
 
 
 @register_operator("aten.scatter.value")
 def scatter_value(x: jax.Array, dim: int, index: Any, value: Any) -> jax.Array:
     place, new = written(x, dim, index, value)
-    return x.at[along(x, dim, place)].set(new)
+    return jnp.asarray(x).at[along(x, dim, place)].set(new)
 
 
 @register_operator("aten.scatter_add.default")
 def scatter_add(x: jax.Array, dim: int, index: Any, src: Any) -> jax.Array:
     place, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)], True)
-    return x.at[along(x, dim, place)].add(new)
+    return jnp.asarray(x).at[along(x, dim, place)].add(new)
 
 
 @register_operator("aten.index_add.default")
@@ -151,13 +167,13 @@ def index_add(x: jax.Array, dim: int, index: Any, source: Any, alpha: Any = 1) -
         whole = index_add(x[None], 0, jnp.ravel(index), jnp.ravel(source), alpha)
         return whole[0]
     place, new = written(x, dim, index, cast(source, x.dtype) * alpha, True)
-    return x.at[(slice(None),) * (dim % x.ndim) + (place,)].add(new)
+    return jnp.asarray(x).at[(slice(None),) * (dim % x.ndim) + (place,)].add(new)
 
 
 @register_operator("aten.select_scatter.default")
 def select_scatter(x: jax.Array, src: Any, dim: int, index: int) -> jax.Array:
     where = (slice(None),) * (dim % x.ndim) + (index,)
-    return x.at[where].set(cast(src, x.dtype))
+    return jnp.asarray(x).at[where].set(cast(src, x.dtype))
 
 
 @register_operator("aten.slice_scatter.default")
@@ -173,7 +189,7 @@ def slice_scatter(
     if (low, high, step) == (0, x.shape[dim], 1):
         return jnp.broadcast_to(cast(src, x.dtype), x.shape)
     where = (slice(None),) * (dim % x.ndim) + (slice(low, high, step),)
-    return x.at[where].set(cast(src, x.dtype))
+    return jnp.asarray(x).at[where].set(cast(src, x.dtype))
 
 
 @register_operator("aten.one_hot.default")

@@ -49,7 +49,7 @@ def reduce_into(
 
 def _first(x: jax.Array, where: tuple[Any, ...], neutral: Any, include_self: bool) -> jax.Array:
     """What a reduction starts from: places that are written to may not count themselves."""
-    return x if include_self else x.at[where].set(jnp.asarray(neutral, x.dtype))
+    return x if include_self else jnp.asarray(x).at[where].set(jnp.asarray(neutral, x.dtype))
 
 
 def _extreme(
@@ -109,7 +109,7 @@ def index_copy(x: jax.Array, dim: int, index: Any, source: Any) -> jax.Array:
     if not x.ndim:
         return jnp.reshape(cast(source, x.dtype), ())
     place, new = written(x, dim, index, source)
-    return x.at[(slice(None),) * (dim % x.ndim) + (place,)].set(new)
+    return jnp.asarray(x).at[(slice(None),) * (dim % x.ndim) + (place,)].set(new)
 
 
 @register_operator("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
@@ -118,7 +118,7 @@ def index_fill(x: jax.Array, dim: int, index: Any, value: Any) -> jax.Array:
         return index_fill(x[None], 0, index, value)[0]
     index = jnp.where(index < 0, index + x.shape[dim], index)  # which torch takes here
     place, new = written(x, dim, index, value)
-    return x.at[(slice(None),) * (dim % x.ndim) + (place,)].set(new)
+    return jnp.asarray(x).at[(slice(None),) * (dim % x.ndim) + (place,)].set(new)
 
 
 @register_operator("aten.masked_scatter.default")

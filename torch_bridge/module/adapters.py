@@ -17,6 +17,11 @@ from torch_bridge.module.names import Layout
 # What PEFT puts before the names of the module that it wraps.
 PREFIX = "base_model.model."
 _BASE = ".base_layer."
+# What a module computes with an adapter's tensors, and what holds where a file is silent.
+_COMPUTES: Mapping[str, Any] = {
+    "peft_type": "LORA", "lora_alpha": 8, "use_rslora": False, "alpha_pattern": {},
+    "use_dora": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class Adapter:
         name: what it is called in the module.
         config: as in PEFT's `adapter_config.json`.
         keys: the name in PEFT's files of every leaf that belongs to it.
+        of_base: those of them that the module has without it, too (biases that are trained along).
         targets: the layers that it updates.
         plain: whether low-rank updates of linear layers are all that it is.
     """
@@ -53,6 +59,7 @@ class Adapter:
     name: str
     config: Mapping[str, Any] = field(repr=False)
     keys: Mapping[str, str] = field(repr=False)
+    of_base: frozenset[str] = field(repr=False)
     targets: tuple[Target, ...] = field(repr=False)
     plain: bool
 
@@ -65,28 +72,50 @@ def read_adapters(module: torch.nn.Module, layout: Layout) -> dict[str, Adapter]
     leaf_of = layout.leaf_of()
     found: dict[str, Adapter] = {}
     for name, config in configs.items():
-        keys = {
+        written = plain_config(config)
+        own = {
             leaf.name: key
             for leaf in layout.leaves
             if (key := _file_key(leaf.name, str(name))) is not None
         }
+        biases = _biases(module, layout, written.get("bias"))
         targets, plain = _targets(module, str(name), leaf_of)
         known = {target.down for target in targets} | {target.up for target in targets}
-        plain = plain and known == set(keys)
-        found[str(name)] = Adapter(str(name), plain_config(config), keys, targets, plain)
+        plain = plain and known == set(own)
+        keys = {**own, **{leaf: _prefixed(leaf) for leaf in biases}}
+        found[str(name)] = Adapter(str(name), written, keys, biases, targets, plain)
     return found
+
+
+def _biases(module: torch.nn.Module, layout: Layout, which: Any) -> frozenset[str]:
+    """The leaves of the base that PEFT's `bias=` trains and saves beside the factors."""
+    names = {leaf.name for leaf in layout.leaves if leaf.is_param}
+    if which == "all":
+        return frozenset(n for n in names if n.rpartition(".")[2] == "bias" and "lora_" not in n)
+    if which != "lora_only":
+        return frozenset()
+    parts = (path for path, part in module.named_modules() if hasattr(part, "lora_A"))
+    return frozenset(n for path in parts if (n := f"{path}.base_layer.bias") in names)
+
+
+def _prefixed(key: str) -> str:
+    return key if key.startswith(PREFIX) else PREFIX + key
 
 
 def _file_key(leaf: str, adapter: str) -> str | None:
     """A leaf's name in PEFT's files, if it belongs to an adapter."""
     own = re.escape(adapter)
-    if match := re.fullmatch(rf"(.*\.)?(lora_\w+)\.{own}(\..+)?", leaf):
+    if match := re.fullmatch(rf"(.*\.)?lora_magnitude_vector\.{own}\.weight", leaf):
+        key = f"{match[1] or ''}lora_magnitude_vector"
+    elif match := re.fullmatch(
+        rf"(.*\.)?(lora_\w+|token_adapter\.trainable_tokens_delta)\.{own}(\..+)?", leaf
+    ):
         key = f"{match[1] or ''}{match[2]}{match[3] or ''}"
     elif match := re.fullmatch(rf"(.*?)\.modules_to_save\.{own}\.(.+)", leaf):
         key = f"{match[1]}.{match[2]}"
     else:
         return None
-    return key if key.startswith(PREFIX) else PREFIX + key
+    return _prefixed(key)
 
 
 def _targets(
@@ -128,6 +157,19 @@ def plain_config(config: Any) -> dict[str, Any]:
 
     found: dict[str, Any] = plain(values)
     return found
+
+
+def computes_otherwise(adapter: Adapter, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What a file's configuration says of its tensors that a module's adapter does not compute.
+
+    Returns:
+        By name what the file says and what the module has. Shapes say the rest.
+    """
+    both = {
+        name: (config.get(name) or none, adapter.config.get(name) or none)
+        for name, none in _COMPUTES.items()
+    }
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
 def base_name(leaf: str) -> str:

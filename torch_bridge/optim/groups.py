@@ -51,9 +51,10 @@ def optimizer(
             in any position. Its own arithmetic is run ahead, and its values kept (float64 on the
             host, float32 on devices). For several optimizers a list, with one (or `None`) for each.
         every: optimizer steps between two steps of the scheduler: 1, or those of an epoch.
-        num_steps: optimizer steps to train for. Needed for schedules that only run to tell
-            (`LambdaLR`, `MultiplicativeLR`, `CyclicLR`, restarts of growing length, classes of
-            your own); after that many the last value stays. The others are followed for ever.
+        num_steps: optimizer steps to train for, with those that the scheduler has made. Needed for
+            schedules that only run to tell (`LambdaLR`, `MultiplicativeLR`, `CyclicLR`, restarts of
+            growing length, classes of your own); after that many the last value stays. The others
+            are followed for ever.
         unread: names of parameters that only outputs read which the loss does not, and which torch
             therefore leaves alone; a warning of the step says them.
 

@@ -48,7 +48,8 @@ def follow(
         optimizer: a torch optimizer.
         scheduler: its scheduler, in any position, or `None`. It is left as it was.
         every: optimizer steps between two steps of the scheduler.
-        num_steps: optimizer steps to follow a scheduler whose values have no known pattern.
+        num_steps: optimizer steps, those that were made included, to follow a scheduler whose
+            values have no known pattern.
 
     Returns:
         One dict per group, without its parameters. Items of `betas` may be `Rates`.
@@ -61,7 +62,9 @@ def follow(
     if scheduler is None:
         return groups
     _check(optimizer, scheduler, every)
-    first = _position(scheduler)
+    first = position(scheduler)
+    if isinstance(scheduler, lr_scheduler.OneCycleLR) and num_steps is not None:
+        _require_as_many(scheduler, -(-num_steps // every))
     pattern = _pattern(scheduler)
     table = None
     if pattern is not None:
@@ -94,6 +97,16 @@ def follow(
     return groups
 
 
+def _require_as_many(scheduler: lr_scheduler.OneCycleLR, steps: int) -> None:
+    """Refuse a cycle that ends before the training, as torch does in the step after its last."""
+    total = int(scheduler.total_steps)
+    if steps > total:
+        raise ConversionError(
+            f"{_name(scheduler)} has total_steps={total} and raises in torch beyond them, and there"
+            f" are {steps}: make it with as many"
+        )
+
+
 def _check(optimizer: Any, scheduler: Any, every: int) -> None:
     name = _name(scheduler)
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
@@ -117,10 +130,10 @@ def _members(scheduler: Any) -> Sequence[Any]:
     return tuple(getattr(scheduler, "_schedulers", ()))
 
 
-def _position(scheduler: Any) -> int:
+def position(scheduler: Any) -> int:
     """How many steps a scheduler has made."""
     if isinstance(scheduler, lr_scheduler.ChainedScheduler):
-        return _position(_members(scheduler)[0])
+        return position(_members(scheduler)[0])
     return int(scheduler.last_epoch)
 
 

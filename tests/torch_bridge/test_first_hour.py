@@ -1,0 +1,164 @@
+"""What a PyTorch user brings along in the first hour: loops, schedulers and files of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import fzero as fz
+import torch_bridge as tb
+
+
+BATCHES = [
+    (torch.randn(4, 3, generator=make), torch.randn(4, 2, generator=make))
+    for make in [torch.Generator().manual_seed(1)]
+    for _ in range(5)
+]
+ONE = fz.Plan(data=1)
+
+
+@pytest.fixture(autouse=True)
+def _promotes() -> Any:
+    with jax.numpy_dtype_promotion("standard"):  # optax's own arithmetic
+        yield
+
+
+def made() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def torch_steps(module: nn.Module, optimizer: Any, scheduler: Any = None) -> nn.Module:
+    for x, y in BATCHES:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(module(x), y).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return module
+
+
+def fitted(module: nn.Module, optimizer: Any, scheduler: Any = None) -> nn.Module:
+    loss = nn.MSELoss()
+    made_by = {"optimizer": optimizer, "scheduler": scheduler, "plan": ONE}
+    return tb.fit(module, BATCHES, loss, **made_by, trained_module=True)[1]
+
+
+def same(one: nn.Module, other: nn.Module) -> None:
+    for got, want in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_collected_gradients_are_those_of_a_loop_that_steps_now_and_then() -> None:
+    """`loss / 2`, a clipped step every second batch; what is left over at the end waits."""
+    want = made()
+    adamw = torch.optim.AdamW(want.parameters(), lr=1e-2)
+    for number, (x, y) in enumerate(BATCHES, 1):
+        (nn.functional.mse_loss(want(x), y) / 2).backward()
+        if number % 2 == 0:
+            nn.utils.clip_grad_norm_(want.parameters(), 0.1)
+            adamw.step()
+            adamw.zero_grad()
+    clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, weight_decay=1e-2))
+    for tx in (
+        optax.MultiSteps(clipped, 2),
+        optax.MultiSteps(clipped, 2).gradient_transformation(),
+    ):
+        same(fitted(made(), tx), want)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
+        lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 2, cycle_momentum=False),
+    ],
+    ids=["lambda", "cyclic"],
+)
+@pytest.mark.parametrize("begun", [False, True])
+def test_schedules_that_only_run_to_tell_are_as_long_as_the_loader(
+    schedule: Callable[[Any], Any], begun: bool
+) -> None:
+    def pair(module: nn.Module) -> tuple[Any, Any]:
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+        scheduler = schedule(sgd)
+        for _ in range(3 if begun else 0):
+            sgd.step()
+            scheduler.step()
+        return sgd, scheduler
+
+    want, module = made(), made()
+    same(fitted(module, *pair(module)), torch_steps(want, *pair(want)))
+
+
+def test_a_cycle_that_ends_before_the_loader_is_refused_as_in_torch() -> None:
+    module = made()
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    cycle = lr_scheduler.OneCycleLR(sgd, max_lr=0.2, total_steps=4)
+    with pytest.raises(fz.ConversionError, match=r"total_steps=4 and raises.*there are 5"):
+        fitted(module, sgd, cycle)
+    with pytest.raises(ValueError, match="number of total steps is 4"):
+        torch_steps(module, sgd, cycle)
+
+
+def test_an_optimizer_that_has_state_before_its_first_step_is_new() -> None:
+    want, module = made(), made()
+    torch_steps(want, torch.optim.Adagrad(want.parameters(), lr=0.1))
+    adagrad = torch.optim.Adagrad(module.parameters(), lr=0.1)
+    same(fitted(module, adagrad), want)
+    torch_steps(module, adagrad)
+    with pytest.raises(fz.ConversionError, match="has state of steps that it took"):
+        fitted(module, adagrad)
+
+
+def test_a_traced_graph_takes_no_loss_around_it() -> None:
+    graph = torch.fx.symbolic_trace(made())
+    with pytest.raises(fz.ConversionError, match=r"GraphModule.*the module that was traced"):
+        fitted(graph, torch.optim.SGD(graph.parameters(), lr=0.1))
+
+
+def test_a_file_of_several_entries_goes_on_with_its_optimizer(tmp_path: Path) -> None:
+    want = made()
+    adamw = torch.optim.AdamW(want.parameters(), lr=1e-2)
+    cosine = lr_scheduler.CosineAnnealingLR(adamw, 20)
+    torch_steps(want, adamw, cosine)
+    entries = {"model": want.state_dict(), "optimizer": adamw.state_dict(), "epoch": 1}
+    torch.save({**entries, "scheduler": cosine.state_dict()}, tmp_path / "run.pt")
+    module = made()
+    converted = tb.convert(module, BATCHES[0][0])
+    fresh = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    tx = tb.optimizer(fresh, converted, lr_scheduler.CosineAnnealingLR(fresh, 20))
+    state = tb.restore(tmp_path / "run.pt", converted, tx, ONE, key="model")
+    assert int(state.step) == len(BATCHES)
+    model = converted.model(lambda forward, batch: jnp.mean((forward(batch[0]) - batch[1]) ** 2))
+    step = fz.train_step(model, tx, ONE)
+    for x, y in BATCHES:
+        state, _ = step(state, (x.numpy(), y.numpy()))
+    same(tb.load_into(module, state), torch_steps(want, adamw, cosine))
+
+
+def test_state_of_another_optimizer_in_such_a_file_is_not_lost_without_a_word(
+    tmp_path: Path,
+) -> None:
+    module = made()
+    momentum = torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9)
+    torch_steps(module, momentum)
+    entries = {"model": module.state_dict(), "optimizer": momentum.state_dict()}
+    torch.save(entries, tmp_path / "run.pt")
+    converted = tb.convert(module, BATCHES[0][0])
+    asked = tmp_path / "run.pt", converted, optax.sgd(1e-2), ONE
+    with pytest.raises(fz.CheckpointError, match=r"momentum_buffer.*optimizer=False"):
+        tb.restore(*asked, key="model")
+    same(tb.load_into(made(), tb.restore(*asked, key="model", optimizer=False)), module)
+    torch.save({**entries, "second": momentum.state_dict()}, tmp_path / "run.pt")
+    with pytest.raises(fz.CheckpointError, match=r"one optimizer, got \['optimizer', 'second'\]"):
+        tb.restore(*asked, key="model")
