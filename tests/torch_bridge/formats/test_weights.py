@@ -177,24 +177,25 @@ def test_moments_of_layers_that_are_spread_over_ranks_are_read(tmp_path: Path) -
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
             self.head = nn.Linear(4, 2)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for block in self.blocks:
-                x = x + torch.tanh(block(x))
+                x = x + block(x)
             return self.head(x)
 
     converted = tb.convert(Net(), torch.zeros(4, 4))
+    assert converted.names.stacked, converted.blocks
     tx, one = optax.adam(1e-2), fz.Plan(zero=0, data=1)
     alone = jax.devices()[:1]
     model = converted.model(lambda forward, batch: (forward(batch) ** 2).mean())
     state = fz.init(model, tx, one, devices=alone)
     x = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
     state, _ = fz.train_step(model, tx, one, devices=alone)(state, x)
-    tb.save(tmp_path / "m.pt", converted, state, to="pt")
+    tb.save(tmp_path / "dcp", converted, state, to="dcp")
     plan = fz.Plan(pipe=2, data=4, zero=1, microbatches=2, min_shard_bytes=0)
-    read = tb.restore(tmp_path / "m.pt", converted, tx, plan)
+    read = tb.restore(tmp_path / "dcp", converted, tx, plan)
     back = fz.replan(read, model, tx, plan, one, devices=alone)
     wanted, found = ((one.params, one.opt_state, one.step) for one in (state, back))
     assert int(back.step) == 1
