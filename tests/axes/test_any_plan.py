@@ -236,11 +236,13 @@ def error(plan, num):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("axes", [{"context": 8}, {"tensor": 4}, {"expert": 4}], ids=str)
-def test_sums_over_an_axis_in_16_bits_are_no_farther_from_float32_than_one_device(axes):
-    """XLA adds terms of a product in its dtype, whatever `reduce_dtype` says of ZeRO's sums."""
+def test_sums_over_an_axis_in_few_bits_are_no_farther_from_float32_than_one_device(axes, precision):
+    """XLA adds terms of a product in its dtype, whatever `reduce_dtype` says of ZeRO's sums. In 8
+    bits, operands are scaled by the largest value of all devices'."""
     num = EXPERTS if "expert" in axes else 0
-    plan = fz.Plan(data=1, precision="bf16", reduce_dtype="fp32", **axes)
+    plan = fz.Plan(data=1, precision=precision, reduce_dtype="fp32", **axes)
     one = error(plan.replace(context=1, tensor=1, expert=1), num)
     assert one > 0.001
     assert error(plan, num) < 1.2 * one

@@ -125,8 +125,7 @@ def restore(
         model = model.with_init(converted.by_link(*values) if linked else trained)
     if moments is None:
         return init(model, tx, plan, rng, devices=devices)
-    # Moments arrive on the device; what the plan parks is parked afterwards.
-    there = plan.replace(tiers={}, update_on="device") if plan.tiers else plan
+    there = _flat(plan)
     state = init(model, tx, there, rng, devices=devices)
     step = jax.ShapeDtypeStruct((), state.step.dtype, sharding=state.step.sharding)
     state = state.replace(
@@ -134,6 +133,15 @@ def restore(
         step=copy_leaf(np.asarray(moments.step), step),
     )
     return state if there is plan else replan(state, model, tx, there, plan, devices=devices)
+
+
+def _flat(plan: Plan) -> Plan:
+    """Where moments arrive: on the device, and no layers on ranks; the plan's own places follow."""
+    there = plan.replace(tiers={}, update_on="device") if plan.tiers else plan
+    if plan.pipe == 1:
+        return there
+    data = None if plan.data is None else plan.data * plan.pipe
+    return there.replace(zero=3, pipe=1, data=data, schedule=None, partition="uniform")
 
 
 def _no_loss(*_: Any) -> tuple[Mean, Any, dict[str, Any]]:

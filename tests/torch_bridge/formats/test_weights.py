@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import format_cases as cases
+import jax
 import numpy as np
+import optax
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -167,6 +169,37 @@ def test_a_pipeline_reads_its_own_layers(tmp_path: Path) -> None:
     assert len(state.params["0"]["weight"].sharding.device_set) == 4
     back = tb.state_dict(converted, state)
     assert all(same(back[name], want) for name, want in module.state_dict().items())
+
+
+def test_moments_of_layers_that_are_spread_over_ranks_are_read(tmp_path: Path) -> None:
+    """Adam's moments go into the rows of a stack, which a pipeline has on several ranks."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return self.head(x)
+
+    converted = tb.convert(Net(), torch.zeros(4, 4))
+    assert converted.names.stacked, converted.blocks
+    tx, one = optax.adam(1e-2), fz.Plan(zero=0, data=1)
+    alone = jax.devices()[:1]
+    model = converted.model(lambda forward, batch: (forward(batch) ** 2).mean())
+    state = fz.init(model, tx, one, devices=alone)
+    x = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    state, _ = fz.train_step(model, tx, one, devices=alone)(state, x)
+    tb.save(tmp_path / "dcp", converted, state, to="dcp")
+    plan = fz.Plan(pipe=2, data=4, zero=1, microbatches=2, min_shard_bytes=0)
+    read = tb.restore(tmp_path / "dcp", converted, tx, plan)
+    back = fz.replan(read, model, tx, plan, one, devices=alone)
+    wanted, found = ((one.params, one.opt_state, one.step) for one in (state, back))
+    assert int(back.step) == 1
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(wanted))
 
 
 def test_each_device_reads_its_rows_and_nothing_else(
