@@ -352,7 +352,7 @@ def test_other_adapters_are_refused_and_nothing_is_changed(base, adapted, tmp_pa
     ],
 )
 def test_all_of_an_adapter_has_to_fit(given, problem):
-    adapter = Adapter("default", {}, {"leaf": "k"}, (), plain=True)
+    adapter = Adapter("default", {}, {"leaf": "k"}, frozenset(), (), plain=True)
     with pytest.raises(fz.CheckpointError, match=rf"in 1 place(.|\n)*\n  {problem}$"):
         fitted(adapter, {"leaf": (2,)}, {key: np.zeros(at) for key, at in given.items()}, "x")
 
