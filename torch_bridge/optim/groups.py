@@ -122,7 +122,15 @@ def _several(optimizers: Any, schedulers: Any) -> list[tuple[Any, Any]]:
     """Optimizers with their schedulers."""
     if isinstance(optimizers, torch.optim.Optimizer):
         return [(optimizers, schedulers)]
-    optimizers = list(optimizers)
+    optimizers = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+    wrong = [one for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
+    if wrong or not optimizers:
+        kinds = ", ".join(sorted({type(one).__name__ for one in wrong})) or "none"
+        raise ConversionError(
+            "optimizer: expected a torch optimizer, or several, and then what its parameters were"
+            f" converted to, got {kinds}. Say"
+            " tb.optimizer(torch.optim.AdamW(module.parameters()), converted)"
+        )
     if schedulers is None:
         schedulers = [None] * len(optimizers)
     if not isinstance(schedulers, Sequence) or len(schedulers) != len(optimizers):

@@ -307,6 +307,13 @@ def test_params_of_another_model_are_refused():
         tx.init({"weight": jnp.ones((3, 2))})
 
 
+def test_what_is_no_torch_optimizer_is_refused_by_what_it_is():
+    named = [("w", torch.nn.Parameter(torch.ones(2)))]
+    for given, what in (({}, "none"), (optax.sgd(0.1), "function"), (3, "int")):
+        with pytest.raises(ConversionError, match=rf"expected a torch optimizer.* got {what}\."):
+            tb.optimizer(given, named)
+
+
 def test_an_optimizer_of_nothing_is_refused():
     net, converted = converted_net()
     with pytest.raises(ConversionError, match="SGD: none of its parameters can be trained"):
