@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
+import torch.utils._pytree as pytree
 from parity import leaves_of, numpy_of, relative_error
-from zoo_entries import LEARNING_RATE, TEST_BATCH, Entry, Result, evaluate
+from zoo_entries import LEARNING_RATE, TEST_BATCH, Entry, Result, evaluate, livelier
 
 import fzero as fz
 import torch_bridge as tb
@@ -136,24 +137,54 @@ def deviations(converted: tb.Converted, entry: Entry) -> dict[str, float]:
         name: abs(float(divided[name]) / float(alone[name]) - 1) for name in ("loss", "grad_norm")
     }
     largest = max(_size(value) for value in wanted[1].values() if value is not None)
+    vanishing = _vanishing(entry)
 
-    def scale(kind: str, size: float) -> float:
+    def scale(kind: str, leaf: str, size: float) -> float:
         if kind == "update":
             return max(size, 1e-3)
-        # A gradient that is zero in exact arithmetic is what rounding leaves of a sum of large
-        # terms: a few bits of the largest gradient, as many on one device. (The biases before
-        # Segformer's batch norm, 25 draws beside float64, of NEGLIGIBLE: rms 1.5e-5 off in torch,
-        # 1.6e-5 on one device, 1.6e-5 divided, and these two 1e-5 off each other.)
-        return max(size, (NEGLIGIBLE if size > 1e-6 * largest else 1e-2) * largest)
+        # What rounding leaves of a sum of large terms is a few bits of them, as many on one device.
+        # (The biases before Segformer's batch norm, 25 draws beside float64, of NEGLIGIBLE: rms
+        # 1.5e-5 off in torch, 1.6e-5 on one device and divided: the two can be 2e-5 apart.)
+        return max(size, (1e-2 if leaf in vanishing else NEGLIGIBLE) * largest)
 
     for name, ours, theirs in zip(("update", "gradients"), own, wanted, strict=True):
         each = [
-            _size(ours[leaf] - value) / scale(name, _size(value))
+            _size(ours[leaf] - value) / scale(name, leaf, _size(value))
             for leaf, value in theirs.items()
             if value is not None  # of a frozen parameter
         ]
         off[name] = float(np.max(each, initial=0.0))  # (Python's own loses a NaN)
     return off
+
+
+def _vanishing(entry: Entry) -> set[str]:
+    """Parameters whose gradient is zero in exact arithmetic: as good as zero in float64.
+
+    None of a model with an operator that PyTorch has not got in float64 (grouped products).
+    """
+    torch.manual_seed(3)
+    module, call = livelier(entry.make()).double().train(), entry.call(TEST_BATCH)
+
+    def double(leaf: Any) -> Any:
+        is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return leaf.detach().double() if is_float else leaf
+
+    args, kwargs = pytree.tree_map(double, (call.args, dict(call.kwargs)))
+    try:
+        with torch.random.fork_rng():
+            out = leaves_of(module(*args, **kwargs))
+    except RuntimeError as error:
+        if "got Double" not in str(error):
+            raise
+        return set()
+    sum((leaf.double() ** 2).log1p().mean() for leaf in out if leaf.requires_grad).backward()
+    sizes = {
+        name: float(value.grad.abs().max())
+        for name, value in module.named_parameters()
+        if value.grad is not None and value.numel()
+    }
+    # float64 has 2e-16: sums of thousands of terms are zero to this.
+    return {name for name, size in sizes.items() if size < 1e-12 * max(sizes.values())}
 
 
 def _size(value: np.ndarray) -> float:
