@@ -52,8 +52,12 @@ CASES = [
 
 
 def same_but_for_roundings(found, expected):
-    """Updates in pieces are other machine code: a product and a sum round once or twice there."""
-    assert found[0] == expected[0]
+    """Updates in pieces are other machine code: a product and a sum round once or twice there.
+
+    The first step has the same forward and backward passes, to the bit. Its norm is a sum in two
+    programs, which round alike on some CPUs alone.
+    """
+    assert {**found[0], "grad_norm": 0} == {**expected[0], "grad_norm": 0}
     for name in expected[0]:
         values = ([float(m[name]) for m in run] for run in (found, expected))
         np.testing.assert_allclose(*values, rtol=2e-6, err_msg=name)
