@@ -25,8 +25,10 @@ STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
 .PHONY: help install demo test cases test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-gpu-programs nightly-ray nightly-gcs nightly-random nightly-models mutants operators models models-venv lint types docs site docs-serve docs-outputs clean
 
-# With byte code kept: two workers and the processes that tests start import the same modules.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# With byte code kept: two workers and the processes that tests start import the same modules. A test
+# that takes its worker down is tried once more, not eight times.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile \
+  --no-loadscope-reorder --max-worker-restart 1
 .DELETE_ON_ERROR:
 
 help:

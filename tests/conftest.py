@@ -25,7 +25,6 @@ jax.config.update("jax_num_cpu_devices", 8)
 FOR_GPUS = any("gpu_programs" in arg for arg in sys.argv)
 if not FOR_GPUS:  # here, as conftests of folders may start jax
     quick.from_now_on()
-    quick.one_context()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,10 +10,7 @@ sums round otherwise, and not alike in all stages: tests of such bits are marked
 from __future__ import annotations
 
 import functools
-import itertools
 import os
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,31 +42,6 @@ def from_now_on() -> None:
     given = os.environ.get("XLA_FLAGS", "")
     if FLAGS not in given:  # a worker has its parent's
         os.environ["XLA_FLAGS"] = f"{FLAGS} {given}".strip()
-
-
-def one_context() -> None:
-    """Programs of this process are written in one MLIR context, not each in one of its own.
-
-    To make and to free one takes longer than to write down a small program in it: a tenth of the
-    suite's time. What is written is the same. A context keeps every type and attribute that it has
-    seen, so there is a new one from time to time.
-
-    jax has no public way to it. A release that makes them elsewhere takes the longer time: nothing
-    else here depends on it.
-    """
-    mlir: Any = sys.modules.get("jax._src.interpreters.mlir")
-    make = getattr(mlir, "make_ir_context", None)
-    if make is None:
-        return
-    made, number, writing = [make()], itertools.count(1), threading.Lock()
-
-    def context() -> Any:
-        with writing:
-            if next(number) % 500 == 0:
-                made[:] = [make()]
-            return made[0]
-
-    mlir.make_ir_context = context
 
 
 def environment_of_users() -> dict[str, str]:
