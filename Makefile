@@ -26,9 +26,11 @@ STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 .PHONY: help install demo test cases test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-gpu-programs nightly-ray nightly-gcs nightly-random nightly-models mutants operators models models-venv lint types docs site docs-serve docs-outputs clean
 
 # With byte code kept: two workers and the processes that tests start import the same modules. A test
-# that takes its worker down is tried once more, not eight times.
+# may take twenty times what the longest takes; it is stopped by a signal, as pytest's own dump of all
+# threads reads frames of a thread that runs, and has taken a worker down. One that takes its worker
+# down is tried once more, not eight times.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile \
-  --no-loadscope-reorder --max-worker-restart 1
+  --no-loadscope-reorder --max-worker-restart 1 --timeout 600 --timeout-method signal
 .DELETE_ON_ERROR:
 
 help:
