@@ -52,6 +52,27 @@ def by_the_others(updates: Any, params: Any) -> Any:
     return jax.tree.unflatten(tree, new)
 
 
+def from_the_next(updates: Any, params: Any) -> Any:
+    """Each matrix of one shape takes the next one's gradient, normalised; the last the first's."""
+    leaves, tree = jax.tree.flatten(updates)
+
+    def next_of(at: int) -> Any:
+        alike = [i for i, leaf in enumerate(leaves) if leaf.shape == leaves[at].shape]
+        taken = leaves[alike[(alike.index(at) + 1) % len(alike)]]
+        return -0.1 * taken / jnp.linalg.norm(taken)
+
+    return jax.tree.unflatten(tree, [next_of(i) for i in range(len(leaves))])
+
+
+def of_every_second(updates: Any, params: Any) -> Any:
+    """Every second leaf is normalised: the layers of a stack are not alike."""
+    leaves, tree = jax.tree.flatten(updates)
+    new = [
+        -0.1 * (leaf / jnp.linalg.norm(leaf) if i % 2 else leaf) for i, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(tree, new)
+
+
 def by_first_norm() -> Any:
     """Gradients times the norm that their parameter began with: one number, element by element."""
 
@@ -156,6 +177,8 @@ BY_LEAF = {
     ),
     "by-first-norm": by_first_norm,
     "by-the-others": lambda: optax.stateless(by_the_others),
+    "from-the-next": lambda: optax.stateless(from_the_next),
+    "of-every-second": lambda: optax.stateless(of_every_second),
     "by-row": lambda: optax.stateless(
         lambda updates, params: jax.tree.map(
             lambda x: -0.1 * x * jnp.arange(1.0, x.shape[0] + 1).reshape(-1, *(1,) * (x.ndim - 1)),

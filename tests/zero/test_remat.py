@@ -284,6 +284,10 @@ def test_a_rank_of_a_pipeline_has_room_for_all_its_slots(schedule):
     rooms = [room_for(blue, rank) for rank in range(2)]
     slots = fz.pipeline.slots(blue.stages.schedule).per_stage
     assert rooms[0] * slots[0] == pytest.approx(rooms[1] * slots[1], rel=1e-6)
+    # What the other rank has is in nobody's way: parameters and gradients of half of the blocks.
+    alone = dataclasses.replace(blueprint(model, SGD, fz.Plan(data=1, microbatches=4)), memory=10**9)
+    more = rooms[0] * slots[0] - room_for(alone)
+    assert more == pytest.approx(2 * BLOCKS // 2 * WIDTH * WIDTH * 4, abs=WIDTH * WIDTH * 4 // 2)
     state, batch = fz.init(model, SGD, plan, rng=0), BATCH
     results = {}
     for name, memory in {"all": 10**9, "nothing": 0}.items():
