@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,13 +86,23 @@ def plan_buckets(
                 sizes[owner] += 0 if by_path[owner].frozen else bytes_of[path]
     if plan.update_on == "host":  # nothing visits
         sizes = dict.fromkeys(sizes, 0)
-    labels, cuts = _packed(plan.stream_bytes, sizes, by_path)
+    # Nor is it cut along what something of its own is divided along: a number for each layer
+    # of a stack is, where the stack's matrices are divided by columns.
+    divided = {path: _split_dims(split) for path, split in by_path.items()}
+    for field, leaves in owned.items():
+        for split in flat_splits(leaves):
+            owner = owners[field, split.path]
+            if owner is not None and len(split.shape) == len(by_path[owner].shape):
+                divided[owner] |= _split_dims(split)
+    labels, cuts = _packed(plan.stream_bytes, sizes, by_path, divided)
     # Forward passes read parameters from the host as they are: as single arrays.
     whole = () if plan.keeps_compute_copy else ("params",)
     parked = {
         (field, path): Parking(
             plan.tier(field)[0],
-            None if field in whole else _same_cut(cuts.get(owner), params[owner], leaf),
+            None
+            if field in whole or owner not in cuts
+            else same_cut(cuts[owner], params[owner], leaf),
             f"{field}/{path}",
         )
         for field, path, owner, leaf in found
@@ -101,7 +111,10 @@ def plan_buckets(
 
 
 def _packed(
-    limit: int, sizes: Mapping[str, int], splits: Mapping[str, Split]
+    limit: int,
+    sizes: Mapping[str, int],
+    splits: Mapping[str, Split],
+    divided: Mapping[str, Collection[int]],
 ) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:
     labels: dict[str, str] = {}
     cuts: dict[str, tuple[int, int]] = {}
@@ -115,8 +128,7 @@ def _packed(
         labels[path] = f"bucket {number}"
         room -= size
         if size > limit:
-            split = splits[path]
-            cut = cut_of(split.shape, -(-size // limit), _split_dims(split))
+            cut = cut_of(splits[path].shape, -(-size // limit), divided[path])
             if cut is not None:
                 cuts[path] = cut
     return labels, cuts
@@ -128,8 +140,14 @@ def _split_dims(split: Split) -> set[int]:
     return dims | ({0} if split.home is not None and split.home.rows else set())
 
 
-def _same_cut(cut: tuple[int, int] | None, owner: Any, leaf: Any) -> tuple[int, int] | None:
-    """The cut of a parameter, for a leaf that belongs to it, if it can be cut alike."""
-    if cut is None or leaf.ndim != owner.ndim:
-        return None
-    return cut if leaf.shape[cut[0]] == owner.shape[cut[0]] else None
+def same_cut(cut: tuple[int, int], owner: Any, leaf: Any) -> tuple[int, int] | None:
+    """The cut of a parameter, for a leaf that belongs to it, if it has as many rows.
+
+    Args:
+        cut: a dim, and the number of slabs.
+        owner: the parameter's shape.
+        leaf: the leaf's shape.
+    """
+    dim, _ = cut
+    alike = leaf.ndim == len(owner.shape) and leaf.shape[dim] == owner.shape[dim]
+    return cut if alike else None

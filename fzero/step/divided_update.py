@@ -13,7 +13,7 @@ from fzero.offload.slabwise import Cut
 from fzero.offload.stream import Parkings, StreamedFunction
 from fzero.programs.places import Labels, PlacedFunction
 from fzero.sharding.blueprint import Blueprint
-from fzero.sharding.buckets import OWNED, Parking
+from fzero.sharding.buckets import OWNED, Parking, same_cut
 from fzero.sharding.split import flat_splits, map_splits, trained, with_frozen
 from fzero.step.update import Update
 from fzero.step.values import Gradients, Metrics, Values
@@ -179,10 +179,8 @@ class DividedUpdate:
             owner = owners[name, own] if name in OWNED else owner_of(own, blue.buckets.cuts)
             if owner is None or owner not in blue.buckets.cuts:
                 return None
-            found = Cut(*blue.buckets.cuts[owner])
-            rows = shapes[owner].shape[found.dim]
-            like = leaf.ndim == len(shapes[owner].shape) and leaf.shape[found.dim] == rows
-            return found if like else None
+            found = same_cut(blue.buckets.cuts[owner], shapes[owner], leaf)
+            return None if found is None else Cut(*found)
 
         return [cut(path, leaf) for path, leaf in named_leaves(args)]
 

@@ -106,7 +106,21 @@ def centred(updates, _):
     )
 
 
+def counted():
+    """A number for each leaf, as many dims as it: nothing to cut, unlike the leaf that owns it."""
+
+    def init(params):
+        return jax.tree.map(lambda p: jnp.zeros((1,) * p.ndim), params)
+
+    def update(updates, counts, params=None):
+        counts = jax.tree.map(lambda n: n + 1, counts)
+        return jax.tree.map(lambda u, n: -0.1 * u / n, updates, counts), counts
+
+    return optax.chain(optax.trace(0.9), optax.GradientTransformation(init, update))
+
+
 OPTIMIZERS = {
+    "counted": lambda: fz.per_layer(counted()),
     "adamw": lambda: optax.adamw(1e-2),
     "chain": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(
         optax.linear_schedule(1e-2, 1e-3, 5))),
@@ -120,7 +134,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some(OPTIMIZERS, "adamw", "lion", "lamb", "masked"))
+@pytest.mark.parametrize("name", some(OPTIMIZERS, "adamw", "lion", "lamb", "masked", "counted"))
 def test_any_optimizer(name):
     """Within a few roundings: long chains of operations are compiled otherwise for pieces."""
     plan, tx = tiny.plan(zero=3, data=4), OPTIMIZERS[name]()
