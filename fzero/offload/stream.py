@@ -133,7 +133,14 @@ class StreamedFunction:
 
         whole = self.placed.program
         shapes = [plain(var, leaf) for var, leaf in zip(whole.inputs, leaves, strict=True)]
-        closed = jax.make_jaxpr(lambda *flat: function(*jax.tree.unflatten(tree, flat)))(*shapes)
+        try:
+            closed = jax.make_jaxpr(lambda *flat: function(*jax.tree.unflatten(tree, flat)))(
+                *shapes
+            )
+        except Exception:
+            # An optimizer's own code met a leaf in slabs beside one of the same parameter that has
+            # no such rows (a flat moment, a history): everything visits whole.
+            return
         small = Program(closed.jaxpr, closed.consts)
         kept = {var for var, _ in self.placed.outputs if isinstance(var, Var)}
         for i, section in enumerate(self.sections):
@@ -146,14 +153,21 @@ class StreamedFunction:
                 arrives=self._in_slabs, leaves=lambda var: self._cut_of(var) is not None,
                 reusable=reusable,
             )  # fmt: skip
-            if found is not None and self._in_same_slabs(i, found):
+            if found is not None and self._can_leave_in(i, found):
                 self._slabs[i] = found
 
-    def _in_same_slabs(self, number: int, slabs: SlabProgram) -> bool:
-        """Whether everything that leaves is kept in the slabs that a section would make."""
+    def _can_leave_in(self, number: int, slabs: SlabProgram) -> bool:
+        """Whether all that leaves a section can do so slab by slab.
+
+        What is parked is kept in the same slabs. What the slabs are written into lies as a result
+        of the whole does, of which there are none where a later section reads it.
+        """
         section = self.sections[number]
         cuts = {self._cut_of(var) for var in section.gives} - {None}
-        return cuts <= {(slabs.cut.dim, slabs.cut.count)}
+        into = [var for var in map(section.gives.__getitem__, slabs.made) if not self._cut_of(var)]
+        return cuts <= {(slabs.cut.dim, slabs.cut.count)} and all(
+            var in self.placed.shardings for var in into
+        )
 
     def _in_slabs(self, var: Var) -> bool:
         """Whether an argument comes in slabs."""
@@ -287,8 +301,7 @@ class StreamedFunction:
                 env[var] = here.pop(i)
         if visit.slab is None:
             values = [
-                here[i] if i in here else _bring(env[var], section.mesh)
-                for i, var in enumerate(section.reads)
+                _bring(here.get(i, env[var]), section.mesh) for i, var in enumerate(section.reads)
             ]
             results = section.program(*values)
         else:

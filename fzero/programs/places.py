@@ -202,13 +202,19 @@ class PlacedFunction:
                 readers.setdefault(var, []).append(where)
 
     def _place_of(self, step: Step) -> Place | None:
-        """Where the largest operand is; nowhere in particular if small ones come from several."""
+        """Where the largest operand is; nowhere in particular if small ones come from several.
+
+        What needs large arrays with several labels has none: it is computed from all at once.
+        """
         places = {x: self.where[x].place for x in step.reads() if self.where[x].place is not None}
         bound = self._bound(step)
         if bound is not None:
             places = {x: p for x, p in places.items() if p is not None and p.devices == bound}
-        if len({place for x, place in places.items() if not _small(x)}) > 1:
+        large = {place for x, place in places.items() if not _small(x)}
+        if len({place.devices for place in large}) > 1:
             raise StateError(self._explain(step))
+        if len(large) > 1:
+            return Place(large.pop().devices, "")
         most = max((_size(x) for x in places), default=0)
         largest = {place for x, place in places.items() if _size(x) == most}
         if len(largest) == 1:

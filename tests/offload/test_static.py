@@ -119,7 +119,35 @@ def counted():
     return optax.chain(optax.trace(0.9), optax.GradientTransformation(init, update))
 
 
+def history():
+    """Each leaf's last three gradients, one after the other: a leaf of more dims than its own."""
+
+    def update(updates, kept, params=None):
+        kept = jax.tree.map(lambda u, h: jnp.concatenate([u[None], h[:-1]]), updates, kept)
+        return jax.tree.map(lambda h: -0.1 * jnp.mean(h, 0), kept), kept
+
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: jnp.zeros((3, *p.shape)), params), update
+    )
+
+
+def flat():
+    """Moments without the leaves' dims."""
+
+    def update(updates, kept, params=None):
+        kept = jax.tree.map(lambda u, h: 0.9 * h + u.reshape(-1), updates, kept)
+        return jax.tree.map(lambda u, h: -0.1 * h.reshape(u.shape), updates, kept), kept
+
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: jnp.zeros(p.size), params), update
+    )
+
+
 OPTIMIZERS = {
+    "history": lambda: fz.per_layer(history()),
+    "flat": lambda: fz.per_layer(flat()),
+    "finite": lambda: optax.apply_if_finite(optax.adamw(1e-2), 3),
+    "every second": lambda: optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(),
     "counted": lambda: fz.per_layer(counted()),
     "adamw": lambda: optax.adamw(1e-2),
     "chain": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(
@@ -134,7 +162,9 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some(OPTIMIZERS, "adamw", "lion", "lamb", "masked", "counted"))
+@pytest.mark.parametrize(
+    "name", some(OPTIMIZERS, "adamw", "lion", "lamb", "masked", "counted", "history")
+)
 def test_any_optimizer(name):
     """Within a few roundings: long chains of operations are compiled otherwise for pieces."""
     plan, tx = tiny.plan(zero=3, data=4), OPTIMIZERS[name]()
@@ -146,9 +176,21 @@ def test_any_optimizer(name):
     fz.placement(state)
 
 
-def test_pipelines():
+@pytest.mark.parametrize(
+    "name", ["every second", pytest.param("finite", marks=pytest.mark.nightly)]
+)
+def test_what_decides_for_all_leaves_has_them_all_at_once(name, monkeypatch):
+    """One `lax.cond` over all of the state: no bucket is updated without the others."""
+    monkeypatch.setattr("fzero.programs.places.SMALL", 16)  # as if the leaves were large
+    test_any_optimizer(name)
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_pipelines(guarded):
+    """Guarded, small leaves of both ranks come to one place, where it is decided for all."""
     plan = tiny.plan(zero=1, pipe=2, data=2, microbatches=2, schedule="zb_h1", clip_norm=1.0)
     tx = optax.sgd(0.1, momentum=0.9)
+    tx = optax.apply_if_finite(tx, 3) if guarded else tx
     expected, trace, _ = run(plan, tx)
     tiered = parked(plan)
     state, found, step = run(tiered, tx)
