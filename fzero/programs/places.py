@@ -210,7 +210,7 @@ class PlacedFunction:
         bound = self._bound(step)
         if bound is not None:
             places = {x: p for x, p in places.items() if p is not None and p.devices == bound}
-        large = {place for x, place in places.items() if not _small(x)}
+        large = {place for x, place in places.items() if place is not None and not _small(x)}
         if len({place.devices for place in large}) > 1:
             raise StateError(self._explain(step))
         if len(large) > 1:
