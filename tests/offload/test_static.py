@@ -170,13 +170,14 @@ def test_any_optimizer(name):
     check(name)
 
 
-def check(name):
+def check(name, model=MODEL, batch=BATCH):
     plan, tx = tiny.plan(zero=3, data=4), OPTIMIZERS[name]()
-    expected, trace, _ = run(plan, tx)
+    expected, trace, _ = run(plan, tx, model, batch=batch)
     tiered = parked(plan)
-    state, found, step = run(tiered, tx)
+    state, found, step = run(tiered, tx, model, batch=batch)
     np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in trace], rtol=2e-6)
-    tiny.close(on_device(state, tx, tiered).params, expected.params, rtol=0, atol=4e-6)
+    there = on_device(state, tx, tiered, model)
+    tiny.close(there.params, expected.params, rtol=0, atol=4e-6)
     fz.placement(state)
     return step
 
@@ -185,7 +186,12 @@ def check(name):
 def test_what_decides_for_all_leaves_has_them_all_at_once(name, monkeypatch):
     """One `lax.cond` over all of the state: no bucket is updated without the others, once."""
     monkeypatch.setattr("fzero.programs.places.SMALL", 16)  # as if the leaves were large
-    step = check(name)
+    weight = lambda key: jax.random.normal(key, (16, 16)) * 0.3  # noqa: E731
+    first = fz.Layer("first", weight, lambda w, batch, ctx: jnp.tanh(batch["x"] @ w))
+    second = fz.Layer("second", weight, lambda w, x, ctx: x @ w)  # as large: none is the largest
+    model = fz.Sequential([first, second], loss=lambda x, batch: jnp.mean(x**2))
+    x = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
+    step = check(name, model, {"x": x})
     equations = [x.equation for section in step.stream.sections for x in section.steps]
     conds = [one for one in equations if one is not None and one.primitive.name == "cond"]
     assert len(conds) == len(set(map(id, conds))) > 0
