@@ -25,12 +25,13 @@ STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
 .PHONY: help install demo test cases test-bits gpu-programs test-gpu-programs published gpu nightly nightly-tests nightly-bits nightly-gpu-programs nightly-ray nightly-gcs nightly-random nightly-models mutants operators models models-venv lint types docs site docs-serve docs-outputs clean
 
+# A test may take twenty times what the longest takes. It is stopped by a signal: pytest's own dump of
+# all threads reads frames of a thread that runs, and has taken a worker down.
+LIMIT := --timeout 600 --timeout-method signal
 # With byte code kept: two workers and the processes that tests start import the same modules. A test
-# may take twenty times what the longest takes; it is stopped by a signal, as pytest's own dump of all
-# threads reads frames of a thread that runs, and has taken a worker down. One that takes its worker
-# down is tried once more, not eight times.
+# that takes its worker down is tried once more, not eight times.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile \
-  --no-loadscope-reorder --max-worker-restart 1 --timeout 600 --timeout-method signal
+  --no-loadscope-reorder --max-worker-restart 1 $(LIMIT)
 .DELETE_ON_ERROR:
 
 help:
@@ -93,7 +94,7 @@ gpu-programs: install
 
 GPU_CASES := not nightly
 test-gpu-programs: gpu-programs
-	$(GPU_BIN)/python -m pytest --durations=5 -m "$(GPU_CASES)" $(PYTEST_ARGS) tests/gpu_programs
+	$(GPU_BIN)/python -m pytest --durations=5 $(LIMIT) -m "$(GPU_CASES)" $(PYTEST_ARGS) tests/gpu_programs
 
 # What preflight says about training runs that others have published: docs/published.md.
 published: gpu-programs

@@ -159,15 +159,14 @@ class StreamedFunction:
     def _can_leave_in(self, number: int, slabs: SlabProgram) -> bool:
         """Whether all that leaves a section can do so slab by slab.
 
-        What is parked is kept in the same slabs. What the slabs are written into lies as a result
-        of the whole does, of which there are none where a later section reads it.
+        What is parked has to be kept in the same slabs. What stays on the device is written into
+        one array, slab after slab, of which only the function's results have a layout: what a later
+        section alone reads has none.
         """
-        section = self.sections[number]
-        cuts = {self._cut_of(var) for var in section.gives} - {None}
-        into = [var for var in map(section.gives.__getitem__, slabs.made) if not self._cut_of(var)]
-        return cuts <= {(slabs.cut.dim, slabs.cut.count)} and all(
-            var in self.placed.shardings for var in into
-        )
+        gives = self.sections[number].gives
+        cuts = {self._cut_of(var) for var in gives} - {None}
+        into = {gives[i] for i in slabs.made if self._cut_of(gives[i]) is None}
+        return cuts <= {(slabs.cut.dim, slabs.cut.count)} and into <= self.placed.shardings.keys()
 
     def _in_slabs(self, var: Var) -> bool:
         """Whether an argument comes in slabs."""

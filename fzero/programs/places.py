@@ -239,7 +239,8 @@ class PlacedFunction:
             f"{self.what}: its operation {step.equation.primitive.name}{frame} needs large arrays"
             f" of several pipeline stages at once: {', '.join(shapes)}. Leaf-wise operations can be"
             f" divided, and up to {SMALL} elements (norms, counts) can cross stages, but not whole"
-            " leaves: use an optimizer that does not join them (no optax.flatten), or plan with"
+            " leaves: use an optimizer that does not join them (no optax.flatten; no condition over"
+            " all of them, as optax.MultiSteps has: fz.accumulate_step accumulates), or plan with"
             " pipe=1"
         )
 

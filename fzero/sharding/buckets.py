@@ -86,8 +86,8 @@ def plan_buckets(
                 sizes[owner] += 0 if by_path[owner].frozen else bytes_of[path]
     if plan.update_on == "host":  # nothing visits
         sizes = dict.fromkeys(sizes, 0)
-    # Nor is it cut along what something of its own is divided along: a number for each layer
-    # of a stack is, where the stack's matrices are divided by columns.
+    # No parameter is cut along a dim that it is divided along, or that something of its own is: a
+    # number for each layer of a stack may be, where the stack's matrices are divided by columns.
     divided = {path: _split_dims(split) for path, split in by_path.items()}
     for field, leaves in owned.items():
         for split in flat_splits(leaves):

@@ -186,7 +186,10 @@ def check(name, model=MODEL, batch=BATCH):
 def test_what_decides_for_all_leaves_has_them_all_at_once(name, monkeypatch):
     """One `lax.cond` over all of the state: no bucket is updated without the others, once."""
     monkeypatch.setattr("fzero.programs.places.SMALL", 16)  # as if the leaves were large
-    weight = lambda key: jax.random.normal(key, (16, 16)) * 0.3  # noqa: E731
+
+    def weight(key):
+        return jax.random.normal(key, (16, 16)) * 0.3
+
     first = fz.Layer("first", weight, lambda w, batch, ctx: jnp.tanh(batch["x"] @ w))
     second = fz.Layer("second", weight, lambda w, x, ctx: x @ w)  # as large: none is the largest
     model = fz.Sequential([first, second], loss=lambda x, batch: jnp.mean(x**2))

@@ -36,7 +36,7 @@ LOOSE = {
 TIGHT = 5e-6
 # Those of each kind that `make test` runs; the others run nightly.
 USUAL = ("clip-adamw", "skipping", "muon", "lamb", "noisy-sgd", "masked-by-shape",
-         "by-the-others", "from-the-next", "of-every-second")  # fmt: skip
+         "by-the-others", "from-the-next")  # fmt: skip
 CASES = [(name, 3) for name in ALL] + [(name, zero) for name in ALL for zero in (0, 1)]
 KEPT = [(name, 3) for name in USUAL] + [("muon", 0), ("lamb", 1)]
 
