@@ -207,10 +207,11 @@ def test_optimizers_that_join_leaves_of_two_stages_are_refused():
         return jax.tree.map(lambda leaf: leaf / jnp.max(flat), updates)
 
     several = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
-    for tx, name in ((optax.stateless(join), ""), (several, "operation cond .*")):
+    wanted = r"operation cond .*float32\[80,80\].*accumulate_step.*pipe=1"
+    for tx, match in ((optax.stateless(join), match), (several, wanted)):
         state, step = fz.init(model, tx, plan(2)), fz.train_step(model, tx, plan(2))
         before = tiny.host(state)
-        with pytest.raises(fz.StateError, match=f"train_step: .*{name}{match}"):
+        with pytest.raises(fz.StateError, match="train_step: .*" + match):
             step(state, {"x": np.ones((4, 4), np.float32)})
         tiny.same_bits(state, before)
 
