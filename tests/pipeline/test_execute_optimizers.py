@@ -208,10 +208,10 @@ def test_optimizers_that_join_leaves_of_two_stages_are_refused():
 
     several = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
     wanted = r"operation cond .*float32\[80,80\].*accumulate_step.*pipe=1"
-    for tx, match in ((optax.stateless(join), match), (several, wanted)):
+    for tx, said in ((optax.stateless(join), match), (several, wanted)):
         state, step = fz.init(model, tx, plan(2)), fz.train_step(model, tx, plan(2))
         before = tiny.host(state)
-        with pytest.raises(fz.StateError, match="train_step: .*" + match):
+        with pytest.raises(fz.StateError, match="train_step: .*" + said):
             step(state, {"x": np.ones((4, 4), np.float32)})
         tiny.same_bits(state, before)
 
