@@ -18,6 +18,7 @@ from fzero.tree import shapes_of
 from torch_bridge.dtypes import is_float
 from torch_bridge.export.capacity import counts
 from torch_bridge.export.mode import Mode, bind_state, frozen_dtypes, in_own_dtypes
+from torch_bridge.export.reach import reached_params
 from torch_bridge.losses import all_but_the_loss, called_with_batch, module_loss
 from torch_bridge.module.adapters import Adapter
 from torch_bridge.module.initial import on_host, with_masters
@@ -252,10 +253,26 @@ class Converted(Printed):
         made = self.by_layer(params, buffers)
         return replace(self, _params=made[0], _buffers=made[1])
 
+    def entries(self) -> dict[str, tuple[str, ...]]:
+        """Names of the module's own leaves that each entry of `params` holds."""
+        own = {one.name: tuple(leaf.name for leaf in one.leaves) for one in self.names.stacked}
+        return {name: own.get(name, (name,)) for name in self._params}
+
     def read_leaves(self) -> frozenset[str]:
         """Names of the module's own leaves that a forward reads."""
         read = (leaf for mode in self._modes.values() for leaf in mode.params.values())
         return frozenset(read)
+
+    def reached(self) -> frozenset[str]:
+        """Names of the module's own leaves that gradients reach in train mode, frozen ones too."""
+        mode = self._modes[max(self._modes)]
+        return frozenset(reached_params(mode, mode.graph.outputs))
+
+    @property
+    def written(self) -> frozenset[str]:
+        """Names of the module's own buffers that a forward writes to."""
+        names = self.layout.leaf_of()
+        return frozenset(names[n].name for m in self._modes.values() for n in m.graph.mutations)
 
     def by_layer(self, params: Arrays, buffers: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
         """Leaves under their own names as `self.params` and `self.buffers` have them."""
@@ -428,9 +445,7 @@ class Converted(Printed):
 
     def _same_anywhere(self) -> dict[str, str]:
         """`fz.Model`'s `buffer_reduce` for integers that no forward writes, or that count steps."""
-        names = self.layout.leaf_of()
-        plain = (names[n].name for mode in self._modes.values() for n in mode.graph.mutations)
-        written = frozenset(plain).union(*(rolled.written for rolled in self._rolled.values()))
+        written = self.written.union(*(rolled.written for rolled in self._rolled.values()))
         return {
             name: "same"
             for name, value in self._buffers.items()

@@ -1,8 +1,14 @@
-"""`sequential`: torch modules called one after the other become a chain of layers."""
+"""`sequential`: torch modules called one after the other become a chain of layers.
+
+It converts nothing itself: each module is one `convert`, with what the one before it gives as the
+example. `convert` of the whole would not do: its graph is divided where equal blocks are, and into
+parts that read each other's values, while here a plan may cut between any two modules, each has its
+leaves under its own names, and what is called may be a list without a forward. So what is here is
+only what lies between modules: who holds a weight that several have, and what takes what.
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +20,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError
+from fzero.keys import layer_key
 from fzero.links import Context, Layer, Shard, layer_params
 from fzero.model import Sequential
 from fzero.summary import Printed
@@ -29,20 +36,6 @@ Arrays = Mapping[str, Any]
 Nested = dict[str, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a leaf of the module is kept in the chain's params or buffers."""
-
-    leaf: Leaf
-    layer: str
-    name: str
-
-    @property
-    def path(self) -> str:
-        """In a tree of params or buffers."""
-        return f"{self.layer}/{self.name}"
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class ConvertedSequential(Printed):
     """PyTorch modules in a row as a chain that can be cut into pipeline stages.
@@ -55,7 +48,8 @@ class ConvertedSequential(Printed):
         layout: names, ties and dtypes of every leaf, as in the original module's `state_dict`.
         masters: whether `model` gives parameters of 16 bits float32 masters.
         modules: what each layer's module was converted to.
-        places: where each leaf is in `params` and `buffers`.
+        places: which leaf of the original module is at each path (`layer/name`) of `params` and
+            `buffers`, in the order of `layout`.
     """
 
     model: Sequential
@@ -64,7 +58,7 @@ class ConvertedSequential(Printed):
     layout: Layout
     masters: bool
     modules: Mapping[str, Converted] = field(repr=False)
-    places: tuple[Place, ...] = field(repr=False)
+    places: Mapping[str, Leaf] = field(repr=False)
 
     def _summary(self) -> str:
         return f"ConvertedSequential of {self.model!r}"
@@ -95,23 +89,22 @@ class ConvertedSequential(Printed):
             (5, 4)
         """
         new, given = dict(buffers), args
-        for number, layer in enumerate(self.model.layers[: len(self.modules)]):
-            key = None if rng is None else jax.random.fold_in(rng, number)
-            weights, state = layer_params(layer, params), buffers.get(layer.name, {})
-            converted = self.modules[layer.name]
+        for number, (name, converted) in enumerate(self.modules.items()):
+            layer, key = self.model.layers[number], None if rng is None else layer_key(rng, number)
+            weights, state = layer_params(layer, params), buffers.get(name, {})
             out, state = converted.apply(weights, state, *given, rng=key, train=train)
             given = (out,)
             if layer.stateful:
-                new[layer.name] = state
+                new[name] = state
         return Applied(given[0], new)
 
     def by_name(self, tree: Any) -> dict[str, Any]:
         """Params or buffers of the chain under the names of the original module's leaves."""
         found: dict[str, Any] = {}
-        for place in self.places:
-            own = tree.get(place.layer, {})
-            if place.name in own:
-                found.setdefault(place.leaf.name, own[place.name])
+        for path, leaf in self.places.items():
+            layer, name = path.split("/", 1)
+            if name in tree.get(layer, {}):
+                found.setdefault(leaf.name, tree[layer][name])
         return found
 
     def by_initial(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -119,12 +112,24 @@ class ConvertedSequential(Printed):
         return self.by_name(self.params), self.by_name(self.buffers)
 
     def trained(self, params: Nested) -> Nested:
-        """Parameters as `model` trains them: those of 16 bits are widened."""
-        return {k: with_masters(v) for k, v in params.items()} if self.masters else params
+        """Parameters as `model` trains them: with `masters`, those of 16 bits are widened."""
+        return _trained(params, self.places) if self.masters else params
 
     def by_layer(self, params: Arrays, buffers: Arrays) -> tuple[Nested, Nested]:
         """Leaves under their names in the original module as the chain's params and buffers."""
         return _by_layer(self.places, params, buffers)
+
+    def entries(self) -> dict[str, tuple[str, ...]]:
+        """Names of the original module's leaves at each path of `params`."""
+        return {path: (leaf.name,) for path, leaf in self.places.items() if leaf.is_param}
+
+    def reached(self) -> frozenset[str]:
+        """As `Converted.reached`, of the original module's leaves."""
+        found: set[str] = set()
+        for layer, (name, one) in zip(self.model.layers, self.modules.items(), strict=False):
+            reads = getattr(layer, "reads", {})
+            found.update(self.places[reads.get(own, f"{name}/{own}")].name for own in one.reached())
+        return frozenset(found)
 
 
 def sequential(
@@ -169,30 +174,33 @@ def sequential(
         >>> [layer.name for layer in chain.model.layers], sorted(chain.params["0"])
         (['0', '1', 'loss'], ['bias', 'weight'])
     """
-    parts, labels = _parts(modules, names)
-    source = root if root is not None else _container(modules, parts, labels)
+    parts = _parts(modules, names)
+    source = root  # what gives the leaves their names in a `state_dict`
+    if source is None and isinstance(modules, torch.nn.Sequential):
+        source = modules
+    elif source is None:
+        source = torch.nn.Sequential(OrderedDict(parts))
     layout = read_layout(source)
-    converted = dict(zip(labels, _convert_each(parts, labels, example_args), strict=True))
-    found = [find_leaves(source, layout, part) for part in parts]
+    converted = _convert_each(parts, example_args)
+    found = [find_leaves(source, layout, part) for part in parts.values()]
     places = _places(layout, converted, found)
     if root is not None:
         _check_root(layout, places)
-    kept = {place.leaf.name: place.path for place in places if place.leaf.is_param}
-    takers = itertools.chain([_taker(inputs)], itertools.repeat(_one))
-    layers = []
-    for (name, one), leaves, take in zip(converted.items(), found, takers, strict=False):
+    kept = {leaf.name: path for path, leaf in places.items() if leaf.is_param}
+    layers: list[Layer] = []
+    for (name, one), leaves in zip(converted.items(), found, strict=True):
         paths = {own: kept[leaves[own].name] for own in one.params}
         reads = {own: path for own, path in paths.items() if path != f"{name}/{own}"}
-        layers.append(_layer(name, one, reads, take))
+        layers.append(_layer(name, one, reads, _taker(None if layers else inputs)))
     params, buffers = _by_layer(places, *read_values(source, layout))
-    frozen = frozenset(place.path for place in places if place.leaf.frozen)
-    trained = {k: with_masters(v) for k, v in params.items()} if masters else params
+    frozen = frozenset(path for path, leaf in places.items() if leaf.frozen)
+    trained = _trained(params, places) if masters else params
     model = Sequential(layers, loss, init=(trained, buffers), frozen=frozen)
     return ConvertedSequential(model, params, buffers, layout, masters, converted, places)
 
 
-def _parts(modules: Any, names: Sequence[str] | None) -> tuple[list[torch.nn.Module], list[str]]:
-    """The modules and a legal layer name for each."""
+def _parts(modules: Any, names: Sequence[str] | None) -> dict[str, torch.nn.Module]:
+    """The modules, by a legal layer name for each."""
     own: list[str] | None = None
     if isinstance(modules, torch.nn.Sequential):
         _refuse_own_forward(modules)
@@ -223,7 +231,7 @@ def _parts(modules: Any, names: Sequence[str] | None) -> tuple[list[torch.nn.Mod
             f"sequential: layer names {labels}: expected different, non-empty names without '/'"
             " and '.', none of them 'loss'; pass names=[...]"
         )
-    return parts, labels
+    return dict(zip(labels, parts, strict=True))
 
 
 def _refuse_own_forward(module: torch.nn.Sequential) -> None:
@@ -236,91 +244,66 @@ def _refuse_own_forward(module: torch.nn.Sequential) -> None:
         )
 
 
-def _container(
-    modules: Any, parts: Sequence[torch.nn.Module], labels: Sequence[str]
-) -> torch.nn.Module:
-    """What gives the leaves their names in a `state_dict`."""
-    if isinstance(modules, torch.nn.Sequential):
-        return modules
-    return torch.nn.Sequential(OrderedDict(zip(labels, parts, strict=True)))
-
-
 def _convert_each(
-    parts: Sequence[torch.nn.Module], labels: Sequence[str], example_args: tuple[Any, ...]
-) -> list[Converted]:
+    parts: Mapping[str, torch.nn.Module], example_args: tuple[Any, ...]
+) -> dict[str, Converted]:
     """Each module converted with what the one before it gives."""
-    args = torch_pytree.tree_map(_copied, example_args)
-    found: list[Converted] = []
-    for index, (part, label) in enumerate(zip(parts, labels, strict=True)):
+    # Copies, because a module may write to what it is given.
+    args = torch_pytree.tree_map_only(torch.Tensor | np.ndarray | jax.Array, to_torch, example_args)
+    found: dict[str, Converted] = {}
+    for label, part in parts.items():
         where = f"module {label!r} ({type(part).__name__})"
         try:
-            found.append(convert(part, *args, roll=False))
+            found[label] = convert(part, *args, roll=False)
         except ConversionError as error:
             raise ConversionError(f"{where}: {error}") from error
-        if index + 1 < len(parts):
-            args = (_evaluate(part, args, where),)
+        if len(found) == len(parts):
+            break
+        try:
+            with untouched(part, False), torch.no_grad():
+                args = (part(*args),)
+        except Exception as error:
+            raise ConversionError(f"{where} cannot run on the example: {error}") from error
     return found
-
-
-def _copied(leaf: Any) -> Any:
-    """Tensors that an in-place module may write to."""
-    is_array = isinstance(leaf, torch.Tensor | np.ndarray | jax.Array)
-    return to_torch(leaf) if is_array else leaf
-
-
-def _evaluate(module: torch.nn.Module, args: tuple[Any, ...], where: str) -> Any:
-    """A module's output in eval mode; the module is left as it was."""
-    try:
-        with untouched(module, False), torch.no_grad():
-            return module(*args)
-    except Exception as error:
-        raise ConversionError(f"{where} cannot run on the example: {error}") from error
 
 
 def _places(
     layout: Layout, converted: Mapping[str, Converted], found: Sequence[Mapping[str, Leaf]]
-) -> tuple[Place, ...]:
+) -> dict[str, Leaf]:
     """Where every leaf is kept.
 
     A parameter is kept once, by the first layer that has it. A buffer that nobody updates is a
     constant, of which every layer keeps a copy.
     """
-    places: list[Place] = []
+    places: dict[str, Leaf] = {}
     keepers: dict[str, list[str]] = {}
     for (label, one), leaves in zip(converted.items(), found, strict=True):
-        for name in itertools.chain(one.params, one.buffers):
-            leaf = leaves[name]
-            if leaf.is_param != (name in one.params):
+        for own in one.layout.leaves:
+            leaf = leaves[own.name]
+            if leaf.is_param != own.is_param:
                 raise ConversionError(
-                    f"`{name}` of module {label!r} is a buffer that shares its memory with a"
+                    f"`{own.name}` of module {label!r} is a buffer that shares its memory with a"
                     " parameter; make one of them a copy (.clone())"
                 )
-            if leaf.is_param and leaf.name in keepers:
-                continue
-            places.append(Place(leaf, label, name))
-            keepers.setdefault(leaf.name, []).append(label)
+            if not (leaf.is_param and leaf.name in keepers):
+                places[f"{label}/{own.name}"] = leaf
+                keepers.setdefault(leaf.name, []).append(label)
     for (label, one), leaves in zip(converted.items(), found, strict=True):
-        for name in sorted(_updated(one)):
-            if len(keepers[leaves[name].name]) > 1:
+        for name in sorted(one.written):
+            others = [keeper for keeper in keepers[leaves[name].name] if keeper != label]
+            if others:
                 raise ConversionError(
                     f"module {label!r} updates the buffer `{name}`, which it shares with"
-                    f" {[k for k in keepers[leaves[name].name] if k != label]}; as layers they"
-                    " would each have their own. Give each module its own buffer, or put them into"
-                    " one module"
+                    f" {others}; as layers they would each have their own. Give each module its"
+                    " own buffer, or put them into one module"
                 )
     order = {leaf.name: index for index, leaf in enumerate(layout.leaves)}
-    return tuple(sorted(places, key=lambda place: order[place.leaf.name]))
+    return dict(sorted(places.items(), key=lambda place: order[place[1].name]))
 
 
-def _updated(converted: Converted) -> set[str]:
-    """Names of the buffers that a forward writes to."""
-    names = converted.layout.leaf_of()
-    return {names[n].name for mode in converted._modes.values() for n in mode.graph.mutations}
-
-
-def _check_root(layout: Layout, places: Sequence[Place]) -> None:
+def _check_root(layout: Layout, places: Mapping[str, Leaf]) -> None:
     """Every leaf that a `state_dict` of the root has must be in the chain."""
-    placed = {place.leaf.name for place in places}
+    placed = {leaf.name for leaf in places.values()}
     lost = [leaf.name for leaf in layout.leaves if leaf.persistent and leaf.name not in placed]
     if lost:
         raise ConversionError(
@@ -348,15 +331,10 @@ def _layer(
     return Layer(name, None, apply, reads, stateful, same, shard)
 
 
-def _one(x: Any) -> tuple[Any]:
-    """What the later modules take: the output before them, as one argument."""
-    return (x,)
-
-
 def _taker(keys: str | Sequence[str] | None) -> Callable[[Any], tuple[Any, ...]]:
-    """What the first module takes: the batch, or parts of it."""
+    """The arguments of a module: what comes before it, or, of the first one, parts of the batch."""
     if keys is None:
-        return _one
+        return lambda x: (x,)
     wanted = [keys] if isinstance(keys, str) else list(keys)
 
     def take(batch: Any) -> tuple[Any, ...]:
@@ -372,9 +350,19 @@ def _taker(keys: str | Sequence[str] | None) -> Callable[[Any], tuple[Any, ...]]
     return take
 
 
-def _by_layer(places: Sequence[Place], params: Arrays, buffers: Arrays) -> tuple[Nested, Nested]:
+def _by_layer(places: Mapping[str, Leaf], params: Arrays, buffers: Arrays) -> tuple[Nested, Nested]:
     nested: tuple[Nested, Nested] = ({}, {})
-    for place in places:
-        values, tree = (params, nested[0]) if place.leaf.is_param else (buffers, nested[1])
-        tree.setdefault(place.layer, {})[place.name] = values[place.leaf.name]
+    for path, leaf in places.items():
+        values, tree = (params, nested[0]) if leaf.is_param else (buffers, nested[1])
+        layer, name = path.split("/", 1)
+        tree.setdefault(layer, {})[name] = values[leaf.name]
     return nested
+
+
+def _trained(params: Nested, places: Mapping[str, Leaf]) -> Nested:
+    """Parameters with float32 masters of those of 16 bits, but for frozen ones."""
+
+    def widened(layer: str, own: dict[str, Any]) -> dict[str, Any]:
+        return with_masters(own, {name for name in own if places[f"{layer}/{name}"].frozen})
+
+    return {layer: widened(layer, own) for layer, own in params.items()}

@@ -277,6 +277,16 @@ def test_frozen_parameters_stay_as_they_are() -> None:
     assert not torch.equal(back["1.weight"], module[1].weight)
 
 
+def test_frozen_parameters_of_16_bits_have_no_masters() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).bfloat16()
+    module[0].weight.requires_grad_(False)
+    chain = tb.sequential(module, X.bfloat16(), loss=lambda y, batch: jnp.mean(y**2))
+    params = fz.init(chain.model, optax.sgd(0.1), fz.Plan(data=1)).params
+    kept = {name: value.dtype for name, value in chain.by_name(params).items()}
+    assert kept.pop("0.weight") == jnp.bfloat16
+    assert set(kept.values()) == {jnp.dtype(jnp.float32)}
+
+
 def test_a_chain_is_cut_into_stages(
     cnn_chain: tb.ConvertedSequential, tied_chain: tb.ConvertedSequential
 ) -> None:

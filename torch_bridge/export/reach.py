@@ -1,4 +1,8 @@
-"""What gradients reach in a module's graph, from its outputs."""
+"""What gradients reach in a module's graph, from its outputs.
+
+PyTorch gives other parameters none, and its optimizers then leave them alone, weight decay
+included. In JAX their gradient is zero, and decay would move them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 import torch
 
 from torch_bridge.export.interpret import Graph, Instruction
+from torch_bridge.export.mode import Mode
 from torch_bridge.lower.refs import refs
 
 
@@ -21,7 +26,12 @@ _STOPS = re.compile(
 _CASTS = ("aten._to_copy.", "aten.to.", "prims.convert_element_type.")
 
 
-def reached_from(graph: Graph, outputs: Sequence[Any]) -> set[str]:
+def reached_params(mode: Mode, outputs: Sequence[Any]) -> set[str]:
+    """Names of the module's leaves that gradients of outputs of a graph reach, frozen ones too."""
+    return {mode.params[n] for n in _reached_from(mode.graph, outputs) if n in mode.params}
+
+
+def _reached_from(graph: Graph, outputs: Sequence[Any]) -> set[str]:
     """All values that outputs depend on with nothing between that stops gradients."""
     needed = set(refs(list(outputs)))
     for step in reversed(graph.instructions):

@@ -15,7 +15,6 @@ from fzero.optimizer.layers import is_layers
 from fzero.optimizer.per_layer import per_layer
 from fzero.tree import key_name, path_name
 from torch_bridge.converted import Converted
-from torch_bridge.optim.reach import reached
 from torch_bridge.optim.rules import find_rule, sees_matrices
 from torch_bridge.optim.schedules import follow
 from torch_bridge.sequential import ConvertedSequential
@@ -178,9 +177,9 @@ class _Names:
         leaves = [leaf for leaf in parameters.layout.leaves if leaf.is_param]
         aliases = {name: leaf.name for leaf in leaves for name in leaf.names}
         kept = ((name, ref()) for name, ref in parameters.layout.tensors.items())
-        learning = reached(parameters)
+        learning = parameters.reached()
         return _Names(
-            entries=_entries(parameters),
+            entries=parameters.entries(),
             of_tensor={
                 id(tensor): aliases[name]
                 for name, tensor in kept
@@ -193,15 +192,6 @@ class _Names:
             frozen=frozenset(leaf.name for leaf in leaves if leaf.frozen),
             what="the converted module",
         )
-
-
-def _entries(converted: Converted | ConvertedSequential) -> dict[str, tuple[str, ...]]:
-    """What each entry of a params tree holds."""
-    if isinstance(converted, ConvertedSequential):
-        places = [place for place in converted.places if place.leaf.is_param]
-        return {place.path: (place.leaf.name,) for place in places}
-    stacked = {one.name: tuple(leaf.name for leaf in one.leaves) for one in converted.names.stacked}
-    return {name: stacked.get(name, (name,)) for name in converted._params}
 
 
 def _labels(groups: Sequence[Mapping[str, Any]], names: _Names) -> dict[str, str]:

@@ -1,8 +1,4 @@
-"""Parameters that only outputs read which a loss does not.
-
-In PyTorch they get no gradient, and its optimizers leave them alone, weight decay included. In JAX
-their gradient is zero, and decay would move them.
-"""
+"""Parameters that only outputs read which a loss does not (`export/reach.py` says what of it)."""
 
 from __future__ import annotations
 
@@ -15,14 +11,14 @@ from jax.extend import core
 
 from fzero.errors import warn
 from torch_bridge.export.mode import Mode
-from torch_bridge.export.reach import reached_from
+from torch_bridge.export.reach import reached_params
 from torch_bridge.lower.refs import Ref
 
 
 def may_be_unread(mode: Mode) -> bool:
     """Whether some outputs of a graph have parameters of their own."""
     outputs = [leaf for leaf in mode.graph.outputs if isinstance(leaf, Ref)]
-    return len({frozenset(_params(mode, [leaf])) for leaf in outputs}) > 1
+    return len({frozenset(reached_params(mode, [leaf])) for leaf in outputs}) > 1
 
 
 def unread_parameters(mode: Mode, closed: Any, results: Sequence[Any], num_values: int) -> set[str]:
@@ -42,7 +38,7 @@ def unread_parameters(mode: Mode, closed: Any, results: Sequence[Any], num_value
             reached.update(v for v in equation.invars if not isinstance(v, core.Literal))
     outputs = [leaf for leaf in mode.graph.outputs if isinstance(leaf, Ref)]
     read = [leaf for leaf, v in zip(outputs, results, strict=True) if v in reached]
-    return _params(mode, outputs) - _params(mode, read)
+    return reached_params(mode, outputs) - reached_params(mode, read)
 
 
 def warn_of_unread(names: set[str]) -> None:
@@ -58,10 +54,6 @@ def warn_of_unread(names: set[str]) -> None:
         " leaves them alone, tb.fit does by itself; so does requires_grad_(False) before"
         " tb.convert"
     )
-
-
-def _params(mode: Mode, outputs: Sequence[Any]) -> set[str]:
-    return {mode.params[n] for n in reached_from(mode.graph, outputs) if n in mode.params}
 
 
 def _has_slope(variable: Any) -> bool:
