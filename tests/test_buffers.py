@@ -159,6 +159,22 @@ def test_reductions_that_cannot_be_are_refused(how, said):
         fz.init(_plain(how), TX, tiny.plan(data=1))
 
 
+def test_parameters_and_buffers_may_be_one_array_each(tmp_path):
+    def loss(params, buffers, batch, rng, train):
+        return jnp.mean(batch["x"] @ params), buffers + 1, {}
+
+    model, tx = fz.Model((jnp.ones((D, D)), jnp.zeros(())), loss), optax.adam(0.1)
+    plan, other = tiny.plan(zero=0, data=8, ema=0.5), tiny.plan(zero=3, data=4, ema=0.5)
+    state, _ = fz.train_step(model, tx, plan)(fz.init(model, tx, plan), BATCH)
+    state = fz.replan(state, model, tx, plan, other)
+    state, _ = fz.accumulate_step(model, tx, other)(state, BATCH)
+    fz.save(tmp_path, state, other)
+    same = fz.restore(tmp_path, model, tx, other)
+    assert float(same.buffers) == 2
+    for name in ("params", "opt_state", "grads", "ema"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(same, name), getattr(state, name))
+
+
 def test_random_keys_are_no_buffers():
     model = fz.Model(lambda key: (_weights(key), {"key": key}), _plain(HOW).loss)
     with pytest.raises(fz.StateError, match=r"buffers/key is a random key .*key_data"):

@@ -179,6 +179,11 @@ def _roots(fresh: Collection[str]) -> tuple[str, ...]:
     return tuple(path.strip("/") for path in fresh)
 
 
+def _at(field: str, path: str) -> str:
+    """The name of a leaf in a checkpoint; a field may be a leaf itself."""
+    return f"{field}/{path}" if path else field
+
+
 class _Stored:
     """The leaves of one checkpoint, as a blueprint keeps them.
 
@@ -211,7 +216,7 @@ class _Stored:
                 " rounding. It is left out; everything else is restored"
             )
         self.owners = {
-            f"{field}/{split.path}": split.owner
+            _at(field, split.path): split.owner
             for field in OWNED if getattr(blue, field) is not None
             for split in flat_splits(getattr(blue, field))
         }  # fmt: skip
@@ -255,7 +260,7 @@ class _Stored:
             trees = old.kept(name), new.kept(name), shapes[name]
             kept = map(jax.tree.leaves, trees)
             for path, *want in zip(paths, *kept, strict=True):
-                found[f"{prefix}/{path}"] = (want[0], want[1], want[2])
+                found[_at(prefix, path)] = (want[0], want[1], want[2])
         if "grads" in names:
             for name, dtype in (("total", "float32"), ("count", "float32"), ("calls", "int32")):
                 to = new.replicated(jax.ShapeDtypeStruct((), dtype))
@@ -280,7 +285,7 @@ class _Stored:
 
     def has_all(self, *names: str) -> bool:
         """Whether no leaf of some fields stays new."""
-        paths = [f"{n}/{path}" for n in names for path, _ in named_leaves(self.blue.shapes()[n])]
+        paths = [_at(n, path) for n in names for path, _ in named_leaves(self.blue.shapes()[n])]
         return all(map(self._takes, paths))
 
     def require_fit(self) -> None:
@@ -317,9 +322,9 @@ class _Stored:
         """A field of the state; leaves that are not taken are those of `new`."""
 
         def leaf(path: str, to: Any, *kept: Any) -> Any:
-            if not self._takes(f"{name}/{path}"):
+            if not self._takes(_at(name, path)):
                 return kept[0]
-            value = self._leaf(f"{name}/{path}")
+            value = self._leaf(_at(name, path))
             # Parameters are cast and make the optimizer's state before they are parked.
             return parked_leaf(self.blue, name, path, value) if name in OWNED else value
 
@@ -340,7 +345,7 @@ class _Stored:
             found["loss_scale"] = self._loss_scale(state.loss_scale)
         if "grads" in self.fields and "grads/total" in self.numbers:
             sums = map_splits(
-                lambda split: self._sum(f"grads/sums/{split.path}"), trained(self.blue.params)
+                lambda split: self._sum(_at("grads/sums", split.path)), trained(self.blue.params)
             )
             found["grads"] = Pending(
                 sums, *(self._leaf(f"grads/{name}") for name in ("total", "count", "calls"))

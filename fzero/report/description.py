@@ -19,8 +19,8 @@ from fzero.model import Model
 from fzero.plan import Plan
 from fzero.report.communication import communication, secondary_bytes
 from fzero.report.report import LeafReport, Report, planned_on, table
-from fzero.sharding.blueprint import secondary_size
 from fzero.sharding.buckets import OWNED
+from fzero.sharding.group import secondary_size
 from fzero.storage.tiers import DEVICE, TIERS
 from fzero.summary import Boxed
 from fzero.tree import found_in

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fzero.axes import DATA, PIPE, REPLICA, shared_over, zero_sizes
+from fzero.axes import DATA, PIPE, shared_over, zero_sizes
 from fzero.compat import abstract_mesh, ranks_mesh
 from fzero.errors import PlanError, StateError
 from fzero.links import Stack
@@ -27,7 +26,7 @@ from fzero.precision import initial_loss_scale
 from fzero.processes import require_transfers
 from fzero.sharding.buckets import OWNED, Buckets, plan_buckets
 from fzero.sharding.buffers import check_buffers
-from fzero.sharding.group import Group
+from fzero.sharding.group import Group, secondary_size
 from fzero.sharding.homes import StackRows, Stages, cut_into_stages
 from fzero.sharding.initial import initial_shapes as initial_shapes
 from fzero.sharding.initial import memo, tracing_context
@@ -35,7 +34,6 @@ from fzero.sharding.memory import device_memory
 from fzero.sharding.relayout import Kept
 from fzero.sharding.split import (
     Home,
-    Split,
     flat_splits,
     frozen_names,
     kept_shape,
@@ -111,11 +109,6 @@ class Blueprint:
         return NamedSharding(self.mesh_of(home), spec)
 
     @property
-    def num_data(self) -> int:
-        """Devices on the data axis."""
-        return dict(self.mesh.shape)[DATA]
-
-    @property
     def zero_sizes(self) -> dict[str, int]:
         """The axes that ZeRO shares leaves out over, and how many devices are along each."""
         return zero_sizes(dict(self.mesh.shape))
@@ -123,13 +116,7 @@ class Blueprint:
     @cached_property
     def group(self) -> Group:
         """The devices that collectives run over."""
-        sizes = dict(self.mesh.shape)
-        devices = list(self.mesh.devices.flat)
-        several = len({device.process_index for device in devices}) > 1
-        cpu = devices[0].platform == "cpu"
-        secondary = secondary_size(self.plan, sizes[DATA], devices)
-        further = tuple(self.plan.further.items())
-        return Group(sizes[DATA], sizes[REPLICA], several and cpu, cpu, secondary, further)
+        return Group.of(self.plan, self.mesh)
 
     @property
     def prefetch(self) -> bool:
@@ -155,22 +142,29 @@ class Blueprint:
     def optimizer(self) -> Optimizer:
         """The optimizer, told which leaves are stacks."""
         assert self.tx is not None
-        homes = None if self.stages is None else self.stages.homes
-        return bound_optimizer(self.tx, self.model, homes, self._spread)
+
+        def rows(stack: Stack) -> Rows:
+            home = self.home_of(stack.name)
+            if home is None or not home.rows:
+                return Rows(stack.num, tuple(range(stack.num)))
+            return Rows(len(home.rows), tuple(home.order.tolist()))
+
+        stacks = {link.name: rows(link) for link in self.model.layers if isinstance(link, Stack)}
+        return Optimizer(self.tx, Scope(stacks, self._spread))
 
     def require_optimizer(self, operation: str) -> None:
         """Raises `PlanError` if a step cannot use the optimizer, or it would mix layers."""
         if self.tx is None:
             return
-        shapes = map_splits(_updated_shape, trained(self.params))
+        shapes = self._updated_shapes()
         self.optimizer.traced(shapes)
         require_layers_apart(self.tx, shapes, self.optimizer.scope.stacks, operation)
 
     def _spread(self, stack: str, value: jax.Array) -> jax.Array:
         """Divides a stack's layers over the devices that share leaves out, unevenly if need be."""
-        home = None if self.stages is None else self.stages.homes[stack]
         if self.group.shards == 1:
             return value
+        home = self.home_of(stack)
         cut = (PIPE,) if home is not None and home.rows else ()
         spec = PartitionSpec((*cut, *shared_over(self.zero_sizes)))
         return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh_of(home), spec))
@@ -187,9 +181,16 @@ class Blueprint:
 
         (Plans with further axes add up parts of leaves in every stage: they are left alone.)
         """
-        if self.tx is None or self.num_data == 1 or self.plan.further:
+        if self.tx is None or dict(self.mesh.shape)[DATA] == 1 or self.plan.further:
             return False
-        return adds_up(self.optimizer, map_splits(_updated_shape, trained(self.params)))
+        return adds_up(self.optimizer, self._updated_shapes())
+
+    def _updated_shapes(self) -> PyTree:
+        """What an optimizer sees of the parameters."""
+        return map_splits(
+            lambda split: jax.ShapeDtypeStruct(split.shape, update_dtype(split.dtype)),
+            trained(self.params),
+        )
 
     @property
     def updates_shards(self) -> bool:
@@ -216,10 +217,7 @@ class Blueprint:
     def kept(self, field: str) -> PyTree:
         """A `Kept` for every leaf of a field of the state, as `relayout` takes it."""
         if field == "buffers":
-            return jax.tree_util.tree_map_with_path(
-                lambda path, leaf: Kept.at(self.home_of(key_name(path[0])), leaf.shape),
-                self.buffers,
-            )
+            return self._map_buffers(lambda home, leaf: Kept.at(home, leaf.shape))
         # (Gradients that wait for their step are always shards.)
         sharded = field == "grads" or self.plan.shards(field)
         return map_splits(lambda split: Kept.of(split, sharded), self.splits(field))
@@ -258,48 +256,39 @@ class Blueprint:
                 name: stored_shapes(getattr(self, name), sharding, plan.shards(name))
                 for name in OWNED
             },
-            "buffers": self._buffers(),
+            "buffers": self._map_buffers(
+                lambda home, leaf: jax.ShapeDtypeStruct(
+                    leaf.shape, leaf.dtype, sharding=sharding(home, PartitionSpec())
+                )
+            ),
             "rng": self.replicated(jax.eval_shape(lambda: jax.random.key(0))),
             "loss_scale": jax.tree.map(self.replicated, scale),
         }
 
-    def _buffers(self) -> PyTree:
-        if self.stages is None:
-            return jax.tree.map(self.replicated, self.buffers)
-        homes, whole = self.stages.homes, PartitionSpec()
-        return {
-            name: jax.tree.map(
-                lambda x, home=homes[name]: jax.ShapeDtypeStruct(
-                    x.shape, x.dtype, sharding=self.sharding(home, whole)
-                ),
-                tree,
-            )
-            for name, tree in self.buffers.items()
-        }
+    def _map_buffers(self, function: Callable[[Home | None, Any], Any]) -> PyTree:
+        """`function(home, shape)` for every buffer."""
+
+        def at(path: tuple[Any, ...], leaf: Any) -> Any:
+            return function(self.home_of(key_name(path[0]) if path else ""), leaf)
+
+        return jax.tree_util.tree_map_with_path(at, self.buffers)
 
     def labels(self) -> dict[str, PyTree]:
         """For every leaf of a state, what it is updated together with."""
         known = self.buckets.labels
 
-        def of_param(split: Split) -> str:
-            return (split.home.label if split.home else "") + known[split.path]
+        def at(home: Home | None, owner: str | None = None) -> str:
+            return (home.label if home else "") + known.get(owner or "", "")
 
-        def of_state(split: Split) -> str:
-            return (split.home.label if split.home else "") + known.get(split.owner or "", "")
-
-        params = map_splits(of_param, self.params)
-        buffers = jax.tree.map(lambda _: "", self.buffers)
-        if self.stages is not None:
-            homes = self.stages.homes
-            buffers = {
-                name: jax.tree.map(lambda _, name=name: homes[name].label, tree)
-                for name, tree in buffers.items()
-            }
+        params = map_splits(lambda split: at(split.home, split.path), self.params)
         return {
             "params": params,
             "compute": trained(self.params, params) if self.plan.keeps_compute_copy else None,
-            **{name: map_splits(of_state, getattr(self, name)) for name in OWNED},
-            "buffers": buffers,
+            **{
+                name: map_splits(lambda split: at(split.home, split.owner), getattr(self, name))
+                for name in OWNED
+            },
+            "buffers": self._map_buffers(lambda home, _: at(home)),
         }
 
     def constrain(self, split: Any, leaf: jax.Array, sharded: bool = True) -> jax.Array:
@@ -312,68 +301,6 @@ class Blueprint:
             if not split.pad:
                 raise
             return leaf
-
-
-def _updated_shape(split: Split) -> jax.ShapeDtypeStruct:
-    """What an optimizer sees of a leaf."""
-    return jax.ShapeDtypeStruct(split.shape, update_dtype(split.dtype))
-
-
-def bound_optimizer(
-    tx: optax.GradientTransformation,
-    model: Model,
-    homes: Mapping[str, Home] | None,
-    spread: Callable[[str, jax.Array], jax.Array] = lambda stack, value: value,
-) -> Optimizer:
-    """An optimizer, told which leaves of a model are stacks and where their layers lie.
-
-    Args:
-        tx: the optimizer.
-        model: the model.
-        homes: in a pipeline, the home of each link's leaves.
-        spread: see `fzero.optimizer.layers.Scope`.
-    """
-
-    def rows(stack: Stack) -> Rows:
-        home = None if homes is None else homes[stack.name]
-        if home is None or not home.rows:
-            return Rows(stack.num, tuple(range(stack.num)))
-        return Rows(len(home.rows), tuple(home.order.tolist()))
-
-    stacks = {layer.name: rows(layer) for layer in model.layers if isinstance(layer, Stack)}
-    return Optimizer(tx, Scope(stacks, spread))
-
-
-def secondary_size(plan: Plan, data: int, devices: Sequence[Any] | None) -> int:
-    """Devices of a secondary group; 0 where the plan has none, or it would be all of them.
-
-    Args:
-        plan: the plan.
-        data: devices on the data axis.
-        devices: all devices in the order of the mesh; only `secondary="host"` asks them.
-
-    Raises:
-        PlanError: hosts do not divide the data axis into equal neighbours.
-    """
-    wanted = plan.secondary
-    if wanted == "host":
-        hosts = [device.process_index for device in devices or jax.devices()]
-        runs = [len(list(run)) for _, run in itertools.groupby(hosts[:data])]
-        wanted, again = runs[0], range(0, plan.pipe * plan.replica * data, runs[0])
-        rows = [set(hosts[at : at + wanted]) for at in again]
-        if data % wanted or any(len(row) > 1 for row in rows):
-            raise PlanError(
-                "plan: secondary='host' needs equally many neighbours of each host on the data"
-                f" axis, whose first {data} devices are on hosts {hosts[:data]}; order the"
-                " devices by host, or give the number that divides them"
-            )
-        if wanted == 1 < data:
-            raise PlanError(
-                "plan: secondary='host', but neighbours on the data axis are on different hosts"
-                f" ({hosts[:data]}): each device would keep whole layers; order the devices by"
-                " host, or leave it out"
-            )
-    return wanted if isinstance(wanted, int) and wanted < data else 0
 
 
 def blueprint(

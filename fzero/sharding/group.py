@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from fzero.axes import DATA, rows_axis, shared_over
+from fzero.axes import DATA, REPLICA, rows_axis, shared_over
+from fzero.errors import PlanError
+from fzero.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,20 @@ class Group:
     bits: bool = False
     secondary: int = 0
     further: tuple[tuple[str, int], ...] = ()
+
+    @staticmethod
+    def of(plan: Plan, mesh: Mesh) -> Group:
+        """The group of a plan on a mesh of devices.
+
+        Raises:
+            PlanError: as `secondary_size`.
+        """
+        sizes, devices = dict(mesh.shape), list(mesh.devices.flat)
+        several = len({device.process_index for device in devices}) > 1
+        cpu = devices[0].platform == "cpu"
+        secondary = secondary_size(plan, sizes[DATA], devices)
+        further = tuple(plan.further.items())
+        return Group(sizes[DATA], sizes[REPLICA], several and cpu, cpu, secondary, further)
 
     @property
     def shards(self) -> int:
@@ -75,3 +92,35 @@ class Group:
     def pin(self, value: jax.Array, spec: PartitionSpec) -> jax.Array:
         """A value divided so over the further axes."""
         return jax.lax.with_sharding_constraint(value, spec) if self.further else value
+
+
+def secondary_size(plan: Plan, data: int, devices: Sequence[Any] | None) -> int:
+    """Devices of a secondary group; 0 where the plan has none, or it would be all of them.
+
+    Args:
+        plan: the plan.
+        data: devices on the data axis.
+        devices: all devices in the order of the mesh; only `secondary="host"` asks them.
+
+    Raises:
+        PlanError: hosts do not divide the data axis into equal neighbours.
+    """
+    wanted = plan.secondary
+    if wanted == "host":
+        hosts = [device.process_index for device in devices or jax.devices()]
+        runs = [len(list(run)) for _, run in itertools.groupby(hosts[:data])]
+        wanted, again = runs[0], range(0, plan.pipe * plan.replica * data, runs[0])
+        rows = [set(hosts[at : at + wanted]) for at in again]
+        if data % wanted or any(len(row) > 1 for row in rows):
+            raise PlanError(
+                "plan: secondary='host' needs equally many neighbours of each host on the data"
+                f" axis, whose first {data} devices are on hosts {hosts[:data]}; order the"
+                " devices by host, or give the number that divides them"
+            )
+        if wanted == 1 < data:
+            raise PlanError(
+                "plan: secondary='host', but neighbours on the data axis are on different hosts"
+                f" ({hosts[:data]}): each device would keep whole layers; order the devices by"
+                " host, or leave it out"
+            )
+    return wanted if isinstance(wanted, int) and wanted < data else 0

@@ -72,7 +72,7 @@ def train(case: str, checkpoints: Path) -> dict[str, np.ndarray]:
     from support import axes, tiny
 
     import fzero as fz
-    from fzero.sharding.blueprint import secondary_size
+    from fzero.sharding.group import secondary_size
     from fzero.tree import named_leaves
 
     print(case, flush=True)  # shown where something hangs

@@ -11,7 +11,8 @@ import pytest
 import fzero as fz
 from fzero.preflight import hlo
 from fzero.preflight.page import page
-from fzero.sharding.blueprint import blueprint, secondary_size
+from fzero.sharding.blueprint import blueprint
+from fzero.sharding.group import secondary_size
 from fzero.sharding.split import flat_splits
 from tests.support import tiny
 from tests.support.zeropp import sent
