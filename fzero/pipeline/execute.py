@@ -117,7 +117,7 @@ class Executor:
         Marks of a microbatch's layers are with its forward action, those of its gradients with the
         action that gives them.
         """
-        return _Looking(self, kept, buffers, batch, key, scale).look()
+        return _Run(self, kept, buffers, batch, key, scale).look()
 
     def outputs(
         self, kept: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array, count: int
@@ -178,24 +178,32 @@ class _Run:
         if scale is not None and self.plan.precision == "fp16":
             self.scale = self.gatherer.everywhere(scale)[self.programs[-1].rank]
         self.slots = HeldValues()
-        self.sums: dict[int, Any] = {}
-        self.early: dict[int, dict[int, Any]] = defaultdict(dict)
-        self.next_sum: dict[int, int] = defaultdict(int)
+        self.gradients: _Sums | _Marks
         self.results: dict[int, Any] = {}
 
     def train(self) -> tuple[PyTree, Mean, dict[str, Mean], PyTree]:
-        if self.plan.microbatches > 1:
-            self.sums = {p.stage: p.zeros() for p in self.programs}
         before = self.buffers
-        self._run_actions()
+        self.gradients = sums = _Sums(self.programs, self.plan.microbatches)
+        self._run_actions(self._forward)
         mean, metrics = self._totals()
-        sums = self.gatherer.home_sums(self.sums)
-        return sums, mean, metrics, self.gatherer.home_buffers(before, self.buffers)
+        found = self.gatherer.home_sums(sums.of_stage)
+        return found, mean, metrics, self.gatherer.home_buffers(before, self.buffers)
 
-    def _run_actions(self) -> None:
+    def look(self) -> dict[Action, jax.Array]:
+        self.gradients = marks = _Marks()
+
+        def forward(program: StagePrograms, action: Action) -> Any:
+            x = self.slots.sent.get(("F", action.stage, action.microbatch))
+            marks.found[action], _ = program.marks(*self._forward_inputs(program, action, x))
+            return self._forward(program, action)
+
+        self._run_actions(forward)
+        return marks.found
+
+    def _run_actions(self, forward: Callable[[StagePrograms, Action], Any]) -> None:
         self.buffers = self.gatherer.pack_buffers(self.buffers)
         run = {
-            "F": self._forward, "B": self._backward, "I": self._input_backward,
+            "F": forward, "B": self._backward, "I": self._input_backward,
             "W": self._weight_backward,
         }  # fmt: skip
         for action in self.executor.order:
@@ -244,14 +252,16 @@ class _Run:
         number = self.executor.number(rank, action.microbatch)
         return self.batch[rank], self.keys[rank], number
 
+    def _forward_inputs(self, program: StagePrograms, action: Action, x: Any) -> tuple[Any, ...]:
+        buffers = {name: self.buffers[program.rank][name] for name in program.stateful}
+        return self.kept[action.stage], buffers, *self._inputs(program, action), x
+
     def _forward(self, program: StagePrograms, action: Action) -> Any:
         _, stage, m = action
         x = self.slots.sent.pop(("F", stage, m), None)
-        buffers = {name: self.buffers[program.rank][name] for name in program.stateful}
         (out, saved, new), done = program.forward(
-            self.kept[stage], buffers, *self._inputs(program, action), x, self.scale
-            if program.last else None,
-        )  # fmt: skip
+            *self._forward_inputs(program, action, x), self.scale if program.last else None
+        )
         self.buffers[program.rank] |= new
         self.slots.saved[stage, m] = saved
         if program.last:
@@ -275,11 +285,11 @@ class _Run:
         _, stage, m = action
         cotangent, unscale = self._cotangent(program, m)
         saved = self.slots.saved.pop((stage, m))
-        sums = self._sums_for(stage, m)
+        sums = self.gradients.taken(stage, m)
         (back, sums), done = program.backward(sums is not None)(
             self.kept[stage], *self._inputs(program, action), saved, cotangent, unscale, sums
         )
-        self._summed(program, m, sums)
+        self.gradients.add(program, m, sums)
         self._send_back(program, m, back, unscale)
         return done
 
@@ -297,45 +307,17 @@ class _Run:
     def _weight_backward(self, program: StagePrograms, action: Action) -> Any:
         _, stage, m = action
         halves, unscale = self.slots.halves.pop((stage, m))
-        sums = self._sums_for(stage, m)
+        sums = self.gradients.taken(stage, m)
         sums, done = program.weight_backward(sums is not None)(
             self.kept[stage], *self._inputs(program, action), halves, unscale, sums
         )
-        self._summed(program, m, sums)
+        self.gradients.add(program, m, sums)
         return done
-
-    def _sums_for(self, stage: int, m: int) -> Any:
-        """The sums that a microbatch's gradients are added to, if it is their turn.
-
-        Microbatches are added in order of their numbers whatever the schedule, so that all
-        schedules give the same bits.
-        """
-        if self.plan.microbatches == 1 or self.next_sum[stage] != m:
-            return None
-        return self.sums.pop(stage)
-
-    def _summed(self, program: StagePrograms, m: int, result: Any) -> None:
-        stage = program.stage
-        if self.plan.microbatches == 1:
-            self.sums[stage] = result
-            return
-        if self.next_sum[stage] != m:
-            self.early[stage][m] = result
-            return
-        self.next_sum[stage] += 1
-        while self.next_sum[stage] in self.early[stage]:
-            waiting = self.early[stage].pop(self.next_sum[stage])
-            result, _ = program.add(result, waiting)
-            self.next_sum[stage] += 1
-        self.sums[stage] = result
 
     def _evaluate(self, program: StagePrograms, action: Action, count: int, outputs: bool) -> Any:
         _, stage, m = action
         x = self.slots.sent.pop(("F", stage, m), None)
-        buffers = {name: self.buffers[program.rank][name] for name in program.stateful}
-        out, done = program.evaluate(count, outputs)(
-            self.kept[stage], buffers, *self._inputs(program, action), x
-        )
+        out, done = program.evaluate(count, outputs)(*self._forward_inputs(program, action, x))
         if program.last:
             self.results[m] = out
         else:
@@ -343,26 +325,47 @@ class _Run:
         return done
 
 
-class _Looking(_Run):
-    """A step whose gradients are looked at one microbatch at a time, and added to nothing."""
+class _Sums:
+    """The gradients of every stage, added up.
 
-    def look(self) -> dict[Action, jax.Array]:
+    Microbatches are added in order of their numbers whatever the schedule, so that all schedules
+    give the same bits. One alone is added to nothing.
+    """
+
+    def __init__(self, programs: list[StagePrograms], microbatches: int) -> None:
+        self.several = microbatches > 1
+        self.of_stage = {p.stage: p.zeros() for p in programs} if self.several else {}
+        self.early: dict[int, dict[int, Any]] = defaultdict(dict)
+        self.next: dict[int, int] = defaultdict(int)
+
+    def taken(self, stage: int, m: int) -> Any:
+        """The sums that a microbatch's gradients are added to, if it is their turn."""
+        return self.of_stage.pop(stage) if self.several and self.next[stage] == m else None
+
+    def add(self, program: StagePrograms, m: int, result: Any) -> None:
+        """What a backward action gave: new sums, or a microbatch's gradients."""
+        stage = program.stage
+        if self.next[stage] != m:
+            self.early[stage][m] = result
+            return
+        self.next[stage] += 1
+        while self.next[stage] in self.early[stage]:
+            result, _ = program.add(result, self.early[stage].pop(self.next[stage]))
+            self.next[stage] += 1
+        self.of_stage[stage] = result
+
+
+class _Marks:
+    """Gradients that are looked at, one microbatch at a time, and added to nothing."""
+
+    def __init__(self) -> None:
         self.found: dict[Action, jax.Array] = {}
-        self._run_actions()
-        return self.found
 
-    def _forward(self, program: StagePrograms, action: Action) -> Any:
-        x = self.slots.sent.get(("F", program.stage, action.microbatch))
-        buffers = {name: self.buffers[program.rank][name] for name in program.stateful}
-        self.found[action], _ = program.marks(
-            self.kept[program.stage], buffers, *self._inputs(program, action), x
-        )
-        return super()._forward(program, action)
+    def taken(self, stage: int, m: int) -> None:
+        """Nothing."""
 
-    def _sums_for(self, stage: int, m: int) -> Any:
-        return None
-
-    def _summed(self, program: StagePrograms, m: int, result: Any) -> None:
+    def add(self, program: StagePrograms, m: int, result: Any) -> None:
+        """Marks of what a backward action gave."""
         self.found[Action("B", program.stage, m)], _ = program.gradient_marks(result)
 
 
