@@ -9,11 +9,9 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-
 from fzero.errors import FzeroError
-from fzero.storage.tiers import on_device, tier_of
-from fzero.tree import PyTree, leaf_bytes, named_leaves
+from fzero.storage.tiers import tier_of
+from fzero.tree import PyTree, device_bytes, named_leaves
 
 
 # Leaves that are shown of each field; of longer ones the first and the last.
@@ -42,7 +40,7 @@ def summary(title: str, fields: Mapping[str, PyTree]) -> str:
     blocks: list[tuple[str, list[tuple[str, ...]]]] = []
     for name, tree in fields.items():
         leaves = named_leaves(tree)
-        size = sum(_bytes(leaf) for _, leaf in leaves)
+        size = sum(device_bytes(leaf) for _, leaf in leaves if _is_array(leaf))
         total, count = total + size, count + len(leaves)
         if leaves:
             head = f"  {name}: {_count(len(leaves))}, {size:,} bytes"
@@ -69,12 +67,17 @@ def _rows(leaves: Sequence[tuple[str, Any]]) -> list[tuple[str, ...]]:
 
 def _row(path: str, leaf: Any) -> tuple[str, ...]:
     """Path, shape, split, tier and bytes of a leaf."""
-    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    if shape is None or dtype is None:
+    if not _is_array(leaf):
         return path, type(leaf).__name__, "", "", ""
-    here = "" if _sharding(leaf) is None else tier_of(leaf)
-    size = f"{_bytes(leaf):,} bytes"
-    return path, f"{dtype}{list(shape)}", axes_in_words(_sharding(leaf)), here, size
+    # None for values under a transformation, and arrays on the host.
+    sharding = getattr(leaf, "sharding", None)
+    here = "" if sharding is None else tier_of(leaf)
+    size = f"{device_bytes(leaf):,} bytes"
+    return path, f"{leaf.dtype}{list(leaf.shape)}", axes_in_words(sharding), here, size
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def axes_in_words(sharding: Any) -> str:
@@ -82,22 +85,6 @@ def axes_in_words(sharding: Any) -> str:
     axes = ["-" if axis is None else axis if isinstance(axis, str) else "+".join(axis)
             for axis in getattr(sharding, "spec", None) or ()]  # fmt: skip
     return ", ".join(axes) or "whole"
-
-
-def _sharding(leaf: Any) -> Any:
-    """Where a leaf is; None for values under a transformation, and arrays on the host."""
-    if isinstance(leaf, jax.core.Tracer):
-        return None
-    sharding = getattr(leaf, "sharding", None)
-    return None if sharding is None else on_device(sharding)
-
-
-def _bytes(leaf: Any) -> int:
-    """Bytes of a leaf on one of its devices."""
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        return 0
-    sharding, shape = _sharding(leaf), tuple(leaf.shape)
-    return leaf_bytes(leaf, shape if sharding is None else sharding.shard_shape(shape))
 
 
 def _count(number: int) -> str:
