@@ -246,3 +246,10 @@ def path_patterns(name: str, given: Any) -> tuple[str, ...]:
 def found_in(patterns: Iterable[str], path: str) -> bool:
     """Whether one of some regular expressions is found in a path."""
     return any(re.search(one, path) for one in patterns)
+
+
+def matching(key: str | re.Pattern[str], names: Iterable[str]) -> list[str]:
+    """Of some names the one that a key is, or those that it is found in, if it is a pattern."""
+    if isinstance(key, re.Pattern):
+        return [name for name in names if key.search(name)]
+    return [name for name in names if name == key]

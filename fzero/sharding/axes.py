@@ -8,7 +8,6 @@ own part, and XLA adds what the arithmetic asks for.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from fzero.errors import PlanError, UnusedDevicesWarning, warn
 from fzero.links import Shard, Stack
 from fzero.model import Model
 from fzero.plan import Plan
-from fzero.tree import PyTree, named_leaves
+from fzero.tree import PyTree, matching, named_leaves
 
 
 # For each dim of a leaf, as far as there are any: the axis that it lies along.
@@ -77,26 +76,24 @@ def _ruled(
     """The names that rules are for; of several rules for one, the first counts."""
     found: dict[str, Sequence[str | Parts | None]] = {}
     for key, dims in shard.items():
-        if isinstance(key, re.Pattern):
-            own, said = [name for name in names if key.search(name)], key.pattern
-        else:
-            own, said = [name for name in names if name == key], key
-        if not own:
+        ruled = matching(key, names)
+        if not ruled:
             raise PlanError(
-                f"model: shard of {who} is for {said!r}, which is no"
+                f"model: shard of {who} is for {getattr(key, 'pattern', key)!r}, which is no"
                 f" parameter; there are {list(names)[:20]}"
             )
-        for name in own:
+        for name in ruled:
             found.setdefault(name, dims)
     return found
 
 
 def _axes(path: str, dims: Any, shape: tuple[int, ...], first: int, plan: Plan) -> Axes:
-    part, own = shape[first:], () if dims is None else dims
-    if isinstance(own, list | tuple):
-        own = [dim.under(plan.further) if isinstance(dim, Parts) else dim for dim in own]
-    named = [axis for axis in own if axis is not None] if isinstance(own, list | tuple) else [own]
-    if not isinstance(own, list | tuple) or len(own) > len(part) or len({*named}) < len(named):
+    part, along = shape[first:], () if dims is None else dims
+    listed = isinstance(along, list | tuple)
+    if listed:
+        along = [dim.under(plan.further) if isinstance(dim, Parts) else dim for dim in along]
+    named = [axis for axis in along if axis is not None] if listed else []
+    if not listed or len(along) > len(part) or len({*named}) < len(named):
         raise PlanError(
             f"model: shard of {path}: expected at most one axis or None for each of its dims"
             f" {list(part)}, none twice, such as (None, 'tensor'); got {dims!r}"
@@ -107,12 +104,12 @@ def _axes(path: str, dims: Any, shape: tuple[int, ...], first: int, plan: Plan) 
             f"model: shard of {path} names the mesh axes {unknown}: expected some of"
             f" {list(FURTHER)} (the data axis is ZeRO's)"
         )
-    for dim, axis in enumerate(own):
+    for dim, axis in enumerate(along):
         size = plan.further.get(axis or "", 1)
         if part[dim] % size:
             raise PlanError(
                 f"plan: {axis}={size} does not divide dim {dim} ({part[dim]}) of {path}"
                 f" {list(part)}; choose a divisor, pad the parameter, or leave the dim out of shard"
             )
-    axes = [None] * first + [axis if axis in plan.further else None for axis in own]
+    axes = [None] * first + [axis if axis in plan.further else None for axis in along]
     return tuple(axes) if any(axes) else ()

@@ -26,7 +26,7 @@ from fzero.model import Model
 from fzero.plan import Plan
 from fzero.precision import compute_dtype
 from fzero.sharding.axes import Axes, axes_of, num_ways
-from fzero.tree import PyTree, found_in, leaf_keys, named_leaves, num_bytes
+from fzero.tree import PyTree, found_in, leaf_keys, matching, named_leaves, num_bytes
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Home:
         taken = leaf[np.maximum(rows, 0)]
         if rows.min() >= 0:
             return taken
-        own = (rows >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
-        return jnp.where(own, taken, jnp.zeros((), leaf.dtype))
+        layers = (rows >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
+        return jnp.where(layers, taken, jnp.zeros((), leaf.dtype))
 
     def restore(self, leaf: Any) -> Any:
         """A kept leaf with its layers in order."""
@@ -90,7 +90,6 @@ class Split:
         frozen: whether no step changes it, so that it has no gradient and no optimizer state.
         owner: the name of the parameter that a leaf of the optimizer's state belongs to, if any.
         dim: the dim that is split, or `None` for a whole leaf.
-        pad: zeros at the end of `dim` in a stored shard, so that it divides.
         over: the mesh axes that `dim` is split over where it is kept sharded: the data axis, then
             further ones that the leaf does not lie along.
         shards: devices along those: how many shards there are.
@@ -110,7 +109,6 @@ class Split:
     owner: str | None = None
 
     dim: int | None = None
-    pad: int = 0
     over: tuple[str, ...] = ()
     shards: int = 1
     reason: str
@@ -120,15 +118,14 @@ class Split:
     ways: int = 1
 
     @property
+    def pad(self) -> int:
+        """Zeros at the end of `dim` in a stored shard, so that it divides."""
+        return 0 if self.dim is None else -self.shape[self.dim] % self.shards
+
+    @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape with padding."""
-        if self.dim is None or not self.pad:
-            return self.shape
-        return (
-            *self.shape[: self.dim],
-            self.shape[self.dim] + self.pad,
-            *self.shape[self.dim + 1 :],
-        )
+        return tuple(n + self.pad if d == self.dim else n for d, n in enumerate(self.shape))
 
     def spec(
         self, sharded: bool, among: Collection[str] | None = None, ndim: int | None = None
@@ -211,18 +208,17 @@ def split_leaf(
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
     first, ways = int(stacked), num_ways(plan, axes)
     compute = compute_dtype(plan, dtype, path)
-    own = "".join(
+    besides = "".join(
         f"; dim {dim} over {axis}={plan.further[axis]}"
         for dim, axis in enumerate(axes) if axis is not None
     )  # fmt: skip
 
     def whole(reason: str) -> Split:
-        return Split(path, shape, dtype, compute, stacked=stacked, reason=reason + own,
+        return Split(path, shape, dtype, compute, stacked=stacked, reason=reason + besides,
                      axes=tuple(axes), ways=ways)  # fmt: skip
 
-    def cut(dim: int, pad: int, reason: str) -> Split:
-        to = tuple(over)
-        return dataclasses.replace(whole(reason), dim=dim, pad=pad, over=to, shards=shards)
+    def cut(dim: int, reason: str) -> Split:
+        return dataclasses.replace(whole(reason), dim=dim, over=tuple(over), shards=shards)
 
     part = shape[first:]
     size = num_bytes(part, compute) // ways
@@ -237,12 +233,12 @@ def split_leaf(
         return whole(f"no dim has {shards} rows to give away")
     for dim in free:
         if shape[dim] % shards == 0:
-            return cut(dim, 0, f"dim {dim} ({shape[dim]}) divides by {shards}")
+            return cut(dim, f"dim {dim} ({shape[dim]}) divides by {shards}")
     # Relative growth decides: one row of 50257 costs less than one of 25.
     dim = min(free, key=lambda d: ((-shape[d] % shards) / shape[d], d))
     pad = -shape[dim] % shards
     grown = shape[dim] + pad
-    return cut(dim, pad, f"no dim divides by {shards}: dim {dim} padded by {pad} to {grown}")
+    return cut(dim, f"no dim divides by {shards}: dim {dim} padded by {pad} to {grown}")
 
 
 def stacked_names(model: Model) -> frozenset[str]:
@@ -297,12 +293,9 @@ def frozen_names(model: Model, names: Sequence[str]) -> frozenset[str]:
     found: set[str] = set()
     unknown: list[str] = []
     for one in (wanted,) if isinstance(wanted, str | re.Pattern) else wanted:
-        if isinstance(one, re.Pattern):
-            own, said = [name for name in names if one.search(name)], one.pattern
-        else:
-            own, said = [name for name in names if name == one], one
-        found.update(own)
-        unknown += [] if own else [said]
+        named = matching(one, names)
+        found.update(named)
+        unknown += [] if named else [one if isinstance(one, str) else one.pattern]
     if unknown:
         raise StateError(
             f"init: frozen names {sorted(unknown)}, which are no parameters; there are"
@@ -326,7 +319,7 @@ def _frozen(split: Split, plan: Plan) -> Split:
     if plan.gathers_at_use:
         return dataclasses.replace(split, frozen=True, reason=f"frozen; {split.reason}")
     why = f"frozen: zero={plan.zero} reads it whole"
-    return dataclasses.replace(split, frozen=True, dim=None, pad=0, over=(), shards=1, reason=why)
+    return dataclasses.replace(split, frozen=True, dim=None, over=(), shards=1, reason=why)
 
 
 def trained(splits: PyTree, tree: PyTree = None) -> PyTree:
@@ -338,9 +331,9 @@ def trained(splits: PyTree, tree: PyTree = None) -> PyTree:
     return map_splits(lambda split, leaf: None if split.frozen else leaf, splits, tree)
 
 
-def with_frozen(splits: PyTree, own: PyTree, whole: PyTree) -> PyTree:
-    """A tree of all leaves: trained ones of `own`, frozen ones of `whole`."""
-    return map_splits(lambda s, new, old: old if s.frozen else new, splits, own, whole)
+def with_frozen(splits: PyTree, new: PyTree, whole: PyTree) -> PyTree:
+    """A tree of all leaves: trained ones of `new`, frozen ones of `whole`."""
+    return map_splits(lambda s, new, old: old if s.frozen else new, splits, new, whole)
 
 
 def map_leaves(function: Callable[[tuple[str, ...], str, Any], Split], shapes: PyTree) -> PyTree:
