@@ -235,7 +235,7 @@ def _rounds(q: jax.Array, ring: Ring) -> Iterator[tuple[int, int]]:
     What is sent for a round is sent while the one before is computed: each round ends with a
     barrier, or XLA's scheduler would put many transfers in a row, with nothing beside them.
     """
-    rounds = ring.rounds(_length(q, ring))
+    rounds = ring.rounds(q.shape[2] * q.shape[0])
     for moved, following in zip(rounds, [*rounds[1:], rounds[-1]], strict=True):
         yield moved, following - moved
 
@@ -255,10 +255,6 @@ def _of_words(words: jax.Array, like: jax.Array) -> jax.Array:
     if like.dtype.itemsize >= 4:
         return jax.lax.bitcast_convert_type(words.reshape(*like.shape, *more), like.dtype)
     return jax.lax.bitcast_convert_type(words, like.dtype).ravel()[: like.size].reshape(like.shape)
-
-
-def _length(q: jax.Array, ring: Ring) -> int:
-    return q.shape[2] * q.shape[0]
 
 
 def _block(

@@ -10,7 +10,6 @@ from fzero.errors import HostsError
 
 
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-EXPLICIT = ("coordinator_address", "num_processes", "process_id")
 # What shows that jax.distributed would find a world by itself: any of a name's variables starts
 # it, all of them make it whole.
 SCHEDULERS = {

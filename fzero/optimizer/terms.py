@@ -162,7 +162,7 @@ class Terms:
                     items[self.inside(ref, part)] += count * times
             elif not self._neutral(op, key):
                 items[ref] += times
-        items = self._collapsed(op, items)
+        items = self._collapsed(items)
         if op != "reduce_sum":
             items = Counter(dict.fromkeys(items, 1))
         if not items and op in _NEUTRAL:
@@ -177,7 +177,7 @@ class Terms:
     def _neutral(self, op: str, key: tuple[Any, ...]) -> bool:
         return key[0] == "literal" and op in _NEUTRAL and key[1] == _NEUTRAL[op]
 
-    def _collapsed(self, op: str, items: Counter[Ref]) -> Counter[Ref]:
+    def _collapsed(self, items: Counter[Ref]) -> Counter[Ref]:
         """One item for all layers instead of one for each."""
         found: dict[tuple[int, str], dict[int, int]] = defaultdict(dict)
         for (term, tag), count in items.items():

@@ -359,7 +359,7 @@ class StagePrograms:
         rows = batch.in_microbatches(count).map_rows(
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False)
         )
-        block = shard_index(self.blue.group) * count + number
+        block = shard_index() * count + number
         return rows, block_key(key, block)
 
     def _added(self, sums: PyTree, grads: PyTree) -> PyTree:

@@ -122,7 +122,7 @@ class _Walk:
             source = held.get(i.operands[0], {})
             return {0: source[at]} if at in source else {}
         if kind == "while":
-            parts = self._loop(comp, i, held)
+            parts = self._loop(i, held)
             return {at: ((i.name, at), size) for at, size in parts.items()}
         if kind == "copy" and 0 in held.get(i.operands[0], {}):
             return {0: ((i.name, 0), held[i.operands[0]][0][1])}
@@ -130,7 +130,7 @@ class _Walk:
             return dict(held.get(i.operands[0], {}))
         return {}
 
-    def _loop(self, comp: Computation, i: HloInstruction, held: dict[str, _Values]) -> _Parts:
+    def _loop(self, i: HloInstruction, held: dict[str, _Values]) -> _Parts:
         """What the variables of a loop hold: on entry, or after any trip."""
         parts = {at: size for at, (_, size) in held.get(i.operands[0], {}).items()}
         body = self.module.computations[i.called("body")]

@@ -165,7 +165,7 @@ def _read(fused: Computation) -> int:
         if parameter.opcode != "parameter":
             continue
         users = _through_bitcasts(readers, parameter.name)
-        parts = [_part(fused, user, name) for name, user in users]
+        parts = [_part(user, name) for name, user in users]
         whole = sum(a.bytes for a in parameter.arrays)
         found = [part for part in parts if part is not None]
         moved += min(whole, sum(found)) if len(found) == len(parts) else whole
@@ -185,7 +185,7 @@ def _through_bitcasts(
     return found
 
 
-def _part(fused: Computation, user: HloInstruction, name: str) -> int | None:
+def _part(user: HloInstruction, name: str) -> int | None:
     """Bytes that an instruction needs of a value; None if all of it."""
     if user.opcode in _SLICES and user.operands[0] == name:
         return sum(a.bytes for a in user.arrays)

@@ -186,7 +186,7 @@ def _check_microbatch(
 def _check_rank_order(schedule: Schedule, positions: Positions) -> None:
     """Whatever an action needs from its own rank must stand before it."""
     for rank, cell, action in _cells(schedule):
-        for needed in _own_needs(schedule, positions, action):
+        for needed in _own_needs(positions, action):
             other, position = positions[needed]
             if other == rank and position > cell:
                 _fail(
@@ -196,7 +196,7 @@ def _check_rank_order(schedule: Schedule, positions: Positions) -> None:
                 )
 
 
-def _own_needs(schedule: Schedule, positions: Positions, action: Action) -> list[Action]:
+def _own_needs(positions: Positions, action: Action) -> list[Action]:
     kind, stage, microbatch = action
     if kind == "W":
         return [Action("I", stage, microbatch)]

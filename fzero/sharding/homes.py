@@ -61,10 +61,6 @@ class Stages:
         """The rank that runs a stage."""
         return self.schedule.stage_to_rank[stage]
 
-    def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank runs, first to last."""
-        return [stage for stage, at in self.schedule.stage_to_rank.items() if at == rank]
-
 
 def cut_into_stages(model: Model, plan: Plan) -> Stages:
     """Cuts a model as its plan says.

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import jax
 
 from fzero.batch import opened
-from fzero.links import Layer, Stack, apply_layer, layer_params
+from fzero.links import Layer, Stack
 from fzero.pieces import Piece, run_chain
 from fzero.precision import cast_input
 from fzero.tree import PyTree
@@ -231,13 +231,7 @@ def eval_forward(
         ctx, layer = rules.context(inputs, rng, False, state), piece.layer
         if isinstance(layer, Stack):
             return stack_eval(rules, piece, kept[layer.name], x, ctx)
-        treedef = jax.tree.structure(layer_params(layer, kept))
-
-        def of_weights(weights: list[Any]) -> PyTree:
-            params = jax.tree.unflatten(treedef, weights)
-            return apply_layer(layer, params, x, {}, ctx.at(piece.number))
-
-        return fetched.run(layer, of_weights)
+        return fetched.apply(layer, x, ctx.at(piece.number))
 
     out, _ = run_chain(pieces, x, buffers, run_piece)
     return out

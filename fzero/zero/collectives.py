@@ -194,7 +194,7 @@ def summed(tree: PyTree, group: Group) -> PyTree:
     return group.on_parts(lambda tree: all_reduce_tree(tree, group), (whole,), whole)(tree)
 
 
-def shard_index(group: Group) -> jax.Array:
+def shard_index() -> jax.Array:
     """This device's number over both axes, replica-major; rows of a batch follow it."""
     return jax.lax.axis_index(AXES)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from fzero.links import Layer, Stack, layer_params
+from fzero.links import Context, Layer, Stack, apply_layer, layer_params
 from fzero.sharding.split import Split, flat_splits, map_splits, trained
 from fzero.tree import PyTree
 from fzero.zero.at_use import gather_at_use
@@ -48,6 +48,15 @@ class FetchedWeights:
                 found |= {} if shard is None else {path: shard}
         self._taken.update(found)
         return found
+
+    def apply(self, layer: Layer, x: Any, ctx: Context) -> tuple[Any, PyTree]:
+        """A layer run forward, each weight gathered at its use: its output, and its buffers."""
+        treedef = jax.tree.structure(layer_params(layer, self.kept))
+
+        def of_weights(weights: list[Any]) -> PyTree:
+            return apply_layer(layer, jax.tree.unflatten(treedef, weights), x, {}, ctx)
+
+        return self.run(layer, of_weights)
 
     def run(
         self,

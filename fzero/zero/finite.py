@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from fzero.batch import Inputs, opened
 from fzero.keys import block_key
-from fzero.links import Stack, apply_layer, layer_params
+from fzero.links import Stack
 from fzero.model import Model
 from fzero.pieces import Piece, run_chain, whole_chain
 from fzero.sharding.split import Split, flat_splits, trained
@@ -50,13 +50,7 @@ def chain_marks(
             x, state, seen = stack_watched(rules, piece, kept[layer.name], x, ctx, _is_bad)
             marks.append(jnp.where(jnp.any(seen), jnp.argmax(seen) + 1, 0))
             return x, state
-        treedef = jax.tree.structure(layer_params(layer, kept))
-
-        def of_weights(weights: list[Any]) -> PyTree:
-            params = jax.tree.unflatten(treedef, weights)
-            return apply_layer(layer, params, x, {}, ctx.at(piece.number))
-
-        y, state = fetched.run(layer, of_weights)
+        y, state = fetched.apply(layer, x, ctx.at(piece.number))
         marks.append(_is_bad(y).astype(jnp.int32))
         return y, state
 
@@ -89,7 +83,7 @@ def local_marks(
         scale: loss scale, or `None`.
     """
     count = rules.plan.microbatches
-    block, pieces = shard_index(rules.group) * count, whole_chain(model.layers)
+    block, pieces = shard_index() * count, whole_chain(model.layers)
     microbatches = batch.in_microbatches(count)
 
     def one(buffers: PyTree, index: jax.Array) -> tuple[PyTree, tuple[jax.Array, jax.Array]]:

@@ -60,7 +60,7 @@ def local_gradients(
     count = plan.microbatches
     # Keys follow the block of rows, so that dropout is the same however a batch is divided between
     # devices and microbatches.
-    block = shard_index(group) * count
+    block = shard_index() * count
     pieces = whole_chain(model.layers)
 
     def one(
@@ -195,7 +195,7 @@ def local_evaluation(
     model: Model, rules: Rules, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array
 ) -> tuple[Mean, dict[str, Mean]]:
     """Loss and metrics over all devices, in evaluation mode."""
-    key = block_key(rng, shard_index(rules.group))
+    key = block_key(rng, shard_index())
     batch = batch.map_rows(rules.group.spread)
     pieces = whole_chain(model.layers)
     mean, metrics = split_loss(eval_forward(pieces, rules, kept, batch, buffers, batch, key))
@@ -213,7 +213,7 @@ def local_outputs(
     Raises:
         StateError: an output has another number of rows.
     """
-    key = block_key(rng, shard_index(rules.group))
+    key = block_key(rng, shard_index())
     batch = batch.map_rows(rules.group.spread)
     pieces = whole_chain(model.predictor)
     out = eval_forward(pieces, rules, kept, batch, buffers, batch, key)

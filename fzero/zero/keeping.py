@@ -101,7 +101,7 @@ def room_for(blue: Blueprint, rank: int | None = None) -> int | None:
     state = [x for name, x in blue.shapes().items() if not blue.parks(name)]
     kept = [x for x in jax.tree.leaves(state) if not here.isdisjoint(x.sharding.device_set)]
     spoken_for = sum(map(device_bytes, kept)) + gradient_bytes(blue, here)
-    spoken_for += GATHERED * largest_layer_bytes(plan, blue.params)
+    spoken_for += GATHERED * largest_layer_bytes(blue.params)
     spoken_for += held_bytes(blue) if plan.gather == "lazy" else 0
     room = max(0, int(SHARE * blue.memory) - spoken_for)
     if blue.stages is None:

@@ -33,10 +33,10 @@ def compiler_options(plan: Plan, splits: PyTree, shards: int, platform: str) -> 
     # XLA schedules collectives beside computation by itself on Hopper and later; on an A100 it
     # leaves all of them exposed unless asked (Llama 8B, 8 A100: 6 % of a step).
     options["xla_gpu_enable_latency_hiding_scheduler"] = True
-    layer = largest_layer_bytes(plan, splits)
+    layer = largest_layer_bytes(splits)
     if not layer:
         return options
-    reduced = largest_layer_bytes(plan, trained(splits))
+    reduced = largest_layer_bytes(trained(splits))
     # By default XLA joins gathers up to about 30 MiB, cuts a larger layer into several, and leaves
     # one of them without a matmul to hide behind. One gather and one reduce-scatter a layer hide
     # completely; above that, layers are joined with their neighbours and memory grows.
@@ -67,7 +67,7 @@ def deterministic_options(plan: Plan, platform: str) -> CompilerOptions:
     }
 
 
-def largest_layer_bytes(plan: Plan, splits: PyTree) -> int:
+def largest_layer_bytes(splits: PyTree) -> int:
     """Bytes of the largest layer of a stack in the compute dtype, counting split leaves."""
     return _largest_layer(splits, lambda split, size: num_bytes((size,), split.compute))
 
@@ -78,7 +78,7 @@ def gathered_layer_bytes(plan: Plan, splits: PyTree, shards: int) -> int:
     Secondary shards are gathered in the compute dtype, whatever travels between all devices.
     """
     if plan.gather_dtype != "int8" or plan.secondary is not None:
-        return largest_layer_bytes(plan, splits)
+        return largest_layer_bytes(splits)
     return _largest_layer(splits, lambda _, size: shards * encoded_bytes(size // shards))
 
 

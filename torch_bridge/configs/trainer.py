@@ -60,7 +60,7 @@ def from_training_arguments(
     get = values.get
     steps = num_steps or max(0, int(get("max_steps") or 0))
     notes: list[Note] = []
-    base = _layout(source, values, devices, steps)
+    base = _layout(values, devices, steps)
     fields: dict[str, Any] = {} if base is None else {
         name: getattr(base.plan, name) for name in base.plan.__dataclass_fields__
     }  # fmt: skip
@@ -92,9 +92,7 @@ def from_training_arguments(
     return Imported(fz.Plan(**fields), tx, schedule, batch, tuple(notes))
 
 
-def _layout(
-    source: str, values: Mapping[str, Any], devices: int | None, steps: int
-) -> Imported | None:
+def _layout(values: Mapping[str, Any], devices: int | None, steps: int) -> Imported | None:
     """What a DeepSpeed file or `fsdp` says of the layout; `None` where there is neither."""
     given: str | PathLike[str] | Mapping[str, Any] | None = values.get("deepspeed")
     if given:
