@@ -130,6 +130,8 @@ def transformers_inputs(model: Any) -> Call:
                 given["bbox"] = torch.arange(4).expand(batch, LENGTH, 4).contiguous()
         if "pixel_values" in names and (not text or both):
             given["pixel_values"] = floats(batch, channels, image, image)
+        if "noise" in names:  # which patches are masked; else drawn, in eval mode too
+            given["noise"] = floats(batch, (image // config.patch_size) ** 2)
         if main == "input_values":
             given[main] = floats(batch, 120)
         if main == "input_features":
@@ -169,6 +171,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "swin": {"window_size": 4, "patch_size": 2, "depths": [2], "num_heads": [2], "image_size": 16},
     "mamba2": {"num_heads": 8, "head_dim": 4, "n_groups": 1},
     "rwkv": {"num_hidden_layers": 2},
+    "switch_transformers": {"router_jitter_noise": 0.0},
+    "dinov3_vit": {"pos_embed_rescale": None},  # else drawn for each call in train mode
 }  # fmt: skip
 # The ones that are tried, the best known first; without those that take images beside text.
 _KINDS = """
