@@ -122,6 +122,19 @@ def _batch_norm_of_all(self: Any, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@_instead_of(torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+def _data(x: torch.Tensor) -> torch.Tensor:
+    return x.detach()
+
+
+@_instead_of(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
+def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
+    raise ConversionError(
+        "the forward assigns to .data of a tensor, of which torch.export records nothing. Compute a"
+        " new tensor, or write with x.copy_(value) under torch.no_grad()."
+    )
+
+
 @_instead_of(F.gaussian_nll_loss)
 def _gaussian_nll_loss(
     input: torch.Tensor, target: torch.Tensor, var: Any, full: bool = False, eps: float = 1e-6,
