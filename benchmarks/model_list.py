@@ -77,6 +77,8 @@ def shrunk(config: type, **options: Any) -> Any:
         row = next((n for p, n in _LISTS if re.fullmatch(p, name)), None)
         if _OFF.fullmatch(name) and isinstance(old, bool | int | float):
             given[name] = type(old)(0)
+        elif _OFF.fullmatch(name) and isinstance(old, list | tuple):
+            given[name] = [0.0] * len(old)  # one for each stage
         elif isinstance(old, int) and not isinstance(old, bool) and number and old:
             given[name] = number
         elif isinstance(old, list | tuple) and old and row:
