@@ -174,6 +174,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 4, "n_groups": 1},
     "rwkv": {"num_hidden_layers": 2},
     "switch_transformers": {"router_jitter_noise": 0.0},
+    "data2vec-audio": {"mask_time_prob": 0.0},
     "dinov3_vit": {"pos_embed_rescale": None},  # else drawn for each call in train mode
 }  # fmt: skip
 # The ones that are tried, the best known first; without those that take images beside text.

@@ -382,6 +382,7 @@ def _explain(error: Exception, mode: str, module: torch.nn.Module) -> str:
     """torch's message cut to what a reader can use: the cause, the submodule and its line."""
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
     cause = lines[0] if lines else type(error).__name__
+    cause = cause.partition(" If this type holds tensors")[0]  # how to tell PyTorch of a type
     place = failing_place(error, module)
     where = f"\n  in {place[0]} at: {place[1]}" if place else ""
     hint = remedy_of_trace(str(error), failing_call(error))
