@@ -77,6 +77,8 @@ def shrunk(config: type, **options: Any) -> Any:
         row = next((n for p, n in _LISTS if re.fullmatch(p, name)), None)
         if _OFF.fullmatch(name) and isinstance(old, bool | int | float):
             given[name] = type(old)(0)
+        elif _OFF.fullmatch(name) and isinstance(old, list | tuple):
+            given[name] = [0.0] * len(old)  # one for each stage
         elif isinstance(old, int) and not isinstance(old, bool) and number and old:
             given[name] = number
         elif isinstance(old, list | tuple) and old and row:
@@ -130,6 +132,8 @@ def transformers_inputs(model: Any) -> Call:
                 given["bbox"] = torch.arange(4).expand(batch, LENGTH, 4).contiguous()
         if "pixel_values" in names and (not text or both):
             given["pixel_values"] = floats(batch, channels, image, image)
+        if "noise" in names:  # which patches are masked; else drawn, in eval mode too
+            given["noise"] = floats(batch, (image // config.patch_size) ** 2)
         if main == "input_values":
             given[main] = floats(batch, 120)
         if main == "input_features":
@@ -169,6 +173,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "swin": {"window_size": 4, "patch_size": 2, "depths": [2], "num_heads": [2], "image_size": 16},
     "mamba2": {"num_heads": 8, "head_dim": 4, "n_groups": 1},
     "rwkv": {"num_hidden_layers": 2},
+    "switch_transformers": {"router_jitter_noise": 0.0},
+    "data2vec-audio": {"mask_time_prob": 0.0},
+    "dinov3_vit": {"pos_embed_rescale": None},  # else drawn for each call in train mode
 }  # fmt: skip
 # The ones that are tried, the best known first; without those that take images beside text.
 _KINDS = """

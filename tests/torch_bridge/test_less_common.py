@@ -122,6 +122,24 @@ def test_a_view_has_no_strides_here() -> None:
         tb.convert(Fn(lambda x: x.t().as_strided((2, 2), (1, 2))), torch.ones(4, 6))
 
 
+class CastsWithin(nn.Module):
+    """As Switch Transformers' router does."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.part, self.dtype = nn.Linear(4, 3), dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.part = self.part.to(self.dtype)
+        return self.part(x.to(self.dtype)).float()
+
+
+def test_a_part_that_has_its_dtype_is_cast_to_it() -> None:
+    check_parity(CastsWithin(torch.float32), draw(2, 4), train=True)
+    with pytest.raises(ConversionError, match=r"of a Linear to torch.bfloat16 \(weight, bias\)"):
+        tb.convert(CastsWithin(torch.bfloat16), draw(2, 4))
+
+
 @pytest.mark.parametrize("kind", ["padded", "joined"])
 def test_ctc_loss(kind: str) -> None:
     targets = torch.tensor([[1, 2, 2], [3, 1, 0]])

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 
 ROOT = Path(__file__).parents[2]
@@ -21,11 +24,36 @@ TABLE = ROOT / "benchmarks" / "results" / "models.json"
 def test_nothing_in_the_table_is_wrong() -> None:
     rows = json.loads(TABLE.read_text())
     assert rows
-    # What takes more than a minute has no answer: the only way to fail.
+    # What takes more than five minutes has no answer: the only way to fail.
     late = [row for row in rows.values() if row["why"].startswith("Late: took more than")]
     assert [row for row in rows.values() if row["verdict"] == "failed"] == late
     assert {row["verdict"] for row in rows.values()} <= {"right", "refused", "none", "failed"}
     assert all(row["why"] for row in rows.values() if row["verdict"] != "right")
+
+
+def test_in_float64_what_pytorch_rounds_is_no_difference() -> None:
+    """A slope of hardsigmoid (a sixth in float32), and one that only rounding keeps from 0."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Hardsigmoid(), nn.Linear(4, 4))
+    with torch.no_grad():
+        module[3].weight.mul_(1e4)
+
+    def call(rows: int) -> dict[str, torch.Tensor]:
+        return {"input": model_list.floats(16 * rows, 4)}
+
+    models.check_wide(module, call, True)
+    module[2] = nn.Hardtanh(-3, 3)
+    right = models.theirs
+
+    def other(*args: Any) -> models.Side:
+        made = right(*args)
+        made.gradients["0.weight"] *= 1 + 1e-8
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "theirs", other)
+        with pytest.raises(models.Wrong, match=r"float64: gradient of 0\.weight"):
+            models.check_wide(module, call, True)
 
 
 def test_a_check_fails_where_a_row_turned_worse(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import torch_bridge as tb
@@ -302,3 +303,14 @@ def test_a_buffer_that_is_written_within_a_transformed_function_is_refused(withi
         model.loss(*model.init, batch, None, True)
     value, *_ = model.loss(*model.init, batch, None, False)  # nothing is written
     assert np.isfinite(value)
+
+
+def test_a_cache_that_a_forward_returns_says_what_to_do() -> None:
+    class ReturnsItsCache(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            cache = transformers.DynamicCache()
+            cache.update(x, x, 0)
+            return x, cache
+
+    with pytest.raises(ConversionError, match=r"DynamicCache'> in output.*use_cache=False"):
+        tb.convert(ReturnsItsCache(), torch.ones(2, 1, 3, 4))

@@ -28,7 +28,7 @@ from torch_bridge.export.functions import refuse_functions, watch_functions
 from torch_bridge.export.hooks import watch_gradients
 from torch_bridge.export.in_place import remove_hidden_aliases, replace_fresh_writes
 from torch_bridge.export.nameless import refuse_nameless
-from torch_bridge.export.no_grad import inline_no_grad
+from torch_bridge.export.no_grad import inline_no_grad, refuse_detached_writes
 from torch_bridge.export.remedies import remedy_of_trace
 from torch_bridge.export.shapes import same_rules
 from torch_bridge.export.slices import tidy_slices
@@ -161,6 +161,7 @@ def _mode(train: bool) -> str:
 def _tidied(module: torch.nn.Module, program: ExportedProgram, mode: str) -> ExportedProgram:
     """The program as it is lowered: in place of what writes, what gives a value; decomposed."""
     refuse_nameless(program, (*module.named_parameters(), *module.named_buffers()))
+    refuse_detached_writes(program)
     inline_no_grad(program)
     tidy_slices(program.graph_module)
     remove_hidden_aliases(program.graph_module)
@@ -381,6 +382,7 @@ def _explain(error: Exception, mode: str, module: torch.nn.Module) -> str:
     """torch's message cut to what a reader can use: the cause, the submodule and its line."""
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
     cause = lines[0] if lines else type(error).__name__
+    cause = cause.partition(" If this type holds tensors")[0]  # how to tell PyTorch of a type
     place = failing_place(error, module)
     where = f"\n  in {place[0]} at: {place[1]}" if place else ""
     hint = remedy_of_trace(str(error), failing_call(error))

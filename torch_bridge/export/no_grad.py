@@ -1,6 +1,7 @@
 """`no_grad` regions: their contents in the graph around them, with the gradient cut by `detach`.
 
-Decomposing would inline a region and forget that no gradient passes through it.
+Decomposing would inline a region and forget that no gradient passes through it. And a write through
+`detach` or `.data`, which autograd does not see, would cut the gradient of what it is written into.
 """
 
 from __future__ import annotations
@@ -30,17 +31,66 @@ def inline_no_grad(program: ExportedProgram) -> None:
             _inline_grad_regions(graph_module, inputs)
 
 
+def refuse_detached_writes(program: ExportedProgram) -> None:
+    """Refuse writes through `detach` into a value that is used later and has a gradient.
+
+    Args:
+        program: as traced, before its regions are inlined: they are made with `detach`.
+
+    Raises:
+        ConversionError: there is such a write.
+    """
+    inputs = set(program.graph_signature.user_inputs)
+    for graph_module in program.graph_module.modules():
+        if isinstance(graph_module, torch.fx.GraphModule):
+            order = {node: number for number, node in enumerate(graph_module.graph.nodes)}
+            for node in order:
+                if _writes(node) and node.target._schema.arguments[0].is_write:
+                    _refuse_detached_write(node, inputs, order)
+
+
+def _refuse_detached_write(
+    node: torch.fx.Node, inputs: set[Any], order: dict[torch.fx.Node, int]
+) -> None:
+    passed = _memory(node)
+    if not any(_detaches(step) for step in passed) or not _has_gradient(passed[-1], inputs):
+        return
+    seen, pending = set(), [passed[-1]]  # the value and its views, as far as they have a gradient
+    while pending:
+        current = pending.pop()
+        size = isinstance(current.meta.get("val"), int | torch.SymInt)
+        if current in seen or _detaches(current) or size:
+            continue
+        seen.add(current)
+        if current is not passed[-1] and order[current] > order[node]:
+            raise ConversionError(
+                f"{node.target} in {module_path(node)} writes through .detach() or .data into a "
+                "value that has a gradient and is used later; torch's gradient would be that of "
+                f"the value before the write.\n  at: {source_line(node)}\n  Write into a copy "
+                "(.detach().clone()), or compute a new value."
+            )
+        if current is passed[-1] or _aliases(current):
+            pending += current.users
+
+
+def _detaches(node: torch.fx.Node) -> bool:
+    return str(node.target) == "aten.detach.default"
+
+
 def _inline_grad_regions(graph_module: torch.fx.GraphModule, inputs: set[Any]) -> None:
-    region_op = torch.ops.higher_order.wrap_with_set_grad_enabled
     graph = graph_module.graph
     # Regions may hold regions: go on until none is left.
-    while regions := [n for n in graph.nodes if n.op == "call_function" and n.target is region_op]:
+    while regions := [n for n in graph.nodes if _is_region(n)]:
         for node in regions:
             _inline_one(graph_module, node, inputs)
     for node in [n for n in graph.nodes if n.op == "get_attr" and not n.users]:
         graph.erase_node(node)
     graph.lint()
     graph_module.recompile()
+
+
+def _is_region(node: torch.fx.Node) -> bool:
+    return node.target is torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
 def _inline_one(graph_module: torch.fx.GraphModule, node: torch.fx.Node, inputs: set[Any]) -> None:
@@ -98,11 +148,10 @@ def _detach_written(
     graph: torch.fx.Graph, node: torch.fx.Node, inputs: set[Any], made: set[Any]
 ) -> None:
     """Inside no_grad, what an in-place operator writes into a tensor carries no gradient."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
+    if not _writes(node):
         return
-    target = _written(node)
-    if target is not None and target not in made and _has_gradient(target, inputs):
+    memory = _memory(node)
+    if memory and memory[-1] not in made and _has_gradient(memory[-1], inputs):
         raise ConversionError(
             f"{node.target} in {module_path(node)} writes under torch.no_grad() into a value that "
             "has a gradient; torch's gradient would be that of the value before the write.\n"
@@ -113,15 +162,25 @@ def _detach_written(
         node.args = (node.args[0], *(_detached(graph, a) for a in node.args[1:]))
 
 
-def _written(node: torch.fx.Node) -> torch.fx.Node | None:
-    """The value whose memory an in-place operator writes to, found through views of it."""
+def _writes(node: torch.fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _aliases(node: torch.fx.Node) -> bool:
+    """Whether what an operator returns may be in the memory of its first argument."""
+    arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
+    return bool(arguments and arguments[0].alias_info is not None and node.args)
+
+
+def _memory(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The value whose memory an in-place operator writes to, last, and the views that led to it."""
+    found: list[torch.fx.Node] = []
     current: Any = node.args[0] if node.args else None
-    while isinstance(current, torch.fx.Node) and current.op == "call_function":
-        arguments = getattr(getattr(current.target, "_schema", None), "arguments", ())
-        if not arguments or arguments[0].alias_info is None or not current.args:
-            break
-        current = current.args[0]
-    return current if isinstance(current, torch.fx.Node) else None
+    while isinstance(current, torch.fx.Node):
+        found.append(current)
+        current = current.args[0] if _aliases(current) else None
+    return found
 
 
 def _has_gradient(node: torch.fx.Node, inputs: set[Any]) -> bool:
@@ -134,7 +193,8 @@ def _has_gradient(node: torch.fx.Node, inputs: set[Any]) -> bool:
     while pending:
         current = pending.pop()
         value = current.meta.get("val")
-        if current in seen or str(current.target) == "aten.detach.default":
+        without = _is_region(current) and not current.args[0]
+        if current in seen or _detaches(current) or without:
             continue
         seen.add(current)
         if isinstance(value, torch.Tensor) and not (

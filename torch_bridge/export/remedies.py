@@ -30,6 +30,11 @@ _SYMMETRIC = (
     " torch.linalg.eigh, too."
 )
 
+_CACHES = (
+    "A graph returns tensors only. Turn the cache off (use_cache=False), or convert a module whose"
+    " forward returns .logits; tb.generate keeps caches of its own."
+)
+
 # By names of functions, without their overloads.
 _TABLE: dict[str, str] = {
     **dict.fromkeys(("allclose", "equal", "is_nonzero"), _A_QUESTION),
@@ -96,6 +101,8 @@ def remedy_of_trace(text: str, called: str | None) -> str:
     Returns:
         A sentence; empty where nothing is known.
     """
+    if re.search(r"Cache'> in output", text):
+        return _CACHES
     names = [*re.findall(r"\baten\.\w+", text), *([called] if called else [])]
     if "jiterator" in text.lower():
         names.insert(0, "jiterator")

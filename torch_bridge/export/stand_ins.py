@@ -21,7 +21,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from fzero.errors import ConversionError
+from torch_bridge.export.adapter_stand_ins import adapter_stand_ins
 from torch_bridge.export.expert_stand_ins import experts_stand_ins
+from torch_bridge.export.older_experts import older_experts
 from torch_bridge.export.packed import PackedSequences
 from torch_bridge.export.replaced import replaced
 from torch_bridge.export.slopes import functional_gradients, record_grad
@@ -78,17 +80,32 @@ def stand_ins() -> Iterator[None]:
         (_BatchNorm, "forward", counted),
         (transformer, "_detect_is_causal_mask", hint),
         (vmap, "_maybe_remove_batch_dim", moved),
+        (torch.nn.Module, "to", _to_what_it_is),
     )
     # Inference's own kernel, which takes ragged tensors where there is padding.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with (
             _Mode(packed), packed.told_to_layers(), replaced(own), experts_stand_ins(),
-            state_space_stand_ins(), functional_gradients(),
+            older_experts(), state_space_stand_ins(), adapter_stand_ins(), functional_gradients(),
         ):  # fmt: skip
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _to_what_it_is(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Module.to` within a forward, which torch.export cannot trace even where nothing changes."""
+    _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    named = itertools.chain(self.named_parameters(), self.named_buffers())
+    others = [name for name, t in named if dtype and t.is_floating_point() and t.dtype != dtype]
+    if others:
+        raise ConversionError(
+            f"the forward casts parameters or buffers of a {type(self).__name__} to {dtype}"
+            f" ({', '.join(others[:3])}), and PyTorch keeps them so from its first call on. Call"
+            " .to(dtype) on that part once before tb.convert, or cast what it computes with."
+        )
+    return self
 
 
 def _batch_norm_of_all(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -103,6 +120,19 @@ def _batch_norm_of_all(self: Any, x: torch.Tensor) -> torch.Tensor:
         self.running_mean.copy_(self.running_mean + (mean - self.running_mean) * share)
         self.running_var.copy_(self.running_var + (var - self.running_var) * share)
     return out
+
+
+@_instead_of(torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+def _data(x: torch.Tensor) -> torch.Tensor:
+    return x.detach()
+
+
+@_instead_of(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
+def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
+    raise ConversionError(
+        "the forward assigns to .data of a tensor, of which torch.export records nothing. Compute a"
+        " new tensor, or write with x.copy_(value) under torch.no_grad()."
+    )
 
 
 @_instead_of(F.gaussian_nll_loss)

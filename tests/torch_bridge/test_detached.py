@@ -1,0 +1,108 @@
+"""`.data` and `.detach()` in a forward: what is read of a value, and what is written into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from parity import check_parity
+from torch import nn
+
+import torch_bridge as tb
+from fzero.errors import ConversionError
+
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    def __init__(self, run: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.part, self.run = nn.Linear(4, 4), run
+        self.scale = nn.Parameter(torch.rand(4) + 0.5)
+        self.register_buffer("seen", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self, x) * self.scale
+
+
+def weights_that_do_not_train(net: Any, x: torch.Tensor) -> torch.Tensor:
+    return x @ (net.part.weight.data * net.scale)
+
+
+def a_factor_without_gradient(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = net.part(x)
+    return y * y.data
+
+
+def a_buffer(net: Any, x: torch.Tensor) -> torch.Tensor:
+    net.seen.data.add_(x.detach().mean(0))
+    return net.part(x) * net.seen
+
+
+def what_only_the_detached_sees(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = net.part(x)
+    z = y.detach()
+    z[:, 1:].clamp_(0)
+    return z[: y.shape[0]]
+
+
+def a_value_used_before(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = net.part(x)
+    z = y * 2
+    y.detach().clamp_(0)
+    return z
+
+
+def what_has_no_gradient(net: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y = net.part(x)
+    y.detach().clamp_(0)
+    return net.part(y)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [weights_that_do_not_train, a_factor_without_gradient, a_buffer, what_only_the_detached_sees,
+     a_value_used_before, what_has_no_gradient],
+)  # fmt: skip
+def test_as_in_pytorch(run: Any) -> None:
+    check_parity(Net(run), X, train=True)
+
+
+def through_detach(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = net.part(x)
+    y.detach().clamp_(0)
+    return y
+
+
+def through_data(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = net.part(x)
+    y.data[:, 1:].clamp_(0)
+    return y
+
+
+def seen_by_a_view(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = net.part(x)
+    view = y[:, 1:]
+    y.detach().clamp_(0)
+    return torch.nn.functional.pad(view, (1, 0))
+
+
+@pytest.mark.parametrize("run", [through_detach, through_data, seen_by_a_view])
+def test_a_write_that_pytorch_has_no_gradient_of_is_refused(run: Any) -> None:
+    with pytest.raises(ConversionError, match=r"clamp_.default in \(root\) writes through .detach"):
+        tb.convert(Net(run), X)
+
+
+def test_an_assignment_to_data_is_refused() -> None:
+    def run(net: Any, x: torch.Tensor) -> torch.Tensor:
+        y = net.part(x)
+        y.data = y.detach().clamp(0)
+        return torch.as_tensor(y)
+
+    with pytest.raises(ConversionError, match=r"assigns to .data of a tensor"):
+        tb.convert(Net(run), X)

@@ -1,0 +1,62 @@
+"""Mixtures of transformers that go through no interface: Switch Transformers and JetMoE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from parity import check_parity
+from torch import nn
+from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoA, JetMoeMoE
+from transformers.models.switch_transformers.modeling_switch_transformers import (
+    SwitchTransformersSparseMLP,
+)
+
+
+WIDTH, EXPERTS = 8, 4
+JETMOE = transformers.JetMoeConfig(
+    hidden_size=WIDTH, intermediate_size=6, num_local_experts=EXPERTS, num_experts_per_tok=2,
+    kv_channels=4, num_key_value_heads=2,
+)  # fmt: skip
+
+
+class Attention(nn.Module):
+    """As JetMoE's attention: experts make each query, and later take what it found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = JetMoeMoA(JETMOE)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        queries, logits, chosen = self.experts.map(x)
+        return self.experts.reduce(torch.tanh(queries), chosen), logits
+
+
+def drawn(module: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return module
+
+
+def rows(number: int) -> torch.Tensor:
+    return torch.randn(number, 6, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+@pytest.mark.parametrize("capacity", [2, 6])
+def test_switch_transformers(capacity: int) -> None:
+    config = transformers.SwitchTransformersConfig(
+        d_model=WIDTH, d_ff=6, num_experts=EXPERTS, expert_capacity=capacity, dropout_rate=0.0,
+        router_jitter_noise=0.0,
+    )  # fmt: skip
+    module = drawn(SwitchTransformersSparseMLP(config))
+    left_out = (module(rows(3)) == 0).all(-1).sum()
+    assert (left_out > 0) == (capacity < 6)
+    check_parity(module, rows(2), other_args=(rows(3),), train=True)
+
+
+@pytest.mark.parametrize("kind", [Attention, lambda: JetMoeMoE(JETMOE)], ids=["attention", "mlp"])
+def test_jetmoe(kind: Any) -> None:
+    check_parity(drawn(kind()), rows(2), other_args=(rows(3),), train=True)
