@@ -126,8 +126,8 @@ def test_what_a_process_is_at(monkeypatch):
     with doing.doing("save"):
         pass
     assert doing.text(*doing.now()) == "step 3, after save"
-    with pytest.raises(ValueError), doing.doing("restore"):
-        raise ValueError
+    with pytest.raises(KeyError), doing.doing("restore"):
+        raise KeyError
     assert doing.now() == (3, "restore")
 
 
