@@ -165,7 +165,8 @@ def stepping(interval, frequency=1, **options):
 
 def asking_the_trainer(self):
     sgd = torch.optim.SGD(self.parameters(), lr=0.5)
-    steps = self.trainer.estimated_stepping_batches + 0 * self.trainer.max_epochs
+    # 4 steps, in 2 epochs of 3
+    steps = self.trainer.estimated_stepping_batches * self.trainer.max_epochs / 2
     falling = lr_scheduler.LambdaLR(sgd, lambda n: 1 - n / steps)
     return [sgd], [{"scheduler": falling, "interval": "step"}]
 
@@ -182,9 +183,9 @@ FORMS = {
     "dict": (lambda s: {"optimizer": torch.optim.SGD(s.parameters(), lr=0.5)}, {}, [0.5, 0.5]),
     "dict-step": (*stepping("step"), [0.5, 0.25, 0.125]),
     "dict-frequency": (*stepping("step", 2, steps_per_epoch=4), [0.5, 0.5, 0.25, 0.25]),
-    "dict-epoch": (*stepping("epoch", 1, steps_per_epoch=2), [0.5, 0.5, 0.25, 0.25, 0.125]),
+    "dict-epoch": (*stepping("epoch", 3, steps_per_epoch=2), [*[0.5] * 6, 0.25]),
     "list-of-dicts": (lambda s: [stepping("step")[0](s)], {}, [0.5, 0.25]),
-    "two-lists": (asking_the_trainer, {"num_steps": 4, "steps_per_epoch": 2}, [0.5, 0.375, 0.25]),
+    "two-lists": (asking_the_trainer, {"num_steps": 4, "steps_per_epoch": 3}, [0.5, 0.375, 0.25]),
     "bare-scheduler": (bare_scheduler, {"steps_per_epoch": 1}, [0.5, 0.5, 0.25]),
 }
 
