@@ -110,6 +110,7 @@ def test_strangers_are_not_listened_to(hello):
     heard: list[object] = []
     server = Server("127.0.0.1", "own", 2, lambda *one: heard.append(one), lambda: None, 0.01)
     stranger = connect("127.0.0.1", server.port, 5.0)
+    stranger.socket.settimeout(5.0)
     stranger.send(hello)
     assert stranger.receive() is None
     assert heard == []

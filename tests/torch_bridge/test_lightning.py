@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 import fzero as fz
 import torch_bridge as tb
 from fzero.errors import ConversionError
+from torch_bridge.lightning.steps import as_steps
 
 
 NUM_STEPS = 6
@@ -220,6 +221,21 @@ def test_every_form_of_configure_optimizers(line, name):
         assert float(updates["weight"][0]) == pytest.approx(-rate)
 
 
+def test_a_step_that_failed_is_traced_again_as_a_step(line):
+    """With other free sizes: what it had logged until then does not count, nor that it ran."""
+
+    def training_step(self, batch, batch_idx):
+        self.log(f"of {batch.ndim} dims", batch.mean())
+        assert batch.ndim == 2
+        return batch.mean()
+
+    module = type("Line", (line,), {"training_step": training_step})()
+    with as_steps(module, None):
+        with pytest.raises(AssertionError):
+            module(torch.ones(2))
+        assert set(module(torch.ones(4, 2))["logs"]) == {"of 2 dims"}
+
+
 def test_an_optax_optimizer_replaces_configure_optimizers(line):
     tx = optax.sgd(0.1)
     lightning = convert(line, tx=tx)
@@ -325,6 +341,7 @@ def test_hooks_may_be_ignored_and_the_loss_chosen(line):
     def validate(self, batch):
         self.log("loss", 2 * batch.mean())
         self.log("other_loss", batch.mean())
+        return batch.sum()
 
     members = {"on_train_epoch_end": lambda self: None, "validation_step": validate}
     lightning = convert(
