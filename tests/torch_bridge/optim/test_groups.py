@@ -283,6 +283,18 @@ def test_what_only_an_output_reads_that_the_loss_does_not_is_left_alone(layers):
         tb.optimizer(adamw, converted, unread=["othre"])
 
 
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
+def test_what_is_left_alone_may_be_said_by_any_of_its_names(name):
+    """Decay alone would show."""
+    net, converted = converted_net()
+    sgd = torch.optim.SGD(net.parameters(), lr=1.0, weight_decay=0.5)
+    tx = tb.optimizer(sgd, converted, unread=[name])
+    params = dict(converted.params)
+    updates, _ = tx.update(jax.tree.map(np.zeros_like, params), tx.init(params), params)
+    assert not updates["embed.weight"].any()
+    assert updates["up.weight"].any()
+
+
 def test_what_learns_only_after_the_conversion_is_refused():
     module = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
     converted = tb.convert(module, torch.zeros(2, 4))
