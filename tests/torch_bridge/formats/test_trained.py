@@ -206,6 +206,8 @@ def test_masters_of_a_16_bit_module_come_back(name: str, tmp_path: Path) -> None
     for one, two in zip(jax.tree.leaves(state.params), jax.tree.leaves(back.params), strict=True):
         assert one.dtype == two.dtype
         np.testing.assert_array_equal(one, two)
+    one, two = (moments_of(converted, s.opt_state) for s in (state, back))
+    np.testing.assert_array_equal(one.exp_avg["weight"], two.exp_avg["weight"])
     tensors = tb.checkpoint(tmp_path / name).tensors
     assert tensors["weight"].torch_dtype == torch.float32  # and not what of it 16 bits hold
     assert not torch.equal(tensors["weight"].tensor(), module.weight.float())
@@ -222,6 +224,8 @@ def test_universal_files_of_a_16_bit_module_without_masters_come_back(tmp_path: 
     back = tb.restore(tmp_path / "universal", converted, optax.adam(1e-5), PLAN)
     jax.tree.map(np.testing.assert_array_equal, back.params, state.params)
     assert {leaf.dtype.name for leaf in back.params.values()} == {"bfloat16"}
+    written = tb.checkpoint(tmp_path / "universal").tensors.values()
+    assert {tensor.torch_dtype for tensor in written} == {torch.float32}
     torch.save(module.float().state_dict(), tmp_path / "m.pt")
     with pytest.raises(CheckpointError, match=r"dtype: `bias` is torch\.float32"):
         tb.restore(tmp_path / "m.pt", converted, None, PLAN)
