@@ -146,8 +146,8 @@ def test_modules_of_peft_convert_as_they_are(tmp_path):
         eos_token_id=0,
     )  # fmt: skip
     wanted = peft.LoraConfig(
-        r=2, lora_alpha=6, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, use_rslora=True,
-        lora_dropout=0.1, init_lora_weights=False,
+        r=2, lora_alpha=6, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True,
+        use_rslora=True, lora_dropout=0.1, init_lora_weights=False,
     )  # fmt: skip
     module = peft.get_peft_model(transformers.GPT2LMHeadModel(config).bfloat16(), wanted)
     converted = tb.convert(module, torch.zeros(2, 8, dtype=torch.long))

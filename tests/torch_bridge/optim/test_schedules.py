@@ -34,7 +34,8 @@ def warmed_up(optimizer):
 
 def chained(optimizer):
     parts = [lrs.ConstantLR(optimizer, 0.1, 4), lrs.ExponentialLR(optimizer, 0.9)]
-    return lrs.ChainedScheduler([*parts, *(lrs.StepLR(optimizer, n, 0.8) for n in (2, 3))], optimizer)
+    steps = [lrs.StepLR(optimizer, size, 0.8) for size in (2, 3)]
+    return lrs.ChainedScheduler([*parts, *steps], optimizer)
 
 
 # Those that are followed for ever ...
