@@ -150,7 +150,8 @@ def test_elements_are_rounded_each_by_itself():
 def test_nothing_is_lost_that_matters():
     row = np.linspace(1, 2, 64, dtype=np.float32)
     values = np.stack([row, row * 0, row, row])
-    values[2, 5], values[3, 7] = np.nan, np.inf
+    values[2, 5] = np.uint32(0x7FFFFFFF).view(np.float32)  # NaN as GPUs write it
+    values[3, 7] = np.inf
     values[0, :3] = 2**-28, -0.0, 2**-33  # beside 2
     read = kept_and_read(jnp.asarray(values), "int8", 3)[-1]
     assert read[0, 0] == 2**-28
@@ -159,6 +160,9 @@ def test_nothing_is_lost_that_matters():
     assert not read[1].any()
     assert np.isnan(read[2]).all()
     assert np.isnan(read[3]).all()
+    half = kept_and_read(jnp.asarray(values), "bf16", 3)[-1]
+    assert np.isnan(half[2, 5])
+    assert half[3, 7] == np.inf
 
 
 @pytest.mark.nightly
