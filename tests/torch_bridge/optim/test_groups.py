@@ -182,6 +182,24 @@ def test_a_chain_is_trained_by_the_names_of_its_module():
     assert found == pytest.approx(expected)
 
 
+class Still(nn.Linear):
+    """A layer that sends no gradient to its own weight."""
+
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+def test_a_tied_weight_of_a_chain_learns_by_any_layer_that_reads_it():
+    module = nn.Sequential(Still(4, 4), nn.Linear(4, 4))
+    module[1].weight = module[0].weight
+    chain = tb.sequential(module, torch.zeros(2, 4))
+    tx = tb.optimizer(torch.optim.SGD(module.parameters(), lr=0.5), chain)
+    params = jax.tree.map(jnp.asarray, chain.params)
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    moved = {name for name, update in chain.by_name(updates).items() if bool(jnp.any(update != 0))}
+    assert moved == {"0.weight", "1.bias"}
+
+
 def test_an_optimizer_made_of_names_fits_a_module_that_is_no_more():
     net, converted = make_net(), converted_net()[1]
     sgd = torch.optim.SGD([("head.weight", net.head.weight)], lr=0.5)
