@@ -149,7 +149,7 @@ def test_no_way_to_a_device_rounds_them(way, tmp_path):
     one = tiny.plan(**{"precision": "bf16", "keep_fp32": ("norm",), **values})
     one = one.replace(disk_path=str(tmp_path)) if way == "master on disk" else one
     given = {"x": np.ones((16, 1), np.float32)}
-    tx = optax.sgd(0.0)
+    tx = optax.sgd(0.0, momentum=0.9)  # with a state, which may be parked
     evaluate, step, state = (fz.eval_step(own, one), fz.train_step(own, tx, one),
                              fz.init(own, tx, one))  # fmt: skip
     found = [evaluate(state, given)]
