@@ -395,6 +395,21 @@ def test_metadata_that_lies_is_found(tmp_path: Path, change: Any, match: str) ->
         tb.checkpoint(tmp_path).tensors["w"].tensor()
 
 
+def test_the_groups_of_a_folder_are_in_order_and_all_its_steps_are_looked_at(tmp_path):
+    def save(name, steps):
+        one = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.ones(2))
+        state = {key: {"step": torch.tensor(float(step)), **one} for key, step in steps.items()}
+        groups = [{"params": ["a"], "lr": 0.1}, {"params": ["b"], "lr": 0.2}]
+        model = {key: torch.ones(2) for key in steps}
+        optim = {"state": state, "param_groups": groups}
+        dcp.save({"model": model, "optim": optim}, checkpoint_id=tmp_path / name)
+        return tb.checkpoint(tmp_path / name)
+
+    found = save("alike", {"a": 3, "b": 3}).optimizer
+    assert (found.step, [group["lr"] for group in found.groups]) == (3, [0.1, 0.2])
+    assert "different steps [3, 4]" in save("apart", {"a": 3, "b": 4}).unread
+
+
 def test_any_tensor_that_torch_writes_is_read(tmp_path):
     """Also whose elements are not those in the file: a conjugate is a flag beside them."""
     z = torch.randn(3, 4, dtype=torch.complex64)
