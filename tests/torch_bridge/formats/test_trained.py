@@ -423,7 +423,7 @@ def test_any_tensor_that_torch_writes_is_read(tmp_path):
     found = tb.load(tmp_path / "dcp")
     for name, tensor in written.items():
         assert torch.equal(found[name], tensor.resolve_conj().resolve_neg()), name
-    for name, layout in (("negative", True), ("rows", False)):
+    for name, layout in (("negative", True), ("rows", False), ("rows", True)):
         torch.save(written[name], tmp_path / name, _use_new_zipfile_serialization=layout)
         pages = mapped.map_file(tmp_path / name)
         one, out = mapped.find_tensor(pages, 0, len(pages)), torch.empty(written[name].shape)
