@@ -210,7 +210,18 @@ def test_frozen_leaves_have_no_average():
     assert state.ema["embed"] == {"table": None, "up": None}
     shown = fz.averaged(state, model, plan)
     assert shown.params["embed"]["up"] is state.params["embed"]["up"]
-    fz.eval_step(model, plan, which="ema")(state, BATCHES[0])
+    evaluate = fz.eval_step(model, plan, which="ema")
+    evaluate(state, BATCHES[0])
+    with pytest.raises(fz.PlacementError, match="params/embed"):
+        evaluate(fz.offload(state, ("params",), donate=False), BATCHES[0])
+
+
+def test_averages_in_float32_stand_for_parameters_of_16_bits_in_those():
+    model, plan = tiny.regression(jnp.bfloat16), tiny.plan(zero=2, ema=DECAY)
+    state = fz.init(model, optax.sgd(1.0), plan)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.ema)} == {"float32"}
+    shown = fz.averaged(state, model, plan)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(shown.params)} == {"bfloat16"}
 
 
 def test_predictions_and_programs_of_ones_own():
@@ -247,6 +258,10 @@ def test_another_plan_takes_them_over_and_a_run_without_begins_some(moved, tmp_p
         return fz.restore(path, MODEL, TX, new)
 
     there = go(state, plan, other)
+    if moved == "restore":  # beside what stays new
+        part = fz.restore(tmp_path / "31", MODEL, TX, plan, fresh=("head",))
+        for path, value in averages(part, plan=plan).items():
+            assert path.startswith("head") or np.array_equal(value, wanted[path]), path
     same = lambda a, b: jax.tree.map(np.testing.assert_array_equal, a, b)  # noqa: E731
     same(averages(there, plan=other), wanted)
     same(averages(go(there, other, plan), plan=plan), wanted)

@@ -79,6 +79,15 @@ def test_a_seed_scales_gradients_and_16_bits_keep_small_ones():
         np.testing.assert_allclose(np.asarray(one, np.float32), other, rtol=3e-2, atol=2e-4)
         assert np.count_nonzero(one) > 0.9 * np.count_nonzero(other)
 
+    def nearly_sure(x, w):
+        bias = jnp.zeros(V, x.dtype).at[3].set(8.0)
+        total = fz.linear_cross_entropy(x, w * 2**-12, jnp.full(N, 3), bias=bias).total
+        return total * jnp.float32(2**14)
+
+    both = ((x.astype(to), w.astype(to)) for to in ("float16", "float32"))
+    one, other = (jax.grad(nearly_sure)(*given) for given in both)
+    np.testing.assert_allclose(one.astype(jnp.float32), other, rtol=2e-2, atol=1e-5)
+
 
 def test_frozen_heads_cost_no_gradient():
     args, labels = values()

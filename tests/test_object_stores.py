@@ -18,7 +18,7 @@ from support import tiny
 from support.object_store import object_store
 
 import fzero as fz
-from fzero.checkpoint import objects
+from fzero.checkpoint import objects, shards
 from fzero.checkpoint.urls import kvstore
 from torch_bridge.formats import remote
 from torch_bridge.formats.staging import staged_directory
@@ -209,6 +209,60 @@ def test_a_process_that_never_writes_its_part_is_named(bucket, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(fz.CheckpointError, match="found none"):
         fz.checkpoint(url)
+
+
+def write(folder: Path, keep: int | None = None) -> int:
+    """A checkpoint as stores have them, in a directory: what is said of marks holds there, too."""
+    url, number = str(folder), objects.begin(str(folder))
+    objects.Writer(url, number, {"0": np.arange(3)}, {"of": number}, keep).wait_until_finished()
+    return number
+
+
+def test_marks_say_which_checkpoints_are_whole(tmp_path):
+    url = str(tmp_path)
+    assert [write(tmp_path), write(tmp_path), objects.begin(url), objects.begin(url)] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    (tmp_path / "marks/2/meta").write_text("{}")  # but no process has written its part
+    (tmp_path / "marks/3/done-0-of-1").touch()  # but `meta` is to come
+    assert objects.numbers(url) == [0, 1]
+    assert write(tmp_path, keep=2) == 4
+    assert objects.numbers(url) == [1, 4]
+    assert objects.read_meta(url, 4) == {"of": 4}
+    left = {path.relative_to(tmp_path).parts[:2] for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {("marks", "1"), ("marks", "4"), ("1", "parts"), ("4", "parts")}
+
+
+def test_a_process_that_cannot_write_its_part_tells_the_others(tmp_path, monkeypatch):
+    """One that waits for it ends with its words; nobody waits for the time that a lost one has."""
+    url, number = str(tmp_path), objects.begin(str(tmp_path))
+    (tmp_path / f"{number}/parts").mkdir(parents=True)
+    (tmp_path / f"{number}/parts/0").write_text("no directory")
+    monkeypatch.setattr(objects, "WAIT_S", 1.0)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for process, said in ((0, "parts/0"), (1, "^process 0 could not write its part: .*parts/0")):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        writer = objects.Writer(url, number, {"0": np.arange(3)}, {}, None)
+        with pytest.raises(OSError, match=said):
+            writer.wait_until_finished()
+    assert objects.numbers(url) == []
+
+
+def test_of_each_piece_one_copy_is_written_in_chunks_that_are_small_enough(monkeypatch):
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 64)
+    mesh = jax.make_mesh((2, 4), ("cut", "copies"))
+    for spec, chunk, starts in (((), (4, 4), [0]), (("cut",), (4, 4), [0, 8])):
+        to = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        found = shards.shards_of(jax.device_put(np.zeros((16, 4), np.float32), to))
+        assert (found.shape, found.chunk) == ((16, 4), chunk)
+        assert sorted(index[0].start or 0 for index, _ in found.shards) == starts
+    assert shards.shards_of(np.zeros((6, 8), np.float32)).chunk == (
+        3,
+        8,
+    )  # odd: as small as it gets
 
 
 class Second(Turns):

@@ -137,6 +137,7 @@ def test_values_are_those_of_the_models_own_init():
 def test_a_seed_is_the_key_made_from_it():
     state = fz.init(MODEL, TX, plan_of("z3"), rng=jax.random.key(7))
     tiny.same_bits(state, made("z3"))
+    tiny.same_bits(state, fz.init(MODEL, TX, plan_of("z3"), rng=np.int64(7)))
     other = fz.init(MODEL, TX, plan_of("z3"), rng=8)
     assert not np.array_equal(other.params["w"], state.params["w"])
 

@@ -19,6 +19,7 @@ from fzero.tree import (
     leaf_bytes,
     leaf_keys,
     named_leaves,
+    owner_of,
     same_object,
     shape_of,
 )
@@ -48,6 +49,10 @@ class Twins:
 
 def test_children_of_one_key_are_counted():
     assert named_leaves({"a": Twins()}) == [("a/twin", 1), ("a/twin (2)", 2)]
+
+
+def test_a_moment_is_of_the_parameter_with_the_longest_path():
+    assert owner_of("0/mu/blocks/w", {"w", "blocks/w"}) == "blocks/w"
 
 
 def test_a_bare_leaf_has_an_empty_path():

@@ -61,6 +61,12 @@ def test_whole_numbers_are_evaluated_and_not_trained_with():
         traced(count)
 
 
+def test_sums_of_16_bits_go_on_in_32():
+    """So does a loss scale with them, which float16 may not hold."""
+    mean = fz.Mean.of(fz.Mean(jnp.float16(1), jnp.bfloat16(3)))
+    assert mean.total.dtype == mean.count.dtype == jnp.float32
+
+
 METRICS = {
     "complex": ({"a": 1j * jnp.ones(())}, r"metric 'a' is complex64\[\]"),
     "a word": ({"a": "x"}, "metric 'a' is str"),

@@ -113,9 +113,9 @@ def kept_and_read(values, dtype, num):
         lambda updates, state, params=None: (state, updates),
     )
     tx, found = fz.small_moments(keep, dtype), []
-    state = tx.init(values)
+    state, update = tx.init(values), jax.jit(tx.update)
     for _ in range(num):
-        read, state = tx.update(values, state)
+        read, state = update(values, state)
         found.append(np.asarray(read))
     return np.stack(found[1:])
 
@@ -131,6 +131,15 @@ def test_what_is_kept_is_near_and_right_on_average(dtype, step):
         # 300 choices between two values a step apart: half a step at most, each; 5 sigma.
         assert np.abs(errors.mean(0)).max() < 5 * step / 2 / np.sqrt(300)
         assert np.abs(errors.mean()) < step / 50
+
+
+def test_what_is_below_the_least_is_right_on_average_too():
+    """With signs: that, or 0, which a second moment is not."""
+    given = np.full((1, 64), 2**-17, np.float32)
+    given[0, :2] = 1, -1
+    read = kept_and_read(jnp.asarray(given), "int8", 301)[:, 0, 2]
+    assert len(set(read.tolist())) == 2
+    assert abs(read.mean() / 2**-17 - 1) < 0.3  # 3 sigma
 
 
 def test_elements_are_rounded_each_by_itself():
@@ -150,7 +159,8 @@ def test_elements_are_rounded_each_by_itself():
 def test_nothing_is_lost_that_matters():
     row = np.linspace(1, 2, 64, dtype=np.float32)
     values = np.stack([row, row * 0, row, row])
-    values[2, 5], values[3, 7] = np.nan, np.inf
+    values[2, 5] = np.uint32(0x7FFFFFFF).view(np.float32)  # NaN as GPUs write it
+    values[3, 7] = np.inf
     values[0, :3] = 2**-28, -0.0, 2**-33  # beside 2
     read = kept_and_read(jnp.asarray(values), "int8", 3)[-1]
     assert read[0, 0] == 2**-28
@@ -159,6 +169,9 @@ def test_nothing_is_lost_that_matters():
     assert not read[1].any()
     assert np.isnan(read[2]).all()
     assert np.isnan(read[3]).all()
+    half = kept_and_read(jnp.asarray(values), "bf16", 3)[-1]
+    assert np.isnan(half[2, 5])
+    assert half[3, 7] == np.inf
 
 
 @pytest.mark.nightly

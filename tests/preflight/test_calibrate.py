@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,16 @@ from typer.testing import CliRunner
 
 import fzero as fz
 from fzero.cli import app
-from fzero.preflight.calibrate import SMALL, Calibration, _narrow_matmuls, calibrate
+from fzero.preflight.calibrate import (
+    SMALL,
+    Calibration,
+    _attention,
+    _launch,
+    _memory,
+    _narrow_matmuls,
+    calibrate,
+    kind_of,
+)
 from fzero.preflight.rates import default_rates
 from fzero.preflight.topology import parse
 
@@ -74,6 +84,33 @@ def test_products_in_8_bits_are_measured_with_both_kinds_of_sums():
     found = _narrow_matmuls(SMALL)
     assert set(found) == {"matmul fp8/256", "matmul fp8 exact/256"}
     assert min(found.values()) > 0
+
+
+def test_what_a_measurement_counts(monkeypatch):
+    """By clocks of our own: elementwise work reads and writes, a launch is one of two kernels."""
+    clock = iter([1.0, 2.0, 4.0, 0.97, 0.01, 1.0])
+    monkeypatch.setitem(_memory.__globals__, "_seconds", lambda *_: next(clock))
+    size = SMALL.mib * 2**20
+    assert _memory(SMALL, jax.devices()[0]) == {
+        "elementwise": 2 * size, "to host": size / 2, "from host": size / 4
+    }  # fmt: skip
+    assert _launch(SMALL) == pytest.approx(0.01)  # of 64 steps less 16
+    # 2 products forwards, 5 backwards, of half the square.
+    assert _attention(SMALL) == 7 * 2 * (1 * 2) * (128 * 128 / 2) * 32
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "kind"),
+    [("NVIDIA A100-SXM4-40GB", 29.5, "a100-40"), ("NVIDIA A100 80GB PCIe", 59.3, "a100-80"),
+     ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40"), ("NVIDIA H100 80GB HBM3", 59.3, "h100"),
+     ("cpu", 0, "cpu")],
+)  # fmt: skip
+def test_a_device_is_known_by_its_name_and_memory(name, gib, kind):
+    """Jax takes three quarters of the memory, or what it is told to."""
+    memory = {"bytes_limit": int(gib * 2**30)}
+    platform = "cpu" if name == "cpu" else "gpu"
+    device = SimpleNamespace(platform=platform, device_kind=name, memory_stats=lambda: memory)
+    assert kind_of(device) == kind
 
 
 def test_a_device_without_a_data_sheet_is_refused():

@@ -57,7 +57,8 @@ class Forces(torch.nn.Module):
         energy = self.outer(torch.tanh(self.inner(x)))
         (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
         (bend,) = torch.autograd.grad((slope**2).sum(), x, create_graph=True)
-        return energy, -slope, bend
+        (still,) = torch.autograd.grad(energy.sum(), x, retain_graph=True)  # with no slope itself
+        return energy, -slope, bend, energy * still
 
 
 class Functional(torch.nn.Module):

@@ -152,6 +152,8 @@ def test_tokens_that_end_an_answer_are_the_templates_and_the_end_token():
     bare = byte_tokenizer("{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
     bare.eos_token = None
     assert words(bare) == []  # a line break ends no answer
+    begun = byte_tokenizer("{% for m in messages %}{{ m['content'] }}<|end|><|start|>{% endfor %}")
+    assert words(begun) == ["<|end|>"]  # what begins the next turn ends none
     only_parts = byte_tokenizer(
         "<|start|>{% for m in messages %}{% for part in m['content'] %}{{ part.text }}"
         "{% endfor %}<|end|>{% endfor %}"

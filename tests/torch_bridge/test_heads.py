@@ -131,6 +131,15 @@ class Odd(Decoder):
         return {"logits": logits, "largest": logits.amax(-1)}
 
 
+def test_the_label_to_leave_out_is_left_out_at_the_end_too():
+    logits, labels = torch.randn(2, 5, 7), torch.tensor([[1, 0, 3, 0, 2], [4, 5, 0, 6, 1]])
+    found = tb.causal_lm_loss(logits.numpy(), labels.numpy(), ignore_index=0)
+    given = logits[:, :-1].reshape(-1, 7), labels[:, 1:].reshape(-1)
+    want = torch.nn.functional.cross_entropy(*given, ignore_index=0, reduction="sum")
+    assert float(found.total) == pytest.approx(want.item(), rel=1e-5)
+    assert float(found.count) == 5
+
+
 @pytest.mark.parametrize("bends", [True, False])
 def test_what_no_cap_describes_and_what_others_read_is_computed(bends):
     torch.manual_seed(0)

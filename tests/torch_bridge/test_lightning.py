@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 import fzero as fz
 import torch_bridge as tb
 from fzero.errors import ConversionError
+from torch_bridge.lightning.steps import as_steps
 
 
 NUM_STEPS = 6
@@ -165,7 +166,8 @@ def stepping(interval, frequency=1, **options):
 
 def asking_the_trainer(self):
     sgd = torch.optim.SGD(self.parameters(), lr=0.5)
-    steps = self.trainer.estimated_stepping_batches + 0 * self.trainer.max_epochs
+    # 4 steps, in 2 epochs of 3
+    steps = self.trainer.estimated_stepping_batches * self.trainer.max_epochs / 2
     falling = lr_scheduler.LambdaLR(sgd, lambda n: 1 - n / steps)
     return [sgd], [{"scheduler": falling, "interval": "step"}]
 
@@ -182,9 +184,9 @@ FORMS = {
     "dict": (lambda s: {"optimizer": torch.optim.SGD(s.parameters(), lr=0.5)}, {}, [0.5, 0.5]),
     "dict-step": (*stepping("step"), [0.5, 0.25, 0.125]),
     "dict-frequency": (*stepping("step", 2, steps_per_epoch=4), [0.5, 0.5, 0.25, 0.25]),
-    "dict-epoch": (*stepping("epoch", 1, steps_per_epoch=2), [0.5, 0.5, 0.25, 0.25, 0.125]),
+    "dict-epoch": (*stepping("epoch", 3, steps_per_epoch=2), [*[0.5] * 6, 0.25]),
     "list-of-dicts": (lambda s: [stepping("step")[0](s)], {}, [0.5, 0.25]),
-    "two-lists": (asking_the_trainer, {"num_steps": 4, "steps_per_epoch": 2}, [0.5, 0.375, 0.25]),
+    "two-lists": (asking_the_trainer, {"num_steps": 4, "steps_per_epoch": 3}, [0.5, 0.375, 0.25]),
     "bare-scheduler": (bare_scheduler, {"steps_per_epoch": 1}, [0.5, 0.5, 0.25]),
 }
 
@@ -217,6 +219,21 @@ def test_every_form_of_configure_optimizers(line, name):
     for rate in rates:
         updates, state = lightning.tx.update(params, state, params)
         assert float(updates["weight"][0]) == pytest.approx(-rate)
+
+
+def test_a_step_that_failed_is_traced_again_as_a_step(line):
+    """With other free sizes: what it had logged until then does not count, nor that it ran."""
+
+    def training_step(self, batch, batch_idx):
+        self.log(f"of {batch.ndim} dims", batch.mean())
+        assert batch.ndim == 2
+        return batch.mean()
+
+    module = type("Line", (line,), {"training_step": training_step})()
+    with as_steps(module, None):
+        with pytest.raises(AssertionError):
+            module(torch.ones(2))
+        assert set(module(torch.ones(4, 2))["logs"]) == {"of 2 dims"}
 
 
 def test_an_optax_optimizer_replaces_configure_optimizers(line):
@@ -324,6 +341,7 @@ def test_hooks_may_be_ignored_and_the_loss_chosen(line):
     def validate(self, batch):
         self.log("loss", 2 * batch.mean())
         self.log("other_loss", batch.mean())
+        return batch.sum()
 
     members = {"on_train_epoch_end": lambda self: None, "validation_step": validate}
     lightning = convert(

@@ -22,6 +22,7 @@ from torch_bridge.cli.bridge import app
 from torch_bridge.cli.bridge_run import parse_input
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.lower.registry import _TABLE, find_lowering
+from torch_bridge.parity import _gradient_errors, _relative
 
 
 X = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1)) * 2
@@ -118,6 +119,28 @@ def test_a_wrong_gradient_is_found(module: nn.Module) -> None:
     assert report.first is None
     assert report.gradients["3.weight"] < 1e-4  # behind it
     assert report.gradients["0.weight"] > 1e-2  # in front of it
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "error"),
+    [
+        ([1.0, np.nan], [1.0, 2.0], np.inf),
+        ([1.0, 2.0], [np.nan, 2.0], np.inf),
+        ([np.nan, np.inf, 2.0], [np.nan, np.inf, 4.0], 0.5),
+        ([[1.0], [1.0]], [1.0, 1.0], np.inf),
+        ([2j], [4j], 0.5),
+        ([-3e38, 1.0], [-3.3e38, 2.0], 1.5e37),  # a mask's number hides none of the others
+    ],
+)
+def test_the_error_of_a_value(got: Any, want: Any, error: float) -> None:
+    assert _relative(np.array(got), np.array(want)) == pytest.approx(error)
+
+
+def test_gradients_that_are_rounding_alone_are_judged_by_the_largest() -> None:
+    want = {"bias": np.zeros(2), "small": np.full(2, 1e-6), "weight": np.array([1.0, -2.0])}
+    got = {"bias": np.full(2, 6e-8), "small": np.full(2, 1e-6), "weight": np.array([1.0, -1.0])}
+    found = _gradient_errors(got, want)
+    assert found == pytest.approx({"bias": 1e-5, "small": 0.0, "weight": 0.5})
 
 
 def test_wrong_statistics_are_found(module: nn.Module) -> None:

@@ -131,6 +131,22 @@ def test_adapters_train_as_by_hand_and_the_base_stays(make, name):
         assert np.array_equal(before[path], after[path]) == bool(ADAPTERS.search("/" + path)), path
 
 
+def test_gradients_go_through_a_frozen_middle():
+    model, plan, sgd = chain(re.compile("blocks/")), tiny.plan(zero=3, data=2), optax.sgd(0.1)
+    state = fz.init(model, sgd, plan)
+    params = jax.device_get(fz.logical(model, state))
+    state, _ = fz.train_step(model, sgd, plan)(state, BATCH)
+
+    def loss(params):
+        mean, _, _ = model.loss(params, {}, BATCH, jax.random.key(0), True)
+        return mean.total / mean.count
+
+    grads = jax.grad(loss)(params)
+    still = jax.tree.map(np.zeros_like, params["blocks"])
+    want = jax.tree.map(lambda x, g: x - 0.1 * g, params, grads | {"blocks": still})
+    tiny.close(tiny.host(fz.logical(model, state)), tiny.host(want), rtol=1e-5, atol=1e-6)
+
+
 def leaves_with(state, name):
     """Names of a state class's leaves that belong to frozen parameters."""
     found = [path for path, _ in named_leaves(getattr(state, name))]

@@ -373,6 +373,11 @@ def test_universal_files_are_what_deepspeeds_loader_looks_for(tmp_path: Path) ->
             assert content[CAT_DIM] == 0
             assert content[PARAM].shape == shape
             assert torch.equal(content[PARAM], state[key][name])
+    # A run in 16 bits has its module in them there, beside the weights that learn.
+    model["module"] = {name: tensor.half() for name, tensor in model["module"].items()}
+    torch.save(model, folder / MODEL_FILE)
+    found = tb.checkpoint(tmp_path / "uni").tensors
+    assert all(torch.equal(found[name].tensor(), want) for name, want in state["fp32"].items())
 
 
 def test_a_universal_folder_that_is_incomplete_is_refused(tmp_path: Path) -> None:

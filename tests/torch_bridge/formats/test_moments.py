@@ -137,6 +137,21 @@ def test_a_chain_of_modules_has_moments_by_the_same_names() -> None:
         np.testing.assert_array_equal(back.exp_avg[name], value)
 
 
+def test_each_layer_of_a_rolled_module_has_its_own_moments() -> None:
+    layers = (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3))
+    module = torch.nn.Sequential(*layers)
+    converted = tb.convert(module, torch.zeros(4, 4))
+    assert converted.blocks.stacks
+    given = {n: np.full(tuple(p.shape), i, np.float32) for i, (n, p) in
+             enumerate(module.named_parameters())}  # fmt: skip
+    squares = {name: value**2 for name, value in given.items()}
+    state = optax.adam(1e-3).init(converted.params)
+    back = moments_of(converted, with_moments(converted, state, Moments(2, given, squares)))
+    for name, value in given.items():
+        np.testing.assert_array_equal(back.exp_avg[name], value)
+        np.testing.assert_array_equal(back.exp_avg_sq[name], value**2)
+
+
 def test_what_does_not_fit_is_listed(converted: tb.Converted) -> None:
     state = optax.adam(1e-3).init(converted.params)
     names = set(converted.params) - converted.frozen

@@ -206,6 +206,8 @@ def test_masters_of_a_16_bit_module_come_back(name: str, tmp_path: Path) -> None
     for one, two in zip(jax.tree.leaves(state.params), jax.tree.leaves(back.params), strict=True):
         assert one.dtype == two.dtype
         np.testing.assert_array_equal(one, two)
+    one, two = (moments_of(converted, s.opt_state) for s in (state, back))
+    np.testing.assert_array_equal(one.exp_avg["weight"], two.exp_avg["weight"])
     tensors = tb.checkpoint(tmp_path / name).tensors
     assert tensors["weight"].torch_dtype == torch.float32  # and not what of it 16 bits hold
     assert not torch.equal(tensors["weight"].tensor(), module.weight.float())
@@ -222,6 +224,8 @@ def test_universal_files_of_a_16_bit_module_without_masters_come_back(tmp_path: 
     back = tb.restore(tmp_path / "universal", converted, optax.adam(1e-5), PLAN)
     jax.tree.map(np.testing.assert_array_equal, back.params, state.params)
     assert {leaf.dtype.name for leaf in back.params.values()} == {"bfloat16"}
+    written = tb.checkpoint(tmp_path / "universal").tensors.values()
+    assert {tensor.torch_dtype for tensor in written} == {torch.float32}
     torch.save(module.float().state_dict(), tmp_path / "m.pt")
     with pytest.raises(CheckpointError, match=r"dtype: `bias` is torch\.float32"):
         tb.restore(tmp_path / "m.pt", converted, None, PLAN)
@@ -391,6 +395,21 @@ def test_metadata_that_lies_is_found(tmp_path: Path, change: Any, match: str) ->
         tb.checkpoint(tmp_path).tensors["w"].tensor()
 
 
+def test_the_groups_of_a_folder_are_in_order_and_all_its_steps_are_looked_at(tmp_path):
+    def save(name, steps):
+        one = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.ones(2))
+        state = {key: {"step": torch.tensor(float(step)), **one} for key, step in steps.items()}
+        groups = [{"params": ["a"], "lr": 0.1}, {"params": ["b"], "lr": 0.2}]
+        model = {key: torch.ones(2) for key in steps}
+        optim = {"state": state, "param_groups": groups}
+        dcp.save({"model": model, "optim": optim}, checkpoint_id=tmp_path / name)
+        return tb.checkpoint(tmp_path / name)
+
+    found = save("alike", {"a": 3, "b": 3}).optimizer
+    assert (found.step, [group["lr"] for group in found.groups]) == (3, [0.1, 0.2])
+    assert "different steps [3, 4]" in save("apart", {"a": 3, "b": 4}).unread
+
+
 def test_any_tensor_that_torch_writes_is_read(tmp_path):
     """Also whose elements are not those in the file: a conjugate is a flag beside them."""
     z = torch.randn(3, 4, dtype=torch.complex64)
@@ -404,7 +423,7 @@ def test_any_tensor_that_torch_writes_is_read(tmp_path):
     found = tb.load(tmp_path / "dcp")
     for name, tensor in written.items():
         assert torch.equal(found[name], tensor.resolve_conj().resolve_neg()), name
-    for name, layout in (("negative", True), ("rows", False)):
+    for name, layout in (("negative", True), ("rows", False), ("rows", True)):
         torch.save(written[name], tmp_path / name, _use_new_zipfile_serialization=layout)
         pages = mapped.map_file(tmp_path / name)
         one, out = mapped.find_tensor(pages, 0, len(pages)), torch.empty(written[name].shape)

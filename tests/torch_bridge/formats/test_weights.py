@@ -112,7 +112,8 @@ def test_files_are_those_that_the_libraries_write(tmp_path: Path) -> None:
 
 
 def test_torch_files_without_a_zip_are_read(tmp_path: Path) -> None:
-    tensors = {"w": torch.randn(3, 4), "b": torch.arange(3)}
+    square = torch.randn(3, 3)
+    tensors = {"w": torch.randn(3, 4), "b": torch.arange(3), "one": square, "turned": square.T}
     torch.save(tensors, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     loaded = tb.load(tmp_path / "old.pt")
     assert all(same(loaded[name], want) for name, want in tensors.items())

@@ -182,6 +182,24 @@ def test_a_chain_is_trained_by_the_names_of_its_module():
     assert found == pytest.approx(expected)
 
 
+class Still(nn.Linear):
+    """A layer that sends no gradient to its own weight."""
+
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+def test_a_tied_weight_of_a_chain_learns_by_any_layer_that_reads_it():
+    module = nn.Sequential(Still(4, 4), nn.Linear(4, 4))
+    module[1].weight = module[0].weight
+    chain = tb.sequential(module, torch.zeros(2, 4))
+    tx = tb.optimizer(torch.optim.SGD(module.parameters(), lr=0.5), chain)
+    params = jax.tree.map(jnp.asarray, chain.params)
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    moved = {name for name, update in chain.by_name(updates).items() if bool(jnp.any(update != 0))}
+    assert moved == {"0.weight", "1.bias"}
+
+
 def test_an_optimizer_made_of_names_fits_a_module_that_is_no_more():
     net, converted = make_net(), converted_net()[1]
     sgd = torch.optim.SGD([("head.weight", net.head.weight)], lr=0.5)
@@ -209,11 +227,12 @@ class Compared(nn.Module):
     def __init__(self):
         super().__init__()
         self.up = nn.Linear(4, 4)
-        for name in ("limit", "table", "like", "cast", "largest"):
+        for name in ("limit", "table", "like", "cast", "largest", "trained"):
             setattr(self, name, nn.Parameter(torch.full((4,), 1.5)))
 
     def forward(self, x):
         y = self.up(x) * (x > self.limit) + torch.ones_like(self.like)
+        y = y * self.trained if self.training else y
         return y + self.cast.to(torch.int32) + torch.argmax(self.largest) * (self.table != 0)
 
 
@@ -281,6 +300,18 @@ def test_what_only_an_output_reads_that_the_loss_does_not_is_left_alone(layers):
     assert unmoved == {"other.weight", "other.bias", "frozen.weight", "frozen.bias"}
     with pytest.raises(ConversionError, match=r"unread has \['othre'\]"):
         tb.optimizer(adamw, converted, unread=["othre"])
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
+def test_what_is_left_alone_may_be_said_by_any_of_its_names(name):
+    """Decay alone would show."""
+    net, converted = converted_net()
+    sgd = torch.optim.SGD(net.parameters(), lr=1.0, weight_decay=0.5)
+    tx = tb.optimizer(sgd, converted, unread=[name])
+    params = dict(converted.params)
+    updates, _ = tx.update(jax.tree.map(np.zeros_like, params), tx.init(params), params)
+    assert not updates["embed.weight"].any()
+    assert updates["up.weight"].any()
 
 
 def test_what_learns_only_after_the_conversion_is_refused():

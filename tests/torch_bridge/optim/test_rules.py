@@ -55,7 +55,7 @@ OPTIMIZERS = {
         {"betas": (0.9, 0.99), "weight_decay": 0.1, "decoupled_weight_decay": True},
     ),
     "radam-short": (OPTIM.RAdam, {"lr": 1e-2, "betas": (0.5, 0.6)}),
-    "adamax": (OPTIM.Adamax, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.99, 0.9)}),
+    "adamax": (OPTIM.Adamax, {"weight_decay": 0.1, "betas": (0.99, 0.9), "eps": 0.1}),
     "sgd": (OPTIM.SGD, {"lr": 0.1, "weight_decay": 0.1}),
     "sgd-momentum": (OPTIM.SGD, {"lr": 0.1, "momentum": 0.9, "maximize": True}),
     "sgd-dampened": (

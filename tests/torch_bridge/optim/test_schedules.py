@@ -28,12 +28,14 @@ def two_groups(lr=0.1):
 def warmed_up(optimizer):
     warmup = lrs.LinearLR(optimizer, start_factor=1e-3, total_iters=7)
     cosine = lrs.CosineAnnealingLR(optimizer, T_max=11, eta_min=1e-3)
-    return lrs.SequentialLR(optimizer, [warmup, cosine], milestones=[7])
+    constant = lrs.ConstantLR(optimizer, factor=1.0, total_iters=4)
+    return lrs.SequentialLR(optimizer, [warmup, constant, cosine], milestones=[7, 12])
 
 
 def chained(optimizer):
     parts = [lrs.ConstantLR(optimizer, 0.1, 4), lrs.ExponentialLR(optimizer, 0.9)]
-    return lrs.ChainedScheduler([*parts, lrs.StepLR(optimizer, 3, 0.8)], optimizer)
+    steps = [lrs.StepLR(optimizer, size, 0.8) for size in (2, 3)]
+    return lrs.ChainedScheduler([*parts, *steps], optimizer)
 
 
 # Those that are followed for ever ...
