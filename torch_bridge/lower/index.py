@@ -224,8 +224,15 @@ def argsort(x: jax.Array, dim: int = -1, descending: bool = False) -> jax.Array:
 def nonzero_static(x: jax.Array, *, size: int, fill_value: int = -1) -> jax.Array:
     if not x.ndim:
         return jnp.zeros((size, 0), canonical("int64"))
-    found = jnp.nonzero(x, size=size, fill_value=fill_value)
-    return jnp.stack(found, -1).astype(canonical("int64"))
+    # (By hand: `jnp.nonzero` of jax 0.12 is worked out after `jax.enable_x64` has ended.)
+    flat = x.astype(bool).reshape(-1)
+    number = jnp.cumsum(flat) - 1
+    order = jnp.arange(flat.size, dtype=number.dtype)
+    places = jnp.zeros(size, number.dtype)
+    places = places.at[jnp.where(flat, number, size)].set(order, mode="drop")
+    found = jnp.stack(jnp.unravel_index(places, x.shape), -1).astype(canonical("int64"))
+    there = jnp.arange(size) < jnp.count_nonzero(flat)
+    return jnp.where(there[:, None], found, fill_value)
 
 
 @register_operator("aten.topk.default")

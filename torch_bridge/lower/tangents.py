@@ -59,6 +59,12 @@ def with_tangents(fn: Callable[..., Any], *rules: Callable[..., Any]) -> Callabl
     return computed
 
 
+def _sinc(x: Any) -> Any:
+    """As PyTorch has it: NaN at infinity, where `jnp.sinc` is 0 since jax 0.12."""
+    turned = np.asarray(np.pi, x.dtype) * x
+    return jnp.where(turned == 0, 1, jnp.sin(turned) / jnp.where(turned == 0, 1, turned))
+
+
 def _slope_of_sinc(dx: Any, _: Any, x: Any) -> Any:
     turned = np.asarray(np.pi, x.dtype) * x
     square = turned * x
@@ -101,7 +107,7 @@ copysign = with_tangents(
     _none,
 )
 nextafter = with_tangents(jnp.nextafter, lambda da, _, a, b: jnp.where(a == b, 0, da), _none)
-sinc = with_tangents(jnp.sinc, _slope_of_sinc)
+sinc = with_tangents(_sinc, _slope_of_sinc)
 logaddexp = with_tangents(
     jnp.logaddexp,
     lambda da, _, a, b: da / (1 + jnp.exp(b - a)),
