@@ -1,4 +1,4 @@
-"""`.data` and `.detach()` in a forward: what is read of a value, and what is written into it."""
+"""`.data`, `.detach()`, `requires_grad` in a forward: what is read, written and set."""
 
 from __future__ import annotations
 
@@ -98,11 +98,49 @@ def test_a_write_that_pytorch_has_no_gradient_of_is_refused(run: Any) -> None:
         tb.convert(Net(run), X)
 
 
-def test_an_assignment_to_data_is_refused() -> None:
-    def run(net: Any, x: torch.Tensor) -> torch.Tensor:
-        y = net.part(x)
-        y.data = y.detach().clamp(0)
-        return torch.as_tensor(y)
+class Assigns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(4, 4)
 
-    with pytest.raises(ConversionError, match=r"assigns to .data of a tensor"):
-        tb.convert(Net(run), X)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.part(x)
+        y.data = y.detach().clamp(0)
+        return y
+
+
+class Freezes(Assigns):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.part.requires_grad_(False)
+        return self.part(x)
+
+
+class FreezesOne(Assigns):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.part.weight.requires_grad = False
+        return self.part(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "said", "line"),
+    [
+        (Assigns, "assigns to .data of a tensor", "y.data = "),
+        (Freezes, r"requires_grad=False of a parameter \[4, 4\]", "self.part.requires_grad_"),
+        (
+            FreezesOne,
+            r"requires_grad=False of a parameter \[4, 4\]",
+            "self.part.weight.requires_grad",
+        ),
+    ],
+)
+def test_what_torch_export_does_not_record_is_refused(module: Any, said: str, line: str) -> None:
+    with pytest.raises(ConversionError, match=rf"{said}.*\n  in 1 at: .*\| {line}"):
+        tb.convert(nn.Sequential(nn.Identity(), module()), X)
+
+
+def test_what_requires_a_gradient_already_may_be_told_so() -> None:
+    def run(net: Any, x: torch.Tensor) -> torch.Tensor:
+        x = net.part.requires_grad_(True)(x.detach().requires_grad_(True))
+        return x * 2
+
+    check_parity(Net(run), X, train=True)

@@ -134,10 +134,20 @@ class CastsWithin(nn.Module):
         return self.part(x.to(self.dtype)).float()
 
 
-def test_a_part_that_has_its_dtype_is_cast_to_it() -> None:
-    check_parity(CastsWithin(torch.float32), draw(2, 4), train=True)
-    with pytest.raises(ConversionError, match=r"of a Linear to torch.bfloat16 \(weight, bias\)"):
-        tb.convert(CastsWithin(torch.bfloat16), draw(2, 4))
+class CastsByName(CastsWithin):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = self.part.float() if self.dtype == torch.float32 else self.part.bfloat16()
+        return part(x.to(self.dtype)).float()
+
+
+@pytest.mark.parametrize("casting", [CastsWithin, CastsByName])
+def test_a_part_that_has_its_dtype_is_cast_to_it(casting: type[CastsWithin]) -> None:
+    check_parity(casting(torch.float32), draw(2, 4), train=True)
+    said = (
+        r"of a Linear to torch.bfloat16 \(weight, bias\).*\n  in \(root\) at: .*self\.part\.(to|bf)"
+    )
+    with pytest.raises(ConversionError, match=said):
+        tb.convert(casting(torch.bfloat16), draw(2, 4))
 
 
 @pytest.mark.parametrize("kind", ["padded", "joined"])

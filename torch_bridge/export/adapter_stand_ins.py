@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge.export.replaced import StandIn, replaced
+from torch_bridge.export.replaced import StandIn, imported, replaced
 
 
 _LOHA, _LOKR = "peft.tuners.loha.layer", "peft.tuners.lokr.layer"
@@ -28,13 +28,11 @@ def adapter_stand_ins() -> Iterator[None]:
     """While a module is exported: LoHa and LoKr choose with a tensor whether an adapter counts."""
     chosen: list[StandIn] = []
     for module, name in _LAYERS:
-        # (What a module uses is imported already; nothing here imports PEFT.)
-        layer = getattr(sys.modules.get(module), name, None)
+        layer = imported(module, name)
         if layer is not None and "forward" in vars(layer):
             chosen.append((layer, "forward", _chosen_by_a_tensor(vars(layer)["forward"])))
-    loha = sys.modules.get(_LOHA)
-    if loha is not None and hasattr(loha, _WEIGHT):
-        chosen.append((loha, _WEIGHT, _weight))
+    if imported(_LOHA, _WEIGHT) is not None:
+        chosen.append((sys.modules[_LOHA], _WEIGHT, _weight))
     with replaced(chosen):
         yield
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 
 from fzero.errors import warn
 from torch_bridge.export.capacity import within_capacity
-from torch_bridge.export.replaced import StandIn, replaced, transformers_modules
+from torch_bridge.export.replaced import StandIn, imported, replaced, transformers_modules
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")
@@ -182,8 +181,7 @@ def experts_stand_ins() -> Iterator[None]:
     So is their load-balancing loss, which is then one over the tokens of all devices.
     """
     chosen: list[StandIn] = []
-    # (What a module uses is imported already; nothing here imports transformers.)
-    found = getattr(sys.modules.get(_INTERFACE), "ExpertsInterface", None)
+    found = imported(_INTERFACE, "ExpertsInterface")
     if found is not None:
         given = found.get_interface
 

@@ -290,8 +290,8 @@ def _export_most_dynamic(
             shapes = _dynamic_shapes(module, inputs, dynamic, batch_dim)
             try:
                 program = torch.export.export(module, *inputs, dynamic_shapes=shapes, strict=False)
-            except ConversionError:
-                raise
+            except ConversionError as error:
+                raise ConversionError(f"{error}{_where(error, module)}") from error
             except Exception as error:
                 last = error  # the last try fixes all sizes: its error is about the module itself
             else:
@@ -383,10 +383,13 @@ def _explain(error: Exception, mode: str, module: torch.nn.Module) -> str:
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
     cause = lines[0] if lines else type(error).__name__
     cause = cause.partition(" If this type holds tensors")[0]  # how to tell PyTorch of a type
-    place = failing_place(error, module)
-    where = f"\n  in {place[0]} at: {place[1]}" if place else ""
     hint = remedy_of_trace(str(error), failing_call(error))
     if mode == "train":  # which may draw what eval mode does not, or check its values
         hint += " For a model that is only evaluated: tb.convert(..., train=False)."
     said = f"torch.export cannot trace the {mode} forward: {cause.rstrip('.')}. {hint.strip()}"
-    return said.rstrip() + where
+    return said.rstrip() + _where(error, module)
+
+
+def _where(error: Exception, module: torch.nn.Module) -> str:
+    place = failing_place(error, module)
+    return f"\n  in {place[0]} at: {place[1]}" if place else ""

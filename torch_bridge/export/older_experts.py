@@ -9,14 +9,13 @@ called, which is written as a cast of what it reads.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from torch_bridge.export.replaced import StandIn, replaced
+from torch_bridge.export.replaced import StandIn, imported, replaced
 
 
 _SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers"
@@ -36,8 +35,7 @@ def older_experts() -> Iterator[None]:
     )
     chosen: list[StandIn] = []
     for module, name, function, stand_in in wanted:
-        # (What a module uses is imported already; nothing here imports transformers.)
-        owner = getattr(sys.modules.get(module), name, None)
+        owner = imported(module, name)
         if owner is not None and function in vars(owner):
             chosen.append((owner, function, stand_in))
     with replaced(chosen):

@@ -14,6 +14,14 @@ from typing import Any
 StandIn = tuple[Any, str, Callable[..., Any]]
 
 
+def imported(module: str, name: str) -> Any:
+    """What a module of another library has by a name; `None` where that has not been imported.
+
+    (What the module that is exported uses has been; nothing is imported for it.)
+    """
+    return getattr(sys.modules.get(module), name, None)
+
+
 def transformers_modules() -> tuple[Any, ...]:
     """Models of transformers that are imported; thousands of other modules are passed by once."""
     return _of_transformers(tuple(sys.modules))

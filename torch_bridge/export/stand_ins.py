@@ -25,7 +25,7 @@ from torch_bridge.export.adapter_stand_ins import adapter_stand_ins
 from torch_bridge.export.expert_stand_ins import experts_stand_ins
 from torch_bridge.export.older_experts import older_experts
 from torch_bridge.export.packed import PackedSequences
-from torch_bridge.export.replaced import replaced
+from torch_bridge.export.replaced import StandIn, replaced
 from torch_bridge.export.slopes import functional_gradients, record_grad
 from torch_bridge.export.state_spaces import state_space_stand_ins
 
@@ -76,11 +76,12 @@ def stand_ins() -> Iterator[None]:
         found = unmapped(name, x, level, rows, None if dim is None else 0)
         return found.movedim(0, dim) if dim else found
 
-    own = (
+    own: tuple[StandIn, ...] = (
         (_BatchNorm, "forward", counted),
         (transformer, "_detect_is_causal_mask", hint),
         (vmap, "_maybe_remove_batch_dim", moved),
         (torch.nn.Module, "to", _to_what_it_is),
+        *((torch.nn.Module, name, _cast_to(dtype)) for name, dtype in _CASTS.items()),
     )
     # Inference's own kernel, which takes ragged tensors where there is padding.
     torch.backends.mha.set_fastpath_enabled(False)
@@ -108,6 +109,17 @@ def _to_what_it_is(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self
 
 
+# Methods of a module that cast it.
+_CASTS = {
+    "float": torch.float32, "double": torch.float64, "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+}  # fmt: skip
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[[Any], Any]:
+    return lambda self: _to_what_it_is(self, dtype)
+
+
 def _batch_norm_of_all(self: Any, x: torch.Tensor) -> torch.Tensor:
     """`BatchNorm(momentum=None)`: running statistics are averages over all batches so far."""
     self._check_input_dim(x)
@@ -133,6 +145,22 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
         "the forward assigns to .data of a tensor, of which torch.export records nothing. Compute a"
         " new tensor, or write with x.copy_(value) under torch.no_grad()."
     )
+
+
+@_instead_of(torch.Tensor.requires_grad_)
+def _requires_grad(x: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
+    if isinstance(x, torch.nn.Parameter) and x.requires_grad != requires_grad:
+        raise ConversionError(
+            f"the forward sets requires_grad={requires_grad} of a parameter {list(x.shape)}, which"
+            " PyTorch keeps from its first call on and torch.export does not record. Set it before"
+            " tb.convert; .detach() keeps the gradient from one use of a parameter."
+        )
+    return x.requires_grad_(requires_grad)
+
+
+@_instead_of(torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+def _set_requires_grad(x: torch.Tensor, value: bool) -> None:
+    _requires_grad(x, value)
 
 
 @_instead_of(F.gaussian_nll_loss)

@@ -13,6 +13,7 @@ import random
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -368,6 +369,10 @@ def refuse_python_state(
     )
 
 
+# Methods that all modules have, and what stands in for a module's own.
+_NOT_THE_USERS = (torch.nn.modules.module.__file__, str(Path(__file__).parents[1]))
+
+
 def failing_place(error: BaseException, module: torch.nn.Module) -> tuple[str, str] | None:
     """The submodule path and the Python line in which a forward failed.
 
@@ -381,9 +386,8 @@ def failing_place(error: BaseException, module: torch.nn.Module) -> tuple[str, s
     paths = {id(m): path or "(root)" for path, m in module.named_modules()}
     found: tuple[str, str] | None = None
     for frame, line in _frames(error):
-        path = paths.get(id(frame.f_locals.get("self")))
-        if path is not None and frame.f_code.co_name not in ("__call__", "_call_impl"):
-            file = frame.f_code.co_filename
+        path, file = paths.get(id(frame.f_locals.get("self"))), frame.f_code.co_filename
+        if path is not None and not file.startswith(_NOT_THE_USERS):
             code = linecache.getline(file, line).strip()
             found = path, f'File "{file}", line {line} | {code}'
     return found
