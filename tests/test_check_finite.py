@@ -87,6 +87,35 @@ def test_layer_leaf_microbatch_stage_and_device_are_named(name):
     )
 
 
+@pytest.mark.parametrize("options", [{"data": 4}, {"data": 2, "pipe": 2, "schedule": "1f1b"}])
+def test_it_draws_what_the_step_draws(options):
+    """A layer that gives NaN for some draws does so here just when the step does."""
+
+    def unlucky(p, x, ctx):
+        return jnp.where(jax.random.uniform(ctx.rng) < 0.03, jnp.nan, tiny.block(p, x, ctx))
+
+    links = [
+        fz.Layer("embed", tiny.embed_init, tiny.embed),
+        fz.Stack("blocks", 4, tiny.block_init, unlucky),
+        fz.Layer("head", tiny.head_init, tiny.head, reads={"table": "embed/table"}),
+    ]
+    made = fz.Sequential(links, loss=tiny.token_loss)
+    plan = tiny.plan(skip_nonfinite=True, microbatches=2, **options)
+    state, step = fz.init(made, SGD, plan), fz.train_step(made, SGD, plan)
+    rows, stepped, found = tiny.tokens(16), [], []
+    for number in range(6):  # a skipped step counts as none, and would draw the same again
+        state = state.replace(step=state.step * 0 + number)
+        try:
+            step.check_finite(state, rows)
+            found.append(0)
+        except fz.NonFiniteError as error:
+            assert "the output of blocks" in str(error)
+            found.append(1)
+        state, metrics = step(state, rows)
+        stepped.append(int(metrics["nonfinite"]))
+    assert found == stepped and 0 < sum(stepped) < 6
+
+
 def test_batches_and_states_come_first():
     plan, plain = tiny.plan(data=2, microbatches=2), tiny.regression()
     step, points = fz.accumulate_step(plain, SGD, plan), tiny.points()
