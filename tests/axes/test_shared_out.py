@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 from unittest import mock
 
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import fzero as fz
 from fzero import axes
 from fzero.preflight import hlo
+from tests.support import tiny
 
 
 TX = optax.adam(1e-2)
@@ -134,6 +136,19 @@ def test_files_of_states_shared_out_over_data_alone_go_on(tmp_path, written):
         back = fz.restore(tmp_path, MODEL, TX, plan, devices=devices_of(plan))
         found = jax.device_get(fz.logical(MODEL, back, plan))
         jax.tree.map(np.testing.assert_array_equal, found, jax.device_get(state.params))
+
+
+def test_files_say_over_which_axes_leaves_were_shared_out(tmp_path):
+    """Rows that were filled up over several axes are read as they were written."""
+    plans = plan_of(data=2, context=4), plan_of(data=2, expert=2, tensor=2), plan_of(data=3), ONE
+    for number, (old, new) in enumerate(itertools.permutations(plans, 2)):
+        state = fz.init(MODEL, TX, old, rng=0, devices=devices_of(old))
+        fz.save(tmp_path / str(number), state, old)
+        back = fz.restore(tmp_path / str(number), MODEL, TX, new, devices=devices_of(new))
+        written, found = fz.logical(MODEL, state, old), fz.logical(MODEL, back, new)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(written))
+        again = fz.replan(back, MODEL, TX, new, old, devices=devices_of(old))
+        tiny.same_bits(again, state)
 
 
 @pytest.mark.parametrize(
