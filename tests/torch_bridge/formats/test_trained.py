@@ -410,6 +410,16 @@ def test_the_groups_of_a_folder_are_in_order_and_all_its_steps_are_looked_at(tmp
     assert "different steps [3, 4]" in save("apart", {"a": 3, "b": 4}).unread
 
 
+@pytest.mark.parametrize("name", ["model", "state_dict", "module"])
+def test_a_weight_may_be_called_what_its_folder_often_is(tmp_path, name):
+    weights = {name: torch.arange(3.0), "bias": torch.arange(2.0)}
+    for number, written in enumerate((weights, {"app": weights}, {"model": weights})):
+        dcp.save(written, checkpoint_id=tmp_path / str(number))
+        found = tb.load(tmp_path / str(number))
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[key], weights[key]) for key in weights)
+
+
 def test_any_tensor_that_torch_writes_is_read(tmp_path):
     """Also whose elements are not those in the file: a conjugate is a flag beside them."""
     z = torch.randn(3, 4, dtype=torch.complex64)
