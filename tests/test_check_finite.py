@@ -112,7 +112,8 @@ def test_it_draws_what_the_step_draws(options):
             found.append(str(error))
         state, metrics = step(state, rows)
         stepped.append(int(metrics["nonfinite"]))
-    assert ["the output of blocks" in said for said in found] == stepped
+    assert [bool(said) for said in found] == stepped
+    assert all("the output of blocks" in said for said in found if said)
     assert 0 < sum(stepped) < 6
 
 
