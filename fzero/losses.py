@@ -63,7 +63,7 @@ class CrossEntropy:
 
     def total(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
         """The summed loss of logits `(..., V)` and labels `(...)`: a float32 scalar."""
-        wide = self.capped(logits)
+        wide, labels = self.capped(logits), as_labels(labels)
         counted = labels != self.ignore_index
         found = picked(wide, jnp.where(counted, labels, 0))
         norm = jax.nn.logsumexp(wide, axis=-1)
@@ -77,7 +77,7 @@ class CrossEntropy:
 
     def count(self, labels: jax.Array) -> jax.Array:
         """How many positions count: a float32 scalar."""
-        return jnp.sum(labels != self.ignore_index, dtype=jnp.float32)
+        return jnp.sum(as_labels(labels) != self.ignore_index, dtype=jnp.float32)
 
     def gradient(self, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`total` of logits `(C, V)`, and its derivative by them, both float32."""
@@ -93,18 +93,32 @@ class CrossEntropy:
         return self.total(logits, labels), jnp.where(counted, found, 0.0)
 
 
+def as_labels(labels: Any) -> jax.Array:
+    """Labels in a dtype that `ignore_index` fits: -100 would be word 156 among bytes.
+
+    Raises:
+        PlanError: they are no integers.
+    """
+    labels = jnp.asarray(labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise PlanError(f"labels: expected integers, numbers of words; got {labels.dtype}")
+    return labels.astype(jnp.int32) if labels.dtype.itemsize <= 4 else labels
+
+
 def picked(values: jax.Array, labels: jax.Array, axis: int = -1) -> jax.Array:
-    """The value at each label along an axis: `values` without that axis."""
+    """The value at each label along an axis: `values` without that axis; NaN where no word is."""
+    size = values.shape[axis]
     if not free_axes():
-        return jnp.squeeze(jnp.take_along_axis(values, jnp.expand_dims(labels, axis), axis), axis)
+        # (Negative ones would count from the end.)
+        at = jnp.expand_dims(jnp.where(labels < 0, size, labels), axis)
+        return jnp.squeeze(jnp.take_along_axis(values, at, axis), axis)
     # Where a vocabulary may lie divided: a sum of one number and zeros, to which each device adds
     # its own words. (XLA's partitioner aborts on some gathers from divided logits.)
-    size, labels = values.shape[axis], labels.astype(jnp.int32)
+    labels = labels.astype(jnp.int32)
     words = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis % values.ndim)
-    here = words == jnp.expand_dims(jnp.where(labels < 0, labels + size, labels), axis)
+    here = words == jnp.expand_dims(labels, axis)
     found = jnp.sum(jnp.where(here, values, jnp.zeros((), values.dtype)), axis=axis)
-    # As `take_along_axis`: what is no word is seen.
-    return jnp.where((labels < -size) | (labels >= size), jnp.nan, found)
+    return jnp.where((labels < 0) | (labels >= size), jnp.nan, found)
 
 
 def linear_cross_entropy(
@@ -125,7 +139,8 @@ def linear_cross_entropy(
     Args:
         x: `(..., D)`.
         weight: `(V, D)`, as of an embedding or torch's Linear.
-        labels: integers `(...)`; `terms.ignore_index` where a position does not count.
+        labels: integers `(...)`; `terms.ignore_index` where a position does not count. The loss is
+            NaN if another one is no word: negative, or at least V.
         bias: `(V,)`, or `None`.
         terms: label smoothing, z-loss, soft cap: `fz.CrossEntropy`.
         chunk: tokens at a time; by default so many that their logits are 128 MiB.
@@ -134,7 +149,8 @@ def linear_cross_entropy(
         The summed loss in nats and the number of positions that count, both float32.
 
     Raises:
-        PlanError: shapes that do not belong together, or `chunk` below 1.
+        PlanError: shapes that do not belong together, labels that are no integers, or `chunk`
+            below 1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -146,7 +162,7 @@ def linear_cross_entropy(
     Source: Hsu et al., Liger Kernel (arXiv:2410.10989), section 3.2, for the gradient in the
     forward pass.
     """
-    labels = jnp.asarray(labels)
+    labels = as_labels(labels)
     fits = x.shape[:-1] == labels.shape and weight.ndim == 2 and x.shape[-1:] == weight.shape[1:]
     if not fits or (bias is not None and bias.shape != weight.shape[:1]):
         raise PlanError(

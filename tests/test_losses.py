@@ -1,5 +1,6 @@
 """A head and its cross entropy as one function: the numbers of whole logits, without them."""
 
+import contextlib
 from functools import partial
 
 import jax
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import fzero as fz
+import torch_bridge as tb
 from fzero.compat import auto_mesh
 
 
@@ -136,6 +138,52 @@ def test_divided_sequences_need_no_jit():
         found = fz.linear_cross_entropy(x, w, labels, bias=b)
     want = reference(fz.CrossEntropy(), x, w, b, labels)
     np.testing.assert_allclose(found.total, want, rtol=1e-6)
+
+
+def of(name, x, w, labels, **terms):
+    """The summed loss in one of three ways to write it."""
+    if name == "linear_cross_entropy":
+        return fz.linear_cross_entropy(x, w, labels, terms=fz.CrossEntropy(**terms)).total
+    if name == "cross_entropy":
+        return fz.cross_entropy(x @ w.T, labels, fz.CrossEntropy(**terms)).total
+    return tb.causal_lm_loss(x @ w.T, labels, shift=False, **terms).total
+
+
+WAYS = "linear_cross_entropy", "cross_entropy", "causal_lm_loss"
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_no_label_of_a_narrow_dtype_is_taken_for_the_ignored_one(name):
+    """Among bytes -100 is 156, which is a word like any other."""
+    x = jax.random.normal(jax.random.key(0), (2, 3, 4))
+    w = jax.random.normal(jax.random.key(1), (2**16, 4))
+    for dtype, word in (("uint8", 156), ("uint16", 2**16 - 100)):
+        labels = np.array([[word, 1, 2], [3, word, 4]])
+        want = -jax.nn.log_softmax(x @ w.T)[[0, 0, 0, 1, 1, 1], [0, 1, 2] * 2, labels.ravel()]
+        got = of(name, x, w, labels.astype(dtype))
+        np.testing.assert_allclose(got, jnp.sum(want), rtol=1e-6)  # sums in another order
+        assert got == of(name, x, w, labels)
+        shifted = tb.causal_lm_loss(x @ w.T, labels.astype(dtype))  # filled up with -100
+        assert (shifted.count, shifted.total) == (4, tb.causal_lm_loss(x @ w.T, labels).total)
+
+
+@pytest.mark.parametrize("axes", [(), ("tensor",)])
+@pytest.mark.parametrize("name", WAYS)
+def test_labels_that_are_no_words_are_seen(name, axes):
+    """Negative ones do not count from the end, as an array's index would: torch refuses them."""
+    (x, w, _), labels = values()
+    labels = np.array(labels)
+    mesh = auto_mesh(np.array(jax.devices()[:2]), axes) if axes else None
+    for word, bad in ((-1, True), (len(w), True), (-100, False), (len(w) - 1, False)):
+        labels[0, 1] = word
+        with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+            total = jax.jit(partial(of, name))(x, w, labels)
+        assert bool(jnp.isnan(total)) == bad, word
+    labels[labels < 0] = -1
+    assert jnp.isfinite(of(name, x, w, labels, ignore_index=-1))
+    for other in (labels.astype(np.float32), labels > 2):
+        with pytest.raises(fz.PlanError, match="expected integers, numbers of words; got"):
+            of(name, x, w, other)
 
 
 def test_shapes_that_do_not_belong_together_are_refused():

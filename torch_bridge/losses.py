@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 from fzero.errors import ConversionError
 from fzero.links import Mean
-from fzero.losses import CrossEntropy, cross_entropy, linear_cross_entropy
+from fzero.losses import CrossEntropy, as_labels, cross_entropy, linear_cross_entropy
 
 
 def causal_lm_loss(
@@ -39,7 +39,8 @@ def causal_lm_loss(
 
     Args:
         logits: `(..., T, V)`, any float dtype; computed in float32.
-        labels: integers `(..., T)`; `ignore_index` where a position does not count.
+        labels: integers `(..., T)`; `ignore_index` where a position does not count. The loss is NaN
+            if another one is no word: negative, or at least V.
         ignore_index: the label to leave out.
         shift: whether the labels are still to be shifted by one.
         label_smoothing: this much of the target is spread over the whole vocabulary.
@@ -50,6 +51,7 @@ def causal_lm_loss(
 
     Raises:
         ValueError: shapes that do not belong together.
+        PlanError: labels that are no integers.
 
     Example:
         >>> mean = causal_lm_loss(jnp.zeros((1, 3, 8)), jnp.array([[1, 2, -100]]))
@@ -60,7 +62,7 @@ def causal_lm_loss(
         raise ValueError(
             f"logits {logits.shape} need labels of shape {logits.shape[:-1]}, got {labels.shape}"
         )
-    labels = jnp.asarray(labels)  # torch's int64 becomes int32
+    labels = as_labels(labels)  # torch's int64 becomes int32
     if shift:
         # The labels move, not the logits: slicing logits would copy the largest array there is.
         fill = jnp.full((*labels.shape[:-1], 1), ignore_index, labels.dtype)
