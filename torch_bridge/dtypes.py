@@ -177,7 +177,24 @@ def result_dtype(*operands: Any) -> np.dtype[Any]:
 
 def cast(x: Any, dtype: Any) -> jax.Array:
     """`x` (array or Python number) as a JAX array of `dtype`, without a copy where it is one."""
-    return jnp.asarray(x, dtype=dtype)
+    return jnp.asarray(as_held(x, np.dtype(dtype)) if isinstance(x, int) else x, dtype=dtype)
+
+
+def as_held(value: int, dtype: np.dtype[Any]) -> int:
+    """A number of Python as a tensor of `dtype` holds it: -100 is 156 among bytes, as in torch.
+
+    Raises:
+        ConversionError: it does not fit into an integer dtype. (torch raises where it fills, and
+            wraps where it computes and compares.)
+    """
+    if dtype.kind not in "iu" or np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
+        return value
+    if dtype.kind == "u" and -np.iinfo(dtype).max <= value < 0:
+        return value + np.iinfo(dtype).max + 1
+    raise ConversionError(
+        f"the number {value} does not fit into {dtype}: write it with a tensor of a wider dtype,"
+        " as x.long()"
+    )
 
 
 def promote(*operands: Any) -> tuple[jax.Array, ...]:

@@ -98,3 +98,29 @@ def test_what_is_written_outside_is_seen(name: str) -> None:
             fn(x, torch.tensor(outside))
         found = np.asarray(converted(x, torch.tensor(outside)))
         assert np.isnan(found).any() if found.dtype == np.float32 else found.min() < -1000
+
+
+BYTES = torch.tensor([156, 5, 255], dtype=torch.uint8)
+NUMBERS = {
+    "==": lambda x, n: x == n,
+    "<": lambda x, n: x < n,
+    "+": lambda x, n: x + n,
+    "*": lambda x, n: x * n,
+    "where": lambda x, n: torch.where(x == 5, n, x),
+    "masked_fill": lambda x, n: x.masked_fill(x == 5, n),
+    "clamp": lambda x, n: x.clamp(min=n),
+    "full_like": torch.full_like,
+    "new_full": lambda x, n: x.new_full((2,), n),
+    "fill_": lambda x, n: x.clone().fill_(n),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_beside_bytes_are_torchs_or_refused(name: str) -> None:
+    fn = NUMBERS[name]
+    for x in (BYTES, BYTES.to(torch.int8)):
+        for number in (-100, -1, 7):
+            converted = tb.convert(Fn(lambda x, n=number: fn(x, n)), x, train=False)
+            np.testing.assert_array_equal(converted(x), fn(x, number))
+        with pytest.raises(ConversionError, match="the number 300 does not fit into u?int8"):
+            tb.convert(Fn(lambda x: fn(x, 300)), x, train=False)(x)

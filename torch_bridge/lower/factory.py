@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torch_bridge.dtypes import canonical, jax_dtype
+from torch_bridge.dtypes import as_held, canonical, jax_dtype
 from torch_bridge.lower.registry import register_operator
 
 
@@ -25,11 +25,12 @@ def _number_dtype(values: Sequence[Any], dtype: Any) -> np.dtype[Any]:
 
 
 def _fit(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Clip an integer constant to the range of a narrowed dtype (int64's extremes as sentinels)."""
-    if dtype.kind in "iu" and isinstance(value, int) and not isinstance(value, bool):
-        limits = np.iinfo(dtype)
-        return max(int(limits.min), min(int(limits.max), value))
-    return value
+    """A constant as `dtype` holds it; int64's extremes, which are sentinels, as int32's."""
+    if not isinstance(value, int):
+        return value
+    if dtype == np.int32:  # int64 as well
+        return max(-(2**31), min(2**31 - 1, value))
+    return as_held(value, dtype)
 
 
 @register_operator("aten.arange.start_step")
@@ -125,7 +126,7 @@ def new_full(
 
 @register_operator("aten.fill.Scalar", "aten.fill.Tensor")
 def fill(x: jax.Array, value: Any) -> jax.Array:
-    return jnp.full(x.shape, value, x.dtype)
+    return jnp.full(x.shape, _fit(value, np.dtype(x.dtype)), x.dtype)
 
 
 @register_operator("aten.tril_indices.default")
