@@ -122,5 +122,5 @@ def test_numbers_beside_bytes_are_torchs_or_refused(name: str) -> None:
         for number in (-100, -1, 7):
             converted = tb.convert(Fn(lambda x, n=number: fn(x, n)), x, train=False)
             np.testing.assert_array_equal(converted(x), fn(x, number))
-        with pytest.raises(ConversionError, match="the number 300 does not fit into u?int8"):
+        with pytest.raises(ConversionError, match=r"the number 300 does not fit into u?int8"):
             tb.convert(Fn(lambda x: fn(x, 300)), x, train=False)(x)
