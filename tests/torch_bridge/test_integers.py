@@ -116,11 +116,13 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_beside_bytes_are_torchs_or_refused(name: str) -> None:
+def test_numbers_beside_whole_numbers_are_torchs_or_refused(name: str) -> None:
     fn = NUMBERS[name]
-    for x in (BYTES, BYTES.to(torch.int8)):
+    for dtype in (torch.uint8, torch.int8, torch.int32):
+        x = BYTES.to(dtype)
         for number in (-100, -1, 7):
             converted = tb.convert(Fn(lambda x, n=number: fn(x, n)), x, train=False)
             np.testing.assert_array_equal(converted(x), fn(x, number))
-        with pytest.raises(ConversionError, match=r"the number 300 does not fit into u?int8"):
-            tb.convert(Fn(lambda x: fn(x, 300)), x, train=False)(x)
+        large = 2**40 if dtype == torch.int32 else 300
+        with pytest.raises(ConversionError, match=rf"the number {large} does not fit into u?int"):
+            tb.convert(Fn(lambda x, n=large: fn(x, n)), x, train=False)(x)

@@ -24,12 +24,15 @@ def _number_dtype(values: Sequence[Any], dtype: Any) -> np.dtype[Any]:
     return canonical("int64") if all(isinstance(v, int) for v in values) else np.dtype("float32")
 
 
+_EXTREMES = {-(2**63): -(2**31), 2**63 - 1: 2**31 - 1}
+
+
 def _fit(value: Any, dtype: np.dtype[Any]) -> Any:
     """A constant as `dtype` holds it; int64's extremes, which are sentinels, as int32's."""
     if not isinstance(value, int):
         return value
-    if dtype == np.int32:  # int64 as well
-        return max(-(2**31), min(2**31 - 1, value))
+    if dtype == np.int32 and value in _EXTREMES:  # of an int64 that JAX holds so
+        return _EXTREMES[value]
     return as_held(value, dtype)
 
 
