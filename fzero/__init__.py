@@ -34,13 +34,13 @@ from fzero.links import Context as Context
 from fzero.links import Layer as Layer
 from fzero.links import Mean as Mean
 from fzero.links import Stack as Stack
-from fzero.loss_scaling import LossScaling as LossScaling
 from fzero.losses import CrossEntropy as CrossEntropy
 from fzero.losses import cross_entropy as cross_entropy
 from fzero.losses import linear_cross_entropy as linear_cross_entropy
 from fzero.model import Model as Model
 from fzero.model import Sequential as Sequential
 from fzero.plan import Plan as Plan
+from fzero.plan_values import LossScaling as LossScaling
 from fzero.precision import cast as cast
 from fzero.preflight.public import preflight as preflight
 from fzero.quantized import dequantize as dequantize
@@ -51,8 +51,8 @@ from fzero.state.comparison import check_same as check_same
 from fzero.state.init import abstract_state as abstract_state
 from fzero.state.init import init as init
 from fzero.state.logical import logical as logical
-from fzero.state.move import offload as offload
-from fzero.state.move import reload as reload
+from fzero.state.offload import offload as offload
+from fzero.state.offload import reload as reload
 from fzero.state.phases import Phases as Phases
 from fzero.state.phases import enter as enter
 from fzero.state.replan import replan as replan

@@ -1,69 +1,60 @@
-"""How fp16's loss scale moves, as data."""
+"""fp16's dynamic loss scale, and the count of skipped steps: how they begin and how they go on."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
-from fzero.errors import PlanError, known_fields
+import jax
+import jax.numpy as jnp
+
+from fzero.plan import Plan
+from fzero.summary import Printed, summary
 
 
-@dataclass(frozen=True)
-class LossScaling:
-    """How fp16's dynamic loss scale moves.
-
-    The defaults are the usual constants (Megatron, DeepSpeed and torch.amp agree on them): start
-    high and fall quickly, double after 1000 clean steps, and forgive one overflow before halving,
-    because a single overflow says little. A device adds up the rows of a microbatch in float16, so
-    whether a step overflows depends on how its batch is divided.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, repr=False)
+class LossScale(Printed):
+    """Loss scale and its counters (scalars).
 
     Args:
-        initial: the scale that a new state starts with; a power of two, as all others then are, so
-            that scaling changes no bit.
-        growth_steps: clean steps after which it doubles.
-        hysteresis: overflows, counted since it last grew, of which the last one halves it.
-        minimum: it never falls below this power of two.
-
-    Raises:
-        PlanError: a value is out of range.
-
-    Example:
-        >>> LossScaling(initial=2**12, growth_steps=200).minimum
-        1.0
-
-    Source: Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.2.
+        scale: float32; losses are multiplied by it before the backward pass. Always 1 when the
+            plan skips non-finite steps in fp32 or bf16.
+        good_steps: int32; clean steps since the scale last changed.
+        hysteresis: int32; overflows still forgiven before the scale falls.
+        skipped: int32; steps skipped so far.
     """
 
-    initial: float = 2.0**16
-    growth_steps: int = 1000
-    hysteresis: int = 2
-    minimum: float = 1.0
+    scale: jax.Array
+    good_steps: jax.Array
+    hysteresis: jax.Array
+    skipped: jax.Array
 
-    def __post_init__(self) -> None:
-        for name in ("initial", "minimum"):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (number and 0 < value < 2.0**127 and math.frexp(value)[0] == 0.5):
-                raise PlanError(f"plan: loss_scale: {name}={value!r}: expected a power of two")
-            object.__setattr__(self, name, float(value))
-        for name in ("growth_steps", "hysteresis"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise PlanError(
-                    f"plan: loss_scale: {name}={value!r}: expected a whole number of at least 1"
-                )
-        if self.minimum > self.initial:
-            raise PlanError(
-                f"plan: loss_scale: minimum={self.minimum} is above initial={self.initial}; lower"
-                " the one or raise the other"
-            )
+    def _summary(self) -> str:
+        return summary("LossScale", vars(self))
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> LossScaling:
-        """From the dict of its values.
 
-        Raises:
-            PlanError: a key is unknown.
-        """
-        return cls(**known_fields(cls, "plan: loss_scale", values))
+def initial_loss_scale(plan: Plan) -> LossScale | None:
+    """The loss scale a new state starts with; `None` when the plan never skips a step."""
+    if not plan.skips:
+        return None
+    start = plan.loss_scale.initial if plan.precision == "fp16" else 1.0
+    # Each an array of its own: a step gives them away.
+    none, skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
+    return LossScale(jnp.float32(start), none, jnp.int32(plan.loss_scale.hysteresis), skipped)
+
+
+def next_loss_scale(plan: Plan, old: LossScale, finite: jax.Array) -> LossScale:
+    """The loss scale after a step whose gradients were finite or not."""
+    how, skipped = plan.loss_scale, old.skipped + jnp.where(finite, 0, 1)
+    if plan.precision != "fp16":
+        return LossScale(old.scale, old.good_steps, old.hysteresis, skipped)
+    grow = finite & (old.good_steps + 1 >= how.growth_steps)
+    fall = ~finite & (old.hysteresis <= 1)
+    scale = jnp.where(grow, old.scale * 2, old.scale)
+    scale = jnp.where(fall, jnp.maximum(scale / 2, how.minimum), scale)
+    good = jnp.where(finite & ~grow, old.good_steps + 1, 0)
+    # Patience is restored when the scale grows, not by every clean step: then overflows that
+    # alternate with clean steps still bring the scale down.
+    patience = jnp.where(finite, old.hysteresis, jnp.maximum(old.hysteresis - 1, 1))
+    patience = jnp.where(grow, how.hysteresis, patience)
+    return LossScale(scale, good.astype(jnp.int32), patience.astype(jnp.int32), skipped)

@@ -19,9 +19,8 @@ from fzero import compat
 from fzero.axes import DATA, FURTHER, PIPE, REPLICA
 from fzero.errors import PlanError, ScheduleError, UnusedDevicesWarning, warn
 from fzero.float8.recipe import Float8
-from fzero.loss_scaling import LossScaling
 from fzero.plan_exclusions import check_exclusions
-from fzero.plan_values import as_tiers, check_values, expect_choice
+from fzero.plan_values import LossScaling, as_tiers, check_values, expect_choice
 from fzero.policies import as_remat, policy_name
 from fzero.schedule.actions import Schedule
 from fzero.schedule.check import check

@@ -14,7 +14,7 @@ from support.sample import some
 
 import fzero as fz
 from fzero import precision
-from fzero.precision import LossScale, initial_loss_scale, next_loss_scale
+from fzero.loss_scaling import LossScale, initial_loss_scale, next_loss_scale
 from fzero.preflight import hlo
 
 

@@ -66,7 +66,7 @@ def wrap(jax_fn: Callable[..., Any]) -> Callable[..., Any]:
             if None not in values_of:
                 run = compiled[key] = jax.jit(run)
         structure: list[Any] = []
-        call: Any = _Call.apply
+        call: Any = _BridgedCall.apply
         made = call(run, structure, *(leaves[i] for i in places))
         return jax.tree.unflatten(structure[0], made)
 
@@ -87,7 +87,7 @@ def _value(constant: Any) -> Any:
     return constant if isinstance(constant, fixed) else None
 
 
-class _Call(torch.autograd.Function):
+class _BridgedCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Any, structure: list[Any], *tensors: torch.Tensor) -> Any:
         arrays = [_array(tensor) for tensor in tensors]

@@ -26,7 +26,7 @@ from torch_bridge.module.wrappers import refuse_wrapped, unwrapped
 from torch_bridge.structure.blocks import fewest_layers, roll_blocks
 from torch_bridge.structure.divide import read_parallel
 from torch_bridge.structure.retrace import Again, Graphs
-from torch_bridge.structure.stacks import Names, stacked_leaves
+from torch_bridge.structure.stacked_names import Names, stacked_leaves
 
 
 def convert(

@@ -31,7 +31,7 @@ from torch_bridge.structure.divide import Parallel
 from torch_bridge.structure.loops import LoopedGraph
 from torch_bridge.structure.loss_halves import Halving, NotOneCallError, halve, predicted
 from torch_bridge.structure.retrace import Call, Computed, Graphs
-from torch_bridge.structure.stacks import Names
+from torch_bridge.structure.stacked_names import Names
 from torch_bridge.structure.unread import may_be_unread
 
 

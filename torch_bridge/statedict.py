@@ -32,7 +32,7 @@ from torch_bridge.module.weights import to_host, to_torch
 from torch_bridge.module.wrappers import common_prefix
 from torch_bridge.sequential import ConvertedSequential
 from torch_bridge.structure.chain import links_merged
-from torch_bridge.structure.stacks import Row
+from torch_bridge.structure.stacked_names import Row
 
 
 _HALVES = (torch.bfloat16, torch.float16)

@@ -22,9 +22,9 @@ from fzero.checkpoint.write import first_says, wait
 from fzero.compat import is_key, outside_of_meshes
 from fzero.errors import CheckpointError, warn
 from fzero.hosts.doing import doing
+from fzero.loss_scaling import LossScale, initial_loss_scale
 from fzero.model import Model
 from fzero.plan import Plan
-from fzero.precision import LossScale, initial_loss_scale
 from fzero.processes import from_host
 from fzero.sharding.blueprint import Blueprint, blueprint, planned
 from fzero.sharding.buckets import OWNED
@@ -108,7 +108,7 @@ def restore(
     number = first_says(lambda: checkpoint(path, number).number)
     about = checkpoint(path, number)
     blue = blueprint(model, tx, plan, devices)
-    stored = _Stored(about, blue, _checked_fields(fields), _roots(fresh))
+    stored = _StoredState(about, blue, _checked_fields(fields), _roots(fresh))
     stored.require_fit()
     key = key_of(rng)
     compare("restore", blue, seed=key, checkpoint=about.number, step=about.step)
@@ -117,7 +117,7 @@ def restore(
 
 
 def _restored(
-    stored: _Stored, model: Model, plan: Plan, key: jax.Array, devices: Sequence[Any] | None
+    stored: _StoredState, model: Model, plan: Plan, key: jax.Array, devices: Sequence[Any] | None
 ) -> TrainState:
     """The state, read."""
     blue = stored.blue
@@ -184,7 +184,7 @@ def _at(field: str, path: str) -> str:
     return f"{field}/{path}" if path else field
 
 
-class _Stored:
+class _StoredState:
     """The leaves of one checkpoint, as a blueprint keeps them.
 
     Args:

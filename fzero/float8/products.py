@@ -69,7 +69,7 @@ def in_float8(
         ]
         values = jax.tree.leaves((params, args))
         marks = paths + [None] * (len(values) - len(paths))
-        out, _ = _Run(float8).program(closed.jaxpr, closed.consts, values, marks)
+        out, _ = _MarkedRun(float8).program(closed.jaxpr, closed.consts, values, marks)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return run
@@ -85,7 +85,7 @@ def _paths(path: str, layer: str, reads: Mapping[str, str]) -> tuple[str, ...]:
     return (own, f"{reads[key]}{slash}{rest}") if key in reads else (own,)
 
 
-class _Run:
+class _MarkedRun:
     """Runs a program whose values are marked where they are parameters."""
 
     def __init__(self, float8: Float8) -> None:

@@ -1,1 +1,1 @@
-"""How parked leaves visit the device in a step (`fz.offload` itself: `fzero.state.move`)."""
+"""How parked leaves visit the device in a step (`fz.offload` itself: `fzero.state.offload`)."""

@@ -181,7 +181,7 @@ class Rolled:
         Returns:
             Its results, `Layers` stacked along dim 0.
         """
-        run = _Run(self, scope)
+        run = _RolledRun(self, scope)
         for step in self.program.steps:
             run.step(step)
         leaves, tree = jax.tree.flatten(self.out)
@@ -196,7 +196,7 @@ def _kind(step: Step) -> tuple[Any, ...]:
     return step.equation.primitive.name, frozen(step.equation.params)
 
 
-class _Run:
+class _RolledRun:
     """One run of a rolled program: values so far."""
 
     def __init__(self, rolled: Rolled, scope: Scope) -> None:

@@ -101,29 +101,29 @@ class Executor:
             key: the step's key.
             scale: fp16's loss scale, or `None`.
         """
-        return _Run(self, kept, buffers, batch, key, scale).train()
+        return _ScheduleRun(self, kept, buffers, batch, key, scale).train()
 
     def evaluate(
         self, kept: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array, count: int
     ) -> tuple[Mean, dict[str, Mean]]:
         """Loss and metrics over `count` microbatches, forwards only."""
-        return _Run(self, kept, buffers, batch, key, None).evaluate(count)
+        return _ScheduleRun(self, kept, buffers, batch, key, None).evaluate(count)
 
     def marks(
         self, kept: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array, scale: Any
     ) -> dict[Action, jax.Array]:
-        """Where values of one step are not finite (`fzero.zero.finite`), on each stage's devices.
+        """Where values of a step are not finite (`fzero.zero.finite_marks`), on each stage's devices.
 
         Marks of a microbatch's layers are with its forward action, those of its gradients with the
         action that gives them.
         """
-        return _Run(self, kept, buffers, batch, key, scale).look()
+        return _ScheduleRun(self, kept, buffers, batch, key, scale).look()
 
     def outputs(
         self, kept: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array, count: int
     ) -> PyTree:
         """What the last stage gives for each row, on its rank; as `evaluate`."""
-        return _Run(self, kept, buffers, batch, key, None).outputs(count)
+        return _ScheduleRun(self, kept, buffers, batch, key, None).outputs(count)
 
     def dispatched(self, action: Action, program: StagePrograms, result: Any) -> None:
         """Takes note of an action under way, and waits for the oldest where there are too many.
@@ -162,7 +162,7 @@ def dispatch_order(schedule: Schedule) -> list[Action]:
     return [e.action for e in sorted(events, key=lambda e: (e.start_s, e.rank))]
 
 
-class _Run:
+class _ScheduleRun:
     """One step under way."""
 
     def __init__(

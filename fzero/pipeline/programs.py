@@ -39,7 +39,7 @@ from fzero.zero.chain import (
 )
 from fzero.zero.collectives import all_reduce_tree, shard_index
 from fzero.zero.fetched import FetchedWeights
-from fzero.zero.finite import chain_marks, gradient_marks
+from fzero.zero.finite_marks import chain_marks, gradient_marks
 from fzero.zero.grads import float_mean, float_means, loss_seed, require_rows, unscaled
 from fzero.zero.keeping import keeps, room_for, settled
 from fzero.zero.layer import End

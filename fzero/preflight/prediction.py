@@ -19,11 +19,11 @@ from fzero.preflight.bounds import bounds
 from fzero.preflight.kernels import Work
 from fzero.preflight.network import CollectiveUse, Traffic, traffic
 from fzero.preflight.parked import on_the_device, parked
+from fzero.preflight.pipeline import PipelineRun, StageCompiler, rank_collectives
 from fzero.preflight.program import Compiled, Target
 from fzero.preflight.rates import Rates, default_rates
 from fzero.preflight.result import XLA_SHARE, Memory, PipelineSummary, Preflight
 from fzero.preflight.shapes import batch_bytes, model_flops, saved_in_a_step
-from fzero.preflight.stages import PipelineRun, StageCompiler, rank_collectives
 from fzero.preflight.topology import Topology, parse
 from fzero.report.report import CLASSES, Report
 from fzero.sharding.blueprint import Blueprint, blueprint, planned

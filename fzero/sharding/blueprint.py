@@ -16,21 +16,21 @@ from fzero.axes import DATA, PIPE, shared_over, zero_sizes
 from fzero.compat import abstract_mesh, ranks_mesh
 from fzero.errors import PlanError, StateError
 from fzero.links import Stack
+from fzero.loss_scaling import initial_loss_scale
 from fzero.model import Model
 from fzero.optimizer.adds_up import adds_up
 from fzero.optimizer.layers import Rows, Scope
 from fzero.optimizer.optimizer import Optimizer
 from fzero.optimizer.stacks import require_layers_apart
 from fzero.plan import Plan
-from fzero.precision import initial_loss_scale
 from fzero.processes import require_transfers
 from fzero.sharding.buckets import OWNED, Buckets, plan_buckets
 from fzero.sharding.buffers import check_buffers
+from fzero.sharding.device_memory import device_memory
 from fzero.sharding.group import Group, secondary_size
 from fzero.sharding.homes import StackRows, Stages, cut_into_stages
 from fzero.sharding.initial import initial_shapes as initial_shapes
 from fzero.sharding.initial import memo, tracing_context
-from fzero.sharding.memory import device_memory
 from fzero.sharding.relayout import Kept
 from fzero.sharding.split import (
     Home,

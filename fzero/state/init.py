@@ -16,11 +16,11 @@ import optax
 from fzero.compat import is_key, jit_is_disabled, outside_of_meshes
 from fzero.errors import PlanError, StateError
 from fzero.hosts.doing import doing
+from fzero.loss_scaling import initial_loss_scale
 from fzero.model import Model
 from fzero.offload.park import is_parked_so, park
 from fzero.offload.stream import Parkings, StreamedFunction
 from fzero.plan import Plan
-from fzero.precision import initial_loss_scale
 from fzero.processes import in_turn
 from fzero.programs.places import Labels, placed_with_key
 from fzero.sharding.blueprint import Blueprint, blueprint

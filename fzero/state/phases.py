@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 
 from fzero.errors import PlacementError
-from fzero.state.move import (
+from fzero.state.offload import (
     CLASSES,
     How,
     Observer,

@@ -12,10 +12,10 @@ import optax
 from jax.sharding import NamedSharding
 
 from fzero.errors import StateError
+from fzero.loss_scaling import initial_loss_scale
 from fzero.model import Model
 from fzero.offload.park import is_parked_so, park, unpark
 from fzero.plan import Plan
-from fzero.precision import initial_loss_scale
 from fzero.sharding.blueprint import Blueprint, blueprint
 from fzero.sharding.buckets import Parking
 from fzero.sharding.relayout import Kept, place, relayout

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from fzero.precision import LossScale
+from fzero.loss_scaling import LossScale
 from fzero.sharding.homes import StackRows
 from fzero.state import compute_copy, row_order
 from fzero.summary import Printed, summary

@@ -34,7 +34,7 @@ class Look:
         forward: whether of what layers give, or of gradients.
         pieces: the layers.
         leaves: the parameters whose gradients are marked.
-        marks: what is known of them on each device by its id; see `fzero.zero.finite`.
+        marks: what is known of them on each device by its id; see `fzero.zero.finite_marks`.
     """
 
     microbatch: int

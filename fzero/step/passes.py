@@ -26,7 +26,7 @@ from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.split import Split, map_splits, trained, with_frozen
 from fzero.step.values import Gradients, Values
 from fzero.tree import PyTree
-from fzero.zero.finite import local_marks
+from fzero.zero.finite_marks import local_marks
 from fzero.zero.grads import keeping_rules, local_evaluation, local_gradients, local_outputs
 from fzero.zero.keeping import keeps, room_for
 from fzero.zero.rules import Rules
@@ -108,7 +108,7 @@ class OneProgram:
         return found
 
     def marks(self, fields: Values, batch: Inputs, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What `fzero.zero.finite.local_marks` says of each device, a row for each."""
+        """What `fzero.zero.finite_marks.local_marks` says of each device, a row for each."""
         plan = self.plan.replace(gather="eager")
         rules = dataclasses.replace(self.rules(), plan=plan, reduce=True)
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.links import Mean
-from fzero.precision import next_loss_scale
+from fzero.loss_scaling import next_loss_scale
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.buckets import OWNED
 from fzero.sharding.group import Group

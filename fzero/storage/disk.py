@@ -50,7 +50,7 @@ Index = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredShard:
     """One shard in the file.
 
     Args:
@@ -123,7 +123,7 @@ class DiskArray(Handle):
     name: str
     weak_type: bool
     _file: Scratch = field(repr=False)
-    _shards: tuple[_Stored, ...] = field(repr=False)
+    _shards: tuple[_StoredShard, ...] = field(repr=False)
 
     def __post_init__(self) -> None:
         extents = [shard.extent for shard in self._shards]
@@ -341,7 +341,8 @@ def _handle(
     file: Scratch, array: jax.Array, name: str, parts: Sequence[tuple[Index, Shard]]
 ) -> DiskArray:
     stored = tuple(
-        _Stored(index, shard.nbytes, shard.extent, tuple(shard.checksums)) for index, shard in parts
+        _StoredShard(index, shard.nbytes, shard.extent, tuple(shard.checksums))
+        for index, shard in parts
     )
     sharding = array.sharding
     if sharding.memory_kind not in (None, "device"):
@@ -383,7 +384,7 @@ class _Returning:
             ))  # fmt: skip
         return found
 
-    def _keep(self, stored: _Stored, devices: Sequence[jax.Device], data: Bytes) -> None:
+    def _keep(self, stored: _StoredShard, devices: Sequence[jax.Device], data: Bytes) -> None:
         shape = [stop - start for start, stop in stored.index]
         value = data[: stored.nbytes].view(self._leaf.dtype).reshape(shape)
         if stored.nbytes < _SMALL:

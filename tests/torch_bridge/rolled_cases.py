@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import torch_bridge as tb
 from torch_bridge.structure.divide import Parallel
-from torch_bridge.structure.stacks import Names
+from torch_bridge.structure.stacked_names import Names
 
 
 WIDTH = 4

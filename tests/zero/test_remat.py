@@ -19,7 +19,7 @@ import fzero as fz
 from fzero.batch import abstract_batch
 from fzero.preflight.shapes import saved_in_a_step
 from fzero.sharding.blueprint import blueprint
-from fzero.sharding.memory import device_memory
+from fzero.sharding.device_memory import device_memory
 from fzero.step.steps import TrainStep
 from fzero.zero.keeping import CHOICES, SHARE, room_for
 from tests.support import tiny

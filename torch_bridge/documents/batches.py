@@ -72,12 +72,12 @@ def grain_batches(
         )
     own = size // count
     part = slice(process * own, (process + 1) * own)
-    source = _Steps(rows, size, seed, part, sys.maxsize if steps is None else steps)
+    source = _NumberedBatches(rows, size, seed, part, sys.maxsize if steps is None else steps)
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 1))
     return iter(grain.MapDataset.source(source).to_iter_dataset(options))
 
 
-class _Steps:
+class _NumberedBatches:
     """Batches by their number, as grain takes them."""
 
     def __init__(self, rows: Rows, size: int, seed: int, part: slice, steps: int) -> None:

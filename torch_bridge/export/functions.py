@@ -38,7 +38,7 @@ class _Size:
 
 
 @dataclass
-class _Call:
+class _FunctionCall:
     """How modules call a registered Function; `single` and `dims` once it was traced."""
 
     function: Any
@@ -69,7 +69,7 @@ def _bloom_gelu(x: jax.Array) -> jax.Array:
 # Functions of well-known libraries, by name: importing the libraries takes seconds.
 _KNOWN: dict[str, Rule] = {"transformers.models.bloom.modeling_bloom.GeLUFunction": _bloom_gelu}
 # Graphs name their calls by number, so that a graph holds no class of the user's.
-_CALLS: list[_Call] = []
+_CALLS: list[_FunctionCall] = []
 _NUMBERING = threading.Lock()
 
 
@@ -182,14 +182,14 @@ def _traced(cls: Any, args: tuple[Any, ...], rule: Rule) -> Any:
                 f"{cls.__qualname__}.apply got a {type(arg).__name__}; a registered Function takes "
                 "tensors, numbers, strings, dtypes and None"
             )
-    number = _numbered(_Call(cls, rule, tuple(template), tuple(x.ndim for x in tensors)))
+    number = _numbered(_FunctionCall(cls, rule, tuple(template), tuple(x.ndim for x in tensors)))
     made = iter(torch.ops.torch_bridge.function(tensors, sizes, number))
     call = _CALLS[number]
     outputs = tuple(None if dims is None else next(made) for dims in call.dims)
     return outputs[0] if call.single else outputs
 
 
-def _numbered(call: _Call) -> int:
+def _numbered(call: _FunctionCall) -> int:
     """The number of a call; equal calls have one, so that equal blocks have equal graphs."""
     with _NUMBERING:
         for number, known in enumerate(_CALLS):

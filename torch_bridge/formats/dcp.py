@@ -68,7 +68,7 @@ class _Unpickler(pickle._Unpickler):
     def __init__(self, file: Any) -> None:
         super().__init__(file)
 
-        class Record:
+        class Placeholder:
             """A class of its own for each file, so that none can leave anything behind."""
 
             def __init__(self, *args: Any) -> None:
@@ -80,7 +80,7 @@ class _Unpickler(pickle._Unpickler):
                     {"dtype": state[0]} if isinstance(state, tuple) and state else state
                 )
 
-        self.record = Record
+        self.record = Placeholder
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:

@@ -20,7 +20,7 @@ from torch_bridge.module.names import Leaf
 from torch_bridge.module.weights import to_torch
 from torch_bridge.sequential import ConvertedSequential
 from torch_bridge.statedict import saved_dtype, state_leaves
-from torch_bridge.structure.stacks import Row
+from torch_bridge.structure.stacked_names import Row
 
 
 def stream(

@@ -26,7 +26,7 @@ from torch_bridge.generation.sampling import GREEDY, Draw, Sampling
 from torch_bridge.generation.traced import Decoder
 from torch_bridge.module.names import Layout
 from torch_bridge.structure.chain import links_merged
-from torch_bridge.structure.stacks import Names
+from torch_bridge.structure.stacked_names import Names
 
 
 # Columns of prompts are a multiple of this: other lengths of prompts then rarely are other

@@ -52,7 +52,7 @@ def as_steps(module: torch.nn.Module, eval_loss: str | None) -> Iterator[None]:
         module: the module; its class is put back.
         eval_loss: the logged value that is the loss of `validation_step`.
     """
-    with _as_class(module, _Steps(type(module), eval_loss).members(module)):
+    with _as_class(module, _TracedSteps(type(module), eval_loss).members(module)):
         yield
 
 
@@ -112,7 +112,7 @@ class _BatchIndex:
     __str__ = __repr__ = __format__ = _refuse
 
 
-class _Steps:
+class _TracedSteps:
     """What the class of a module has while its steps are traced.
 
     Args:
@@ -214,7 +214,7 @@ class _Steps:
         return torch.as_tensor(logs[named[0]])
 
 
-class _Prediction(_Steps):
+class _Prediction(_TracedSteps):
     """The same for `predict_step`; what it logs is nobody's metric."""
 
     def run(self, module: Any, batch: Any) -> Any:

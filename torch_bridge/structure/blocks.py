@@ -20,7 +20,7 @@ from torch_bridge.export.trace import Trace, trace
 from torch_bridge.module.names import Layout
 from torch_bridge.structure.children import Children
 from torch_bridge.structure.loops import Loop, LoopedGraph, NotAChain, roll
-from torch_bridge.structure.stacks import BlockStack, Names, join, stacked_leaves
+from torch_bridge.structure.stacked_names import BlockStack, Names, join, stacked_leaves
 
 
 # Fewer equal layers stay as they are: a loop would save little time in compiling, and its

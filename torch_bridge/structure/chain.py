@@ -31,7 +31,7 @@ from torch_bridge.structure.heads import find_head
 from torch_bridge.structure.loops import Loop, LoopedGraph, Part
 from torch_bridge.structure.loss_halves import Halves, Halving, halve
 from torch_bridge.structure.retrace import Computed, Graphs
-from torch_bridge.structure.stacks import Names
+from torch_bridge.structure.stacked_names import Names
 
 
 Arrays = Mapping[str, Any]

@@ -21,7 +21,7 @@ from torch_bridge.lower.refs import Ref, refs
 from torch_bridge.module.names import Layout, Leaf
 from torch_bridge.structure.forms import SCALARS, Form, difference, form_of
 from torch_bridge.structure.loops import Loop, alone
-from torch_bridge.structure.stacks import BlockStack, join, stacked_leaves
+from torch_bridge.structure.stacked_names import BlockStack, join, stacked_leaves
 
 
 class _NotEqual(Exception):

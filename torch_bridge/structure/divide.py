@@ -20,7 +20,7 @@ from torch_bridge.export.mode import Mode, TensorInput
 from torch_bridge.module.names import Layout, Leaf
 from torch_bridge.structure.flow import DimUses, Walk
 from torch_bridge.structure.flow_rules import rule_of
-from torch_bridge.structure.stacks import Names
+from torch_bridge.structure.stacked_names import Names
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy as np
 from torch_bridge.export.interpret import Instruction, evaluate
 from torch_bridge.export.trace import Trace
 from torch_bridge.lower.refs import fill, refs
-from torch_bridge.structure.stacks import BlockStack, Names
+from torch_bridge.structure.stacked_names import BlockStack, Names
 
 
 Values = Mapping[str, Any]

@@ -41,7 +41,7 @@ from torch_bridge.export.shapes import SizeError
 from torch_bridge.module.names import Layout
 from torch_bridge.structure.blocks import roll_same
 from torch_bridge.structure.loops import LoopedGraph
-from torch_bridge.structure.stacks import BlockStack, Names
+from torch_bridge.structure.stacked_names import BlockStack, Names
 
 
 class Call(NamedTuple):
