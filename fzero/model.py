@@ -169,6 +169,9 @@ class Sequential(Model):
         3.0
     """
 
+    _chain: tuple[Layer | Stack, ...]
+    _predict_chain: tuple[Layer | Stack, ...] | None
+
     def __init__(
         self,
         layers: Sequence[Layer | Stack],
@@ -184,26 +187,22 @@ class Sequential(Model):
         _check_predict(chain, links)
         if loss is not None:
             chain = (*chain, _loss_layer(loss))
-        object.__setattr__(self, "_chain", chain)
-        object.__setattr__(self, "init", init or chain_init(chain))
-        object.__setattr__(self, "loss", chain_loss(chain))
-        object.__setattr__(self, "frozen", frozen)
-        object.__setattr__(self, "predict", predict if callable(predict) else None)
-        object.__setattr__(self, "_predict_chain", links)
-        object.__setattr__(self, "shard", shard or {})
-        object.__setattr__(self, "buffer_reduce", {})  # each layer says its own
+        vars(self).update(
+            _chain=chain, _predict_chain=links, init=init or chain_init(chain),
+            loss=chain_loss(chain), frozen=frozen, shard=shard or {},
+            predict=predict if callable(predict) else None,
+            buffer_reduce={},  # each layer says its own
+        )  # fmt: skip
 
     @property
     def layers(self) -> tuple[Layer | Stack, ...]:
         """The chain; a loss function given apart is its last link."""
-        chain: tuple[Layer | Stack, ...] = getattr(self, "_chain")  # noqa: B009 (frozen dataclass)
-        return chain
+        return self._chain
 
     @property
     def predictor(self) -> tuple[Layer | Stack, ...]:
         """The chain that gives outputs for each example; see `Model.predictor`."""
-        links: tuple[Layer | Stack, ...] | None = getattr(self, "_predict_chain")  # noqa: B009
-        return super().predictor if links is None else links
+        return super().predictor if self._predict_chain is None else self._predict_chain
 
 
 def _loss_layer(loss: Callable[..., Any]) -> Layer:

@@ -237,39 +237,31 @@ class Plan(Boxed):
             >>> Plan(replica=2).sizes(8)
             {'replica': 2, 'data': 4}
         """
-        further = math.prod(self.further.values())
-        groups = self.pipe * self.replica * further
-        axes = {PIPE: self.pipe} if self.pipe > 1 else {}
+        groups = self.pipe * self.replica * math.prod(self.further.values())
+        pipe = f"pipe={self.pipe} x " if self.pipe > 1 else ""
         inner = "".join(f" x {name}={size}" for name, size in self.further.items())
-        if self.data is not None:
-            wanted = groups * self.data
-            if wanted > num_devices:
-                pipe = f"pipe={self.pipe} x " if self.pipe > 1 else ""
-                raise PlanError(
-                    f"plan: {pipe}replica={self.replica} x data={self.data}{inner} needs {wanted}"
-                    f" devices, but there are {num_devices}; lower one of them, or start more"
-                    f" devices (on CPU: jax.config.update('jax_num_cpu_devices', {wanted}) before"
-                    " the first use)"
-                )
-            return self._divided({**axes, REPLICA: self.replica, DATA: self.data, **self.further})
-        if num_devices % groups:
-            pipe = f"pipe={self.pipe} x " if self.pipe > 1 else ""
+        if self.data is None and num_devices % groups:
             raise PlanError(
                 f"plan: {num_devices} devices cannot be split into"
                 f" {pipe}replica={self.replica}{inner} equal groups; choose a divisor"
                 f" of {num_devices} or set data explicitly"
             )
-        return self._divided(
-            {**axes, REPLICA: self.replica, DATA: num_devices // groups, **self.further}
-        )
-
-    def _divided(self, sizes: dict[str, int]) -> dict[str, int]:
-        if isinstance(self.secondary, int) and sizes[DATA] % self.secondary:
+        data = num_devices // groups if self.data is None else self.data
+        wanted = groups * data
+        if wanted > num_devices:
             raise PlanError(
-                f"plan: secondary={self.secondary} does not divide data={sizes[DATA]} into equal"
+                f"plan: {pipe}replica={self.replica} x data={data}{inner} needs {wanted}"
+                f" devices, but there are {num_devices}; lower one of them, or start more"
+                f" devices (on CPU: jax.config.update('jax_num_cpu_devices', {wanted}) before"
+                " the first use)"
+            )
+        if isinstance(self.secondary, int) and data % self.secondary:
+            raise PlanError(
+                f"plan: secondary={self.secondary} does not divide data={data} into equal"
                 " groups; choose a divisor"
             )
-        return sizes
+        axes = {PIPE: self.pipe} if self.pipe > 1 else {}
+        return {**axes, REPLICA: self.replica, DATA: data, **self.further}
 
     def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
         """The device mesh over the first devices given (default: all).

@@ -63,6 +63,7 @@ class _Open:
     number: int | None = None
 
 
+@doing("save")
 def save(
     path: str | os.PathLike[str],
     state: TrainState,
@@ -111,15 +112,6 @@ def save(
 
     Source: orbax.checkpoint.CheckpointManager.
     """
-    with doing("save"):
-        return _save(path, state, plan, data_position, keep, asynchronous)
-
-
-def _save(
-    path: str | os.PathLike[str], state: TrainState, plan: Plan, data_position: Any,
-    keep: int | None, asynchronous: bool,
-) -> int:  # fmt: skip
-    """`save`."""
     state = settled(state)
     require_alive(state, "save")
     require_arrays(state, "save")
@@ -169,12 +161,15 @@ def _to_directory(
     path: str | os.PathLike[str], leaves: dict[str, Any], meta: dict[str, Any], keep: int | None
 ) -> int:
     """Begins to write with orbax; the checkpoint's number."""
-    from fzero.checkpoint.manager import items
+    from fzero.checkpoint.manager import Manager, items
 
     arrays, shards = _split_by_writer(leaves)
-    manager = _manager(path, keep)
+    folder = absolute_path(path)
+    _finish_at_exit()
+    manager = Manager(folder, keep)
+    _OPEN[folder] = _Open(manager)
     number = first_says(lambda: _after(manager.latest_step()))
-    _OPEN[absolute_path(path)] = _Open(manager, number)
+    _OPEN[folder] = _Open(manager, number)
     manager.save(number, args=items(arrays, shards, {**meta, "parts": sorted(shards)}))
     return number
 
@@ -304,16 +299,6 @@ def _one_writer(key: str) -> Iterator[None]:
             yield
         finally:
             _HELD.discard(key)
-
-
-def _manager(path: str | os.PathLike[str], keep: int | None) -> Any:
-    """A writer for a path; the one before has ended."""
-    from fzero.checkpoint.manager import Manager
-
-    _finish_at_exit()
-    manager = Manager(absolute_path(path), keep)
-    _OPEN[absolute_path(path)] = _Open(manager)
-    return manager
 
 
 def _require_json(data_position: Any) -> None:

@@ -112,7 +112,7 @@ class Executor:
     def marks(
         self, kept: PyTree, buffers: PyTree, batch: PyTree, key: jax.Array, scale: Any
     ) -> dict[Action, jax.Array]:
-        """Where values of a step are not finite (`fzero.zero.finite_marks`), on each stage's devices.
+        """Where values are not finite (`fzero.zero.finite_marks`), on each stage's devices.
 
         Marks of a microbatch's layers are with its forward action, those of its gradients with the
         action that gives them.

@@ -66,10 +66,9 @@ class StageInputs:
     def kept(self, tree: PyTree) -> list[PyTree]:
         """What the forward pass of each stage reads, on its rank."""
         return [
-            jax.tree.map(
+            map_splits(
                 lambda split, to, leaf, rank=program.rank: self._on_rank(leaf, split, to, rank),
                 program.splits, program.kept_at, stage_tree(program.pieces, tree),
-                is_leaf=lambda x: isinstance(x, Split),
             )
             for program in self.programs
         ]  # fmt: skip

@@ -19,7 +19,7 @@ from fzero.schedule.actions import Action, Kind
 from fzero.schedule.simulate import Cost, Timeline, simulate
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.homes import stage_tree
-from fzero.sharding.split import Split, stored_shapes, trained
+from fzero.sharding.split import Split, map_splits, stored_shapes, trained
 from fzero.state.train_state import TrainState
 from fzero.step.passes import kept_by
 from fzero.step.steps import TrainStep
@@ -255,10 +255,9 @@ class StageCompiler:
                 shape = (home.rows_per_rank, *shape[1:])
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=to)
 
-        return jax.tree.map(
-            on_rank, program.splits, program.kept_at, stage_tree(program.pieces, kept),
-            is_leaf=lambda x: isinstance(x, Split),
-        )  # fmt: skip
+        return map_splits(
+            on_rank, program.splits, program.kept_at, stage_tree(program.pieces, kept)
+        )
 
     def _lying(self, program: StagePrograms, tree: PyTree, at: PyTree) -> PyTree:
         """Shapes with shardings, on the stage's own devices.

@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
-from fzero.axes import AXES, DATA, manual_axes
+from fzero.axes import DATA
 from fzero.batch import Inputs, batch_sharding
 from fzero.compat import abstract_mesh
 from fzero.model import Model
@@ -89,15 +88,7 @@ def saved_in_a_step(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -
         found.append(saved_bytes(saved, blue.plan.further))
         return ()
 
-    whole = PartitionSpec()
-    run = jax.shard_map(
-        local,
-        mesh=blue.mesh,
-        in_specs=(passes.kept_specs(), whole, Inputs.specs(PartitionSpec(AXES), whole), whole),
-        out_specs=(),
-        axis_names=manual_axes(blue.mesh),
-        check_vma=False,
-    )
+    run = passes.on_devices(local, ())
     jax.eval_shape(run, kept_by(blue, fields), fields["buffers"], Inputs.of(batch), fields["rng"])
     return found[-1]
 

@@ -291,9 +291,9 @@ class Blueprint:
             "buffers": self._map_buffers(lambda home, _: at(home)),
         }
 
-    def constrain(self, split: Any, leaf: jax.Array, sharded: bool = True) -> jax.Array:
+    def constrain(self, split: Any, leaf: jax.Array) -> jax.Array:
         """Asks the compiler to keep a logical leaf split (unevenly where it would be padded)."""
-        to = self.sharding(split.home, split.spec(sharded))
+        to = self.sharding(split.home, split.spec(True))
         try:
             return jax.lax.with_sharding_constraint(leaf, to)
         except ValueError:

@@ -19,12 +19,13 @@ from jax.sharding import NamedSharding
 from fzero.offload.park import unpark
 from fzero.precision import round_to
 from fzero.processes import in_turn
+from fzero.state.by_identity import ByIdentity
 from fzero.storage.tiers import DEVICE, is_handle, settled, tier_of
 from fzero.tree import PyTree
 
 
-# By the id of a compute leaf: itself, and the parameter that it was cast from.
-_PAIRS: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+# Of a compute leaf: the parameter that it was cast from.
+_PAIRS: ByIdentity[weakref.ref[Any]] = ByIdentity()
 
 
 def beside(params: PyTree, compute: PyTree) -> PyTree:
@@ -38,18 +39,13 @@ def pair(params: PyTree, compute: PyTree) -> None:
         return
     sources = jax.tree.leaves(beside(params, compute))
     for source, copy in zip(sources, jax.tree.leaves(compute), strict=True):
-        gone = functools.partial(_forget, id(copy))
-        _PAIRS[id(copy)] = weakref.ref(copy, gone), weakref.ref(source)
-
-
-def _forget(key: int, _: Any) -> None:
-    _PAIRS.pop(key, None)
+        _PAIRS.note(copy, weakref.ref(source))
 
 
 def is_pair(source: Any, copy: Any) -> bool:
     """Whether a compute leaf is known to be cast from a parameter."""
-    known = _PAIRS.get(id(copy))
-    return known is not None and known[0]() is copy and known[1]() is source
+    known = _PAIRS.get(copy)
+    return known is not None and known() is source
 
 
 def is_current(params: PyTree, compute: PyTree) -> bool:

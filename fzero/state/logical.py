@@ -28,22 +28,15 @@ def store(blue: Blueprint, name: str, logical: PyTree) -> PyTree:
     return map_splits(lambda split, leaf: split.store(leaf), getattr(blue, name), logical)
 
 
-def logical_view(blue: Blueprint, name: str, stored: PyTree, splits: PyTree = None) -> PyTree:
-    """Kept leaves of a state class in their own shapes (inside jit).
-
-    Args:
-        blue: the blueprint.
-        name: the state class.
-        stored: its leaves.
-        splits: a `Split` for each, if they are not all.
-    """
+def logical_view(blue: Blueprint, name: str, stored: PyTree) -> PyTree:
+    """Kept leaves of a state class in their own shapes (inside jit)."""
     if not blue.plan.shards(name):
         return stored
 
     def view(split: Split, leaf: jax.Array) -> jax.Array:
         return blue.constrain(split, split.logical(leaf)) if split.pad else leaf
 
-    return map_splits(view, getattr(blue, name) if splits is None else splits, stored)
+    return map_splits(view, getattr(blue, name), stored)
 
 
 def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree:

@@ -126,8 +126,8 @@ def offload(
     """
     if to not in (HOST, DISK):
         raise PlacementError(f"offload: to={to!r}: expected 'host' or 'disk'")
-    how = How("offload", path, non_blocking, donate, observer)
-    return _move(state, include, to, where, fraction, how)
+    how = How("offload", path, non_blocking, donate, observer, where, fraction)
+    return _move(state, include, to, how)
 
 
 def reload(
@@ -166,8 +166,8 @@ def reload(
         >>> fz.placement(state).bytes_per_device["opt_state"]
         64
     """
-    how = How("reload", None, non_blocking, donate, observer)
-    return _move(state, include, DEVICE, where, 1.0, how)
+    how = How("reload", None, non_blocking, donate, observer, where)
+    return _move(state, include, DEVICE, how)
 
 
 def fields_of_part(part: str, state: TrainState | None = None) -> tuple[str, ...]:
@@ -194,31 +194,19 @@ class How:
     non_blocking: bool
     donate: bool
     observer: Observer | None
+    where: str | None = None
+    fraction: float = 1.0
 
 
-def _move(
-    state: TrainState,
-    include: str | Iterable[str] | None,
-    to: str,
-    where: str | None,
-    fraction: float,
-    how: How,
-) -> TrainState:
+def _move(state: TrainState, include: str | Iterable[str] | None, to: str, how: How) -> TrainState:
     require_state(state, how.operation)
     parts = CLASSES if include is None else (include,) if isinstance(include, str) else include
     fields = {name for part in parts for name in fields_of_part(part, state)}
-    return move_fields(state, [x for x in CLASSES if x in fields], to, where, fraction, how)
+    return move_fields(state, [x for x in CLASSES if x in fields], to, how)
 
 
-def move_fields(
-    state: TrainState,
-    fields: Sequence[str],
-    to: str,
-    where: str | None,
-    fraction: float,
-    how: How,
-) -> TrainState:
-    operation = how.operation
+def move_fields(state: TrainState, fields: Sequence[str], to: str, how: How) -> TrainState:
+    operation, fraction = how.operation, how.fraction
     require_alive(state, operation)
     require_arrays(state, operation)
     if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
@@ -226,7 +214,7 @@ def move_fields(
     trees = {name: getattr(state, name) for name in fields}
     names = [name for name, _ in named_leaves(trees)]
     leaves, treedef = jax.tree.flatten(trees)
-    chosen = _chosen(names, leaves, where, fraction, operation)
+    chosen = _chosen(names, leaves, how)
     move = _Move(names, leaves, to, how)
     try:
         move.run(chosen)
@@ -244,15 +232,13 @@ def _with_leaves(state: TrainState, treedef: Any, leaves: Sequence[Leaf]) -> Tra
     return new
 
 
-def _chosen(
-    names: Sequence[str], leaves: Sequence[Leaf], where: str | None, fraction: float, operation: str
-) -> list[int]:
+def _chosen(names: Sequence[str], leaves: Sequence[Leaf], how: How) -> list[int]:
     """Indices of the leaves that a call is about, wherever they are now; the largest first."""
     try:
-        pattern = re.compile(where or "")
+        pattern = re.compile(how.where or "")
     except re.error as error:
         raise PlacementError(
-            f"{operation}: where={where!r}: expected a regular expression: {error}"
+            f"{how.operation}: where={how.where!r}: expected a regular expression: {error}"
         ) from error
     # Typed random keys are a few bytes, and no array that could be copied by its bytes.
     found = {
@@ -261,7 +247,7 @@ def _chosen(
         if is_plain(leaf) and pattern.search(name)
     }
     sizes = {name: device_bytes(leaves[i]) for name, i in found.items()}
-    return [found[name] for name in largest(sizes, fraction)]
+    return [found[name] for name in largest(sizes, how.fraction)]
 
 
 @dataclass(frozen=True)

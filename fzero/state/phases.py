@@ -107,7 +107,7 @@ def enter(
         coming = any(is_plain(leaf) and tier_of(leaf) != tier for leaf in leaves)
         if moving and coming:
             state = _gone(state)  # now there is room
-        state = move_fields(state, fields, tier, None, 1.0, how)
+        state = move_fields(state, fields, tier, how)
         moving |= coming
     return state
 

@@ -9,18 +9,18 @@ another order is meant. What is computed of such arrays is new, and believed.
 from __future__ import annotations
 
 import functools
-import weakref
 from typing import Any
 
 import jax
 
 from fzero.axes import PIPE
 from fzero.errors import StateError
+from fzero.state.by_identity import ByIdentity
 from fzero.tree import PyTree, key_name, path_name
 
 
-# By the id of an array (or of what stands for one elsewhere): itself, and the rows of its stack.
-_ROWS: dict[int, tuple[weakref.ref[Any], tuple[int, ...]]] = {}
+# Of an array (or what stands for one elsewhere): the rows of its stack.
+_ROWS: ByIdentity[tuple[int, ...]] = ByIdentity()
 
 
 def require_alike(state: Any, fields: dict[str, PyTree]) -> None:
@@ -65,17 +65,10 @@ def _meant(treedef: Any, rows: Any) -> list[tuple[str, tuple[int, ...]]]:
 
 def _first_said(leaf: Any, rows: tuple[int, ...]) -> tuple[int, ...]:
     """How an array's layers lie; as is said now if nobody did."""
-    known = _ROWS.get(id(leaf))
-    if known is not None and known[0]() is leaf:
-        return known[1]
-    _ROWS[id(leaf)] = weakref.ref(leaf, functools.partial(_forget, id(leaf))), rows
-    return rows
-
-
-def _forget(key: int, gone: Any) -> None:
-    known = _ROWS.get(key)
-    if known is not None and known[0] is gone:
-        del _ROWS[key]
+    known = _ROWS.get(leaf)
+    if known is None:
+        _ROWS.note(leaf, rows)
+    return rows if known is None else known
 
 
 def _is_pipelined(step: Any) -> bool:

@@ -36,12 +36,8 @@ class Fused:
     ) -> None:
         self.passes, self.apply, self.on_trace = passes, apply, on_trace
         self.update = Update(passes.blueprint, passes.rules().fence)
-        program = jax.jit(
-            self.step,
-            donate_argnums=(0,) if donate else (),
-            compiler_options=options_of(passes.blueprint) or None,
-        )
-        self.program = in_turn(passes.blueprint.mesh.devices.flat, program)
+        donated = (0,) if donate else ()
+        self.program = compiled(passes.blueprint, self.step, donate_argnums=donated)
 
     def step(self, fields: Values, at: StepAndKey, batch: Inputs) -> tuple[Values, Metrics]:
         """New fields of the state, and metrics: the pure function."""
@@ -76,9 +72,7 @@ class Divided:
         self._key = jax.jit(step_key)
         self._gradients: Callable[..., Any] = passes.gradients
         if isinstance(passes, OneProgram):
-            options = options_of(passes.blueprint)
-            program = jax.jit(self._traced, compiler_options=options or None)
-            self._gradients = in_turn(passes.blueprint.mesh.devices.flat, program)
+            self._gradients = compiled(passes.blueprint, self._traced)
 
     def _traced(self, fields: Values, batch: Inputs, key: jax.Array) -> Any:
         self.on_trace()
@@ -108,9 +102,7 @@ def look(passes: Passes, fields: Values, at: StepAndKey, batch: Inputs) -> list[
         kept = kept_by(passes.blueprint, read)
         args = kept, read["buffers"], batch.at(step), key, scale
         return looks_at_stages(passes.executor, passes.executor.marks(*args))
-    options = options_of(passes.blueprint)
-    program = jax.jit(passes.marks, compiler_options=options or None)
-    run = in_turn(passes.blueprint.mesh.devices.flat, program)
+    run = compiled(passes.blueprint, passes.marks)
     return looks_at_one_program(passes.blueprint, run(read, batch.at(step), key))
 
 
@@ -133,6 +125,12 @@ def runner_of(
     if apply and blue.plan.update_on == "host":
         return Divided(passes, HostUpdate(blue, donate), on_trace)
     return Divided(passes, DividedUpdate(blue, donate, apply, name), on_trace)
+
+
+def compiled(blue: Blueprint, function: Callable[..., Any], **options: Any) -> Any:
+    """A program of a step, on the plan's devices and with its compiler options."""
+    program = jax.jit(function, compiler_options=options_of(blue) or None, **options)
+    return in_turn(blue.mesh.devices.flat, program)
 
 
 def options_of(blue: Blueprint) -> CompilerOptions:

@@ -89,7 +89,7 @@ class OneProgram:
             refuse_reserved(own)
             return Gradients(sums, mean, own, {"buffers": buffers})
 
-        whole, rows = PartitionSpec(), Inputs.specs(PartitionSpec(AXES), PartitionSpec())
+        whole = PartitionSpec()
         buffers, sums = self._buffer_specs(), trained(self.blueprint.params)
         # Of a mean, the spec is that of all its leaves.
         specs: Any = (
@@ -98,11 +98,7 @@ class OneProgram:
             whole,
             {"buffers": buffers},
         )
-        run = self._shard_map(
-            local,
-            in_specs=(self.kept_specs(), buffers, rows, whole, whole),
-            out_specs=Gradients(*specs),
-        )
+        run = self.on_devices(local, Gradients(*specs), 2)
         kept, run = kept_by(self.blueprint, fields), checked(run, self.blueprint.mesh)
         found: Gradients = run(kept, fields["buffers"], batch, key, scale)
         return found
@@ -119,12 +115,7 @@ class OneProgram:
 
         manual = manual_axes(self.blueprint.mesh)
         devices = tuple(axis for axis in self.blueprint.mesh.axis_names if axis in manual)
-        whole, rows = PartitionSpec(), Inputs.specs(PartitionSpec(AXES), PartitionSpec())
-        run = self._shard_map(
-            local,
-            in_specs=(self.kept_specs(), self._buffer_specs(), rows, whole, whole),
-            out_specs=PartitionSpec(devices),
-        )
+        run = self.on_devices(local, PartitionSpec(devices), 2)
         kept = kept_by(self.blueprint, fields)
         found: tuple[jax.Array, jax.Array] = run(kept, fields["buffers"], batch, key, scale)
         return found
@@ -140,12 +131,7 @@ class OneProgram:
             refuse_reserved(out[1])
             return out
 
-        whole, rows = PartitionSpec(), Inputs.specs(PartitionSpec(AXES), PartitionSpec())
-        run = self._shard_map(
-            local,
-            in_specs=(self.kept_specs(), self._buffer_specs(), rows, whole),
-            out_specs=whole,
-        )
+        run = self.on_devices(local, PartitionSpec())
         run = checked_where_differentiated(run, self.blueprint.mesh)
         found: tuple[Mean, dict[str, Mean]] = run(kept, buffers, batch, eval_key(rng))
         return found
@@ -157,14 +143,7 @@ class OneProgram:
         def local(kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array) -> Any:
             return local_outputs(model, rules, kept, buffers, batch, rng)
 
-        whole, rows = PartitionSpec(), PartitionSpec(AXES)
-        run = self._shard_map(
-            local,
-            in_specs=(
-                self.kept_specs(), self._buffer_specs(), Inputs.specs(rows, whole), whole
-            ),
-            out_specs=rows,
-        )  # fmt: skip
+        run = self.on_devices(local, PartitionSpec(AXES))
         run = checked_where_differentiated(run, self.blueprint.mesh)
         return run(kept, buffers, batch, eval_key(rng))
 
@@ -176,13 +155,16 @@ class OneProgram:
     def _buffer_specs(self) -> PyTree:
         return jax.tree.map(lambda x: x.sharding.spec, self.blueprint.shapes()["buffers"])
 
-    def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    def on_devices(self, function: Callable[..., Any], out_specs: Any, num_whole: int = 1) -> Any:
+        """A function of `(kept, buffers, batch)` and `num_whole` more, of what each device has."""
+        whole = PartitionSpec()
+        rows = Inputs.specs(PartitionSpec(AXES), whole)
         # check_vma=False: user code may start a loop from plain zeros, which the check would
         # refuse as "not varying"; gradients are taken inside, so nothing depends on the check.
         return jax.shard_map(
             function,
             mesh=self.blueprint.mesh,
-            in_specs=in_specs,
+            in_specs=(self.kept_specs(), self._buffer_specs(), rows, *(whole,) * num_whole),
             out_specs=out_specs,
             axis_names=manual_axes(self.blueprint.mesh),
             check_vma=False,

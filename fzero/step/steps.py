@@ -13,7 +13,7 @@ from fzero.batch import Inputs, abstract_batch, constrain_batch, pad_batch
 from fzero.compat import outside_of_meshes
 from fzero.errors import PlanError, StateError
 from fzero.offload.stream import StreamedFunction
-from fzero.processes import in_turn, spread
+from fzero.processes import spread
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.buckets import OWNED
 from fzero.sharding.homes import stages_of_outputs
@@ -23,7 +23,7 @@ from fzero.state.comparison import check_finite
 from fzero.state.selection import chosen, reads_of, require_known
 from fzero.state.train_state import TrainState, fields_of
 from fzero.step.checks import Checks, is_traced, require_finite
-from fzero.step.compose import Divided, Fused, look, options_of, runner_of
+from fzero.step.compose import Divided, Fused, compiled, look, options_of, runner_of
 from fzero.step.divided_update import DividedUpdate
 from fzero.step.finite import require_finite_batch, require_finite_looks
 from fzero.step.passes import OneProgram, Pipeline, kept_by, passes_of
@@ -43,7 +43,35 @@ _MANY = (
 )
 
 
-class TrainStep:
+class _Step:
+    """What all steps have.
+
+    Args:
+        blue: the blueprint.
+        name: of the step, for messages.
+    """
+
+    def __init__(self, blue: Blueprint, name: str) -> None:
+        self.blueprint, self.plan, self.name = blue, blue.plan, name
+        self.num_traces = 0
+        self.passes = passes_of(blue, self._traced)
+
+    @property
+    def compiler_options(self) -> CompilerOptions:
+        """What the step's own programs are compiled with, for `jax.jit(compiler_options=)`."""
+        return options_of(self.blueprint)
+
+    @property
+    def executor(self) -> Executor:
+        """What runs a pipeline's schedule."""
+        assert isinstance(self.passes, Pipeline)
+        return self.passes.executor
+
+    def _traced(self) -> None:
+        self.num_traces += 1
+
+
+class TrainStep(_Step):
     """A training (or accumulating) step; see `fzero.train_step`.
 
     Args:
@@ -68,11 +96,8 @@ class TrainStep:
             raise StateError("train_step: every parameter is frozen (Model.frozen): none to train")
         if apply:
             blue.require_optimizer("train_step")
-        self.blueprint, self.plan = blue, blue.plan
-        self.name = "train_step" if apply else "accumulate_step"
+        super().__init__(blue, "train_step" if apply else "accumulate_step")
         self.donate, self.apply = donate, apply
-        self.num_traces = 0
-        self.passes = passes_of(blue, self._traced)
         self.runner = runner_of(blue, self.passes, apply, donate, self.name, self._traced)
         reads = [*blue.reads, "buffers"]
         # An accumulation leaves the rest alone, wherever it is.
@@ -183,11 +208,6 @@ class TrainStep:
         new, metrics = runner.step(fields, at, constrain_batch(batch, self.blueprint.mesh))
         return dataclasses.replace(state, **new), metrics
 
-    @property
-    def compiler_options(self) -> CompilerOptions:
-        """What the step's own programs are compiled with, for `jax.jit(compiler_options=)`."""
-        return options_of(self.blueprint)
-
     def lower(self, state: Any, batch: PyTree) -> Any:
         """The step lowered for a state and a batch, or for their shapes; as `jax.jit(...).lower`.
 
@@ -203,12 +223,6 @@ class TrainStep:
         self._checks.batch(batch, self.plan.microbatches)
         placed = abstract_batch(batch, self.blueprint.mesh).at(None)
         return self.runner.program.lower(*self._arguments(state), placed)
-
-    @property
-    def executor(self) -> Executor:
-        """What runs a pipeline's schedule."""
-        assert isinstance(self.passes, Pipeline)
-        return self.passes.executor
 
     @property
     def stream(self) -> StreamedFunction | None:
@@ -232,11 +246,8 @@ class TrainStep:
         """What may be given away, and what is kept."""
         return {name: getattr(state, name) for name in self._reads}, (state.step, state.rng)
 
-    def _traced(self) -> None:
-        self.num_traces += 1
 
-
-class _ReadingStep(ABC):
+class _ReadingStep(_Step, ABC):
     """A step that leaves the state as it is.
 
     Args:
@@ -250,13 +261,11 @@ class _ReadingStep(ABC):
 
     def __init__(self, blue: Blueprint, name: str, which: str) -> None:
         require_known(which, blue, name)
-        self.blueprint, self.plan, self.name = blue, blue.plan, name
-        self.num_traces, self.which = 0, which
-        self.passes = passes_of(blue, self._traced)
+        super().__init__(blue, name)
+        self.which = which
         self._program: Any = self._dispatched
         if isinstance(self.passes, OneProgram):
-            program = jax.jit(self._one_program, compiler_options=options_of(blue) or None)
-            self._program = in_turn(blue.mesh.devices.flat, program)
+            self._program = compiled(blue, self._one_program)
         reads = (*reads_of(blue, which), "buffers")
         self._checks = Checks(blue, name, reads, donate=False, bare=True)
 
@@ -282,11 +291,6 @@ class _ReadingStep(ABC):
         arguments = self._arguments(_recast(state, self.blueprint))
         return self._one_program(*arguments, constrain_batch(batch, self.blueprint.mesh))
 
-    @property
-    def compiler_options(self) -> CompilerOptions:
-        """What the step's own program is compiled with, for `jax.jit(compiler_options=)`."""
-        return options_of(self.blueprint)
-
     def lower(self, state: Any, batch: PyTree) -> Any:
         """The step lowered for a state and a batch, or for their shapes.
 
@@ -300,12 +304,6 @@ class _ReadingStep(ABC):
             *self._arguments(state), abstract_batch(batch, self.blueprint.mesh).at(None)
         )
 
-    @property
-    def executor(self) -> Executor:
-        """What runs a pipeline's schedule."""
-        assert isinstance(self.passes, Pipeline)
-        return self.passes.executor
-
     def _arguments(self, state: TrainState) -> tuple[PyTree, PyTree, StepAndKey]:
         return kept_by(self.blueprint, vars(state)), state.buffers, (state.step, state.rng)
 
@@ -316,9 +314,6 @@ class _ReadingStep(ABC):
     @abstractmethod
     def _dispatched(self, kept: PyTree, buffers: PyTree, at: StepAndKey, batch: Inputs) -> PyTree:
         """The same where passes are many programs."""
-
-    def _traced(self) -> None:
-        self.num_traces += 1
 
 
 class EvalStep(_ReadingStep):

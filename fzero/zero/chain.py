@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import jax
 
 from fzero.batch import opened
-from fzero.links import Layer, Stack
+from fzero.links import Stack
 from fzero.pieces import Piece, run_chain
 from fzero.precision import cast_input
 from fzero.tree import PyTree
@@ -151,10 +151,10 @@ def train_backward(
         compute dtype: shards for split leaves if reduced now, otherwise whole.
     """
     fetched = FetchedWeights(rules, kept, _secondary(saved))
-    sums = Sums(rules, [_layer_of(one) for one in saved])
+    sums = Sums(rules, [one.layer for one in saved])
     for one in reversed(saved):
         if isinstance(one, StackSaved):
-            name = one.program.static.piece.layer.name
+            name = one.layer.name
             grads, cotangent = stack_backward(one, kept[name], cotangent)
             sums.add_stack(name, grads)
         else:
@@ -166,10 +166,6 @@ def _secondary(saved: Sequence[LayerSaved | StackSaved | SecondHalf | StackHalf]
     """What a pass before kept of leaves outside stacks."""
     own = [one.secondary for one in saved if isinstance(one, LayerSaved | SecondHalf)]
     return {path: shard for secondary in own for path, shard in secondary.items()}
-
-
-def _layer_of(one: LayerSaved | StackSaved) -> Layer | Stack:
-    return one.layer if isinstance(one, LayerSaved) else one.program.static.piece.layer
 
 
 Halves = list[SecondHalf | StackHalf]
@@ -184,7 +180,7 @@ def input_backward(
     half: SecondHalf | StackHalf
     for one in reversed(saved):
         if isinstance(one, StackSaved):
-            shards = kept[one.program.static.piece.layer.name]
+            shards = kept[one.layer.name]
             half, cotangent = stack_input_backward(one, shards, cotangent)
         else:
             half, cotangent = layer_input_backward(fetched, one, cotangent, rng)
@@ -195,13 +191,10 @@ def input_backward(
 def weight_backward(halves: Halves, rules: Rules, kept: PyTree, rng: jax.Array) -> PyTree:
     """The second half of `train_backward`: gradients of every parameter read, reduced."""
     fetched = FetchedWeights(rules, kept, _secondary(halves))
-    layers = [
-        h.layer if isinstance(h, SecondHalf) else h.program.static.piece.layer for h in halves
-    ]
-    sums = Sums(rules, layers)
+    sums = Sums(rules, [half.layer for half in halves])
     for half in halves:
         if isinstance(half, StackHalf):
-            name = half.program.static.piece.layer.name
+            name = half.layer.name
             sums.add_stack(name, stack_weight_backward(half, kept[name]))
         else:
             layer_weight_backward(fetched, half, sums, rng)

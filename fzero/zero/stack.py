@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from fzero import compat
-from fzero.links import Context
+from fzero.links import Context, Stack
 from fzero.pieces import Piece
 from fzero.tree import PyTree
 from fzero.zero.prefetch import look_ahead
@@ -43,6 +43,11 @@ class StackSaved:
 
     program: LayerProgram
     values: tuple[Any, Any]
+
+    @property
+    def layer(self) -> Stack:
+        """The stack."""
+        return self.program.static.stack
 
     def secondary(self) -> list[PyTree]:
         """This device's secondary shards of weights."""

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fzero.links import Stack
 from fzero.programs.halves import Rest
 from fzero.tree import PyTree
 from fzero.zero.prefetch import look_ahead
@@ -37,6 +38,11 @@ class StackHalf:
     values: list[Any]
     rest: Rest
     secondary: PyTree
+
+    @property
+    def layer(self) -> Stack:
+        """The stack."""
+        return self.program.static.stack
 
     def with_inputs(self, batch: PyTree, rng: jax.Array | None) -> StackHalf:
         """As `StackSaved.with_inputs`."""
