@@ -62,14 +62,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     lines = [line for line in NIGHTLY.read_text().splitlines() if not line.startswith("#")]
     listed = {line.split(maxsplit=1)[1] for line in lines}
-    here = {item.nodeid: item for item in items}
-    for name in listed & set(here):
-        here[name].add_marker(pytest.mark.nightly)
-    # A case that was renamed would come back into `make test` unnoticed.
+    here: set[str] = set()
+    for item in items:
+        names = {item.nodeid, item.nodeid.partition("[")[0]}  # a case, and all of its test
+        here |= names
+        if listed & names:
+            item.add_marker(pytest.mark.nightly)
+    # What was renamed would come back into `make test` unnoticed.
     files = {name.partition("::")[0] for name in here}
-    gone = sorted(name for name in listed - set(here) if name.partition("::")[0] in files)
+    gone = sorted(name for name in listed - here if name.partition("::")[0] in files)
     if gone and not any("::" in arg for arg in config.args):
-        raise pytest.UsageError(f"{NIGHTLY.name}: no such cases: {', '.join(gone)}")
+        raise pytest.UsageError(f"{NIGHTLY.name}: no such tests: {', '.join(gone)}")
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
