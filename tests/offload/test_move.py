@@ -16,7 +16,7 @@ from disk_cases import bytes_held, patch_bytes
 from support import tiny
 
 import fzero as fz
-from fzero.state import move
+from fzero.state import offload as moves
 from fzero.tree import named_leaves
 
 
@@ -275,7 +275,7 @@ def test_a_damaged_file_leaves_the_rest_usable(tmp_path):
 def test_memory_too_small_for_the_copy_gives_the_state_in_between(monkeypatch):
     _, state = made()
     before = tiny.host(state)
-    monkeypatch.setattr(move, "BATCH_BYTES", 1)
+    monkeypatch.setattr(moves, "BATCH_BYTES", 1)
     put, calls = jax.device_put, []
 
     def limited(values, shardings):
