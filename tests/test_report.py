@@ -188,6 +188,12 @@ def test_description_prints_every_leaf_and_why():
     assert "opt_state/0/mu/embed/table" in str(fz.describe(plan, MODEL, TX, num_devices=8))
 
 
+def test_description_of_arguments_in_another_order_is_refused():
+    model, tx, plan = tiny.regression(), optax.sgd(0.1), tiny.plan(data=2)
+    with pytest.raises(fz.PlanError, match="the plan, the model and its optimizer, in this"):
+        fz.describe(model, tx, plan)
+
+
 def test_description_takes_devices_and_names_what_is_wrong():
     assert fz.describe(fz.Plan(), MODEL, devices=jax.devices()[:2]).num_data == 2
     assert fz.describe(fz.Plan(), MODEL).num_data == len(jax.devices())

@@ -61,6 +61,19 @@ def test_whole_numbers_are_evaluated_and_not_trained_with():
         traced(count)
 
 
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("count", [8, 8.0], ids=["int", "float"])
+def test_a_count_may_be_a_number_of_python(count, data):
+    def loss(p, buffers, batch, rng, train):
+        return fz.Mean(jnp.sum(batch["x"] @ p["w"]), count), buffers, {}
+
+    model, plan = fz.Model(init, loss), tiny.plan(zero=1, data=data)
+    state, batch = fz.init(model, TX, plan), {"x": jnp.ones((4, 3))}
+    _, metrics = fz.train_step(model, TX, plan)(state, batch)
+    assert float(metrics["loss"]) == 24 / 8 / data  # each device counts eight
+    assert float(metrics["count"]) == 8 * data
+
+
 def test_sums_of_16_bits_go_on_in_32():
     """So does a loss scale with them, which float16 may not hold."""
     mean = fz.Mean.of(fz.Mean(jnp.float16(1), jnp.bfloat16(3)))

@@ -19,6 +19,23 @@ import numpy as np
 from fzero.tree import PyTree, key_name
 
 
+class LayerKey(jax.tree_util.SequenceKey):
+    """The last step of a layer's path: its number, which has the name of the leaf as well.
+
+    Masks and labels ask for the last name of a path (`path[-1].key.endswith("bias")`).
+    """
+
+    def __init__(self, number: int, key: Any) -> None:
+        super().__init__(number)
+        self.key = key
+
+
+class _LeafOf(str):
+    """A stack's name, with the last key of a leaf's path beside it; trees differ by the name."""
+
+    key: Any = None
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class Layers:
     """The layers of one leaf of a stack, in order, each a leaf of its own.
@@ -26,14 +43,16 @@ class Layers:
     Args:
         stack: the stack's name.
         layers: their values.
+        key: the last key of the leaf's path.
     """
 
-    def __init__(self, stack: str, layers: Sequence[Any]) -> None:
-        self.stack, self.layers = stack, tuple(layers)
+    def __init__(self, stack: str, layers: Sequence[Any], key: Any = None) -> None:
+        self.stack, self.layers = _LeafOf(stack), tuple(layers)
+        self.stack.key = key
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], str]:
         """Children with their numbers, and the stack's name."""
-        keys = map(jax.tree_util.SequenceKey, range(len(self.layers)))
+        keys = [LayerKey(number, self.stack.key) for number in range(len(self.layers))]
         return list(zip(keys, self.layers, strict=True)), self.stack
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], str]:
@@ -41,9 +60,9 @@ class Layers:
         return self.layers, self.stack
 
     @classmethod
-    def tree_unflatten(cls, stack: str, layers: Sequence[Any]) -> Layers:
+    def tree_unflatten(cls, stack: _LeafOf, layers: Sequence[Any]) -> Layers:
         """The inverse of `tree_flatten`."""
-        return cls(stack, layers)
+        return cls(stack, layers, stack.key)
 
 
 def is_layers(node: Any) -> bool:
@@ -130,7 +149,8 @@ def as_layers(tree: PyTree, stacks: Mapping[str, Rows], take: Callable[..., Any]
         stack = stack_of(path, stacks)
         if stack is None or is_layers(leaf):
             return leaf
-        return Layers(stack, [take(leaf, row) for row in stacks[stack].of_leaf(leaf).order])
+        layers = [take(leaf, row) for row in stacks[stack].of_leaf(leaf).order]
+        return Layers(stack, layers, getattr(path[-1], "key", None))
 
     return jax.tree_util.tree_map_with_path(of, tree, is_leaf=is_layers)
 

@@ -121,8 +121,9 @@ def traced(tx: optax.GradientTransformation, params: PyTree) -> Traced:
     except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
         raise PlanError(
             f"init: the optimizer cannot be used: its init raised {type(error).__name__}: {error}."
-            " It is given the model's tree of parameters, with None in place of frozen ones; masks"
-            " and labels that are trees name those, too"
+            " It is given the model's tree of parameters, with None in place of frozen ones (masks"
+            " and labels that are trees name those, too) and each leaf of a Stack as its layers:"
+            " blocks/w/0, blocks/w/1, ..."
         ) from error
 
     def update(grads: PyTree, state: PyTree, params: PyTree, *loss: jax.Array) -> Any:

@@ -19,7 +19,7 @@ import optax
 
 from fzero.model import Model
 from fzero.plan import Plan
-from fzero.sharding.blueprint import Blueprint, planned
+from fzero.sharding.blueprint import Blueprint, planned, require_in_order
 from fzero.sharding.buckets import OWNED
 from fzero.sharding.relayout import Kept
 from fzero.sharding.split import Home, flat_splits
@@ -142,6 +142,7 @@ def planned_on(
 
     By default there are as many as the plan names, or else as many as there are.
     """
+    require_in_order(model, plan, "the plan, the model and its optimizer")
     if num_devices is None and devices is not None:
         num_devices = len(devices)
     if num_devices is None and plan.data:

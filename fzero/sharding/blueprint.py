@@ -317,12 +317,7 @@ def blueprint(
         PlanError: the plan does not fit the devices, or an argument is something else.
         StateError: initial values share memory, or a parameter is not floating point.
     """
-    for value, kind in ((model, Model), (plan, Plan)):
-        if not isinstance(value, kind):
-            raise PlanError(
-                f"expected an fz.{kind.__name__}, got a {type(value).__name__}; arguments are the"
-                " model, its optimizer and the plan, in this order"
-            )
+    require_in_order(model, plan)
     mesh = plan.mesh(devices)
     secondary_size(plan, dict(mesh.shape)[DATA], list(mesh.devices.flat))
     if plan.pipe > 1:
@@ -341,6 +336,22 @@ def blueprint(
     blue = replace(blue, memory=device_memory(mesh.devices.flat))
     known[key] = blue
     return blue
+
+
+def require_in_order(
+    model: Any, plan: Any, order: str = "the model, its optimizer and the plan"
+) -> None:
+    """Refuses arguments of other kinds, as in another order.
+
+    Raises:
+        PlanError: one is something else.
+    """
+    for value, kind in ((model, Model), (plan, Plan)):
+        if not isinstance(value, kind):
+            raise PlanError(
+                f"expected an fz.{kind.__name__}, got a {type(value).__name__}; arguments are"
+                f" {order}, in this order"
+            )
 
 
 def planned(

@@ -39,7 +39,8 @@ def train_step(
         scalars: `loss` and its `count`, `grad_norm` (before clipping), `nonfinite` (1 when a
         gradient was not finite), `skipped` and `loss_scale` where the plan has them, and the
         model's own. A state with an accumulation in progress (`accumulate_step`) is stepped with
-        the accumulated gradient included.
+        the accumulated gradient included: `loss`, `count` and `grad_norm` are then those of all its
+        batches, the model's own metrics those of this call.
 
     Raises:
         PlanError: the plan does not fit the devices.

@@ -239,7 +239,7 @@ def require_rows(out: PyTree, batch: Inputs) -> PyTree:
 
 def float_mean(mean: Mean) -> Mean:
     """A mean whose sums are float32."""
-    return Mean(mean.total.astype(jnp.float32), mean.count.astype(jnp.float32))
+    return Mean(jnp.asarray(mean.total, jnp.float32), jnp.asarray(mean.count, jnp.float32))
 
 
 def float_means(metrics: dict[str, Any]) -> dict[str, Mean]:

@@ -176,7 +176,8 @@ def forward(
     marks = {var: index[id(value)] for var, value in values.items() if id(value) in index}
     leaves = program.outputs[len(flat) - len(pulled_back) :]
     steps, reads = _movement(program, marks, leaves)
-    values.update(zip(leaves, pulled_back, strict=True))
+    # (A leaf of the backward pass may be a number that no array stands for.)
+    values.update((x, y) for x, y in zip(leaves, pulled_back, strict=True) if isinstance(x, Var))
     residuals = tuple(var for var in reads if var not in marks)
     marks = {var: i for var, i in marks.items() if var in reads}
     pullback = Pullback(pulled[-1], tuple(leaves), marks, residuals, steps)

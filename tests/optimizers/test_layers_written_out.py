@@ -181,6 +181,16 @@ def test_masks_see_the_layers_own_shapes():
     tiny.close(ours["blocks"]["b"], by_hand("masked-by-shape")["blocks"]["b"], 0, TIGHT)
 
 
+@pytest.mark.parametrize("given", [lambda tx: tx, fz.per_layer], ids=["plain", "per-layer"])
+def test_masks_may_read_the_last_name_of_a_path(given):
+    def mask(params):
+        return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "b", params)
+
+    tx = given(optax.adamw(1e-2, weight_decay=0.5, mask=mask))
+    ours, _ = trained(tx, plan(zero=3))
+    tiny.close(ours, by_hand("masked-by-shape"), rtol=0, atol=TIGHT)
+
+
 @pytest.mark.parametrize(("leaves", "layers"), [(1, 3), (3, 5), (2, 3), (1, 2)])
 def test_a_norm_of_all_is_the_same_however_many_leaves_and_layers_there_are(leaves, layers):
     def init(key):

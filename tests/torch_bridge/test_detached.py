@@ -24,6 +24,7 @@ class Net(nn.Module):
         self.part, self.run = nn.Linear(4, 4), run
         self.scale = nn.Parameter(torch.rand(4) + 0.5)
         self.register_buffer("seen", torch.ones(4))
+        self.norm = nn.BatchNorm1d(4, momentum=None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.run(self, x) * self.scale
@@ -64,9 +65,33 @@ def what_has_no_gradient(net: Any, x: torch.Tensor) -> torch.Tensor:
     return net.part(y)
 
 
+def what_an_operator_gives_back(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """`.float()` of float32 is the tensor itself, which has its gradient outside of the region."""
+    y = net.part(x)
+    with torch.no_grad():
+        largest = y.float().to(torch.float32).abs().amax()
+        both = torch.broadcast_tensors(y, x)
+        weight = net.part.weight.type_as(x).abs().mean()
+        net.seen.lerp_(torch.atleast_2d(y).mean(0), 0.1)
+    return y / largest + both[0].sum() + weight + (x @ net.part.weight).sin()
+
+
+def what_a_region_computes(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = net.part(x)
+    with torch.no_grad():
+        z, w = (y * 1).float(), y.view(-1).float()
+    return y * z * w.view_as(y)
+
+
+def averages_over_all_batches(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y = net.part(x)
+    return y + net.norm(y)
+
+
 @pytest.mark.parametrize(
     "run",
-    [weights_that_do_not_train, a_factor_without_gradient, a_buffer, what_only_the_detached_sees,
+    [what_an_operator_gives_back, what_a_region_computes, averages_over_all_batches,
+     weights_that_do_not_train, a_factor_without_gradient, a_buffer, what_only_the_detached_sees,
      a_value_used_before, what_has_no_gradient],
 )  # fmt: skip
 def test_as_in_pytorch(run: Any) -> None:

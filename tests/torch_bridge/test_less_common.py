@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import torch.distributions as D
 import torch.nn.functional as F
 from parity import check_parity, relative_error
 from torch import nn
@@ -46,6 +47,37 @@ def test_grids_are_read_as_torch_reads_them() -> None:
         )
 
     check_parity(Fn(every_kind), draw(2, 3, 5, 6))
+
+
+def test_labels_of_a_margin_loss_end_at_the_first_negative_one() -> None:
+    rows = [[0, 2, -1, 1], [1, -1, 0, 0], [-1, 0, 0, 0], [3, 2, 1, 0], [3, 0, -1, 2]]
+    x, targets = draw(5, 4), torch.tensor(rows)
+    for reduction in ("none", "mean", "sum"):
+        check_parity(
+            Fn(lambda x, r=reduction: F.multilabel_margin_loss(x, targets, reduction=r)), x
+        )
+    check_parity(Fn(lambda x: F.multilabel_margin_loss(x[0], targets[0])), x)
+    beyond = tb.convert(Fn(lambda x: F.multilabel_margin_loss(x, targets + 1, reduction="none")), x)
+    assert np.isnan(beyond(x.numpy())).tolist() == [False, False, False, True, True]
+
+
+def test_distributions_are_those_of_torch() -> None:
+    """What they assert about values is left out, unless it is asked for."""
+
+    def densities(x: torch.Tensor, asked: bool | None = None) -> torch.Tensor:
+        normal = D.Normal(x, x.exp(), validate_args=asked)
+        unit = D.Normal(torch.zeros_like(x), torch.ones_like(x))
+        kinds = D.Categorical(logits=x)
+        mixed = D.MixtureSameFamily(kinds, D.Laplace(x, torch.ones_like(x)))
+        return (normal.log_prob(x * 2) + D.kl_divergence(normal, unit)
+                + D.StudentT(torch.tensor(3.0), x).log_prob(x + 1)
+                + (kinds.entropy() + mixed.log_prob(x[:, 0])).unsqueeze(1))  # fmt: skip
+
+    check_parity(Fn(densities), draw(3, 4))
+    with pytest.raises(ConversionError, match="must not depend on tensor values"):
+        tb.convert(Fn(lambda x: densities(x, True)), draw(3, 4))
+    with pytest.raises(ValueError, match="to satisfy the constraint"):  # as before, outside
+        D.Normal(torch.zeros(1), -torch.ones(1))
 
 
 def test_positions_of_a_grid_have_gradients() -> None:

@@ -6,6 +6,7 @@ Decomposing would inline a region and forget that no gradient passes through it.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ def _inline_one(graph_module: torch.fx.GraphModule, node: torch.fx.Node, inputs:
                     _detach_written(graph, copied, inputs, made)
                     made.add(copied)
         if not enabled:
-            results = tuple(_detached(graph, r) for r in results)
+            results = tuple(_leaving(graph, r, made) for r in results)
     for user in list(node.users):  # regions return tuples, read with getitem
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
@@ -134,6 +135,33 @@ def _adopt(graph_module: torch.fx.GraphModule, body: torch.fx.GraphModule, inner
     made = graph_module.graph.get_attr(name)
     made.meta = dict(inner.meta)
     return made
+
+
+def _leaving(graph: torch.fx.Graph, value: Any, made: set[Any]) -> Any:
+    """What the graph around a region reads of it: without a gradient, but for what came in.
+
+    `.float()` of a float32 tensor is that tensor. torch.export then takes all that is done with it
+    later, outside of the region too, for uses of what the operator returned.
+    """
+    found = value
+    while found in made and (given := _returned_argument(found)) is not None:
+        found = given
+    return _detached(graph, value) if found in made else found
+
+
+def _returned_argument(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The argument of an operator that, called as it was, returns that very tensor."""
+    number = None
+    if node.target is operator.getitem:
+        node, number = node.args  # type: ignore[assignment]
+    if node.op != "call_function" or node.target is operator.getitem or _writes(node):
+        return None
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    with torch.no_grad():
+        out = node.target(*args, **kwargs)  # type: ignore[operator]
+    out = out if number is None else out[number]
+    same = (arg for arg in node.all_input_nodes if arg.meta.get("val") is out)
+    return next(same, None) if isinstance(out, torch.Tensor) else None
 
 
 def _detached(graph: torch.fx.Graph, value: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch._functorch import vmap
+from torch.distributions import Distribution
 from torch.nn import functional as F
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -76,11 +77,20 @@ def stand_ins() -> Iterator[None]:
         found = unmapped(name, x, level, rows, None if dim is None else 0)
         return found.movedim(0, dim) if dim else found
 
+    begin = Distribution.__init__
+
+    def unchecked(
+        self: Any, batch_shape: Any = (), event_shape: Any = (), validate_args: bool | None = None
+    ) -> None:
+        """What distributions assert about values, they assert where a forward asks for it."""
+        begin(self, torch.Size(batch_shape), torch.Size(event_shape), bool(validate_args))
+
     own: tuple[StandIn, ...] = (
         (_BatchNorm, "forward", counted),
         (transformer, "_detect_is_causal_mask", hint),
         (vmap, "_maybe_remove_batch_dim", moved),
         (torch.nn.Module, "to", _to_what_it_is),
+        (Distribution, "__init__", unchecked),
         *((torch.nn.Module, name, _cast_to(dtype)) for name, dtype in _CASTS.items()),
     )
     # Inference's own kernel, which takes ragged tensors where there is padding.

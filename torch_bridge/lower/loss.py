@@ -50,6 +50,28 @@ def nll_loss(
     return nll_loss_forward(x, target, weight, reduction, ignore_index)[0]
 
 
+@register_operator("aten.multilabel_margin_loss_forward.default")
+def multilabel_margin_loss_forward(
+    x: jax.Array, target: jax.Array, reduction: int
+) -> tuple[jax.Array, jax.Array]:
+    """Shapes: x and target `(N, C)` or `(C,)`; a row's labels end at its first negative one."""
+    classes = x.shape[-1]
+    listed = jnp.cumprod(target >= 0, -1).astype(bool)
+    labels = jnp.where(listed, target, 0)
+    is_target = jnp.any((labels[..., None] == jnp.arange(classes)) & listed[..., None], -2)
+    own = jnp.take_along_axis(x, labels, -1)
+    margins = 1 - own[..., :, None] + x[..., None, :]
+    counts = listed[..., :, None] & ~is_target[..., None, :] & (margins > 0)
+    losses = jnp.sum(jnp.where(counts, margins, 0), (-2, -1)) / classes
+    losses = jnp.where(jnp.any(listed & (target >= classes), -1), jnp.nan, losses)
+    return _reduce(losses, reduction), is_target.astype(x.dtype)
+
+
+@register_operator("aten.multilabel_margin_loss.default")
+def multilabel_margin_loss(x: jax.Array, target: jax.Array, reduction: int = _MEAN) -> jax.Array:
+    return multilabel_margin_loss_forward(x, target, reduction)[0]
+
+
 @register_operator("aten.mse_loss.default")
 def mse_loss(x: jax.Array, target: Any, reduction: int = _MEAN) -> jax.Array:
     a, b = promote(x, target)
