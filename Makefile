@@ -94,7 +94,7 @@ gpu-programs: install
 
 GPU_CASES := not nightly
 test-gpu-programs: gpu-programs
-	$(GPU_BIN)/python -m pytest --durations=5 $(LIMIT) -m "$(GPU_CASES)" $(PYTEST_ARGS) tests/gpu_programs
+	$(GPU_BIN)/python -m pytest -n 2 --dist loadfile --durations=5 $(LIMIT) -m "$(GPU_CASES)" $(PYTEST_ARGS) tests/gpu_programs
 
 # What preflight says about training runs that others have published: docs/published.md.
 published: gpu-programs

@@ -19,7 +19,7 @@ import numpy as np
 from fzero.tree import PyTree, key_name
 
 
-class LayerKey(jax.tree_util.SequenceKey):
+class LayerKey(jax.tree_util.SequenceKey):  # type: ignore[misc]
     """The last step of a layer's path: its number, which has the name of the leaf as well.
 
     Masks and labels ask for the last name of a path (`path[-1].key.endswith("bias")`).
