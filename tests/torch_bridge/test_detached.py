@@ -83,6 +83,16 @@ def what_a_region_computes(net: Any, x: torch.Tensor) -> torch.Tensor:
     return y * z * w.view_as(y)
 
 
+def a_region_in_a_region(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """An operator with a graph of its own within a region."""
+    y = net.part(x)
+    with torch.no_grad():
+        z = y * 2
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            w = (y * 3).float()
+    return y * z * w
+
+
 def averages_over_all_batches(net: Any, x: torch.Tensor) -> torch.Tensor:
     y = net.part(x)
     return y + net.norm(y)
@@ -90,8 +100,9 @@ def averages_over_all_batches(net: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "run",
-    [what_an_operator_gives_back, what_a_region_computes, averages_over_all_batches,
-     weights_that_do_not_train, a_factor_without_gradient, a_buffer, what_only_the_detached_sees,
+    [what_an_operator_gives_back, what_a_region_computes, a_region_in_a_region,
+     averages_over_all_batches, weights_that_do_not_train, a_factor_without_gradient, a_buffer,
+     what_only_the_detached_sees,
      a_value_used_before, what_has_no_gradient],
 )  # fmt: skip
 def test_as_in_pytorch(run: Any) -> None:

@@ -152,16 +152,19 @@ def _leaving(graph: torch.fx.Graph, value: Any, made: set[Any]) -> Any:
 def _returned_argument(node: torch.fx.Node) -> torch.fx.Node | None:
     """The argument of an operator that, called as it was, returns that very tensor."""
     number = None
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
     if node.target is operator.getitem:
         node, number = node.args  # type: ignore[assignment]
-    if node.op != "call_function" or node.target is operator.getitem or _writes(node):
+    # (What holds graphs of its own, a branch or a loop, returns none of its arguments.)
+    if not isinstance(node.target, torch._ops.OpOverload) or _writes(node):
         return None
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     with torch.no_grad():
-        out = node.target(*args, **kwargs)  # type: ignore[operator]
+        out = node.target(*args, **kwargs)
     out = out if number is None else out[number]
     same = (arg for arg in node.all_input_nodes if arg.meta.get("val") is out)
-    return next(same, None) if isinstance(out, torch.Tensor) else None
+    return next(same, None)
 
 
 def _detached(graph: torch.fx.Graph, value: Any) -> Any:
