@@ -93,6 +93,14 @@ def a_region_in_a_region(net: Any, x: torch.Tensor) -> torch.Tensor:
     return y * z * w
 
 
+def a_branch_in_a_region(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """torch.export keeps no trace of the region around it."""
+    y = net.part(x)
+    with torch.no_grad():
+        z = torch.cond(x.sum() > 0, lambda v: v * 2, lambda v: v.sin(), (y,))
+    return y * z
+
+
 def averages_over_all_batches(net: Any, x: torch.Tensor) -> torch.Tensor:
     y = net.part(x)
     return y + net.norm(y)
@@ -101,9 +109,9 @@ def averages_over_all_batches(net: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "run",
     [what_an_operator_gives_back, what_a_region_computes, a_region_in_a_region,
-     averages_over_all_batches, weights_that_do_not_train, a_factor_without_gradient, a_buffer,
-     what_only_the_detached_sees,
-     a_value_used_before, what_has_no_gradient],
+     a_branch_in_a_region, averages_over_all_batches, weights_that_do_not_train,
+     a_factor_without_gradient, a_buffer, what_only_the_detached_sees, a_value_used_before,
+     what_has_no_gradient],
 )  # fmt: skip
 def test_as_in_pytorch(run: Any) -> None:
     check_parity(Net(run), X, train=True)

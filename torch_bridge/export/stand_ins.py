@@ -53,7 +53,12 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         if func not in self.packed.table:
             self.packed.require_unread(func, (args, kwargs))
-        return self.table.get(func, func)(*args, **(kwargs or {}))
+        out = self.table.get(func, func)(*args, **(kwargs or {}))
+        if isinstance(func, torch._ops.HigherOrderOperator) and not torch.is_grad_enabled():
+            # torch.export forgets a no_grad region around what has graphs of its own.
+            detach = torch.Tensor.detach
+            return torch.utils._pytree.tree_map_only(torch.Tensor, detach, out)
+        return out
 
 
 @contextlib.contextmanager
