@@ -1,23 +1,21 @@
-"""A pytest plugin: writes each test's end, as it comes, to the file of FZERO_TESTS_REPORT."""
+"""A pytest plugin: appends each test's end, as it comes, to the file of FZERO_TESTS_REPORT."""
 
 from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 
-_seen: dict[str, str] = {}
+# A worker's reports reach the process that started it, which writes them.
+_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Keeps why a test failed; the empty string where it passed."""
-    if report.skipped:
+    """Says why a test failed; the empty string where it passed."""
+    if _WORKER or report.skipped or (report.passed and report.when != "call"):
         return
-    if report.failed:
-        crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", "")
-        _seen[report.nodeid] = str(crash or report.longrepr)[-600:] or "failed"
-    elif report.when == "call":
-        _seen.setdefault(report.nodeid, "")
-    Path(os.environ["FZERO_TESTS_REPORT"]).write_text(json.dumps(_seen))
+    crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", "")
+    why = (str(crash or report.longrepr)[-600:] or "failed") if report.failed else ""
+    with open(os.environ["FZERO_TESTS_REPORT"], "a") as file:
+        file.write(json.dumps([report.nodeid, why]) + "\n")
