@@ -88,6 +88,19 @@ def run_equation(equation: Any, values: Sequence[Any], scope: Sequence[Any]) -> 
     return list(out) if equation.primitive.multiple_results else [out]
 
 
+def scan_operands(equation: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """What of a scan's operands (or of as many other values) is constant, carried, and cut in rows.
+
+    Their numbers stood in `num_consts` and `num_carry` up to jax 0.10, and in `ft_in` since.
+    """
+    params = equation.params
+    if "ft_in" in params:
+        consts, carry, rows = params["ft_in"].update(values).unpack()
+        return list(consts), list(carry), list(rows)
+    first, second = params["num_consts"], params["num_consts"] + params["num_carry"]
+    return list(values[:first]), list(values[first:second]), list(values[second:])
+
+
 @contextmanager
 def standing(equation: Any, scope: Sequence[Any] = ()) -> Iterator[None]:
     """Where an equation stood and its settings, for what is traced in its place.

@@ -40,7 +40,7 @@ PARTS = (
     Part("torch", "check", "checks:losses", "losses beside torch in fp32, bf16, fp16", 60, GROWING),
     Part("attention", "check", "checks:attention", "cuDNN's attention against products", 60),
     Part("tiers", "check", "checks:tiers", "parked and streamed states train alike", 60),
-    Part("encode", "check", "checks:encoding", "8-bit blocks: the same bits as on the CPU", 10),
+    Part("encode", "check", "checks:encoding", "8-bit blocks: as on the CPU, but for ties", 10),
     Part("float8", "check", "narrow:products", "products in 8 bits beside the CPU's", 20),
     Part("bits", "check", "checks:deterministic", "deterministic plans: the same bits twice", 20),
     Part("memory", "check", "memory:plans", "peaks beside preflight's", 110, ALONE),

@@ -31,7 +31,9 @@ GROUPS = {
 }  # fmt: skip
 TINY = {"tree": ("tests/test_tree.py",)}
 # What a test says that has too few devices.
-MORE_DEVICES = ("devices", "jax_num_cpu_devices", "out of range")
+MORE_DEVICES = (
+    "devices", "jax_num_cpu_devices", "out of range", "array of size 1", "divide data=1",
+)  # fmt: skip
 # A group that takes longer is cut: what has ended by then is kept.
 SECONDS = 230
 # A program for a GPU takes seconds of one core to compile, and next to nothing to run.
@@ -52,6 +54,8 @@ def _group(paths: tuple[str, ...]) -> dict[str, Any]:
         environment = {
             **os.environ, "FZERO_TESTS_REPORT": str(out), "PYTHONDONTWRITEBYTECODE": "1",
             "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cuda,cpu"),
+            # As the CPU multiplies, which most of these tests compare with.
+            "JAX_DEFAULT_MATMUL_PRECISION": "highest",
             # Trying out kernels takes longer than all that these tests compute.
             "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0",
         }  # fmt: skip

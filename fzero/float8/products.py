@@ -132,9 +132,8 @@ class _MarkedRun:
             with compat.standing(equation):
                 return again(*values), none
         if kind == "scan":
-            num = params["num_consts"] + params["num_carry"]
-            carry = [None] * params["num_carry"]
-            inner = [*marks[: params["num_consts"]], *carry, *marks[num:]]
+            consts, carry, rows = compat.scan_operands(equation, marks)
+            inner = [*consts, *([None] * len(carry)), *rows]
             body = params["jaxpr"]
             traced = jax.make_jaxpr(
                 lambda *args: self.program(body.jaxpr, body.consts, args, inner)[0]

@@ -1,12 +1,14 @@
 """Rates of a device, measured once: what `fzero preflight --rates FILE` takes.
 
 Nothing here knows models. Each measurement is one small program, timed as the median of several
-runs of so many calls in a row that starting them does not count.
+runs of many calls in a row. A program has so much to do that the device, not the host that starts
+it, is what is timed: an H200 multiplies 512 x 512 in a microsecond, and a call takes fifty.
 """
 
 from __future__ import annotations
 
 import datetime
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -32,6 +34,7 @@ class Effort:
         sides: of square matmuls, in elements.
         mib: of arrays that are copied or added.
         attention: batch, positions, heads and their width.
+        flops: that a program of products has at least, up to `_LINKS` of them.
         seconds: what one measurement takes about.
         repeats: runs that each median is of.
     """
@@ -39,12 +42,15 @@ class Effort:
     sides: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     mib: int = 512
     attention: tuple[int, int, int, int] = (2, 4096, 16, 128)
+    flops: float = 2e11
     seconds: float = 0.2
     repeats: int = 5
 
 
 # What a CPU, or a trial of the code, can do in a second or two.
-SMALL = Effort((64, 256), 8, (1, 128, 2, 32), 0.02, 3)
+SMALL = Effort((64, 256), 8, (1, 128, 2, 32), 1e7, 0.02, 3)
+# Products in one program: more of them take long to compile.
+_LINKS = 256
 
 _PRECISIONS = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 
@@ -163,14 +169,28 @@ def kind_of(device: Any) -> str:
 
 
 def _matmuls(effort: Effort) -> dict[str, float]:
-    """FLOP/s of square matmuls of random numbers (of zeros a chip is faster)."""
+    """FLOP/s of square matmuls of random numbers (of zeros a chip is faster), one after another."""
     found = {}
     for name, dtype in _PRECISIONS.items():
         for side in effort.sides:
             a, b = jax.random.normal(jax.random.key(0), (2, side, side), dtype)
-            seconds = _seconds(jax.jit(jnp.matmul), (a, b), effort)
+            links = min(_LINKS, math.ceil(effort.flops / (2 * side**3)))
+            # The deviation of each product's elements stays that of b's.
+            seconds = _seconds(_chain(links), (a / side**0.5, b), effort) / links
             found[f"matmul {name}/{side}"] = 2 * side**3 / seconds
     return found
+
+
+def _chain(links: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """So many products, each of the one before: a kernel each."""
+
+    @jax.jit
+    def run(a: jax.Array, b: jax.Array) -> jax.Array:
+        for _ in range(links):
+            b = a @ b
+        return b
+
+    return run
 
 
 def _narrow_matmuls(effort: Effort) -> dict[str, float]:
@@ -217,17 +237,10 @@ def _memory(effort: Effort, device: Any) -> dict[str, float]:
 def _launch(effort: Effort) -> float:
     """Seconds that a kernel takes in a program when it has next to nothing to do."""
 
-    def chain(count: int) -> float:
-        @jax.jit
-        def run(x: jax.Array) -> jax.Array:
-            for _ in range(count):
-                x = jnp.sin(x @ x)  # one matmul, one fusion
-            return x
-
-        return _seconds(run, (jnp.eye(32) / 32,), effort)
-
-    few, many = 16, 64
-    return max(chain(many) - chain(few), 0.0) / (many - few) / 2
+    a = jnp.eye(32)
+    few, many = (_LINKS // 2, 2 * _LINKS) if effort.flops > SMALL.flops else (16, 64)
+    times = [_seconds(_chain(links), (a, a), effort) for links in (few, many)]
+    return max(times[1] - times[0], 0.0) / (many - few)
 
 
 def _seconds(run: Callable[..., Any], args: tuple[Any, ...], effort: Effort) -> float:

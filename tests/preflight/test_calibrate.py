@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 
 import jax
@@ -16,8 +17,10 @@ from fzero.cli import app
 from fzero.preflight.calibrate import (
     SMALL,
     Calibration,
+    Effort,
     _attention,
     _launch,
+    _matmuls,
     _memory,
     _narrow_matmuls,
     calibrate,
@@ -87,16 +90,33 @@ def test_products_in_8_bits_are_measured_with_both_kinds_of_sums():
 
 
 def test_what_a_measurement_counts(monkeypatch):
-    """By clocks of our own: elementwise work reads and writes, a launch is one of two kernels."""
-    clock = iter([1.0, 2.0, 4.0, 0.97, 0.01, 1.0])
+    """By clocks of our own: elementwise work reads and writes, a launch is what one link adds."""
+    clock = iter([1.0, 2.0, 4.0, 0.01, 0.97, 1.0])
     monkeypatch.setitem(_memory.__globals__, "_seconds", lambda *_: next(clock))
     size = SMALL.mib * 2**20
     assert _memory(SMALL, jax.devices()[0]) == {
         "elementwise": 2 * size, "to host": size / 2, "from host": size / 4
     }  # fmt: skip
-    assert _launch(SMALL) == pytest.approx(0.01)  # of 64 steps less 16
+    assert _launch(SMALL) == pytest.approx(0.02)  # 64 links less 16
     # 2 products forwards, 5 backwards, of half the square.
     assert _attention(SMALL) == 7 * 2 * (1 * 2) * (128 * 128 / 2) * 32
+
+
+def test_a_program_of_products_has_enough_of_them_to_be_timed(monkeypatch):
+    """On a GPU a call costs more than a product of 512 x 512."""
+    links = []
+
+    def seconds(run, args, _):
+        text = run.lower(*args).as_text()
+        links.append(text.count("stablehlo.dot_general"))
+        return 1.0
+
+    monkeypatch.setitem(_matmuls.__globals__, "_seconds", seconds)
+    found = _matmuls(SMALL)
+    assert links == 3 * [math.ceil(SMALL.flops / (2 * 64**3)), 1]
+    assert found["matmul bf16/64"] == links[0] * 2 * 64**3
+    many = Effort((64,), flops=1e12)
+    assert _matmuls(many)["matmul fp32/64"] == 256 * 2 * 64**3
 
 
 @pytest.mark.parametrize(

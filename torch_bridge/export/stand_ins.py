@@ -201,7 +201,7 @@ def _reduced(loss: torch.Tensor, reduction: str) -> torch.Tensor:
     return loss.mean() if reduction == "mean" else loss.sum()
 
 
-@_instead_of(F.linear_cross_entropy)
+@_instead_of(*([F.linear_cross_entropy] if hasattr(F, "linear_cross_entropy") else []))
 def _linear_cross_entropy(
     input: torch.Tensor, linear_weight: torch.Tensor, target: torch.Tensor, *,
     linear_bias: Any = None, ignore_index: int | None = None, options: Any = None, **kwargs: Any,
