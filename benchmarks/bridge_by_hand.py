@@ -52,10 +52,17 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def fused(q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool) -> jax.Array:
-    """cuDNN's attention over (B, H, T, E)."""
-    turned = (x.swapaxes(1, 2) for x in (q, k, v))
-    out = jax.nn.dot_product_attention(*turned, is_causal=is_causal, implementation="cudnn")
-    return out.swapaxes(1, 2)
+    """cuDNN's attention over (B, H, T, E); jax refuses odd T, so one more key that is not seen."""
+    length = q.shape[2]
+    turned = [x.swapaxes(1, 2) for x in (q, k, v)]
+    seen = None
+    if length % 2:
+        turned = [jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in turned]
+        seen = jnp.full((q.shape[0],), length, jnp.int32)
+    out = jax.nn.dot_product_attention(
+        *turned, is_causal=is_causal, key_value_seq_lengths=seen, implementation="cudnn"
+    )
+    return out[:, :length].swapaxes(1, 2)
 
 
 def heads(x: jax.Array, count: int) -> jax.Array:

@@ -81,6 +81,11 @@ def attention(tiny: bool) -> dict[str, Row]:
         for name, given in packings.items()
         for dtype in ("bfloat16", "float32")
     }
+    # As a ViT has: of these jax refuses the gradients.
+    own |= {
+        f"fz.attention of 197, {name}": functools.partial(_own_attention, given, 197, "bfloat16")
+        for name, given in (("both ways", {}), ("causal", {"causal": True}))
+    }
     return own | {
         f"{mask}, {heads} heads of {kv}, {dtype}, {width}": functools.partial(
             _attention, dict(given), (2, length, heads, width), kv, dtype

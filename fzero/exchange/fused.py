@@ -54,6 +54,8 @@ def fused_attention(
         return None  # cuDNN does not say which corner it counts from, and has windows backwards
     near = None if window is None else (window, 0)
     axes, length = free_axes(), q.shape[1]
+    # (jax (0.11.2) refuses odd lengths where gradients are taken: with a mask, as cuDNN does, and
+    # without one, where it takes its own placeholder for a mask. Only a trace of them says so.)
     if mask is not None:
         if q.dtype not in _TYPES or mask.dtype not in (bool, q.dtype, *_wider(q.dtype)):
             return None
@@ -61,10 +63,13 @@ def fused_attention(
             q, k, v, mask = _even(q, k, v, mask)
         elif length % (2 * axes[CONTEXT]) or k.shape[1] % 2:
             return None  # of odd lengths it has no gradients, which only a trace of those would say
+    keys = k.shape[1] if k.shape[1] % 2 and mask is None and not causal else None
+    if mask is None:
+        q, k, v = (_longer(x, x.shape[1] % 2) for x in (q, k, v))
     bias = None if mask is None else _bias(mask, q.dtype)
     if not can_fuse(q, k, v, causal=causal, window=near, bias=bias):
         return None
-    run, given = _kernel(causal, near, scale), (q, k, v) if bias is None else (q, k, v, bias)
+    run, given = _kernel(causal, near, scale, keys), (q, k, v) if bias is None else (q, k, v, bias)
     if axes:
         ways, rows = axes.get(TENSOR, 1), rows_axis(q.shape[0])
         heads = TENSOR if ways > 1 and not k.shape[2] % ways else None
@@ -78,7 +83,7 @@ def fused_attention(
         )  # fmt: skip
     out: jax.Array = run(*given)
     if mask is None:
-        return out
+        return out[:, :length]
     seen = jnp.any(mask if mask.dtype == bool else mask > -jnp.inf, axis=-1)
     out = jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], out, jnp.zeros((), out.dtype))
     return out[:, :length]
@@ -106,12 +111,13 @@ def _even(q: Any, k: Any, v: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
     if not more and not keys:
         return q, k, v, mask
 
-    def longer(x: Any, by: int) -> Any:
-        return jnp.pad(x, ((0, 0), (0, by), (0, 0), (0, 0)))
-
     unseen = False if mask.dtype == bool else -jnp.inf
     mask = jnp.pad(mask, ((0, 0), (0, 0), (0, more), (0, keys)), constant_values=unseen)
-    return longer(q, more), longer(k, keys), longer(v, keys), mask
+    return _longer(q, more), _longer(k, keys), _longer(v, keys), mask
+
+
+def _longer(x: Any, by: int) -> Any:
+    return jnp.pad(x, ((0, 0), (0, by), (0, 0), (0, 0))) if by else x
 
 
 def _bias(mask: jax.Array, dtype: Any) -> jax.Array:
@@ -149,12 +155,19 @@ def can_fuse(
     return True
 
 
-def _kernel(causal: bool, window: tuple[int, int] | None, scale: float) -> Any:
-    """Of queries, keys, values and perhaps what is added to scores."""
-    return partial(
-        jax.nn.dot_product_attention, scale=scale, is_causal=causal, local_window_size=window,
-        implementation="cudnn",
-    )  # fmt: skip
+def _kernel(
+    causal: bool, window: tuple[int, int] | None, scale: float, keys: int | None = None
+) -> Any:
+    """Of queries, keys, values and perhaps what is added to scores; of the first keys alone."""
+
+    def run(q: Any, k: Any, v: Any, *bias: Any) -> Any:
+        lengths = None if keys is None else jnp.full((q.shape[0],), keys, jnp.int32)
+        return jax.nn.dot_product_attention(
+            q, k, v, *bias, scale=scale, is_causal=causal, local_window_size=window,
+            key_value_seq_lengths=lengths, implementation="cudnn",
+        )  # fmt: skip
+
+    return run
 
 
 def block(

@@ -132,7 +132,7 @@ class Kernels:
             return 2 * results
         if i.opcode == _UPDATE:
             return 2 * sum(a.bytes for a in comp.get(i.operands[1]).arrays)
-        if i.opcode != "fusion":
+        if i.opcode not in ("fusion", "fusion-start"):  # from jax 0.11 on some are asynchronous
             return results + sum(a.bytes for a in comp.inputs(i))
         inner = self.module.computations[i.called("calls")]
         return _read(inner) + _written(inner)

@@ -27,11 +27,11 @@ _STEPS = "fzero_scaled"
 ELEMENTWISE = frozenset(
     """
     abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy
-    copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite
-    le lgamma log log1p logistic lt max min mul ne neg nextafter not optimization_barrier or pow
-    reduce_precision rem round rsqrt select_n sharding_constraint shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
-    xor
+    copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow
+    is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not one_minus_square
+    optimization_barrier or pow reduce_precision rem round rsqrt select_n sharding_constraint
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor
     """.split()  # noqa: SIM905
 )
 

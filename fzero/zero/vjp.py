@@ -7,7 +7,8 @@ is what lets ZeRO-3 drop a gathered layer after its forward pass, and a pipeline
 activations only.
 
 What else is kept is decided by whoever says so first: `jax.checkpoint` in the function itself, then
-the plan's policy, then everything but movement of data.
+the plan's policy. Where neither does, nothing that takes products or sums is computed again, and of
+the rest the fewest bytes are kept (`min_cut`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,19 @@ import numpy as np
 
 from fzero.errors import PlanError
 from fzero.float8.products import PRODUCT
-from fzero.programs.jaxprs import Program, Step, Var, has_checkpoint, needed, run_steps
+from fzero.programs.jaxprs import (
+    Program,
+    Step,
+    Var,
+    has_checkpoint,
+    is_elementwise,
+    needed,
+    read,
+    run_steps,
+)
 from fzero.quantized import widens
 from fzero.tree import PyTree
+from fzero.zero.min_cut import fewest_bytes
 
 
 Policy = Callable[..., Any]
@@ -107,7 +118,7 @@ class Pullback:
         leaves: what each of them is.
         known: those that are known arrays, with their index among these.
         residuals: the others that it reads, in order.
-        steps: how the others follow: movement of known arrays.
+        steps: how the others follow from both.
     """
 
     treedef: Any
@@ -157,7 +168,8 @@ def forward(
     def run(*primals: Any) -> Any:
         return jax.tree.unflatten(treedef, jaxpr_as_fun(traced)(*jax.tree.leaves(primals)))
 
-    if not has_checkpoint(traced.jaxpr):
+    says_itself = has_checkpoint(traced.jaxpr)
+    if not says_itself:
         # prevent_cse=False: what is recomputed and whether twice is up to the compiler.
         run = jax.checkpoint(run, policy=policy, prevent_cse=False)
 
@@ -168,16 +180,25 @@ def forward(
         return out, aux, leaves
 
     closed, shapes = jax.make_jaxpr(with_residuals, return_shape=True)(*primals)
-    flat = jaxpr_as_fun(closed)(*jax.tree.leaves(primals))
-    out, aux, pulled_back = jax.tree.unflatten(jax.tree.structure(shapes), flat)
     program = Program(closed.jaxpr, closed.consts)
     values = program.consts | dict(zip(program.inputs, jax.tree.leaves(primals), strict=True))
     index = {id(array): i for i, array in reversed(list(enumerate(known)))}
     marks = {var: index[id(value)] for var, value in values.items() if id(value) in index}
+    fewest = policy is keep_all_but_movement and not says_itself
+    if fewest:
+        # Step by step, for any value may be one to keep.
+        run_steps(program.steps, values)
+        flat = [read(values, x) for x in program.outputs]
+    else:
+        flat = jaxpr_as_fun(closed)(*jax.tree.leaves(primals))
+    out, aux, pulled_back = jax.tree.unflatten(jax.tree.structure(shapes), flat)
     leaves = program.outputs[len(flat) - len(pulled_back) :]
-    steps, reads = _movement(program, marks, leaves)
     # (A leaf of the backward pass may be a number that no array stands for.)
     values.update((x, y) for x, y in zip(leaves, pulled_back, strict=True) if isinstance(x, Var))
+    steps, reads = _movement(program, marks, leaves)
+    if fewest:
+        free = [var for var in reads if var in marks]
+        steps, reads = _from_fewest(program, marks, free, leaves)
     residuals = tuple(var for var in reads if var not in marks)
     marks = {var: i for var, i in marks.items() if var in reads}
     pullback = Pullback(pulled[-1], tuple(leaves), marks, residuals, steps)
@@ -209,6 +230,34 @@ def _movement(
     made = {var for step in steps for var in step.results}
     reads = [x for step in steps for x in step.reads()] + outputs
     return steps, list(dict.fromkeys(x for x in reads if x not in made))
+
+
+def _from_fewest(
+    program: Program, known: Collection[Var], free: Collection[Var], wanted: Sequence[Any]
+) -> tuple[tuple[Step, ...], list[Var]]:
+    """How values follow from the fewest bytes: the operations, and what they and values read."""
+    outputs = list(dict.fromkeys(x for x in wanted if isinstance(x, Var)))
+    reads = fewest_bytes(program.steps, outputs, known, free, _is_cheap)
+    behind, steps = set(reads), []
+    wanted_ = set(outputs) - behind
+    for step in reversed(program.steps):
+        if not wanted_.isdisjoint(step.results):
+            steps.append(step)
+            wanted_.update(x for x in step.reads() if x not in behind)
+    return tuple(reversed(steps)), reads
+
+
+def _is_cheap(step: Step) -> bool:
+    """Whether an operation is cheaper to do again than to keep: elementwise, or movement."""
+    if _is_movement(step):
+        return True
+    equation = step.equation
+    if equation is None or equation.effects:
+        return False
+    name, read = equation.primitive.name, equation.invars
+    if not read:
+        return bool(name == "iota")
+    return is_elementwise(name, read[0].aval.shape, equation.outvars[0].aval.shape)
 
 
 def _is_movement(step: Step) -> bool:

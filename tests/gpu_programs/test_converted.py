@@ -199,6 +199,22 @@ def test_a_mixtral_s_tokens_travel_and_its_experts_stay():
     assert '"__cudnn$fmhaSoftmax"' in read.text
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_of_odd_lengths_is_fused_forwards_and_back(causal):
+    """As a ViT's 197 places: jax refuses their gradients, and its forward pass says nothing."""
+
+    def loss(params, buffers, batch, rng, train):
+        x = batch["x"] @ params["w"]
+        return fz.attention(x, x, x, causal=causal).astype("float32").sum(), buffers, {}
+
+    model = fz.Model(lambda rng: ({"w": np.zeros((64, 64), np.float32)}, {}), loss)
+    batch = {"x": jax.ShapeDtypeStruct((2, 197, HEADS, 64), np.float32)}
+    read = compiled(model, fz.Plan(zero=0, precision="bf16", data=1), batch, "h200:1")
+    for name in ("fmhaSoftmax", "fmhaSoftmaxBackward"):
+        assert f'custom_call_target="__cudnn${name}"' in read.text
+    assert not re.findall(r"= \w+\[(?:\d+,)*19[78],19[78]\]", read.text), "scores"
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("rows", ["packed", "padded"])
 def test_rows_of_documents_and_padded_rows_are_fused(rows):

@@ -103,6 +103,17 @@ def test_a_loop_over_a_stack_reads_and_writes_rows_not_the_stack():
     assert work.likely_seconds == pytest.approx(2 * work.best_seconds)
 
 
+def test_a_fusion_that_runs_beside_others_moves_the_same_bytes():
+    """jax 0.11 starts some and waits for them; what they wait with is no other kernel."""
+    plain = "%b = f32[10,64]{1,0} fusion(%x, %a, %i), kind=kLoop, calls=%write"
+    shapes = "((f32[10,64]{1,0}, f32[1,64]{1,0}, s32[]), f32[10,64]{1,0}, u32[])"
+    began = f"%began = {shapes} fusion-start(%x, %a, %i), kind=kLoop, calls=%write"
+    ended = "%b = f32[10,64]{1,0} fusion-done(%began)"
+    assert plain in LOOP
+    found = kernels(LOOP.replace(plain, f"{began}\n  {ended}")).total()
+    assert found == kernels(LOOP).total()
+
+
 def test_a_kernel_takes_the_longer_of_its_flops_and_its_bytes():
     work = kernels(LINKS).total()
     dot, negate = 2 * 8**3, 2 * 4000 * 4

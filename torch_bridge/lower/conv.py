@@ -153,17 +153,23 @@ def _transposed(
         (d * (k - 1) - p, d * (k - 1) - p + extra)
         for k, p, d, extra in zip(kernel, padding, dilation, output_padding, strict=True)
     ]
-    return jax.lax.conv_general_dilated(
-        x,
-        w,
-        (1,) * dims,
-        edges,
-        lhs_dilation=stride,
-        rhs_dilation=dilation,
-        feature_group_count=groups,
-        dimension_numbers=_layout(dims),
-        preferred_element_type=dtype,
-    )
+    # Of three dims XLA gives cuDNN (jax 0.11.2, cuDNN 9.19) shapes that it refuses for groups.
+    parts = groups if dims == 3 else 1
+    found = [
+        jax.lax.conv_general_dilated(
+            own,
+            kernels,
+            (1,) * dims,
+            edges,
+            lhs_dilation=stride,
+            rhs_dilation=dilation,
+            feature_group_count=groups // parts,
+            dimension_numbers=_layout(dims),
+            preferred_element_type=dtype,
+        )
+        for own, kernels in zip(jnp.split(x, parts, axis=-1), jnp.split(w, parts), strict=True)
+    ]
+    return jnp.concatenate(found, axis=-1)
 
 
 for _dims in (1, 2, 3):
