@@ -64,9 +64,6 @@ def deterministic_options(plan: Plan, platform: str) -> CompilerOptions:
         "xla_gpu_deterministic_ops": True,
         # Kernels that are picked by timing them differ from run to run, and so does their rounding.
         "xla_gpu_autotune_level": 0,
-        # Products by cuBLAS alone: where Triton's are among the choices, jax 0.11.2 ends with
-        # "raw_hash_map<>::at" when a bf16 step with attention runs on an H200.
-        "xla_gpu_enable_triton_gemm": False,
     }
 
 

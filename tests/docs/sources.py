@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import float8_curves, large_models, published
+from benchmarks.on_gpu import table as gpu_table
 from fzero.preflight.rates import default_rates
 from fzero.preflight.topology import parse
 
@@ -293,8 +294,26 @@ SAID += [
 
 # Page: what was not measured. Bounds stand beside the test that holds them, settings beside what
 # they set, arithmetic with its formula.
+on_gpu = read("gpu")
+first = [on_gpu["before"][name] for name in gpu_table.FIGURES]
+measured = [on_gpu["parts"][name]["rows"]["step"] for name in gpu_table.FIGURES]
+foretold = [
+    [row["predicted"][key] / row["seconds_a_step"]["fzero"] for row in measured]
+    for key in ("likely_with_rates_s", "likely_s")
+]
+SAID += [
+    ("docs/gpu.md", "took {:.1f} and {:.1f} ms, at peaks of {:.1f} and {:.1f} GiB",
+     *(1e3 * row["fzero_s"] for row in first), *(row["peak_bytes"] / GIB for row in first)),
+    ("docs/gpu.md", "({:.2f} and {:.2f} of it)", *foretold[0]),
+    ("docs/gpu.md", "it is {:.2f} and {:.2f}.", *foretold[1]),
+]  # fmt: skip
 GIVEN: dict[str, tuple[str, ...]] = {
     "README.md": ("Python >= 3.11",),
+    "docs/gpu.md": (
+        "(jax 0.11.2, torch 2.11.0, 2026-11-27;",
+        "The goals are 1.0 of the step by hand and 1.1 of torch.compile", "under torch 2.11;",
+        "moves of 12 GiB",
+    ),
     "benchmarks/README.md": (
         "a 95 % bootstrap interval; the goal is at most 1.03.",
         "quiet, 256 MiB)", "leaves of 4 MiB are faster", "requests of 4 MiB in flight",

@@ -12,6 +12,7 @@ from sources import GIVEN, RESULTS, SAID, pages, read
 
 from benchmarks import divided, divided_models, gathered_lazily, published
 from benchmarks import pages as large
+from benchmarks.on_gpu import table as gpu_table
 from tests.multiprocess import kills
 
 
@@ -41,6 +42,10 @@ MADE: dict[str, tuple[str, Callable[[], str]]] = {
     "benchmarks.divided_models": (
         "docs/axes.md", lambda: divided_models.table(read("divided_models")),
     ),
+    **{
+        f"benchmarks.on_gpu.table: {name}": ("docs/gpu.md", lambda make=make: make(read("gpu")))
+        for name, make in (("figures", gpu_table.figures), ("checks", gpu_table.checks))
+    },
     **{
         f"benchmarks.divided: {name}": ("docs/axes.md", lambda rows=rows: divided.table(rows))
         for name, rows in read("divided").items()
