@@ -70,7 +70,7 @@ def fewest_bytes(
     for var, at in nodes.items():
         step = makers.get(var)
         if var not in known and step is not None and is_cheap(step):
-            edges.extend((nodes[x] + 1, at, -1) for x in step.reads())
+            edges.extend((nodes[x] + 1, at, -1) for x in dict.fromkeys(step.reads()))
     cut = _cut(edges, 2 + 2 * len(nodes))
     order = {var: i for i, var in enumerate(makers)}
     return sorted(

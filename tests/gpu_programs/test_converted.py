@@ -204,7 +204,7 @@ def test_attention_of_odd_lengths_is_fused_forwards_and_back(causal):
     """As a ViT's 197 places: jax refuses their gradients, and its forward pass says nothing."""
 
     def loss(params, buffers, batch, rng, train):
-        x = batch["x"] @ params["w"]
+        x = batch["x"].astype(params["w"].dtype) @ params["w"]
         return fz.attention(x, x, x, causal=causal).astype("float32").sum(), buffers, {}
 
     model = fz.Model(lambda rng: ({"w": np.zeros((64, 64), np.float32)}, {}), loss)
