@@ -69,9 +69,10 @@ class Plan(Boxed):
             GPUs that is `none`, else `dots`, else `layer`, chosen with the batch's shapes by what
             the devices' memory has room for; on CPUs `layer`. (So plans that divide a state
             otherwise may choose otherwise, and round otherwise: say it where bits are compared.)
-            `layer`: of a `Stack`, only each layer's input;
-            `offload`: the same, in host memory; both keep everything but casts and reshapes of
-            other layers and of a plain model, as `none` does of all. `dots`, or a policy such as
+            `none`: no product and no sum is computed again; what follows from them element by
+            element is, wherever fewer bytes are kept so. `layer`: of a `Stack`, only each layer's
+            input; `offload`: the same, in host memory; both keep everything but casts and reshapes
+            of other layers and of a plain model. `dots`, or a policy such as
             `jax.checkpoint_policies.dots_saveable`: what it names, of stacks (beside each layer's
             input), layers and plain models alike. A function that calls `jax.checkpoint` (flax:
             `nn.remat`) itself keeps what that says. Gathered weights are never kept. In JSON, a

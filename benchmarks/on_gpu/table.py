@@ -26,8 +26,8 @@ CHECKS = {
 def figures(found: Any) -> str:
     """Steps beside their peers: ratios of medians, in one process, in turns."""
     lines = [
-        "| model | ms a step | by hand in JAX | torch.compile | torch eager | MFU | peak GiB | torch's"
-        " | *likely* / measured | peak / said |",
+        "| model | ms a step | by hand in JAX | torch.compile | torch eager | MFU | peak GiB"
+        " | torch's | *likely* / measured | peak / said |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, what in FIGURES.items():

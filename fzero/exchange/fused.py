@@ -10,7 +10,6 @@ call the same kernels by their names in XLA.
 from __future__ import annotations
 
 import json
-from functools import partial
 from typing import Any
 
 import jax

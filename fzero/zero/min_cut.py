@@ -43,8 +43,8 @@ def fewest_bytes(
     Returns:
         The values to start from, known ones among them, in the order of the program.
 
-    Source: Ford and Fulkerson, "Maximal Flow through a Network" (1956); the same question is asked of
-    a training step by the partitioner of torch.compile.
+    Source: Ford and Fulkerson, "Maximal Flow through a Network" (1956); torch.compile's partitioner
+    asks the same of a training step.
     """
     if not wanted:
         return []

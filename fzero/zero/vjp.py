@@ -7,8 +7,8 @@ is what lets ZeRO-3 drop a gathered layer after its forward pass, and a pipeline
 activations only.
 
 What else is kept is decided by whoever says so first: `jax.checkpoint` in the function itself, then
-the plan's policy. Where neither does, nothing that takes products or sums is computed again, and of
-the rest the fewest bytes are kept (`min_cut`).
+the plan's policy, then everything but movement of data. Where the plan says `none`, no product and
+no sum is computed again, and of what follows from them the fewest bytes are kept (`min_cut`).
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ def keep_all_but_movement(prim: Any, *_: Any, **params: Any) -> bool:
     return prim.name not in _MOVEMENT and not widens(prim, params)
 
 
+def keep_fewest(prim: Any, *_: Any, **params: Any) -> bool:
+    """The same to `jax.checkpoint`; then `forward` keeps the fewest bytes from which it follows."""
+    return keep_all_but_movement(prim, **params)
+
+
 def _keep_dots(prim: Any, *args: Any, **params: Any) -> Any:
     """Checkpoint policy: keep products with weights, in 8 bits too."""
     if prim.name == "name":
@@ -73,9 +78,7 @@ def remat_policy(remat: str | Policy | None) -> Policy:
             f"plan: remat={remat!r} is the name of a function, as JSON keeps it; a step needs the"
             " function itself: plan.replace(remat=policy)"
         )
-    if remat == "dots":
-        return _keep_dots
-    return keep_all_but_movement
+    return {"dots": _keep_dots, "none": keep_fewest}.get(remat or "", keep_all_but_movement)
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,7 @@ def forward(
     values = program.consts | dict(zip(program.inputs, jax.tree.leaves(primals), strict=True))
     index = {id(array): i for i, array in reversed(list(enumerate(known)))}
     marks = {var: index[id(value)] for var, value in values.items() if id(value) in index}
-    fewest = policy is keep_all_but_movement and not says_itself
+    fewest = policy is keep_fewest and not says_itself
     if fewest:
         # Step by step, for any value may be one to keep.
         run_steps(program.steps, values)

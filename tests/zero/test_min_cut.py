@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fzero.programs.jaxprs import Step, Var
 from fzero.zero.min_cut import fewest_bytes
-from fzero.zero.vjp import forward
+from fzero.zero.vjp import forward, keep_fewest
 
 
 def var(size):
@@ -97,7 +97,7 @@ def test_a_layer_norm_keeps_its_input_and_what_it_summed(dtype):
     p = {"scale": jnp.asarray(rng.standard_normal(64), jnp.float32), "bias": jnp.ones(64),
          "w": jnp.asarray(rng.standard_normal((64, 8)), dtype)}  # fmt: skip
     x = jnp.asarray(rng.standard_normal((32, 64)), dtype)
-    y, _, pullback, kept = forward(norm, (p, x), jax.tree.leaves(p))
+    y, _, pullback, kept = forward(norm, (p, x), jax.tree.leaves(p), keep_fewest)
     wide = [leaf for leaf in kept if leaf.size == x.size]
     assert [leaf.dtype for leaf in wide] == [dtype]
     assert sum(leaf.nbytes for leaf in kept) <= x.nbytes + 4 * 2 * 4 * 32

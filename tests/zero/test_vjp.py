@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fzero.zero.vjp import Floats, forward, keep_all_but_movement, remat_policy
+from fzero.zero.vjp import Floats, forward, keep_all_but_movement, keep_fewest, remat_policy
 
 
 def weights(seed=0, rows=12, columns=20):
@@ -61,12 +61,13 @@ def is_weight_sized(leaf):
     return leaf.size in (12 * 20, 12 * 10)
 
 
+@pytest.mark.parametrize("policy", [keep_all_but_movement, keep_fewest])
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda f: f.__name__)
-def test_no_weight_is_kept_in_any_disguise(layer):
+def test_no_weight_is_kept_in_any_disguise(layer, policy):
     """Neither itself nor its transpose, cast or pieces: activations only."""
     p = weights()
     known = jax.tree.leaves(p)
-    _, _, pullback, kept = forward(layer, (p, X), known)
+    _, _, pullback, kept = forward(layer, (p, X), known, policy)
     assert [leaf.shape for leaf in kept if is_weight_sized(leaf)] == []
     assert not any(leaf is weight for leaf in kept for weight in known)
     assert pullback.reads
@@ -130,11 +131,12 @@ def test_without_known_arrays_weights_would_be_kept():
     assert pullback.reads == []
 
 
+@pytest.mark.parametrize("policy", [keep_all_but_movement, keep_fewest])
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda f: f.__name__)
-def test_pullback_equals_vjp_with_the_same_weights(layer):
+def test_pullback_equals_vjp_with_the_same_weights(layer, policy):
     p = weights()
     known = jax.tree.leaves(p)
-    out, _, pullback, kept = forward(layer, (p, X), known)
+    out, _, pullback, kept = forward(layer, (p, X), known, policy)
     want, pull, _ = jax.vjp(layer, p, X, has_aux=True)
     np.testing.assert_array_equal(out, want)
     got = pullback.run(kept, [jnp.array(leaf, copy=True) for leaf in known], BACK)
@@ -143,15 +145,16 @@ def test_pullback_equals_vjp_with_the_same_weights(layer):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("policy", [keep_all_but_movement, keep_fewest])
 @pytest.mark.parametrize("layer", [plain, transposed, reshaped], ids=lambda f: f.__name__)
-def test_pullback_reads_the_weights_it_is_given(layer):
+def test_pullback_reads_the_weights_it_is_given(layer, policy):
     """Other weights in the backward pass give what `jax.vjp` gives with their values there.
 
     The layer is linear in its weights before tanh, so that the gradient of the input is the
     cotangent before tanh times the new matrix.
     """
     p, other = weights(), weights(seed=5)
-    _, _, pullback, kept = forward(layer, (p, X), jax.tree.leaves(p))
+    _, _, pullback, kept = forward(layer, (p, X), jax.tree.leaves(p), policy)
     dp, dx = pullback.run(kept, jax.tree.leaves(other), BACK)
     inner = X @ p["w"] + p["b"]
     slope = BACK * (1 - jnp.tanh(inner) ** 2)
@@ -213,7 +216,8 @@ def test_dots_policy_keeps_products_and_nothing_of_the_weights():
     known = [*jax.tree.leaves(p), X]
     _, _, _, kept = forward(plain, (p, X), known, remat_policy("dots"))
     assert [leaf.shape for leaf in kept] == [(3, 20)]
-    assert remat_policy("none") is keep_all_but_movement
+    assert remat_policy("none") is keep_fewest
+    assert remat_policy("layer") is remat_policy(None) is keep_all_but_movement
 
 
 class TestFloats:
