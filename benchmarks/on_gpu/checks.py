@@ -98,10 +98,9 @@ def attention(tiny: bool) -> dict[str, Row]:
             _attention, dict(given), (2, length, heads, width), kv, dtype
         )
         for mask, given in masks.items()
-        for heads, kv in ((4, 4), (8, 2))
+        for heads, kv, width in ((4, 4, 32 if tiny else 64), (8, 2, 32 if tiny else 128))
         # CPUs multiply no float16.
         for dtype in (("bfloat16",) if tiny else ("bfloat16", "float16"))
-        for width in ((32,) if tiny else (64, 128))
     }
 
 

@@ -162,6 +162,8 @@ def compare(make: Callable[[], Any], tiny: bool) -> dict[str, Any]:
     median = {name: float(np.median(own)) for name, own in times.items()}
     count = int(np.prod(next(iter(case.batch.values())).shape[: 2 if "ids" in case.batch else 1]))
     flops = model_flops(model, PLAN, Inputs.of(_shapes(case)).rows, 1)
+    device_kind = f"{kind_of(jax.devices()[0])}:1"
+    said = fz.preflight(model, cases.adamw(), PLAN, _shapes(case), device_kind)
     # torch.compile goes on with what torch's first step left.
     same = [name for name in runs if name != "torch.compile"]
     gaps = [abs(first[name]["loss"] / first["fzero"]["loss"] - 1) for name in same]
@@ -173,6 +175,9 @@ def compare(make: Callable[[], Any], tiny: bool) -> dict[str, Any]:
         "fzero_is_faster_by": {name: value / median["fzero"] for name, value in median.items()},
         "interval": {
             name: common.ratio_interval(own, times["fzero"]) for name, own in times.items()
+        },
+        "predicted": {
+            "likely_s": said.bounds.likely_seconds, "peak_bytes": said.memory.peak
         },
         "peak_bytes_fzero": memory,
         "peak_bytes_torch": torch.cuda.max_memory_allocated() if device == "cuda" else None,
