@@ -496,3 +496,25 @@ def test_init_again_traces_and_compiles_nothing():
     second = fz.init(model, TX, plan, rng=1)
     assert len(traced) == 1
     assert not np.array_equal(first.params["w"], second.params["w"])
+
+
+@pytest.mark.parametrize(
+    ("where", "path"), [("params", "params/none"), ("buffers", "buffers/none")]
+)
+def test_arrays_without_elements_are_refused_where_jaxlib_would_end(monkeypatch, where, path):
+    """Under jax 0.11, on several CPU devices; on one, and under 0.10, they train."""
+
+    def init(key):
+        trees = {"params": {"w": jnp.ones(3)}, "buffers": {"n": jnp.zeros(())}}
+        trees[where]["none"] = jnp.zeros((0, 8))
+        return trees["params"], trees["buffers"]
+
+    model = fz.Model(init, lambda p, b, batch, rng, train: (jnp.sum(p["w"]), b, {}))
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    with pytest.raises(
+        fz.StateError, match=rf"{path} has shape \(0, 8\).*segmentation.*jaxlib 0.10"
+    ):
+        fz.init(model, TX, fz.Plan(data=8))
+    fz.init(model, TX, fz.Plan(data=1))
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    fz.init(model, TX, fz.Plan(data=8))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,15 +149,15 @@ def _operand(env: dict[Any, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, Literal) else env[atom]
 
 
-def needed(steps: Sequence[Step], outputs: Iterable[Any]) -> set[int]:
-    """Which steps it takes to compute some outputs."""
-    wanted = {x for x in outputs if isinstance(x, Var)}
+def needed(steps: Sequence[Step], outputs: Iterable[Any], given: Collection[Var] = ()) -> set[int]:
+    """Which steps it takes to compute some outputs, where some values are there already."""
+    wanted = {x for x in outputs if isinstance(x, Var) and x not in given}
     found: set[int] = set()
     for index in range(len(steps) - 1, -1, -1):
         if wanted.isdisjoint(steps[index].results):
             continue
         found.add(index)
-        wanted.update(steps[index].reads())
+        wanted.update(x for x in steps[index].reads() if x not in given)
     return found
 
 

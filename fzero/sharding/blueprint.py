@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fzero.axes import DATA, PIPE, shared_over, zero_sizes
-from fzero.compat import abstract_mesh, ranks_mesh
+from fzero.compat import abstract_mesh, breaks_on_empty, ranks_mesh
 from fzero.errors import PlanError, StateError
 from fzero.links import Stack
 from fzero.loss_scaling import initial_loss_scale
@@ -315,7 +315,8 @@ def blueprint(
 
     Raises:
         PlanError: the plan does not fit the devices, or an argument is something else.
-        StateError: initial values share memory, or a parameter is not floating point.
+        StateError: initial values share memory, a parameter is not floating point, or an array has
+            no elements where this jaxlib would end the process.
     """
     require_in_order(model, plan)
     mesh = plan.mesh(devices)
@@ -331,11 +332,24 @@ def blueprint(
     except TypeError:  # an optimizer that is no tuple of functions need not be hashable
         known, key = {}, ()
     shapes = initial_shapes(model)
+    if breaks_on_empty(list(mesh.devices.flat)):
+        _require_elements(*shapes)
     held = model if callable(model.init) else model.with_init(shapes)
     blue = _blueprint(held, tx, plan, mesh, *shapes)
     blue = replace(blue, memory=device_memory(mesh.devices.flat))
     known[key] = blue
     return blue
+
+
+def _require_elements(params: PyTree, buffers: PyTree) -> None:
+    for name, tree in (("params", params), ("buffers", buffers)):
+        for path, leaf in named_leaves(tree):
+            if not leaf.size:
+                raise StateError(
+                    f"init: {name}/{path} has shape {tuple(leaf.shape)}, no elements: on several"
+                    f" CPU devices jaxlib {jax.__version__} ends with a segmentation fault when"
+                    " it compiles such a step; leave the array out, use one device, or jaxlib 0.10"
+                )
 
 
 def require_in_order(

@@ -241,13 +241,8 @@ def _from_fewest(
     """How values follow from the fewest bytes: the operations, and what they and values read."""
     outputs = list(dict.fromkeys(x for x in wanted if isinstance(x, Var)))
     reads = fewest_bytes(program.steps, outputs, known, free, _is_cheap)
-    behind, steps = set(reads), []
-    wanted_ = set(outputs) - behind
-    for step in reversed(program.steps):
-        if not wanted_.isdisjoint(step.results):
-            steps.append(step)
-            wanted_.update(x for x in step.reads() if x not in behind)
-    return tuple(reversed(steps)), reads
+    again = sorted(needed(program.steps, outputs, set(reads)))
+    return tuple(program.steps[i] for i in again), reads
 
 
 def _is_cheap(step: Step) -> bool:
@@ -257,10 +252,10 @@ def _is_cheap(step: Step) -> bool:
     equation = step.equation
     if equation is None or equation.effects:
         return False
-    name, read = equation.primitive.name, equation.invars
-    if not read:
+    name, operands = equation.primitive.name, equation.invars
+    if not operands:
         return bool(name == "iota")
-    return is_elementwise(name, read[0].aval.shape, equation.outvars[0].aval.shape)
+    return is_elementwise(name, operands[0].aval.shape, equation.outvars[0].aval.shape)
 
 
 def _is_movement(step: Step) -> bool:
