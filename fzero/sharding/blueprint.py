@@ -347,8 +347,8 @@ def _require_elements(params: PyTree, buffers: PyTree) -> None:
             if not leaf.size:
                 raise StateError(
                     f"init: {name}/{path} has shape {tuple(leaf.shape)}, no elements: on several"
-                    f" CPU devices jaxlib {jax.__version__} ends with a segmentation fault when"
-                    " it compiles such a step; leave the array out, use one device, or jaxlib 0.10"
+                    " CPU devices this jaxlib ends with a segmentation fault when it compiles such"
+                    " a step; leave the array out, use one device, or jaxlib 0.10"
                 )
 
 
