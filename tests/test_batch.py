@@ -263,3 +263,12 @@ def test_check_needs_no_step():
     check_batch(shapes, 8, 2)
     with pytest.raises(fz.BatchError, match="multiple of 32"):
         check_batch(shapes, 8, 4)
+
+
+def test_rows_of_processes_are_filled_up_to_what_a_step_takes(model):
+    """Devices and microbatches, as without a mask."""
+    layout = fz.layout(model, TX, PLAN)
+    rows = fz.local_batch(tiny.points(12), layout, mask="real")
+    assert (rows["x"].shape[0], int(rows["real"].sum())) == (layout.batch_multiple * 2, 12)
+    with pytest.raises(fz.BatchError, match="positive multiple of 8 rows from every process"):
+        fz.local_batch(tiny.points(12), layout)

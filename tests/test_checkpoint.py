@@ -407,6 +407,9 @@ def test_refusals(states, tmp_path):
     for keep in (0, "2", 1.5):
         with pytest.raises(fz.CheckpointError, match=f"keep={keep!r}: expected at least 1"):
             fz.save(tmp_path, states("zero 3"), plan, keep=keep)
+    ordered = states("zero 3").replace(rows=(("blocks", (2, 0, 1)),))
+    with pytest.raises(fz.CheckpointError, match="it is a pipeline's, the plan has none"):
+        fz.save(tmp_path, ordered, plan)
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(fz.CheckpointError, match="file"):

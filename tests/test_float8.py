@@ -71,6 +71,7 @@ def test_a_product_and_its_gradients_are_those_of_operands_in_8_bits(recipe):
         (lambda p, x: x @ x.T, (64, 48), False),  # scores are no product with a parameter
         (lambda p, x: x @ (p["w"] * 2), (64, 48), False),  # nor is what was computed from one
         (lambda p, x: x @ p["w"], (64, 40), False),  # no multiple of 16
+        (lambda p, x: x @ jnp.concatenate([p["w"], x.T], 1), (64, 48), False),  # or both
         (lambda p, x: x.astype(jnp.float32) @ p["w"].astype(jnp.float32), (64, 48), False),
     ],
 )

@@ -96,3 +96,14 @@ def test_no_two_places_draw_from_one_key():
     assert {**pipeline, "eval": []} == {**drawn, "eval": []}
     assert len(set(pipeline["eval"])) == len(pipeline["eval"])
     assert not set(pipeline["eval"]) & set(everything[: -len(drawn["eval"])])
+
+
+def test_each_device_predicts_with_draws_of_its_own():
+    def draw(p, batch, ctx):
+        return jax.random.uniform(ctx.rng, batch["x"].shape)
+
+    layer = fz.Layer("noise", lambda key: {"w": jnp.ones(2)}, draw)
+    model = fz.Sequential([layer], loss=lambda x, batch: jnp.sum(x))
+    plan = tiny.plan(zero=1, data=2)
+    found = fz.predict_step(model, plan)(fz.init(model, None, plan), {"x": np.ones((4, 2), "f")})
+    assert len(set(np.asarray(found).ravel().tolist())) == 8

@@ -236,6 +236,13 @@ def test_marks_say_which_checkpoints_are_whole(tmp_path):
     assert left == {("marks", "1"), ("marks", "4"), ("1", "parts"), ("4", "parts")}
 
 
+def test_a_checkpoint_is_whole_when_the_last_process_has_written(tmp_path):
+    marks = tmp_path / "marks" / str(objects.begin(str(tmp_path)))
+    for name, whole in (("meta", []), ("done-1-of-2", []), ("done-0-of-2", [0])):
+        (marks / name).write_text("{}")
+        assert objects.numbers(str(tmp_path)) == whole
+
+
 def test_a_process_that_cannot_write_its_part_tells_the_others(tmp_path, monkeypatch):
     """One that waits for it ends with its words; nobody waits for the time that a lost one has."""
     url, number = str(tmp_path), objects.begin(str(tmp_path))

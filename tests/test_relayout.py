@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from fzero.sharding import relayout as module
 from fzero.sharding.lazy import Stacked
 from fzero.sharding.relayout import Kept, _program, relayout
+from fzero.storage.scratch import aligned
 
 
 VALUE = np.arange(1.0, 13.0, dtype=np.float32).reshape(4, 3)
@@ -38,3 +40,20 @@ def test_rows_and_padding_go_where_they_belong(old, new):
 def test_of_stacked_layers_those_are_read_that_are_asked_for():
     stacked = Stacked(list(VALUE))
     np.testing.assert_array_equal(stacked.read((slice(1, 3), slice(0, 2))), VALUE[1:3, :2])
+
+
+def test_copies_of_a_leaf_share_no_memory(monkeypatch):
+    """jax's CPU devices take aligned memory as it is (jax#37830), and steps write into theirs."""
+    whole = module._shard
+
+    def shard(*given):
+        found = whole(*given)
+        memory = aligned(4096)[: found.nbytes].view(found.dtype).reshape(found.shape)
+        memory[...] = found
+        return memory
+
+    monkeypatch.setattr(module, "_shard", shard)
+    mesh = jax.make_mesh((4,), ("data",))
+    to = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    leaf = relayout(VALUE, WHOLE, WHOLE, jax.ShapeDtypeStruct((4, 3), np.float32, sharding=to))
+    assert len({x.data.unsafe_buffer_pointer() for x in leaf.addressable_shards}) == 4

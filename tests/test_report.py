@@ -142,6 +142,14 @@ def test_communication_follows_the_zero_paper_at_any_size(kwargs, passes):
     assert about.elements_communicated == passes * rows * 1000 * (num_devices - 1) // num_devices
 
 
+def test_a_backward_pass_in_halves_gathers_for_both():
+    def gathered(schedule):
+        plan = tiny.plan(zero=3, pipe=2, data=4, microbatches=2, schedule=schedule)
+        return fz.describe(plan, tiny.chain()).elements_gathered
+
+    assert gathered("zb_h1") * 2 == gathered("1f1b") * 3 > 0
+
+
 def test_hybrid_sharding_communicates_shards_between_groups():
     model = fz.Model(lambda rng: ({"w": jnp.zeros((8, 1000))}, {}), lambda *_: None)
     plan = fz.Plan(zero=2, replica=2, data=4, min_shard_bytes=0)
@@ -258,6 +266,16 @@ def test_placement_counts_the_arrays_themselves(tmp_path):
     # On disk what all devices hold is there once.
     parked = fz.placement(fz.offload(pending, "params", to="disk", path=tmp_path))
     assert parked.disk_bytes["params"] == 16 * 8 * 4 + 8 * 4
+
+
+def test_what_is_required_of_a_class_is_not_of_its_counters():
+    """Steps keep them at hand, wherever the plan parks the moments."""
+    model, tx = tiny.chain(), optax.adam(1e-2)
+    plan = tiny.plan(zero=3, data=4, tiers={"opt_state": "host"})
+    found = fz.placement(plan, model, tx).require(params="device", opt_state="host")
+    assert found.tiers["opt_state"] == ("device", "host")
+    with pytest.raises(fz.PlacementError, match=r"5 leaves .* params/blocks/b in device"):
+        found.require(params="host")
 
 
 def test_placement_of_a_consumed_state_names_the_step():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 
 import matplotlib.image
@@ -17,11 +17,13 @@ import pytest
 
 import fzero as fz
 from fzero import cli
+from fzero.offload.stream import Visit
 from fzero.pipeline import Cost, one_f_one_b, simulate
 from fzero.report.pages import render
+from fzero.runs import trace
 from fzero.runs.files import read_run
 from fzero.runs.pictures import CLASSES
-from fzero.runs.trace import Copy, chrome_trace
+from fzero.runs.trace import Copies, Copy, chrome_trace
 from fzero.schedule.kinds import COLOURS
 
 
@@ -197,6 +199,20 @@ def test_what_is_no_run_is_refused_by_name(tmp_path, capsys, make):
     assert not (path / "report.html").exists()
 
 
+def test_what_a_visit_made_has_left_when_its_successor_says_so(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(trace.time, "perf_counter", lambda: next(clock))
+    copies = Copies()
+    for visit in (Visit(0), Visit(1, 0)):
+        for event in ("fetch", "run", "leave", "gone"):
+            copies(event, visit)
+    there, back = "to the device, then run", "from the device"
+    assert copies.spans() == [
+        (there, "section 0", 0, 1), (back, "section 0", 2, 7),
+        (there, "section 1, slab 0", 4, 5), (back, "section 1, slab 0", 6, 7),
+    ]  # fmt: skip
+
+
 def test_a_trace_has_every_action_and_copy(tmp_path, capsys):
     run, target = write_run(tmp_path / "one"), tmp_path / "trace.json"
     assert report(capsys, run, "--trace", target)[0] == 0
@@ -236,7 +252,7 @@ def require_readable(events: list[dict]) -> None:
         else:
             arrows.setdefault(e["id"], []).append(e)
     for spans in threads.values():  # side by side: a viewer leaves out what overlaps
-        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
     for start, end in arrows.values():
         assert (start["ph"], end["ph"], end["bp"]) == ("s", "f", "e")
         assert (start["name"], start["cat"]) == (end["name"], end["cat"])

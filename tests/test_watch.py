@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import fzero as fz
-from fzero.hosts import doing, join, watch
+from fzero.hosts import channel, doing, join, watch
 from fzero.hosts.channel import Line, Server, connect
 
 
@@ -101,6 +101,16 @@ def test_lines_come_in_pieces():
         assert line.receive() == messages
     ends[1].close()
     assert line.receive() is None
+
+
+def test_a_line_without_an_end_is_none_of_ours(monkeypatch):
+    """Process 0 would keep whatever a stranger on its port sends."""
+    monkeypatch.setattr(channel, "MOST_BYTES", 8)
+    ends = socket.socketpair()
+    line = Line(ends[0])
+    for data, messages in ((b"x" * 9, []), (b"x", None)):
+        ends[1].sendall(data)
+        assert line.receive() == messages
 
 
 @pytest.mark.parametrize(

@@ -72,13 +72,16 @@ def test_the_hosts_devices_compute(apart, monkeypatch):
     plan = tiny.plan(zero=3, data=4, **ON_HOST)
     state, step = fz.init(MODEL, TX, plan, rng=0), fz.train_step(MODEL, TX, plan)
     update, seen = step.runner.update._program, []
+    before = state
+    old = [leaf for leaf in jax.tree.leaves(before.opt_state) if leaf.ndim]
 
     def watched(*args):
         seen.append({d for leaf in jax.tree.leaves(args) for d in leaf.sharding.device_set})
+        # The host has no room for the old, its copy and the new.
+        assert all(leaf.is_deleted() for leaf in old)
         return update(*args)
 
     monkeypatch.setattr(step.runner.update, "_program", watched)
-    before = state
     state, _ = step(state, BATCH)
     assert seen == [hosts]
     with pytest.raises(fz.StateConsumedError, match="train_step"):

@@ -12,7 +12,7 @@ from disk_cases import bytes_held
 from support import tiny
 
 import fzero as fz
-from fzero.storage.tiers import Slabs, slabs_of
+from fzero.storage.tiers import Slabs, settled, slabs_of
 
 
 MODEL, TX, BATCH = tiny.chain(4), optax.adam(1e-2), tiny.tokens(8)
@@ -107,6 +107,9 @@ def test_leaves_of_which_the_disk_has_some_pieces_are_moved_whole(plan, to, wait
         moved = fz.offload(state, to=to, path=plan.disk_path if to == "disk" else None, **options)
     moved = jax.block_until_ready(moved)
     fz.placement(moved).require(opt_state=to)
+    if to == "disk":
+        for leaf in jax.tree.leaves(settled(moved.opt_state)):
+            assert len({*map(type, slabs_of(leaf))}) == 1
     same(values(moved), values(whole))
 
 

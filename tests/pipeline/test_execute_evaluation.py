@@ -173,3 +173,11 @@ def test_scalar_losses_and_metrics_are_means_over_rows():
     expected = (x @ w[0] @ w[1]).mean()
     assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-5)
     assert float(metrics["mean"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_rows_are_shared_among_replicas_before_microbatches():
+    """A row for each of two groups is one microbatch, however many a training step has."""
+    plan = tiny.plan(pipe=2, replica=2, data=1, microbatches=2)
+    model, batch = tied(4), counting(2)
+    metrics = fz.eval_step(model, plan)(fz.init(model, None, plan), batch)
+    assert float(metrics["count"]) == batch["mask"].sum()

@@ -65,6 +65,7 @@ def test_only_a_pipeline_is_recorded():
     step = fz.train_step(tied(), TX, tiny.plan(pipe=2, data=2, microbatches=2))
     with recorded(step) as recording:
         pass
+    assert step.executor.observer is None
     with pytest.raises(fz.PipelineError, match="expected one training step"):
         recording.timeline()
 

@@ -246,6 +246,9 @@ def test_no_send_within_a_rank():
     at = {str(e.action): e.start_s for e in timeline.events}
     assert at["2F0"] - at["1F0"] == 1
     assert at["1F0"] == 11
+    # Nor does a column in lock step wait for one: all of this schedule is on one rank.
+    alone = simulate(build("zb_v", 1, 1), Cost(f=1, i=1, w=1, send=10), mode="lockstep")
+    assert alone.makespan_s == 6
 
 
 def test_eager_hides_sends_that_1f1b_waits_for():

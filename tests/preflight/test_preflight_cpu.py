@@ -206,6 +206,16 @@ def test_too_little_memory_does_not_fit(predicted):
     assert "does not fit" in page(found)
 
 
+@pytest.mark.parametrize(("share", "told"), [(0.7, None), (0.8, 0.81), (0.985, 0.99)])
+def test_what_jax_is_told_to_take_is_more_than_the_peak(predicted, share, told):
+    found, gpus = predicted("zero3"), parse("h200:8")
+    size = round(found.memory.peak / share)
+    rates = dataclasses.replace(default_rates(gpus), memory_bytes=size, reserve_bytes=0)
+    found = dataclasses.replace(found, topology=gpus, rates=rates)
+    assert found.memory_fraction_needed == told
+    assert ("XLA_PYTHON_CLIENT_MEM_FRACTION" in str(found)) is (told is not None)
+
+
 def test_a_batch_that_does_not_divide_is_refused(model):
     with pytest.raises(fz.BatchError, match="12 examples"):
         fz.preflight(model, TX, fz.Plan(data=8), abstract_batch(SIZE, 12), "cpu:8")

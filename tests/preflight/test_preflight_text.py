@@ -137,6 +137,8 @@ def test_collectives_know_their_links_and_what_is_beside_them():
     assert sums.communicated_bytes == 12000 + 256
     assert sums.exposed_bytes == sums.without_matmul_bytes == 256
     assert (sums.cross_host_bytes, sums.network_bytes) == (12000, 6000)
+    often = traffic([gather.in_program("", 3)])
+    assert (often.cross_host_bytes, often.network_bytes) == (36000, 18000)
     # One after the other: what is hidden comes to what the kernels take, once.
     work = Work(1024, 0, best_seconds=1e-6, likely_seconds=2e-6)
     found = bounds(RATES, "fp32", work=work, traffic=sums, model_flops=1024)

@@ -134,6 +134,7 @@ def losses(x: torch.Tensor) -> Any:
         F.cross_entropy(image, torch.ones(2, 2, 2, dtype=torch.long)), F.cross_entropy(x, y),
         F.margin_ranking_loss(x, y, torch.ones(4, 6)), F.triplet_margin_loss(x, y, -x),
         F.mse_loss(x, y, reduction="sum"), F.cosine_embedding_loss(x, y, torch.ones(4)),
+        F.cross_entropy(x, target, weight=weight, label_smoothing=0.1),
     )  # fmt: skip
 
 

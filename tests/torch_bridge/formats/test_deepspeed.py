@@ -399,3 +399,26 @@ def test_a_universal_folder_that_is_incomplete_is_refused(tmp_path: Path) -> Non
     shutil.rmtree(zero / "c")
     with pytest.raises(CheckpointError, match=r"\['c'\] learn, but have no folders"):
         tb.checkpoint(tmp_path / "uni")
+
+
+def test_a_universal_folder_of_another_optimizer_gives_its_weights_alone(tmp_path: Path) -> None:
+    """AMSGrad's largest variance, of which Adam would take the last."""
+    state = random_state()
+    zero_files.write_zero(tmp_path, state, [list(state["fp32"])], 1, 1, 5, {})
+    write(tb.checkpoint(tmp_path), tmp_path / "uni", "universal")
+    own = next((tmp_path / "uni").glob("*/zero")) / "c"
+    shutil.copy(own / "exp_avg_sq.pt", own / "max_exp_avg_sq.pt")
+    found = tb.checkpoint(tmp_path / "uni")
+    assert found.optimizer is None
+    assert "'max_exp_avg_sq', 'step'], expected Adam's alone" in found.unread
+
+
+def test_masters_in_the_files_of_two_model_ranks_are_refused(tmp_path: Path) -> None:
+    """Slices of tensor parallelism; the layers of a pipeline are each on one rank."""
+    state = random_state()
+    step = zero_files.write_zero(tmp_path, state, [list(state["fp32"])], 1, 1, 5, {})
+    change(step / "mp_rank_00_model_states.pt", lambda content: content.update(module=None))
+    for path in list(step.iterdir()):
+        shutil.copy(path, step / path.name.replace("mp_rank_00", "mp_rank_01"))
+    with pytest.raises(CheckpointError, match="is in the files of several model ranks"):
+        tb.checkpoint(step)

@@ -303,3 +303,25 @@ def test_a_file_whose_adam_is_at_several_steps_gives_its_weights_alone(tmp_path:
         tb.restore(file, converted, optax.adam(1e-3), plan)
     state = tb.restore(file, converted, optax.adam(1e-3), plan, optimizer=False)
     np.testing.assert_array_equal(state.params["weight"], module.weight.detach())
+
+
+def test_moments_by_number_of_several_groups_want_names(tmp_path: Path) -> None:
+    """Which are in the groups' order, whatever that of the module is."""
+    module = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(2)))
+    groups = [{"params": [module[i].weight]} for i in (1, 0)]
+    optimizer = torch.optim.Adam(groups)
+    module(torch.tensor([[1.0, 2.0]])).sum().backward()
+    optimizer.step()
+    file = tmp_path / "last.ckpt"
+    torch.save(
+        {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()],
+         "global_step": 1, "pytorch-lightning_version": "2.5.0"},
+        file,
+    )  # fmt: skip
+    converted, args = tb.convert(module, torch.ones(4, 2)), (optax.adam(1e-3), fz.Plan(data=1))
+    with pytest.raises(CheckpointError, match=r"it has 2: no names were given; pass names="):
+        tb.restore(file, converted, *args)
+    state = tb.restore(file, converted, *args, names=["1.weight", "0.weight"])
+    for i in range(2):
+        mean = optimizer.state[module[i].weight]["exp_avg"]
+        np.testing.assert_array_equal(state.opt_state[0].mu[f"{i}.weight"], mean)
