@@ -20,6 +20,7 @@ from fzero.storage.tiers import (
     Slabs,
     host_sharding,
     joined,
+    lies_in,
     on_device,
     settled,
     slabs_of,
@@ -155,7 +156,7 @@ def park(array: jax.Array, parking: Parking, path: str) -> Leaf:
 
 def is_parked_so(leaf: Leaf, parking: Parking) -> bool:
     """Whether a leaf is where a plan keeps it, in the same slabs."""
-    if tier_of(leaf) != parking.tier:
+    if not lies_in(leaf, parking.tier):
         return False
     cut = (leaf.dim, len(leaf.slabs)) if isinstance(leaf, Slabs) else None
     return cut == parking.cut

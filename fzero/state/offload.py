@@ -35,11 +35,11 @@ from fzero.storage.tiers import (
     Transfer,
     host_sharding,
     largest,
+    lies_in,
     on_device,
     regrouped,
     settled,
     slabs_of,
-    tier_of,
 )
 from fzero.tree import device_bytes, is_plain, leaf_bytes, named_leaves
 
@@ -270,7 +270,7 @@ class _Move:
                 self.how.non_blocking and leaves[i].to == to
             ):
                 leaves[i] = settled_or_back(leaves[i])
-        moved = [i for i in chosen if tier_of(leaves[i]) != to]
+        moved = [i for i in chosen if not lies_in(leaves[i], to)]
         slow = [i for i in moved if to == DISK or any(map(_is_on_disk, slabs_of(leaves[i])))]
         for batch in _batches([i for i in moved if i not in set(slow)], leaves):
             self._copy(batch)

@@ -18,7 +18,7 @@ from fzero.state.offload import (
     settled_or_back,
 )
 from fzero.state.train_state import TrainState
-from fzero.storage.tiers import DEVICE, DISK, HOST, TIERS, settled, tier_of
+from fzero.storage.tiers import DEVICE, DISK, HOST, TIERS, lies_in, settled
 from fzero.tree import is_plain
 
 
@@ -104,7 +104,7 @@ def enter(
     for tier in (DISK, HOST, DEVICE):
         fields = [name for name, wanted in tiers.items() if wanted == tier]
         leaves = jax.tree.leaves([getattr(state, name) for name in fields])
-        coming = any(is_plain(leaf) and tier_of(leaf) != tier for leaf in leaves)
+        coming = any(is_plain(leaf) and not lies_in(leaf, tier) for leaf in leaves)
         if moving and coming:
             state = _gone(state)  # now there is room
         state = move_fields(state, fields, tier, how)

@@ -162,8 +162,8 @@ def tier_of(leaf: Leaf) -> str:
     if isinstance(leaf, DiskArray):
         return DISK
     if isinstance(leaf, Slabs):
-        # After a disk failed some may be in memory: then all count as there.
-        return DISK if all(isinstance(slab, DiskArray) for slab in leaf.slabs) else HOST
+        # After a disk failed some may be in memory; the leaf still needs the disk.
+        return DISK if any(isinstance(slab, DiskArray) for slab in leaf.slabs) else HOST
     if isinstance(leaf, Arriving):
         return leaf.to
     if isinstance(leaf, jax.core.Tracer):
@@ -203,6 +203,11 @@ def require_on_device(leaves: Iterable[tuple[str, Leaf]], operation: str) -> Non
 def slabs_of(leaf: Leaf) -> tuple[Any, ...]:
     """The arrays, in memory or on disk, that a leaf consists of."""
     return leaf.slabs if isinstance(leaf, Slabs) else (leaf,)
+
+
+def lies_in(leaf: Leaf, tier: str) -> bool:
+    """Whether all of a leaf is in a tier: after a disk failed, of some only a part is."""
+    return all(tier_of(slab) == tier for slab in slabs_of(leaf))
 
 
 def regrouped(leaves: Sequence[Leaf], slabs: Sequence[Any], tier: str) -> list[Leaf]:

@@ -100,6 +100,8 @@ def test_leaves_of_which_the_disk_has_some_pieces_are_moved_whole(plan, to, wait
 
     state = whole.replace(opt_state=jax.tree.map(mixed, whole.opt_state, host.opt_state))
     assert any(len({*map(type, slabs_of(leaf))}) == 2 for leaf in jax.tree.leaves(state.opt_state))
+    with pytest.raises(fz.PlacementError, match="disk"):
+        fz.placement(state).require(opt_state="host")
     options = {"include": "opt_state", "donate": False, "non_blocking": not waits}
     if to == "device":
         moved = fz.reload(state, **options)
@@ -107,9 +109,8 @@ def test_leaves_of_which_the_disk_has_some_pieces_are_moved_whole(plan, to, wait
         moved = fz.offload(state, to=to, path=plan.disk_path if to == "disk" else None, **options)
     moved = jax.block_until_ready(moved)
     fz.placement(moved).require(opt_state=to)
-    if to == "disk":
-        for leaf in jax.tree.leaves(settled(moved.opt_state)):
-            assert len({*map(type, slabs_of(leaf))}) == 1
+    for leaf in jax.tree.leaves(settled(moved.opt_state)):
+        assert len({*map(type, slabs_of(leaf))}) == 1
     same(values(moved), values(whole))
 
 
