@@ -191,6 +191,21 @@ def test_a_known_copy_is_not_made_again():
     assert not compiles
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_an_edit_inside_jit_comes_back_in_any_sharding(zero):
+    """jax chooses one for the copy; the plan keeps that whole, and parameters split."""
+    plan = tiny.plan(zero=zero, data=2, precision="bf16")
+    evaluate, step = steps(plan)
+    edit = jax.jit(lambda state: state.replace(params=edited(state.params)))
+    state = fz.init(MODEL, TX, plan)
+    strayed = edit(state)
+    at = strayed.compute["one"]["w"].sharding
+    assert at != state.compute["one"]["w"].sharding, "the case is gone"
+    wanted = evaluate(by_replace(state), BATCH)["loss"]
+    assert float(evaluate(strayed, BATCH)["loss"]) == float(wanted)
+    assert float(step(strayed, BATCH)[1]["loss"]) == float(wanted)
+
+
 def test_under_jit_the_copy_is_always_that_of_the_parameters():
     plan = tiny.plan(zero=1, data=2, precision="bf16")
     state = fz.init(MODEL, TX, plan)

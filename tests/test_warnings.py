@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
 import torch
@@ -33,17 +36,37 @@ def init() -> Any:
     return fz.init(tiny.chain(), optax.sgd(0.1), tiny.plan(data=1, tensor=2), rng=0)
 
 
+def halves() -> Any:
+    model = tiny.chain()
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.init(jax.random.key(0)))
+    return fz.init(model.with_init(rounded), optax.sgd(0.1), tiny.plan(data=1, precision="bf16"))
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
         (lambda: fz.Plan(data=2).mesh(), "of 8 devices; the others are not used"),
         (init, "no parameter of the model lies along it"),
+        (halves, "have no float32 master"),
         (convert, "counts in values of Python"),
     ],
-    ids=["a plan", "a state", "a conversion"],
+    ids=["a plan", "a state", "16 bits", "a conversion"],
 )
 @pytest.mark.filterwarnings("default")
 def test_a_warning_points_to_the_users_line(call: Any, said: str) -> None:
     with pytest.warns(UserWarning, match=said) as seen:
         call()
     assert {one.filename for one in seen if said in str(one.message)} == {__file__}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("which", ["fp32 plan", "frozen", "no optimizer"])
+def test_parameters_of_16_bits_need_no_master_there(which: str) -> None:
+    model, tx = tiny.chain(), optax.sgd(0.1)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.init(jax.random.key(0)))
+    model = model.with_init(rounded)
+    if which == "frozen":
+        model = fz.Model(rounded, model.loss, frozen=[re.compile("")])
+    plan = tiny.plan(data=1, precision="fp32" if which == "fp32 plan" else "bf16")
+    state = fz.init(model, None if which == "no optimizer" else tx, plan)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"bfloat16"}

@@ -14,7 +14,7 @@ import optax
 from fzero.compat import is_key
 from fzero.errors import FzeroError, PlanError
 from fzero.optimizer.layers import Scope, scope_of
-from fzero.tree import PyTree
+from fzero.tree import PyTree, named_leaves
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,28 @@ def shape_key(params: PyTree) -> Any:
     return tree, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
 
 
+def _require_arrays(state: PyTree) -> None:
+    for path, leaf in named_leaves({"opt_state": state}):
+        if not hasattr(leaf, "dtype"):
+            raise PlanError(
+                f"init: {path} is a {type(leaf).__name__}: expected the optimizer's init to give"
+                " arrays (of a number, jnp.asarray), which a step takes and gives; what is no array"
+                " belongs into the function that makes the optimizer"
+            )
+
+
+def _require_updates(updates: PyTree, params: PyTree) -> None:
+    given, wanted = dict(named_leaves(updates)), dict(named_leaves(params))
+    without = [path for path in wanted if path not in given]
+    if without or jax.tree.structure(updates) != jax.tree.structure(params):
+        what = f"nothing for {', '.join(without[:4])}" if without else "a tree of another structure"
+        raise PlanError(
+            f"train_step: the optimizer's update gives {what}: expected an update for each"
+            " parameter, as a tree of their structure; one that shall not change gets zeros"
+            " (optax.set_to_zero), or is frozen (the model's frozen=)"
+        )
+
+
 def traced(tx: optax.GradientTransformation, params: PyTree) -> Traced:
     """Traces a transformation's functions; whether it takes the loss as `value=` is tried.
 
@@ -110,6 +132,7 @@ def traced(tx: optax.GradientTransformation, params: PyTree) -> Traced:
     # A function of its own: jax would find the trace of another scope by that of `tx`.
     def start(params: PyTree) -> PyTree:
         state = tx.init(params)
+        _require_arrays(state)
         found = jax.tree.leaves(state)
         keys[:] = [jax.random.key_impl(leaf) if is_key(leaf) else None for leaf in found]
         return state
@@ -137,12 +160,13 @@ def traced(tx: optax.GradientTransformation, params: PyTree) -> Traced:
         try:
             # Which arguments it takes is asked, not how strict its arithmetic is.
             with jax.numpy_dtype_promotion("standard"):
-                program, (_, after) = jax.make_jaxpr(update, return_shape=True)(
+                program, (updates, after) = jax.make_jaxpr(update, return_shape=True)(
                     params, state, params, *value
                 )
         except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             problem = problem or error
         else:
+            _require_updates(updates, params)
             return Traced(init, program, state, after, tuple(keys), bool(value))
     raise PlanError(
         f"train_step: the optimizer cannot be used in a step; its update raised"

@@ -54,9 +54,7 @@ def initial_shapes(model: Model) -> tuple[PyTree, PyTree]:
         if callable(model.init):
             shapes = _traced(model)[1]
         else:
-            params, buffers = model.init
-            _require_not_shared(params, buffers)
-            shapes = shapes_of((params, buffers))
+            shapes = shapes_of(_checked(model.init))
         known[key] = shapes
     found: tuple[PyTree, PyTree] = known[key]
     return found

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from fzero.offload.park import unpark
 from fzero.precision import round_to
 from fzero.processes import in_turn
+from fzero.sharding.relayout import place
 from fzero.state.by_identity import ByIdentity
 from fzero.storage.tiers import DEVICE, is_handle, settled, tier_of
 from fzero.tree import PyTree
@@ -113,6 +114,31 @@ def _caster(targets: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
 
     devices = {device for to in targets for device in to.sharding.device_set}
     return in_turn(devices, jax.jit(cast, out_shardings=[to.sharding for to in targets]))
+
+
+def put_back(compute: PyTree, like: PyTree) -> PyTree:
+    """A compute copy where the plan keeps it; itself if it is there.
+
+    The program of a user that edits parameters gives the copy in a sharding that jax chose.
+    """
+    leaves, treedef = jax.tree.flatten(compute)
+    targets, kept = jax.tree.flatten(like)
+    if treedef != kept:
+        return compute
+
+    def strays(leaf: Any, to: Any) -> bool:
+        return (
+            isinstance(leaf, jax.Array)
+            and (leaf.shape, leaf.dtype) == (to.shape, to.dtype)
+            and leaf.sharding != to.sharding
+            and leaf.sharding.device_set == to.sharding.device_set
+        )
+
+    wrong = [strays(leaf, to) for leaf, to in zip(leaves, targets, strict=True)]
+    if not any(wrong):
+        return compute
+    found = zip(leaves, targets, wrong, strict=True)
+    return treedef.unflatten([place(x, to.sharding) if away else x for x, to, away in found])
 
 
 def cast_like(source: jax.Array, to: Any) -> jax.Array:

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from fzero.compat import is_key, jit_is_disabled, outside_of_meshes
-from fzero.errors import PlanError, StateError
+from fzero.errors import PlanError, StateError, warn
 from fzero.hosts.doing import doing
 from fzero.loss_scaling import initial_loss_scale
 from fzero.model import Model
@@ -24,7 +24,7 @@ from fzero.plan import Plan
 from fzero.processes import in_turn
 from fzero.programs.places import Labels, placed_with_key
 from fzero.sharding.blueprint import Blueprint, blueprint
-from fzero.sharding.initial import initializer
+from fzero.sharding.initial import initial_shapes, initializer
 from fzero.sharding.relayout import copy_leaf
 from fzero.sharding.split import map_splits, trained, update_dtype
 from fzero.state import compute_copy
@@ -76,6 +76,7 @@ def init(
         )
     blue = blueprint(model, tx, plan, devices)
     blue.require_optimizer("init")
+    _warn_of_halves(blue)
     key = key_of(rng)
     compare("init", blue, model.init, seed=key)
     with doing("init"):
@@ -83,6 +84,22 @@ def init(
             return state_of(blue, *_copied(blue, *model.init), key)
         fields = compiled_fields(blue, "born", _born(blue), key)(key)
         return _parked(blue, TrainState(**{"opt_state": (), **fields}, rows=blue.rows))
+
+
+def _warn_of_halves(blue: Blueprint) -> None:
+    """Says which parameters are trained in 16 bits under a plan that promises float32 masters."""
+    if blue.tx is None or not blue.plan.mixed:
+        return
+    leaves = named_leaves(trained(blue.params, initial_shapes(blue.model)[0]))
+    halves = [f"{path} ({leaf.dtype})" for path, leaf in leaves if leaf.dtype.itemsize == 2]
+    if halves:
+        shown = ", ".join(halves[:4]) + (f" and {len(halves) - 4} more" if halves[4:] else "")
+        warn(
+            f"init: the model gives {shown}: trained parameters of 16 bits have no float32 master,"
+            " and updates smaller than their last bit are lost. Give float32 ones, which"
+            f" Plan(precision={blue.plan.precision!r}) rounds for each step (flax:"
+            " param_dtype=jnp.float32, torch_bridge.convert: masters=True)"
+        )
 
 
 def key_of(rng: int | jax.Array) -> jax.Array:

@@ -66,6 +66,24 @@ def test_an_init_that_fails_is_told_what_it_was_given(tx, match):
         fz.init(stacked(frozenset({"first"})), tx, plan(data=1))
 
 
+@pytest.mark.parametrize("leaf", [0, 1.5, True, "sgd"], ids=repr)
+def test_a_state_has_arrays_only(leaf):
+    tx = optax.GradientTransformation(lambda _: {"kept": [None, leaf]}, optax.identity().update)
+    match = f"^init: opt_state/kept/1 is a {type(leaf).__name__}: expected"
+    with pytest.raises(fz.PlanError, match=match):
+        fz.init(stacked(), tx, plan(data=1))
+
+
+def test_every_parameter_gets_an_update():
+    def update(updates, state, params=None):
+        del params
+        return updates | {"first": jax.tree.map(lambda _: None, updates["first"])}, state
+
+    tx = optax.GradientTransformation(optax.identity().init, update)
+    with pytest.raises(fz.PlanError, match=r"^train_step: .* gives nothing for first: expected"):
+        fz.train_step(stacked(), tx, plan(data=1))
+
+
 @pytest.mark.parametrize("module", [optax, optax.contrib], ids=lambda module: module.__name__)
 def test_every_optimizer_is_tried(module):
     """Whatever takes a rate: it is one of `optimizer_cases`, or refused here."""
