@@ -35,7 +35,7 @@ class Plan(Boxed):
 
     Args:
         zero: ZeRO stage. 0 replicates everything; 1 shards the optimizer state (and the fp32
-            master under mixed precision); 2 the gradients too; 3 the parameters too.
+            master under mixed precision); 2 is the same, and refuses `reduce="step"`; 3 the parameters too.
         data: devices in a sharding group (mesh axis `data`); `None` takes all that remain.
         pipe: pipeline ranks (mesh axis `pipe`). Each runs one stage, or several where the schedule
             says so (`interleaved`, `zb_v`).

@@ -6,5 +6,5 @@
 - `buckets`: what a plan parks. `blueprint`: all of this for one model; `buffers`: theirs.
 - `relayout`: a leaf from how it is kept to how it shall be kept; `lazy`: values read by pieces.
 - `initial`: a model's initial values, traced. `local_batch`: a batch of each process's rows.
-- `memory`: how much of it a device has.
+- `device_memory`: how much of it a device has.
 """

@@ -307,6 +307,29 @@ def test_the_glossary_has_words_of_the_code_each_once():
     assert not [word for word in words if word.lower() not in text]
 
 
+def quoted(text):
+    """The words between backticks."""
+    return {word for code in re.findall(r"`([^`]+)`", text) for word in re.findall(r"\w+", code)}
+
+
+def test_the_map_of_a_folder_names_all_that_is_in_it():
+    maps = {}
+    for init in (path for path in SOURCES if path.name == "__init__.py"):
+        modules = {path.stem for path in init.parent.glob("*.py")} - {"__init__"}
+        named = quoted(ast.get_docstring(ast.parse(init.read_text())) or "") & modules
+        if len(named) > 2:
+            maps[str(init.parent.relative_to(ROOT))] = sorted(modules - named)
+    assert len(maps) > 10
+    assert {folder: missing for folder, missing in maps.items() if missing} == {}
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_the_design_says_where_everything_is(package):
+    design = (ROOT / "docs/design.md").read_text()
+    table = design.split(f"| `{package}/` |")[1].split("\n\n")[0]
+    assert {name for layer in LAYERS[package] for name in layer} - quoted(table) == set()
+
+
 @pytest.mark.parametrize("package", LAYERS)
 def test_no_two_classes_have_one_name(package):
     found = {}

@@ -1,1 +1,13 @@
-"""PyTorch's side: a module traced into a graph, and what export would lose."""
+"""PyTorch's side: a module traced into a graph, and what export would lose.
+
+- `export` makes one graph of a module in each `mode` (of submodules: `modes`), from an `example`;
+  `trace` keeps what torch knew about its values, `origins` where they come from, `shapes` which
+  sizes they may have. `interpret` evaluates it by JAX; `slopes`: gradients inside a forward.
+- What torch.export cannot trace stands in another form meanwhile (`replaced`): `stand_ins`, and
+  those of `packed` sequences, `state_spaces`, adapters (`adapter_stand_ins`) and mixtures of
+  experts (`expert_stand_ins`, `older_experts`; in the graph: `mixtures`, `capacity`).
+- What it would lose without a word is found: `watch` and `counts` (Python's state), `nameless`
+  tensors, `hooks`, custom `functions`; `remedies` says what to write instead.
+- The graph is put right: `in_place` writes, `no_grad` regions and what gradients `reach`, `slices`,
+  whole numbers (`ranges`, `range_rules`), `float64`.
+"""

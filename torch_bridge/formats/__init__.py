@@ -1,1 +1,10 @@
-"""Checkpoint formats: every reader gives a `Checkpoint` of lazy tensors, every writer takes one."""
+"""Checkpoint formats: every reader gives a `Checkpoint` of lazy tensors, every writer takes one.
+
+- `content`: what a checkpoint holds, whatever its format; `state` makes it of a training state,
+  `adapters` of an adapter, `adam` of an optimizer.
+- `files` and `write` write it, `staging` whole or not at all, `across` and `turns` in several
+  processes; `stream` gives it away tensor by tensor. `read` finds out what a path is; `restore`
+  makes a state of it. `remote`: the same in object stores.
+- One format each: `safetensors_files`, `torch_files` (of which `mapped` reads pieces), `dcp`,
+  `deepspeed` (`deepspeed_files`, `deepspeed_zero`, `universal`), `lightning`, `peft`.
+"""
