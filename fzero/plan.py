@@ -35,7 +35,8 @@ class Plan(Boxed):
 
     Args:
         zero: ZeRO stage. 0 replicates everything; 1 shards the optimizer state (and the fp32
-            master under mixed precision); 2 is the same, and refuses `reduce="step"`; 3 the parameters too.
+            master under mixed precision); 2 is the same, and refuses `reduce="step"`; 3 the
+            parameters too.
         data: devices in a sharding group (mesh axis `data`); `None` takes all that remain.
         pipe: pipeline ranks (mesh axis `pipe`). Each runs one stage, or several where the schedule
             says so (`interleaved`, `zb_v`).
@@ -340,7 +341,8 @@ class Plan(Boxed):
             return self.gathers_at_use or (self.mixed and self.zero >= 1)
         if state_class in ("opt_state", "ema"):
             return self.zero >= 1
-        return {"compute": False, "grads": self.reduce != "step"}[state_class]
+        # Gradients that wait for their step are always shards.
+        return {"compute": False, "grads": True}[state_class]
 
     @property
     def keeps_inputs(self) -> bool:

@@ -128,6 +128,12 @@ def _quoted(entry: Any) -> str:
     return repr(name) if "/" in name else name
 
 
+def same_structure(one: PyTree, other: PyTree) -> bool:
+    """Whether two trees have the same nodes and as many leaves in each."""
+    here: Any = jax.tree.structure(one)
+    return bool(here == jax.tree.structure(other))
+
+
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype of an array-like, in the dtype jax would give it."""
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if is_plain(leaf) else leaf.dtype

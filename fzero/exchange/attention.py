@@ -75,7 +75,7 @@ def attention(
     ways = axes.get(TENSOR, 1)
     heads = TENSOR if ways > 1 and not k.shape[2] % ways else None
     groups = k.shape[2] // (ways if heads else 1)
-    how = _exchange(exchange, q, v, groups, ring)
+    how = _exchange(exchange, q, groups, ring)
     run = partial(ring_attention if how == "ring" else _by_heads, ring=ring)
     batch = rows_axis(q.shape[0])
     split, rows = PartitionSpec(batch, CONTEXT, heads), PartitionSpec(batch, CONTEXT)
@@ -111,7 +111,7 @@ def _check(
         raise PlanError(f"attention: exchange={exchange!r}: expected one of {list(EXCHANGES)}")
 
 
-def _exchange(wanted: str, q: jax.Array, v: jax.Array, groups: int, ring: Ring) -> str:
+def _exchange(wanted: str, q: jax.Array, groups: int, ring: Ring) -> str:
     """`ring` or `heads`, whichever is asked for or sends less."""
     length, size = q.shape[1], ring.size
     pieces = 2 * size if ring.halves else size

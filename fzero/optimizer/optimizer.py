@@ -14,7 +14,7 @@ import optax
 from fzero.compat import is_key
 from fzero.errors import FzeroError, PlanError
 from fzero.optimizer.layers import Scope, scope_of
-from fzero.tree import PyTree, named_leaves
+from fzero.tree import PyTree, named_leaves, same_structure
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _require_arrays(state: PyTree) -> None:
 def _require_updates(updates: PyTree, params: PyTree) -> None:
     given, wanted = dict(named_leaves(updates)), dict(named_leaves(params))
     without = [path for path in wanted if path not in given]
-    if without or jax.tree.structure(updates) != jax.tree.structure(params):
+    if not same_structure(updates, params):
         what = f"nothing for {', '.join(without[:4])}" if without else "a tree of another structure"
         raise PlanError(
             f"train_step: the optimizer's update gives {what}: expected an update for each"

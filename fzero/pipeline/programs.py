@@ -101,16 +101,14 @@ class StagePrograms:
     @cached_property
     def kept_specs(self) -> PyTree:
         """Specs of what the forward pass reads."""
-        return map_splits(lambda s: s.spec(self._sharded, AXES), self.splits)
+        return map_splits(lambda s: s.spec(self.plan.gathers_at_use, AXES), self.splits)
 
     @cached_property
     def kept_at(self) -> PyTree:
         """Where what the forward pass reads lies."""
-        return map_splits(lambda s: NamedSharding(self.mesh, s.spec(self._sharded)), self.splits)
-
-    @property
-    def _sharded(self) -> bool:
-        return not self.plan.keeps_compute_copy and self.plan.shards("params")
+        return map_splits(
+            lambda s: NamedSharding(self.mesh, s.spec(self.plan.gathers_at_use)), self.splits
+        )
 
     def _jit(
         self,

@@ -218,8 +218,7 @@ class Blueprint:
         """A `Kept` for every leaf of a field of the state, as `relayout` takes it."""
         if field == "buffers":
             return self._map_buffers(lambda home, leaf: Kept.at(home, leaf.shape))
-        # (Gradients that wait for their step are always shards.)
-        sharded = field == "grads" or self.plan.shards(field)
+        sharded = self.plan.shards(field)
         return map_splits(lambda split: Kept.of(split, sharded), self.splits(field))
 
     def parks(self, field: str) -> bool:

@@ -22,7 +22,7 @@ from fzero.processes import in_turn
 from fzero.sharding.relayout import place
 from fzero.state.by_identity import ByIdentity
 from fzero.storage.tiers import DEVICE, is_handle, settled, tier_of
-from fzero.tree import PyTree
+from fzero.tree import PyTree, same_structure
 
 
 # Of a compute leaf: the parameter that it was cast from.
@@ -121,10 +121,9 @@ def put_back(compute: PyTree, like: PyTree) -> PyTree:
 
     The program of a user that edits parameters gives the copy in a sharding that jax chose.
     """
-    leaves, treedef = jax.tree.flatten(compute)
-    targets, kept = jax.tree.flatten(like)
-    if treedef != kept:
+    if not same_structure(compute, like):
         return compute
+    leaves, targets = jax.tree.leaves(compute), jax.tree.leaves(like)
 
     def strays(leaf: Any, to: Any) -> bool:
         return (
@@ -138,7 +137,8 @@ def put_back(compute: PyTree, like: PyTree) -> PyTree:
     if not any(wrong):
         return compute
     found = zip(leaves, targets, wrong, strict=True)
-    return treedef.unflatten([place(x, to.sharding) if away else x for x, to, away in found])
+    back = [place(x, to.sharding) if away else x for x, to, away in found]
+    return jax.tree.unflatten(jax.tree.structure(compute), back)
 
 
 def cast_like(source: jax.Array, to: Any) -> jax.Array:

@@ -61,9 +61,8 @@ class OneProgram:
 
     def kept_specs(self) -> PyTree:
         """Specs of what the forward pass reads."""
-        sharded = not self.plan.keeps_compute_copy and self.plan.shards("params")
         # Stages 1 and 2 keep a mixed-precision master sharded, but read the compute copy.
-        return self._specs(lambda s: s.spec(sharded, AXES), self.blueprint.params)
+        return self._specs(lambda s: s.spec(self.plan.gathers_at_use, AXES), self.blueprint.params)
 
     def place(self, batch: PyTree) -> Inputs:
         """A user's batch over the devices."""

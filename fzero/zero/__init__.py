@@ -6,7 +6,8 @@
 - `rules`: how weights are fetched and gradients sent under a plan; `fetched` keeps what one pass
   has fetched; `at_use` gathers where a function reads, `narrow` in 8 bits (`quantize`).
 - `collectives`: the gather and the reduce-scatter themselves.
-- `vjp`: reverse mode that keeps no weight, `min_cut` the fewest bytes; `keeping`: what a plan keeps that does not say it.
+- `vjp`: reverse mode that keeps no weight, `min_cut` the fewest bytes; `keeping`: what a plan keeps
+  that does not say it.
 - `sequence_parallel`: positions between layers.
 - `bits`: all that is about rounding alike. `options`: what the compiler is told.
 - `buffers`, `finite_marks`: buffers of several devices become one; where values stop being finite.

@@ -112,7 +112,7 @@ def room_for(blue: Blueprint, rank: int | None = None) -> int | None:
 
 
 def gradient_bytes(blue: Blueprint, here: set[Any] | None = None) -> int:
-    """Bytes of one device's summed gradients during a step: shards, wherever leaves are split.
+    """Bytes of one device's summed gradients during a step: shards, or with `reduce="step"` all.
 
     Args:
         blue: the blueprint.
@@ -121,7 +121,7 @@ def gradient_bytes(blue: Blueprint, here: set[Any] | None = None) -> int:
     plan = blue.plan
     wide = plan.microbatches > 1 or plan.reduce_dtype == "fp32"
     sums = stored_shapes(
-        trained(blue.params), blue.sharding, plan.shards("grads"),
+        trained(blue.params), blue.sharding, plan.reduce == "microbatch",
         lambda split: np.dtype(np.float32) if wide else split.compute,
     )  # fmt: skip
     leaves = jax.tree.leaves(sums)

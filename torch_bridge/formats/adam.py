@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -133,24 +133,21 @@ def _names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     return names
 
 
-def optimizer_state(
-    optimizer: Optimizer, order: Sequence[str], wrap: Callable[[LazyTensor], Any] = lambda x: x
-) -> dict[str, Any]:
+def optimizer_state(optimizer: Optimizer, order: Sequence[str]) -> dict[str, Any]:
     """What `torch.optim.AdamW.load_state_dict` takes, with parameters numbered in an order.
 
     Args:
         optimizer: moments by name.
         order: all parameters that the optimizer would be given, in order.
-        wrap: what to put in the place of each tensor.
     """
     state: dict[int, Any] = {}
     for number, name in enumerate(order):
         if name in optimizer.exp_avg:
             step = torch.tensor(float(optimizer.step))
             state[number] = {
-                "step": wrap(in_memory("step", step)),
-                "exp_avg": wrap(optimizer.exp_avg[name]),
-                "exp_avg_sq": wrap(optimizer.exp_avg_sq[name]),
+                "step": in_memory("step", step),
+                "exp_avg": optimizer.exp_avg[name],
+                "exp_avg_sq": optimizer.exp_avg_sq[name],
             }
     return {"state": state, "param_groups": groups_of(optimizer, list(range(len(order))))}
 

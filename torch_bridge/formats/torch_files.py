@@ -102,20 +102,17 @@ def _refuse_globals(path: Path, known: Collection[str]) -> None:
         )
 
 
-def read_state_dict(
-    path: Path, key: str | None = None
-) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+def read_state_dict(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """The tensors of a flat `state_dict`, and further names of those that share memory.
 
     Args:
         path: the file.
-        key: as for `weights_of`.
 
     Raises:
         CheckpointError: damaged, not a flat dict of dense tensors, or a pickle that would have to
             run code to be read.
     """
-    return weights_of(load_plain(path), path.name, key)
+    return weights_of(load_plain(path), path.name)
 
 
 def weights_of(
