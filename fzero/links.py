@@ -129,6 +129,9 @@ class Layer:
             path or compiled regular expression: `{"up": (None, "tensor")}`. An axis that a plan
             does not have is no split, so that one model runs under all plans.
 
+    Raises:
+        PlanError: `init` or `apply` takes other arguments.
+
     Example:
         >>> import jax.numpy as jnp
         >>> embed = Layer("embed", lambda rng: {"table": jnp.ones((10, 4))},
@@ -144,6 +147,9 @@ class Layer:
     stateful: bool = False
     buffer_reduce: BufferReduce = field(default_factory=dict)
     shard: Shard = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _require_functions(self)
 
     @property
     def num_layers(self) -> int:
@@ -170,6 +176,9 @@ class Stack:
         buffer_reduce: how devices' values of its buffers become one; see `Model`.
         shard: which dims of one layer's parameters lie along which further mesh axis; see `Layer`.
 
+    Raises:
+        PlanError: `init` or `apply` takes other arguments.
+
     Example:
         >>> import jax.numpy as jnp
         >>> stack = Stack("blocks", 12, lambda rng: {"w": jnp.eye(4)}, lambda p, x, ctx: x @ p["w"])
@@ -184,10 +193,20 @@ class Stack:
     buffer_reduce: BufferReduce = field(default_factory=dict)
     shard: Shard = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _require_functions(self)
+
     @property
     def num_layers(self) -> int:
         """How many layers this link counts for when random keys are folded."""
         return self.num
+
+
+def _require_functions(link: Layer | Stack) -> None:
+    where = f"{type(link).__name__} {link.name!r}"
+    if link.init is not None:
+        require_takes(link.init, "init(rng)", where)
+    require_takes(link.apply, "apply(params, x, ctx)", where)
 
 
 def asked_for(function: Callable[..., Any], ctx: Context) -> dict[str, Any]:
@@ -198,6 +217,30 @@ def asked_for(function: Callable[..., Any], ctx: Context) -> dict[str, Any]:
         return {}
     known = {"step": ctx.step, "_ctx": ctx}
     return {name: value for name, value in known.items() if name in parameters}
+
+
+def require_takes(function: Any, call: str, where: str) -> None:
+    """Refuses what cannot be called as `call`, such as `apply(params, x, ctx)`, says.
+
+    Raises:
+        PlanError: it is no function, or one of other arguments.
+    """
+    name, given = call.rstrip(")").split("(")
+    if not callable(function):
+        raise PlanError(
+            f"{where}: {name} is of type {type(function).__name__}: expected a function {call}"
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables have no signature
+        return
+    by_name = {word: None for word in ("step", "_ctx") if word in signature.parameters}
+    try:
+        signature.bind(*given.split(", "), **by_name)
+    except TypeError as error:
+        raise PlanError(
+            f"{where}: expected a function {call}, got {name}{signature}: {error}"
+        ) from None
 
 
 def subtree(params: PyTree, path: str) -> PyTree:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from fzero.errors import PlanError
-from fzero.links import BufferReduce, Shard, asked_for, loss_parts
+from fzero.links import BufferReduce, Shard, asked_for, loss_parts, require_takes
 from fzero.links import Context as Context
 from fzero.links import Layer as Layer
 from fzero.links import Mean as Mean
@@ -59,6 +59,9 @@ class Model(Printed):
             names or by compiled regular expressions that are searched in names:
             `{"mlp/up": (None, "tensor")}`. What a layer says of its own goes first.
 
+    Raises:
+        PlanError: `init`, `loss` or `predict` takes other arguments.
+
     Example:
         >>> import jax.numpy as jnp
         >>> def loss(params, buffers, batch, rng, train):
@@ -73,6 +76,10 @@ class Model(Printed):
     buffer_reduce: BufferReduce = field(default_factory=dict)
     predict: Callable[..., Any] | None = None
     shard: Shard = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_takes(self.loss, "loss(params, buffers, batch, rng, train)", "model")
+        _require_own(self.init, self.predict)
 
     def _summary(self) -> str:
         def name(of: Any) -> str:
@@ -155,7 +162,8 @@ class Sequential(Model):
 
     Raises:
         PlanError: names are empty, repeated or contain `/`, a Stack has no layers, `reads` names a
-            layer that does not exist, or the links of `predict` are others.
+            layer that does not exist, the links of `predict` are others, or a function takes other
+            arguments.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -185,7 +193,9 @@ class Sequential(Model):
         _check_names(chain)
         links = None if predict is None or callable(predict) else tuple(predict)
         _check_predict(chain, links)
+        _require_own(init, None if links is not None else predict)
         if loss is not None:
+            require_takes(loss, "loss(x, batch)", "model")
             chain = (*chain, _loss_layer(loss))
         vars(self).update(
             _chain=chain, _predict_chain=links, init=init or chain_init(chain),
@@ -203,6 +213,14 @@ class Sequential(Model):
     def predictor(self) -> tuple[Layer | Stack, ...]:
         """The chain that gives outputs for each example; see `Model.predictor`."""
         return super().predictor if self._predict_chain is None else self._predict_chain
+
+
+def _require_own(init: Any, predict: Any) -> None:
+    """Refuses functions of a whole model that cannot be called as they will be."""
+    if init is not None and not isinstance(init, tuple):
+        require_takes(init, "init(rng)", "model")
+    if predict is not None:
+        require_takes(predict, "predict(params, buffers, batch, rng)", "model")
 
 
 def _loss_layer(loss: Callable[..., Any]) -> Layer:

@@ -206,6 +206,28 @@ def test_an_edit_inside_jit_comes_back_in_any_sharding(zero):
     assert float(step(strayed, BATCH)[1]["loss"]) == float(wanted)
 
 
+OTHERS = {
+    "another name": lambda p: {"one": p["one"], "three": p["two"]},
+    "one more": lambda p: {**p, "three": p["two"]},
+    "one less": lambda p: {"one": p["one"]},
+    "a list": lambda p: [p["one"], p["two"]],
+    "a level more": lambda p: {"params": p},
+    "none": lambda p: None,
+    "another shape": lambda p: {**p, "two": {**p["two"], "b": p["two"]["b"][:1]}},
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
+def test_parameters_of_another_model_are_refused_by_name(change):
+    """The copy beside them is of no use in a comparison then."""
+    plan = tiny.plan(zero=1, data=2, precision="bf16")
+    state = fz.init(MODEL, TX, plan)
+    state = state.replace(params=change(state.params))
+    for call in steps(plan):
+        with pytest.raises(fz.StateError, match="not one of this model, optimizer and plan"):
+            call(state, BATCH)
+
+
 def test_under_jit_the_copy_is_always_that_of_the_parameters():
     plan = tiny.plan(zero=1, data=2, precision="bf16")
     state = fz.init(MODEL, TX, plan)

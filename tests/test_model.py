@@ -39,6 +39,54 @@ def test_refuses_bad_chains(layers, said):
         assert words in str(caught.value)
 
 
+def loss(params, buffers, batch, rng, train):
+    """What a model's loss takes."""
+
+
+CALLS = {
+    "init": (lambda: fz.Model(lambda: None, loss), r"init\(rng\), got init\(\): too many"),
+    "loss": (
+        lambda: fz.Model(lambda rng: None, lambda p, b, x: None),
+        r"expected a function loss\(params, buffers, batch, rng, train\), got loss\(p, b, x\)",
+    ),
+    "no loss": (lambda: fz.Model(lambda rng: None, None), "loss is of type NoneType: expected a"),
+    "predict": (
+        lambda: fz.Model(lambda rng: None, loss, predict=lambda p, x: None),
+        r"predict\(params, buffers, batch, rng\), got predict\(p, x\)",
+    ),
+    "a layer's init": (
+        lambda: fz.Layer("a", lambda: None, lambda p, x, ctx: None), r"Layer 'a': .*init\(rng\)"
+    ),
+    "a layer's apply": (
+        lambda: fz.Layer("a", None, lambda p, x: None), r"\(params, x, ctx\), got apply\(p, x\)"
+    ),
+    "a stack's apply": (
+        lambda: fz.Stack("s", 2, lambda rng: None, lambda p, x, ctx, more: 0), "Stack 's'.*'more'"
+    ),
+    "a chain's loss": (
+        lambda: fz.Sequential([link("a")], loss=lambda y: None), r"loss\(x, batch\), got loss\(y\)"
+    ),
+    "a chain's predict": (
+        lambda: fz.Sequential([link("a")], loss=lambda y, x: None, predict=lambda y: None),
+        r"predict\(params, buffers, batch, rng\), got predict\(y\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "said"), CALLS.values(), ids=CALLS)
+def test_functions_of_other_arguments_are_refused_where_they_are_given(make, said):
+    with pytest.raises(fz.PlanError, match=said):
+        make()
+
+
+def test_functions_that_may_be_called_so_are_taken():
+    """A step that is asked for by name, defaults, `*args`, bound methods, what has no signature."""
+    fz.Model(lambda rng: None, lambda p, b, x, rng, train, step: None)
+    fz.Model(lambda *args: None, lambda *args, **named: None, predict=lambda p, b, x, r, k=3: 0)
+    fz.Model(jax.jit(lambda rng: None), jax.tree_util.Partial(loss))
+    fz.Layer("a", dict, max)
+
+
 def test_a_read_of_a_missing_parameter_says_which_exist():
     model = fz.Sequential(
         [link("a"), link("b", reads={"t": "a/missing"})], loss=lambda x, b: jnp.sum(x)

@@ -80,10 +80,10 @@ class Checks:
         state = with_scalars_placed(state, self.blueprint)
         state = compute_copy.settled_state(state)
         require_alive(state, self.name)
-        if state.compute is not None and not compute_copy.is_current(state.params, state.compute):
-            like = self.blueprint.shapes()["compute"]
-            back = compute_copy.put_back(state.compute, like)
-            state = dataclasses.replace(state, compute=back)
+        if state.compute is not None:
+            back = compute_copy.put_back(state.compute, self.blueprint.shapes()["compute"])
+            if back is not state.compute:
+                state = dataclasses.replace(state, compute=back)
         leaves, structure = jax.tree.flatten(state)
         shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
         if shapes or not all(hasattr(leaf, "sharding") for leaf in leaves):

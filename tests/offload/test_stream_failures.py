@@ -100,6 +100,7 @@ def test_leaves_of_which_the_disk_has_some_pieces_are_moved_whole(plan, to, wait
 
     state = whole.replace(opt_state=jax.tree.map(mixed, whole.opt_state, host.opt_state))
     assert any(len({*map(type, slabs_of(leaf))}) == 2 for leaf in jax.tree.leaves(state.opt_state))
+    assert fz.placement(state).disk_bytes == fz.placement(whole).disk_bytes
     with pytest.raises(fz.PlacementError, match="disk"):
         fz.placement(state).require(opt_state="host")
     options = {"include": "opt_state", "donate": False, "non_blocking": not waits}
