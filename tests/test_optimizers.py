@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -136,3 +137,59 @@ def test_frozen_leaves_have_no_state():
     state = fz.init(MODEL, frozen_and_mixed(), tiny.plan(zero=3))
     names = [path for path in tiny.host(state.opt_state) if path.endswith("odd")]
     assert names == []
+
+
+def gives(update):
+    """A transformation that has one number for its state, and this for its update."""
+    return optax.GradientTransformation(
+        lambda params: jnp.zeros(()), lambda u, s, params=None: update(u, s)
+    )
+
+
+ODD = {
+    "a number in its state": (
+        optax.GradientTransformation(lambda p: {"rate": 0.1}, optax.sgd(0.1).update),
+        "init: opt_state/rate is a float: expected",
+    ),
+    "text in its state": (
+        optax.GradientTransformation(lambda p: {"name": "x"}, optax.sgd(0.1).update),
+        "init: opt_state/name is a str: expected",
+    ),
+    "a parameter left out": (
+        gives(lambda u, s: ({k: v for k, v in u.items() if k != "odd"}, s)),
+        "gives nothing for odd: expected an update for each",
+    ),
+    "a list": (gives(lambda u, s: (list(u.values()), s)), "gives nothing for gain, odd, w"),
+    "an update more": (gives(lambda u, s: ({**u, "k": u["w"]}, s)), "tree of another structure"),
+    "a row of a matrix": (
+        gives(lambda u, s: ({**u, "w": u["w"][:1]}, s)),
+        r"gives \[1, 13\] for w, whose shape is \[16, 13\]",
+    ),
+    "a state of another shape": (
+        gives(lambda u, s: (u, jnp.zeros(3))),
+        r"opt_state is float32\[\] before and float32\[3\] after",
+    ),
+    "a state of another dtype": (
+        gives(lambda u, s: (u, s.astype(jnp.int32))),
+        r"opt_state is float32\[\] before and int32\[\] after",
+    ),
+    "a state with a name": (
+        gives(lambda u, s: (u, {"a": s})), r"opt_state/a is not there before and float32\[\] after"
+    ),
+    "no state": (gives(lambda u, s: (u, None)), r"opt_state is float32\[\] before and not there"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tx", "said"), ODD.values(), ids=ODD)
+def test_what_is_no_optimizer_is_refused_before_a_step(tx, said):
+    """Silently before: a row was added to all of a matrix, and a state changed its shape."""
+    plan = tiny.plan(zero=1, data=2)
+    with pytest.raises(fz.PlanError, match=said):
+        fz.init(MODEL, tx, plan)
+
+
+def test_an_update_may_give_a_number_for_its_state():
+    plan = tiny.plan(zero=1, data=2)
+    tx = gives(lambda u, s: (u, 1.0))
+    state, _ = fz.train_step(MODEL, tx, plan)(fz.init(MODEL, tx, plan), tiny.points(4))
+    assert (float(state.opt_state), state.opt_state.dtype) == (1.0, jnp.float32)

@@ -110,21 +110,47 @@ def _require_arrays(state: PyTree) -> None:
 
 def _require_updates(updates: PyTree, params: PyTree) -> None:
     given, wanted = dict(named_leaves(updates)), dict(named_leaves(params))
-    without = [path for path in wanted if path not in given]
-    if not same_structure(updates, params):
-        what = f"nothing for {', '.join(without[:4])}" if without else "a tree of another structure"
-        raise PlanError(
-            f"train_step: the optimizer's update gives {what}: expected an update for each"
-            " parameter, as a tree of their structure; one that shall not change gets zeros"
-            " (optax.set_to_zero), or is frozen (the model's frozen=)"
-        )
+    if without := [path for path in wanted if path not in given]:
+        what = f"nothing for {', '.join(without[:4])}"
+    elif not same_structure(updates, params):
+        what = "a tree of another structure"
+    elif others := [path for path, leaf in wanted.items() if given[path].shape != leaf.shape]:
+        path = others[0]
+        what = f"{list(given[path].shape)} for {path}, whose shape is {list(wanted[path].shape)}"
+    else:
+        return
+    raise PlanError(
+        f"train_step: the optimizer's update gives {what}: expected an update for each"
+        " parameter, as a tree of their structure; one that shall not change gets zeros"
+        " (optax.set_to_zero), or is frozen (the model's frozen=)"
+    )
+
+
+def _require_same_state(before: PyTree, after: PyTree) -> None:
+    was, now = (
+        {path: f"{x.dtype}{list(x.shape)}" for path, x in named_leaves({"opt_state": tree})}
+        for tree in (before, after)
+    )
+    if was == now and same_structure(before, after):
+        return
+    said = [
+        f"{path} is {was.get(path, 'not there')} before and {now.get(path, 'not there')} after"
+        for path in {**was, **now}
+        if was.get(path) != now.get(path)
+    ]
+    raise PlanError(
+        "train_step: the optimizer's update gives another state than its init:"
+        f" {', '.join(said[:4]) or 'its nodes differ'}. A step's state is the next one's, in a scan"
+        " and in a checkpoint: expected the same tree, shapes and dtypes"
+    )
 
 
 def traced(tx: optax.GradientTransformation, params: PyTree) -> Traced:
     """Traces a transformation's functions; whether it takes the loss as `value=` is tried.
 
     Raises:
-        PlanError: its update can be called neither with it nor without.
+        PlanError: its update can be called neither with it nor without, leaves parameters out, or
+            gives another state than its init.
     """
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     keys: list[Any] = []
@@ -167,6 +193,7 @@ def traced(tx: optax.GradientTransformation, params: PyTree) -> Traced:
             problem = problem or error
         else:
             _require_updates(updates, params)
+            _require_same_state(state, after)
             return Traced(init, program, state, after, tuple(keys), bool(value))
     raise PlanError(
         f"train_step: the optimizer cannot be used in a step; its update raised"
@@ -196,4 +223,5 @@ def _keys(state: PyTree, kinds: Sequence[Any]) -> PyTree:
 
 
 def _bits(leaf: Any) -> Any:
+    leaf = jnp.asarray(leaf)  # an update may give a number
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
