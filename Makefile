@@ -28,14 +28,17 @@ STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 # A test may take twenty times what the longest takes. It is stopped by a signal: pytest's own dump of
 # all threads reads frames of a thread that runs, and has taken a worker down.
 LIMIT := --timeout 600 --timeout-method signal
-# With byte code kept: two workers and the processes that tests start import the same modules. A test
-# that takes its worker down is tried once more, not eight times.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile \
+# A test that takes its worker down is tried once more, not eight times.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile \
   --no-loadscope-reorder --max-worker-restart 1 $(LIMIT)
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^PYTHON/q' Makefile
+
+# Byte code is made of what is imported, once, and kept: of all that is installed, and of twenty
+# thousand files one by one, it takes longer than the installation.
+unexport PYTHONDONTWRITEBYTECODE
 
 install: $(STAMP)
 
@@ -48,8 +51,10 @@ $(STAMP): pyproject.toml constraints.txt
 	       "apt install python3-venv. Or name another one: make PYTHON=..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): a few minutes, once"
-	$(BIN)/python -m pip install --quiet torch==2.13.0 -c constraints.txt
-	$(BIN)/python -m pip install --quiet -e '.[$(EXTRAS)]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0 -c constraints.txt
+	$(BIN)/python -m pip install -qq --no-compile -e '.[$(EXTRAS)]' -c constraints.txt
+	@$(BIN)/python -c 'import flax, transformers, fzero, torch_bridge'
 	@touch $@
 
 # On a CPU eight virtual devices; with GPUs the largest number of them that divides the batch.
@@ -84,10 +89,10 @@ test-bits: install
 GPU_VENV := $(VENV)-gpu-programs
 GPU_BIN := $(GPU_VENV)/bin
 gpu-programs: install
-	test -x $(GPU_BIN)/python || $(BIN)/python -m venv $(GPU_VENV)
+	test -x $(GPU_BIN)/python || $(BIN)/python -m venv --without-pip $(GPU_VENV)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  $$($(GPU_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
-	$(GPU_BIN)/python -m pip install --quiet -e '.[preflight]' nvidia-cudnn-cu13 \
+	$(GPU_BIN)/python -m pip install -qq --no-compile -e '.[preflight]' nvidia-cudnn-cu13 \
 	  -c constraints.txt -c constraints-gpu.txt
 	@$(GPU_BIN)/python -c 'from fzero.preflight.topology import has_plugin; \
 	  assert has_plugin(), "no CUDA plugin: every test would be skipped"'
@@ -125,7 +130,7 @@ nightly-gpu-programs: install
 # The example for Ray Train under Ray, in an environment of its own, on top of the other.
 RAY_VENV := $(VENV)-ray
 nightly-ray: install
-	test -x $(RAY_VENV)/bin/python || $(BIN)/python -m venv $(RAY_VENV)
+	test -x $(RAY_VENV)/bin/python || $(BIN)/python -m venv --without-pip $(RAY_VENV)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  $$($(RAY_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	$(RAY_VENV)/bin/python -m pip install --quiet 'ray[train]' -c constraints.txt
@@ -134,7 +139,7 @@ nightly-ray: install
 # Checkpoints in Google's store, of which an emulator runs here; likewise.
 GCS_VENV := $(VENV)-gcs
 nightly-gcs: install
-	test -x $(GCS_VENV)/bin/python || $(BIN)/python -m venv $(GCS_VENV)
+	test -x $(GCS_VENV)/bin/python || $(BIN)/python -m venv --without-pip $(GCS_VENV)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  $$($(GCS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	$(GCS_VENV)/bin/python -m pip install --quiet gcsfs gcp-storage-emulator -c constraints.txt
@@ -156,7 +161,7 @@ operators: install
 MODELS_VENV := $(VENV)-models
 MODELS_BIN := $(MODELS_VENV)/bin
 models-venv: install
-	test -x $(MODELS_BIN)/python || $(BIN)/python -m venv $(MODELS_VENV)
+	test -x $(MODELS_BIN)/python || $(BIN)/python -m venv --without-pip $(MODELS_VENV)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  $$($(MODELS_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	$(MODELS_BIN)/python -m pip install --quiet --no-deps torchvision torchaudio timm diffusers \

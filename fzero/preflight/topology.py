@@ -72,9 +72,9 @@ class Topology:
             )
         except (NotImplementedError, RuntimeError, ValueError) as error:
             raise PreflightError(
-                f"preflight: jax's CUDA plugin cannot describe {self}: {error}. On a machine without"
-                " a GPU set JAX_PLATFORMS=cpu before jax is first used; the plugin must have the"
-                f" version of jax. Or use topology='cpu:{self.per_host}'"
+                f"preflight: jax's CUDA plugin cannot describe {self}: {error}. Without a GPU set"
+                " JAX_PLATFORMS=cpu before jax is first used; the plugin must have the version of"
+                f" jax. Or use topology='cpu:{self.per_host}'"
             ) from error
         return list(found.devices)
 
