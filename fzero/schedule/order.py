@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from fzero.errors import ScheduleError
@@ -185,31 +184,3 @@ def align(schedule: Schedule) -> Schedule:
         column[gives(action)] = len(row)
         row.append(action)
     return Schedule(rows)
-
-
-def merge_split_backward(schedule: Schedule) -> Schedule:
-    """Writes an `I` that is directly followed by its own `W` as one `B`.
-
-    Args:
-        schedule: any schedule.
-
-    Returns:
-        The schedule without idle cells, with as many whole backwards as its orders allow.
-
-    Example:
-        >>> from fzero.schedule.actions import rows_of
-        >>> merge_split_backward(rows_of([["0F0", "0I0", "0W0"]])).ranks
-        ((0F0, 0B0),)
-    """
-    return Schedule(_merged(schedule.rank_actions(rank)) for rank in range(schedule.num_ranks))
-
-
-def _merged(actions: Sequence[Action]) -> list[Action]:
-    merged: list[Action] = []
-    for action in actions:
-        before = merged[-1] if merged else None
-        if before is not None and before[:1] == ("I",) and action == before._replace(kind="W"):
-            merged[-1] = before._replace(kind="B")
-        else:
-            merged.append(action)
-    return merged

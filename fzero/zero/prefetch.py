@@ -25,24 +25,24 @@ def look_ahead(
     *,
     ahead: bool,
     reverse: bool = False,
-    apart: bool = True,
+    outside: bool = True,
 ) -> tuple[Any, tuple[Any, Any]]:
     """Runs layers 0 to `num - 1`, or back.
 
     Args:
         num: how many layers.
         fetch: `fetch(k)`, the weights of layer k.
-        compute: `compute(carry, weights, k, apart) -> (carry, result)`; `apart` for the one layer
-            that stands outside of the loop.
+        compute: `compute(carry, weights, k, outside) -> (carry, result)`; `outside` for the one
+            layer that stands outside of the loop.
         carry: what the first one gets.
         ahead: whether to fetch one ahead; two layers' weights are alive then.
         reverse: whether layer `num - 1` is the first.
-        apart: whether, where weights are fetched ahead, the layer that comes last stands outside of
-            the loop. It spares a gather; results are then of two pieces, which only a copy joins.
+        outside: whether, where weights are fetched ahead, the layer that comes last stands outside
+            of the loop. It spares a gather; results are then two pieces, which only a copy joins.
 
     Returns:
-        `(carry, (results of the looped layers, stacked; that of the layer apart))`, with `None` for
-        what there is not. Results are stacked in the order of layers.
+        `(carry, (results of the looped layers, stacked; that of the layer outside))`, with `None`
+        for what there is not. Results are stacked in the order of layers.
     """
     if not ahead:
 
@@ -55,12 +55,12 @@ def look_ahead(
 
     def trip(state: Any, k: jax.Array) -> tuple[Any, Any]:
         carry, weights = state
-        following = fetch(k + step if apart else jnp.clip(k + step, 0, num - 1))
+        following = fetch(k + step if outside else jnp.clip(k + step, 0, num - 1))
         carry, result = compute(carry, weights, k, False)
         return (carry, following), result
 
     state, looped = (carry, fetch(first)), None
-    if not apart:
+    if not outside:
         state, looped = jax.lax.scan(trip, state, jnp.arange(num), reverse=reverse)
         return state[0], (looped, None)
     if num > 1:

@@ -141,12 +141,12 @@ def _forward(
     rules, num = layers.rules, layers.piece.num_layers
     fetch = partial(layers.fetch, shards)
 
-    def compute(carry: Any, weights: PyTree, k: Any, apart: bool) -> tuple[Any, Any]:
+    def compute(carry: Any, weights: PyTree, k: Any, outside: bool) -> tuple[Any, Any]:
         x, held = carry
         # A loop settles what it carries; outside of it a fence does.
-        x = rules.fence(x) if apart else x
+        x = rules.fence(x) if outside else x
         x, saved, buffers = layers.of_whole(lambda weights: run(weights, x, k), weights)
-        result = (saved if apart else _away(layers, saved)), buffers
+        result = (saved if outside else _away(layers, saved)), buffers
         return (x, put_row(held, weights, k)), result
 
     held = None
@@ -183,11 +183,11 @@ def stack_backward(given: StackSaved, shards: PyTree, cotangent: Any) -> tuple[P
         )
         return grads, rules.fence((dx, [a + b for a, b in zip(cts[1], ds, strict=True)]))
 
-    def at_once(cts: Any, weights: PyTree, k: Any, apart: bool) -> tuple[Any, PyTree]:
+    def at_once(cts: Any, weights: PyTree, k: Any, outside: bool) -> tuple[Any, PyTree]:
         grads, cts = back(weights, saved_at(0, k), cts)
         return cts, layers.scatter(grads)
 
-    def behind(carry: Any, weights: PyTree, k: Any, apart: bool) -> tuple[Any, None]:
+    def behind(carry: Any, weights: PyTree, k: Any, outside: bool) -> tuple[Any, None]:
         cts, pending, done = carry
         done = put_row(done, layers.scatter(pending), k + 1)
         grads, cts = back(weights, saved_at(0, k), cts)

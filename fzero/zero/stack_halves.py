@@ -64,7 +64,7 @@ def stack_input_backward(
         secondary = jax.tree.map(lambda leaf: at_row(leaf, k), saved[1])
         return layers.refetch(shards, secondary, k)
 
-    def back(cts: Any, weights: PyTree, k: Any, apart: bool) -> tuple[Any, list[Any]]:
+    def back(cts: Any, weights: PyTree, k: Any, outside: bool) -> tuple[Any, list[Any]]:
         layer_saved = jax.tree.map(lambda leaf: at_row(leaf, k), saved[0])
         cts, values, rest = program.input_half(weights, layer_saved, cts)
         # What is only passed on need not be copied through the loop.
@@ -74,7 +74,7 @@ def stack_input_backward(
 
     cts = rules.fence(program.split_cotangent(cotangent))
     num, ahead = layers.piece.num_layers, rules.prefetch
-    cts, (found, _) = look_ahead(num, fetch, back, cts, ahead=ahead, reverse=True, apart=False)
+    cts, (found, _) = look_ahead(num, fetch, back, cts, ahead=ahead, reverse=True, outside=False)
     rest, marks = cell[-1]
     own, computed = jax.tree.leaves(before[0]), iter(found)
     values = [next(computed) if mark is None else own[mark] for mark in marks]

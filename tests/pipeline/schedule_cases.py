@@ -45,3 +45,17 @@ def read_rows(rows: list[str]) -> Schedule:
 def load(name: str) -> dict:
     """Reference data from the `data` folder."""
     return json.loads((DATA / name).read_text(encoding="utf-8"))
+
+
+def merge_split_backward(schedule):
+    """Writes an `I` that is directly followed by its own `W` as one `B`, without idle cells."""
+    rows = []
+    for rank in range(schedule.num_ranks):
+        row = []
+        for action in schedule.rank_actions(rank):
+            if row and row[-1].kind == "I" and action == row[-1]._replace(kind="W"):
+                row[-1] = action._replace(kind="B")
+            else:
+                row.append(action)
+        rows.append(row)
+    return Schedule(rows)

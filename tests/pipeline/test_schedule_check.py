@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from schedule_cases import EXAMPLES, TRAINING, all_sizes, build, repeatable
+from schedule_cases import EXAMPLES, TRAINING, all_sizes, build, merge_split_backward, repeatable
 
 from fzero.errors import ScheduleError
 from fzero.pipeline import Action, Schedule, check, gpipe, one_f_one_b, slots
@@ -17,7 +17,6 @@ from fzero.schedule.actions import rows_of
 from fzero.schedule.deadlock import SENDS, find_deadlock
 from fzero.schedule.grid import MAX_COLUMNS, format_grid
 from fzero.schedule.instructions import check_program, lower
-from fzero.schedule.order import merge_split_backward
 
 
 @st.composite

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_cases import all_sizes, build, load, repeatable
+from schedule_cases import all_sizes, build, load, merge_split_backward, repeatable
 
 from fzero.errors import ScheduleError
 from fzero.pipeline import Action, Schedule, align, check, schedule
 from fzero.schedule.actions import rows_of
-from fzero.schedule.order import is_aligned, merge_split_backward
+from fzero.schedule.order import is_aligned
 
 
 def test_equality_hash_and_counts():

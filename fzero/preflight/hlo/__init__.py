@@ -5,11 +5,9 @@ from fzero.preflight.hlo.counts import Flops as Flops
 from fzero.preflight.hlo.counts import HloError as HloError
 from fzero.preflight.hlo.counts import Matmuls as Matmuls
 from fzero.preflight.hlo.counts import Module as Module
-from fzero.preflight.hlo.counts import Overlap as Overlap
 from fzero.preflight.hlo.counts import Total as Total
 from fzero.preflight.hlo.counts import Window as Window
 from fzero.preflight.hlo.counts import collectives as collectives
 from fzero.preflight.hlo.counts import matmul_flops as matmul_flops
-from fzero.preflight.hlo.counts import overlaps as overlaps
 from fzero.preflight.hlo.counts import total as total
 from fzero.preflight.hlo.counts import windows as windows

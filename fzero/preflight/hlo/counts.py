@@ -37,8 +37,8 @@ from fzero.preflight.hlo.module import (
 
 
 __all__ = [
-    "FREE", "KINDS", "Collective", "Flops", "HloError", "Matmuls", "Module", "Overlap", "Total",
-    "Window", "collectives", "matmul_flops", "overlaps", "total", "windows",
+    "FREE", "KINDS", "Collective", "Flops", "HloError", "Matmuls", "Module", "Total", "Window",
+    "collectives", "matmul_flops", "total", "windows",
 ]  # fmt: skip
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
@@ -78,24 +78,6 @@ class Collective:
     computation: str
     """Where its start is scheduled."""
     op_name: str
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """A collective, and the work that stands between its start and its done in the schedule."""
-
-    collective: Collective
-    is_async: bool
-    """False for a single instruction, and for a pair that XLA marked `is_sync`."""
-    num_matmuls: int
-    num_compute: int
-    """Other instructions that launch a kernel, copies included."""
-    matmul_flops: int
-
-    @property
-    def exposed(self) -> bool:
-        """True if no matmul runs while it communicates."""
-        return self.num_matmuls == 0
 
 
 @dataclass(frozen=True)
@@ -178,7 +160,7 @@ def total(found: Iterable[Collective], kind: str | None = None) -> Total:
     return sums
 
 
-def overlaps(text: str, *, mesh_axes: Mapping[str, int] | None = None) -> tuple[Overlap, ...]:
+def windows(module: Module, mesh_axes: Mapping[str, int] | None = None) -> Iterator[Window]:
     """What XLA scheduled between the start and the done of each collective.
 
     A collective that is one instruction hides behind nothing. Where the done is not in the same
@@ -187,15 +169,8 @@ def overlaps(text: str, *, mesh_axes: Mapping[str, int] | None = None) -> tuple[
     Raises:
         HloError: the module is not scheduled, so the order of its lines means nothing.
     """
-    module = Module(text)
     if not module.is_scheduled:
-        raise HloError("overlaps: expected a compiled module (`is_scheduled=true`)")
-    counter = Matmuls(module)
-    return tuple(_overlap(counter, window) for window in windows(module, mesh_axes))
-
-
-def windows(module: Module, mesh_axes: Mapping[str, int] | None = None) -> Iterator[Window]:
-    """What `overlaps` counts, as the instructions themselves; of a scheduled module."""
+        raise HloError("windows: expected a compiled module (`is_scheduled=true`)")
     for found in _walk(module, mesh_axes):
         comp = found.computation
         end = _done(comp, found.start) if found.is_async else found.start + 1
@@ -462,16 +437,6 @@ def _attention_flops(inputs: Sequence[Array], backward: bool) -> int:
     """
     query, keys = inputs[0], inputs[1].dims[1]
     return (5 if backward else 2) * 2 * query.elements * keys
-
-
-def _overlap(matmuls: Matmuls, window: Window) -> Overlap:
-    comp, num_compute, num_matmuls, flops = window.computation, 0, 0, 0
-    for i in window.between:
-        inside = matmuls.instructions_at(comp, i)
-        num_matmuls += inside
-        num_compute += inside == 0
-        flops += matmuls.flops_at(comp, i).flops
-    return Overlap(window.collective, window.is_async, num_matmuls, num_compute, flops)
 
 
 def _launches(i: HloInstruction) -> bool:
