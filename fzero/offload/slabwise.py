@@ -15,7 +15,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.processes import in_turn
-from fzero.programs.jaxprs import ELEMENTWISE, Program, Step, Var
+from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var
 from fzero.programs.places import Section
 
 
@@ -48,11 +48,11 @@ class SlabProgram:
     source: Mapping[int, int]
 
 
-def is_rowwise(step: Step, dim: int, size: int) -> bool:
+def is_rowwise(op: Op, dim: int, size: int) -> bool:
     """Whether an operation treats every row of a dim by itself.
 
     Args:
-        step: the operation.
+        op: the operation.
         dim: the dim.
         size: the number of rows of leaves that are cut along it.
     """
@@ -61,20 +61,20 @@ def is_rowwise(step: Step, dim: int, size: int) -> bool:
         shape = _shape(x)
         return len(shape) > dim and shape[dim] == size
 
-    values = (*step.operands, *step.results)
+    values = (*op.operands, *op.results)
     if not any(map(large, values)):
         return True
-    name = "optimization_barrier" if step.equation is None else step.equation.primitive.name
+    name = "optimization_barrier" if op.equation is None else op.equation.primitive.name
     if name in ELEMENTWISE:
         return all(large(x) or _shape(x) == () for x in values)
-    if not all(map(large, step.results)):
+    if not all(map(large, op.results)):
         return False
     if name == "cond":
-        branches = [Program(b.jaxpr, b.consts) for b in step.equation.params["branches"]]
-        return all(is_rowwise(s, dim, size) for branch in branches for s in branch.steps)
-    params = {} if step.equation is None else step.equation.params
+        branches = [Program(b.jaxpr, b.consts) for b in op.equation.params["branches"]]
+        return all(is_rowwise(s, dim, size) for branch in branches for s in branch.ops)
+    params = {} if op.equation is None else op.equation.params
     if name == "broadcast_in_dim":
-        return all(_shape(x) == () for x in step.operands)
+        return all(_shape(x) == () for x in op.operands)
     if name == "slice":
         starts, strides = params["start_indices"], params["strides"]
         return starts[dim] == 0 and (strides is None or strides[dim] == 1)
@@ -82,8 +82,8 @@ def is_rowwise(step: Step, dim: int, size: int) -> bool:
         return params["padding_config"][dim] == (0, 0, 0)
     if name == "shard_map":
         # Gathering whole leaves: along another dim, as the one that is cut is not split.
-        steps = Program(params["jaxpr"], ()).steps
-        inner = {"" if s.equation is None else s.equation.primitive.name for s in steps}
+        ops = Program(params["jaxpr"], ()).ops
+        inner = {"" if s.equation is None else s.equation.primitive.name for s in ops}
         return inner <= {"all_gather", "slice", "convert_element_type", "bitcast_convert_type"}
     return False
 
@@ -115,11 +115,11 @@ def slabwise(
         reusable: whether nobody needs a value after this section.
     """
     known = {cuts[var] for var in section.reads if var in cuts}
-    if len(known) != 1 or len(small.steps) != len(whole.steps):
+    if len(known) != 1 or len(small.ops) != len(whole.ops):
         return None
     (cut,) = known
     size = next(var.aval.shape[cut.dim] for var in section.reads if var in cuts)
-    if not all(is_rowwise(step, cut.dim, size) for step in section.steps):
+    if not all(is_rowwise(op, cut.dim, size) for op in section.ops):
         return None
 
     def of_rows(values: Sequence[Var]) -> frozenset[int]:
@@ -155,12 +155,12 @@ def _runner(
     sliced: frozenset[int],
     source: Mapping[int, int],
 ) -> Callable[..., list[Any]]:
-    """The function that is compiled: slabs out of whole arrays, the section's steps, and back."""
+    """The function that is compiled: slabs out of whole arrays, the section's work, and back."""
     same = dict(zip(whole.inputs, small.inputs, strict=True))
-    numbers = {id(step): i for i, step in enumerate(whole.steps)}
-    for step, other in zip(whole.steps, small.steps, strict=True):
-        same.update(zip(step.results, other.results, strict=True))
-    steps = [small.steps[numbers[id(step)]] for step in section.steps]
+    numbers = {id(op): i for i, op in enumerate(whole.ops)}
+    for op, other in zip(whole.ops, small.ops, strict=True):
+        same.update(zip(op.results, other.results, strict=True))
+    ops = [small.ops[numbers[id(op)]] for op in section.ops]
     memory = {j: i for i, j in source.items()}
 
     def run(
@@ -175,9 +175,9 @@ def _runner(
                     rows = value.shape[cut.dim] // cut.count
                     value = jax.lax.dynamic_slice_in_dim(value, index * rows, rows, cut.dim)
             env[same[var]] = value
-        for step in steps:
-            operands = [env[x] if isinstance(x, Var) else x for x in step.operands]
-            env.update(zip(step.results, step.run(operands), strict=True))
+        for op in ops:
+            operands = [env[x] if isinstance(x, Var) else x for x in op.operands]
+            env.update(zip(op.results, op.run(operands), strict=True))
         out = []
         for i, var in enumerate(section.gives):
             value = env[same[var]]

@@ -7,7 +7,7 @@ whole leaves. So a stage that keeps whole leaves has to know.
 from __future__ import annotations
 
 from fzero.optimizer.optimizer import Optimizer
-from fzero.programs.jaxprs import ELEMENTWISE, Program, Step
+from fzero.programs.jaxprs import ELEMENTWISE, Op, Program
 from fzero.tree import PyTree
 
 
@@ -31,16 +31,16 @@ def adds_up(optimizer: Optimizer, params: PyTree) -> bool:
         params: shapes of the parameters, which are those of the gradients.
     """
     closed = optimizer.traced(params).update
-    return any(map(_adds, Program(closed.jaxpr, closed.consts).steps))
+    return any(map(_adds, Program(closed.jaxpr, closed.consts).ops))
 
 
-def _adds(step: Step) -> bool:
+def _adds(op: Op) -> bool:
     """Whether an operation may add elements up, itself or in what it calls."""
-    if step.equation is None or step.equation.primitive.name in _EXACT:
+    if op.equation is None or op.equation.primitive.name in _EXACT:
         return False
-    if all(not x.aval.shape for x in step.reads()):
+    if all(not x.aval.shape for x in op.reads()):
         return False
-    if step.equation.primitive.name != "cond":
+    if op.equation.primitive.name != "cond":
         return True
-    branches = (Program(one.jaxpr, one.consts) for one in step.equation.params["branches"])
-    return any(_adds(inner) for branch in branches for inner in branch.steps)
+    branches = (Program(one.jaxpr, one.consts) for one in op.equation.params["branches"])
+    return any(_adds(inner) for branch in branches for inner in branch.ops)

@@ -15,7 +15,7 @@ import numpy as np
 
 from fzero.optimizer.operations import frozen
 from fzero.optimizer.terms import OWN, Ref, Shape, Terms, is_reduction
-from fzero.programs.jaxprs import Program, Step, Var, is_elementwise
+from fzero.programs.jaxprs import Op, Program, Var, is_elementwise
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Follow:
         env: dict[Var, TermValue] = dict(zip(program.inputs, inputs, strict=True))
         for var, const in program.consts.items():
             env[var] = self.constant(const)
-        for step in program.steps:
-            operands = [self._read(env, x) for x in step.operands]
-            env.update(zip(step.results, self._step(step, operands), strict=True))
+        for op in program.ops:
+            operands = [self._read(env, x) for x in op.operands]
+            env.update(zip(op.results, self._op(op, operands), strict=True))
         return [self._read(env, x) for x in program.outputs]
 
     def constant(self, value: Any) -> TermValue:
@@ -84,43 +84,43 @@ class Follow:
     def _read(self, env: dict[Var, TermValue], x: Any) -> TermValue:
         return env[x] if isinstance(x, Var) else self.constant(x)
 
-    def _step(self, step: Step, operands: list[TermValue]) -> list[TermValue]:
-        if step.equation is None or step.equation.primitive.name == "optimization_barrier":
+    def _op(self, op: Op, operands: list[TermValue]) -> list[TermValue]:
+        if op.equation is None or op.equation.primitive.name == "optimization_barrier":
             return operands
-        if step.equation.primitive.name == "cond":
-            return self._cond(step, operands)
+        if op.equation.primitive.name == "cond":
+            return self._cond(op, operands)
         try:
-            return self._many(step, operands) if any(v.stack for v in operands) else (
-                self._plain(step, operands)
+            return self._many(op, operands) if any(v.stack for v in operands) else (
+                self._plain(op, operands)
             )  # fmt: skip
         except _Mixes:
-            return self._mixed(step, operands)
+            return self._mixed(op, operands)
 
-    def _mixed(self, step: Step, operands: Sequence[TermValue]) -> list[TermValue]:
-        name, out = step.equation.primitive.name, []
-        for number, var in enumerate(step.results):
+    def _mixed(self, op: Op, operands: Sequence[TermValue]) -> list[TermValue]:
+        name, out = op.equation.primitive.name, []
+        for number, var in enumerate(op.results):
             key = ("mixed", name, number, tuple(operands))
             term = self.terms.of(key, tuple(var.aval.shape))
             self.mixing[term] = name
             out.append(TermValue(term))
         return out
 
-    def _cond(self, step: Step, operands: list[TermValue]) -> list[TermValue]:
+    def _cond(self, op: Op, operands: list[TermValue]) -> list[TermValue]:
         """Each result is one of its branches' results, by the number that chooses."""
         index, *rest = operands
         branches = [
             self.run(Program(branch.jaxpr, branch.consts), rest)
-            for branch in step.equation.params["branches"]
+            for branch in op.equation.params["branches"]
         ]
         out = []
-        for var, choices in zip(step.results, zip(*branches, strict=True), strict=True):
+        for var, choices in zip(op.results, zip(*branches, strict=True), strict=True):
             if len(set(choices)) == 1:
                 out.append(choices[0])
                 continue
             try:
                 out.append(self._elementwise(("cond",), [index, *choices], tuple(var.aval.shape)))
             except _Mixes:
-                out += self._mixed(step, operands)[:1]
+                out += self._mixed(op, operands)[:1]
         return out
 
     # One layer, or none
@@ -133,12 +133,12 @@ class Follow:
             return [(v.term, v.layer) for v in values], None
         return [(v.term, OWN if v.layer else None) for v in values], next(iter(found), None)
 
-    def _plain(self, step: Step, operands: Sequence[TermValue]) -> list[TermValue]:
+    def _plain(self, op: Op, operands: Sequence[TermValue]) -> list[TermValue]:
         refs, layer = self._refs(operands)
-        shapes = [tuple(var.aval.shape) for var in step.results]
-        params = step.equation.params
+        shapes = [tuple(var.aval.shape) for var in op.results]
+        params = op.equation.params
         return [
-            self._value(self._apply(step.equation.primitive.name, params, n, refs, shape), layer)
+            self._value(self._apply(op.equation.primitive.name, params, n, refs, shape), layer)
             for n, shape in enumerate(shapes)
         ]
 
@@ -161,10 +161,10 @@ class Follow:
 
     # All layers of a stack at once
 
-    def _many(self, step: Step, operands: Sequence[TermValue]) -> list[TermValue]:
-        name, params = step.equation.primitive.name, step.equation.params
-        shape = tuple(step.results[0].aval.shape)
-        first = tuple(getattr(step.equation.invars[0].aval, "shape", ()))
+    def _many(self, op: Op, operands: Sequence[TermValue]) -> list[TermValue]:
+        name, params = op.equation.primitive.name, op.equation.params
+        shape = tuple(op.results[0].aval.shape)
+        first = tuple(getattr(op.equation.invars[0].aval, "shape", ()))
         if is_elementwise(name, first, shape) or name in ("add_any",):
             return [self._elementwise((name, frozen(params), 0), operands, shape)]
         if name == "dot_general":
@@ -175,7 +175,7 @@ class Follow:
         if is_reduction(name):
             return [self._reduce(name, params["axes"], value)]
         if name in ("reshape", "squeeze"):
-            return [self._reshape(value, tuple(step.equation.invars[0].aval.shape), shape)]
+            return [self._reshape(value, tuple(op.equation.invars[0].aval.shape), shape)]
         if name == "broadcast_in_dim":
             return [self._broadcast(value, shape, tuple(params["broadcast_dimensions"]))]
         if name == "transpose":

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fzero.programs.jaxprs import ELEMENTWISE, Step
+from fzero.programs.jaxprs import ELEMENTWISE, Op
 from fzero.tree import is_plain
 
 
@@ -60,9 +60,9 @@ def bodies(equation: Any) -> list[Any]:
     return [x for x in leaves if isinstance(x, core.Jaxpr | core.ClosedJaxpr)]
 
 
-def is_heavy(step: Step) -> bool:
+def is_heavy(op: Op) -> bool:
     """Whether an operation costs more than reading its operands: products of matrices, factors."""
-    return step.equation is not None and _heavy(step.equation)
+    return op.equation is not None and _heavy(op.equation)
 
 
 def _heavy(equation: Any) -> bool:

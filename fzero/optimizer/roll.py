@@ -20,7 +20,7 @@ import numpy as np
 
 from fzero.optimizer.layers import Layers, Rows, Scope, is_layers, regrouped, stack_of
 from fzero.optimizer.operations import frozen, is_heavy
-from fzero.programs.jaxprs import Program, Step, Var
+from fzero.programs.jaxprs import Op, Program, Var
 from fzero.tree import PyTree
 
 
@@ -141,14 +141,14 @@ class Rolled:
             self._know(var, ("source", id(source)), layer)
         for var in self.program.consts:
             self._know(var, ("constant", id(var)), None)
-        for step in self.program.steps:
-            found = {self.known[x][1] for x in step.reads()} - {None}
+        for op in self.program.ops:
+            found = {self.known[x][1] for x in op.reads()} - {None}
             layer = found.pop() if len(found) == 1 else None
             if found:  # of several layers
-                key: Any = id(step)
+                key: Any = id(op)
             else:
-                key = (*_kind(step), tuple(map(self._operand, step.operands)))
-            for number, var in enumerate(step.results):
+                key = (*_kind(op), tuple(map(self._operand, op.operands)))
+            for number, var in enumerate(op.results):
                 self._know(var, (key, number), layer)
 
     def _operand(self, x: Any) -> Any:
@@ -183,18 +183,18 @@ class Rolled:
             Its results, `Layers` stacked along dim 0.
         """
         run = _RolledRun(self, scope)
-        for step in self.program.steps:
-            run.step(step)
+        for op in self.program.ops:
+            run.op(op)
         leaves, tree = jax.tree.flatten(self.out)
         results = [_Result(leaf.shape, leaf.dtype, i) for i, leaf in enumerate(leaves)]
         grouped = regrouped(jax.tree.unflatten(tree, results))
         return jax.tree.map(run.result, grouped, is_leaf=is_layers)
 
 
-def _kind(step: Step) -> tuple[Any, ...]:
-    if step.equation is None:
+def _kind(op: Op) -> tuple[Any, ...]:
+    if op.equation is None:
         return ("optimization_barrier",)
-    return step.equation.primitive.name, frozen(step.equation.params)
+    return op.equation.primitive.name, frozen(op.equation.params)
 
 
 class _RolledRun:
@@ -210,30 +210,30 @@ class _RolledRun:
             else:
                 self.stacks[rolled.known[var][0]] = given.source.value
 
-    def step(self, step: Step) -> None:
+    def op(self, op: Op) -> None:
         rolled = self.rolled
-        if not step.results or not rolled._stacked(step.results[0]):
-            values = [self.value(x) for x in step.operands]
-            self.single.update(zip(step.results, step.run(values), strict=True))
+        if not op.results or not rolled._stacked(op.results[0]):
+            values = [self.value(x) for x in op.operands]
+            self.single.update(zip(op.results, op.run(values), strict=True))
             return
-        numbers = [rolled.known[var][0] for var in step.results]
+        numbers = [rolled.known[var][0] for var in op.results]
         if numbers[0] in self.stacks:
             return
-        layer = rolled.known[step.results[0]][1]
+        layer = rolled.known[op.results[0]][1]
         assert layer is not None
-        own = [isinstance(x, Var) and rolled.known[x][1] is not None for x in step.operands]
+        own = [isinstance(x, Var) and rolled.known[x][1] is not None for x in op.operands]
         values = [
             self.stacks[rolled.known[x][0]] if mine else self.value(x)
-            for x, mine in zip(step.operands, own, strict=True)
+            for x, mine in zip(op.operands, own, strict=True)
         ]
-        heavy = is_heavy(step)
+        heavy = is_heavy(op)
         if heavy:
             values = [
                 self.scope.spread(layer[0][0], x) if mine else x
                 for x, mine in zip(values, own, strict=True)
             ]
         out = jax.vmap(
-            lambda *values: step.run(list(values)), in_axes=[0 if mine else None for mine in own]
+            lambda *values: op.run(list(values)), in_axes=[0 if mine else None for mine in own]
         )(*values)
         if heavy:
             out = [self.scope.spread(layer[0][0], x) for x in out]

@@ -1,8 +1,8 @@
 """A backward pass in two halves: the input's gradient first, the weights' gradients later.
 
 Zero-bubble schedules fill idle time with weight gradients. The backward pass is traced whole and
-its steps divided: what the input's gradient takes is run at once; the rest waits, with exactly the
-values that it reads. Nothing is computed twice, so the halves cost what the whole does.
+its operations divided: what the input's gradient takes is run at once; the rest waits, with exactly
+the values that it reads. Nothing is computed twice, so the halves cost what the whole does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from fzero.programs.jaxprs import Program, Step, Var, needed, read, run_steps
+from fzero.programs.jaxprs import Op, Program, Var, needed, read, run_ops
 from fzero.tree import PyTree
 
 
@@ -23,13 +23,13 @@ class Rest:
     """The second half, without its values.
 
     Args:
-        steps: operations, in order.
+        ops: operations, in order.
         reads: what they read from the first half.
         weights: the inputs that are weights.
         grads: what they give.
     """
 
-    steps: tuple[Step, ...]
+    ops: tuple[Op, ...]
     reads: tuple[Var, ...]
     weights: tuple[Var, ...]
     grads: tuple[Any, ...]
@@ -38,7 +38,7 @@ class Rest:
         """The gradients of the weights."""
         env: dict[Var, Any] = dict(zip(self.weights, weights, strict=True))
         env.update(zip(self.reads, values, strict=True))
-        run_steps(self.steps, env)
+        run_ops(self.ops, env)
         return [read(env, x) for x in self.grads]
 
 
@@ -64,20 +64,20 @@ def first_half(
     given: dict[Var, Any] = dict(program.consts)
     given.update(zip(program.inputs, weights, strict=True))
 
-    first = needed(program.steps, now)
-    second = needed(program.steps, late) - first
-    steps = tuple(step for i, step in enumerate(program.steps) if i in second)
-    made = {var for step in steps for var in step.results}
-    wanted = [x for step in steps for x in step.reads()]
+    first = needed(program.ops, now)
+    second = needed(program.ops, late) - first
+    ops = tuple(op for i, op in enumerate(program.ops) if i in second)
+    made = {var for op in ops for var in op.results}
+    wanted = [x for op in ops for x in op.reads()]
     wanted += [x for x in late if isinstance(x, Var)]
     inputs = set(program.inputs)
     reads = tuple(x for x in dict.fromkeys(wanted) if x not in made and x not in inputs)
-    rest = Rest(steps, reads, tuple(program.inputs), tuple(late))
+    rest = Rest(ops, reads, tuple(program.inputs), tuple(late))
     computed = [x for x in reads if x not in given]
 
     def run() -> tuple[list[Any], list[Any]]:
         env = dict(given)
-        run_steps([step for i, step in enumerate(program.steps) if i in first], env)
+        run_ops([op for i, op in enumerate(program.ops) if i in first], env)
         return [read(env, x) for x in now], [env[x] for x in computed]
 
     out, values = apart(run) if first else run()

@@ -1,4 +1,4 @@
-"""Programs as lists of steps: a jaxpr with its calls inlined, to be cut, ordered and replayed."""
+"""Programs as lists of operations: a jaxpr, its calls inlined, to be cut, ordered and replayed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OWN_DERIVATIVES = frozenset(("custom_jvp_call", "custom_vjp_call"))
 # Calls whose body may be replayed in place, once differentiation is over.
 _CALLS = CHECKPOINTS | _OWN_DERIVATIVES | frozenset(("jit", "pjit", "closed_call", "core_call"))
 
-# Functions jitted under a name that begins so stay one step of a program.
+# Functions jitted under a name that begins so stay one operation of a program.
 _STEPS = "fzero_scaled"
 
 
@@ -56,7 +56,7 @@ class Var:
 
 
 @dataclass(frozen=True)
-class Step:
+class Op:
     """One operation.
 
     Args:
@@ -89,12 +89,12 @@ class Program:
         jaxpr: the jaxpr.
         consts: values of its constants.
         differentiable: whether what is replayed may be differentiated: calls that bring a
-            derivative of their own then stay one step.
+            derivative of their own then stay one operation.
     """
 
     def __init__(self, jaxpr: Any, consts: Iterable[Any], differentiable: bool = False) -> None:
         self._calls = _CALLS - _OWN_DERIVATIVES if differentiable else _CALLS
-        self.steps: list[Step] = []
+        self.ops: list[Op] = []
         env: dict[Any, Any] = {var: Var(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
         self.consts: dict[Var, Any] = {
             env[var]: value for var, value in zip(jaxpr.constvars, consts, strict=True)
@@ -117,7 +117,7 @@ class Program:
             whole = str(equation.params.get("name", "")).startswith(_STEPS)
             if equation.primitive.name not in self._calls or body is None or whole:
                 results = [Var(var.aval) for var in equation.outvars]
-                self.steps.append(Step(equation, operands, results, names))
+                self.ops.append(Op(equation, operands, results, names))
                 env.update(zip(equation.outvars, results, strict=True))
                 continue
             operands = self._fenced(equation, operands)
@@ -139,7 +139,7 @@ class Program:
                  for var, x, b in zip(equation.invars, operands, behind, strict=True)]  # fmt: skip
         fences = [i for i, b in enumerate(behind) if b]
         if fences:
-            self.steps.append(Step(None, [operands[i] for i in fences], [found[i] for i in fences]))
+            self.ops.append(Op(None, [operands[i] for i in fences], [found[i] for i in fences]))
         return found
 
 
@@ -149,23 +149,23 @@ def _operand(env: dict[Any, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, Literal) else env[atom]
 
 
-def needed(steps: Sequence[Step], outputs: Iterable[Any], given: Collection[Var] = ()) -> set[int]:
-    """Which steps it takes to compute some outputs, where some values are there already."""
+def needed(ops: Sequence[Op], outputs: Iterable[Any], given: Collection[Var] = ()) -> set[int]:
+    """Which operations it takes to compute some outputs, where some values are there already."""
     wanted = {x for x in outputs if isinstance(x, Var) and x not in given}
     found: set[int] = set()
-    for index in range(len(steps) - 1, -1, -1):
-        if wanted.isdisjoint(steps[index].results):
+    for index in range(len(ops) - 1, -1, -1):
+        if wanted.isdisjoint(ops[index].results):
             continue
         found.add(index)
-        wanted.update(x for x in steps[index].reads() if x not in given)
+        wanted.update(x for x in ops[index].reads() if x not in given)
     return found
 
 
-def run_steps(steps: Iterable[Step], env: dict[Var, Any]) -> None:
-    """Runs steps in order; `env` has the values that they read, and gets those that they give."""
-    for step in steps:
-        values = step.run([read(env, x) for x in step.operands])
-        env.update(zip(step.results, values, strict=True))
+def run_ops(ops: Iterable[Op], env: dict[Var, Any]) -> None:
+    """Runs operations in order; `env` has the values that they read, and gets what they give."""
+    for op in ops:
+        values = op.run([read(env, x) for x in op.operands])
+        env.update(zip(op.results, values, strict=True))
 
 
 def read(env: dict[Var, Any], operand: Any) -> Any:

@@ -2,7 +2,7 @@
 
 A compiled program has one set of devices. The leaves of a pipeline's state have several: each
 lives with the stage that uses it. Here a function of all of them (an optimizer's update, say) is
-traced once, and its steps are divided: each runs where its operands are. What is computed from
+traced once, and its operations are divided: each runs where its operands are. What is computed from
 small replicated values alone runs wherever it is needed. Only small values, such as the sums behind
 a global norm, move between places; an operation that would need large arrays of two places is
 refused.
@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fzero.compat import is_key
 from fzero.errors import StateError
 from fzero.processes import from_host, jit_on, spread
-from fzero.programs.jaxprs import Program, Step, Var, run_steps
+from fzero.programs.jaxprs import Op, Program, Var, run_ops
 from fzero.tree import PyTree
 
 
@@ -57,13 +57,13 @@ class Section:
 
     Args:
         mesh: the place.
-        steps: the operations, in order.
+        ops: the operations, in order.
         reads: values from outside.
         gives: values needed elsewhere, later or by the caller.
     """
 
     mesh: Mesh
-    steps: list[Step] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
     reads: list[Var] = field(default_factory=list)
     gives: list[Var] = field(default_factory=list)
     program: Any = None
@@ -158,7 +158,7 @@ class PlacedFunction:
                 continue
             if not at.is_equivalent_to(to, var.aval.ndim):
                 own = Var(var.aval)
-                self.program.steps.append(Step(None, [var], [own]))
+                self.program.ops.append(Op(None, [var], [own]))
                 self.program.outputs[index] = own
 
     def _place_inputs(self, leaves: Sequence[Any], labels: Sequence[str]) -> None:
@@ -175,44 +175,44 @@ class PlacedFunction:
             self.where[var] = _Where(None, 0)
 
     def _place_steps(self) -> None:
-        for step in self.program.steps:
-            at = [self.where[x] for x in step.reads()]
-            place = self._place_of(step)
+        for op in self.program.ops:
+            at = [self.where[x] for x in op.reads()]
+            place = self._place_of(op)
             turn = max((w.turn + (w.place not in (place, None)) for w in at), default=0)
-            for var in step.results:
+            for var in op.results:
                 self.where[var] = _Where(place, turn)
         self._sink()
 
     def _sink(self) -> None:
-        """Lets steps wait until their results are read, where nobody else waits for them.
+        """Lets operations wait until their results are read, where nobody else waits for them.
 
         A moment's decay, say, could be computed before the gradients' norm is known, but would then
         have to be kept: as much memory as the moment, and not the rounding of one program.
         """
         readers: dict[Var, list[_Where]] = {}
-        for step in reversed(self.program.steps):
-            if not step.results:
+        for op in reversed(self.program.ops):
+            if not op.results:
                 continue
-            where = self.where[step.results[0]]
-            later = [at for var in step.results for at in readers.get(var, [])]
+            where = self.where[op.results[0]]
+            later = [at for var in op.results for at in readers.get(var, [])]
             if later and where.place is not None and {at.place for at in later} == {where.place}:
                 where = _Where(where.place, min(at.turn for at in later))
-                self.where.update(dict.fromkeys(step.results, where))
-            for var in step.reads():
+                self.where.update(dict.fromkeys(op.results, where))
+            for var in op.reads():
                 readers.setdefault(var, []).append(where)
 
-    def _place_of(self, step: Step) -> Place | None:
+    def _place_of(self, op: Op) -> Place | None:
         """Where the largest operand is; nowhere in particular if small ones come from several.
 
         What needs large arrays with several labels has none: it is computed from all at once.
         """
-        places = {x: self.where[x].place for x in step.reads() if self.where[x].place is not None}
-        bound = self._bound(step)
+        places = {x: self.where[x].place for x in op.reads() if self.where[x].place is not None}
+        bound = self._bound(op)
         if bound is not None:
             places = {x: p for x, p in places.items() if p is not None and p.devices == bound}
         large = {place for x, place in places.items() if place is not None and not _small(x)}
         if len({place.devices for place in large}) > 1:
-            raise StateError(self._explain(step))
+            raise StateError(self._explain(op))
         if len(large) > 1:
             return Place(large.pop().devices, "")
         most = max((_size(x) for x in places), default=0)
@@ -221,9 +221,9 @@ class PlacedFunction:
             return largest.pop()
         return None if bound is None else Place(bound, "")
 
-    def _bound(self, step: Step) -> Devices | None:
+    def _bound(self, op: Op) -> Devices | None:
         """The devices of an operation that names them."""
-        params = {} if step.equation is None else step.equation.params
+        params = {} if op.equation is None else op.equation.params
         mesh = params.get("mesh", getattr(params.get("sharding"), "mesh", None))
         if not isinstance(mesh, Mesh):  # an abstract mesh names axes, but no devices
             return None
@@ -231,12 +231,12 @@ class PlacedFunction:
         self.meshes.setdefault(devices, mesh)
         return devices
 
-    def _explain(self, step: Step) -> str:
-        shapes = [x.aval.str_short() for x in step.reads() if not _small(x)]
-        source = getattr(step.equation, "source_info", None)
+    def _explain(self, op: Op) -> str:
+        shapes = [x.aval.str_short() for x in op.reads() if not _small(x)]
+        source = getattr(op.equation, "source_info", None)
         frame = f" ({source.name_stack})" if source is not None and str(source.name_stack) else ""
         return (
-            f"{self.what}: its operation {step.equation.primitive.name}{frame} needs large arrays"
+            f"{self.what}: its operation {op.equation.primitive.name}{frame} needs large arrays"
             f" of several pipeline stages at once: {', '.join(shapes)}. Leaf-wise operations can be"
             f" divided, and up to {SMALL} elements (norms, counts) can cross stages, but not whole"
             " leaves: use an optimizer that does not join them (no optax.flatten; no condition over"
@@ -247,8 +247,8 @@ class PlacedFunction:
     def _divide(self, wanted: Sequence[NamedSharding], labels: Sequence[str]) -> None:
         """Makes one program per place and turn."""
         sections: dict[tuple[Place, int], Section] = {}
-        maker = {var: step for step in self.program.steps for var in step.results}
-        order = {id(step): i for i, step in enumerate(self.program.steps)}
+        maker = {var: op for op in self.program.ops for var in op.results}
+        order = {id(op): i for i, op in enumerate(self.program.ops)}
 
         def section(place: Place, turn: int) -> Section:
             return sections.setdefault((place, turn), Section(self.meshes[place.devices]))
@@ -257,22 +257,22 @@ class PlacedFunction:
             """Adds a value, and everything it takes, to a section."""
             if var not in by.gives:
                 by.gives.append(var)
-            pending, seen = [var], {x for step in by.steps for x in step.results} | set(by.reads)
+            pending, seen = [var], {x for op in by.ops for x in op.results} | set(by.reads)
             while pending:
                 x = pending.pop()
                 if x in seen or x in self.program.consts:
                     continue
                 seen.add(x)
-                at, step = self.where[x], maker.get(x)
-                here = step is not None and (at.place is None or (at.place, at.turn) == key)
+                at, op = self.where[x], maker.get(x)
+                here = op is not None and (at.place is None or (at.place, at.turn) == key)
                 if here:
-                    assert step is not None
-                    seen.update(step.results)
-                    by.steps.append(step)
-                    pending.extend(step.reads())
+                    assert op is not None
+                    seen.update(op.results)
+                    by.ops.append(op)
+                    pending.extend(op.reads())
                     continue
                 by.reads.append(x)
-                if step is not None:
+                if op is not None:
                     assert at.place is not None
                     give(x, section(at.place, at.turn), (at.place, at.turn))
 
@@ -289,7 +289,7 @@ class PlacedFunction:
             give(var, section(place, turn), (place, turn))
         self.sections = [sections[key] for key in sorted(sections, key=lambda k: k[1])]
         for one in self.sections:
-            one.steps.sort(key=lambda step: order[id(step)])
+            one.ops.sort(key=lambda op: order[id(op)])
         self._compile()
 
     def _compile(self) -> None:
@@ -333,7 +333,7 @@ class PlacedFunction:
         def run(*values: Any) -> list[Any]:
             env: dict[Any, Any] = dict(self.program.consts)
             env.update(zip(section.reads, values, strict=True))
-            run_steps(section.steps, env)
+            run_ops(section.ops, env)
             return [env[var] for var in section.gives]
 
         return run

@@ -116,16 +116,16 @@ def _differing(closed: Any, num_own: int) -> list[bool]:
     """Which results of a program depend on its first arguments: all devices have their own."""
     program = Program(closed.jaxpr, closed.consts)
     own = set(program.inputs[:num_own])
-    for step in program.steps:
-        if step.equation is None:  # a fence: each result is an operand
-            pairs = zip(step.operands, step.results, strict=True)
+    for op in program.ops:
+        if op.equation is None:  # a fence: each result is an operand
+            pairs = zip(op.operands, op.results, strict=True)
             own.update(result for operand, result in pairs if _is(operand, own))
             continue
-        kind = step.equation.primitive.name
-        if kind in _AGREEING and _over_all(step.equation.params):
+        kind = op.equation.primitive.name
+        if kind in _AGREEING and _over_all(op.equation.params):
             continue
-        if kind == "axis_index" or any(var in own for var in step.reads()):
-            own.update(step.results)
+        if kind == "axis_index" or any(var in own for var in op.reads()):
+            own.update(op.results)
     return [_is(out, own) for out in program.outputs]
 
 

@@ -19,7 +19,7 @@ import jax
 
 from fzero.programs.jaxprs import Program, Var
 from fzero.tree import PyTree
-from fzero.zero.narrow import Narrow, narrow_inputs, run_step
+from fzero.zero.narrow import Narrow, narrow_inputs, run_op
 
 
 def gather_at_use(
@@ -62,7 +62,7 @@ def gather_at_use(
     return jax.tree.unflatten(jax.tree.structure(out), replay.run(finish, num_grads))
 
 
-# How many steps after a gradient to look for the next use of a weight. A transformer block has
+# How many operations after a gradient to look for the next use of a weight. A transformer block has
 # about 100; beyond one, waiting orders nothing that matters.
 _LOOK_AHEAD = 200
 
@@ -88,22 +88,22 @@ class _Replay:
 
     def _last_uses(self) -> dict[Var, int]:
         uses: dict[Var, int] = {}
-        for index, step in enumerate(self.program.steps):
-            uses.update(dict.fromkeys(step.reads(), index))
+        for index, op in enumerate(self.program.ops):
+            uses.update(dict.fromkeys(op.reads(), index))
         return uses
 
     def _first_uses(self) -> list[tuple[int, list[Var]]]:
-        """In program order: at which step which weights are first needed."""
+        """In program order: at which operation which weights are first needed."""
         seen: set[Var] = set(self.env)
         points: list[tuple[int, list[Var]]] = []
-        for index, step in enumerate(self.program.steps):
-            new = [x for x in dict.fromkeys(step.reads()) if x in self.weights and x not in seen]
+        for index, op in enumerate(self.program.ops):
+            new = [x for x in dict.fromkeys(op.reads()) if x in self.weights and x not in seen]
             if new:
                 seen.update(new)
                 points.append((index, new))
         rest = [x for x in dict.fromkeys(filter(_is_var, self.program.outputs))
                 if x in self.weights and x not in seen]  # fmt: skip
-        return [*points, (len(self.program.steps), rest)] if rest else points
+        return [*points, (len(self.program.ops), rest)] if rest else points
 
     def run(self, finish: Callable[[int, Any], Any] | None, num_grads: int) -> list[Any]:
         points = self._first_uses()
@@ -114,13 +114,13 @@ class _Replay:
         behind: int | None = None
         if points:
             self._fetch(points[0][1])
-        for index, step in enumerate(self.program.steps):
+        for index, op in enumerate(self.program.ops):
             if index in following:
                 self._fetch(following[index], self._anchor(index))
-            values = run_step(step, [self._read(x) for x in step.operands])
-            self.env.update(zip(step.results, values, strict=True))
-            self.live.extend(step.results)
-            for var in step.results:
+            values = run_op(op, [self._read(x) for x in op.operands])
+            self.env.update(zip(op.results, values, strict=True))
+            self.live.extend(op.results)
+            for var in op.results:
                 if finish and var in gradients:
                     self._tie(var, self._anchor(index + 1), done, behind)
                     behind = gradients[var]
@@ -132,11 +132,11 @@ class _Replay:
         return [done[i] for i in range(len(outputs))]
 
     def _anchor(self, index: int) -> Var | None:
-        """A computed value that step `index` or a later one reads: the next to meet a weight."""
+        """A computed value read by operation `index` or one after it: the next to meet a weight."""
         self.live = [var for var in self.live if index <= self.last_use.get(var, -1)]
         live = set(self.live)
-        for step in self.program.steps[index : index + _LOOK_AHEAD]:
-            reads = list(step.reads())
+        for op in self.program.ops[index : index + _LOOK_AHEAD]:
+            reads = list(op.reads())
             if any(x in self.weights for x in reads):
                 found = [x for x in reads if x in live]
                 if found:

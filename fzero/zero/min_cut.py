@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from fzero.programs.jaxprs import Step, Var
+from fzero.programs.jaxprs import Op, Var
 
 
 # A byte of a weight that only this would read: it may have to be gathered again, over a link.
@@ -23,22 +23,22 @@ _MOST = 2**30
 
 
 def fewest_bytes(
-    steps: Sequence[Step],
+    ops: Sequence[Op],
     wanted: Collection[Var],
     known: Collection[Var],
     free: Collection[Var],
-    is_cheap: Callable[[Step], bool],
+    is_cheap: Callable[[Op], bool],
 ) -> list[Var]:
-    """What to keep, or to read again, so that all that is wanted follows by cheap steps.
+    """What to keep, or to read again, so that all that is wanted follows by cheap operations.
 
     Of choices that are as small, the one that has the least to compute again.
 
     Args:
-        steps: the program, in order.
+        ops: the program, in order.
         wanted: the values that the backward pass reads.
         known: values that will be there again without being kept.
         free: those of them that are read in any case.
-        is_cheap: whether a step may be run again.
+        is_cheap: whether an operation may be run again.
 
     Returns:
         The values to start from, known ones among them, in the order of the program.
@@ -48,7 +48,7 @@ def fewest_bytes(
     """
     if not wanted:
         return []
-    makers = {var: step for step in steps for var in step.results}
+    makers = {var: op for op in ops for var in op.results}
     nodes: dict[Var, int] = {}
     edges: list[tuple[int, int, int]] = []  # from, to, bytes (-1: no limit)
     source, sink = 0, 1
@@ -62,15 +62,15 @@ def fewest_bytes(
         edges.append((at, at + 1, _price(var, known, free)))
         if var in ends:
             edges.append((at + 1, sink, -1))
-        step = makers.get(var)
-        if var in known or step is None or not is_cheap(step):
+        op = makers.get(var)
+        if var in known or op is None or not is_cheap(op):
             edges.append((source, at, -1))
             continue
-        stack.extend(x for x in step.reads() if x not in nodes)
+        stack.extend(x for x in op.reads() if x not in nodes)
     for var, at in nodes.items():
-        step = makers.get(var)
-        if var not in known and step is not None and is_cheap(step):
-            edges.extend((nodes[x] + 1, at, -1) for x in dict.fromkeys(step.reads()))
+        op = makers.get(var)
+        if var not in known and op is not None and is_cheap(op):
+            edges.extend((nodes[x] + 1, at, -1) for x in dict.fromkeys(op.reads()))
     cut = _cut(edges, 2 + 2 * len(nodes))
     order = {var: i for i, var in enumerate(makers)}
     return sorted(

@@ -17,7 +17,7 @@ import jax
 
 from fzero.errors import StateError
 from fzero.float8.scaling import WHOLE
-from fzero.programs.jaxprs import Program, Step, Var, read
+from fzero.programs.jaxprs import Op, Program, Var, read
 from fzero.tree import PyTree
 
 
@@ -42,29 +42,29 @@ def narrow_inputs(program: Program, inputs: Collection[Var]) -> set[Var]:
     origin = {var: var for var in inputs}
     found: set[Var] = set()
     refused = {x for x in program.outputs if isinstance(x, Var)}
-    for step in program.steps:
-        for var in step.reads():
+    for op in program.ops:
+        for var in op.reads():
             if var not in origin:
                 continue
-            if _scales(step):
+            if _scales(op):
                 found.add(origin[var])
-            elif _moves(step):
-                origin[step.results[0]] = origin[var]
+            elif _moves(op):
+                origin[op.results[0]] = origin[var]
             else:
                 refused.add(var)
     return found - {origin[var] for var in refused if var in origin}
 
 
-def run_step(step: Step, values: list[Any]) -> list[Any]:
-    """One step of a program some of whose inputs are `Narrow`."""
+def run_op(op: Op, values: list[Any]) -> list[Any]:
+    """One operation of a program some of whose inputs are `Narrow`."""
     if not any(isinstance(value, Narrow) for value in values):
-        return step.run(values)
+        return op.run(values)
     one: Narrow = values[0]
-    if _scales(step):
-        return [one.bits, one.unit.reshape(step.results[1].aval.shape)]
-    if not _moves(step):
-        raise StateError(f"a weight that came in 8 bits is read by {step.equation.primitive}")
-    return [one._replace(bits=step.run([one.bits])[0])]
+    if _scales(op):
+        return [one.bits, one.unit.reshape(op.results[1].aval.shape)]
+    if not _moves(op):
+        raise StateError(f"a weight that came in 8 bits is read by {op.equation.primitive}")
+    return [one._replace(bits=op.run([one.bits])[0])]
 
 
 def with_narrow(
@@ -86,9 +86,9 @@ def with_narrow(
     ]
     program, out = traced(function, jax.tree.unflatten(treedef, shapes))
     env = program.consts | dict(zip(program.inputs, leaves, strict=True))
-    for step in program.steps:
-        values = run_step(step, [read(env, x) for x in step.operands])
-        env.update(zip(step.results, values, strict=True))
+    for op in program.ops:
+        values = run_op(op, [read(env, x) for x in op.operands])
+        env.update(zip(op.results, values, strict=True))
     return jax.tree.unflatten(out, [read(env, x) for x in program.outputs])
 
 
@@ -103,9 +103,9 @@ def is_narrow(value: Any) -> bool:
     return isinstance(value, Narrow)
 
 
-def _scales(step: Step) -> bool:
-    return step.equation is not None and step.equation.params.get("name") == WHOLE
+def _scales(op: Op) -> bool:
+    return op.equation is not None and op.equation.params.get("name") == WHOLE
 
 
-def _moves(step: Step) -> bool:
-    return step.equation is not None and step.equation.primitive.name in _MOVEMENT
+def _moves(op: Op) -> bool:
+    return op.equation is not None and op.equation.primitive.name in _MOVEMENT

@@ -24,14 +24,14 @@ import numpy as np
 from fzero.errors import PlanError
 from fzero.float8.products import PRODUCT
 from fzero.programs.jaxprs import (
+    Op,
     Program,
-    Step,
     Var,
     has_checkpoint,
     is_elementwise,
     needed,
     read,
-    run_steps,
+    run_ops,
 )
 from fzero.quantized import widens
 from fzero.tree import PyTree
@@ -121,14 +121,14 @@ class Pullback:
         leaves: what each of them is.
         known: those that are known arrays, with their index among these.
         residuals: the others that it reads, in order.
-        steps: how the others follow from both.
+        ops: how the others follow from both.
     """
 
     treedef: Any
     leaves: tuple[Any, ...]
     known: dict[Var, int]
     residuals: tuple[Var, ...]
-    steps: tuple[Step, ...]
+    ops: tuple[Op, ...]
 
     @property
     def reads(self) -> list[int]:
@@ -139,7 +139,7 @@ class Pullback:
         """Gradients of all primal inputs."""
         env: dict[Var, Any] = dict(zip(self.residuals, residuals, strict=True))
         env.update({var: known[index] for var, index in self.known.items()})
-        run_steps(self.steps, env)
+        run_ops(self.ops, env)
         leaves = [env[x] if isinstance(x, Var) else x for x in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)(cotangent)
 
@@ -189,8 +189,8 @@ def forward(
     marks = {var: index[id(value)] for var, value in values.items() if id(value) in index}
     fewest = policy is keep_fewest and not says_itself
     if fewest:
-        # Step by step, for any value may be one to keep.
-        run_steps(program.steps, values)
+        # Operation by operation, for any value may be one to keep.
+        run_ops(program.ops, values)
         flat = [read(values, x) for x in program.outputs]
     else:
         flat = jaxpr_as_fun(closed)(*jax.tree.leaves(primals))
@@ -198,21 +198,21 @@ def forward(
     leaves = program.outputs[len(flat) - len(pulled_back) :]
     # (A leaf of the backward pass may be a number that no array stands for.)
     values.update((x, y) for x, y in zip(leaves, pulled_back, strict=True) if isinstance(x, Var))
-    steps, reads = _movement(program, marks, leaves)
+    ops, reads = _movement(program, marks, leaves)
     if fewest:
         free = [var for var in reads if var in marks]
-        steps, reads = _from_fewest(program, marks, free, leaves)
+        ops, reads = _from_fewest(program, marks, free, leaves)
     residuals = tuple(var for var in reads if var not in marks)
     marks = {var: i for var, i in marks.items() if var in reads}
-    pullback = Pullback(pulled[-1], tuple(leaves), marks, residuals, steps)
+    pullback = Pullback(pulled[-1], tuple(leaves), marks, residuals, ops)
     return out, aux, pullback, [values[var] for var in residuals]
 
 
 def _movement(
     program: Program, known: Collection[Var], wanted: Sequence[Any]
-) -> tuple[tuple[Step, ...], list[Var]]:
+) -> tuple[tuple[Op, ...], list[Var]]:
     """How values follow from known ones by movement: the operations, and what else is read."""
-    makers = {var: step for step in program.steps for var in step.results}
+    makers = {var: op for op in program.ops for var in op.results}
     follows: dict[Var, bool] = {}
 
     def may_follow(x: Any) -> bool:
@@ -220,36 +220,36 @@ def _movement(
         if not isinstance(x, Var):
             return True
         if x not in follows:
-            step = makers.get(x)
-            if step is None:
+            op = makers.get(x)
+            if op is None:
                 follows[x] = x in known or x.aval.size == 1
             else:
-                follows[x] = _is_movement(step) and all(map(may_follow, step.operands))
+                follows[x] = _is_movement(op) and all(map(may_follow, op.operands))
         return follows[x]
 
     outputs = list(dict.fromkeys(x for x in wanted if isinstance(x, Var)))
     moved = [x for x in outputs if x in makers and may_follow(x)]
-    steps = tuple(program.steps[i] for i in sorted(needed(program.steps, moved)))
-    made = {var for step in steps for var in step.results}
-    reads = [x for step in steps for x in step.reads()] + outputs
-    return steps, list(dict.fromkeys(x for x in reads if x not in made))
+    ops = tuple(program.ops[i] for i in sorted(needed(program.ops, moved)))
+    made = {var for op in ops for var in op.results}
+    reads = [x for op in ops for x in op.reads()] + outputs
+    return ops, list(dict.fromkeys(x for x in reads if x not in made))
 
 
 def _from_fewest(
     program: Program, known: Collection[Var], free: Collection[Var], wanted: Sequence[Any]
-) -> tuple[tuple[Step, ...], list[Var]]:
+) -> tuple[tuple[Op, ...], list[Var]]:
     """How values follow from the fewest bytes: the operations, and what they and values read."""
     outputs = list(dict.fromkeys(x for x in wanted if isinstance(x, Var)))
-    reads = fewest_bytes(program.steps, outputs, known, free, _is_cheap)
-    again = sorted(needed(program.steps, outputs, set(reads)))
-    return tuple(program.steps[i] for i in again), reads
+    reads = fewest_bytes(program.ops, outputs, known, free, _is_cheap)
+    again = sorted(needed(program.ops, outputs, set(reads)))
+    return tuple(program.ops[i] for i in again), reads
 
 
-def _is_cheap(step: Step) -> bool:
+def _is_cheap(op: Op) -> bool:
     """Whether an operation is cheaper to do again than to keep: elementwise, or movement."""
-    if _is_movement(step):
+    if _is_movement(op):
         return True
-    equation = step.equation
+    equation = op.equation
     if equation is None or equation.effects:
         return False
     name, operands = equation.primitive.name, equation.invars
@@ -258,12 +258,12 @@ def _is_cheap(step: Step) -> bool:
     return is_elementwise(name, operands[0].aval.shape, equation.outvars[0].aval.shape)
 
 
-def _is_movement(step: Step) -> bool:
+def _is_movement(op: Op) -> bool:
     """Whether an operation is cheaper to do again than to keep, if all that it reads is there."""
-    equation = step.equation
+    equation = op.equation
     if equation is None or equation.effects:
         return False
     # jax rounds what a checkpoint keeps once more, to its own dtype. Of indices, all is computed.
-    values = [*step.reads(), *step.results]
+    values = [*op.reads(), *op.results]
     cheap = equation.primitive.name in (*_MOVEMENT, "reduce_precision")
     return cheap or all(x.aval.size == 1 for x in values)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fzero.programs.jaxprs import Step, Var
+from fzero.programs.jaxprs import Op, Var
 from fzero.zero.min_cut import fewest_bytes
 from fzero.zero.vjp import forward, keep_fewest
 
@@ -24,62 +24,62 @@ def var(size):
 def programs(draw):
     """Steps of up to two operands each, some not cheap; sizes; what is wanted; what is known."""
     values = [var(draw(st.integers(1, 9))) for _ in range(draw(st.integers(1, 3)))]
-    inputs, steps, cheap = list(values), [], set()
+    inputs, ops, cheap = list(values), [], set()
     for _ in range(draw(st.integers(1, 6))):
         reads = draw(st.lists(st.sampled_from(values), min_size=1, max_size=2))  # x * x, too
         made = var(draw(st.integers(1, 9)))
-        steps.append(Step(None, reads, [made]))
+        ops.append(Op(None, reads, [made]))
         if draw(st.booleans()):
             cheap.add(made)
         values.append(made)
     wanted = draw(st.lists(st.sampled_from(values), min_size=1, max_size=3, unique=True))
     known = draw(st.lists(st.sampled_from(inputs), max_size=2, unique=True))
     free = [x for x in known if draw(st.booleans())]
-    return steps, values, wanted, known, free, cheap
+    return ops, values, wanted, known, free, cheap
 
 
-def follows(steps, kept, cheap):
-    """What can be computed from values by cheap steps."""
+def follows(ops, kept, cheap):
+    """What can be computed from values by cheap operations."""
     there = set(kept)
-    for step in steps:
-        if step.results[0] in cheap and there.issuperset(step.operands):
-            there.update(step.results)
+    for op in ops:
+        if op.results[0] in cheap and there.issuperset(op.operands):
+            there.update(op.results)
     return there
 
 
 @given(programs())
 @settings(max_examples=300, deadline=None)
 def test_nothing_smaller_would_do(program):
-    steps, values, wanted, known, free, cheap = program
+    ops, values, wanted, known, free, cheap = program
 
     def price(kept):
         sizes = (0 if x in free else x.aval.size * (16 if x in known else 1) for x in kept)
         return sum(sizes)
 
-    found = fewest_bytes(steps, wanted, known, free, lambda step: step.results[0] in cheap)
-    assert follows(steps, found, cheap).issuperset(wanted)
+    found = fewest_bytes(ops, wanted, known, free, lambda op: op.results[0] in cheap)
+    assert follows(ops, found, cheap).issuperset(wanted)
     enough = (
         price(kept)
         for number in range(len(values) + 1)
         for kept in itertools.combinations(values, number)
-        if follows(steps, kept, cheap).issuperset(wanted)
+        if follows(ops, kept, cheap).issuperset(wanted)
     )
     assert price(found) == min(enough)
 
 
 def test_of_choices_as_small_the_least_is_computed_again():
-    """A chain of equal sizes: its end. (Its beginning would do as well, and all steps again.)"""
+    """A chain of equal sizes: its end. (Its beginning would do as well, and all of them again.)"""
     chain = [var(4) for _ in range(4)]
-    steps = [Step(None, [a], [b]) for a, b in itertools.pairwise(chain)]
-    assert fewest_bytes(steps, [chain[-1]], (), (), lambda _: True) == [chain[-1]]
-    assert fewest_bytes(steps, [], (), (), lambda _: True) == []
+    ops = [Op(None, [a], [b]) for a, b in itertools.pairwise(chain)]
+    assert fewest_bytes(ops, [chain[-1]], (), (), lambda _: True) == [chain[-1]]
+    assert fewest_bytes(ops, [], (), (), lambda _: True) == []
 
 
 def test_sizes_beyond_32_bits():
     """Of a layer whose scores alone are gigabytes."""
     wide, narrow = Var(jax.ShapeDtypeStruct((2**33,), np.float32)), var(2**33)
-    steps = [Step(None, [narrow], [wide])]
-    assert fewest_bytes(steps, [wide], (), (), lambda _: True) == [narrow]
+    ops = [Op(None, [narrow], [wide])]
+    assert fewest_bytes(ops, [wide], (), (), lambda _: True) == [narrow]
 
 
 def norm(p, x):
