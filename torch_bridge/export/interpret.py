@@ -46,13 +46,13 @@ class Instruction:
 class Nested:
     """A graph that an operator runs (a branch, the body of a loop), as a function of arrays."""
 
-    steps: tuple[Instruction, ...]
+    ops: tuple[Instruction, ...]
     inputs: tuple[str, ...]
     outputs: tuple[Any, ...]
 
     def __call__(self, *values: Any) -> list[Any]:
         given = dict(zip(self.inputs, values, strict=True))
-        evaluate(self.steps, given, None)
+        evaluate(self.ops, given, None)
         return fill(list(self.outputs), given)
 
 
@@ -93,61 +93,61 @@ class Graph:
 
 
 def evaluate(
-    steps: Sequence[Instruction],
+    ops: Sequence[Instruction],
     values: dict[str, Any],
     rng: Any,
     observe: Callable[[str, Any], None] | None = None,
 ) -> None:
     """Run instructions; their results are added to `values`, and dropped as they say."""
-    start = dict(values) if any(step.operator == SLOPES for step in steps) else {}
-    for number, step in enumerate(steps):
-        args, kwargs = fill(step.args, values), fill(step.kwargs, values)
-        if step.operator == SLOPES:
-            kwargs["steps"] = partial(_again, steps[:number], start, step.args[0], rng)
-            kwargs["names"] = [x.name for x in step.args[1]]
-        if step.draw is not None:
-            kwargs["key"] = jax.random.fold_in(rng, step.draw)
+    start = dict(values) if any(op.operator == SLOPES for op in ops) else {}
+    for number, op in enumerate(ops):
+        args, kwargs = fill(op.args, values), fill(op.kwargs, values)
+        if op.operator == SLOPES:
+            kwargs["ops"] = partial(_again, ops[:number], start, op.args[0], rng)
+            kwargs["names"] = [x.name for x in op.args[1]]
+        if op.draw is not None:
+            kwargs["key"] = jax.random.fold_in(rng, op.draw)
         try:
-            values[step.name] = call(step.fn, args, kwargs)
+            values[op.name] = call(op.fn, args, kwargs)
         except NotImplementedError as error:
-            raise ConversionError(f"{step.operator} in {step.where}: {error}") from error
+            raise ConversionError(f"{op.operator} in {op.where}: {error}") from error
         except Exception as error:
-            error.add_note(f"while evaluating {step.operator} in {step.where}")
+            error.add_note(f"while evaluating {op.operator} in {op.where}")
             raise
         if observe is not None:
-            observe(step.name, in_order(values[step.name]))
-        for name in step.drop:
+            observe(op.name, in_order(values[op.name]))
+        for name in op.drop:
             del values[name]
     values.update({name: in_order(value) for name, value in values.items()})
 
 
 def _again(
-    steps: Sequence[Instruction],
+    ops: Sequence[Instruction],
     start: Mapping[str, Any],
     outputs: Any,
     rng: Any,
     chosen: Mapping[str, Any],
 ) -> Any:
-    """Values that the first steps compute, once some of them are given."""
+    """Values that the first ops compute, once some of them are given."""
     values = {**start, **chosen}
     wanted, needed = set(refs(outputs)), []
-    for step in reversed(steps):  # not every earlier derivative: each would run those before it
-        if step.name in wanted and step.name not in chosen:
-            needed.append(_keeping_all(step))
-            wanted.update(refs((step.args, step.kwargs)))
+    for op in reversed(ops):  # not every earlier derivative: each would run those before it
+        if op.name in wanted and op.name not in chosen:
+            needed.append(_keeping_all(op))
+            wanted.update(refs((op.args, op.kwargs)))
     evaluate(needed[::-1], values, rng)
     return fill(outputs, values)
 
 
-def _keeping_all(step: Instruction) -> Instruction:
-    return replace(step, drop=())
+def _keeping_all(op: Instruction) -> Instruction:
+    return replace(op, drop=())
 
 
 @register_operator(SLOPES)
 def _slopes(
-    outputs: Any, inputs: Any, seeds: Any, further: bool, *, steps: Any, names: Sequence[str]
+    outputs: Any, inputs: Any, seeds: Any, further: bool, *, ops: Any, names: Sequence[str]
 ) -> list[Any]:
-    return slopes(steps, names, inputs, seeds, further)
+    return slopes(ops, names, inputs, seeds, further)
 
 
 def missing_operators(program: torch.export.ExportedProgram) -> Mapping[str, frozenset[str]]:
@@ -284,7 +284,7 @@ def _instructions(
 def _nested(node: torch.fx.Node) -> Nested:
     """The graph that a node stands for."""
     body: Any = getattr(node.graph.owning_module, str(node.target))
-    steps, draws = _instructions(body.graph, Ranges(), {}, _inputs_of)
+    ops, draws = _instructions(body.graph, Ranges(), {}, _inputs_of)
     if draws:
         raise ConversionError(
             f"random numbers inside torch.cond, scan, while_loop or map, in {_where(node)}: draw"
@@ -294,7 +294,7 @@ def _nested(node: torch.fx.Node) -> Nested:
     (out,) = (n for n in body.graph.nodes if n.op == "output")
     results: Any = out.args[0]
     many = isinstance(results, list | tuple)
-    return Nested(steps, inputs, tuple(map(_template, results if many else [results])))
+    return Nested(ops, inputs, tuple(map(_template, results if many else [results])))
 
 
 def _all_live(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:

@@ -1,8 +1,8 @@
-"""Mixtures of experts in a graph: all steps of one as one step, a function that travels.
+"""Mixtures of experts in a graph: all ops of one as one op, a function that travels.
 
 Between `expert_rows` and `expert_sum` (`expert_sum_within` a capacity; `experts.py`) lies what
 experts compute of a row, with their own weights (read by `expert_dot` and `expert_each`) and
-perhaps with some that all share. As one step it is `fz.experts` of that function: on an `expert`
+perhaps with some that all share. As one op it is `fz.experts` of that function: on an `expert`
 axis the rows travel to their experts.
 """
 
@@ -30,7 +30,7 @@ _OWN = {"torch_bridge.expert_dot.default": 1, "torch_bridge.expert_each.default"
 
 @dataclass(frozen=True)
 class Inner:
-    """One step of experts' function; values are numbered, so that equal functions are equal."""
+    """One op of experts' function; values are numbered, so that equal functions are equal."""
 
     name: str
     fn: Callable[..., Any]
@@ -43,14 +43,14 @@ class Mixture:
     """A mixture of experts as a function of tokens, choices, their weights and what it reads.
 
     Attributes:
-        steps: what experts compute of the value `rows`, with that of `own` as the grouping.
+        ops: what experts compute of the value `rows`, with that of `own` as the grouping.
         out: the value that they give.
         own: for each value that it reads, whether experts have their own of it.
         num: how many experts there are.
         capacity: see `fz.experts`.
     """
 
-    steps: tuple[Inner, ...]
+    ops: tuple[Inner, ...]
     out: str
     own: tuple[bool, ...]
     num: int
@@ -72,32 +72,32 @@ class Mixture:
         values: dict[str, Any] = {"rows": (rows, own)}
         for i, mine in enumerate(self.own):
             values[f"read {i}"] = weights[f"read {i}"] if mine else weights[f"read {i}"][0]
-        for step in self.steps:
-            values[step.name] = step.fn(*fill(step.args, values), **fill(step.kwargs, values))
+        for op in self.ops:
+            values[op.name] = op.fn(*fill(op.args, values), **fill(op.kwargs, values))
         found: jax.Array = values[self.out]
         return found
 
 
-def with_mixtures(steps: Sequence[Any], nodes: Sequence[torch.fx.Node]) -> tuple[Any, ...]:
+def with_mixtures(ops: Sequence[Any], nodes: Sequence[torch.fx.Node]) -> tuple[Any, ...]:
     """A graph's instructions, with all that belong to a mixture of experts as one.
 
     Args:
-        steps: the instructions.
+        ops: the instructions.
         nodes: the graph's nodes.
     """
     values = {node.name: node.meta.get("val") for node in nodes}
     returned = {x.name for node in nodes if node.op == "output" for x in node.all_input_nodes}
     readers: dict[str, set[str]] = {}
-    for step in steps:
-        for name in refs((step.args, step.kwargs)):
-            readers.setdefault(name, set()).add(step.name)
+    for op in ops:
+        for name in refs((op.args, op.kwargs)):
+            readers.setdefault(name, set()).add(op.name)
     gone: set[str] = set()
     made: dict[str, Any] = {}
-    for place, first in enumerate(steps):
+    for place, first in enumerate(ops):
         if first.operator != ROWS:
             continue
-        inner, last = _inside(steps[place:])
-        names = {step.name for step in inner}
+        inner, last = _inside(ops[place:])
+        names = {op.name for op in inner}
         closed = last is not None and all(
             readers.get(name, set()) <= names | {last.name} and name not in returned
             for name in names
@@ -106,49 +106,49 @@ def with_mixtures(steps: Sequence[Any], nodes: Sequence[torch.fx.Node]) -> tuple
         if found is not None:
             gone |= names
             made[found.name] = found
-    return tuple(made.get(step.name, step) for step in steps if step.name not in gone)
+    return tuple(made.get(op.name, op) for op in ops if op.name not in gone)
 
 
-def _inside(steps: Sequence[Any]) -> tuple[list[Any], Any]:
-    """The steps that depend on the first one, up to the sum that ends them."""
-    inner: list[Any] = [steps[0]]
-    names = {steps[0].name}
-    for step in steps[1:]:
-        if names.isdisjoint(refs((step.args, step.kwargs))):
+def _inside(ops: Sequence[Any]) -> tuple[list[Any], Any]:
+    """The ops that depend on the first one, up to the sum that ends them."""
+    inner: list[Any] = [ops[0]]
+    names = {ops[0].name}
+    for op in ops[1:]:
+        if names.isdisjoint(refs((op.args, op.kwargs))):
             continue
-        if step.operator in SUMS:
-            return inner, step
-        inner.append(step)
-        names.add(step.name)
+        if op.operator in SUMS:
+            return inner, op
+        inner.append(op)
+        names.add(op.name)
     return inner, None
 
 
 def _mixture(inner: Sequence[Any], last: Any, values: Mapping[str, Any]) -> Any:
-    """One step instead of those of a mixture; None: its function does not travel."""
-    number = {step.name: f"step {i}" for i, step in enumerate(inner)} | {inner[0].name: "rows"}
+    """One op instead of those of a mixture; None: its function does not travel."""
+    number = {op.name: f"op {i}" for i, op in enumerate(inner)} | {inner[0].name: "rows"}
     read: dict[str, None] = {}
     own: set[str] = set()
     shared: set[str] = set()
-    for step in inner[1:]:
-        mine = step.args[_OWN[step.operator]] if step.operator in _OWN else None
-        given = [name for name in refs((step.args, step.kwargs)) if name not in number]
+    for op in inner[1:]:
+        mine = op.args[_OWN[op.operator]] if op.operator in _OWN else None
+        given = [name for name in refs((op.args, op.kwargs)) if name not in number]
         read.update(dict.fromkeys(given))
         own.update(name for name in given if mine == Ref(name))
         shared.update(name for name in given if mine != Ref(name))
     tensors = all(isinstance(values.get(name), torch.Tensor) for name in read)
-    plain = all(step.fn is alone for step in (inner[0], last))  # and not in 64 bits
-    if own & shared or not tensors or not plain or any(step.draw is not None for step in inner):
+    plain = all(op.fn is alone for op in (inner[0], last))  # and not in 64 bits
+    if own & shared or not tensors or not plain or any(op.draw is not None for op in inner):
         return None
     names = number | {name: f"read {i}" for i, name in enumerate(read)}
     told = tuple(
-        Inner(names[step.name], step.fn, _named(step.args, names), _named(step.kwargs, names))
-        for step in inner[1:]
+        Inner(names[op.name], op.fn, _named(op.args, names), _named(op.kwargs, names))
+        for op in inner[1:]
     )
     rows, x, chosen, gates, num, *limit = last.args
     capacity, count = limit or (None, None)
     mine = tuple(name in own for name in read)
     mixture = Mixture(told, names[rows.name], mine, num, capacity)
-    dropped = dict.fromkeys(name for step in (*inner, last) for name in step.drop)
+    dropped = dict.fromkeys(name for op in (*inner, last) for name in op.drop)
     return replace(
         last,
         fn=mixture,

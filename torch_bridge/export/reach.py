@@ -34,16 +34,16 @@ def reached_params(mode: Mode, outputs: Sequence[Any]) -> set[str]:
 def _reached_from(graph: Graph, outputs: Sequence[Any]) -> set[str]:
     """All values that outputs depend on with nothing between that stops gradients."""
     needed = set(refs(list(outputs)))
-    for step in reversed(graph.instructions):
-        if step.name in needed and not _stops(step):
-            needed.update(refs(step.args))
-            needed.update(refs(step.kwargs))
+    for op in reversed(graph.instructions):
+        if op.name in needed and not _stops(op):
+            needed.update(refs(op.args))
+            needed.update(refs(op.kwargs))
     return needed
 
 
-def _stops(step: Instruction) -> bool:
+def _stops(op: Instruction) -> bool:
     """Whether what an instruction returns has no gradient: comparisons, whole numbers, shapes."""
-    if step.operator.startswith(_CASTS):
-        kinds = [x for x in (*step.args, *step.kwargs.values()) if isinstance(x, torch.dtype)]
+    if op.operator.startswith(_CASTS):
+        kinds = [x for x in (*op.args, *op.kwargs.values()) if isinstance(x, torch.dtype)]
         return any(not (kind.is_floating_point or kind.is_complex) for kind in kinds)
-    return _STOPS.match(step.operator) is not None
+    return _STOPS.match(op.operator) is not None

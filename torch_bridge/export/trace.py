@@ -59,7 +59,7 @@ class Trace:
     free_sizes: frozenset[Any]
 
     @cached_property
-    def steps(self) -> tuple[Instruction, ...]:
+    def ops(self) -> tuple[Instruction, ...]:
         """The instructions that compute tensors; sizes are known from the inputs' shapes."""
         return tuple(s for s in self.graph.instructions if self.known[s.name].size is None)
 
@@ -75,11 +75,11 @@ class Trace:
 
     @cached_property
     def users(self) -> Mapping[str, tuple[str, ...]]:
-        """For each value, the steps that read it."""
+        """For each value, the ops that read it."""
         found: dict[str, list[str]] = {}
-        for step in self.steps:
-            for name in dict.fromkeys(refs((step.args, step.kwargs))):
-                found.setdefault(name, []).append(step.name)
+        for op in self.ops:
+            for name in dict.fromkeys(refs((op.args, op.kwargs))):
+                found.setdefault(name, []).append(op.name)
         return {name: tuple(users) for name, users in found.items()}
 
 

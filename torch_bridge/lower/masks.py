@@ -50,7 +50,7 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class Step:
+class MaskOp:
     """One operator of a mask: in PyTorch (`target`) and in JAX (`fn`)."""
 
     name: str
@@ -64,12 +64,12 @@ class SizeMask:
     """A mask as a function of sizes.
 
     Args:
-        steps: what computes it, in order; the last one gives it.
-        sizes: names of the sizes that the steps read.
+        ops: what computes it, in order; the last one gives it.
+        sizes: names of the sizes that the ops read.
     """
 
-    def __init__(self, steps: Sequence[Step], sizes: Sequence[str]) -> None:
-        self.steps, self.sizes = tuple(steps), tuple(sizes)
+    def __init__(self, ops: Sequence[MaskOp], sizes: Sequence[str]) -> None:
+        self.ops, self.sizes = tuple(ops), tuple(sizes)
         self._patterns: dict[tuple[Any, ...], Pattern | None] = {}
 
     def __repr__(self) -> str:
@@ -80,10 +80,10 @@ class SizeMask:
     def _text(self) -> str:
         number = {name: f"%{n}" for n, name in enumerate(self.sizes)}
         lines = []
-        for step in self.steps:
-            named = {name: number[name] for name in refs((step.args, step.kwargs))}
-            lines.append(f"{step.target}{fill((step.args, step.kwargs), named)}")
-            number[step.name] = f"%{len(number)}"
+        for op in self.ops:
+            named = {name: number[name] for name in refs((op.args, op.kwargs))}
+            lines.append(f"{op.target}{fill((op.args, op.kwargs), named)}")
+            number[op.name] = f"%{len(number)}"
         return "; ".join(lines)
 
     def pattern(self, sizes: Sequence[Any], scores: Sequence[int]) -> Pattern | None:
@@ -103,20 +103,20 @@ class SizeMask:
     def array(self, sizes: Sequence[Any]) -> Any:
         """The mask, computed in JAX."""
         values = dict(zip(self.sizes, sizes, strict=True))
-        for step in self.steps:
-            values[step.name] = step.fn(*fill(step.args, values), **fill(step.kwargs, values))
-        return values[self.steps[-1].name]
+        for op in self.ops:
+            values[op.name] = op.fn(*fill(op.args, values), **fill(op.kwargs, values))
+        return values[self.ops[-1].name]
 
     def _in_torch(self, sizes: Sequence[Any]) -> torch.Tensor:
         values = dict(zip(self.sizes, sizes, strict=True))
-        last = {name: step for step in self.steps for name in refs((step.args, step.kwargs))}
+        last = {name: op for op in self.ops for name in refs((op.args, op.kwargs))}
         with torch.no_grad():
-            for step in self.steps:
-                args, kwargs = fill(step.args, values), fill(step.kwargs, values)
-                values[step.name] = _call(step.target, args, kwargs)
-                for name in [name for name in values if last.get(name) is step]:
+            for op in self.ops:
+                args, kwargs = fill(op.args, values), fill(op.kwargs, values)
+                values[op.name] = _call(op.target, args, kwargs)
+                for name in [name for name in values if last.get(name) is op]:
                     del values[name]
-        result: torch.Tensor = values[self.steps[-1].name]
+        result: torch.Tensor = values[self.ops[-1].name]
         return result
 
 
@@ -201,7 +201,7 @@ def _size_mask(
     mask: torch.fx.Node, resolve: Callable[[torch.fx.Node], Callable[..., Any]]
 ) -> tuple[SizeMask, tuple[torch.fx.Node, ...]]:
     """The mask, and the nodes of the sizes that it reads."""
-    steps: dict[torch.fx.Node, Step] = {}
+    ops: dict[torch.fx.Node, MaskOp] = {}
     sizes: dict[torch.fx.Node, None] = {}
     ancestors = {mask}
     for node in reversed(mask.graph.nodes):
@@ -212,8 +212,8 @@ def _size_mask(
             sizes[node] = None
         elif node in ancestors:
             args, kwargs = _template(tuple(node.args)), _template(dict(node.kwargs))
-            steps[node] = Step(node.name, node.target, resolve(node), args, kwargs)
-    return SizeMask(tuple(steps.values()), tuple(n.name for n in sizes)), tuple(sizes)
+            ops[node] = MaskOp(node.name, node.target, resolve(node), args, kwargs)
+    return SizeMask(tuple(ops.values()), tuple(n.name for n in sizes)), tuple(sizes)
 
 
 def _template(value: Any) -> Any:

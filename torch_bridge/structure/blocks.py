@@ -112,7 +112,7 @@ def roll_blocks(
     """
     if not min_layers:
         return {}, Blocks(unrolled=(Unrolled("(root)", "roll=False"),))
-    if any(step.operator == SLOPES for mode in modes.values() for step in mode.graph.instructions):
+    if any(op.operator == SLOPES for mode in modes.values() for op in mode.graph.instructions):
         reason = (
             "the forward differentiates itself (torch.autograd.grad, torch.func.grad): all of it is"
             " one function"
@@ -195,7 +195,7 @@ def _find_loops(
             found[stack] = {mode: one.loop(stack) for mode, one in children.items()}
         unrolled += rest
     mode, any_trace = next(iter(traces.items()))
-    position = {step.name: number for number, step in enumerate(any_trace.steps)}
+    position = {op.name: number for number, op in enumerate(any_trace.ops)}
     ordered = sorted(found, key=lambda stack: position[found[stack][mode].body[0].name])
     outermost = [one for one in unrolled if not any(_inside(one.path, stack) for stack in found)]
     return {stack: found[stack] for stack in ordered}, outermost
@@ -211,8 +211,8 @@ def _containers(traces: Mapping[bool, Trace]) -> dict[str, dict[int, str]]:
     found: dict[str, dict[int, str]] = {}
     composite: set[str] = set()
     for one in traces.values():
-        for step in one.steps:
-            paths = one.known[step.name].modules
+        for op in one.ops:
+            paths = one.known[op.name].modules
             for path, kind in paths:
                 parent, _, name = path.rpartition(".")
                 if name.isdigit():

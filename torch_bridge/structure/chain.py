@@ -323,11 +323,11 @@ def _evaluated(
     found = {
         rolled.outputs[place].name: head
         for place in logits
-        if (head := find_head(part.steps, rolled.outputs[place], every)) is not None
+        if (head := find_head(part.ops, rolled.outputs[place], every)) is not None
     }
     skipped = frozenset().union(*(head.skipped for head in found.values()))
-    later = tuple(step for step in part.steps if step.name in skipped)
-    evaluate(tuple(step for step in part.steps if step.name not in skipped), env, rng)
+    later = tuple(op for op in part.ops if op.name in skipped)
+    evaluate(tuple(op for op in part.ops if op.name not in skipped), env, rng)
     heads = {name: head.head(env) for name, head in found.items()}
     if None in heads.values():
         evaluate(later, env, rng)

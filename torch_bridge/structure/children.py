@@ -1,6 +1,6 @@
 """The numbered children of one module in one graph: which of them are equal layers.
 
-A layer is one child or some in a row. Layers are equal if their steps have one form (`forms`), if
+A layer is one child or some in a row. Layers are equal if their ops have one form (`forms`), if
 each takes from the one before it what the others take from theirs, and if nothing else reads what
 is within them. Such layers are a `Loop`.
 """
@@ -44,13 +44,13 @@ class Children:
         self.trace, self.layout = trace, layout
         self.path, self.members = path, members
         self.owner = _owners(trace, path, members)
-        self.positions: dict[int, list[int]] = {}  # of each child's steps
-        for position, step in enumerate(trace.steps):
-            if step.name in self.owner:
-                self.positions.setdefault(self.owner[step.name], []).append(position)
+        self.positions: dict[int, list[int]] = {}  # of each child's ops
+        for position, op in enumerate(trace.ops):
+            if op.name in self.owner:
+                self.positions.setdefault(self.owner[op.name], []).append(position)
         # A layer is looked at once for each stack that it might be part of.
         self.form = cache(self._form)
-        self.steps = cache(self._steps)
+        self.ops = cache(self._ops)
         self.owned = cache(self._owned)
 
     def grow(self, numbers: Sequence[int], period: int) -> tuple[int, str]:
@@ -85,11 +85,11 @@ class Children:
         if problem:
             raise _NotEqual(problem)
         form = self.form(numbers)
-        if not form.steps:
+        if not form.ops:
             raise _NotEqual(f"{name} computes nothing")
         if any(number < 0 for _, number in form.updates):
             raise _NotEqual(f"a buffer of {name} is updated outside of it")
-        inside = {step.name for step in self.steps(numbers)}
+        inside = {op.name for op in self.ops(numbers)}
         leaves = {leaf.name for leaf in owned.values()}
         for placeholder, leaf in self.trace.leaves.items():
             users = self.trace.users.get(placeholder, ())
@@ -126,7 +126,7 @@ class Children:
     def _wires(self, layers: list[tuple[int, ...]], k: int) -> list[int | str | None]:
         """Where layer k > 0 gets each slot from.
 
-        From a step of the layer before it, by number; from a value that all layers read, by name;
+        From an op of the layer before it, by number; from a value that all layers read, by name;
         None: a constant or a leaf, of which each layer has its own.
         """
         before = self.form(layers[k - 1])
@@ -149,14 +149,14 @@ class Children:
 
     def _leaks(self, numbers: tuple[int, ...], following: tuple[int, ...] = ()) -> list[str]:
         """Values of a layer that are used outside of it and of the next one."""
-        inside = {step.name for step in (*self.steps(numbers), *self.steps(following))}
+        inside = {op.name for op in (*self.ops(numbers), *self.ops(following))}
         leaves = {leaf.name for leaf in self.owned(numbers)[0].values()}
         updates = [value for leaf, value in self.trace.updates.items() if leaf not in leaves]
         outside = self.trace.outputs.union(refs(updates))
         return [
-            step.name
-            for step in self.steps(numbers)
-            if step.name in outside or not inside.issuperset(self.trace.users.get(step.name, ()))
+            op.name
+            for op in self.ops(numbers)
+            if op.name in outside or not inside.issuperset(self.trace.users.get(op.name, ()))
         ]
 
     def _ends_well(self, layers: list[tuple[int, ...]]) -> bool:
@@ -170,7 +170,7 @@ class Children:
         layers = [
             tuple(range(n, n + stack.period)) for n in range(stack.first, stack.stop, stack.period)
         ]
-        steps, form = [self.steps(numbers) for numbers in layers], self.form(layers[0])
+        ops, form = [self.ops(numbers) for numbers in layers], self.form(layers[0])
         body, scanned = self._scanned(layers)
         wires = self._wires(layers, 1)
         carry = [(slot, wire) for slot, wire in enumerate(wires) if isinstance(wire, int)]
@@ -178,10 +178,10 @@ class Children:
         leaf_of = {value: self.trace.leaves.get(value, "") for value in form.outside}
         return Loop(
             stack,
-            frozenset(step.name for layer in steps for step in layer),
+            frozenset(op.name for layer in ops for op in layer),
             body,
-            tuple((form.outside[slot], body[step].name) for slot, step in carry),
-            {steps[-1][step].name: place for place, (_, step) in enumerate(carry)},
+            tuple((form.outside[slot], body[op].name) for slot, op in carry),
+            {ops[-1][op].name: place for place, (_, op) in enumerate(carry)},
             tuple(v for v, wire in zip(form.outside, wires, strict=True) if isinstance(wire, str)),
             {value: stacked[leaf] for value, leaf in leaf_of.items() if leaf in stacked},
             {stacked[k]: new.name for k, new in self.trace.updates.items() if k in stacked},
@@ -191,18 +191,18 @@ class Children:
     def _scanned(
         self, layers: list[tuple[int, ...]]
     ) -> tuple[tuple[Instruction, ...], dict[str, np.ndarray[Any, Any]]]:
-        """The first layer's steps, and the numbers and constants in which others differ."""
+        """The first layer's ops, and the numbers and constants in which others differ."""
         forms = [self.form(numbers) for numbers in layers]
-        body = list(alone(self.steps(layers[0])))
+        body = list(alone(self.ops(layers[0])))
         scanned: dict[str, np.ndarray[Any, Any]] = {}
         for same in zip(*(form.scalars for form in forms), strict=True):
             (number, _), numbers = same[0], [value for _, value in same]
             if len(set(numbers)) > 1:
-                step, place = body[number], SCALARS[body[number].operator]
-                name = f"{step.name}.number"
+                op, place = body[number], SCALARS[body[number].operator]
+                name = f"{op.name}.number"
                 scanned[name] = np.asarray(numbers, canonical(np.float64))
-                args = (*step.args[:place], Ref(name), *step.args[place + 1 :])
-                body[number] = replace(step, args=args)
+                args = (*op.args[:place], Ref(name), *op.args[place + 1 :])
+                body[number] = replace(op, args=args)
         for names in zip(*(form.outside for form in forms), strict=True):
             if names[0] in self.trace.constants:
                 rows = [self.trace.constants[name] for name in names]
@@ -210,13 +210,13 @@ class Children:
                     scanned[names[0]] = np.stack(rows)
         return tuple(body), scanned
 
-    def _steps(self, numbers: tuple[int, ...]) -> tuple[Instruction, ...]:
-        """The steps of some blocks, in order."""
+    def _ops(self, numbers: tuple[int, ...]) -> tuple[Instruction, ...]:
+        """The ops of some blocks, in order."""
         placed = sorted(at for number in numbers for at in self.positions.get(number, ()))
-        return tuple(self.trace.steps[position] for position in placed)
+        return tuple(self.trace.ops[position] for position in placed)
 
     def _form(self, numbers: tuple[int, ...]) -> Form:
-        return form_of(self.trace, self.steps(numbers), self.owned(numbers)[0])
+        return form_of(self.trace, self.ops(numbers), self.owned(numbers)[0])
 
     def _owned(self, numbers: tuple[int, ...]) -> tuple[dict[str, Leaf], str]:
         """The leaves of some blocks by role; or what keeps them from being stacked."""
@@ -242,18 +242,18 @@ def _owners(trace: Trace, path: str, members: Mapping[int, str]) -> dict[str, in
     block_of = {join(path, number): number for number in members}
     owner: dict[str, int] = {}
     after: dict[str, int] = {}  # of other values: the last block that they depend on
-    for step in trace.steps:
-        own = [block_of[p] for p, _ in trace.known[step.name].modules if p in block_of]
+    for op in trace.ops:
+        own = [block_of[p] for p, _ in trace.known[op.name].modules if p in block_of]
         if own:
-            owner[step.name] = own[0]
+            owner[op.name] = own[0]
             continue
-        seen = (owner.get(r, after.get(r, -1)) for r in refs((step.args, step.kwargs)))
-        after[step.name] = max(seen, default=-1)
+        seen = (owner.get(r, after.get(r, -1)) for r in refs((op.args, op.kwargs)))
+        after[op.name] = max(seen, default=-1)
     needed: set[str] = set()
     between: dict[str, int] = {}
-    for step in reversed(trace.steps):
-        if step.name in owner or step.name in needed:
-            needed.update(refs((step.args, step.kwargs)))
-        if step.name not in owner and step.name in needed and after[step.name] >= 0:
-            between[step.name] = after[step.name]
+    for op in reversed(trace.ops):
+        if op.name in owner or op.name in needed:
+            needed.update(refs((op.args, op.kwargs)))
+        if op.name not in owner and op.name in needed and after[op.name] >= 0:
+            between[op.name] = after[op.name]
     return owner | between

@@ -1,4 +1,4 @@
-"""The canonical form of some steps of a graph: what two blocks must share to be equal.
+"""The canonical form of some ops of a graph: what two blocks must share to be equal.
 
 Values get numbers instead of names, sizes their expressions, parameters the names that they have
 within their block. Two blocks with one form compute the same function of their inputs, parameters
@@ -33,20 +33,20 @@ SCALARS = {
 
 @dataclass(frozen=True)
 class Form:
-    """Some steps of a graph as a function.
+    """Some ops of a graph as a function.
 
     Attributes:
-        steps: every step in comparable form.
+        ops: every op in comparable form.
         slots: what comes from outside, in the order of first use: `("leaf", role)`,
             `("constant",)` or `("value",)`, each with dtype and shape.
         outside: the name of each slot's value in the graph.
-        index: the number of each value that the steps compute.
+        index: the number of each value that the ops compute.
         updates: buffers that are written: `(role, number of the new value)`.
         leaves: every leaf that belongs to the blocks, used or not, by role, in comparable form.
-        scalars: numbers that need not be equal, with the numbers of their steps.
+        scalars: numbers that need not be equal, with the numbers of their ops.
     """
 
-    steps: tuple[Any, ...]
+    ops: tuple[Any, ...]
     slots: tuple[Any, ...]
     outside: tuple[str, ...]
     index: Mapping[str, int]
@@ -57,18 +57,18 @@ class Form:
     @property
     def body(self) -> Any:
         """What equal layers of a stack have in common."""
-        return self.steps, self.slots, self.updates, dict(self.leaves)
+        return self.ops, self.slots, self.updates, dict(self.leaves)
 
 
-def form_of(trace: Trace, steps: Sequence[Instruction], owned: Mapping[str, Leaf]) -> Form:
-    """The form of some steps.
+def form_of(trace: Trace, ops: Sequence[Instruction], owned: Mapping[str, Leaf]) -> Form:
+    """The form of some ops.
 
     Args:
         trace: where they are from.
-        steps: the steps, in order.
-        owned: the leaves of the blocks that the steps are from, by role.
+        ops: the ops, in order.
+        owned: the leaves of the blocks that the ops are from, by role.
     """
-    index = {step.name: number for number, step in enumerate(steps)}
+    index = {op.name: number for number, op in enumerate(ops)}
     role_of = {leaf.name: role for role, leaf in owned.items()}
     slots: dict[str, int] = {}
     described: list[Any] = []
@@ -80,12 +80,12 @@ def form_of(trace: Trace, steps: Sequence[Instruction], owned: Mapping[str, Leaf
             described.append(_slot(trace, role_of, name))
         return slots[name]
 
-    def arguments(step: Instruction) -> Any:
-        place = SCALARS.get(step.operator, len(step.args))
-        if place < len(step.args) and isinstance(step.args[place], float):
-            scalars.append((index[step.name], step.args[place]))
-            return plain((*step.args[:place], "a number", *step.args[place + 1 :]))
-        return plain(step.args)
+    def arguments(op: Instruction) -> Any:
+        place = SCALARS.get(op.operator, len(op.args))
+        if place < len(op.args) and isinstance(op.args[place], float):
+            scalars.append((index[op.name], op.args[place]))
+            return plain((*op.args[:place], "a number", *op.args[place + 1 :]))
+        return plain(op.args)
 
     def plain(value: Any) -> Any:
         if isinstance(value, Ref):
@@ -103,14 +103,14 @@ def form_of(trace: Trace, steps: Sequence[Instruction], owned: Mapping[str, Leaf
 
     canonical = tuple(
         (
-            step.operator,
-            step.fn,
-            arguments(step),
-            plain(step.kwargs),
-            step.draw is not None,
-            trace.known[step.name].form,
+            op.operator,
+            op.fn,
+            arguments(op),
+            plain(op.kwargs),
+            op.draw is not None,
+            trace.known[op.name].form,
         )
-        for step in steps
+        for op in ops
     )
     updates = tuple(
         sorted(
@@ -143,7 +143,7 @@ def difference(a: Form, b: Form) -> str:
     """In words, how the second block differs from the first."""
     if a.leaves != b.leaves:
         return _leaf_difference(a.leaves, b.leaves)
-    for one, other in zip(a.steps, b.steps, strict=False):
+    for one, other in zip(a.ops, b.ops, strict=False):
         if one[0] != other[0]:
             return f"it computes {other[0]} where the first has {one[0]}"
         if one[2:4] != other[2:4]:
@@ -152,8 +152,8 @@ def difference(a: Form, b: Form) -> str:
             return f"{one[0]} is computed in 64 bits in one of them only"
         if one != other:
             return f"{one[0]} gives {_shown(other[5])} instead of {_shown(one[5])}"
-    if len(a.steps) != len(b.steps):
-        return f"it has {len(b.steps)} operators instead of {len(a.steps)}"
+    if len(a.ops) != len(b.ops):
+        return f"it has {len(b.ops)} operators instead of {len(a.ops)}"
     for mine, other in zip(a.slots, b.slots, strict=False):
         if mine != other:
             return f"it reads {_shown(other[1:])} where the first reads {_shown(mine[1:])}"

@@ -23,7 +23,7 @@ class HeadSpot:
     """Where logits come from.
 
     Attributes:
-        skipped: names of the steps that would compute them.
+        skipped: names of the ops that would compute them.
         parts: input, weight and bias of the linear layer.
         soft_cap: what they are capped by.
     """
@@ -39,27 +39,27 @@ class HeadSpot:
         return Head(x, weight, bias, self.soft_cap) if plain and is_float(x.dtype) else None
 
 
-def find_head(steps: Sequence[Instruction], logits: Any, others: Sequence[Any]) -> HeadSpot | None:
+def find_head(ops: Sequence[Instruction], logits: Any, others: Sequence[Any]) -> HeadSpot | None:
     """The linear layer that gives some logits, if nothing else reads what is computed from it.
 
     Args:
-        steps: the steps of the last part of a graph.
+        ops: the ops of the last part of a graph.
         logits: the output in question.
         others: all outputs and updates of the graph, that one included.
     """
     if not isinstance(logits, Ref):
         return None
-    by_name = {step.name: step for step in steps}
-    readers = Counter(name for s in steps for name in refs((s.args, s.kwargs)))
+    by_name = {op.name: op for op in ops}
+    readers = Counter(name for s in ops for name in refs((s.args, s.kwargs)))
     readers.update(refs(list(others)))
     skipped: set[str] = set()
     cap: float | None = None
     place, expected = logits, ""
     while isinstance(place, Ref) and place.name in by_name and readers[place.name] == 1:
-        step = by_name[place.name]
-        skipped.add(step.name)
-        operator, args = step.operator, step.args
-        if operator == "aten.linear.default" and not expected and not step.kwargs:
+        op = by_name[place.name]
+        skipped.add(op.name)
+        operator, args = op.operator, op.args
+        if operator == "aten.linear.default" and not expected and not op.kwargs:
             return HeadSpot(frozenset(skipped), (*args, None)[:3], cap)
         if operator in (*_SAME, *_CASTS):
             pass

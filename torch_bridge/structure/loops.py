@@ -30,7 +30,7 @@ Values = Mapping[str, Any]
 class Part:
     """Steps that are computed once."""
 
-    steps: tuple[Instruction, ...]
+    ops: tuple[Instruction, ...]
 
     @property
     def num_layers(self) -> int:
@@ -40,13 +40,13 @@ class Part:
     @cached_property
     def reads(self) -> tuple[str, ...]:
         """What it takes from before it."""
-        own = {step.name for step in self.steps}
-        found = (name for s in self.steps for name in refs((s.args, s.kwargs)))
+        own = {op.name for op in self.ops}
+        found = (name for s in self.ops for name in refs((s.args, s.kwargs)))
         return tuple(dict.fromkeys(name for name in found if name not in own))
 
     def gives(self) -> tuple[str, ...]:
         """What it computes."""
-        return tuple(step.name for step in self.steps)
+        return tuple(op.name for op in self.ops)
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Loop:
 
     Attributes:
         stack: the blocks.
-        covers: names of the steps that it computes, of all layers.
-        body: the steps of one layer, under the names that they have in the first.
+        covers: names of the ops that it computes, of all layers.
+        body: the ops of one layer, under the names that they have in the first.
         carry: what is handed on: the names of a layer's input and of the output that becomes the
             next one's.
         ends: what the last layer hands on, by its name there, with its place in `carry`.
@@ -129,7 +129,7 @@ class LoopedGraph:
         parts: in order; between two loops there is always a part, perhaps an empty one.
         outputs: the module's output leaves.
         updates: buffers outside of loops that are written, by leaf name.
-        sizes: for each size that a step reads, its expression.
+        sizes: for each size that an op reads, its expression.
     """
 
     parts: tuple[Part | Loop, ...]
@@ -143,7 +143,7 @@ class LoopedGraph:
         return tuple(part.stack for part in self.parts if isinstance(part, Loop))
 
     def known_sizes(self, free: Mapping[Any, int]) -> dict[str, Any]:
-        """Every size that a step reads, from the free ones."""
+        """Every size that an op reads, from the free ones."""
         return {name: _number(size, free) for name, size in self.sizes.items()}
 
     def run(self, values: Values, leaves: Values, rng: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -162,7 +162,7 @@ class LoopedGraph:
         number = 0
         for part in self.parts:
             if isinstance(part, Part):
-                evaluate(part.steps, env, fold(rng, number))
+                evaluate(part.ops, env, fold(rng, number))
             else:
                 updates |= _scan(part, env, leaves, rng, number)
             number += part.num_layers
@@ -176,9 +176,9 @@ class LoopedGraph:
         return frozenset(self.updates).union(*(loop.updates for loop in loops))
 
     def map_steps(self, change: Callable[[Instruction], Instruction]) -> LoopedGraph:
-        """The same graph with every step changed."""
+        """The same graph with every op changed."""
         parts = tuple(
-            replace(part, steps=tuple(map(change, part.steps)))
+            replace(part, ops=tuple(map(change, part.ops)))
             if isinstance(part, Part)
             else replace(part, body=tuple(map(change, part.body)))
             for part in self.parts
@@ -229,7 +229,7 @@ class NotAChain(Exception):
 
 
 def roll(trace: Trace, loops: Sequence[Loop], names: Names) -> LoopedGraph:
-    """Put loops into the place of their steps.
+    """Put loops into the place of their ops.
 
     Args:
         trace: the graph.
@@ -246,14 +246,14 @@ def roll(trace: Trace, loops: Sequence[Loop], names: Names) -> LoopedGraph:
     parts: list[Part | Loop] = []
     for number in range(len(loops) + 1):
         within = loops[number].covers if number < len(loops) else frozenset()
-        steps = [s for s in trace.steps if place[s.name] == number and s.name not in within]
-        parts += [Part(alone(steps)), *loops[number : number + 1]]
+        ops = [s for s in trace.ops if place[s.name] == number and s.name not in within]
+        parts += [Part(alone(ops)), *loops[number : number + 1]]
     inside = names.place_of()
     updates = {leaf: value for leaf, value in trace.updates.items() if leaf not in inside}
     used = set(refs((trace.graph.outputs, updates)))
     for part in parts:
-        inner = part.steps if isinstance(part, Part) else part.body
-        used.update(refs([(step.args, step.kwargs) for step in inner]))
+        inner = part.ops if isinstance(part, Part) else part.body
+        used.update(refs([(op.args, op.kwargs) for op in inner]))
     known = {name: trace.known[name].size for name in sorted(used) if name in trace.known}
     sizes = {name: size for name, size in known.items() if size is not None}
     for size in sizes.values():
@@ -263,40 +263,38 @@ def roll(trace: Trace, loops: Sequence[Loop], names: Names) -> LoopedGraph:
 
 
 def _places(trace: Trace, loops: Sequence[Loop]) -> dict[str, int]:
-    """Which loop computes each step, or which part: as late as its readers allow.
+    """Which loop computes each op, or which part: as late as its readers allow.
 
     A value then travels through as few layers as possible. What becomes of a buffer is computed
     early: beside what it is made of.
     """
     loop_of = {name: number for number, loop in enumerate(loops) for name in loop.covers}
     earliest: dict[str, int] = {}  # the first part that may read a value
-    for step in trace.steps:
-        number = loop_of.get(step.name)
+    for op in trace.ops:
+        number = loop_of.get(op.name)
         outside = [
             name
-            for name in refs((step.args, step.kwargs))
+            for name in refs((op.args, op.kwargs))
             if number is None or loop_of.get(name) != number
         ]
-        earliest[step.name] = max((earliest.get(name, 0) for name in outside), default=0)
+        earliest[op.name] = max((earliest.get(name, 0) for name in outside), default=0)
         if number is not None:
-            if earliest[step.name] > number:
-                reason = f"{step.where} reads a value that depends on later blocks"
+            if earliest[op.name] > number:
+                reason = f"{op.where} reads a value that depends on later blocks"
                 raise NotAChain(loops[number].stack, reason)
-            earliest[step.name] = number + 1
+            earliest[op.name] = number + 1
     latest = dict(loop_of)
-    for step in reversed(trace.steps):
-        if step.name in loop_of:
+    for op in reversed(trace.ops):
+        if op.name in loop_of:
             continue
-        users = [latest[user] for user in trace.users.get(step.name, ())]
-        if step.name in trace.outputs:
+        users = [latest[user] for user in trace.users.get(op.name, ())]
+        if op.name in trace.outputs:
             users.append(len(loops))
-        latest[step.name] = min(users, default=earliest[step.name])
+        latest[op.name] = min(users, default=earliest[op.name])
     return latest
 
 
-def alone(steps: Sequence[Instruction]) -> tuple[Instruction, ...]:
+def alone(ops: Sequence[Instruction]) -> tuple[Instruction, ...]:
     """Steps with random draws of their own numbers; nothing is dropped, which others may read."""
     draws = itertools.count()
-    return tuple(
-        replace(step, draw=None if step.draw is None else next(draws), drop=()) for step in steps
-    )
+    return tuple(replace(op, draw=None if op.draw is None else next(draws), drop=()) for op in ops)

@@ -158,7 +158,7 @@ class Graphs:
         return next(iter(self.rolled.values()))
 
     def map_steps(self, change: Callable[[Instruction], Instruction]) -> Graphs:
-        """The same graphs with every step changed; they then draw no random numbers."""
+        """The same graphs with every op changed; they then draw no random numbers."""
         modes = {train: _changed(mode, change) for train, mode in self.modes.items()}
         rolled = {train: graph.map_steps(change) for train, graph in self.rolled.items()}
         return Graphs(modes, rolled, self.again.changed(change), self.dtypes, self.names)
@@ -169,8 +169,8 @@ class Graphs:
 
 
 def _changed(mode: Mode, change: Callable[[Instruction], Instruction]) -> Mode:
-    steps = tuple(map(change, mode.graph.instructions))
-    return replace(mode, graph=replace(mode.graph, instructions=steps, num_draws=0))
+    ops = tuple(map(change, mode.graph.instructions))
+    return replace(mode, graph=replace(mode.graph, instructions=ops, num_draws=0))
 
 
 class Again:
@@ -213,7 +213,7 @@ class Again:
         self._lock = threading.RLock()
 
     def changed(self, change: Callable[[Instruction], Instruction]) -> Again:
-        """The same, with every step of what it traces changed."""
+        """The same, with every op of what it traces changed."""
         other = copy.copy(self)
         other.change, other._found = change, {}
         return other
