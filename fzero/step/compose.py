@@ -12,10 +12,10 @@ from fzero.keys import step_key
 from fzero.processes import in_turn
 from fzero.sharding.blueprint import Blueprint
 from fzero.state.train_state import Pending
-from fzero.step.divided_update import DividedUpdate
 from fzero.step.finite import Look, looks_at_one_program, looks_at_stages
 from fzero.step.host_update import HostUpdate
 from fzero.step.passes import OneProgram, Passes, Pipeline, kept_by, read_by
+from fzero.step.placed_update import PlacedUpdate
 from fzero.step.update import Update
 from fzero.step.values import Metrics, StepAndKey, Values
 from fzero.zero.options import CompilerOptions, compiler_options
@@ -53,7 +53,7 @@ class Fused:
         return new
 
 
-class Divided:
+class Separate:
     """Gradients first, then an update that is several programs.
 
     Args:
@@ -65,7 +65,7 @@ class Divided:
     def __init__(
         self,
         passes: Passes,
-        update: DividedUpdate | HostUpdate,
+        update: PlacedUpdate | HostUpdate,
         on_trace: Callable[[], None],
     ) -> None:
         self.passes, self.update, self.on_trace = passes, update, on_trace
@@ -111,7 +111,7 @@ def _calls(pending: Pending | None) -> jax.Array | int:
     return 0 if pending is None else pending.calls
 
 
-Runner = Fused | Divided
+Runner = Fused | Separate
 
 
 def runner_of(
@@ -123,8 +123,8 @@ def runner_of(
     if isinstance(passes, OneProgram) and not parks:
         return Fused(passes, apply, donate, on_trace)
     if apply and blue.plan.update_on == "host":
-        return Divided(passes, HostUpdate(blue, donate), on_trace)
-    return Divided(passes, DividedUpdate(blue, donate, apply, name), on_trace)
+        return Separate(passes, HostUpdate(blue, donate), on_trace)
+    return Separate(passes, PlacedUpdate(blue, donate, apply, name), on_trace)
 
 
 def compiled(blue: Blueprint, function: Callable[..., Any], **options: Any) -> Any:

@@ -55,7 +55,7 @@ class HostUpdate:
         # What is frozen stays where it is.
         self._splits = trained(blue.params)
         self._shards = stored_shapes(self._splits, blue.sharding, sharded=True)
-        divide = jax.jit(self._divided, out_shardings=_shardings(self._shards))
+        divide = jax.jit(self._sharded, out_shardings=_shardings(self._shards))
         self._divide = in_turn(blue.mesh.devices.flat, divide)
         whole = _shardings(stored_shapes(self._splits, blue.sharding, sharded=False))
         gather = jax.jit(Update(blue, lambda value: value).gathered, out_shardings=whole)
@@ -100,7 +100,7 @@ class HostUpdate:
             )
         return new, metrics
 
-    def _divided(self, params: PyTree) -> PyTree:
+    def _sharded(self, params: PyTree) -> PyTree:
         return map_splits(lambda split, leaf: split.store(leaf), self._splits, params)
 
     def _down(self, tree: PyTree, **options: bool) -> PyTree:

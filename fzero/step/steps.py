@@ -23,10 +23,10 @@ from fzero.state.comparison import check_finite
 from fzero.state.selection import chosen, reads_of, require_known
 from fzero.state.train_state import TrainState, fields_of
 from fzero.step.checks import Checks, is_traced, require_finite
-from fzero.step.compose import Divided, Fused, compiled, look, options_of, runner_of
-from fzero.step.divided_update import DividedUpdate
+from fzero.step.compose import Fused, Separate, compiled, look, options_of, runner_of
 from fzero.step.finite import require_finite_batch, require_finite_looks
 from fzero.step.passes import OneProgram, Pipeline, kept_by, passes_of
+from fzero.step.placed_update import PlacedUpdate
 from fzero.step.values import Gradients, Metrics, StepAndKey, Values, metrics_of
 from fzero.tree import PyTree, leaves_of
 from fzero.zero.options import CompilerOptions
@@ -227,8 +227,8 @@ class TrainStep(_Step):
     @property
     def stream(self) -> StreamedFunction | None:
         """What runs the update where the plan parks leaves, once a step was taken."""
-        update = self.runner.update if isinstance(self.runner, Divided) else None
-        return update.stream if isinstance(update, DividedUpdate) else None
+        update = self.runner.update if isinstance(self.runner, Separate) else None
+        return update.stream if isinstance(update, PlacedUpdate) else None
 
     def lower_update(self, state: Any, gradients: Gradients) -> list[tuple[Any, Any]]:
         """The programs of a pipeline's update, each with its mesh, lowered for shapes.
@@ -237,8 +237,8 @@ class TrainStep(_Step):
             state: a `TrainState` of shapes.
             gradients: shapes of what the first half of the step gives.
         """
-        assert isinstance(self.runner, Divided)
-        assert isinstance(self.runner.update, DividedUpdate)
+        assert isinstance(self.runner, Separate)
+        assert isinstance(self.runner.update, PlacedUpdate)
         fields, (step, _) = self._arguments(state)
         return self.runner.update.lowered(fields, step, gradients)
 
@@ -349,7 +349,7 @@ class EvalStep(_ReadingStep):
         step, rng = at
         found = self.passes.evaluation(kept, buffers, batch.at(step), rng)
         everywhere = jax.tree.map(lambda x: spread(x, self.blueprint.mesh), found)
-        metrics: Metrics = _divided(*everywhere)
+        metrics: Metrics = _means(*everywhere)
         return metrics
 
 
@@ -408,7 +408,7 @@ def _recast(state: TrainState, blue: Blueprint) -> TrainState:
     return dataclasses.replace(state, compute=compute)
 
 
-_divided = jax.jit(metrics_of)
+_means = jax.jit(metrics_of)
 
 
 def forget(given: Iterable[Any], *alive: PyTree) -> None:

@@ -51,10 +51,10 @@ class Update:
         self.splits = trained(blue.params)
         self.labels = blue.labels() if labels is None else labels
         # Whether parts are compiled by themselves. (Without a pipeline fences do, but for sums.)
-        divided = blue.stages is not None or bool(blue.buckets.parked)
-        self.apart = (divided or blue.adds_up) and blue.group.bits
-        # Whether all that an optimizer does is. (What is divided is in several programs anyway.)
-        self.all_apart = self.apart and not divided
+        several = blue.stages is not None or bool(blue.buckets.parked)
+        self.apart = (several or blue.adds_up) and blue.group.bits
+        # Whether all that an optimizer does is. (Leaves in several places are in several programs anyway.)
+        self.all_apart = self.apart and not several
 
     def run(
         self,

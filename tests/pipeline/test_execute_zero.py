@@ -16,7 +16,7 @@ from support.sample import some
 
 import fzero as fz
 from fzero.programs.places import PlacedFunction
-from fzero.step import divided_update
+from fzero.step import placed_update
 
 
 # All four ZeRO stages
@@ -97,7 +97,7 @@ def test_no_sum_of_an_update_is_left_to_the_partitioner(monkeypatch):
         made.append(PlacedFunction(*args, **more))
         return made[-1]
 
-    monkeypatch.setattr(divided_update, "PlacedFunction", place)
+    monkeypatch.setattr(placed_update, "PlacedFunction", place)
     plan = tiny.plan(pipe=2, data=2, zero=1, microbatches=2, clip_norm=0.25)
     train(tied(2), plan, 1, tx=optax.sgd(1.0))
     (update,) = made

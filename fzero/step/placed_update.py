@@ -22,7 +22,7 @@ from fzero.tree import PyTree, named_leaves, owner_of
 from fzero.zero.options import deterministic_options
 
 
-class DividedUpdate:
+class PlacedUpdate:
     """An update that runs where its leaves are; where the plan parks leaves, they visit the device.
 
     Numbers are those of a plan without tiers but for a rounding or two: a product and a sum that
@@ -44,7 +44,7 @@ class DividedUpdate:
         # Leaves of several meshes or tiers: there is no common program to fence.
         self.update = Update(blue, lambda value: value)
         self.stream: StreamedFunction | None = None
-        self._divided: dict[Any, Any] = {}
+        self._functions: dict[Any, Any] = {}
 
     def __call__(
         self, fields: Values, step: jax.Array, gradients: Gradients
@@ -138,7 +138,7 @@ class DividedUpdate:
         """A function of leaves by their shapes, made when it is first called."""
         # All else is settled by the plan and the model.
         key = name, str(jax.tree.structure(args))
-        if key not in self._divided:
+        if key not in self._functions:
             shapes = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device(x.sharding)),
                 args,
@@ -147,10 +147,10 @@ class DividedUpdate:
                 {part: self._labels(part, tree) for part, tree in values.items()} for values in args
             )
             options = deterministic_options(self.plan, self.blueprint.mesh.devices.flat[0].platform)
-            self._divided[key] = make(
+            self._functions[key] = make(
                 shapes, labels=Labels(labels), what=self.name, compiler_options=options
             )
-        return self._divided[key]
+        return self._functions[key]
 
     def _labels(self, name: str, tree: PyTree) -> PyTree:
         """What each leaf is updated together with."""
