@@ -53,7 +53,7 @@ class Update:
         # Whether parts are compiled by themselves. (Without a pipeline fences do, but for sums.)
         several = blue.stages is not None or bool(blue.buckets.parked)
         self.apart = (several or blue.adds_up) and blue.group.bits
-        # Whether all that an optimizer does is. (Leaves in several places are in several programs anyway.)
+        # Whether all that an optimizer does is. (In several places it is several programs anyway.)
         self.all_apart = self.apart and not several
 
     def run(
