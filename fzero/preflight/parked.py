@@ -7,12 +7,14 @@ arithmetic, and every byte that visits takes the link's rate.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fzero.plan import Plan
 from fzero.preflight.rates import Rates
 from fzero.report.report import Report
 from fzero.storage.tiers import DISK, HOST
+from fzero.zero.keeping import SHARE
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,19 @@ class Parked:
 def on_the_device(plan: Plan) -> Plan:
     """The plan with nothing parked."""
     return plan.replace(tiers={}, update_on="device")
+
+
+def room_of_parked(where: Report | None) -> int:
+    """Bytes that a device has more of where nothing is parked, so that passes keep as much.
+
+    What they may keep is a share of the memory, less the state that is there (`room_for`).
+
+    Args:
+        where: where the plan's leaves are; `None`: all on the device.
+    """
+    if where is None:
+        return 0
+    return math.ceil(sum(where.fullest(tier)["total"] for tier in (HOST, DISK)) / SHARE)
 
 
 def parked(

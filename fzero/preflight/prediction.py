@@ -18,7 +18,7 @@ from fzero.plan import Plan
 from fzero.preflight.bounds import bounds
 from fzero.preflight.kernels import Work
 from fzero.preflight.network import CollectiveUse, Traffic, traffic
-from fzero.preflight.parked import on_the_device, parked
+from fzero.preflight.parked import on_the_device, parked, room_of_parked
 from fzero.preflight.pipeline import PipelineRun, StageCompiler, rank_collectives
 from fzero.preflight.program import Compiled, Target
 from fzero.preflight.rates import Rates, default_rates
@@ -54,8 +54,10 @@ def predicted(
     sizes = plan.sizes(where.num_devices)
     devices = target.devices[: math.prod(sizes.values())]
     blue = blueprint(model, tx, on_the_device(plan), devices)
+    elsewhere = Report.of_plan(planned(model, tx, plan, sizes)) if plan.tiers else None
     if where.is_gpu:  # described devices do not say how much of their memory jax may take
-        blue = dataclasses.replace(blue, memory=int(XLA_SHARE * target.rates.memory_bytes))
+        memory = int(XLA_SHARE * target.rates.memory_bytes)
+        blue = dataclasses.replace(blue, memory=memory + room_of_parked(elsewhere))
     step = TrainStep(blue, donate=True, apply=True)
     fields = step.blueprint.shapes()
     shapes = jax.tree.map(shape_of, Inputs.of(batch))
@@ -63,8 +65,7 @@ def predicted(
     check_batch(shapes, num_shares, plan.microbatches)
     predictor = _Predictor(target, step, fields, shapes, num_shares)
     found = predictor.one_program() if step.blueprint.stages is None else predictor.pipeline()
-    if plan.tiers:
-        elsewhere = Report.of_plan(planned(model, tx, plan, sizes))
+    if elsewhere is not None:
         found = _parking(found, plan, elsewhere, gradient_bytes(step.blueprint))
     spent = time.perf_counter() - started - found.compile_seconds
 
@@ -96,7 +97,6 @@ def _parking(found: Preflight, plan: Plan, where: Report, gradients: int) -> Pre
             "; the optimizer's own time on the host's cores is not known"
             if plan.update_on == "host" else ""
         )
-        + ("; what passes keep was chosen as if all were here" if plan.remat is None else "")
     )  # fmt: skip
     return dataclasses.replace(
         found,

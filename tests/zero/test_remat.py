@@ -17,8 +17,10 @@ from flax import linen, nnx
 
 import fzero as fz
 from fzero.batch import abstract_batch
+from fzero.preflight.parked import on_the_device, room_of_parked
 from fzero.preflight.shapes import saved_in_a_step
-from fzero.sharding.blueprint import blueprint
+from fzero.report.report import Report
+from fzero.sharding.blueprint import blueprint, planned
 from fzero.sharding.device_memory import device_memory
 from fzero.step.steps import TrainStep
 from fzero.zero.keeping import CHOICES, SHARE, room_for
@@ -231,6 +233,24 @@ def sizes_of(plan, model):
     large = 10**9
     open_ = dataclasses.replace(blueprint(model, SGD, plan.replace(remat=None)), memory=large)
     return sizes, int(SHARE * large) - room_for(open_)
+
+
+@pytest.mark.parametrize(
+    ("zero", "tiers"),
+    [(1, {"opt_state": "host"}), (3, {"opt_state": "host", "params": "host"})],
+    ids=str,
+)
+def test_preflight_gives_passes_the_room_that_parking_leaves(tiers, zero):
+    """It compiles the plan with all on the device: passes must keep no less for it."""
+    model, tx, large = tiny.chain(4), optax.adam(1e-3), 10**9
+    plan = tiny.plan(zero=zero, data=2, tiers=tiers, min_shard_bytes=0)
+    parks = dataclasses.replace(blueprint(model, tx, plan), memory=large)
+    beside = room_of_parked(Report.of_plan(planned(model, tx, plan, plan.sizes(2))))
+    assert beside > 8 * sum(x.size for x in jax.tree.leaves(parks.shapes()["params"])) // 2
+    here = blueprint(model, tx, on_the_device(plan))
+    here = dataclasses.replace(here, memory=large + beside)
+    # Of a field that is parked, scalars (a count) stay.
+    assert room_for(here) == pytest.approx(room_for(parks), abs=16)
 
 
 class StandIn:
