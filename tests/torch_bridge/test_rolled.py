@@ -145,7 +145,7 @@ def test_parity_compares_the_loop(net: Net, rolled: tb.Converted) -> None:
     assert report.output_train > 1e-3 > report.output_eval
 
 
-def test_every_layer_drops_values_of_its_own(gpt2_rolled: tb.Converted) -> None:
+def test_every_layer_drops_values_of_its_own() -> None:
     class Dropping(nn.Module):
         def __init__(self) -> None:
             super().__init__()
