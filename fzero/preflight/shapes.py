@@ -70,13 +70,13 @@ def model_flops(model: Model, plan: Plan, batch: PyTree, times: int) -> int:
 def saved_in_a_step(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tuple[int, int]:
     """Bytes that one device's forward pass of one microbatch leaves for its backward pass.
 
-    Returns:
-        Of activations, and of parts of weights (`Plan.secondary`).
-
     Args:
         passes: those of a step that is one program, without a pipeline.
         fields: shapes of the state's fields.
         batch: shapes of the global batch.
+
+    Returns:
+        Of activations, and of parts of weights (`Plan.secondary`).
     """
     blue = passes.blueprint
     found: list[tuple[int, int]] = []

@@ -1,4 +1,16 @@
-"""The operator table: importing this package fills it, one module per operator family."""
+"""The operator table: importing this package fills it, one module per operator family.
+
+- `registry`: the table; `refs`: names of values in arguments; `symbolic`: sizes and guards.
+- Numbers: `activation`, `arithmetic`, `special`, `bessel`, `spectral`, `linalg`, `linear`, `reduce`,
+  `norm`, `loss`, `composite`.
+- Places: `shape`, `factory`, `index`, `flat_index`, `scatter`, `segments`, `order`.
+- Images: `conv`, `pool`, `resize`, `grid`, `detection`.
+- Layers: `attention` (with `masks`, `fused`, `exchanged`), `recurrent`, `experts`, `random`,
+  `quantized`, `control`.
+- What all share: `rounding` and `wide` (dtypes as PyTorch computes them), `tangents` and
+  `no_gradient` (its derivatives), `features_last` (how images are held), `undivided` (what XLA's
+  partitioner gets wrong).
+"""
 
 from torch_bridge.lower import activation as activation
 from torch_bridge.lower import arithmetic as arithmetic
