@@ -1,8 +1,8 @@
 """The operator table: importing this package fills it, one module per operator family.
 
 - `registry`: the table; `refs`: names of values in arguments; `symbolic`: sizes and guards.
-- Numbers: `activation`, `arithmetic`, `special`, `bessel`, `spectral`, `linalg`, `linear`, `reduce`,
-  `norm`, `loss`, `composite`.
+- Numbers: `activation`, `arithmetic`, `special`, `bessel`, `spectral`, `linalg`, `linear`,
+  `reduce`, `norm`, `loss`, `composite`.
 - Places: `shape`, `factory`, `index`, `flat_index`, `scatter`, `segments`, `order`.
 - Images: `conv`, `pool`, `resize`, `grid`, `detection`.
 - Layers: `attention` (with `masks`, `fused`, `exchanged`), `recurrent`, `experts`, `random`,
