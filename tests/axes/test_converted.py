@@ -201,6 +201,21 @@ def test_what_is_divided_is_said_with_its_reason():
     ]
 
 
+def test_a_plan_for_one_layer_of_a_stack_leaves_it_whole():
+    """transformers' plans may name a layer by its number; a stack is divided as one, or not."""
+    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)]
+    module = torch.nn.Sequential(torch.nn.Sequential(*blocks))
+    module._tp_plan = {"0.0.0": "colwise"}
+    converted = tb.convert(module, torch.zeros(2, 5, 8))
+    assert converted.blocks.stacks
+    assert str(converted.parallel).splitlines() == [
+        "0.*.*.weight: whole: its layers differ",
+        "0.*.*.bias: whole: its layers differ",
+    ]
+    said = str(tb.convert(module, torch.zeros(2, 5, 8), roll=False).parallel)
+    assert "0.0.0.weight: columns, dim 0 of 8 parts (transformers: colwise)" in said
+
+
 def test_what_convolutions_compute_whole_is_said_of_their_kernels():
     """Also where it is read through views, as Mamba reads its own."""
 
