@@ -213,7 +213,7 @@ def test_a_plan_for_one_layer_of_a_stack_leaves_it_whole():
         "0.*.*.bias: whole: its layers differ",
     ]
     said = str(tb.convert(module, torch.zeros(2, 5, 8), roll=False).parallel)
-    assert "0.0.0.weight: columns, dim 0 of 8 parts (transformers: colwise)" in said
+    assert "weight: columns, dim 0 of 8 parts (transformers: colwise)" in said
 
 
 def test_what_convolutions_compute_whole_is_said_of_their_kernels():
