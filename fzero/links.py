@@ -129,9 +129,6 @@ class Layer:
             path or compiled regular expression: `{"up": (None, "tensor")}`. An axis that a plan
             does not have is no split, so that one model runs under all plans.
 
-    Raises:
-        PlanError: `init` or `apply` takes other arguments.
-
     Example:
         >>> import jax.numpy as jnp
         >>> embed = Layer("embed", lambda rng: {"table": jnp.ones((10, 4))},
@@ -147,9 +144,6 @@ class Layer:
     stateful: bool = False
     buffer_reduce: BufferReduce = field(default_factory=dict)
     shard: Shard = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        _require_functions(self)
 
     @property
     def num_layers(self) -> int:
@@ -176,9 +170,6 @@ class Stack:
         buffer_reduce: how devices' values of its buffers become one; see `Model`.
         shard: which dims of one layer's parameters lie along which further mesh axis; see `Layer`.
 
-    Raises:
-        PlanError: `init` or `apply` takes other arguments.
-
     Example:
         >>> import jax.numpy as jnp
         >>> stack = Stack("blocks", 12, lambda rng: {"w": jnp.eye(4)}, lambda p, x, ctx: x @ p["w"])
@@ -193,20 +184,10 @@ class Stack:
     buffer_reduce: BufferReduce = field(default_factory=dict)
     shard: Shard = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        _require_functions(self)
-
     @property
     def num_layers(self) -> int:
         """How many layers this link counts for when random keys are folded."""
         return self.num
-
-
-def _require_functions(link: Layer | Stack) -> None:
-    where = f"{type(link).__name__} {link.name!r}"
-    if link.init is not None:
-        require_takes(link.init, "init(rng)", where)
-    require_takes(link.apply, "apply(params, x, ctx)", where)
 
 
 def asked_for(function: Callable[..., Any], ctx: Context) -> dict[str, Any]:
@@ -217,6 +198,11 @@ def asked_for(function: Callable[..., Any], ctx: Context) -> dict[str, Any]:
         return {}
     known = {"step": ctx.step, "_ctx": ctx}
     return {name: value for name, value in known.items() if name in parameters}
+
+
+def of_link(link: Layer | Stack) -> str:
+    """Which link a message is about."""
+    return f"{type(link).__name__} {link.name!r}"
 
 
 def require_takes(function: Any, call: str, where: str) -> None:
@@ -280,7 +266,12 @@ def split_shared(stack: Stack, x: Any) -> tuple[Any, Any]:
 def apply_layer(
     layer: Layer | Stack, params: PyTree, carry: Any, shared: Any, ctx: Context
 ) -> tuple[Any, PyTree]:
-    """One layer of a link: `(new carry, new buffers)`."""
+    """One layer of a link: `(new carry, new buffers)`.
+
+    Raises:
+        PlanError: its `apply` takes other arguments.
+    """
+    require_takes(layer.apply, "apply(params, x, ctx)", of_link(layer))
     x = {**carry, **shared} if shared else carry
 
     def apply(params: PyTree, x: Any) -> Any:

@@ -59,9 +59,6 @@ class Model(Printed):
             names or by compiled regular expressions that are searched in names:
             `{"mlp/up": (None, "tensor")}`. What a layer says of its own goes first.
 
-    Raises:
-        PlanError: `init`, `loss` or `predict` takes other arguments.
-
     Example:
         >>> import jax.numpy as jnp
         >>> def loss(params, buffers, batch, rng, train):
@@ -76,10 +73,6 @@ class Model(Printed):
     buffer_reduce: BufferReduce = field(default_factory=dict)
     predict: Callable[..., Any] | None = None
     shard: Shard = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        require_takes(self.loss, "loss(params, buffers, batch, rng, train)", "model")
-        _require_own(self.init, self.predict)
 
     def _summary(self) -> str:
         def name(of: Any) -> str:
@@ -117,6 +110,7 @@ class Model(Printed):
         if predict is not None:
 
             def apply(params: PyTree, batch: PyTree, ctx: Context) -> tuple[Any, PyTree]:
+                require_takes(predict, "predict(params, buffers, batch, rng)", "model")
                 args = (params, ctx.buffers, batch, ctx.rng)
                 return predict(*args, **asked_for(predict, ctx)), ctx.buffers
 
@@ -134,6 +128,7 @@ class Model(Printed):
         """The chain: one layer that reads every parameter, unless this is a `Sequential`."""
 
         def apply(params: PyTree, batch: PyTree, ctx: Context) -> tuple[Any, PyTree]:
+            require_takes(self.loss, "loss(params, buffers, batch, rng, train)", "model")
             args = (params, ctx.buffers, batch, ctx.rng, ctx.train)
             out, buffers, metrics = loss_parts(self.loss(*args, **asked_for(self.loss, ctx)))
             return (out, metrics), buffers
@@ -162,8 +157,7 @@ class Sequential(Model):
 
     Raises:
         PlanError: names are empty, repeated or contain `/`, a Stack has no layers, `reads` names a
-            layer that does not exist, the links of `predict` are others, or a function takes other
-            arguments.
+            layer that does not exist, or the links of `predict` are others.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -193,9 +187,7 @@ class Sequential(Model):
         _check_names(chain)
         links = None if predict is None or callable(predict) else tuple(predict)
         _check_predict(chain, links)
-        _require_own(init, None if links is not None else predict)
         if loss is not None:
-            require_takes(loss, "loss(x, batch)", "model")
             chain = (*chain, _loss_layer(loss))
         vars(self).update(
             _chain=chain, _predict_chain=links, init=init or chain_init(chain),
@@ -215,16 +207,9 @@ class Sequential(Model):
         return super().predictor if self._predict_chain is None else self._predict_chain
 
 
-def _require_own(init: Any, predict: Any) -> None:
-    """Refuses functions of a whole model that cannot be called as they will be."""
-    if init is not None and not isinstance(init, tuple):
-        require_takes(init, "init(rng)", "model")
-    if predict is not None:
-        require_takes(predict, "predict(params, buffers, batch, rng)", "model")
-
-
 def _loss_layer(loss: Callable[..., Any]) -> Layer:
     def apply(_: PyTree, x: Any, ctx: Context) -> Any:
+        require_takes(loss, "loss(x, batch)", "model")
         return loss(x, ctx.batch, **asked_for(loss, ctx))
 
     return Layer("loss", None, apply)

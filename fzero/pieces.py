@@ -17,6 +17,8 @@ from fzero.links import (
     Stack,
     apply_layer,
     layer_params,
+    of_link,
+    require_takes,
     split_loss,
     split_shared,
 )
@@ -95,6 +97,7 @@ def chain_init(chain: tuple[Layer | Stack, ...]) -> InitFn:
         for index, layer in enumerate(chain):
             if layer.init is None:
                 continue
+            require_takes(layer.init, "init(rng)", of_link(layer))
             key = layer_key(rng, index)
             if isinstance(layer, Stack):
                 values = jax.vmap(layer.init)(jax.random.split(key, layer.num))

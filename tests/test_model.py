@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from support import tiny
 
@@ -39,52 +40,80 @@ def test_refuses_bad_chains(layers, said):
         assert words in str(caught.value)
 
 
+def init(rng):
+    """Initial values of a model that is never trained."""
+    return {"w": jnp.ones(2)}, {}
+
+
 def loss(params, buffers, batch, rng, train):
     """What a model's loss takes."""
+    return jnp.sum(params["w"]), buffers, {}
+
+
+def chain(*links, **options):
+    """A chain whose loss is the sum of what it gives."""
+    return fz.Sequential(links, **{"loss": lambda x, batch: jnp.sum(x), **options})
 
 
 CALLS = {
-    "init": (lambda: fz.Model(lambda: None, loss), r"init\(rng\), got init\(\): too many"),
+    "init": (fz.Model(lambda: None, loss), r"init\(rng\), got init\(\): too many"),
     "loss": (
-        lambda: fz.Model(lambda rng: None, lambda p, b, x: None),
+        fz.Model(init, lambda p, b, x: None),
         r"expected a function loss\(params, buffers, batch, rng, train\), got loss\(p, b, x\)",
     ),
-    "no loss": (lambda: fz.Model(lambda rng: None, None), "loss is of type NoneType: expected a"),
+    "no loss": (fz.Model(init, None), "loss is of type NoneType: expected a function"),
     "predict": (
-        lambda: fz.Model(lambda rng: None, loss, predict=lambda p, x: None),
+        fz.Model(init, loss, predict=lambda p, x: None),
         r"predict\(params, buffers, batch, rng\), got predict\(p, x\)",
     ),
     "a layer's init": (
-        lambda: fz.Layer("a", lambda: None, lambda p, x, ctx: None), r"Layer 'a': .*init\(rng\)"
+        chain(fz.Layer("a", lambda: None, lambda p, x, ctx: None)), r"Layer 'a': .*init\(rng\)"
     ),
     "a layer's apply": (
-        lambda: fz.Layer("a", None, lambda p, x: None), r"\(params, x, ctx\), got apply\(p, x\)"
+        chain(fz.Layer("a", None, lambda p, x: x), link("b")),
+        r"Layer 'a': expected a function apply\(params, x, ctx\), got apply\(p, x\)",
     ),
     "a stack's apply": (
-        lambda: fz.Stack("s", 2, lambda rng: None, lambda p, x, ctx, more: 0), "Stack 's'.*'more'"
+        chain(fz.Stack("s", 2, lambda rng: {"w": jnp.ones(2)}, lambda p, x, ctx, more: x)),
+        "Stack 's'.*'more'",
     ),
     "a chain's loss": (
-        lambda: fz.Sequential([link("a")], loss=lambda y: None), r"loss\(x, batch\), got loss\(y\)"
+        chain(link("a"), loss=lambda y: None), r"loss\(x, batch\), got loss\(y\)"
     ),
     "a chain's predict": (
-        lambda: fz.Sequential([link("a")], loss=lambda y, x: None, predict=lambda y: None),
+        chain(link("a"), predict=lambda y: None),
         r"predict\(params, buffers, batch, rng\), got predict\(y\)",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "said"), CALLS.values(), ids=CALLS)
-def test_functions_of_other_arguments_are_refused_where_they_are_given(make, said):
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize(("model", "said"), CALLS.values(), ids=CALLS)
+def test_functions_of_other_arguments_are_refused_by_name(model, said, zero):
+    plan, tx, batch = tiny.plan(data=2, zero=zero), optax.sgd(0.1), np.ones((2, 2), np.float32)
+
+    def use():
+        step = fz.predict_step(model, plan) if "predict" in said else fz.train_step(model, tx, plan)
+        step(fz.init(model, tx, plan), batch)
+
     with pytest.raises(fz.PlanError, match=said):
-        make()
+        use()
 
 
 def test_functions_that_may_be_called_so_are_taken():
-    """A step that is asked for by name, defaults, `*args`, bound methods, what has no signature."""
-    fz.Model(lambda rng: None, lambda p, b, x, rng, train, step: None)
-    fz.Model(lambda *args: None, lambda *args, **named: None, predict=lambda p, b, x, r, k=3: 0)
-    fz.Model(jax.jit(lambda rng: None), jax.tree_util.Partial(loss))
-    fz.Layer("a", dict, max)
+    """A step that is asked for by name, defaults, `*args`, what `jit` and `Partial` give."""
+
+    def stepped(params, buffers, batch, rng, train, step):
+        return jnp.sum(params["w"]) + step, buffers, {}
+
+    plan, tx, batch = tiny.plan(data=2), optax.sgd(0.1), np.ones((2, 2), np.float32)
+    for model in (
+        fz.Model(init, stepped),
+        fz.Model(lambda *args: init(*args), lambda *args, **named: loss(*args)),
+        fz.Model(jax.jit(init), jax.tree_util.Partial(loss)),
+        chain(fz.Layer("a", lambda rng, more=0: {}, lambda p, x, ctx=None: x), link("b")),
+    ):
+        fz.train_step(model, tx, plan)(fz.init(model, tx, plan), batch)
 
 
 def test_a_read_of_a_missing_parameter_says_which_exist():

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from fzero.errors import StateError
+from fzero.links import require_takes
 from fzero.model import Model
 from fzero.pieces import InitFn
 from fzero.tree import PyTree, aliased_leaves, named_leaves, shapes_of
@@ -86,6 +87,7 @@ def _traced(model: Model) -> tuple[Any, Any, InitFn]:
     if key not in known:
         init = model.init
         assert callable(init)
+        require_takes(init, "init(rng)", "model")
 
         def checked(rng: jax.Array) -> tuple[PyTree, PyTree]:
             return _checked(init(rng))
