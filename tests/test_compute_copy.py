@@ -206,6 +206,18 @@ def test_an_edit_inside_jit_comes_back_in_any_sharding(zero):
     assert float(step(strayed, BATCH)[1]["loss"]) == float(wanted)
 
 
+@pytest.mark.parametrize("edit", [False, True])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_copy_that_is_parked_is_not_fetched(zero, edit):
+    """Nor is one of other parameters: what is parked by hand comes back by hand."""
+    plan = tiny.plan(zero=zero, data=2, precision="bf16")
+    state = fz.offload(fz.init(MODEL, TX, plan), "compute", to="host")
+    state = by_replace(state) if edit else state
+    for call in steps(plan):
+        with pytest.raises(fz.PlacementError, match="compute/one/b"):
+            call(state, BATCH)
+
+
 OTHERS = {
     "another name": lambda p: {"one": p["one"], "three": p["two"]},
     "one more": lambda p: {**p, "three": p["two"]},

@@ -119,7 +119,8 @@ def _caster(targets: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
 def put_back(compute: PyTree, like: PyTree) -> PyTree:
     """A compute copy where the plan keeps it; itself if it is there.
 
-    The program of a user that edits parameters gives the copy in a sharding that jax chose.
+    The program of a user that edits parameters gives the copy in a sharding that jax chose. What is
+    parked stays so: a step says that.
     """
     if not same_structure(compute, like):
         return compute
@@ -128,6 +129,7 @@ def put_back(compute: PyTree, like: PyTree) -> PyTree:
     def strays(leaf: Any, to: Any) -> bool:
         return (
             isinstance(leaf, jax.Array)
+            and tier_of(leaf) == DEVICE
             and (leaf.shape, leaf.dtype) == (to.shape, to.dtype)
             and leaf.sharding != to.sharding
             and leaf.sharding.device_set == to.sharding.device_set
