@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 import torch_bridge as tb  # noqa: E402
 
 
-SEQ, HEADS, WIDTH, LAYERS, VOCAB = 1024, 8, 512, 4, 1280
+SEQ, HEADS, WIDTH, LAYERS, VOCAB = 1024, 8, 512, 3, 1280
 SIZES = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0}
 
 
