@@ -20,7 +20,7 @@ from torch_bridge.export.mode import build_mode
 from torch_bridge.export.modes import warn_of_modes
 from torch_bridge.module.adapters import read_adapters
 from torch_bridge.module.initial import COPIED_BYTES, on_host, read_initial
-from torch_bridge.module.names import Layout, read_layout
+from torch_bridge.module.names import Layout, read_layout, refuse_shared
 from torch_bridge.module.signature import CallForm
 from torch_bridge.module.wrappers import refuse_wrapped, unwrapped
 from torch_bridge.structure.blocks import fewest_layers, roll_blocks
@@ -154,6 +154,8 @@ class _Making:
             refuse_hooks(module)
         refuse_wrapped(module)
         layout = read_layout(module)
+        if self.train:
+            refuse_shared(layout)
         values = initial(layout)
         batch_dim = self.batch_dim or 0
         if self.train and self.check:

@@ -28,7 +28,7 @@ from torch_bridge.convert import convert
 from torch_bridge.converted import Applied, Converted
 from torch_bridge.export.watch import untouched
 from torch_bridge.module.initial import read_values, with_masters
-from torch_bridge.module.names import Layout, Leaf, find_leaves, read_layout
+from torch_bridge.module.names import Layout, Leaf, find_leaves, read_layout, refuse_shared
 from torch_bridge.module.weights import to_torch
 
 
@@ -181,6 +181,7 @@ def sequential(
     elif source is None:
         source = torch.nn.Sequential(OrderedDict(parts))
     layout = read_layout(source)
+    refuse_shared(layout)
     converted = _convert_each(parts, example_args)
     found = [find_leaves(source, layout, part) for part in parts.values()]
     places = _places(layout, converted, found)

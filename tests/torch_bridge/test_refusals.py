@@ -126,6 +126,38 @@ def test_overlapping_tensors_are_refused() -> None:
         tb.convert(module, X)
 
 
+def in_one_memory(how: str) -> nn.Module:
+    """Two linear layers and a buffer; some are other tensors in the memory of the first weight."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    first, second = module[0], module[1]
+    if how == "a buffer":
+        module.register_buffer("start", first.weight.data)
+    elif how == "a frozen parameter":
+        second.weight = nn.Parameter(first.weight.data, requires_grad=False)
+    elif how == "two trained ones":
+        second.weight = nn.Parameter(first.weight.data)
+    elif how == "assigned data":
+        second.weight.data = first.weight.data
+    return module
+
+
+@pytest.mark.parametrize(
+    "how", ["a buffer", "a frozen parameter", "two trained ones", "assigned data"]
+)
+def test_a_trained_parameter_in_whose_memory_another_is_is_refused(how: str) -> None:
+    """Silently, the buffer was trained, or the parameter was not."""
+    other = "start" if how == "a buffer" else "1.weight"
+    module = in_one_memory(how)
+    with pytest.raises(ConversionError, match=f"`{other}` and `0.weight` are two tensors in the"):
+        tb.convert(module, X)
+    with pytest.raises(ConversionError, match=f"`{other}` and `0.weight` are two tensors in the"):
+        tb.sequential(module, X, loss=lambda y, batch: y.sum())
+    converted = tb.convert(module, X, train=False)
+    np.testing.assert_allclose(converted(X), module.eval()(X).detach(), rtol=1e-5)
+    module.requires_grad_(False)
+    tb.convert(module, X)
+
+
 class Nameless(nn.Module):
     """Reads its weight or its buffer past their names, or what was made of them before."""
 

@@ -154,6 +154,30 @@ def _refuse_overlaps(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
             )
 
 
+def refuse_shared(layout: Layout) -> None:
+    """Refuses to train a parameter in whose memory another tensor is.
+
+    PyTorch's optimizers write into that memory: a buffer or a frozen parameter in it changes with
+    the other, and of two trained ones each has a gradient and a moment of its own.
+
+    Raises:
+        ConversionError: such a parameter, and what shares its memory.
+    """
+    for leaf in layout.leaves:
+        found = {id(tensor): (name, tensor) for name in leaf.names
+                 if (tensor := layout.tensors[name]()) is not None}  # fmt: skip
+        trained = [name for name, tensor in found.values() if tensor.requires_grad]
+        if len(found) > 1 and trained:
+            first = trained[0]
+            other = next(name for name, _ in found.values() if name != first)
+            raise ConversionError(
+                f"`{other}` and `{first}` are two tensors in the same memory, which a step of an"
+                f" optimizer for `{first}` changes for both. Use one tensor under both names"
+                " (self.a.weight = self.b.weight), or make one a copy (.clone()); to evaluate only,"
+                " convert with train=False"
+            )
+
+
 def _extent_bytes(tensor: torch.Tensor) -> int:
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
