@@ -553,6 +553,36 @@ def test_one_tensor_given_as_two_arguments_is_two_arguments():
     np.testing.assert_array_equal(converted(ones, 3 * ones), -2 * ones)
 
 
+class Asks(nn.Module):
+    """Computes something else where it is exported, or asks without a use for the answer."""
+
+    def __init__(self, question: str, uses: bool = True) -> None:
+        super().__init__()
+        self.linear, self.question, self.uses = nn.Linear(4, 4), question, uses
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        told = getattr(torch.compiler, self.question)()
+        return self.linear(x) * (2 if told and self.uses else 1)
+
+
+@pytest.mark.filterwarnings("ignore::torch_bridge.TracedBranchWarning")
+@pytest.mark.parametrize("question", ["is_compiling", "is_exporting"])
+def test_a_question_whether_it_is_exported_is_named(question: str) -> None:
+    """Once, with its line; libraries' own are not. The answer stays what PyTorch gives."""
+    x, own = torch.randn(3, 4), getattr(torch.compiler, question)
+    with pytest.warns(
+        tb.TracedBranchWarning, match=rf"test_traps.py:\d+: .*{question}\(\)"
+    ) as said:
+        converted = tb.convert(Asks(question), x)
+    assert [one.category for one in said].count(tb.TracedBranchWarning) == 1
+    assert getattr(torch.compiler, question) is own
+    module = Asks(question)
+    assert not tb.parity(module, tb.convert(module, x), x).agrees
+    module = Asks(question, uses=False)
+    assert tb.parity(module, tb.convert(module, x), x).agrees
+    assert converted.params
+
+
 class KeepsItsNorm(nn.Sequential):
     def train(self, mode: bool = True) -> Any:
         super().train(mode)

@@ -23,6 +23,7 @@ from torch.export import Dim, ExportedProgram, default_decompositions
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError, warn
+from torch_bridge.export.asked import TracedBranchWarning
 from torch_bridge.export.expert_stand_ins import OwnLossWarning
 from torch_bridge.export.functions import refuse_functions, watch_functions
 from torch_bridge.export.hooks import watch_gradients
@@ -58,6 +59,33 @@ _ALL_DYNAMIC_RANK = 3
 _DYNAMIC = ("all", "batch", "none")
 
 
+# What this package says of a module while it is exported.
+_SAID = (OwnLossWarning, PythonStateWarning, TracedBranchWarning)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch's deprecation notices, and the graphs it prints when a try fails, to itself.
+
+    What this package has to say is said when it is over.
+    """
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with (
+            warnings.catch_warnings(record=True) as seen,
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            for kind in _SAID:
+                warnings.simplefilter("always", kind)
+            yield
+    finally:
+        logging.disable(level)
+    for said, category in dict.fromkeys((str(one.message), one.category) for one in seen):
+        warn(said, category)
+
+
 def export_program(
     module: torch.nn.Module,
     args: tuple[Any, ...],
@@ -90,6 +118,7 @@ def export_program(
         return _tidied(module, trace.program, mode)
 
 
+@quiet()  # what both say is said once
 def export_both(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: int
 ) -> dict[bool, ExportedProgram]:
@@ -173,33 +202,6 @@ def _tidied(module: torch.nn.Module, program: ExportedProgram, mode: str) -> Exp
         return decomposed
     except Exception as error:
         raise ConversionError(_explain(error, mode, module)) from error
-
-
-# What this package says of a module while it is exported.
-_SAID = (OwnLossWarning, PythonStateWarning)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep torch's deprecation notices, and the graphs it prints when a try fails, to itself.
-
-    What this package has to say is said when it is over.
-    """
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with (
-            warnings.catch_warnings(record=True) as seen,
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
-            warnings.simplefilter("ignore")
-            for kind in _SAID:
-                warnings.simplefilter("always", kind)
-            yield
-    finally:
-        logging.disable(level)
-    for said, category in dict.fromkeys((str(one.message), one.category) for one in seen):
-        warn(said, category)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.errors import ConversionError
 from torch_bridge.export.adapter_stand_ins import adapter_stand_ins
+from torch_bridge.export.asked import questions
 from torch_bridge.export.expert_stand_ins import experts_stand_ins
 from torch_bridge.export.older_experts import older_experts
 from torch_bridge.export.packed import PackedSequences
@@ -96,6 +97,7 @@ def stand_ins() -> Iterator[None]:
         (vmap, "_maybe_remove_batch_dim", moved),
         (torch.nn.Module, "to", _to_what_it_is),
         (Distribution, "__init__", unchecked),
+        *questions(),
         *((torch.nn.Module, name, _cast_to(dtype)) for name, dtype in _CASTS.items()),
     )
     # Inference's own kernel, which takes ragged tensors where there is padding.
