@@ -123,7 +123,7 @@ class _BridgedCall(torch.autograd.Function):
         out: list[Any] = [None] * ctx.num
         for place, gradient in zip(ctx.wanted, found, strict=True):
             like = saved[place]
-            out[place] = _tensor(gradient, [like]).to(like.dtype)
+            out[place] = _tensor(_turned(gradient), [like]).to(like.dtype)
         return (None, None, *out)
 
 
@@ -134,7 +134,12 @@ def _differentiable(tensor: torch.Tensor) -> bool:
 def _cotangent(gradient: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     if not jnp.issubdtype(dtype, jnp.inexact):
         return np.zeros(shape, jax.dtypes.float0)
-    return jnp.zeros(shape, dtype) if gradient is None else _array(gradient).astype(dtype)
+    return jnp.zeros(shape, dtype) if gradient is None else _turned(_array(gradient).astype(dtype))
+
+
+def _turned(gradient: jax.Array) -> jax.Array:
+    """A gradient of one library as the other has it: of complex numbers, conjugates."""
+    return jnp.conj(gradient) if jnp.iscomplexobj(gradient) else gradient
 
 
 def _array(tensor: torch.Tensor) -> jax.Array:

@@ -347,6 +347,31 @@ def test_hooks_of_the_module_come_before_the_loss() -> None:
         torch.testing.assert_close(module.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+COMPLEX = {
+    "into": (lambda z, x: jnp.imag(z * z), lambda z, x: (z * z).imag),
+    "out of": (lambda z, x: x * (1 + 2j), lambda z, x: x * (1 + 2j)),
+    "through": (
+        lambda z, x: jnp.fft.irfft(jnp.fft.rfft(x) * z, 4),
+        lambda z, x: torch.fft.irfft(torch.fft.rfft(x) * z, n=4),
+    ),
+}
+
+
+@pytest.mark.parametrize(("ours", "torchs"), COMPLEX.values(), ids=COMPLEX)
+def test_gradients_of_complex_numbers_are_pytorchs(ours: Any, torchs: Any) -> None:
+    """JAX's are the conjugates: silently, imaginary parts had the other sign."""
+    found = []
+    for function in (tb.wrap(ours), torchs):
+        z = torch.tensor([1 + 1j, 2 - 1j, 0.5j], requires_grad=True)
+        x = torch.tensor([1.0, 2.0, -1.0, 0.5], requires_grad=True)
+        y = function(z, x)
+        torch.view_as_real(y + 0j).mul(torch.tensor([1.0, 3.0])).sum().backward()
+        found.append([None if leaf.grad is None else leaf.grad.numpy() for leaf in (z, x)])
+    for one, other in zip(*found, strict=True):
+        given = np.zeros_like(one) if other is None else other  # torch's: nothing was read
+        np.testing.assert_allclose(one, given, rtol=1e-5, atol=1e-5)
+
+
 class Factor:
     def __init__(self, value: float) -> None:
         self.value = value
