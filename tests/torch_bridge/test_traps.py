@@ -553,6 +553,43 @@ def test_one_tensor_given_as_two_arguments_is_two_arguments():
     np.testing.assert_array_equal(converted(ones, 3 * ones), -2 * ones)
 
 
+class Copies(nn.Module):
+    """Writes what it computes into a buffer of another dtype, and reads the buffer."""
+
+    def __init__(self, dtype: torch.dtype, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 4), how
+        self.register_buffer("kept", torch.zeros(4, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        value = 3.7 * y.sum(0).detach()
+        if self.how == "whole":
+            self.kept.copy_(value)
+        elif self.how == "slice":
+            self.kept[:] = value
+        elif self.how == "part":
+            self.kept[1:] = value[1:]
+        elif self.how == "assigned":
+            self.kept = value
+        return y * self.kept
+
+
+@pytest.mark.parametrize("how", ["whole", "slice", "part"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float16, torch.bool], ids=str)
+def test_a_copy_into_a_buffer_casts(dtype: torch.dtype, how: str) -> None:
+    """PyTorch's functionalisation forgets it: silently, a later read saw what was not rounded."""
+    check_parity(Copies(dtype, how), torch.linspace(-1, 2, 8).reshape(2, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=str)
+def test_a_buffer_that_becomes_one_of_other_numbers_is_refused(dtype: torch.dtype) -> None:
+    """Silently, a state truncated what PyTorch keeps whole."""
+    with pytest.raises(ConversionError, match=rf"torch.float32 to the buffer `kept`.*is {dtype}"):
+        tb.convert(Copies(dtype, "assigned"), torch.randn(2, 4))
+    check_parity(Copies(torch.float32, "assigned"), torch.randn(2, 4))
+
+
 class Asks(nn.Module):
     """Computes something else where it is exported, or asks without a use for the answer."""
 

@@ -27,7 +27,11 @@ from torch_bridge.export.asked import TracedBranchWarning
 from torch_bridge.export.expert_stand_ins import OwnLossWarning
 from torch_bridge.export.functions import refuse_functions, watch_functions
 from torch_bridge.export.hooks import watch_gradients
-from torch_bridge.export.in_place import remove_hidden_aliases, replace_fresh_writes
+from torch_bridge.export.in_place import (
+    cast_what_is_copied,
+    remove_hidden_aliases,
+    replace_fresh_writes,
+)
 from torch_bridge.export.nameless import refuse_nameless
 from torch_bridge.export.no_grad import inline_no_grad, refuse_detached_writes
 from torch_bridge.export.remedies import remedy_of_trace
@@ -194,6 +198,7 @@ def _tidied(module: torch.nn.Module, program: ExportedProgram, mode: str) -> Exp
     inline_no_grad(program)
     tidy_slices(program.graph_module)
     remove_hidden_aliases(program.graph_module)
+    cast_what_is_copied(program.graph_module)
     replace_fresh_writes(program.graph_module)
     if not _needs_decomposing(program):
         return program

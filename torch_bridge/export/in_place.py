@@ -58,6 +58,33 @@ def remove_hidden_aliases(graph_module: torch.fx.GraphModule) -> None:
     graph_module.recompile()
 
 
+def cast_what_is_copied(graph_module: torch.fx.GraphModule) -> None:
+    """Give what is copied into a tensor that tensor's dtype, in place.
+
+    `copy_` casts. PyTorch's functionalisation puts the value itself in the place of a buffer that
+    it was copied into as a whole: what reads the buffer later would read another dtype.
+
+    Args:
+        graph_module: a graph as traced, with those of its branches.
+    """
+    for part in graph_module.modules():
+        if not isinstance(part, torch.fx.GraphModule):
+            continue
+        for node in list(part.graph.nodes):
+            if str(node.target) != "aten.copy_.default":
+                continue
+            into, value = (argument.meta["val"] for argument in node.args[:2])
+            if into.dtype == value.dtype:
+                continue
+            with part.graph.inserting_before(node):
+                cast = part.graph.call_function(
+                    torch.ops.aten._to_copy.default, (node.args[1],), {"dtype": into.dtype}
+                )
+            cast.meta = {**node.meta, "val": value.to(into.dtype)}
+            node.replace_input_with(node.args[1], cast)
+        part.recompile()
+
+
 def _returns_its_argument(node: torch.fx.Node) -> bool:
     if str(node.target) == "aten.type_as.default":
         source: Any = node.args[0]

@@ -96,6 +96,7 @@ def stand_ins() -> Iterator[None]:
         (transformer, "_detect_is_causal_mask", hint),
         (vmap, "_maybe_remove_batch_dim", moved),
         (torch.nn.Module, "to", _to_what_it_is),
+        (torch.nn.Module, "__setattr__", _assigned),
         (Distribution, "__init__", unchecked),
         *questions(),
         *((torch.nn.Module, name, _cast_to(dtype)) for name, dtype in _CASTS.items()),
@@ -124,6 +125,29 @@ def _to_what_it_is(self: Any, *args: Any, **kwargs: Any) -> Any:
             " .to(dtype) on that part once before tb.convert, or cast what it computes with."
         )
     return self
+
+
+_assign = torch.nn.Module.__setattr__
+
+
+def _assigned(self: Any, name: str, value: Any) -> None:
+    """Of a buffer that is assigned to, as one that keeps its dtype: a state's do."""
+    own = self.__dict__.get("_buffers", {}).get(name)
+    if (
+        isinstance(own, torch.Tensor)
+        and isinstance(value, torch.Tensor)
+        and _kind(own) != _kind(value)
+    ):
+        raise ConversionError(
+            f"the forward assigns {value.dtype} to the buffer `{name}` of a {type(self).__name__},"
+            f" which is {own.dtype}: from step to step a state keeps one dtype. Register it as"
+            f" {value.dtype}, or write into it (self.{name}.copy_(value)), which casts."
+        )
+    _assign(self, name, value)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[bool, ...]:
+    return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype is torch.bool
 
 
 # Methods of a module that cast it.
