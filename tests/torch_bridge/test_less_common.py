@@ -49,6 +49,29 @@ def test_grids_are_read_as_torch_reads_them() -> None:
     check_parity(Fn(every_kind), draw(2, 3, 5, 6))
 
 
+def test_signs_of_complex_numbers_have_gradients() -> None:
+    """`x / abs(x)`, 0 at 0: JAX's own sign has none."""
+
+    def signs(x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(torch.sgn(torch.complex(x, 2 * x - x * x)))
+
+    check_parity(Fn(signs), draw(3, 4))
+    check_parity(Fn(signs), torch.tensor([0.0, 1.0]))
+
+
+@pytest.mark.parametrize("owner", [torch, torch.random], ids=["torch", "torch.random"])
+def test_a_forward_that_seeds_its_numbers_is_refused(owner: Any) -> None:
+    """Silently, numbers that PyTorch draws alike in each call were new ones."""
+
+    def seeded(x: torch.Tensor) -> torch.Tensor:
+        owner.manual_seed(3)
+        return x + torch.randn_like(x)
+
+    with pytest.raises(ConversionError, match=r"torch.manual_seed\(3\).*register_buffer"):
+        tb.convert(Fn(seeded), draw(2, 4))
+    assert owner.manual_seed(0) is torch.default_generator
+
+
 def test_labels_of_a_margin_loss_end_at_the_first_negative_one() -> None:
     rows = [[0, 2, -1, 1], [1, -1, 0, 0], [-1, 0, 0, 0], [3, 2, 1, 0], [3, 0, -1, 2]]
     x, targets = draw(5, 4), torch.tensor(rows)

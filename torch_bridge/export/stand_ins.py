@@ -99,6 +99,7 @@ def stand_ins() -> Iterator[None]:
         (torch.nn.Module, "__setattr__", _assigned),
         (Distribution, "__init__", unchecked),
         *questions(),
+        *((owner, "manual_seed", _seeds) for owner in (torch, torch.random)),
         *((torch.nn.Module, name, _cast_to(dtype)) for name, dtype in _CASTS.items()),
     )
     # Inference's own kernel, which takes ragged tensors where there is padding.
@@ -125,6 +126,14 @@ def _to_what_it_is(self: Any, *args: Any, **kwargs: Any) -> Any:
             " .to(dtype) on that part once before tb.convert, or cast what it computes with."
         )
     return self
+
+
+def _seeds(seed: Any) -> Any:
+    raise ConversionError(
+        f"the forward calls torch.manual_seed({seed}), after which it draws the same numbers in each"
+        " call: a converted one draws new ones, from the key that it is given. Draw them once, in"
+        " __init__, and keep them (register_buffer)."
+    )
 
 
 _assign = torch.nn.Module.__setattr__

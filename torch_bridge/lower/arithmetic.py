@@ -205,8 +205,12 @@ def absolute(x: jax.Array) -> jax.Array:
 
 
 def sign(x: jax.Array) -> jax.Array:
-    """-1, 0 or 1; torch's is 0 for NaN and -0, too."""
-    if is_bool(x) or is_complex(x):
+    """-1, 0 or 1; torch's is 0 for NaN and -0, too. Of complex numbers `x / abs(x)`, and 0."""
+    if is_complex(x):  # written out: JAX gives it no gradient
+        at_zero = x == 0
+        away = jnp.where(at_zero, 1, x)
+        return jnp.where(at_zero, 0, away / jnp.abs(away))
+    if is_bool(x):
         return jnp.sign(x)
     return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
 
