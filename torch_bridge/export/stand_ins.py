@@ -130,7 +130,7 @@ def _to_what_it_is(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _seeds(seed: Any) -> Any:
     raise ConversionError(
-        f"the forward calls torch.manual_seed({seed}), after which it draws the same numbers in each"
+        f"the forward calls torch.manual_seed({seed}), so that it draws the same numbers in each"
         " call: a converted one draws new ones, from the key that it is given. Draw them once, in"
         " __init__, and keep them (register_buffer)."
     )

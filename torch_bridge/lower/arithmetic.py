@@ -209,7 +209,7 @@ def sign(x: jax.Array) -> jax.Array:
     if is_complex(x):  # written out: JAX gives it no gradient
         at_zero = x == 0
         away = jnp.where(at_zero, 1, x)
-        return jnp.where(at_zero, 0, away / jnp.abs(away))
+        return jnp.where(at_zero, 0, away / jnp.abs(away).astype(x.dtype))
     if is_bool(x):
         return jnp.sign(x)
     return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
