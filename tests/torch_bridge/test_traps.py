@@ -5,6 +5,7 @@ Numbers are those of the list of measured traps; most models of the zoo step on 
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from typing import Any
@@ -588,6 +589,66 @@ def test_a_buffer_that_becomes_one_of_other_numbers_is_refused(dtype: torch.dtyp
     with pytest.raises(ConversionError, match=rf"torch.float32 to the buffer `kept`.*is {dtype}"):
         tb.convert(Copies(dtype, "assigned"), torch.randn(2, 4))
     check_parity(Copies(torch.float32, "assigned"), torch.randn(2, 4))
+
+
+@functools.lru_cache(maxsize=8)
+def causal(size: int) -> torch.Tensor:
+    """A mask that is made once for each size."""
+    return torch.triu(torch.full((size, size), float("-inf")), 1)
+
+
+@functools.cache
+def noise(size: int) -> torch.Tensor:
+    """Numbers that are drawn once."""
+    return torch.randn(size, size)
+
+
+class Caches(nn.Module):
+    """Keeps masks in a cache of a function, of a method, or as a property."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.where = nn.Linear(4, 4), where
+
+    @functools.lru_cache  # noqa: B019
+    def mask(self, size: int) -> tuple[torch.Tensor, int]:
+        return torch.triu(torch.full((size, size), float("-inf")), 1), size
+
+    @functools.cached_property
+    def five(self) -> torch.Tensor:
+        return torch.triu(torch.full((5, 5), float("-inf")), 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.shape[1]
+        mask = {
+            "a function": lambda: causal(size), "a method": lambda: self.mask(size)[0],
+            "a property": lambda: self.five, "noise": lambda: noise(size),
+        }[self.where]()  # fmt: skip
+        return (self.linear(x) @ x.mT + mask).softmax(-1)
+
+
+@pytest.mark.parametrize("where", ["a function", "a method", "a property"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_caches_of_python_are_computed_anew(where: str, warm: bool) -> None:
+    """Values of a trace stayed in them: the next trace died of them, and the module, too."""
+    module, x = Caches(where), torch.randn(2, 5, 4)
+    Caches.mask.cache_clear()
+    causal.cache_clear()
+    if warm:
+        module(x)
+    held = causal.cache_info(), Caches.mask.cache_info(), set(vars(module))
+    converted = tb.convert(module, x)
+    assert (causal.cache_info(), Caches.mask.cache_info(), set(vars(module))) == held
+    assert isinstance(causal, functools._lru_cache_wrapper)
+    assert tb.parity(module, converted, x).agrees
+    if where != "a property":
+        other = torch.randn(3, 7, 4)
+        np.testing.assert_allclose(converted(other), module.eval()(other).detach(), atol=1e-6)
+
+
+def test_random_numbers_that_python_keeps_are_refused() -> None:
+    with pytest.raises(ConversionError, match=r"noise` draws random numbers \(randn\)"):
+        tb.convert(Caches("noise"), torch.randn(2, 5, 4))
 
 
 class Asks(nn.Module):

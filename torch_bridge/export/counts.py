@@ -47,7 +47,7 @@ def reachable(module: torch.nn.Module, harmless: set[str]) -> dict[str, Any]:
         for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()):
             walk.value(f"a hook of `{path}`" if path else "a hook", hook, 0)
         for kind in type(m).__mro__:
-            if not _is_foreign(kind):
+            if not is_foreign(kind):
                 walk.kind(kind, 0)
     return found
 
@@ -79,11 +79,11 @@ class _Walk:
         elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
             self.value(name, value.__self__, depth + 1)  # an iterator's `__next__`, say
         elif isinstance(value, type):
-            if not _is_foreign(value):
+            if not is_foreign(value):
                 self.kind(value, depth)
         elif (state := _state(value)) is not None:
             self._found[name] = state
-        elif not _is_foreign(type(value)):
+        elif not is_foreign(type(value)):
             for key, inner in _attributes(value):
                 self.value(f"{name}.{key}", inner, depth + 1)
 
@@ -110,7 +110,7 @@ class _Walk:
         if isinstance(function, types.MethodType):
             self.value(name, function.__self__, depth + 1)
             function = function.__func__
-        if not isinstance(function, types.FunctionType) or _is_foreign(function):
+        if not isinstance(function, types.FunctionType) or is_foreign(function):
             return
         for cell_name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
@@ -124,29 +124,29 @@ class _Walk:
         for key, default in (function.__kwdefaults__ or {}).items():
             self.value(f"default `{key}` of {name}", default, depth + 1)
         self.value(name, vars(function), depth + 1)
-        names = set(_names(function.__code__))
+        names = set(names_of(function.__code__))
         for word in sorted(names & function.__globals__.keys()):
             self._global(word, function.__globals__[word], names, depth)
 
     def _global(self, word: str, value: Any, names: set[str], depth: int) -> None:
         if not isinstance(value, types.ModuleType):
             self.value(f"global {word}", value, depth + 1)
-        elif not _is_foreign(value):
+        elif not is_foreign(value):
             for key in sorted(names & vars(value).keys()):
                 self.value(f"{word}.{key}", vars(value)[key], depth + 1)
 
 
-def _is_foreign(what: Any) -> bool:
+def is_foreign(what: Any) -> bool:
     home = getattr(what, "__name__" if isinstance(what, types.ModuleType) else "__module__", None)
     return (home or "builtins").partition(".")[0] in _FOREIGN
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_of(code: types.CodeType) -> Iterator[str]:
     """All names in a function's code, and in the functions within it."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            yield from _names(inner)
+            yield from names_of(inner)
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:

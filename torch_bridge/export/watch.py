@@ -22,6 +22,7 @@ import torch
 from torch.export import ExportedProgram
 
 from fzero.errors import ConversionError, warn
+from torch_bridge.export.cached import computed_anew
 from torch_bridge.export.counts import moved, reachable
 
 
@@ -68,7 +69,7 @@ def untouched(module: torch.nn.Module, train: bool) -> Iterator[None]:
         module: the module that a forward will run on.
         train: which mode it is in meanwhile.
     """
-    with _undisturbed(), _given_back(module):
+    with _undisturbed(), _given_back(module), computed_anew(module):
         module.train(train)
         with torch.enable_grad():
             yield
