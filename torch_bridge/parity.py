@@ -339,7 +339,8 @@ def _output_error(reference: Reference, computed: _Computed) -> float:
 def _gradient_errors(
     got: Mapping[str, Any], want: Mapping[str, np.ndarray[Any, Any]]
 ) -> dict[str, float]:
-    sizes = (float(np.abs(w).max()) for w in want.values() if w.size)
+    finite = (np.abs(w[np.isfinite(w)]) for w in want.values())
+    sizes = (float(w.max()) for w in finite if w.size)
     floor = NEGLIGIBLE * max(sizes, default=0.0)
     return {name: _relative(got[name], w, floor) for name, w in want.items()}
 

@@ -72,6 +72,45 @@ def test_a_forward_that_seeds_its_numbers_is_refused(owner: Any) -> None:
     assert owner.manual_seed(0) is torch.default_generator
 
 
+@pytest.mark.parametrize(
+    "bounds", [{}, {"rtol": 0.5}, {"atol": 0.3}, {"atol": 0.2, "rtol": torch.tensor(0.3)}], ids=str
+)
+def test_pseudoinverses_train(bounds: Any) -> None:
+    """With a bound that is computed JAX's own could not be differentiated inside a program."""
+    module = Fn(lambda x: torch.linalg.pinv(x, **bounds))
+    x = draw(5, 4) * torch.tensor([1.0, 0.5, 0.3, 0.1])  # some are below each bound
+    converted = tb.convert(module, x)
+    np.testing.assert_allclose(converted(x), module(x).detach(), rtol=1e-4, atol=1e-5)
+
+    @jax.jit
+    def loss(params: Any) -> jax.Array:
+        return jnp.sum(converted.apply(params, {}, x.numpy()).output)
+
+    found = jax.grad(loss)(converted.params)
+    (wanted,) = torch.autograd.grad(module(x).sum(), module.scale)
+    np.testing.assert_allclose(found["scale"], wanted, rtol=1e-4)
+
+
+def test_elements_are_repeated_as_often_as_a_tensor_says() -> None:
+    class Regulated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x: torch.Tensor, times: torch.Tensor) -> Any:
+            x = x * self.scale
+            places = torch.repeat_interleave(times, output_size=7)
+            return x.repeat_interleave(times, 0, output_size=7), x[places] * 2
+
+    x, times = draw(3, 4), torch.tensor([1, 4, 2])
+    converted = tb.convert(Regulated(), x, times)
+    assert tb.parity(Regulated(), converted, (x, times)).agrees
+    longer = torch.repeat_interleave(x * 1.5, torch.tensor([0, 0, 7]), 0)
+    np.testing.assert_allclose(converted(x, torch.tensor([0, 0, 7]))[0], longer)
+    # PyTorch raises where they are not seven in all.
+    assert np.isnan(np.asarray(converted(x, torch.tensor([1, 1, 1]))[0])).any()
+
+
 def test_labels_of_a_margin_loss_end_at_the_first_negative_one() -> None:
     rows = [[0, 2, -1, 1], [1, -1, 0, 0], [-1, 0, 0, 0], [3, 2, 1, 0], [3, 0, -1, 2]]
     x, targets = draw(5, 4), torch.tensor(rows)

@@ -143,6 +143,21 @@ def test_gradients_that_are_rounding_alone_are_judged_by_the_largest() -> None:
     assert found == pytest.approx({"bias": 1e-5, "small": 0.0, "weight": 0.5})
 
 
+def test_gradients_that_are_nan_in_both_agree() -> None:
+    class Roots(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.rest = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.where(x > 0, self.first(x - 9).sqrt(), x) + self.rest(x)
+
+    module, x = Roots(), torch.tensor([[1.0, -1.0, 0.5, -0.5]])
+    report = tb.parity(module, tb.convert(module, x), x)
+    assert report.agrees, report
+    assert max(report.gradients.values()) < 1e-5
+
+
 def test_wrong_statistics_are_found(module: nn.Module) -> None:
     operator = "aten._native_batch_norm_legit_functional.default"
     right = find_lowering(operator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -124,6 +125,20 @@ def test_overlapping_tensors_are_refused() -> None:
     module.part = nn.Parameter(module.weight.detach()[1:3])
     with pytest.raises(ConversionError, match=r"`weight` and `part` share memory"):
         tb.convert(module, X)
+
+
+@dataclasses.dataclass
+class Answer:
+    value: torch.Tensor
+
+
+def test_an_output_of_a_users_own_type_is_refused_with_a_remedy() -> None:
+    class Answers(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return Answer(super().forward(x))
+
+    with pytest.raises(ConversionError, match=r"Answer.*Return a dict, a tuple or a NamedTuple"):
+        tb.convert(Answers(4, 4), X)
 
 
 def in_one_memory(how: str) -> nn.Module:

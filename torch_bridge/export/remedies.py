@@ -35,6 +35,8 @@ _CACHES = (
     " forward returns .logits; tb.generate keeps caches of its own."
 )
 
+_TYPES = "Return a dict, a tuple or a NamedTuple in its place."
+
 # By names of functions, without their overloads.
 _TABLE: dict[str, str] = {
     **dict.fromkeys(("allclose", "equal", "is_nonzero"), _A_QUESTION),
@@ -103,6 +105,8 @@ def remedy_of_trace(text: str, called: str | None) -> str:
     """
     if re.search(r"Cache'> in output", text):
         return _CACHES
+    if "is not a known type" in text:
+        return _TYPES
     names = [*re.findall(r"\baten\.\w+", text), *([called] if called else [])]
     if "jiterator" in text.lower():
         names.insert(0, "jiterator")

@@ -366,7 +366,8 @@ def refuse_python_state(
     raise ConversionError(
         f"the {mode} forward depends on {what}.{where} Their values would be constants of the"
         " converted graph. Keep what changes in a buffer (register_buffer), which is returned after"
-        " every call."
+        " every call. What is kept to save time only (a mask for this length), compute in each call"
+        " or in a function under functools.lru_cache."
     )
 
 

@@ -406,13 +406,33 @@ def pinv_bounded(
 ) -> jax.Array:
     if rtol is None:
         rtol = 0.0 if atol is not None else max(x.shape[-2:]) * float(jnp.finfo(x.dtype).eps)
-    atol = 0.0 if atol is None else atol
     if hermitian:
         _refuse_hermitian()
-    largest = svdvals(x)[..., 0] if x.size else jnp.zeros(())
-    bound = jnp.maximum(atol, rtol * largest)
-    share = jax.lax.stop_gradient(bound / jnp.where(largest == 0, 1, largest))
-    return _LA.pinv(x, rtol=share)
+    if atol is None and isinstance(rtol, float):
+        return _LA.pinv(x, rtol=rtol)
+    largest = jax.lax.stop_gradient(svdvals(x)[..., 0] if x.size else jnp.zeros(()))
+    bound = jnp.maximum(0.0 if atol is None else atol, rtol * largest)
+    return _pinv_above(x, bound)
+
+
+@jax.custom_jvp
+def _pinv_above(x: jax.Array, bound: jax.Array) -> jax.Array:
+    """The pseudoinverse from the singular values above a bound; JAX's takes no computed one."""
+    u, sizes, vh = jnp.linalg.svd(x, full_matrices=False)
+    kept = sizes > bound[..., None]
+    inverse = jnp.where(kept, 1 / jnp.where(kept, sizes, 1), 0)
+    return jnp.conj(vh.mT) @ (inverse[..., None] * jnp.conj(u.mT))
+
+
+@_pinv_above.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    # G. H. Golub and V. Pereyra, The differentiation of pseudo-inverses, 1973, of constant rank.
+    x, bound = primals
+    p, dx = _pinv_above(x, bound), tangents[0]
+    ph, dxh = jnp.conj(p.mT), jnp.conj(dx.mT)
+    rows, columns = (jnp.eye(n, dtype=x.dtype) for n in x.shape[-2:])
+    moved = p @ ph @ dxh @ (rows - x @ p) + (columns - p @ x) @ dxh @ ph @ p
+    return p, moved - p @ dx @ p
 
 
 def _refuse_hermitian() -> None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fzero.errors import ConversionError
 from torch_bridge.dtypes import cast, result_dtype
 from torch_bridge.lower.features_last import Last, in_order, takes_last
 from torch_bridge.lower.registry import register_operator
@@ -173,6 +174,19 @@ def repeat_interleave(
     x: jax.Array, repeats: int, dim: int | None = None, output_size: int | None = None
 ) -> jax.Array:
     return jnp.repeat(x, repeats, axis=dim)
+
+
+@register_operator("aten.repeat_interleave.Tensor")
+def repeated_places(repeats: jax.Array, *, output_size: int | None = None) -> jax.Array:
+    """The number of each element, as often as it is repeated; out of range if they do not fit."""
+    if output_size is None:
+        raise ConversionError(
+            "repeat_interleave: how long its result is depends on data. Say it:"
+            " repeat_interleave(x, repeats, output_size=n)"
+        )
+    places = jnp.arange(len(repeats), dtype=repeats.dtype)
+    found = jnp.repeat(places, repeats, total_repeat_length=output_size)
+    return jnp.where(jnp.sum(repeats) == output_size, found, len(repeats))
 
 
 @register_operator("aten.tril.default")
