@@ -97,6 +97,18 @@ def test_refused_before_compilation_and_the_state_stays_usable(model, state, ste
     assert step.num_traces == traces
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (np.ma.masked_less(np.arange(3.0), 1), "of is a masked array"),
+        (np.array(["a"]), "dtype <U1"),
+    ],
+)
+def test_what_is_shared_is_looked_at_like_rows(state, step, value, said):
+    with pytest.raises(fz.BatchError, match=said):
+        step(state, changed(of=fz.Shared(value)))
+
+
 def test_what_was_given_away_is_no_batch(model, state, step):
     x = jnp.asarray(POINTS["x"])
     x.delete()

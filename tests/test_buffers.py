@@ -179,3 +179,9 @@ def test_random_keys_are_no_buffers():
     model = fz.Model(lambda key: (_weights(key), {"key": key}), _plain(HOW).loss)
     with pytest.raises(fz.StateError, match=r"buffers/key is a random key .*key_data"):
         fz.init(model, TX, tiny.plan(data=1))
+
+
+def test_a_mean_is_that_of_all_groups_of_replicas():
+    plan = tiny.plan(zero=1, data=2, replica=2)
+    state, _ = fz.train_step(_plain(HOW), TX, plan)(fz.init(_plain(HOW), TX, plan), BATCH)
+    assert float(state.buffers["mean"]) == 3.5

@@ -227,6 +227,24 @@ def test_weights_alone_start_another_training(tmp_path):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize(("fields", "step"), [(("params",), 0), (("params", "step"), 7)])
+def test_the_step_is_taken_where_it_is_asked_for(fields, step, tmp_path):
+    plan = tiny.plan(data=1)
+    state = fz.init(MODEL, None, plan)
+    fz.save(tmp_path, state.replace(step=state.step + 7), plan)
+    assert int(fz.restore(tmp_path, MODEL, None, plan, fields=fields).step) == step
+
+
+def test_nothing_stays_new_in_a_checkpoint_of_a_pipeline(tmp_path):
+    """What is refused is where it comes from, not where it goes to."""
+    cut, plan = tiny.plan(pipe=2, data=1, microbatches=2), tiny.plan(data=1)
+    fz.save(tmp_path / "cut", fz.init(MODEL, None, cut), cut)
+    with pytest.raises(fz.CheckpointError, match=r"fresh= needs .* without a pipeline.*pipe=2\)"):
+        fz.restore(tmp_path / "cut", MODEL, None, plan, fresh=("head",))
+    fz.save(tmp_path / "whole", fz.init(MODEL, None, plan), plan)
+    fz.restore(tmp_path / "whole", MODEL, None, cut, fresh=("head",))
+
+
 def test_a_new_head_stays_new_and_so_do_its_moments(tmp_path):
     old, plan = tiny.plan(zero=3, data=4), tiny.plan(zero=3, data=2)
 

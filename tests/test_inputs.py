@@ -167,6 +167,11 @@ def test_the_layout_is_public(name):
         fz.layout(MODEL, TX, plan.replace(data=16 // plan.pipe))
 
 
+def test_rows_divide_over_all_groups_of_replicas():
+    plan = tiny.plan(data=2, replica=2, microbatches=3)
+    assert fz.layout(MODEL, TX, plan).batch_multiple == 12
+
+
 @pytest.mark.parametrize("options", [{"zero": 3}, {"zero": 1, "precision": "bf16"}, {"zero": 0}])
 @pytest.mark.parametrize("rows", [8, 5])
 def test_outputs_for_each_example(options, rows):

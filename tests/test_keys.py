@@ -107,3 +107,15 @@ def test_each_device_predicts_with_draws_of_its_own():
     plan = tiny.plan(zero=1, data=2)
     found = fz.predict_step(model, plan)(fz.init(model, None, plan), {"x": np.ones((4, 2), "f")})
     assert len(set(np.asarray(found).ravel().tolist())) == 8
+
+
+def test_microbatches_behind_the_one_that_gathers_have_draws_of_their_own():
+    def loss(p, buffers, batch, rng, train):
+        noise, place = jax.random.uniform(rng), batch["block"][0]
+        metrics = {str(n): fz.Mean(noise * (place == n), place == n) for n in range(BLOCKS)}
+        return jnp.sum(p["w"]), buffers, metrics
+
+    model = fz.Model(lambda key: ({"w": jnp.ones(4)}, {}), loss)
+    plan = tiny.plan(zero=2, gather="lazy", data=2, microbatches=2)
+    _, metrics = fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
+    assert len({float(metrics[str(n)]) for n in range(BLOCKS)}) == BLOCKS

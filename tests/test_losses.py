@@ -197,3 +197,12 @@ def test_shapes_that_do_not_belong_together_are_refused():
         fz.linear_cross_entropy(x, w, labels, chunk=0)
     with pytest.raises(fz.PlanError, match="label_smoothing=2: expected 0 to 1"):
         fz.CrossEntropy(label_smoothing=2)
+
+
+def test_a_wide_weight_is_not_rounded_to_its_input():
+    (x, w, _), labels = values()
+    x = x.astype(jnp.bfloat16)
+    found = fz.linear_cross_entropy(x, w, labels).total
+    np.testing.assert_allclose(
+        found, reference(fz.CrossEntropy(), x, w, jnp.zeros(V), labels), 2e-6
+    )

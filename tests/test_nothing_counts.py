@@ -59,5 +59,6 @@ def test_running_statistics_of_padding_are_dropped():
     model = fz.Model(lambda key: ({"w": jnp.ones(4)}, {"mean": jnp.ones(())}), loss)
     plan = tiny.plan(zero=0, data=2)
     batch = {"x": np.full((4, 4), 7.0, np.float32), "m": np.zeros(4, np.float32)}
-    state, _ = fz.train_step(model, TX, plan)(fz.init(model, TX, plan), batch)
+    state, metrics = fz.train_step(model, TX, plan)(fz.init(model, TX, plan), batch)
     assert float(state.buffers["mean"]) == 1.0
+    assert float(metrics["grad_norm"]) == float(metrics["nonfinite"]) == 0.0  # and no overflow

@@ -66,6 +66,14 @@ def test_scales_in_8_bits_are_within_half_a_step():
     )
 
 
+def test_a_block_of_zeros_does_not_take_the_others_scales():
+    blocks = np.full((256, 64), 2, np.float32)
+    blocks[0], blocks[7] = 1, 0
+    records = fz.quantize(blocks, "nf4-double")
+    assert records[0, -8:-4].copy().view("<f4")[0] == 1
+    assert not np.asarray(fz.dequantize(records, blocks.shape, "float32"))[7].any()
+
+
 def test_no_program_rounds_a_scale_otherwise():
     """A product and a sum that are fused, or are not: the scales of a byte have the same bits."""
     rows = np.exp(np.random.default_rng(4).normal(size=(512, 64))).astype(np.float32)

@@ -70,3 +70,13 @@ def test_parameters_of_16_bits_need_no_master_there(which: str) -> None:
     plan = tiny.plan(data=1, precision="fp32" if which == "fp32 plan" else "bf16")
     state = fz.init(model, None if which == "no optimizer" else tx, plan)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("given", ["a function", "values"])
+def test_moments_of_16_bits_parameters_have_32(given: str) -> None:
+    rounded = {"w": jnp.ones((8, 2), jnp.bfloat16)}
+    init = (lambda rng: (rounded, {})) if given == "a function" else (rounded, {})
+    model, tx = fz.Model(init, lambda *_: None), optax.adam(0.1)
+    state = fz.init(model, tx, tiny.plan(data=2))
+    moments = state.opt_state[0].mu["w"], state.opt_state[0].nu["w"]
+    assert [leaf.dtype.name for leaf in moments] == ["float32"] * 2

@@ -17,6 +17,7 @@ import optax
 import pytest
 
 import fzero as fz
+from fzero.hosts.agree import require_equal
 from fzero.hosts.world import find_world
 
 
@@ -103,6 +104,12 @@ def results(folder: Path, what: str, processes: int = 2) -> list[dict[str, Any]]
 
 
 @pytest.mark.slow
+def test_what_only_another_process_has_differs_too():
+    said = r"a point: processes differ in mask: nothing in process 0; 3 in process 1\."
+    with pytest.raises(fz.HostsError, match=said):
+        require_equal("a point", [{"rows": 8}, {"rows": 8, "mask": 3}])
+
+
 def test_processes_that_differ_are_refused_in_every_one_by_what_differs(tmp_path):
     """And rows of one process each make a batch: all in one start, which is what costs."""
     code, shown, _ = launch(tmp_path, "agrees")

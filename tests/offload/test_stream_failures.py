@@ -86,6 +86,15 @@ def test_what_the_disk_does_not_take_stays_in_host_memory(plan, step, expected, 
     same(values(after), expected[1])
 
 
+def test_a_failure_is_over_with_its_step(plan, step, expected):
+    state, _ = step(fz.init(MODEL, TX, plan), BATCH)
+    with failing("pwritev", errno.EIO, 0), pytest.raises(fz.PlacementError) as caught:
+        step(state, BATCH)
+    after, _ = step(caught.value.state, BATCH)  # the disk works again
+    fz.placement(after).require(opt_state="disk")
+    same(values(after), expected[1])
+
+
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("to", ["device", "host", "disk"])
 def test_leaves_of_which_the_disk_has_some_pieces_are_moved_whole(plan, to, waits):

@@ -142,6 +142,12 @@ def test_what_is_below_the_least_is_right_on_average_too():
     assert abs(read.mean() / 2**-17 - 1) < 0.3  # 3 sigma
 
 
+def test_what_is_below_the_least_is_never_0_in_a_row_without_signs():
+    given = np.full((1, 64), 2**-35, np.float32)
+    given[0, 0] = 1
+    assert (kept_and_read(jnp.asarray(given), "int8", 21) > 0).all()
+
+
 def test_elements_are_rounded_each_by_itself():
     """All of them up, or all of them down, would be a step in one direction."""
     rng, shape = np.random.default_rng(0), (64, 256)

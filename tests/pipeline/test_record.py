@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from types import SimpleNamespace
 
 import optax
 import pytest
@@ -12,8 +13,9 @@ from execute_cases import counting, tied
 from support import tiny
 
 import fzero as fz
-from fzero.pipeline import recorded, simulate, zb_h1
-from fzero.pipeline.record import medians
+from fzero.pipeline import gpipe, recorded, simulate, zb_h1
+from fzero.pipeline.record import Recording, medians
+from fzero.schedule.actions import Action
 from fzero.schedule.order import gives, needs
 from fzero.schedule.simulate import Event
 
@@ -76,3 +78,15 @@ def test_a_whole_backward_pass_costs_both_halves_where_only_those_ran():
     events = [Event(0, a, 0.0, lasts[a.kind]) for a in schedule.ranks[0] if a is not None]
     (found,) = medians(events, schedule).per_stage
     assert (found.f, found.b, found.i, found.w) == (1.0, 5.0, 2.0, 3.0)
+
+
+def test_an_action_starts_when_its_inputs_are_there():
+    """The second rank's forward was dispatched, on an idle rank, before what it reads was done."""
+    schedule = gpipe(2, 1)
+    recording = Recording(SimpleNamespace(schedule=schedule))
+    order = [Action(kind, stage, 0) for kind, stage in (("F", 0), ("F", 1), ("B", 1), ("B", 0))]
+    began = recording._began
+    recording._given = dict.fromkeys(order, began)
+    recording._ended = {action: began + n for n, action in enumerate(order, 1)}
+    starts = {event.action: event.start_s for event in recording.timeline().events}
+    assert [starts[action] for action in order] == pytest.approx([0, 1, 2, 3], abs=1e-6)

@@ -271,6 +271,8 @@ def test_rows_hold_documents_with_what_is_learned(tmp_path):
     for name in ("ids", "labels"):
         np.testing.assert_array_equal(both[0].values[name], both[1].values[name])
     assert both[0].fingerprint != both[1].fingerprint
+    learned = Document(joined.ids, np.array([-100, 5, 6]), "")
+    assert tb.Rows.of([learned], length=3).fingerprint != both[1].fingerprint
     with pytest.raises(fz.BatchError, match=r"rows\.jsonl:1: 4 tokens, but rows have 3"):
         tb.Rows.of(documents, length=3)
     assert len(tb.Rows.of(documents, length=3, too_long="skip")) == 0

@@ -122,12 +122,15 @@ def test_capped_logits_and_heads_with_a_bias(options):
 
 
 class Odd(Decoder):
-    """Logits that are squeezed by one number and stretched by another, or read once more."""
+    """Logits that are squeezed by one number and stretched by another, only stretched (as Cohere's
+    are), or read once more."""
 
     def forward(self, ids):
         logits = super().forward(ids)["logits"]
-        if self.bends:
+        if self.how == "bent":
             return {"logits": torch.tanh(logits / 2.0) * 3.0}
+        if self.how == "stretched":
+            return {"logits": logits * 3.0}
         return {"logits": logits, "largest": logits.amax(-1)}
 
 
@@ -140,11 +143,11 @@ def test_the_label_to_leave_out_is_left_out_at_the_end_too():
     assert float(found.count) == 5
 
 
-@pytest.mark.parametrize("bends", [True, False])
-def test_what_no_cap_describes_and_what_others_read_is_computed(bends):
+@pytest.mark.parametrize("how", ["bent", "stretched", "read"])
+def test_what_no_cap_describes_and_what_others_read_is_computed(how):
     torch.manual_seed(0)
     module, plan, found = Odd(), fz.Plan(data=1), []
-    module.bends = bends
+    module.how = how
     made = tb.convert(module, torch.zeros(2, 4, dtype=torch.long))
     for computed in (False, True):
 

@@ -238,12 +238,13 @@ def test_linear_layers_and_embeddings_agree_with_torch(train: bool) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.emb = nn.Embedding(7, 6, padding_idx=2)
+            self.first = nn.Embedding(7, 6, padding_idx=0)
             self.l1 = nn.Linear(6, 5)
             self.l2 = nn.Linear(5, 3, bias=False)
             self.prelu = nn.PReLU(5)
 
         def forward(self, ids: torch.Tensor) -> Any:
-            h = self.l1(self.emb(ids))
+            h = self.l1(self.emb(ids) + self.first(ids))
             a = h @ h.transpose(-1, -2)
             flat = h.flatten(0, 1)
             low = self.l2(flat)
@@ -254,6 +255,7 @@ def test_linear_layers_and_embeddings_agree_with_torch(train: bool) -> None:
     module = Net()
     with torch.no_grad():
         module.emb.weight[2] = torch.randn(6)  # a padding row that is not zero still has no grad
+        module.first.weight[0] = torch.randn(6)
     check_parity(module, IDS, train=train, other_args=(torch.tensor([[2, 6, 2, 5]] * 3),))
 
 
@@ -330,3 +332,13 @@ def test_attention_dropout_scales_what_it_keeps() -> None:
     assert abs(rows[..., 0].var() - 1 / 120) < 0.002
     np.testing.assert_array_equal(rows, run(jax.random.key(0)))
     assert relative_error(rows, run(jax.random.key(1))) > 0.01
+
+
+def test_every_second_place_is_written() -> None:
+    def write(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1.0
+        y[:, ::2] = x[:, 1::2] * 2
+        y[1:4:2] = 0.5
+        return y
+
+    check_parity(Fn(write), X)

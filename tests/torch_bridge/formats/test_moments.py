@@ -17,7 +17,7 @@ import fzero as fz
 import torch_bridge as tb
 from fzero.errors import CheckpointError
 from fzero.tree import named_leaves
-from torch_bridge.formats.adam import groups_of, step_of
+from torch_bridge.formats.adam import groups_of, read_optimizer, step_of
 from torch_bridge.formats.content import Optimizer
 from torch_bridge.module.lazy import in_memory
 from torch_bridge.moments import Moments, moments_of, with_moments
@@ -280,6 +280,14 @@ def test_moments_of_a_name_that_comes_twice_are_equal_or_refused() -> None:
 def test_a_number_of_steps_that_is_none_is_refused(value):
     with pytest.raises(CheckpointError, match="expected a number of steps"):
         step_of(value, "file")
+
+
+def test_moments_of_what_is_in_no_group_are_told() -> None:
+    ones = torch.ones(2)
+    entry = {"step": torch.tensor(1.0), "exp_avg": ones, "exp_avg_sq": ones}
+    state = {"state": {0: entry, 5: entry}, "param_groups": [{"params": [0], "lr": 0.1}]}
+    said = read_optimizer(state, "last.ckpt")
+    assert said == "last.ckpt: has state for parameters [5], which are in no group"
 
 
 def test_a_file_whose_adam_is_at_several_steps_gives_its_weights_alone(tmp_path: Path) -> None:

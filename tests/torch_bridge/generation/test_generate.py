@@ -147,6 +147,7 @@ def test_the_modules_own_stop_token_is_the_default(
     for row, tokens in zip(_lists(free), _lists(found), strict=True):
         assert tokens == (row[: row.index(0) + 1] if 0 in row else row)
     assert any(found.stopped)
+    assert {*map(len, free.tokens)} == {NEW}  # nothing ends a row where no token does
     # Llama 3 and others name several.
     several = types.SimpleNamespace(generation_config=GenerationConfig(eos_token_id=[3, 0]))
     assert stop_array(None, several, 61).tolist() == [0, 3]

@@ -153,6 +153,13 @@ def test_a_scheduler_that_has_begun_goes_on_from_there(name, every):
         assert [float(-updates[n][0]) for n in "ab"] == list(expected[step // every])
 
 
+def test_a_rate_that_holds_for_longer_than_any_table_falls_all_the_same():
+    optimizer = two_groups()
+    groups = follow(optimizer, lrs.StepLR(optimizer, 1500, 0.5), 1, None)
+    expected = np.float32([[0.1, 0.1 / 7]]) * np.float32([[1], [0.5], [0.25]])
+    np.testing.assert_allclose(looked_up(groups, [1499, 1500, 3000]), expected, rtol=1e-6)
+
+
 def test_torch_refuses_to_go_on_where_one_cycle_ends_and_the_last_rate_stays():
     optimizer = two_groups()
     groups = follow(optimizer, lrs.OneCycleLR(optimizer, 0.3, total_steps=10), 1, None)
