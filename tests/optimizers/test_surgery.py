@@ -138,13 +138,3 @@ def test_what_gives_other_shapes_is_refused():
     _, state = trained(tx, cut, steps=1)
     with pytest.raises(fz.StateError, match="eval_params: expected parameters of the model"):
         fz.eval_params(state, stacked(), tx, cut, lambda opt_state, params: params["first"])
-
-
-def test_what_is_evaluated_outlives_the_state():
-    """Also where it is the state's own parameters, which a step takes."""
-    tx, cut = optax.sgd(0.1), plan(zero=1, data=2)
-    state = fz.init(stacked(), tx, cut)
-    before = tiny.host(state.params)
-    found = fz.eval_params(state, stacked(), tx, cut, lambda opt_state, params: params)
-    fz.train_step(stacked(), tx, cut)(state, batch(0))
-    tiny.same_bits(found.params, before)
