@@ -61,11 +61,12 @@ def test_of_a_conversation_the_assistants_words_are_learned(tmp_path):
 def test_completions_and_texts_end_with_the_end_token(tmp_path):
     tokenizer = byte_tokenizer(None)
     path = written(tmp_path / "rows.jsonl", {"prompt": "1 + 1 =", "completion": " 2"},
-                   {"text": "All of it."})  # fmt: skip
-    pair, text = tb.read_documents([path], tokenizer)
+                   {"text": "All of it."}, {"text": "Once.<|end|>"})  # fmt: skip
+    pair, text, ended = tb.read_documents([path], tokenizer)
     assert tokenizer.decode(pair.ids) == "1 + 1 = 2<|end|>"
     assert learned(tokenizer, pair) == " 2<|end|>"
     assert learned(tokenizer, text) == "All of it.<|end|>"
+    assert tokenizer.decode(ended.ids) == "Once.<|end|>"
     assert (pair.where, text.where) == (f"{path}:1", f"{path}:2")
 
 

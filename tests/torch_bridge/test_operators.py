@@ -342,3 +342,15 @@ def test_every_second_place_is_written() -> None:
         return y
 
     check_parity(Fn(write), X)
+
+
+def test_pairs_of_moments_the_smallest_values_and_edges_that_are_cut() -> None:
+    def every_kind(x: torch.Tensor) -> Any:
+        y = x.view(1, 4, 6)
+        return (
+            torch.std_mean(x, 1, keepdim=True), torch.var_mean(x, 0, keepdim=True),
+            x.topk(2, largest=False), x.topk(2, dim=0, largest=False),
+            F.pad(y, (-1, 2), mode="reflect"), F.pad(y, (2, -1), mode="circular"),
+        )  # fmt: skip
+
+    check_parity(Fn(every_kind), X)

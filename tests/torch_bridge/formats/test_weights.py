@@ -335,6 +335,13 @@ def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
             tb.checkpoint(tmp_path)
 
 
+def test_a_tensor_counts_more_than_another_files_name_for_it(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "1.safetensors", {"format": "pt", "b": "a"})
+    save_file({"b": torch.ones(2)}, tmp_path / "2.safetensors", {"format": "pt"})
+    found = tb.checkpoint(index(tmp_path, a="1.safetensors", b="2.safetensors"))
+    assert found.by_name()["b"].tensor().tolist() == [1, 1]
+
+
 def test_directories_with_other_names(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
     assert list(tb.load(tmp_path)) == ["a"]
