@@ -72,6 +72,7 @@ def fit(
     rng: int = 0,
     on_step: Callable[[int, dict[str, Any]], None] | None = None,
     trained_module: bool = False,
+    roll: bool | int = True,
 ) -> Any:
     """Train a PyTorch module in JAX, on all devices.
 
@@ -98,6 +99,7 @@ def fit(
         on_step: called with the number of each step, from 1, and its metrics, which are device
             values: reading one waits for the step.
         trained_module: also load the trained values into the module.
+        roll: as in `tb.convert`; `False` where layers of a stack have learning rates of their own.
 
     Returns:
         The final state; with `trained_module` the pair of it and the module.
@@ -126,7 +128,7 @@ def fit(
     first = next(batches, None)
     if first is None:
         raise ConversionError("fit: the loader gave no batch")
-    converted = _converted(module, loss, first)
+    converted = _converted(module, loss, first, roll)
     model = converted.model("module")
     tx: Any = optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -250,13 +252,16 @@ def _made_up(leaf: Any) -> Any:
     return made.reshape(leaf.shape).to(leaf.dtype)
 
 
-def _converted(module: torch.nn.Module, loss: Callable[..., Any] | str, first: Any) -> Converted:
+def _converted(
+    module: torch.nn.Module, loss: Callable[..., Any] | str, first: Any, roll: bool | int
+) -> Converted:
     """The module with its loss, converted with a batch."""
     traced = module if loss == "module" else _with_loss(module, loss)
     given = called_with_batch(first)
     if isinstance(given, Mapping):
-        return convert(traced, **given)
-    return convert(traced, *given) if isinstance(given, tuple) else convert(traced, given)
+        return convert(traced, roll=roll, **given)
+    args = given if isinstance(given, tuple) else (given,)
+    return convert(traced, *args, roll=roll)
 
 
 def _with_loss(module: torch.nn.Module, loss: Any) -> torch.nn.Module:

@@ -347,6 +347,33 @@ def test_hooks_of_the_module_come_before_the_loss() -> None:
         torch.testing.assert_close(module.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+def test_layers_with_learning_rates_of_their_own_are_fitted_unrolled() -> None:
+    def blocks() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
+        return nn.Sequential(nn.Sequential(*layers), nn.Linear(4, 1))
+
+    def rates(module: nn.Sequential) -> torch.optim.Optimizer:
+        own = [{"params": one.parameters(), "lr": 0.1 / 2**i} for i, one in enumerate(module[0])]
+        return torch.optim.SGD([*own, {"params": module[1].parameters(), "lr": 0.2}], lr=0.1)
+
+    draw = torch.Generator().manual_seed(1)
+    data = [(torch.randn(8, 4, generator=draw), torch.zeros(8, 1)) for _ in range(3)]
+    module, plan = blocks(), fz.Plan(data=1)
+    given = {"optimizer": rates(module), "plan": plan, "trained_module": True}
+    with pytest.raises(fz.ConversionError, match=r"different groups .*roll=False"):
+        tb.fit(module, data, nn.MSELoss(), **given)
+    _, trained = tb.fit(module, data, nn.MSELoss(), roll=False, **given)
+    wanted = blocks()
+    optimizer = rates(wanted)
+    for x, y in data:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(wanted(x), y).backward()
+        optimizer.step()
+    for name, value in wanted.state_dict().items():
+        np.testing.assert_allclose(trained.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+
+
 COMPLEX = {
     "into": (lambda z, x: jnp.imag(z * z), lambda z, x: (z * z).imag),
     "out of": (lambda z, x: x * (1 + 2j), lambda z, x: x * (1 + 2j)),
