@@ -18,10 +18,10 @@ from torch_bridge.documents.records import Record, kind_of, read_records
 
 IntArray = NDArray[np.int32]
 IGNORED = -100
-# A template that says itself which of its text the assistant wrote.
 # What templates get that ask for today's date (Llama 3, gpt-oss): tokens of a file are the same on
 # every day, so that a run goes on tomorrow. It is the one that Llama 3.1's writes without a clock.
 _TODAY = datetime.datetime(2024, 7, 26)
+# A template that says itself which of its text the assistant wrote.
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 

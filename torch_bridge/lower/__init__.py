@@ -1,8 +1,8 @@
 """The operator table: importing this package fills it, one module per operator family.
 
 - `registry`: the table; `refs`: names of values in arguments; `symbolic`: sizes and guards.
-- Numbers: `activation`, `arithmetic`, `special`, `bessel`, `spectral`, `linalg`, `linear`,
-  `reduce`, `norm`, `loss`, `composite`.
+- Numbers: `activation`, `arithmetic`, `special`, `bessel`, `spectral`, `linalg`, `pseudo_inverse`,
+  `linear`, `reduce`, `norm`, `loss`, `composite`.
 - Places: `shape`, `factory`, `index`, `flat_index`, `scatter`, `segments`, `order`.
 - Images: `conv`, `pool`, `resize`, `grid`, `detection`.
 - Layers: `attention` (with `masks`, `fused`, `exchanged`), `recurrent`, `experts`, `random`,
@@ -31,6 +31,7 @@ from torch_bridge.lower import loss as loss
 from torch_bridge.lower import norm as norm
 from torch_bridge.lower import order as order
 from torch_bridge.lower import pool as pool
+from torch_bridge.lower import pseudo_inverse as pseudo_inverse
 from torch_bridge.lower import quantized as quantized
 from torch_bridge.lower import random as random
 from torch_bridge.lower import recurrent as recurrent
