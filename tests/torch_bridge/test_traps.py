@@ -603,6 +603,12 @@ def noise(size: int) -> torch.Tensor:
     return torch.randn(size, size)
 
 
+@functools.cache
+def paths(size: int) -> int:
+    """A number that takes ages to compute where nothing is kept."""
+    return 1 if size < 2 else paths(size - 1) + paths(size - 2)
+
+
 class Caches(nn.Module):
     """Keeps masks in a cache of a function, of a method, or as a property."""
 
@@ -623,11 +629,12 @@ class Caches(nn.Module):
         mask = {
             "a function": lambda: causal(size), "a method": lambda: self.mask(size)[0],
             "a property": lambda: self.five, "noise": lambda: noise(size),
+            "numbers": lambda: torch.full((size, size), paths(80) / 1e16),
         }[self.where]()  # fmt: skip
         return (self.linear(x) @ x.mT + mask).softmax(-1)
 
 
-@pytest.mark.parametrize("where", ["a function", "a method", "a property"])
+@pytest.mark.parametrize("where", ["a function", "a method", "a property", "numbers"])
 @pytest.mark.parametrize("warm", [False, True])
 def test_caches_of_python_are_computed_anew(where: str, warm: bool) -> None:
     """Values of a trace stayed in them: the next trace died of them, and the module, too."""
@@ -651,32 +658,40 @@ def test_random_numbers_that_python_keeps_are_refused() -> None:
         tb.convert(Caches("noise"), torch.randn(2, 5, 4))
 
 
+QUESTIONS = {
+    "is_compiling": lambda: torch.compiler.is_compiling(),
+    "is_exporting": lambda: torch.compiler.is_exporting(),
+    "is_compiling of dynamo": lambda: torch._dynamo.is_compiling(),
+}
+
+
 class Asks(nn.Module):
     """Computes something else where it is exported, or asks without a use for the answer."""
 
-    def __init__(self, question: str, uses: bool = True) -> None:
+    def __init__(self, name: str, uses: bool = True) -> None:
         super().__init__()
-        self.linear, self.question, self.uses = nn.Linear(4, 4), question, uses
+        self.linear, self.name, self.uses = nn.Linear(4, 4), name, uses
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        told = getattr(torch.compiler, self.question)()
+        told = QUESTIONS[self.name]()
         return self.linear(x) * (2 if told and self.uses else 1)
 
 
 @pytest.mark.filterwarnings("ignore::torch_bridge.TracedBranchWarning")
-@pytest.mark.parametrize("question", ["is_compiling", "is_exporting"])
-def test_a_question_whether_it_is_exported_is_named(question: str) -> None:
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_question_whether_it_is_exported_is_named(name: str) -> None:
     """Once, with its line; libraries' own are not. The answer stays what PyTorch gives."""
-    x, own = torch.randn(3, 4), getattr(torch.compiler, question)
+    x, own = torch.randn(3, 4), torch.compiler.is_compiling
+    question = name.split()[0]
     with pytest.warns(
         tb.TracedBranchWarning, match=rf"test_traps.py:\d+: .*{question}\(\)"
     ) as said:
-        converted = tb.convert(Asks(question), x)
+        converted = tb.convert(Asks(name), x)
     assert [one.category for one in said].count(tb.TracedBranchWarning) == 1
-    assert getattr(torch.compiler, question) is own
-    module = Asks(question)
+    assert torch.compiler.is_compiling is own
+    module = Asks(name)
     assert not tb.parity(module, tb.convert(module, x), x).agrees
-    module = Asks(question, uses=False)
+    module = Asks(name, uses=False)
     assert tb.parity(module, tb.convert(module, x), x).agrees
     assert converted.params
 

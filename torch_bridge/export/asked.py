@@ -16,6 +16,8 @@ from torch_bridge.export.replaced import StandIn
 
 
 _QUESTIONS = ("is_compiling", "is_exporting", "is_dynamo_compiling")
+# Where PyTorch has them under further names.
+_OTHER_NAMES = ("torch._dynamo.external_utils", "torch._utils")
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -32,15 +34,15 @@ def _told(name: str) -> Callable[[], bool]:
     own = getattr(torch.compiler, name)
 
     def asked() -> bool:
-        answer = bool(own())
-        code = sys._getframe(2).f_code  # behind what `replaced` puts around this
-        library = code.co_filename.startswith("<") or any(x in code.co_filename for x in _INSTALLED)
-        if answer and not library:
+        answer, frame = bool(own()), sys._getframe(2)  # behind what `replaced` puts around this
+        if frame.f_globals.get("__name__") in _OTHER_NAMES and frame.f_back is not None:
+            frame = frame.f_back
+        file = frame.f_code.co_filename
+        if answer and not file.startswith("<") and not any(x in file for x in _INSTALLED):
             warn(
-                f"{code.co_filename}:{sys._getframe(2).f_lineno}: the forward asks"
-                f" torch.compiler.{name}(), which is true while it is exported and false where it"
-                " runs: if it computes something else then, the conversion does, too. tb.parity"
-                " compares them",
+                f"{file}:{frame.f_lineno}: the forward asks torch.compiler.{name}(), which is true"
+                " while it is exported and false where it runs: if it computes something else then,"
+                " the conversion does, too. tb.parity compares them",
                 TracedBranchWarning,
             )
         return answer

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from fzero.errors import ConversionError
 from torch_bridge.export.counts import is_foreign, names_of
@@ -21,8 +23,8 @@ from torch_bridge.export.counts import is_foreign, names_of
 
 _LRU = functools._lru_cache_wrapper
 _DRAWS = (
-    "bernoulli", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "normal",
-    "poisson", "rand", "random_", "uniform_",
+    "bernoulli", "cauchy_", "dropout", "exponential_", "geometric_", "log_normal_", "multinomial",
+    "normal", "poisson", "rand", "uniform_",
 )  # fmt: skip
 
 
@@ -45,11 +47,24 @@ class _Drawless(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _anew(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+def _anew(own: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a cache would call, each time; numbers are kept, or a recursion would never end."""
+    tracing = threading.get_ident()
+
+    def drawless(*args: Any, **kwargs: Any) -> Any:
         with _Drawless(function.__qualname__):
             return function(*args, **kwargs)
+
+    kept = functools.lru_cache(maxsize=None)(drawless)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != tracing:  # another thread may train meanwhile
+            return own(*args, **kwargs)
+        made = kept(*args, **kwargs)
+        if any(isinstance(x, torch.Tensor) for x in tree_leaves(made)):
+            kept.cache_clear()
+        return made
 
     return run
 
@@ -63,10 +78,11 @@ def computed_anew(module: torch.nn.Module) -> Iterator[None]:
             their functions name, also through other functions of the user's own.
     """
     undo: list[Callable[[], None]] = []
+    seen: set[int] = set()
     try:
         for kind in {kind for m in module.modules() for kind in type(m).__mro__}:
             if not is_foreign(kind):
-                _of_class(kind, undo, set())
+                _of_class(kind, undo, seen)
         yield
     finally:
         for back in reversed(undo):
@@ -75,12 +91,12 @@ def computed_anew(module: torch.nn.Module) -> Iterator[None]:
 
 def _of_class(kind: type, undo: list[Callable[[], None]], seen: set[int]) -> None:
     for name, value in list(vars(kind).items()):
+        put = functools.partial(setattr, kind, name)
         if isinstance(value, _LRU):
-            _replace(undo, functools.partial(setattr, kind, name), value, _anew(value.__wrapped__))
+            _replace(undo, put, value, _anew(value, value.__wrapped__))
             _of_function(value.__wrapped__, undo, seen)
         elif isinstance(value, functools.cached_property):
-            found = property(_anew(value.func))
-            _replace(undo, functools.partial(setattr, kind, name), value, found)
+            _replace(undo, put, value, property(_anew(value.__get__, value.func)))
         elif isinstance(value, types.FunctionType):
             _of_function(value, undo, seen)
 
@@ -99,12 +115,8 @@ def _of_function(function: Any, undo: list[Callable[[], None]], seen: set[int]) 
         for word in names & space.keys():
             value = space[word]
             if isinstance(value, _LRU) and not is_foreign(value):
-                _replace(
-                    undo,
-                    functools.partial(space.__setitem__, word),
-                    value,
-                    _anew(value.__wrapped__),
-                )
+                put = functools.partial(space.__setitem__, word)
+                _replace(undo, put, value, _anew(value, value.__wrapped__))
                 value = value.__wrapped__
             _of_function(value, undo, seen)
 
