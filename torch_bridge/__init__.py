@@ -73,6 +73,7 @@ __all__ = [
     "PythonStateWarning",
     "Rows",
     "Sampling",
+    "TracedBranchWarning",
     "adapter",
     "batch",
     "causal_lm_loss",

@@ -11,6 +11,7 @@ import torch
 from fzero.tree import leaf_bytes
 from torch_bridge.converted import Converted, refuse_fixed
 from torch_bridge.dtypes import is_float
+from torch_bridge.export.asked import warn_of_questions
 from torch_bridge.export.capacity import capacity_of
 from torch_bridge.export.example import example_tensors, refuse_untraceable
 from torch_bridge.export.export import export_both, export_program
@@ -98,6 +99,7 @@ def convert(
     min_layers = fewest_layers(roll)
     module = unwrapped(module)
     warn_of_modes(module)
+    warn_of_questions(module)
     args, kwargs = example_tensors((example_args, example_kwargs))
     made = _Making(batch_dim, min_layers, train, train if masters is None else masters, copy)
     with capacity_of(module, capacity, train):

@@ -195,7 +195,7 @@ def test_what_decides_for_all_leaves_has_them_all_at_once(name, monkeypatch):
     model = fz.Sequential([first, second], loss=lambda x, batch: jnp.mean(x**2))
     x = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
     step = check(name, model, {"x": x})
-    equations = [x.equation for section in step.stream.sections for x in section.steps]
+    equations = [x.equation for section in step.stream.sections for x in section.ops]
     conds = [one for one in equations if one is not None and one.primitive.name == "cond"]
     assert len(conds) == len(set(map(id, conds))) > 0
 
@@ -384,7 +384,7 @@ def test_what_goes_row_by_row():
 
         args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
         closed = jax.make_jaxpr(function)(*args)
-        return Program(closed.jaxpr, closed.consts).steps
+        return Program(closed.jaxpr, closed.consts).ops
 
     def rowwise(function, *shapes):
         return all(is_rowwise(step, 0, 6) for step in steps(function, *shapes))

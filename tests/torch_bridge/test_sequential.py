@@ -476,6 +476,9 @@ def test_a_batch_without_the_input_says_what_it_has(batch: Any, message: str) ->
 
 
 def test_a_buffer_that_is_another_modules_parameter_is_refused() -> None:
+    """Of a trained one a step would change both; a frozen one could only be kept as one of them."""
     linear = nn.Linear(4, 4, bias=False)
-    with pytest.raises(ConversionError, match="shares its memory with a parameter"):
-        tb.sequential([linear, Masked(linear.weight.data)], torch.ones(4, 4))
+    for learns, said in ((True, "two tensors in the same"), (False, "shares its memory with a")):
+        linear.requires_grad_(learns)
+        with pytest.raises(ConversionError, match=said):
+            tb.sequential([linear, Masked(linear.weight.data)], torch.ones(4, 4))

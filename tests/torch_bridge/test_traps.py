@@ -658,42 +658,53 @@ def test_random_numbers_that_python_keeps_are_refused() -> None:
         tb.convert(Caches("noise"), torch.randn(2, 5, 4))
 
 
-QUESTIONS = {
-    "is_compiling": lambda: torch.compiler.is_compiling(),
-    "is_exporting": lambda: torch.compiler.is_exporting(),
-    "is_compiling of dynamo": lambda: torch._dynamo.is_compiling(),
+def asked_by_another_name() -> bool:
+    return torch._dynamo.is_compiling()
+
+
+class Asks(nn.Linear):
+    """Computes something else where it is exported."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if torch.compiler.is_compiling() else 1)
+
+
+class AsksElsewhere(nn.Linear):
+    """Asks without a use for the answer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 if asked_by_another_name() else 1)
+
+
+class AsksInABranch(nn.Linear):
+    """PyTorch traces a branch by other means."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def doubled(y: torch.Tensor) -> torch.Tensor:
+            return y * 2 if torch.compiler.is_exporting() else y + y
+
+        return torch.cond(x.sum() > 0, doubled, torch.cos, (super().forward(x),))
+
+
+ASKS = {
+    "Asks.forward asks is_compiling": (Asks, False),
+    "asked_by_another_name asks is_compiling": (AsksElsewhere, True),
+    "AsksInABranch.forward asks is_exporting": (AsksInABranch, True),
 }
 
 
-class Asks(nn.Module):
-    """Computes something else where it is exported, or asks without a use for the answer."""
-
-    def __init__(self, name: str, uses: bool = True) -> None:
-        super().__init__()
-        self.linear, self.name, self.uses = nn.Linear(4, 4), name, uses
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        told = QUESTIONS[self.name]()
-        return self.linear(x) * (2 if told and self.uses else 1)
-
-
-@pytest.mark.filterwarnings("ignore::torch_bridge.TracedBranchWarning")
-@pytest.mark.parametrize("name", QUESTIONS)
-def test_a_question_whether_it_is_exported_is_named(name: str) -> None:
-    """Once, with its line; libraries' own are not. The answer stays what PyTorch gives."""
-    x, own = torch.randn(3, 4), torch.compiler.is_compiling
-    question = name.split()[0]
-    with pytest.warns(
-        tb.TracedBranchWarning, match=rf"test_traps.py:\d+: .*{question}\(\)"
-    ) as said:
-        converted = tb.convert(Asks(name), x)
-    assert [one.category for one in said].count(tb.TracedBranchWarning) == 1
+@pytest.mark.parametrize(("said", "case"), ASKS.items(), ids=ASKS)
+def test_a_question_whether_it_is_exported_is_named(
+    said: str, case: tuple[type[nn.Linear], bool]
+) -> None:
+    """Once, with its function; libraries' own are not. What is asked stays PyTorch's own."""
+    (kind, agrees), own, x = case, torch.compiler.is_compiling, torch.ones(3, 4)
+    module = kind(4, 4)
+    with pytest.warns(tb.TracedBranchWarning, match=rf"test_traps.py:\d+: {said}") as seen:
+        converted = tb.convert(module, x)
+    assert [one.category for one in seen].count(tb.TracedBranchWarning) == 1
     assert torch.compiler.is_compiling is own
-    module = Asks(name)
-    assert not tb.parity(module, tb.convert(module, x), x).agrees
-    module = Asks(name, uses=False)
-    assert tb.parity(module, tb.convert(module, x), x).agrees
-    assert converted.params
+    assert tb.parity(module, converted, x).agrees is agrees
 
 
 class KeepsItsNorm(nn.Sequential):

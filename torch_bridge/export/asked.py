@@ -6,45 +6,29 @@ user's own code does with the answer nobody knows that.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-
 import torch
 
 from fzero.errors import warn
-from torch_bridge.export.replaced import StandIn
+from torch_bridge.export.counts import names_of
+from torch_bridge.export.users_code import users_functions
 
 
-_QUESTIONS = ("is_compiling", "is_exporting", "is_dynamo_compiling")
-# Where PyTorch has them under further names.
-_OTHER_NAMES = ("torch._dynamo.external_utils", "torch._utils")
-_INSTALLED = ("site-packages", "dist-packages")
+_QUESTIONS = ("is_compiling", "is_exporting")
 
 
 class TracedBranchWarning(UserWarning):
     """A forward asks whether it is compiled or exported, and may compute something else then."""
 
 
-def questions() -> tuple[StandIn, ...]:
-    """While a module is exported: the questions of `torch.compiler`, and a word if one is asked."""
-    return tuple((torch.compiler, name, _told(name)) for name in _QUESTIONS)
-
-
-def _told(name: str) -> Callable[[], bool]:
-    own = getattr(torch.compiler, name)
-
-    def asked() -> bool:
-        answer, frame = bool(own()), sys._getframe(2)  # behind what `replaced` puts around this
-        if frame.f_globals.get("__name__") in _OTHER_NAMES and frame.f_back is not None:
-            frame = frame.f_back
-        file = frame.f_code.co_filename
-        if answer and not file.startswith("<") and not any(x in file for x in _INSTALLED):
+def warn_of_questions(module: torch.nn.Module) -> None:
+    """Say which code of a user's own asks. (Its functions are read: PyTorch's stay as they are.)"""
+    for function in users_functions(module):
+        asked = set(_QUESTIONS).intersection(names_of(function.__code__))
+        for name in sorted(asked):
+            code = function.__code__
             warn(
-                f"{file}:{frame.f_lineno}: the forward asks torch.compiler.{name}(), which is true"
-                " while it is exported and false where it runs: if it computes something else then,"
-                " the conversion does, too. tb.parity compares them",
+                f"{code.co_filename}:{code.co_firstlineno}: {function.__qualname__} asks {name}(),"
+                " which is true while a forward is exported and false where it runs: if it computes"
+                " something else then, the conversion does, too. tb.parity compares them",
                 TracedBranchWarning,
             )
-        return answer
-
-    return asked

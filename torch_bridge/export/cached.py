@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fzero.errors import ConversionError
-from torch_bridge.export.counts import is_foreign, names_of
+from torch_bridge.export.counts import is_foreign
+from torch_bridge.export.users_code import LRU, named_in, users_classes, users_functions
 
 
-_LRU = functools._lru_cache_wrapper
 _DRAWS = (
     "bernoulli", "cauchy_", "dropout", "exponential_", "geometric_", "log_normal_", "multinomial",
     "normal", "poisson", "rand", "uniform_",
@@ -74,55 +73,26 @@ def computed_anew(module: torch.nn.Module) -> Iterator[None]:
     """While a module is traced, its code calls such functions as if nothing was kept.
 
     Args:
-        module: the module; found are those that classes of its modules have, and globals that
-            their functions name, also through other functions of the user's own.
+        module: the module; its classes' own are found, and those that their code names.
     """
-    undo: list[Callable[[], None]] = []
-    seen: set[int] = set()
+    found: list[tuple[Callable[[Any], None], Any, Any]] = []  # how to put it, own, new
+    for kind in users_classes(module):
+        for name, value in vars(kind).items():
+            put: Callable[[Any], None] = functools.partial(setattr, kind, name)
+            if isinstance(value, LRU):
+                found.append((put, value, _anew(value, value.__wrapped__)))
+            elif isinstance(value, functools.cached_property):
+                found.append((put, value, property(_anew(value.__get__, value.func))))
+    named = {(id(space), name): (space, name, value) for function in users_functions(module)
+             for space, name, value in named_in(function)
+             if isinstance(value, LRU) and not is_foreign(value)}  # fmt: skip
+    for space, name, value in named.values():
+        put = functools.partial(space.__setitem__, name)
+        found.append((put, value, _anew(value, value.__wrapped__)))
     try:
-        for kind in {kind for m in module.modules() for kind in type(m).__mro__}:
-            if not is_foreign(kind):
-                _of_class(kind, undo, seen)
+        for put, _, new in found:
+            put(new)
         yield
     finally:
-        for back in reversed(undo):
-            back()
-
-
-def _of_class(kind: type, undo: list[Callable[[], None]], seen: set[int]) -> None:
-    for name, value in list(vars(kind).items()):
-        put = functools.partial(setattr, kind, name)
-        if isinstance(value, _LRU):
-            _replace(undo, put, value, _anew(value, value.__wrapped__))
-            _of_function(value.__wrapped__, undo, seen)
-        elif isinstance(value, functools.cached_property):
-            _replace(undo, put, value, property(_anew(value.__get__, value.func)))
-        elif isinstance(value, types.FunctionType):
-            _of_function(value, undo, seen)
-
-
-def _of_function(function: Any, undo: list[Callable[[], None]], seen: set[int]) -> None:
-    if not isinstance(function, types.FunctionType) or id(function) in seen or is_foreign(function):
-        return
-    seen.add(id(function))
-    names = set(names_of(function.__code__))
-    spaces = [function.__globals__]
-    for word in names & function.__globals__.keys():
-        value = function.__globals__[word]
-        if isinstance(value, types.ModuleType) and not is_foreign(value):
-            spaces.append(vars(value))
-    for space in spaces:
-        for word in names & space.keys():
-            value = space[word]
-            if isinstance(value, _LRU) and not is_foreign(value):
-                put = functools.partial(space.__setitem__, word)
-                _replace(undo, put, value, _anew(value, value.__wrapped__))
-                value = value.__wrapped__
-            _of_function(value, undo, seen)
-
-
-def _replace(
-    undo: list[Callable[[], None]], put: Callable[[Any], None], own: Any, new: Any
-) -> None:
-    put(new)
-    undo.append(functools.partial(put, own))
+        for put, own, _ in found:
+            put(own)

@@ -23,7 +23,6 @@ from torch.export import Dim, ExportedProgram, default_decompositions
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError, warn
-from torch_bridge.export.asked import TracedBranchWarning
 from torch_bridge.export.expert_stand_ins import OwnLossWarning
 from torch_bridge.export.functions import refuse_functions, watch_functions
 from torch_bridge.export.hooks import watch_gradients
@@ -64,7 +63,7 @@ _DYNAMIC = ("all", "batch", "none")
 
 
 # What this package says of a module while it is exported.
-_SAID = (OwnLossWarning, PythonStateWarning, TracedBranchWarning)
+_SAID = (OwnLossWarning, PythonStateWarning)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.errors import ConversionError
 from torch_bridge.export.adapter_stand_ins import adapter_stand_ins
-from torch_bridge.export.asked import questions
 from torch_bridge.export.expert_stand_ins import experts_stand_ins
 from torch_bridge.export.older_experts import older_experts
 from torch_bridge.export.packed import PackedSequences
@@ -98,7 +97,6 @@ def stand_ins() -> Iterator[None]:
         (torch.nn.Module, "to", _to_what_it_is),
         (torch.nn.Module, "__setattr__", _assigned),
         (Distribution, "__init__", unchecked),
-        *questions(),
         *((owner, "manual_seed", _seeds) for owner in (torch, torch.random)),
         *((torch.nn.Module, name, _cast_to(dtype)) for name, dtype in _CASTS.items()),
     )
