@@ -673,7 +673,7 @@ class AsksElsewhere(nn.Linear):
     """Asks without a use for the answer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (1 if asked_by_another_name() else 1)
+        return super().forward(x) + 0 * int(asked_by_another_name())
 
 
 class AsksInABranch(nn.Linear):
