@@ -21,6 +21,7 @@ from torch_bridge.export.counts import is_foreign
 from torch_bridge.export.users_code import LRU, named_in, users_classes, users_functions
 
 
+_OF_A_TRACE = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 _DRAWS = (
     "bernoulli", "cauchy_", "dropout", "exponential_", "geometric_", "log_normal_", "multinomial",
     "normal", "poisson", "rand", "uniform_",
@@ -61,7 +62,7 @@ def _anew(own: Callable[..., Any], function: Callable[..., Any]) -> Callable[...
         if threading.get_ident() != tracing:  # another thread may train meanwhile
             return own(*args, **kwargs)
         made = kept(*args, **kwargs)
-        if any(isinstance(x, torch.Tensor) for x in tree_leaves(made)):
+        if any(isinstance(x, _OF_A_TRACE) for x in tree_leaves(made)):
             kept.cache_clear()
         return made
 
