@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from support import tiny
 
 import fzero as fz
@@ -92,7 +93,13 @@ def test_no_two_places_draw_from_one_key():
     everything = [key for keys in drawn.values() for key in keys]
     assert len(everything) == (1 + OWN) * LAYERS * (1 + 5 * BLOCKS + 2)
     assert len(set(everything)) == len(everything)
-    pipeline = _drawn(plan.replace(pipe=2))
+
+
+@pytest.mark.nightly  # two models more to compile
+def test_places_of_a_pipeline_draw_from_the_same_keys():
+    plan = tiny.plan(zero=3, data=2, microbatches=2)
+    drawn, pipeline = _drawn(plan), _drawn(plan.replace(pipe=2))
+    everything = [key for keys in drawn.values() for key in keys]
     assert {**pipeline, "eval": []} == {**drawn, "eval": []}
     assert len(set(pipeline["eval"])) == len(pipeline["eval"])
     assert not set(pipeline["eval"]) & set(everything[: -len(drawn["eval"])])
