@@ -35,7 +35,7 @@ _CACHES = (
     " forward returns .logits; tb.generate keeps caches of its own."
 )
 
-_TYPES = "Return a dict, a tuple or a NamedTuple in its place."
+_TYPES = "Return a dict, a tuple or a NamedTuple in the place of a type of your own."
 
 # By names of functions, without their overloads.
 _TABLE: dict[str, str] = {
@@ -105,7 +105,7 @@ def remedy_of_trace(text: str, called: str | None) -> str:
     """
     if re.search(r"Cache'> in output", text):
         return _CACHES
-    if "is not a known type" in text:
+    if "is not a known type" in text or "unhashable type" in text:  # torch 2.11
         return _TYPES
     names = [*re.findall(r"\baten\.\w+", text), *([called] if called else [])]
     if "jiterator" in text.lower():
