@@ -658,8 +658,18 @@ def test_random_numbers_that_python_keeps_are_refused() -> None:
         tb.convert(Caches("noise"), torch.randn(2, 5, 4))
 
 
+class Untouchable:
+    """What a user's module has beside its functions: nobody may ask it for anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"asked for {name}")
+
+
+UNTOUCHABLE = Untouchable()
+
+
 def asked_by_another_name() -> bool:
-    return torch._dynamo.is_compiling()
+    return torch._dynamo.is_compiling() and UNTOUCHABLE is not None
 
 
 class Asks(nn.Linear):

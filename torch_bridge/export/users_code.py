@@ -27,8 +27,13 @@ def users_functions(module: torch.nn.Module) -> list[types.FunctionType]:
     found: dict[int, types.FunctionType] = {}
     while stack:
         value = stack.pop()
-        for name in ("__func__", "fget", "func"):  # of class methods and properties
-            value = getattr(value, name, value) if not isinstance(value, type) else value
+        # No other object is asked for anything: what its attributes do is the user's.
+        if isinstance(value, classmethod | staticmethod):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, functools.cached_property):
+            value = value.func
         value = value.__wrapped__ if isinstance(value, LRU) else value
         if not isinstance(value, types.FunctionType) or is_foreign(value) or id(value) in found:
             continue
