@@ -51,8 +51,8 @@ $(STAMP): pyproject.toml constraints.txt
 	       "apt install python3-venv. Or name another one: make PYTHON=..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): a few minutes, once"
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0 -c constraints.txt
+	$(BIN)/python -m pip install -qq --upgrade pip
+	$(BIN)/python -m pip install -qq --no-compile torch==2.13.0 -c constraints.txt
 	$(BIN)/python -m pip install -qq --no-compile -e '.[$(EXTRAS)]' -c constraints.txt
 	@$(BIN)/python -c 'import fzero, torch_bridge, flax, transformers' 2> /dev/null || true
 	@touch $@
