@@ -71,8 +71,8 @@ class Mean:
 
 def _wide(value: Any) -> jax.Array:
     value = jnp.asarray(value)
-    half = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4
-    return value.astype(jnp.float32) if half else value
+    narrow = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4
+    return value.astype(jnp.float32) if narrow else value
 
 
 @dataclass(frozen=True)

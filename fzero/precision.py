@@ -95,11 +95,11 @@ def called_with(args: PyTree, params: PyTree, dtype: Any = None) -> PyTree:
         dtype: that of the plan's precision, where some parameters are kept in float32.
     """
     dtypes = float_dtypes(params)
-    half = dtypes[0] if len(dtypes) == 1 else dtype if dtypes else None
-    if half is None or jnp.finfo(half).bits != 16:
+    narrow = dtypes[0] if len(dtypes) == 1 else dtype if dtypes else None
+    if narrow is None or jnp.finfo(narrow).bits != 16:
         return args
     return jax.tree.map(
-        lambda x: cast(x, like=jnp.zeros((), half)) if hasattr(x, "dtype") else x, args
+        lambda x: cast(x, like=jnp.zeros((), narrow)) if hasattr(x, "dtype") else x, args
     )
 
 

@@ -29,7 +29,7 @@ from torch_bridge.structure.calls import Calls
 from torch_bridge.structure.chain import Chain, links_merged
 from torch_bridge.structure.divide import Parallel
 from torch_bridge.structure.loops import LoopedGraph
-from torch_bridge.structure.loss_halves import Halving, NotOneCallError, halve, predicted
+from torch_bridge.structure.loss_call import FindCall, NotOneCallError, find_call, predicted
 from torch_bridge.structure.retrace import Call, Computed, Graphs
 from torch_bridge.structure.stacked_names import Names
 from torch_bridge.structure.unread import may_be_unread
@@ -410,7 +410,7 @@ class Converted(Printed):
         if not may_be_unread(self._modes[max(self._modes)]):
             return frozenset()
         try:
-            return halve(loss, batch, self._graphs, max(self._modes), None).unread
+            return find_call(loss, batch, self._graphs, max(self._modes), None).unread
         except NotOneCallError:
             return frozenset()
 
@@ -422,7 +422,7 @@ class Converted(Printed):
 
     def _predict(
         self,
-        predicting: Halving,
+        predicting: FindCall,
         params: Arrays,
         buffers: Arrays,
         batch: Any,
@@ -430,10 +430,10 @@ class Converted(Printed):
         _ctx: Any = None,
     ) -> Any:
         """`fz.Model`'s `predict`."""
-        halves = predicting(batch, self._graphs, False, self._computed(params, _ctx))
+        found = predicting(batch, self._graphs, False, self._computed(params, _ctx))
         key = None if rng is None else jax.random.fold_in(rng, 0)  # as the loss's first call
-        leaves, _ = self._run(halves.call, params, buffers, key, False)
-        return halves.finish(leaves)
+        leaves, _ = self._run(found.call, params, buffers, key, False)
+        return found.finish(leaves)
 
     def _computed(self, params: Arrays, ctx: Context | None) -> Computed | None:
         """What a step's parameters are in, if it is not their own dtype."""
@@ -477,7 +477,7 @@ def of_output(loss: Callable[..., Any], inputs: Callable[[Any], Any]) -> Callabl
 
 def _predicting(
     loss: Callable[..., Any], inputs: Callable[[Any], Any] | None, outputs: Callable[[Any], Any]
-) -> Halving:
+) -> FindCall:
     """What `fz.predict_step` runs; of a loss of the output nothing is wanted."""
     if inputs is None:
         return partial(predicted, loss, False, outputs)

@@ -35,7 +35,7 @@ from torch_bridge.structure.chain import links_merged
 from torch_bridge.structure.stacked_names import Row
 
 
-_HALVES = (torch.bfloat16, torch.float16)
+_16_BITS = (torch.bfloat16, torch.float16)
 
 
 def state_dict(
@@ -207,9 +207,9 @@ def saved_dtype(leaf: Leaf, value: Any) -> torch.dtype:
     So do float32 masters of 16 bits: what a step computes with are these rounded.
     """
     found = torch_dtype(value.dtype)
-    half = leaf.dtype in _HALVES
+    narrow = leaf.dtype in _16_BITS
     keeps = leaf.dtype.is_floating_point or leaf.dtype.is_complex
-    return found if keeps and not (half and found == torch.float32) else leaf.dtype
+    return found if keeps and not (narrow and found == torch.float32) else leaf.dtype
 
 
 def load_state_dict(
@@ -293,7 +293,7 @@ def fit_leaves(
         given = {n: _in_blocks(leaf, tensors[n]) for n in leaf.names if n in tensors}
         if given:
             widened = masters and _has_master(converted, leaf)
-            rounded = wide and leaf.dtype in _HALVES
+            rounded = wide and leaf.dtype in _16_BITS
             problems += _misfits(leaf, given, cast, widened or rounded)
             first = next(iter(given.values()))
             found[leaf.name] = first.cast(torch.float32 if widened else leaf.dtype)
@@ -351,7 +351,7 @@ def _refuse(problems: list[str]) -> None:
 def _has_master(converted: Converted | ConvertedSequential, leaf: Leaf) -> bool:
     """Whether a training state has a parameter of 16 bits as float32."""
     learns = leaf.is_param and not leaf.frozen
-    return converted.masters and learns and leaf.dtype in _HALVES
+    return converted.masters and learns and leaf.dtype in _16_BITS
 
 
 def _misfits(leaf: Leaf, given: Mapping[str, LazyTensor], cast: bool, widened: bool) -> list[str]:

@@ -114,7 +114,7 @@ def _check(
 def _exchange(wanted: str, q: jax.Array, groups: int, ring: Ring) -> str:
     """`ring` or `heads`, whichever is asked for or sends less."""
     length, size = q.shape[1], ring.size
-    pieces = 2 * size if ring.halves else size
+    pieces = 2 * size if ring.zigzag else size
     can = {"ring": not length % pieces, "heads": not length % size and not groups % size}
     if length % size or not (can["ring"] or can["heads"]) or not can.get(wanted, True):
         raise PlanError(
@@ -131,7 +131,7 @@ def _exchange(wanted: str, q: jax.Array, groups: int, ring: Ring) -> str:
     # to be dealt out, with queries and results), against queries, keys, values and results once.
     share = q.shape[3]
     rounds = len(ring.rounds(length // size)) - 1
-    round_trip = 2 * rounds + (2 * share + 2 if ring.halves else 0)
+    round_trip = 2 * rounds + (2 * share + 2 if ring.zigzag else 0)
     return "ring" if round_trip <= (2 * share + 2) * (size - 1) / size else "heads"
 
 

@@ -6,10 +6,10 @@ result is the softmax over all keys. The backward pass goes round once more, and
 keys and values travel with them; nothing of a block is kept but the log-sum-exp of its rows.
 
 A causal sequence in `n` pieces gives the first device 1 block to compute and the last one `n`. So
-pieces are cut in halves first and dealt out again, device `i` having halves `i` and `2n - 1 - i`:
-then each device computes two blocks of halves in each round (three in the first).
+pieces are cut in two first and dealt out again in a zigzag, device `i` having `i` and `2n - 1 - i`:
+then each device computes two of the smaller blocks in each round (three in the first).
 
-Source: Ring Attention, arXiv:2310.01889, section 3; the balanced halves are those of Llama 3's
+Source: Ring Attention, arXiv:2310.01889, section 3; the balanced order is that of Llama 3's
     context parallelism, arXiv:2407.21783, section 3.3.2.
 """
 
@@ -46,8 +46,8 @@ class Ring:
     scale: float
 
     @property
-    def halves(self) -> bool:
-        """Whether pieces are dealt out in halves. A window is balanced as it is."""
+    def zigzag(self) -> bool:
+        """Whether pieces are cut in two and dealt out. A window is balanced as it is."""
         return self.causal and self.window is None
 
     def rounds(self, length: int) -> list[int]:
@@ -62,12 +62,12 @@ class Ring:
 
     def blocks(self, moved: int) -> list[tuple[Any, Any]]:
         """Which parts of the queries meet which parts of the keys in a round."""
-        if not self.halves:
+        if not self.zigzag:
             return [(0, 0)]
         if not moved:
             return [(0, 0), (1, 0), (1, 1)]
-        # Keys of a device before this one: both halves of the queries see the first half of the
-        # keys. Of one behind: the second half of the queries sees all keys.
+        # Keys of a device before this one: both parts of the queries see the first part of the
+        # keys. Of one behind: the second part of the queries sees all keys.
         behind = (jax.lax.axis_index(self.axis) < moved).astype(jnp.int32)
         return [(1, 0), (behind, behind)]
 
@@ -79,7 +79,7 @@ class Ring:
             moved: by how many places the parts have been moved on.
         """
         home = (jax.lax.axis_index(self.axis) - moved) % self.size
-        parts = [home, 2 * self.size - 1 - home] if self.halves else [home]
+        parts = [home, 2 * self.size - 1 - home] if self.zigzag else [home]
         return jnp.stack(parts)[:, None] * length + jnp.arange(length)
 
     def seen(self, at: Any, to: Any, own: Any, other: Any, moved: int) -> Any:
@@ -94,7 +94,7 @@ class Ring:
         """
         far = at[:, None] - to[None, :]
         seen = None
-        if self.causal and not (self.halves and moved):
+        if self.causal and not (self.zigzag and moved):
             seen = far >= 0
         if self.window is not None:
             near = jnp.abs(far) <= self.window
@@ -107,7 +107,7 @@ class Ring:
 
     def deal(self, block: jax.Array) -> jax.Array:
         """A piece as its parts `(parts, batch, length, ...)`, dealt out if need be."""
-        if not self.halves:
+        if not self.zigzag:
             return block[None]
         first, second = jnp.split(block, 2, axis=1)
         first = jax.lax.ppermute(first, self.axis, [(i, self._home(2 * i)) for i in self._all])
@@ -118,7 +118,7 @@ class Ring:
 
     def collect(self, parts: jax.Array) -> jax.Array:
         """The piece again: undoes `deal`."""
-        if not self.halves:
+        if not self.zigzag:
             return parts[0]
         first, second = self._ordered(parts[0], parts[1])
         first = jax.lax.ppermute(first, self.axis, [(self._home(2 * i), i) for i in self._all])
@@ -131,12 +131,12 @@ class Ring:
     def _all(self) -> range:
         return range(self.size)
 
-    def _home(self, half: int) -> int:
-        """The device that a half is dealt to."""
-        return min(half, 2 * self.size - 1 - half)
+    def _home(self, part: int) -> int:
+        """The device that a part is dealt to."""
+        return min(part, 2 * self.size - 1 - part)
 
     def _ordered(self, first: jax.Array, second: jax.Array) -> jax.Array:
-        """Devices with odd numbers have their lower half from the others' second halves."""
+        """Devices with odd numbers have their earlier part from the others' second ones."""
         odd = jax.lax.axis_index(self.axis) % 2 == 1
         return jnp.stack([jnp.where(odd, second, first), jnp.where(odd, first, second)])
 
@@ -262,7 +262,7 @@ def _block(
 ) -> Plain | CudnnBlocks:
     """How a block is computed: by cuDNN where all keys are seen, or those up to a query's place."""
     k, v, other = keys
-    how = CudnnBlocks(ring.halves and not moved and a == b, ring.scale)
+    how = CudnnBlocks(ring.zigzag and not moved and a == b, ring.scale)
     if own is None and ring.window is None and how.possible(q[0], k[0], v[0]):
         return how
     at, to = ring.positions(q.shape[2])[a], ring.positions(q.shape[2], moved)[b]

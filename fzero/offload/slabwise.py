@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.processes import in_turn
 from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var
-from fzero.programs.places import Section
+from fzero.programs.sites import Section
 
 
 @dataclass(frozen=True)

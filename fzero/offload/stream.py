@@ -1,6 +1,6 @@
 """Streaming: a pure function of leaves that are not on the device, which visit it in turn.
 
-`StreamedFunction` divides a function by what is computed together (`fzero.programs.places`) and
+`StreamedFunction` divides a function by what is computed together (`fzero.programs.sites`) and
 runs the sections one after the other. While one runs, what the section before it made is leaving
 and what the next one reads arrives: no more than two sections' leaves are on the device at any
 time.
@@ -29,7 +29,7 @@ from fzero.errors import PlacementError
 from fzero.offload.park import Inbound, Outbound, cut_up, park, unpark
 from fzero.offload.slabwise import Cut, SlabProgram, slabwise
 from fzero.programs.jaxprs import Program, Var
-from fzero.programs.places import PlacedFunction, bring
+from fzero.programs.sites import PlacedFunction, bring
 from fzero.sharding.buckets import Parking
 from fzero.storage.tiers import Leaf, Slabs, is_handle, joined, settled, slab_shape, slabs_of
 from fzero.tree import PyTree

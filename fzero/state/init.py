@@ -22,7 +22,7 @@ from fzero.offload.park import is_parked_so, park
 from fzero.offload.stream import Parkings, StreamedFunction
 from fzero.plan import Plan
 from fzero.processes import in_turn
-from fzero.programs.places import Labels, placed_with_key
+from fzero.programs.sites import Labels, placed_with_key
 from fzero.sharding.blueprint import Blueprint, blueprint
 from fzero.sharding.initial import initial_shapes, initializer
 from fzero.sharding.relayout import copy_leaf
@@ -76,7 +76,7 @@ def init(
         )
     blue = blueprint(model, tx, plan, devices)
     blue.require_optimizer("init")
-    _warn_of_halves(blue)
+    _warn_of_narrow(blue)
     key = key_of(rng)
     compare("init", blue, model.init, seed=key)
     with doing("init"):
@@ -86,14 +86,14 @@ def init(
         return _parked(blue, TrainState(**{"opt_state": (), **fields}, rows=blue.rows))
 
 
-def _warn_of_halves(blue: Blueprint) -> None:
+def _warn_of_narrow(blue: Blueprint) -> None:
     """Says which parameters are trained in 16 bits under a plan that promises float32 masters."""
     if blue.tx is None or not blue.plan.mixed:
         return
     leaves = named_leaves(trained(blue.params, initial_shapes(blue.model)[0]))
-    halves = [f"{path} ({leaf.dtype})" for path, leaf in leaves if leaf.dtype.itemsize == 2]
-    if halves:
-        shown = ", ".join(halves[:4]) + (f" and {len(halves) - 4} more" if halves[4:] else "")
+    narrow = [f"{path} ({leaf.dtype})" for path, leaf in leaves if leaf.dtype.itemsize == 2]
+    if narrow:
+        shown = ", ".join(narrow[:4]) + (f" and {len(narrow) - 4} more" if narrow[4:] else "")
         warn(
             f"init: the model gives {shown}: trained parameters of 16 bits have no float32 master,"
             " and updates smaller than their last bit are lost. Give float32 ones, which"

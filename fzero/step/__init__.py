@@ -5,9 +5,9 @@
 - `checks`: what a shell refuses before anything runs.
 - `passes`: gradients and evaluation of a batch, as one program or as a pipeline.
 - `compose`: how a pass and an update make a step: one program, or one after the other.
-- `update`, `placed_update`, `host_update`: the optimizer's update: as a pure function, by place or
+- `update`, `placed_update`, `host_update`: the optimizer's update: as a pure function, by site or
   streamed, and on the host.
-- `finite`: names the first value that is not finite; `values`: what one half hands to the other.
+- `finite`: names the first value that is not finite; `values`: what the passes hand to the update.
 """
 
 from fzero.step.factories import accumulate_step as accumulate_step

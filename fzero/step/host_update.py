@@ -29,7 +29,7 @@ from fzero.tree import PyTree, named_leaves
 
 
 class HostUpdate:
-    """The second half of a step, computed on the host.
+    """The update of a step, computed on the host.
 
     Args:
         blue: the blueprint of the state; its plan has `update_on="host"`.
@@ -69,7 +69,7 @@ class HostUpdate:
         Args:
             fields: the state's fields, without step and key.
             step: steps taken so far.
-            gradients: what the first half computed.
+            gradients: what the passes computed.
         """
         whole = not self.blueprint.plan.shards("params")
         params = trained(self.blueprint.params, fields["params"])

@@ -1,4 +1,4 @@
-"""Updates of leaves that are on several meshes or in several tiers: many programs, by place."""
+"""Updates of leaves that are on several meshes or in several tiers: many programs, by site."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.offload.slabwise import Cut
 from fzero.offload.stream import Parkings, StreamedFunction
-from fzero.programs.places import Labels, PlacedFunction
+from fzero.programs.sites import Labels, PlacedFunction
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.buckets import OWNED, Parking, same_cut
 from fzero.sharding.split import flat_splits, map_splits, trained, with_frozen
@@ -54,7 +54,7 @@ class PlacedUpdate:
         Args:
             fields: the state's fields, without step and key.
             step: steps taken so far.
-            gradients: what the first half computed.
+            gradients: what the passes computed.
         """
         splits = self.blueprint.params
         streams = self.apply and self.blueprint.buckets.parked

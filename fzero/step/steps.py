@@ -235,7 +235,7 @@ class TrainStep(_Step):
 
         Args:
             state: a `TrainState` of shapes.
-            gradients: shapes of what the first half of the step gives.
+            gradients: shapes of what the passes give.
         """
         assert isinstance(self.runner, Separate)
         assert isinstance(self.runner.update, PlacedUpdate)

@@ -1,4 +1,4 @@
-"""The second half of a step: summed gradients in, new state out.
+"""The update of a step: summed gradients in, new state out.
 
 The optimizer sees whole, global-view arrays that happen to be sharded, so that any optax
 transformation is right, whether it works leaf by leaf or not.
@@ -74,7 +74,7 @@ class Update:
         gradients, metrics = self.totals(fields["grads"], gradients)
         if not apply:
             return self._accumulated(fields, step, gradients), metrics
-        # The two halves of a step are compiled apart, so that each is the same in every stage.
+        # Passes and update are compiled apart, so that each is the same in every stage.
         sums, mean, metrics = self.fence((gradients.sums, gradients.mean, metrics))
         gradients = gradients._replace(sums=sums, mean=mean)
         return self.applied(fields, step, gradients, metrics, self.norm(sums, mean))

@@ -1,4 +1,4 @@
-"""What is handed from one half of a step to the other."""
+"""What is handed from the passes of a step to its update."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def check(name, model=MODEL, batch=BATCH):
 @pytest.mark.parametrize("name", some(["every second", "finite"], "finite"))
 def test_what_decides_for_all_leaves_has_them_all_at_once(name, monkeypatch):
     """One `lax.cond` over all of the state: no bucket is updated without the others, once."""
-    monkeypatch.setattr("fzero.programs.places.SMALL", 16)  # as if the leaves were large
+    monkeypatch.setattr("fzero.programs.sites.SMALL", 16)  # as if the leaves were large
 
     def weight(key):
         return jax.random.normal(key, (16, 16)) * 0.3

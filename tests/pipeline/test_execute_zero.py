@@ -15,7 +15,7 @@ from support import tiny
 from support.sample import some
 
 import fzero as fz
-from fzero.programs.places import PlacedFunction
+from fzero.programs.sites import PlacedFunction
 from fzero.step import placed_update
 
 

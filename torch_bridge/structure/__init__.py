@@ -1,8 +1,8 @@
-"""From a graph to a chain: equal blocks, stacks, links, the two halves of a loss.
+"""From a graph to a chain: equal blocks, stacks, links, the call in a loss.
 
 - `blocks` finds stacks of equal blocks and makes `loops` of them, alike in both modes; `children`
   compares the blocks of one graph by their `forms`; `stacked_names` names the leaves.
-- `chain` makes links of it and of a loss (`loss_halves`, `heads`); `calls` are those of a forward
+- `chain` makes links of it and of a loss (`loss_call`, `heads`); `calls` are those of a forward
   in a loss, `unread` the parameters that only outputs read.
 - `retrace`: other sizes and dtypes than the example's. `divide`, `flow`, `flow_rules`: what may
   lie along `tensor` or `expert`.

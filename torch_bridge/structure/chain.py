@@ -1,9 +1,9 @@
-"""A rolled module with a loss as a `fz.Sequential`: parts and stacks in turns.
+"""A rolled module with a loss as a `fz.Sequential`: layers and stacks in turns.
 
 The loss is a closure that calls `forward` once, in the middle of its own work. Each part traces it
-and takes its two halves apart (`loss_halves.py`). From the first come the module's inputs and all
+and takes it apart there (`loss_call.py`). What is before the call gives the module's inputs and all
 sizes, in every part anew, since the batch is at hand everywhere and costs nothing to hand on. The
-last part runs the second. What a compiler finds unused, it drops.
+last part runs what follows the call. What a compiler finds unused, it drops.
 
 Between two links travels `{"carry": what layers hand on, "shared": what is read later}`. A stack
 leaves the latter alone, so that masks, rotary tables and an encoder's output are kept once. Where
@@ -28,8 +28,8 @@ from torch_bridge.export.interpret import evaluate
 from torch_bridge.export.mode import Mode, TensorInput, as_leaf, frozen_dtypes, in_own_dtypes
 from torch_bridge.lower.refs import fill, refs
 from torch_bridge.structure.heads import find_head
-from torch_bridge.structure.loops import Loop, LoopedGraph, Part
-from torch_bridge.structure.loss_halves import Halves, Halving, halve
+from torch_bridge.structure.loops import Loop, LoopedGraph, Straight
+from torch_bridge.structure.loss_call import FindCall, LossCall, find_call
 from torch_bridge.structure.retrace import Computed, Graphs
 from torch_bridge.structure.stacked_names import Names
 
@@ -66,12 +66,12 @@ class Chain:
     same: Mapping[str, str]
     shard: Shard
 
-    def model(self, loss: Loss, predicting: Halving) -> Sequential:
+    def model(self, loss: Loss, predicting: FindCall) -> Sequential:
         """The chain with a loss.
 
         Args:
             loss: `loss(forward, batch)`, which calls `forward` once.
-            predicting: the halves of what `fz.predict_step` gives.
+            predicting: finds the call for what `fz.predict_step` gives.
 
         Returns:
             A `Sequential` whose params are `{link: {leaf: value}}`.
@@ -84,7 +84,7 @@ class Chain:
                 (_stack if index % 2 else _layer)(self, index, way)
                 for index in range(len(self.links))
             ]
-            for way in (partial(halve, loss), predicting)
+            for way in (partial(find_call, loss), predicting)
         )
         initial = self.by_link(self.params), self.by_link(self.buffers)
         frozen = frozenset(self.path(name) for name in self.frozen)
@@ -177,23 +177,23 @@ class Chain:
         """The module's own leaves that the plan keeps in float32."""
         return self.graphs.float32(ctx, {name: self.path(name) for name in self.params})
 
-    def call(self, halving: Halving, batch: Any, train: bool, computed: Computed | None) -> Halves:
+    def call(self, find: FindCall, batch: Any, train: bool, computed: Computed | None) -> LossCall:
         """The graph for a batch, the module's inputs, and the loss of its output."""
-        halves = halving(batch, self.graphs, train, computed)
-        mode, rolled, _ = halves.call
+        found = find(batch, self.graphs, train, computed)
+        mode, rolled, _ = found.call
         assert rolled is not None
         if mode is not self.graphs.modes[train]:
             self._check_places(mode, rolled)
-        return halves
+        return found
 
     def shapes(
-        self, halving: Halving, batch: Any, train: bool, computed: Computed | None
+        self, find: FindCall, batch: Any, train: bool, computed: Computed | None
     ) -> tuple[Mode, LoopedGraph, dict[str, Any]]:
         """As `call`, with the shapes of the inputs: nothing of the loss is computed."""
         graphs: list[tuple[Mode, LoopedGraph]] = []
 
         def inputs(batch: Any) -> dict[str, Any]:
-            mode, rolled, found = self.call(halving, batch, train, computed).call
+            mode, rolled, found = self.call(find, batch, train, computed).call
             assert rolled is not None
             graphs.append((mode, rolled))
             return found
@@ -264,7 +264,7 @@ def _link_names(rolled: LoopedGraph) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _layer(chain: Chain, index: int, halving: Halving) -> Layer:
+def _layer(chain: Chain, index: int, find: FindCall) -> Layer:
     """A link that is computed once."""
     name = chain.links[index]
     buffers = [leaf for leaf in chain.buffers if chain.owner[leaf] == name]
@@ -272,11 +272,11 @@ def _layer(chain: Chain, index: int, halving: Halving) -> Layer:
 
     def apply(params: Any, x: Any, ctx: Context) -> Any:
         computed = chain.told(x, ctx) if index else chain.first_dtype(params, ctx)
-        halves = chain.call(halving, ctx.batch, ctx.train, computed)
-        mode, rolled, env = halves.call
+        found = chain.call(find, ctx.batch, ctx.train, computed)
+        mode, rolled, env = found.call
         assert rolled is not None
         part = rolled.parts[index]
-        assert isinstance(part, Part)
+        assert isinstance(part, Straight)
         state = ctx.buffers if buffers else {}
         env.update(rolled.known_sizes(mode.sizes(env)))
         env.update(mode.constants)
@@ -293,11 +293,11 @@ def _layer(chain: Chain, index: int, halving: Halving) -> Layer:
             assert isinstance(before, Loop)
             env.update(x["shared"])
             env.update({given: x["carry"][place] for given, place in before.ends.items()})
-        _evaluated(part, rolled, halves.logits if last else (), env, ctx.rng)
+        _evaluated(part, rolled, found.logits if last else (), env, ctx.rng)
         written = {leaf: rolled.updates[leaf] for leaf in buffers if leaf in rolled.updates}
         new = {**state, **in_own_dtypes(fill(written, env), state)}
         if last:
-            out = halves.finish(fill(list(rolled.outputs), env))
+            out = found.finish(fill(list(rolled.outputs), env))
         else:
             loop = rolled.parts[index + 1]
             assert isinstance(loop, Loop)
@@ -316,7 +316,7 @@ def _layer(chain: Chain, index: int, halving: Halving) -> Layer:
 
 
 def _evaluated(
-    part: Part, rolled: LoopedGraph, logits: Collection[int], env: dict[str, Any], rng: Any
+    part: Straight, rolled: LoopedGraph, logits: Collection[int], env: dict[str, Any], rng: Any
 ) -> None:
     """Adds what a part computes to `env`; for logits that only a loss reads, their `Head`."""
     every = [*rolled.outputs, *rolled.updates.values()]
@@ -335,7 +335,7 @@ def _evaluated(
     env.update(heads)
 
 
-def _stack(chain: Chain, index: int, halving: Halving) -> Stack:
+def _stack(chain: Chain, index: int, find: FindCall) -> Stack:
     """A link of equal layers."""
     name = chain.links[index]
     buffers = [leaf for leaf in chain.buffers if chain.owner[leaf] == name]
@@ -343,7 +343,7 @@ def _stack(chain: Chain, index: int, halving: Halving) -> Stack:
 
     def apply(params: Any, x: Any, ctx: Context) -> Any:
         computed = chain.told(x, ctx)
-        mode, rolled, shapes = chain.shapes(halving, ctx.batch, ctx.train, computed)
+        mode, rolled, shapes = chain.shapes(find, ctx.batch, ctx.train, computed)
         loop = rolled.parts[index]
         assert isinstance(loop, Loop)
         state = ctx.buffers if stateful else {}

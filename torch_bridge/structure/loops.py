@@ -1,4 +1,4 @@
-"""A graph whose equal blocks are loops: plain parts and loops in turns, as one chain.
+"""A graph whose equal blocks are loops: straight parts and loops in turns, as one chain.
 
 Every part is a function of the values it reads, so that the same parts serve two callers: `run`
 evaluates the whole graph inside any JAX function, with each loop a `jax.lax.scan`; `chain` makes
@@ -27,8 +27,8 @@ Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Part:
-    """Steps that are computed once."""
+class Straight:
+    """Ops outside of loops, which are computed once."""
 
     ops: tuple[Instruction, ...]
 
@@ -123,16 +123,16 @@ class Loop:
 
 @dataclass(frozen=True)
 class LoopedGraph:
-    """One mode's graph as parts and loops, beginning and ending with a part.
+    """One mode's graph as straight parts and loops, beginning and ending with a straight one.
 
     Attributes:
-        parts: in order; between two loops there is always a part, perhaps an empty one.
+        parts: in order; between two loops there is always a straight one, perhaps an empty one.
         outputs: the module's output leaves.
         updates: buffers outside of loops that are written, by leaf name.
         sizes: for each size that an op reads, its expression.
     """
 
-    parts: tuple[Part | Loop, ...]
+    parts: tuple[Straight | Loop, ...]
     outputs: tuple[Any, ...]
     updates: Mapping[str, Any]
     sizes: Mapping[str, Any]
@@ -161,7 +161,7 @@ class LoopedGraph:
         updates: dict[str, Any] = {}
         number = 0
         for part in self.parts:
-            if isinstance(part, Part):
+            if isinstance(part, Straight):
                 evaluate(part.ops, env, fold(rng, number))
             else:
                 updates |= _scan(part, env, leaves, rng, number)
@@ -179,7 +179,7 @@ class LoopedGraph:
         """The same graph with every op changed."""
         parts = tuple(
             replace(part, ops=tuple(map(change, part.ops)))
-            if isinstance(part, Part)
+            if isinstance(part, Straight)
             else replace(part, body=tuple(map(change, part.body)))
             for part in self.parts
         )
@@ -243,16 +243,16 @@ def roll(trace: Trace, loops: Sequence[Loop], names: Names) -> LoopedGraph:
         NotAChain: a loop needs values that depend on itself or on a later one.
     """
     place = _places(trace, loops)
-    parts: list[Part | Loop] = []
+    parts: list[Straight | Loop] = []
     for number in range(len(loops) + 1):
         within = loops[number].covers if number < len(loops) else frozenset()
         ops = [s for s in trace.ops if place[s.name] == number and s.name not in within]
-        parts += [Part(alone(ops)), *loops[number : number + 1]]
+        parts += [Straight(alone(ops)), *loops[number : number + 1]]
     inside = names.place_of()
     updates = {leaf: value for leaf, value in trace.updates.items() if leaf not in inside}
     used = set(refs((trace.graph.outputs, updates)))
     for part in parts:
-        inner = part.ops if isinstance(part, Part) else part.body
+        inner = part.ops if isinstance(part, Straight) else part.body
         used.update(refs([(op.args, op.kwargs) for op in inner]))
     known = {name: trace.known[name].size for name in sorted(used) if name in trace.known}
     sizes = {name: size for name, size in known.items() if size is not None}

@@ -1,8 +1,8 @@
-"""A loss as two halves: what it does before it calls `forward`, and what it does after.
+"""The one call of `forward` in a loss: what it is given, and what follows from its results.
 
 The loss is traced once, with an operation of its own where `forward` is called. What that operation
 reads is what the module is called with; what depends on its results is the loss proper. Neither
-half runs what belongs to the other only.
+runs what belongs to the other only.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from torch_bridge.structure.unread import (
 
 
 Loss = Callable[..., Any]
-# `(batch, graphs, train, dtype) -> Halves`.
-Halving = Callable[[Any, Graphs, bool, Any], "Halves"]
+# `(batch, graphs, train, dtype) -> LossCall`.
+FindCall = Callable[[Any, Graphs, bool, Any], "LossCall"]
 
 
 class NotOneCallError(ConversionError):
@@ -53,8 +53,8 @@ _REMEDY = (
 
 
 @dataclass(frozen=True)
-class Halves:
-    """A traced loss.
+class LossCall:
+    """A traced loss, taken apart at its call of `forward`.
 
     Attributes:
         call: the graph that runs, and its inputs: what the loss calls `forward` with.
@@ -70,8 +70,8 @@ class Halves:
     unread: frozenset[str] = frozenset()
 
 
-def halve(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -> Halves:
-    """Trace a loss, and find its halves.
+def find_call(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -> LossCall:
+    """Trace a loss, and find its call of `forward`.
 
     Args:
         loss: `loss(forward, batch)`, which calls `forward` once.
@@ -136,7 +136,7 @@ def halve(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -> Ha
         unread = unread_parameters(call.mode, closed, place.outvars, num_values(shapes)) & learns
         warn_of_unread(unread)
     given_call = call._replace(inputs={**call.inputs, **inputs})
-    return Halves(given_call, finish, frozenset(logits), frozenset(unread))
+    return LossCall(given_call, finish, frozenset(logits), frozenset(unread))
 
 
 def _is_logits(closed: Any, var: Any) -> bool:
@@ -156,26 +156,26 @@ def predicted(
     graphs: Graphs,
     train: bool,
     dtype: Any,
-) -> Halves:
-    """As `halve`, with the module's own output in place of the loss.
+) -> LossCall:
+    """As `find_call`, with the module's own output in place of the loss.
 
     Args:
         loss: `loss(forward, batch)`; what it calls `forward` with is wanted of it.
         told: whether that was said (`inputs=`), and is not the user's loss.
         outputs: what of the module's output is wanted.
-        batch: as for `halve`.
+        batch: as for `find_call`.
         graphs: likewise.
         train: likewise.
         dtype: likewise.
 
     Returns:
-        Halves of which the second gives the arrays in what `outputs` gives; else nothing.
+        A call of which `finish` gives the arrays in what `outputs` gives; else nothing.
 
     Raises:
         ConversionError: the loss does not say what the module is called with, or there is no array.
     """
     try:
-        halves = halve(loss, batch, graphs, train, dtype)
+        one = find_call(loss, batch, graphs, train, dtype)
     except NotOneCallError as error:
         raise ConversionError(
             f"predict_step: no single call of forward gives the outputs: {error}\n{_INPUTS}"
@@ -191,7 +191,7 @@ def predicted(
         ) from error
 
     def finish(leaves: Sequence[Any]) -> Any:
-        found = outputs(build_output(halves.call.mode.out_spec, list(leaves)))
+        found = outputs(build_output(one.call.mode.out_spec, list(leaves)))
         arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, found)
         if not jax.tree.leaves(arrays):
             raise ConversionError(
@@ -199,7 +199,7 @@ def predicted(
             )
         return arrays
 
-    return replace(halves, finish=finish, logits=frozenset())
+    return replace(one, finish=finish, logits=frozenset())
 
 
 def _avals(call: Call) -> tuple[Any, ...]:

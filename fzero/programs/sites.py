@@ -4,7 +4,7 @@ A compiled program has one set of devices. The leaves of a pipeline's state have
 lives with the stage that uses it. Here a function of all of them (an optimizer's update, say) is
 traced once, and its operations are divided: each runs where its operands are. What is computed from
 small replicated values alone runs wherever it is needed. Only small values, such as the sums behind
-a global norm, move between places; an operation that would need large arrays of two places is
+a global norm, move between sites; an operation that would need large arrays of two sites is
 refused.
 """
 
@@ -27,13 +27,13 @@ from fzero.programs.jaxprs import Op, Program, Var, run_ops
 from fzero.tree import PyTree
 
 
-# Values of up to so many elements may move between places.
+# Values of up to so many elements may move between sites.
 SMALL = 4096
 
 Devices = tuple[Any, ...]
 
 
-class Place(NamedTuple):
+class Site(NamedTuple):
     """Where an operation runs.
 
     Attributes:
@@ -53,10 +53,10 @@ def devices_of(sharding: NamedSharding) -> Devices:
 
 @dataclass
 class Section:
-    """What one place computes at once.
+    """What one site computes at once.
 
     Args:
-        mesh: the place.
+        mesh: the site.
         ops: the operations, in order.
         reads: values from outside.
         gives: values needed elsewhere, later or by the caller.
@@ -71,12 +71,12 @@ class Section:
 
 @dataclass(frozen=True)
 class _Where:
-    place: Place | None  # None: from small replicated values alone, so anywhere
+    site: Site | None  # None: from small replicated values alone, so anywhere
     turn: int
 
 
 class Labels(NamedTuple):
-    """What is computed together, of one place: leaves with equal labels.
+    """What is computed together, of one site: leaves with equal labels.
 
     Args:
         given: a label for each leaf of the arguments.
@@ -108,12 +108,12 @@ class PlacedFunction:
         out_shardings: takes the outputs' shapes and gives a `NamedSharding` for each.
         everywhere: mesh of all devices.
         donate: indices of arguments whose memory may be reused.
-        labels: what is computed together; all of a place, if not given.
+        labels: what is computed together; all of a site, if not given.
         what: what the function is, for messages.
         compiler_options: of every program.
 
     Raises:
-        StateError: an operation needs large arrays of two places.
+        StateError: an operation needs large arrays of two sites.
     """
 
     def __init__(
@@ -170,17 +170,17 @@ class PlacedFunction:
             self.shardings[var] = sharding
             anywhere = devices == whole and sharding.is_fully_replicated and _small(var)
             anywhere = anywhere and not label
-            self.where[var] = _Where(None if anywhere else Place(devices, label), 0)
+            self.where[var] = _Where(None if anywhere else Site(devices, label), 0)
         for var in self.program.consts:
             self.where[var] = _Where(None, 0)
 
     def _place_steps(self) -> None:
         for op in self.program.ops:
             at = [self.where[x] for x in op.reads()]
-            place = self._place_of(op)
-            turn = max((w.turn + (w.place not in (place, None)) for w in at), default=0)
+            site = self._site_of(op)
+            turn = max((w.turn + (w.site not in (site, None)) for w in at), default=0)
             for var in op.results:
-                self.where[var] = _Where(place, turn)
+                self.where[var] = _Where(site, turn)
         self._sink()
 
     def _sink(self) -> None:
@@ -195,31 +195,31 @@ class PlacedFunction:
                 continue
             where = self.where[op.results[0]]
             later = [at for var in op.results for at in readers.get(var, [])]
-            if later and where.place is not None and {at.place for at in later} == {where.place}:
-                where = _Where(where.place, min(at.turn for at in later))
+            if later and where.site is not None and {at.site for at in later} == {where.site}:
+                where = _Where(where.site, min(at.turn for at in later))
                 self.where.update(dict.fromkeys(op.results, where))
             for var in op.reads():
                 readers.setdefault(var, []).append(where)
 
-    def _place_of(self, op: Op) -> Place | None:
+    def _site_of(self, op: Op) -> Site | None:
         """Where the largest operand is; nowhere in particular if small ones come from several.
 
         What needs large arrays with several labels has none: it is computed from all at once.
         """
-        places = {x: self.where[x].place for x in op.reads() if self.where[x].place is not None}
+        sites = {x: self.where[x].site for x in op.reads() if self.where[x].site is not None}
         bound = self._bound(op)
         if bound is not None:
-            places = {x: p for x, p in places.items() if p is not None and p.devices == bound}
-        large = {place for x, place in places.items() if place is not None and not _small(x)}
-        if len({place.devices for place in large}) > 1:
+            sites = {x: p for x, p in sites.items() if p is not None and p.devices == bound}
+        large = {site for x, site in sites.items() if site is not None and not _small(x)}
+        if len({site.devices for site in large}) > 1:
             raise StateError(self._explain(op))
         if len(large) > 1:
-            return Place(large.pop().devices, "")
-        most = max((_size(x) for x in places), default=0)
-        largest = {place for x, place in places.items() if _size(x) == most}
+            return Site(large.pop().devices, "")
+        most = max((_size(x) for x in sites), default=0)
+        largest = {site for x, site in sites.items() if _size(x) == most}
         if len(largest) == 1:
             return largest.pop()
-        return None if bound is None else Place(bound, "")
+        return None if bound is None else Site(bound, "")
 
     def _bound(self, op: Op) -> Devices | None:
         """The devices of an operation that names them."""
@@ -245,15 +245,15 @@ class PlacedFunction:
         )
 
     def _divide(self, wanted: Sequence[NamedSharding], labels: Sequence[str]) -> None:
-        """Makes one program per place and turn."""
-        sections: dict[tuple[Place, int], Section] = {}
+        """Makes one program per site and turn."""
+        sections: dict[tuple[Site, int], Section] = {}
         maker = {var: op for op in self.program.ops for var in op.results}
         order = {id(op): i for i, op in enumerate(self.program.ops)}
 
-        def section(place: Place, turn: int) -> Section:
-            return sections.setdefault((place, turn), Section(self.meshes[place.devices]))
+        def section(site: Site, turn: int) -> Section:
+            return sections.setdefault((site, turn), Section(self.meshes[site.devices]))
 
-        def give(var: Var, by: Section, key: tuple[Place, int]) -> None:
+        def give(var: Var, by: Section, key: tuple[Site, int]) -> None:
             """Adds a value, and everything it takes, to a section."""
             if var not in by.gives:
                 by.gives.append(var)
@@ -264,7 +264,7 @@ class PlacedFunction:
                     continue
                 seen.add(x)
                 at, op = self.where[x], maker.get(x)
-                here = op is not None and (at.place is None or (at.place, at.turn) == key)
+                here = op is not None and (at.site is None or (at.site, at.turn) == key)
                 if here:
                     assert op is not None
                     seen.update(op.results)
@@ -273,20 +273,20 @@ class PlacedFunction:
                     continue
                 by.reads.append(x)
                 if op is not None:
-                    assert at.place is not None
-                    give(x, section(at.place, at.turn), (at.place, at.turn))
+                    assert at.site is not None
+                    give(x, section(at.site, at.turn), (at.site, at.turn))
 
         self.outputs = list(zip(self.program.outputs, wanted, strict=True))
         for (var, sharding), label in zip(self.outputs, labels, strict=True):
             if not isinstance(var, Var) or var not in maker:
                 continue
-            place, turn = self.where[var].place, self.where[var].turn
-            if place is None:
-                place = Place(devices_of(sharding), label)
-                self.meshes.setdefault(place.devices, sharding.mesh)
-            if place.devices == devices_of(sharding):
+            site, turn = self.where[var].site, self.where[var].turn
+            if site is None:
+                site = Site(devices_of(sharding), label)
+                self.meshes.setdefault(site.devices, sharding.mesh)
+            if site.devices == devices_of(sharding):
                 self.shardings.setdefault(var, sharding)
-            give(var, section(place, turn), (place, turn))
+            give(var, section(site, turn), (site, turn))
         self.sections = [sections[key] for key in sorted(sections, key=lambda k: k[1])]
         for one in self.sections:
             one.ops.sort(key=lambda op: order[id(op)])
@@ -373,7 +373,7 @@ class PlacedFunction:
         return jax.tree.unflatten(self.out_tree, out)
 
     def lowered(self) -> list[tuple[Mesh, Any]]:
-        """Its programs, each with its place, lowered for the shapes that it was made for."""
+        """Its programs, each with its site, lowered for the shapes that it was made for."""
 
         def shape(var: Var, mesh: Mesh) -> jax.ShapeDtypeStruct:
             to = self.shardings.get(var)
