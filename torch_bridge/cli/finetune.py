@@ -9,7 +9,12 @@ import typer
 
 from fzero.cli import command_app
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.grouped import grouped
+from torch_bridge.cli.grouped import (
+    Grouped,
+    of_adapters,
+    of_model_and_data,
+    of_validation,
+)
 from torch_bridge.cli.options import (
     BatchOption,
     ClipOption,
@@ -41,7 +46,7 @@ LR = 2e-4
 
 DocumentsOption = Annotated[
     list[str] | None,
-    typer.Option(
+    of_model_and_data(
         "--data",
         help='JSONL with "messages", "prompt" and "completion", or "text"; or folders that '
         "datasets wrote. Once for each.",
@@ -50,53 +55,44 @@ DocumentsOption = Annotated[
 ]
 EvalDocumentsOption = Annotated[
     list[str] | None,
-    typer.Option(help="The same to validate with.  [default: every twentieth document]"),
+    of_validation(help="The same to validate with.  [default: every twentieth document]"),
 ]
 LoraOption = Annotated[
-    int | None, typer.Option(help="Rank of adapters; without it all parameters are trained.")
+    int | None, of_adapters(help="Rank of adapters; without it all parameters are trained.")
 ]
 TargetsOption = Annotated[
     list[str] | None,
-    typer.Option(
+    of_adapters(
         help="Layers with an adapter, by the end of their names (once for each), or "
         "all-linear.  [default: all-linear]",
         show_default=False,
     ),
 ]
 AlphaOption = Annotated[
-    float | None, typer.Option(help="Adapters count alpha / rank.  [default: twice the rank]")
+    float | None, of_adapters(help="Adapters count alpha / rank.  [default: twice the rank]")
 ]
-DropoutOption = Annotated[float, typer.Option(help="Of what adapters see.")]
+DropoutOption = Annotated[float, of_adapters(help="Of what adapters see.")]
 BaseOption = Annotated[
     str | None,
-    typer.Option(
+    of_adapters(
         help="What frozen weights are kept in: fp32, bf16, nf4, nf4-double, int8. [as --precision]"
     ),
 ]
-RowOption = Annotated[int, typer.Option(help="Tokens of a row.")]
+RowOption = Annotated[int, of_model_and_data(help="Tokens of a row.")]
 PackOption = Annotated[
-    bool, typer.Option("--pack/--no-pack", help="Several documents in a row, each alone.")
+    bool, of_model_and_data("--pack/--no-pack", help="Several documents in a row, each alone.")
 ]
 TooLongOption = Annotated[
-    str, typer.Option(help="What becomes of documents longer than a row: error, cut or skip.")
+    str, of_model_and_data(help="What becomes of documents longer than a row: error, cut or skip.")
 ]
 TemplateOption = Annotated[
-    str | None, typer.Option(help="A file with a chat template; else the tokenizer's own.")
+    str | None, of_model_and_data(help="A file with a chat template; else the tokenizer's own.")
 ]
 
 app = command_app()
 
 
-@app.command(
-    cls=grouped(
-        Model_and_data="model data seq pack too_long template",
-        Adapters="lora targets alpha dropout base",
-        Training="steps batch lr clip seed",
-        Plan="plan plan_set zero microbatches precision devices",
-        Validation="eval_data eval_every",
-        Results="out overwrite log save_every resume",
-    )
-)
+@app.command(cls=Grouped)
 def finetune(
     context: typer.Context,
     out: OutOption,
@@ -146,20 +142,11 @@ def finetune(
     raise typer.Exit(runs.train(settings, Tuning(settings.data, settings.lora)))
 
 
-# The flags of the sections of a run's file.
-_SECTIONS = {
-    "run": ("model", "steps", "batch", "lr", "devices", "eval_every", "seed", "save_every"),
-    "data": ("seq", "pack", "too_long", "template", "data", "eval_data"),
-    "lora": ("lora", "targets", "alpha", "dropout", "base"),
-    "plan": ("zero", "microbatches", "precision", "clip"),
-}
-
-
 def _settings(given: dict[str, Any]) -> TrainSettings:
     """The run, from flags and a file."""
     if given["targets"] == ["all-linear"]:
         given["targets"] = "all-linear"
-    sections = sections_of(given, _SECTIONS)
+    sections = sections_of(given, data=RowSettings, lora=LoraSettings)
     rows, adapter = (dict(sections[name]) for name in ("data", "lora"))
     if sections["run"].get("verify"):
         raise CommandError(

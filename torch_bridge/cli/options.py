@@ -8,6 +8,15 @@ from typing import Annotated
 
 import typer
 
+from torch_bridge.cli.grouped import (
+    MODEL_AND_DATA,
+    of_model_and_data,
+    of_plan,
+    of_results,
+    of_training,
+    of_validation,
+)
+
 
 class Precision(StrEnum):
     """What the model computes in; the parameters that are trained and written are always fp32."""
@@ -27,7 +36,7 @@ class Gather(StrEnum):
 
 TrainedModelOption = Annotated[
     str | None,
-    typer.Option(
+    of_model_and_data(
         "--model",
         help="hf:DIR (config.json, with or without weights), hf:CONFIG.json (random weights from "
         "the seed), or path/to/file.py:factory, a function that returns a torch.nn.Module.",
@@ -36,7 +45,7 @@ TrainedModelOption = Annotated[
 ]
 DataOption = Annotated[
     list[str] | None,
-    typer.Option(
+    of_model_and_data(
         "--data",
         help="Text files, any number of them, or stdlib: the source of this Python's own "
         "standard library.  [default: stdlib]",
@@ -45,58 +54,63 @@ DataOption = Annotated[
 ]
 MoreData = Annotated[
     list[str] | None,
-    typer.Argument(metavar="PATH", help="Further files of --data.", show_default=False),
+    typer.Argument(
+        rich_help_panel=MODEL_AND_DATA,
+        metavar="PATH",
+        help="Further files of --data.",
+        show_default=False,
+    ),
 ]
 DevicesOption = Annotated[
     int | None,
-    typer.Option(help="Devices the state is sharded over; on a CPU, virtual ones.  [default: all]"),
+    of_plan(help="Devices the state is sharded over; on a CPU, virtual ones.  [default: all]"),
 ]
-ZeroOption = Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")]
+ZeroOption = Annotated[int, of_plan(min=0, max=3, help="ZeRO stage.")]
 GatherOption = Annotated[
     Gather,
-    typer.Option(
+    of_plan(
         help="Stages 1 and 2 gather updated parameters at the end of a step, or layer by layer in "
         "the next one's forward pass."
     ),
 ]
-OutOption = Annotated[Path, typer.Option(help="Directory to write; must be empty or not exist.")]
-StepsOption = Annotated[int, typer.Option(help="Optimizer steps.")]
+OutOption = Annotated[Path, of_results(help="Directory to write; must be empty or not exist.")]
+StepsOption = Annotated[int, of_training(help="Optimizer steps.")]
 BatchOption = Annotated[
-    int, typer.Option(help="Sequences per step, over all devices and microbatches.")
+    int, of_model_and_data(help="Sequences per step, over all devices and microbatches.")
 ]
-SeqOption = Annotated[int, typer.Option(help="Tokens per sequence.")]
+SeqOption = Annotated[int, of_model_and_data(help="Tokens per sequence.")]
 LrOption = Annotated[
     float,
-    typer.Option(help="Peak learning rate: 5 % of the steps lead up to it, then a cosine down."),
+    of_training(help="Peak learning rate: 5 % of the steps lead up to it, then a cosine down."),
 ]
 MicrobatchesOption = Annotated[
-    int, typer.Option(help="Pieces a batch is cut into on each device, to save memory.")
+    int, of_plan(help="Pieces a batch is cut into on each device, to save memory.")
 ]
-PrecisionOption = Annotated[Precision, typer.Option(help="What forward and backward compute in.")]
+PrecisionOption = Annotated[Precision, of_plan(help="What forward and backward compute in.")]
 ClipOption = Annotated[
-    float | None, typer.Option(help="Clips the global gradient norm to at most this.")
+    float | None, of_plan(help="Clips the global gradient norm to at most this.")
 ]
 EvalEveryOption = Annotated[
     int,
-    typer.Option(min=0, help="Steps between validations; 0: only before the first, at the end."),
+    of_validation(min=0, help="Steps between validations; 0: only before the first, at the end."),
 ]
 SeedOption = Annotated[
-    int, typer.Option(min=0, help="Of random weights, the order of the data, and dropout.")
+    int, of_training(min=0, help="Of random weights, the order of the data, and dropout.")
 ]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what --out holds.")]
+OverwriteOption = Annotated[bool, of_results("--overwrite", help="Replace what --out holds.")]
 SaveEveryOption = Annotated[
     int,
-    typer.Option(
+    of_results(
         min=0, help="Steps between checkpoints to resume from; 0: only when Ctrl-C ends the run."
     ),
 ]
 ResumeOption = Annotated[
     bool,
-    typer.Option("--resume", help="Go on from --out's newest checkpoint, with the same flags."),
+    of_results("--resume", help="Go on from --out's newest checkpoint, with the same flags."),
 ]
 LogOption = Annotated[
     list[str] | None,
-    typer.Option(
+    of_results(
         "--log",
         help="Where figures go besides metrics.jsonl: tensorboard or wandb, if installed.",
         show_default=False,
@@ -104,7 +118,7 @@ LogOption = Annotated[
 ]
 PlanOption = Annotated[
     Path | None,
-    typer.Option(
+    of_plan(
         "--plan",
         help="A run in TOML or JSON: [run], [data], [plan] (any field of fz.Plan), [optimizer] and "
         "[schedule] (an optax function's name and arguments). Flags go before it.",
@@ -113,5 +127,5 @@ PlanOption = Annotated[
 ]
 PlanSetOption = Annotated[
     list[str] | None,
-    typer.Option("--plan-set", help="A field of the plan, over all else: pipe=4."),
+    of_plan("--plan-set", help="A field of the plan, over all else: pipe=4."),
 ]

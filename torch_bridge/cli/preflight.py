@@ -8,7 +8,15 @@ from typing import Annotated
 import typer
 
 from fzero.cli import command_app
-from torch_bridge.cli.grouped import grouped
+from torch_bridge.cli.grouped import (
+    MORE_PLANS,
+    Grouped,
+    of_devices,
+    of_model_and_data,
+    of_more_plans,
+    of_plan,
+    of_results,
+)
 from torch_bridge.cli.options import (
     BatchOption,
     ClipOption,
@@ -26,7 +34,7 @@ from torch_bridge.cli.settings import BATCH
 
 ModelOption = Annotated[
     str,
-    typer.Option(
+    of_model_and_data(
         "--model",
         help="hf:DIR or hf:CONFIG.json (weights are never read), or path/to/file.py:factory, a "
         "function that returns a torch.nn.Module, or a pair of an fzero Model and a function of "
@@ -35,76 +43,70 @@ ModelOption = Annotated[
 ]
 TopologyOption = Annotated[
     str,
-    typer.Option(
+    of_devices(
         help="GPUs, which need not be here: h200:8 (8 in a host), h100:8x8 (8 hosts of 8); "
         "a100-40, a100-80, h100, h200, b200; or cpu:8."
     ),
 ]
 DataOption = Annotated[
-    int | None, typer.Option(help="Devices in a sharding group.  [default: all that remain]")
+    int | None, of_plan(help="Devices in a sharding group.  [default: all that remain]")
 ]
-ReplicaOption = Annotated[int, typer.Option(help="Sharding groups (hybrid sharding).")]
-PipeOption = Annotated[int, typer.Option(help="Ranks of a pipeline.")]
-ScheduleOption = Annotated[str | None, typer.Option(help="The pipeline's schedule.")]
+ReplicaOption = Annotated[int, of_plan(help="Sharding groups (hybrid sharding).")]
+PipeOption = Annotated[int, of_plan(help="Ranks of a pipeline.")]
+ScheduleOption = Annotated[str | None, of_plan(help="The pipeline's schedule.")]
 RematOption = Annotated[
     str | None,
-    typer.Option(help="What a stack keeps: none (all), dots or layer; by memory if not said."),
+    of_plan(help="What a stack keeps: none (all), dots or layer; by memory if not said."),
 ]
 ReduceOption = Annotated[
     str,
-    typer.Option(
+    of_plan(
         help="When gradients are reduced: after each microbatch, or once a step (ZeRO-0 and 1)."
     ),
 ]
 ReduceDtypeOption = Annotated[
     str | None,
-    typer.Option(help="What gradients are added in over devices: fp32.  [default: the precision]"),
+    of_plan(help="What gradients are added in over devices: fp32.  [default: the precision]"),
 ]
 GatherDtypeOption = Annotated[
-    str | None, typer.Option(help="What ZeRO-3 gathers send: int8.  [default: the precision]")
+    str | None, of_plan(help="What ZeRO-3 gathers send: int8.  [default: the precision]")
 ]
 SecondaryOption = Annotated[
     str | None,
-    typer.Option(
-        help="Neighbours that keep layers for the backward pass (ZeRO-3): host, or a number."
-    ),
+    of_plan(help="Neighbours that keep layers for the backward pass (ZeRO-3): host, or a number."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonOption = Annotated[bool, of_results("--json", help="Print JSON.")]
 HtmlOption = Annotated[
-    Path | None, typer.Option(help="Write a report there: one page that needs nothing else.")
+    Path | None, of_results(help="Write a report there: one page that needs nothing else.")
 ]
 ExplainOption = Annotated[
     bool,
-    typer.Option("--explain", help="Try plans against the three largest costs; print them ranked."),
+    of_more_plans(
+        "--explain", help="Try plans against the three largest costs; print them ranked."
+    ),
 ]
 RatesOption = Annotated[
     Path | None,
-    typer.Option(help="JSON of fz.Rates' fields that differ from the GPU's own, flops_share say."),
+    of_devices(help="JSON of fz.Rates' fields that differ from the GPU's own, flops_share say."),
 ]
 SweepOption = Annotated[
     list[str] | None,
-    typer.Option(help="Plans to try: zero=0,1,2,3 data=8 pipe=1,2,4 remat=layer,dots."),
+    of_more_plans(help="Plans to try: zero=0,1,2,3 data=8 pipe=1,2,4 remat=layer,dots."),
 ]
 MoreSweep = Annotated[
-    list[str] | None, typer.Argument(metavar="FIELD=VALUES", help="Further words of --sweep.")
+    list[str] | None,
+    typer.Argument(
+        rich_help_panel=MORE_PLANS, metavar="FIELD=VALUES", help="Further words of --sweep."
+    ),
 ]
 MeasureOption = Annotated[
-    bool, typer.Option("--measure", help="Run the step on devices that are here; print both.")
+    bool, of_devices("--measure", help="Run the step on devices that are here; print both.")
 ]
 
 app = command_app()
 
 
-@app.command(
-    cls=grouped(
-        Model_and_batch="model batch seq",
-        Plan="zero data replica pipe schedule microbatches remat precision clip gather reduce"
-        " reduce_dtype gather_dtype secondary",
-        Devices="topology rates measure",
-        More_plans="sweep more_sweep explain",
-        Results="as_json html",
-    )
-)
+@app.command(cls=Grouped)
 def preflight(
     model: ModelOption,
     topology: TopologyOption = "h200:8",

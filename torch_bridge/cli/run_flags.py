@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import fields
 from enum import Enum
 from typing import Any
 
 from torch_bridge.cli.errors import CommandError
-from torch_bridge.cli.plan_file import SECTIONS, Sections, read_run, set_fields
+from torch_bridge.cli.plan_file import PLAN, RUN, SECTIONS, Sections, read_run, set_fields
 from torch_bridge.cli.settings import DataSettings, TrainSettings
 from torch_bridge.cli.tuning_settings import LoraSettings, RowSettings
 
@@ -18,26 +19,25 @@ _FIELDS = {
 }  # fmt: skip
 
 
-def sections_of(given: Mapping[str, Any], flags: Mapping[str, Sequence[str]]) -> Sections:
+def sections_of(given: Mapping[str, Any], **own: type[Any]) -> Sections:
     """A run's sections: defaults, below the file, below flags that were given, below --plan-set.
 
     Args:
         given: the arguments of the command, by name; `context` among them says which were given.
-        flags: the names of those that belong to each section.
+        own: the dataclasses of the sections that this command has besides run and plan.
 
     Raises:
         CommandError: the file cannot be read, or sets what is unknown.
     """
-    own = {name: [_FIELDS.get(flag, flag) for flag in names] for name, names in flags.items()}
-    own["data"] = [*dict.fromkeys(["sources", *own["data"]])]
-    file = given["plan"]
-    sections = {name: {} for name in SECTIONS} if file is None else read_run(file, own)
-    for name, names in flags.items():
-        for flag in names:
-            source = given["context"].get_parameter_source(flag)
-            field, value = _FIELDS.get(flag, flag), given[flag]
-            if field not in sections[name] or getattr(source, "name", "") == "COMMANDLINE":
-                sections[name][field] = value.value if isinstance(value, Enum) else value
+    known = {name: tuple(field.name for field in fields(of)) for name, of in own.items()}
+    file, context = given["plan"], given["context"]
+    sections = {name: {} for name in SECTIONS} if file is None else read_run(file, known)
+    for flag in context.params:
+        field, value = _FIELDS.get(flag, flag), given[flag]
+        name = next((n for n, of in {"run": RUN, "plan": PLAN, **known}.items() if field in of), "")
+        told = getattr(context.get_parameter_source(flag), "name", "") == "COMMANDLINE"
+        if name and (told or field not in sections[name]):
+            sections[name][field] = value.value if isinstance(value, Enum) else value
     set_fields(sections, given["plan_set"] or [])
     return sections
 

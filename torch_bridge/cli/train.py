@@ -7,7 +7,10 @@ from typing import Annotated
 import typer
 
 from fzero.cli import command_app
-from torch_bridge.cli.grouped import grouped
+from torch_bridge.cli.grouped import (
+    Grouped,
+    of_validation,
+)
 from torch_bridge.cli.options import (
     BatchOption,
     ClipOption,
@@ -47,26 +50,18 @@ from torch_bridge.cli.settings import (
 
 VerifyOption = Annotated[
     bool,
-    typer.Option(
+    of_validation(
         "--verify", help="At the end, load the result in plain PyTorch and compare; fails if off."
     ),
 ]
 EvalSequencesOption = Annotated[
-    int, typer.Option(help="Validation sequences to score, spread over all of them.")
+    int, of_validation(help="Validation sequences to score, spread over all of them.")
 ]
 
 app = command_app()
 
 
-@app.command(
-    cls=grouped(
-        Model_and_data="model data more_data seq",
-        Training="steps batch lr clip seed",
-        Plan="plan plan_set zero microbatches precision gather devices",
-        Validation="eval_every eval_sequences verify",
-        Results="out overwrite log save_every resume",
-    )
-)
+@app.command(cls=Grouped)
 def train(
     context: typer.Context,
     out: OutOption,
@@ -102,7 +97,7 @@ def train(
     nothing had been.
     """
     given = dict(locals())
-    sections = sections_of(given, _SECTIONS)
+    sections = sections_of(given, data=DataSettings)
     rows = sections["data"]
     told = rows.pop("sources", None)
     named = data is not None or more_data is not None
@@ -112,13 +107,3 @@ def train(
     from torch_bridge.cli import run as runs  # torch takes seconds: after what needs none
 
     raise typer.Exit(runs.pretrain(settings))
-
-
-# The flags of the sections of a run's file.
-_SECTIONS = {
-    "run": (
-        "model", "steps", "batch", "lr", "devices", "eval_every", "seed", "save_every", "verify",
-    ),
-    "data": ("seq", "eval_sequences"),
-    "plan": ("zero", "gather", "microbatches", "precision", "clip"),
-}  # fmt: skip
