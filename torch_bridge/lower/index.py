@@ -99,11 +99,12 @@ def along(x: jax.Array, dim: int, index: Any) -> tuple[Any, ...]:
 
 @register_operator("aten.gather.default")
 def gather(x: jax.Array, dim: int, index: Any, sparse_grad: bool = False) -> jax.Array:
-    return (
-        jnp.asarray(x).at[along(x, dim, _not_negative(index, x.shape[dim]))].get(mode="fill")
-        if x.ndim
-        else x
-    )
+    if not index.size:  # it may have any number of dims
+        return jnp.zeros(index.shape, x.dtype)
+    if not (x.ndim and index.ndim):  # numbers are vectors of one element
+        found = gather(jnp.atleast_1d(x), 0, jnp.atleast_1d(index))
+        return jnp.reshape(found, index.shape)
+    return jnp.asarray(x).at[along(x, dim, _not_negative(index, x.shape[dim]))].get(mode="fill")
 
 
 def _not_negative(index: Any, size: int) -> Any:

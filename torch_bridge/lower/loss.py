@@ -54,7 +54,8 @@ def nll_loss(
 def multilabel_margin_loss_forward(
     x: jax.Array, target: jax.Array, reduction: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Shapes: x and target `(N, C)` or `(C,)`; a row's labels end at its first negative one."""
+    """Shapes: x, target `(N, C)`, `(C,)` or `()`; a row's labels end at its first negative one."""
+    shape, x, target = target.shape, jnp.atleast_1d(x), jnp.atleast_1d(target)
     classes = x.shape[-1]
     listed = jnp.cumprod(target >= 0, -1).astype(bool)
     labels = jnp.where(listed, target, 0)
@@ -64,7 +65,7 @@ def multilabel_margin_loss_forward(
     counts = listed[..., :, None] & ~is_target[..., None, :] & (margins > 0)
     losses = jnp.sum(jnp.where(counts, margins, 0), (-2, -1)) / classes
     losses = jnp.where(jnp.any(listed & (target >= classes), -1), jnp.nan, losses)
-    return _reduce(losses, reduction), is_target.astype(x.dtype)
+    return _reduce(losses, reduction), jnp.reshape(is_target, shape).astype(x.dtype)
 
 
 @register_operator("aten.multilabel_margin_loss.default")

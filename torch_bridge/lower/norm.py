@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,7 +98,7 @@ def group_norm(
 ) -> jax.Array:
     wide = cast(x, accumulation_dtype(x))
     n, c, *spatial = x.shape
-    grouped = jnp.reshape(wide, (n, num_groups, -1))
+    grouped = jnp.reshape(wide, (n, num_groups, math.prod(x.shape[1:]) // num_groups))
     mean, var = _moments(grouped, (2,))
     out = jnp.reshape((grouped - mean) * jax.lax.rsqrt(var + eps), x.shape)
     return _affine(out, weight, bias, (1, c, *(1,) * len(spatial))).astype(x.dtype)
@@ -107,7 +108,7 @@ def group_norm(
 def native_group_norm(
     x: jax.Array, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    rows = jnp.reshape(cast(x, accumulation_dtype(x)), (n, group, -1))
+    rows = jnp.reshape(cast(x, accumulation_dtype(x)), (n, group, c * hxw // group))
     mean, var = _moments(rows, (2,))
     stats = (jnp.squeeze(each, 2).astype(x.dtype) for each in (mean, jax.lax.rsqrt(var + eps)))
     return group_norm(x, group, weight, bias, eps), *stats

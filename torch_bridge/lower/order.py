@@ -105,4 +105,5 @@ def cummin(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
 def aminmax(
     x: jax.Array, *, dim: int | None = None, keepdim: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    return jnp.min(x, axis=dim, keepdims=keepdim), jnp.max(x, axis=dim, keepdims=keepdim)
+    axis = dim if x.ndim else None
+    return jnp.min(x, axis=axis, keepdims=keepdim), jnp.max(x, axis=axis, keepdims=keepdim)

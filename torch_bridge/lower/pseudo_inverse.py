@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from fzero.errors import ConversionError
-from torch_bridge.lower.linalg import svdvals
 from torch_bridge.lower.registry import register_operator
 
 
@@ -29,16 +28,14 @@ def pinv_bounded(
         _refuse_hermitian()
     if atol is None and isinstance(rtol, float):
         return jnp.linalg.pinv(x, rtol=rtol)
-    largest = jax.lax.stop_gradient(svdvals(x)[..., 0] if x.size else jnp.zeros(()))
-    bound = jnp.maximum(0.0 if atol is None else atol, rtol * largest)
-    return _pinv_above(x, bound)
+    return _pinv_above(x, jnp.asarray(0.0 if atol is None else atol), jnp.asarray(rtol))
 
 
 @jax.custom_jvp
-def _pinv_above(x: jax.Array, bound: jax.Array) -> jax.Array:
+def _pinv_above(x: jax.Array, atol: jax.Array, rtol: jax.Array) -> jax.Array:
     """The pseudoinverse from the singular values above a bound; JAX's takes no computed one."""
     u, sizes, vh = jnp.linalg.svd(x, full_matrices=False)
-    kept = sizes > bound[..., None]
+    kept = sizes > jnp.maximum(atol[..., None], rtol[..., None] * sizes[..., :1])
     inverse = jnp.where(kept, 1 / jnp.where(kept, sizes, 1), 0)
     return jnp.conj(vh.mT) @ (inverse[..., None] * jnp.conj(u.mT))
 
@@ -46,8 +43,8 @@ def _pinv_above(x: jax.Array, bound: jax.Array) -> jax.Array:
 @_pinv_above.defjvp
 def _pinv_slopes(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     # G. H. Golub and V. Pereyra, The differentiation of pseudo-inverses, 1973, of constant rank.
-    x, bound = primals
-    p, dx = _pinv_above(x, bound), tangents[0]
+    x, dx = primals[0], tangents[0]
+    p = _pinv_above(*primals)
     ph, dxh = jnp.conj(p.mT), jnp.conj(dx.mT)
     rows, columns = (jnp.eye(n, dtype=x.dtype) for n in x.shape[-2:])
     moved = p @ ph @ dxh @ (rows - x @ p) + (columns - p @ x) @ dxh @ ph @ p

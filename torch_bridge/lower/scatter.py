@@ -148,8 +148,10 @@ def histc(x: jax.Array, bins: int = 100, min: Any = 0, max: Any = 0) -> jax.Arra
     values = jax.lax.stop_gradient(jnp.ravel(x))
     kind = values.dtype
     low, high = jnp.asarray(min, kind), jnp.asarray(max, kind)
-    if min == max:  # torch takes the range from the data then
+    if min == max and values.size:  # torch takes the range from the data then
         low, high = jnp.min(values), jnp.max(values)
+    same = low == high  # and then one to both sides of it
+    low, high = jnp.where(same, low - 1, low), jnp.where(same, high + 1, high)
     if not is_float(values):  # whole numbers: count in float32, whatever the values are
         values, low, high = (cast(v, np.float32) for v in (values, low, high))
     inside = (values >= low) & (values <= high)

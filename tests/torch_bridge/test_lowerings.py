@@ -1,0 +1,142 @@
+"""Operators one by one: whatever PyTorch runs is computed beside it, in JAX, without a conversion.
+
+The samples are those that PyTorch tests itself with. An operator that is made of others is seen as
+those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fzero.errors import ConversionError
+from torch_bridge.lower.features_last import call, in_order
+from torch_bridge.lower.registry import find_lowering
+
+
+# Results that are PyTorch's own affair: scratch space, and vectors of which any sign is right.
+COMPARED = {
+    "aten._embedding_bag_forward_only.default": [0],
+    "aten._linalg_eigh.default": [0],
+    "aten._linalg_svd.default": [1],
+    "aten.log_sigmoid_forward.default": [0],
+}
+# Entries of PyTorch's database, and which of their samples, in the order in which it makes them:
+# those that run what no other test does.
+CHOSEN = """
+_upsample_bilinear2d_aa:3 aminmax:3,4 argmax:2 argmin:2 cholesky_inverse:5 cummin:2 cumsum:2,3
+diagonal_scatter:5 div.trunc_rounding:5 fft.ifft:4 fft.ifftshift:1 fft.rfftn:0 fmax:0 fmin:0
+frexp:1 gather:4,5 histc:4,5 index_copy:0,1 ldexp:3 linalg.eigvals:5 linalg.eigvalsh:4
+linalg.lu_factor_ex:2 linalg.lu_solve:3 linalg.pinv:2 linalg.solve_ex:5 linalg.svd:2 masked.prod:5
+masked.sum:4 masked_scatter:3 median:2 min.reduction_with_dim:3 mode:4 mvlgamma.mvlgamma_p_3:5
+nanmedian:2 native_group_norm:12 native_layer_norm:3 nn.functional.bilinear:5
+nn.functional.group_norm:5 nn.functional.interpolate.bicubic:5 nn.functional.interpolate.linear:5
+nn.functional.interpolate.nearest-exact:4 nn.functional.max_unpool2d:5
+nn.functional.multilabel_margin_loss:0 nn.functional.pixel_shuffle:1 nonzero_static:5 norm.inf:0,3
+ormqr:5 slice:0 slice_scatter:3 special.bessel_y1:2 special.erfcx:2
+special.shifted_chebyshev_polynomial_w:0 trace:0 triangular_solve:1 unfold:0,5
+""".split()  # noqa: SIM905
+# What has no values to compare, or needs a GPU.
+WITHOUT_VALUES = ("empty", "rand", "normal", "dropout", "jiterator", "as_strided", "multinomial")
+SAMPLES, PARTS = 6, 6
+
+
+def entries() -> dict[str, Any]:
+    """PyTorch's database of operators."""
+    from torch.testing._internal.common_methods_invocations import op_db  # takes seconds
+
+    return {
+        entry.name + (entry.variant_test_name and f".{entry.variant_test_name}"): entry
+        for entry in op_db
+        if torch.float32 in entry.dtypes and not any(w in entry.name for w in WITHOUT_VALUES)
+    }
+
+
+def to_jax(x: Any) -> Any:
+    return jnp.asarray(to_numpy(x)) if isinstance(x, torch.Tensor) else x
+
+
+def to_numpy(x: torch.Tensor) -> np.ndarray:
+    return np.asarray(x.detach().resolve_conj().resolve_neg().contiguous().numpy())
+
+
+class InJax(TorchDispatchMode):
+    """Computes each operator that has a lowering in JAX, too, and compares.
+
+    Attributes:
+        seen: the operators that were compared.
+        refused: those that were refused by name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.refused: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, lowering = str(func), find_lowering(str(func))
+        if lowering is None or lowering.draws or any(w in name for w in WITHOUT_VALUES):
+            return func(*args, **(kwargs or {}))
+        given = pytree.tree_map(to_jax, (args, kwargs or {}))  # before PyTorch writes into them
+        expected = func(*args, **(kwargs or {}))
+        try:
+            found = jax.tree.leaves(in_order(call(lowering.fn, *given)))
+        except (ConversionError, NotImplementedError):
+            self.refused.append(name)
+            return expected
+        tensors = [x for x in pytree.tree_leaves(expected) if isinstance(x, torch.Tensor)]
+        for number in COMPARED.get(name, range(len(tensors))):
+            agrees(name, found[number], to_numpy(tensors[number]))
+        self.seen.append(name)
+        return expected
+
+
+def agrees(name: str, found: Any, expected: np.ndarray) -> None:
+    found = np.asarray(found)
+    assert found.shape == expected.shape, name
+    assert found.dtype.kind == expected.dtype.kind, name
+    exact = found.dtype.kind in "iub"
+    largest = np.max(np.abs(expected[np.isfinite(expected)]), initial=0)
+    # Sums are in another order, and functions are other polynomials: of the largest, as in the
+    # table of `make operators`.
+    np.testing.assert_allclose(
+        found, expected, rtol=0 if exact else 2e-5, atol=0 if exact else 2e-5 * largest,
+        err_msg=name,
+    )  # fmt: skip
+
+
+def samples_of(entry: Any) -> Iterator[Any]:
+    torch.manual_seed(0)
+    return iter(entry.sample_inputs("cpu", torch.float32, requires_grad=False))
+
+
+@pytest.mark.parametrize("chosen", CHOSEN)
+def test_what_pytorch_runs_is_what_jax_computes(chosen: str) -> None:
+    name, _, numbers = chosen.partition(":")
+    entry, wanted = entries()[name], [int(n) for n in numbers.split(",")]
+    for number, sample in enumerate(islice(samples_of(entry), max(wanted) + 1)):
+        if number in wanted:
+            with InJax() as mode:
+                entry.op(sample.input, *sample.args, **sample.kwargs)
+            assert mode.seen, "no operator of this sample has a lowering: choose another"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_operator_of_pytorchs_database(part: int) -> None:
+    seen = set()
+    for entry in list(entries().values())[part::PARTS]:
+        for sample in islice(samples_of(entry), SAMPLES):
+            with InJax() as mode:
+                entry.op(sample.input, *sample.args, **sample.kwargs)
+            seen.update(mode.seen)
+    assert len(seen) > 50
