@@ -29,6 +29,7 @@ COMPARED = {
     "aten._linalg_eigh.default": [0],
     "aten._linalg_svd.default": [1],
     "aten.log_sigmoid_forward.default": [0],
+    "aten.nll_loss_forward.default": [0],
 }
 # Entries of PyTorch's database, and which of their samples, in the order in which it makes them:
 # those that run what no other test does.
@@ -39,11 +40,12 @@ frexp:1 gather:4,5 histc:4,5 index_copy:0,1 ldexp:3 linalg.eigvals:5 linalg.eigv
 linalg.lu_factor_ex:2 linalg.lu_solve:3 linalg.pinv:2 linalg.solve_ex:5 linalg.svd:2 masked.prod:5
 masked.sum:4 masked_scatter:3 median:2 min.reduction_with_dim:3 mode:4 mvlgamma.mvlgamma_p_3:5
 nanmedian:2 native_group_norm:12 native_layer_norm:3 nn.functional.bilinear:5
-nn.functional.group_norm:5 nn.functional.interpolate.bicubic:5 nn.functional.interpolate.linear:5
+nn.functional.fractional_max_pool3d:26 nn.functional.group_norm:5
+nn.functional.interpolate.bicubic:5 nn.functional.interpolate.linear:5
 nn.functional.interpolate.nearest-exact:4 nn.functional.max_unpool2d:5
 nn.functional.multilabel_margin_loss:0 nn.functional.pixel_shuffle:1 nonzero_static:5 norm.inf:0,3
-ormqr:5 slice:0 slice_scatter:3 special.bessel_y1:2 special.erfcx:2
-special.shifted_chebyshev_polynomial_w:0 trace:0 triangular_solve:1 unfold:0,5
+ormqr:5,12 slice:0 slice_scatter:3 special.bessel_y1:2 special.erfcx:2
+special.shifted_chebyshev_polynomial_w:0 topk:7 trace:0 triangular_solve:1 unfold:0,5
 """.split()  # noqa: SIM905
 # What has no values to compare, or needs a GPU.
 WITHOUT_VALUES = ("empty", "rand", "normal", "dropout", "jiterator", "as_strided", "multinomial")

@@ -115,10 +115,11 @@ def fractional_max_pool(
     """Values and flat indices. Shapes: x `([N,] C, *plane)`, samples `(N, C, dims)`."""
     dims = len(output_size)
     plane, lead = x.shape[-dims:], x.shape[:-dims]
-    # torch draws the last dim's number first.
+    # In torch the last dim's number comes first, of three dims the first one's.
+    drawn = samples if dims == 3 else jnp.flip(samples, -1)
     flat: Any = jnp.zeros((*lead, *(1,) * (2 * dims)), np.int32)
     for i in range(dims):
-        sample = jnp.reshape(samples[..., dims - 1 - i], lead)
+        sample = jnp.reshape(drawn[..., i], lead)
         starts = fractional_starts(plane[i], output_size[i], kernel[i], sample)
         reach = starts[..., None] + jnp.arange(kernel[i], dtype=np.int32)
         shape = [1] * (2 * dims)

@@ -240,6 +240,8 @@ def nonzero_static(x: jax.Array, *, size: int, fill_value: int = -1) -> jax.Arra
 def topk(
     x: jax.Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[jax.Array, jax.Array]:
+    if not x.ndim:
+        return x, jnp.zeros((), canonical("int64"))
     moved = jnp.moveaxis(x, dim, -1)
     if largest:
         values, order = jax.lax.top_k(moved, k)

@@ -437,8 +437,9 @@ def ormqr(
     x: jax.Array, tau: jax.Array, other: jax.Array, left: bool = True, transpose: bool = False
 ) -> jax.Array:
     rows = x.shape[-2]
-    wide = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, rows - x.shape[-1])])
-    q = householder_product(wide, tau)
+    held = x[..., :rows]
+    whole = jnp.pad(held, [(0, 0)] * (x.ndim - 1) + [(0, rows - held.shape[-1])])
+    q = householder_product(whole, tau)
     q = jnp.conj(jnp.swapaxes(q, -1, -2)) if transpose else q
     return q @ other if left else other @ q
 
