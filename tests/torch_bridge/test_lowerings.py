@@ -44,8 +44,9 @@ nn.functional.fractional_max_pool3d:26 nn.functional.group_norm:5
 nn.functional.interpolate.bicubic:5 nn.functional.interpolate.linear:5
 nn.functional.interpolate.nearest-exact:4 nn.functional.max_unpool2d:5
 nn.functional.multilabel_margin_loss:0 nn.functional.pixel_shuffle:1 nonzero_static:5 norm.inf:0,3
-ormqr:5,12 slice:0 slice_scatter:3 special.bessel_y1:2 special.erfcx:2
-special.shifted_chebyshev_polynomial_w:0 topk:7 trace:0 triangular_solve:1 unfold:0,5
+ormqr:5,12 scatter:21 scatter_add:6 scatter_reduce.sum:18 slice:0 slice_scatter:3
+special.bessel_y1:2 special.erfcx:2 special.shifted_chebyshev_polynomial_w:0 topk:7 trace:0
+triangular_solve:1 unfold:0,5
 """.split()  # noqa: SIM905
 # What has no values to compare, or needs a GPU.
 WITHOUT_VALUES = ("empty", "rand", "normal", "dropout", "jiterator", "as_strided", "multinomial")

@@ -8,7 +8,8 @@ dtype), and write it, at the nearest place that there is.
 # (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -144,19 +145,40 @@ def take_along_dim(x: jax.Array, indices: Any, dim: int | None = None) -> jax.Ar
     return jnp.take_along_axis(x, indices, axis=dim)
 
 
+def into_vectors(write: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Writes into a number as into a vector of one element; an index of nothing writes nothing."""
+
+    @functools.wraps(write)
+    def run(
+        x: jax.Array, dim: int, index: Any, values: Any, *args: Any, **kwargs: Any
+    ) -> jax.Array:
+        if not index.size:
+            return x
+        if x.ndim and index.ndim:
+            return write(x, dim, index, values, *args, **kwargs)
+        given = jnp.ravel(values) if hasattr(values, "shape") else values
+        found = write(jnp.ravel(x), 0, jnp.ravel(index), given, *args, **kwargs)
+        return jnp.reshape(found, x.shape)
+
+    return run
+
+
 @register_operator("aten.scatter.src")
+@into_vectors
 def scatter(x: jax.Array, dim: int, index: Any, src: Any) -> jax.Array:
     place, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)])
     return jnp.asarray(x).at[along(x, dim, place)].set(new)
 
 
 @register_operator("aten.scatter.value")
+@into_vectors
 def scatter_value(x: jax.Array, dim: int, index: Any, value: Any) -> jax.Array:
     place, new = written(x, dim, index, value)
     return jnp.asarray(x).at[along(x, dim, place)].set(new)
 
 
 @register_operator("aten.scatter_add.default")
+@into_vectors
 def scatter_add(x: jax.Array, dim: int, index: Any, src: Any) -> jax.Array:
     place, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)], True)
     return jnp.asarray(x).at[along(x, dim, place)].add(new)

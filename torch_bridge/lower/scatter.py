@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge.dtypes import canonical, cast, is_float, promote
-from torch_bridge.lower.index import along, written
+from torch_bridge.lower.index import along, into_vectors, written
 from torch_bridge.lower.registry import register_operator
 
 
 @register_operator("aten.scatter_reduce.two")
+@into_vectors
 def scatter_reduce(
     x: jax.Array, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True
 ) -> jax.Array:
