@@ -143,3 +143,10 @@ def test_every_operator_of_pytorchs_database(part: int) -> None:
                 entry.op(sample.input, *sample.args, **sample.kwargs)
             seen.update(mode.seen)
     assert len(seen) > 50
+
+
+@pytest.mark.parametrize("ends", [(0, -8.000001, -4.0), (0, 5.000001, 2.0), (0.5, 3.7, 1)])
+def test_ends_of_a_range_of_whole_numbers_are_cut_as_pytorch_does(ends: tuple[float, ...]) -> None:
+    with InJax() as mode:
+        torch.arange(*ends, dtype=torch.int64)
+    assert mode.seen == ["aten.arange.start_step"]

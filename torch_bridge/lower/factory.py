@@ -38,7 +38,11 @@ def _fit(value: Any, dtype: np.dtype[Any]) -> Any:
 
 @register_operator("aten.arange.start_step")
 def arange(start: Any, end: Any, step: Any = 1, dtype: Any = None, **_: Any) -> jax.Array:
-    return jnp.arange(start, end, step, dtype=_number_dtype((start, end, step), dtype))
+    kind = _number_dtype((start, end, step), dtype)
+    if kind.kind in "iu" and any(isinstance(x, float) for x in (start, end, step)):
+        # Which of them is cut to a whole number, and when, is torch's own.
+        return jnp.asarray(torch.arange(start, end, step, dtype=dtype).numpy().astype(kind))
+    return jnp.arange(start, end, step, dtype=kind)
 
 
 @register_operator("aten.arange.default")
