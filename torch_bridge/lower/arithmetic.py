@@ -337,7 +337,7 @@ def nan_to_num(x: jax.Array, nan: Any = None, posinf: Any = None, neginf: Any = 
 def cumsum(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
     if dtype is not None:
         x = cast(x, jax_dtype(dtype))
-    elif not is_float(x):
+    elif not (is_float(x) or is_complex(x)):
         x = cast(x, canonical("int64"))  # bool and small integers count in 64 bits
     if x.ndim == 0:
         return jnp.asarray(x)
@@ -349,6 +349,8 @@ def cumsum(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
 def cumprod(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
     if dtype is not None:
         x = cast(x, jax_dtype(dtype))
+    elif not (is_float(x) or is_complex(x)):
+        x = cast(x, canonical("int64"))
     wide = cast(x, accumulation_dtype(x))
     return jnp.cumprod(wide, axis=dim).astype(x.dtype) if x.ndim else jnp.asarray(x)
 

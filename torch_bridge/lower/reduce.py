@@ -57,7 +57,7 @@ def mean(x: jax.Array | Last, dim: Dims = None, keepdim: bool = False, dtype: An
 def prod(x: jax.Array, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
     if dtype is not None:
         x = cast(x, jax_dtype(dtype))
-    elif not is_float(x):
+    elif not (is_float(x) or is_complex(x)):
         x = cast(x, canonical("int64"))
     return jnp.prod(x, axis=axes_of(x, dim), keepdims=keepdim)
 

@@ -20,6 +20,7 @@ from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.rounding import once
 from torch_bridge.lower.tangents import (
     copysign,
+    log_of_sum,
     logaddexp,
     logaddexp2,
     logit,
@@ -237,7 +238,7 @@ def logcumsumexp(x: jax.Array, dim: int) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _log_sums(axis: int, x: jax.Array) -> jax.Array:
-    return jax.lax.associative_scan(jnp.logaddexp, x, axis=axis)
+    return jax.lax.associative_scan(log_of_sum, x, axis=axis)
 
 
 @_log_sums.defjvp

@@ -18,6 +18,8 @@ import jax.scipy.special as jsp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from torch_bridge.dtypes import is_complex
+
 
 def with_tangents(fn: Callable[..., Any], *rules: Callable[..., Any]) -> Callable[..., jax.Array]:
     """A function of float arrays of one dtype, with tangents of its own.
@@ -87,6 +89,14 @@ def _logarithm(dx: Any, out: Any, a: Any, b: Any) -> Any:
     return dx * out * jnp.log(jnp.where((a == 0) & (b >= 0), 1, a))
 
 
+def log_of_sum(a: jax.Array, b: jax.Array) -> jax.Array:
+    """log(exp(a) + exp(b)), of complex numbers with the phase of the larger one, as in torch."""
+    if not is_complex(a):
+        return jnp.logaddexp(a, b)
+    small, large = (jnp.where(a.real < b.real, *pair) for pair in ((a, b), (b, a)))
+    return large + jnp.log1p(jnp.exp(small - large))
+
+
 def _none(dx: Any, out: Any, *_: Any) -> Any:
     return jnp.zeros_like(out)
 
@@ -109,7 +119,7 @@ copysign = with_tangents(
 nextafter = with_tangents(jnp.nextafter, lambda da, _, a, b: jnp.where(a == b, 0, da), _none)
 sinc = with_tangents(_sinc, _slope_of_sinc)
 logaddexp = with_tangents(
-    jnp.logaddexp,
+    log_of_sum,
     lambda da, _, a, b: da / (1 + jnp.exp(b - a)),
     lambda db, _, a, b: db / (1 + jnp.exp(a - b)),
 )
