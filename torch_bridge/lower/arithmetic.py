@@ -211,7 +211,7 @@ def sign(x: jax.Array) -> jax.Array:
         away = jnp.where(at_zero, 1, x)
         return jnp.where(at_zero, 0, away / jnp.abs(away).astype(x.dtype))
     if is_bool(x):
-        return jnp.sign(x)
+        return x
     return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
 
 

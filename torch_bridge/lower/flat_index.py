@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge.dtypes import canonical, cast
+from torch_bridge.lower.index import added
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.scatter import reduce_into
 
@@ -26,7 +27,7 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
 def put(x: jax.Array, index: jax.Array, source: Any, accumulate: bool = False) -> jax.Array:
     where = jnp.ravel(x).at[jnp.ravel(index)]
     values = jnp.ravel(cast(source, x.dtype))
-    return jnp.reshape(where.add(values) if accumulate else where.set(values), x.shape)
+    return jnp.reshape(added(where, values) if accumulate else where.set(values), x.shape)
 
 
 @register_operator("aten.index_reduce.default")

@@ -67,7 +67,12 @@ def index_put(
     where = jnp.asarray(x).at[_indexers(x, indices)]
     new = jnp.where(inside, cast(values, x.dtype), lost(x))
     options: Any = {"mode": "clip"}
-    return where.add(new, **options) if accumulate else where.set(new, **options)
+    return added(where, new, **options) if accumulate else where.set(new, **options)
+
+
+def added(where: Any, values: Any, **options: Any) -> jax.Array:
+    """Sums at an index (`x.at[index]`); of truth values, as in torch, whether any is true."""
+    return (where.max if is_bool(values) else where.add)(values, **options)
 
 
 def _by_rank(x: jax.Array, mask: Any, values: jax.Array) -> jax.Array:
@@ -181,7 +186,7 @@ def scatter_value(x: jax.Array, dim: int, index: Any, value: Any) -> jax.Array:
 @into_vectors
 def scatter_add(x: jax.Array, dim: int, index: Any, src: Any) -> jax.Array:
     place, new = written(x, dim, index, src[tuple(slice(n) for n in index.shape)], True)
-    return jnp.asarray(x).at[along(x, dim, place)].add(new)
+    return added(jnp.asarray(x).at[along(x, dim, place)], new)
 
 
 @register_operator("aten.index_add.default")
@@ -190,7 +195,7 @@ def index_add(x: jax.Array, dim: int, index: Any, source: Any, alpha: Any = 1) -
         whole = index_add(x[None], 0, jnp.ravel(index), jnp.ravel(source), alpha)
         return whole[0]
     place, new = written(x, dim, index, cast(source, x.dtype) * alpha, True)
-    return jnp.asarray(x).at[(slice(None),) * (dim % x.ndim) + (place,)].add(new)
+    return added(jnp.asarray(x).at[(slice(None),) * (dim % x.ndim) + (place,)], new)
 
 
 @register_operator("aten.select_scatter.default")

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_bridge.dtypes import accumulation_dtype, cast
+from torch_bridge.dtypes import accumulation_dtype, cast, is_float
 from torch_bridge.lower.registry import register_operator
 
 
@@ -147,6 +147,10 @@ def _smooth_matrix(support: int, kernel: Callable[[Array], Array]) -> Weights:
 def _resize(
     x: jax.Array, dims: int, output_size: Any, align: bool, factors: Any, weights: Weights
 ) -> jax.Array:
+    if not is_float(x):
+        raise NotImplementedError(
+            f"resizing {x.dtype}: how PyTorch rounds depends on the processor; resize x.float()"
+        )
     wide = cast(x, accumulation_dtype(x))
     for i, (length, out, factor) in enumerate(_sizes(x, output_size, factors, dims)):
         matrix = weights(length, out, factor, align, wide.dtype)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge.dtypes import canonical, cast, is_float, promote
-from torch_bridge.lower.index import along, into_vectors, written
+from torch_bridge.lower.index import added, along, into_vectors, written
 from torch_bridge.lower.registry import register_operator
 
 
@@ -38,7 +38,7 @@ def reduce_into(
         return _extreme(x, where, src, reduce == "amax", include_self)
     if reduce == "prod":
         return _product(x, where, src, include_self)
-    total = _first(x, where, 0, include_self).at[where].add(src)
+    total = added(_first(x, where, 0, include_self).at[where], src)
     if reduce == "sum":
         return total
     if reduce != "mean":
