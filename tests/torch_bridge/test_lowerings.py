@@ -54,7 +54,7 @@ ormqr:5,12 scatter:21 scatter_add:6 scatter_reduce.sum:18 slice:0 slice_scatter:
 special.bessel_y1:2 special.erfcx:2 special.shifted_chebyshev_polynomial_w:0 topk:7 trace:0
 triangular_solve:1 unfold:0,5
 """,
-    torch.complex64: "cumprod:0 cumsum:0 logaddexp:2 logcumsumexp:0 prod:1",
+    torch.complex64: "cumprod:0 cumsum:0 logaddexp:2 logcumsumexp:0 prod:1 var:0",
     torch.uint8: "cumprod:0 prod:1",
     torch.bool: "index_add:0 put:1 scatter_add:0 sgn:0 sign:0",
 }

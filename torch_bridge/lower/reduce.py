@@ -131,7 +131,8 @@ def var(x: jax.Array, dim: Dims = None, correction: Any = 1, keepdim: bool = Fal
     axes = axes_of(x, dim)
     wide = cast(x, accumulation_dtype(x))
     ddof = 1 if correction is None else correction
-    return jnp.var(wide, axis=axes, ddof=ddof, keepdims=keepdim).astype(x.dtype)
+    found = jnp.var(wide, axis=axes, ddof=ddof, keepdims=keepdim)
+    return found if is_complex(x) else found.astype(x.dtype)
 
 
 @register_operator("aten.std.correction", "aten.std.dim")
