@@ -88,7 +88,7 @@ def read_optimizer(state: Any, file: str) -> Optimizer | str | None:
         keys = list(state)[:6] if isinstance(state, Mapping) else type(state).__name__
         return f"{file}: expected state and param_groups of a torch optimizer, got {keys}"
     if not entries:
-        return None
+        return _without_steps(groups, file)
     for number, entry in entries.items():
         wrong = unaccounted(entry)
         if wrong is not None:
@@ -111,6 +111,17 @@ def read_optimizer(state: Any, file: str) -> Optimizer | str | None:
     if names:
         plain = tuple({**g, "params": [names[n] for n in g["params"]]} for g in plain)
     return at_one_step(steps, file, found, plain, bool(names))
+
+
+def _without_steps(groups: Sequence[Mapping[str, Any]], file: str) -> str | None:
+    """What is lost of SGD without momentum, which keeps no state: where its scheduler was."""
+    for group in groups:
+        if "initial_lr" in group and "nesterov" in group and not group.get("momentum"):
+            return (
+                f"{file}: SGD without momentum keeps no number of steps, by which its scheduler"
+                " would go on (tb.optimizer takes a scheduler in its position)"
+            )
+    return None
 
 
 def read_beside(content: Mapping[str, Any], file: str) -> Optimizer | str | None:
@@ -139,6 +150,9 @@ def optimizer_state(optimizer: Optimizer, order: Sequence[str]) -> dict[str, Any
     Args:
         optimizer: moments by name.
         order: all parameters that the optimizer would be given, in order.
+
+    Whether decay is decoupled is left to the class that loads it, where nobody said so: it is in
+    AdamW, and not in Adam.
     """
     state: dict[int, Any] = {}
     for number, name in enumerate(order):
@@ -149,7 +163,10 @@ def optimizer_state(optimizer: Optimizer, order: Sequence[str]) -> dict[str, Any
                 "exp_avg": optimizer.exp_avg[name],
                 "exp_avg_sq": optimizer.exp_avg_sq[name],
             }
-    return {"state": state, "param_groups": groups_of(optimizer, list(range(len(order))))}
+    groups = groups_of(optimizer, list(range(len(order))))
+    if not any("decoupled_weight_decay" in group for group in optimizer.groups):
+        groups = [{k: v for k, v in g.items() if k != "decoupled_weight_decay"} for g in groups]
+    return {"state": state, "param_groups": groups}
 
 
 def require_known(hyper: Mapping[str, Any]) -> Mapping[str, Any]:

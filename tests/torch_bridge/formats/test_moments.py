@@ -333,3 +333,30 @@ def test_moments_by_number_of_several_groups_want_names(tmp_path: Path) -> None:
     for i in range(2):
         mean = optimizer.state[module[i].weight]["exp_avg"]
         np.testing.assert_array_equal(state.opt_state[0].mu[f"{i}.weight"], mean)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RAdam])
+def test_decay_is_decoupled_where_the_class_that_loads_it_does(tmp_path: Path, kind: Any) -> None:
+    module = torch.nn.Linear(3, 2)
+    found = tb.convert(module, torch.zeros(4, 3), roll=False)
+    state = fz.init(found.model(cases.mean_square), optax.adam(1e-3), fz.Plan(data=1))
+    tb.save(tmp_path / "last.ckpt", found, state, hyper={"weight_decay": 0.5})
+    fresh, loaded = kind(module.parameters()), kind(module.parameters())
+    loaded.load_state_dict(torch.load(tmp_path / "last.ckpt")["optimizer_states"][0])
+    keys = ("weight_decay", "decoupled_weight_decay")
+    own = {"weight_decay": 0.5, keys[1]: fresh.param_groups[0][keys[1]]}
+    assert {key: loaded.param_groups[0][key] for key in keys} == own
+
+
+def test_a_scheduler_of_an_optimizer_without_state_does_not_begin_anew(tmp_path: Path) -> None:
+    module = torch.nn.Linear(3, 2)
+    converted = tb.convert(module, torch.zeros(4, 3))
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    content = {"model": module.state_dict(), "optimizer": sgd.state_dict()}
+    torch.save(content, tmp_path / "constant.pt")
+    assert tb.checkpoint(tmp_path / "constant.pt", "model").unread is None
+    halved = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+    torch.save({**content, "optimizer": sgd.state_dict()}, tmp_path / "last.pt")
+    tx = tb.optimizer(sgd, converted, halved)
+    with pytest.raises(CheckpointError, match=r"SGD without momentum keeps no .*optimizer=False"):
+        tb.restore(tmp_path / "last.pt", converted, tx, fz.Plan(data=1), key="model")
