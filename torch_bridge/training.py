@@ -27,6 +27,7 @@ from fzero.step import train_step
 from torch_bridge.convert import convert
 from torch_bridge.converted import Converted, of_output
 from torch_bridge.dtypes import torch_dtype
+from torch_bridge.export.counts import LOSS
 from torch_bridge.export.watch import untouched
 from torch_bridge.losses import called_with_batch, module_loss
 from torch_bridge.module.names import identity, named_tensors
@@ -117,7 +118,7 @@ def fit(
         >>> int(state.step)
         2
     """
-    module, plan = unwrapped(module), plan or Plan()
+    given_module, module, plan = module, unwrapped(module), plan or Plan()
     _refuse_begun(optimizer, scheduler)
     batches: Iterator[Any] = iter(loader)
     if epochs > 1 and batches is loader:
@@ -162,7 +163,7 @@ def fit(
                 f"fit: the loader gave no batch in epoch {epoch + 1} of {epochs}: it has to give"
                 " them anew for each epoch"
             )
-    return (state, load_into(module, state)) if trained_module else state
+    return (state, load_into(given_module, state)) if trained_module else state
 
 
 def _refuse_begun(optimizer: Any, scheduler: Any) -> None:
@@ -289,7 +290,8 @@ def _with_loss(module: torch.nn.Module, loss: Any) -> torch.nn.Module:
         return loss(own.__call__(self, *batch[:-1]), batch[-1])
 
     made = copy.copy(module)
-    made.__class__ = type(own.__name__, (own,), {"forward": forward, "__call__": call})
+    held = {"forward": forward, "__call__": call, LOSS: staticmethod(loss)}
+    made.__class__ = type(own.__name__, (own,), held)
     return made
 
 
@@ -348,7 +350,7 @@ def load_into(module: torch.nn.Module, state: Any, *, which: str = "params") -> 
     if isinstance(state, TrainState):
         require_alive(state, "load_into")
     state = read_from(state, which, "load_into")
-    module = unwrapped(module)
+    given, module = module, unwrapped(module)
     tensors = named_tensors(module)
     values: dict[str, Any] = {}
     for name, value in {**links_merged(state.params), **links_merged(state.buffers)}.items():
@@ -369,7 +371,7 @@ def load_into(module: torch.nn.Module, state: Any, *, which: str = "params") -> 
         for name, value in values.items():
             own = tensors[name]
             own.copy_(to_torch(_cut(value, own), own.dtype))
-    return module
+    return given
 
 
 def _cut(value: Any, tensor: torch.Tensor) -> np.ndarray[Any, Any]:

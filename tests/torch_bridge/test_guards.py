@@ -181,6 +181,21 @@ class Late(nn.Module):
         return x * (2 if self.step() % 100 == 0 else 1)
 
 
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+def beside() -> Callable[[], int]:
+    counting = [Counting()]  # no submodule of any module
+    return lambda: counting[0]()
+
+
 def hooked() -> nn.Module:
     module, step = nn.Linear(4, 4), in_closure()
     module.register_forward_hook(lambda _, __, y: y * (2 if step() % 100 == 0 else 1))
@@ -198,6 +213,7 @@ def hooked() -> nn.Module:
         (Late(Calls.in_length), "the length of Calls.given: 0, then 1"),
         (Late(in_iterator()), r"step\)"),
         (hooked(), "the length of `calls` of `step` of a hook: 0, then 1"),
+        (Late(beside()), r"`counting` of .*calls: 0, then 1"),
     ],
 )
 def test_what_a_later_call_may_depend_on_is_named(module: nn.Module, name: str) -> None:

@@ -177,6 +177,8 @@ def test_wrapped_modules_are_unwrapped_or_refused(tmp_path: Path) -> None:
         converted = tb.convert(wrapped, x)
         assert set(converted.params) == set(dict(module.named_parameters()))
         np.testing.assert_allclose(converted(x), want, atol=1e-6)
+        state = fz.init(converted.model(lambda f, b: jnp.mean(f(b))), None, fz.Plan(data=1))
+        assert tb.load_into(wrapped, state) is wrapped
     inner = nn.Sequential(torch.compile(nn.Linear(4, 4)))
     with pytest.raises(fz.ConversionError, match=r"submodule `0` is compiled"):
         tb.convert(inner, x)
@@ -345,6 +347,29 @@ def test_hooks_of_the_module_come_before_the_loss() -> None:
     )
     for name, tensor in want.state_dict().items():
         torch.testing.assert_close(module.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+class Annealed(nn.Module):
+    """A loss that ends after a hundred calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return nn.functional.cross_entropy(x, y) * (1 if self.calls < 100 else 0)
+
+
+@pytest.mark.parametrize("loss", [Annealed(), Annealed().__call__, lambda *x: ANNEALED[0](*x)])
+def test_what_a_loss_counts_in_is_named(loss: Any) -> None:
+    module = small()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    with pytest.warns(tb.PythonStateWarning, match=r"\(.*calls: \d, then \d"):
+        tb.fit(module, [data(8).tensors], loss, optimizer=optimizer, plan=fz.Plan(data=1))
+
+
+ANNEALED = [Annealed()]
 
 
 def test_layers_with_learning_rates_of_their_own_are_fitted_unrolled() -> None:

@@ -29,6 +29,8 @@ _FOREIGN = {
 # Modules whose iterators are Python's own.
 _OF_PYTHON = {"builtins", "itertools", "collections", "_collections"}
 _PLAIN = (bool, int, float, complex, str, bytes)
+# Where the class of a module that is called with a loss keeps it.
+LOSS = "_loss_around_forward"
 
 
 def reachable(module: torch.nn.Module, harmless: set[str]) -> dict[str, Any]:
@@ -39,24 +41,39 @@ def reachable(module: torch.nn.Module, harmless: set[str]) -> dict[str, Any]:
         harmless: attributes of modules that nobody counts in.
     """
     found: dict[str, Any] = {}
-    walk = _Walk(found)
-    for path, m in module.named_modules():
-        for name, value in m.__dict__.items():
-            if name not in harmless:
-                walk.value(f"{path}.{name}" if path else name, value, 0)
-        for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()):
-            walk.value(f"a hook of `{path}`" if path else "a hook", hook, 0)
-        for kind in type(m).__mro__:
-            if not is_foreign(kind):
-                walk.kind(kind, 0)
+    walk = _Walk(found, harmless)
+    walk.modules("", module, 0)
+    return found | of_loss(module, harmless)
+
+
+def of_loss(module: torch.nn.Module, harmless: set[str]) -> dict[str, Any]:
+    """The same of a loss that is called behind the module's forward."""
+    found: dict[str, Any] = {}
+    _Walk(found, harmless).value("the loss", getattr(type(module), LOSS, None), 0)
     return found
 
 
 class _Walk:
     """One walk through what is there, each object once."""
 
-    def __init__(self, found: dict[str, Any]) -> None:
-        self._found, self._seen = found, set[int]()
+    def __init__(self, found: dict[str, Any], harmless: set[str]) -> None:
+        self._found, self._harmless, self._seen = found, harmless, set[int]()
+
+    def modules(self, name: str, module: torch.nn.Module, depth: int) -> None:
+        """Notes what a module, all within it, their hooks and classes hold."""
+        new = [
+            (path, m) for path, m in module.named_modules(prefix=name) if id(m) not in self._seen
+        ]
+        self._seen.update(id(m) for _, m in new)
+        for path, m in new:
+            for key, value in m.__dict__.items():
+                if key not in self._harmless:
+                    self.value(f"{path}.{key}" if path else key, value, depth)
+            for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()):
+                self.value(f"a hook of `{path}`" if path else "a hook", hook, depth)
+            for kind in type(m).__mro__:
+                if not is_foreign(kind):
+                    self.kind(kind, depth)
 
     def value(self, name: str, value: Any, depth: int) -> None:
         """Notes a value, or what it holds."""
@@ -67,7 +84,10 @@ class _Walk:
             return
         if depth > _DEPTH or len(self._seen) > _ALL:
             return
-        if isinstance(value, torch.Tensor | torch.nn.Module | torch.SymInt | torch.SymFloat):
+        if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat):
+            return
+        if isinstance(value, torch.nn.Module):
+            self.modules(name, value, depth + 1)
             return
         self._seen.add(id(value))
         if isinstance(value, np.ndarray):

@@ -23,7 +23,7 @@ from torch.export import ExportedProgram
 
 from fzero.errors import ConversionError, warn
 from torch_bridge.export.cached import computed_anew
-from torch_bridge.export.counts import moved, reachable
+from torch_bridge.export.counts import moved, of_loss, reachable
 
 
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
@@ -171,13 +171,18 @@ class PythonState:
 
 @contextlib.contextmanager
 def watch_state(module: torch.nn.Module) -> Iterator[list[PythonState]]:
-    """Record Python's state at the end of each forward (torch.export puts attributes back)."""
+    """Record Python's state at the end of each forward (torch.export puts attributes back).
+
+    A loss around the forward is called after that; what it counts in nobody puts back.
+    """
     seen: list[PythonState] = []
     handle = module.register_forward_hook(lambda *_: seen.append(PythonState(module)))
     try:
         yield seen
     finally:
         handle.remove()
+        if seen:
+            seen[-1].counts |= of_loss(module, _HARMLESS)
 
 
 _MISSING = object()
