@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fzero.axes import PIPE
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, warn
 from fzero.plan import Plan
 from fzero.quantized import Quantized, impossible
 from fzero.sharding.homes import cut_into_stages
@@ -90,6 +90,12 @@ def state_leaves(
 
     Args and Raises as for `state_dict`.
     """
+    if others := converted.layout.written_otherwise:
+        raise CheckpointError(
+            f"{operation}: a hook of the module's state_dict() renames or changes"
+            f" {list(others[:4])}, and is not run here. Write the values into the module with"
+            " tb.load_into(module, state), and call its state_dict()"
+        )
     if isinstance(state_or_params, Mapping):
         params, buffers = state_or_params, converted.buffers
     else:
@@ -281,6 +287,12 @@ def fit_leaves(
     Raises:
         CheckpointError: lists everything that does not fit.
     """
+    if hooked := converted.layout.read_otherwise:
+        warn(
+            f"{', '.join(hooked[:4])}: its own code in load_state_dict is not run here: values are"
+            " taken as they are. Where it changes more than names, load them into the module, and"
+            " convert that"
+        )
     problems: list[str] = []
     found: dict[str, LazyTensor] = {}
     leaf_of = converted.layout.leaf_of()

@@ -16,6 +16,13 @@ from torch_bridge.dtypes import x64_enabled
 from torch_bridge.module.quantized import Dense, QuantizedLinear
 
 
+# Libraries that change what is loaded only where it is of an older version, or of other names.
+_WITHOUT_CHANGES = {
+    "torch", "transformers", "diffusers", "timm", "torchvision", "torchaudio", "peft", "lightning",
+    "pytorch_lightning", "torchmetrics",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One tensor of the module.
@@ -42,11 +49,15 @@ class Layout:
     """All leaves of a module, and the order of its `state_dict`.
 
     `tensors` are the module's own, by name: to recognise them where they turn up without a name,
-    as in an optimizer. They are not kept alive.
+    as in an optimizer. They are not kept alive. `written_otherwise` are entries of the `state_dict`
+    that hooks of the module rename or change, `read_otherwise` its submodules that change what
+    they load.
     """
 
     leaves: tuple[Leaf, ...]
     order: tuple[str, ...]
+    written_otherwise: tuple[str, ...] = ()
+    read_otherwise: tuple[str, ...] = ()
     tensors: Mapping[str, weakref.ref[torch.Tensor]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -95,7 +106,29 @@ def read_layout(module: torch.nn.Module) -> Layout:
         _leaf(tuple(group), named[group[0]], state, tied, dense.get(id(named[group[0]])))
         for group in groups.values()
     )
-    return Layout(leaves, order, {name: weakref.ref(named[name]) for name in names})
+    written = tuple(
+        name
+        for name, value in state.items()
+        if not name.endswith("_extra_state") and value is not named.get(name)
+    )
+    tensors = {name: weakref.ref(named[name]) for name in names}
+    return Layout(leaves, order, written, _that_read_otherwise(module), tensors)
+
+
+def _that_read_otherwise(module: torch.nn.Module) -> tuple[str, ...]:
+    """Submodules whose own code changes what `load_state_dict` gives them."""
+    return tuple(
+        f"`{path or '(root)'}` ({type(m).__name__})"
+        for path, m in module.named_modules()
+        if any(
+            (getattr(code, "__module__", None) or "").partition(".")[0] not in _WITHOUT_CHANGES
+            for code in (
+                type(m)._load_from_state_dict,
+                type(m).load_state_dict,
+                *(getattr(h, "hook", h) for h in m._load_state_dict_pre_hooks.values()),
+            )
+        )
+    )
 
 
 def find_leaves(module: torch.nn.Module, layout: Layout, part: torch.nn.Module) -> dict[str, Leaf]:

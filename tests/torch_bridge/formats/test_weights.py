@@ -6,6 +6,7 @@ import json
 import os
 import struct
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -433,3 +434,44 @@ def test_what_has_its_name_is_on_the_disk(
     to = name if name in ("dcp", "universal") else None
     tb.save(tmp_path / "run" / name if to else tmp_path / name, converted, converted.params, to=to)
     assert identity(tmp_path / "run" if to else tmp_path) in synced
+
+
+class Renamed(torch.nn.Linear):
+    """In files its weight is doubled, or has another name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(3, 2)
+        self.register_state_dict_post_hook(lambda _, state, *__: doubled(state, name))
+
+
+def doubled(state: dict[str, Any], name: str) -> None:
+    state[name] = 2 * state.pop("weight")
+
+
+@pytest.mark.parametrize("name", ["weight", "w"])
+def test_files_that_a_hook_would_write_otherwise_are_not_written(tmp_path: Path, name: str) -> None:
+    converted = tb.convert(Renamed(name), torch.zeros(4, 3))
+    for given in (tb.state_dict, partial(tb.save, tmp_path / "model.safetensors"), tb.stream):
+        with pytest.raises(CheckpointError, match=rf"hook of .* \['{name}'\].*load_into"):
+            given(converted, converted.params)
+
+
+class Halved(torch.nn.Linear):
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"] / 2
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def hooked() -> torch.nn.Module:
+    module = torch.nn.Linear(3, 2)
+    module.register_load_state_dict_pre_hook(lambda _, state, *__: doubled(state, "weight"))
+    return module
+
+
+@pytest.mark.parametrize("inner", [Halved(3, 2), hooked()])
+def test_code_that_changes_what_is_loaded_is_named(tmp_path: Path, inner: Any) -> None:
+    module = torch.nn.Sequential(inner, torch.nn.BatchNorm1d(2))
+    torch.save(module.state_dict(), tmp_path / "model.pt")
+    converted = tb.convert(module, torch.zeros(4, 3))
+    with pytest.warns(UserWarning, match=r"`0` \(\w+\): its own code in load_state_dict"):
+        tb.restore(tmp_path / "model.pt", converted, None, fz.Plan(data=1))
