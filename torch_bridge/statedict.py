@@ -311,7 +311,10 @@ def fit_leaves(
             found[leaf.name] = first.cast(torch.float32 if widened else leaf.dtype)
         elif strict and leaf.persistent:
             problems.append(f"missing: `{leaf.name}`")
-    _refuse(problems)
+    if tensors and not (found or problems):
+        names = f"such as `{next(iter(tensors))}`, is one of the module's, such as"
+        problems.append(f"none of its names, {names} `{next(iter(leaf_of), None)}`")
+    _refuse(problems, "cast=True" if masters else "strict=False")
     return found
 
 
@@ -351,13 +354,18 @@ def _checked(records: LazyTensor) -> LazyTensor:
     return dataclasses.replace(records, fetch=fetch)
 
 
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise CheckpointError(
-            f"the state_dict does not fit the module in {len(problems)} place(s):\n  "
-            + "\n  ".join(problems)
-            + "\nstrict=False accepts missing and unexpected names and casts dtypes."
-        )
+def _refuse(problems: list[str], casts: str = "strict=False") -> None:
+    """Says what does not fit, and which argument would have it so; `casts` is that for dtypes."""
+    if not problems:
+        return
+    kinds = {problem.partition(":")[0] for problem in problems}
+    remedies = [f"{casts} casts dtypes."] if "dtype" in kinds else []
+    if kinds & {"missing", "unexpected"}:
+        remedies.insert(0, "strict=False accepts missing and unexpected names.")
+    raise CheckpointError(
+        f"the state_dict does not fit the module in {len(problems)} place(s):\n  "
+        + "\n".join(["\n  ".join(problems), *remedies])
+    )
 
 
 def _has_master(converted: Converted | ConvertedSequential, leaf: Leaf) -> bool:

@@ -452,3 +452,20 @@ def test_what_a_chain_cannot_do_is_said(residual: tb.Converted, loss: Any, what:
     x = np.ones((8, 4), np.float32)
     with pytest.raises(ConversionError, match=what):
         value_of(residual.model(loss, chain=True), {"x": x, "y": x})
+
+
+class Whole(nn.Module):
+    """Makes a tensor without saying of which dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.full((4,), 0.1)
+
+
+def test_the_default_dtype_is_that_of_the_conversion() -> None:
+    x = torch.ones(3, 4)
+    torch.set_default_dtype(torch.float64)
+    try:
+        converted = tb.convert(Whole(), x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [converted(one).dtype for one in (x, x[:1])] == [np.float64, np.float64]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import fzero as fz
 import torch_bridge as tb
 from fzero.errors import CheckpointError
 
@@ -160,6 +161,18 @@ def test_everything_that_does_not_fit_is_listed_at_once(net: Net, converted: tb.
         "tied: `a.weight` and `b.weight` are one weight but differ",
     ):
         assert part in message
+    assert message.endswith("accepts missing and unexpected names.\nstrict=False casts dtypes.")
+
+
+def test_what_is_advised_helps(net: Net, converted: tb.Converted, tmp_path: Path) -> None:
+    halves = {name: value.half() for name, value in net.state_dict().items()}
+    torch.save({f"net.{name}": value for name, value in halves.items()}, tmp_path / "named.pt")
+    with pytest.raises(CheckpointError, match=r"none of its names, such as `net\.low`.* as `low`"):
+        tb.restore(tmp_path / "named.pt", converted, None, fz.Plan(data=1), strict=False)
+    torch.save(halves, tmp_path / "halves.pt")
+    with pytest.raises(CheckpointError, match=r"torch.float16, [^.]*\n[^`]*cast=True casts"):
+        tb.restore(tmp_path / "halves.pt", converted, None, fz.Plan(data=1), strict=False)
+    tb.restore(tmp_path / "halves.pt", converted, None, fz.Plan(data=1), cast=True)
 
 
 def test_loose_loading_fills_in_and_casts_but_not_shapes(net: Net, converted: tb.Converted) -> None:

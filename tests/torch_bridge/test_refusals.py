@@ -320,6 +320,17 @@ class Autocast(nn.Module):
             return self.linear(x)
 
 
+def test_modules_are_traced_within_inference_mode_but_not_made_there() -> None:
+    module = nn.Linear(4, 2)
+    converted = tb.convert(module, X)
+    with torch.inference_mode():
+        np.testing.assert_allclose(converted(X[:1]), module(X[:1]), atol=1e-6)
+        again = tb.convert(module, X)
+        with pytest.raises(ConversionError, match="`weight` was made within"):
+            tb.convert(nn.Linear(4, 2), X)
+    np.testing.assert_allclose(again(X), module(X).detach(), atol=1e-6)
+
+
 def test_autocast_counts_within_a_forward_only() -> None:
     converted = tb.convert(Autocast(), X)
     assert converted.apply(converted.params, {}, X.numpy()).output.dtype == jnp.bfloat16

@@ -49,7 +49,8 @@ def refuse_untraceable(module: torch.nn.Module) -> None:
     """Refuse what torch.export would leave things out of.
 
     Raises:
-        ConversionError: a scripted module, or autocast around the conversion.
+        ConversionError: a scripted module, autocast around the conversion, or tensors of inference
+            mode.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise ConversionError(
@@ -60,4 +61,10 @@ def refuse_untraceable(module: torch.nn.Module) -> None:
         raise ConversionError(
             "tb.convert within torch.autocast: torch.export would leave it out. Convert outside of"
             " it, with fz.Plan(precision=...) for the precision; or enter it in the forward"
+        )
+    named = (*module.named_parameters(), *module.named_buffers())
+    if frozen := [name for name, tensor in named if tensor.is_inference()]:
+        raise ConversionError(
+            f"`{frozen[0]}` was made within torch.inference_mode, and can have no gradient: make"
+            " the module outside of it, or within torch.no_grad"
         )

@@ -71,7 +71,7 @@ def untouched(module: torch.nn.Module, train: bool) -> Iterator[None]:
     """
     with _undisturbed(), _given_back(module), computed_anew(module):
         module.train(train)
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             yield
 
 

@@ -198,8 +198,8 @@ class Again:
         self.batch_dim, self.layout, self.min_layers = batch_dim, layout, min_layers
         self.change: Callable[[Instruction], Instruction] | None = None
         self._copies: dict[Any, torch.nn.Module] = {}
-        # Where the module's forward makes tensors that it does not say a device of.
-        self.device = torch.get_default_device()
+        # Where, and of what, the module's forward makes tensors that it does not say it of.
+        self.device, self.dtype = torch.get_default_device(), torch.get_default_dtype()
         self.module: torch.nn.Module | None = None
         self.problem = ""
         try:
@@ -244,7 +244,7 @@ class Again:
             ConversionError: the module cannot be traced for these sizes either.
         """
         given = tuple(map(_float_dtype, (value for _, value in leaves)))
-        with self._lock:
+        with self._lock, torch.inference_mode(False):
             stacks = () if rolled is None else rolled.stacks
             known = self._found.setdefault((train, computed, given, stacks), [])
             for traced in known:
@@ -311,8 +311,13 @@ class Again:
         args, kwargs = example
 
         def export(module: torch.nn.Module) -> Any:
-            with self.device:
-                return export_program(module, args, kwargs, train, self.batch_dim, False)
+            own = torch.get_default_dtype()
+            torch.set_default_dtype(self.dtype)
+            try:
+                with self.device:
+                    return export_program(module, args, kwargs, train, self.batch_dim, False)
+            finally:
+                torch.set_default_dtype(own)
 
         if computed is None or not computed.float32:
             return export(self._copy(computed))
