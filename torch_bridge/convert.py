@@ -143,6 +143,7 @@ class _Making:
     copy: bool | None
     check: bool = True
 
+    @torch.inference_mode(False)
     def of(
         self,
         module: torch.nn.Module,

@@ -325,7 +325,7 @@ def test_modules_are_traced_within_inference_mode_but_not_made_there() -> None:
     converted = tb.convert(module, X)
     with torch.inference_mode():
         np.testing.assert_allclose(converted(X[:1]), module(X[:1]), atol=1e-6)
-        again = tb.convert(module, X)
+        again = tb.convert(module, X + 0)
         with pytest.raises(ConversionError, match="`weight` was made within"):
             tb.convert(nn.Linear(4, 2), X)
     np.testing.assert_allclose(again(X), module(X).detach(), atol=1e-6)

@@ -13,6 +13,7 @@ from fzero.errors import ConversionError
 from torch_bridge.module.weights import to_torch
 
 
+@torch.inference_mode(False)
 def example_tensors(example: Any) -> Any:
     """An example with tensors for its arrays, none of which is two arguments.
 
@@ -33,7 +34,7 @@ def example_tensors(example: Any) -> Any:
                 f"argument `{_named(path)}` has layout {leaf.layout}, which JAX has no"
                 " form for: give .to_dense(), or indices and values and compute with index_add"
             )
-        known = id(leaf) in seen
+        known = id(leaf) in seen or leaf.is_inference()
         seen.add(id(leaf))
         return leaf.detach().clone().requires_grad_(leaf.requires_grad) if known else leaf
 

@@ -21,7 +21,13 @@ from fzero.tree import named_leaves
 from torch_bridge.converted import Converted
 from torch_bridge.dtypes import canonical, jax_dtype
 from torch_bridge.generation.programs import Drawn, Programs, Shape, batch_axes
-from torch_bridge.generation.prompts import Limits, Prompts, read_prompts, stop_array
+from torch_bridge.generation.prompts import (
+    Limits,
+    Prompts,
+    read_prompts,
+    stop_array,
+    warn_of_settings,
+)
 from torch_bridge.generation.sampling import GREEDY, Draw, Sampling
 from torch_bridge.generation.traced import Decoder
 from torch_bridge.module.names import Layout
@@ -119,6 +125,7 @@ def generate(
     shards = math.prod(mesh.shape[axis] for axis in batch_axes(mesh)) if mesh else 1
     read = read_prompts(prompts, max_new_tokens, limits, shards, _COLUMNS)
     stops = stop_array(stop, decoder.module, limits.vocabulary)
+    warn_of_settings(decoder.module)
     rows, columns = read.ids.shape
     shape = Shape(rows, columns, max_new_tokens, Draw.of(sampling), mesh)
     programs = _programs(decoder, shape, converted)

@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from fzero.errors import BatchError
+from fzero.errors import BatchError, warn
+
+
+# What a generation config may have that changes the likeliest tokens, with what changes none.
+_NOT_DONE: dict[str, Any] = {
+    "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1, "min_length": 0,
+    **dict.fromkeys(
+        ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
+         "forced_eos_token_id", "min_new_tokens", "sequence_bias", "penalty_alpha",
+         "exponential_decay_length_penalty", "guidance_scale", "stop_strings")
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,3 +137,15 @@ def stop_array(stop: Sequence[int] | None, module: Any, vocabulary: int) -> np.n
                 f" {vocabulary - 1}"
             )
     return np.asarray(sorted(set(stop)), np.int32)
+
+
+def warn_of_settings(module: Any) -> None:
+    """Names what transformers' `generate` would do by the module's generation config, too."""
+    config = getattr(module, "generation_config", None)
+    given = {name: getattr(config, name, None) for name in _NOT_DONE}
+    found = [f"{k}={v}" for k, v in given.items() if v not in (None, [], _NOT_DONE[k])]
+    if found:
+        warn(
+            f"generate: the model's generation config says {', '.join(found)}, by which"
+            " transformers' generate gives other tokens; here tokens are those of the logits alone"
+        )

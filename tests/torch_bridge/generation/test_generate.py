@@ -153,6 +153,14 @@ def test_the_modules_own_stop_token_is_the_default(
     assert stop_array(None, several, 61).tolist() == [0, 3]
 
 
+def test_settings_that_would_give_other_tokens_are_named(module: GPT2LMHeadModel) -> None:
+    module = copy.deepcopy(module)
+    module.generation_config.repetition_penalty, module.generation_config.num_beams = 1.5, 1
+    converted = tb.convert(module, torch.zeros(2, 4, dtype=torch.long), train=False)
+    with pytest.warns(UserWarning, match=r"config says repetition_penalty=1\.5, by which"):
+        tb.generate(converted, converted.params, PROMPTS, 2)
+
+
 SAMPLED = tb.Sampling(temperature=1.5, seed=7)
 
 
