@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as torch_pytree
 
 from torch_bridge.dtypes import canonical, jax_dtype, numpy_dtype
@@ -112,7 +111,6 @@ class _BridgedCall(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         saved = ctx.saved_tensors
         cotangents = [
@@ -123,8 +121,33 @@ class _BridgedCall(torch.autograd.Function):
         out: list[Any] = [None] * ctx.num
         for place, gradient in zip(ctx.wanted, found, strict=True):
             like = saved[place]
-            out[place] = _tensor(_turned(gradient), [like]).to(like.dtype)
+            plain = _tensor(_turned(gradient), [like]).to(like.dtype)
+            out[place] = _once(plain) if torch.is_grad_enabled() else plain
         return (None, None, *out)
+
+
+def _once(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient whose own is refused.
+
+    torch's `once_differentiable` gives constants where the incoming gradient is one, although this
+    one depends on the arguments.
+    """
+    call: Any = _Once.apply
+    found: torch.Tensor = call(gradient.detach().requires_grad_())
+    return found
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "tb.wrap: a JAX function has a gradient in torch, but no second one. Differentiate it"
+            " in JAX, within the function that is wrapped (jax.grad)"
+        )
 
 
 def _differentiable(tensor: torch.Tensor) -> bool:

@@ -216,6 +216,15 @@ def test_a_jax_function_in_torch_has_its_gradients() -> None:
         y.sum().backward()
 
 
+def test_a_jax_function_in_torch_has_no_second_gradient() -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    y = tb.wrap(lambda x: jnp.sum(x**3))(x)
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    torch.testing.assert_close(first.detach(), 3 * x.detach() ** 2)
+    with pytest.raises(RuntimeError, match="no second one"):
+        (first.square().sum() + x.sum()).backward()
+
+
 def test_only_public_names_are_shown() -> None:
     shown = {name for name in dir(tb) if not name.startswith("_")}
     assert shown == set(tb.__all__)
