@@ -92,9 +92,9 @@ def state_leaves(
     """
     if others := converted.layout.written_otherwise:
         raise CheckpointError(
-            f"{operation}: a hook of the module's state_dict() renames or changes"
-            f" {list(others[:4])}, and is not run here. Write the values into the module with"
-            " tb.load_into(module, state), and call its state_dict()"
+            f"{operation}: a hook of the module's state_dict(), or one of its own, renames or"
+            f" changes {list(others[:4])}, and is not run here. Write the values into the module"
+            " with tb.load_into(module, state), and call its state_dict()"
         )
     if isinstance(state_or_params, Mapping):
         params, buffers = state_or_params, converted.buffers

@@ -87,12 +87,18 @@ def read_layout(module: torch.nn.Module) -> Layout:
             raise ConversionError(
                 f"`{name}` has no shape yet: run one batch through the module, then convert it"
             )
-    state = module.state_dict(keep_vars=True)
+    try:
+        state = module.state_dict(keep_vars=True)
+        written: tuple[str, ...] = ()
+    except TypeError:  # one of its own, which takes other arguments than torch's
+        state = torch.nn.Module.state_dict(module, keep_vars=True)
+        written = tuple(state)
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise ConversionError(
                 f"state_dict entry `{name}` is a {type(value).__name__}, not a tensor; modules "
-                "with extra state cannot be converted"
+                "with extra state cannot be converted: keep it in buffers, or take "
+                "get_extra_state() away"
             )
     order = tuple(name for name in state if name in named)
     names = [*order, *(name for name in named if name not in state)]
@@ -106,7 +112,7 @@ def read_layout(module: torch.nn.Module) -> Layout:
         _leaf(tuple(group), named[group[0]], state, tied, dense.get(id(named[group[0]])))
         for group in groups.values()
     )
-    written = tuple(
+    written += tuple(
         name
         for name, value in state.items()
         if not name.endswith("_extra_state") and value is not named.get(name)

@@ -448,9 +448,19 @@ def doubled(state: dict[str, Any], name: str) -> None:
     state[name] = 2 * state.pop("weight")
 
 
-@pytest.mark.parametrize("name", ["weight", "w"])
-def test_files_that_a_hook_would_write_otherwise_are_not_written(tmp_path: Path, name: str) -> None:
-    converted = tb.convert(Renamed(name), torch.zeros(4, 3))
+class Own(torch.nn.Linear):
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"w": self.weight}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(Renamed("weight"), "weight"), (Renamed("w"), "w"), (Own(3, 2, False), "weight")],
+)
+def test_files_that_a_hook_would_write_otherwise_are_not_written(
+    tmp_path: Path, module: torch.nn.Module, name: str
+) -> None:
+    converted = tb.convert(module, torch.zeros(4, 3))
     for given in (tb.state_dict, partial(tb.save, tmp_path / "model.safetensors"), tb.stream):
         with pytest.raises(CheckpointError, match=rf"hook of .* \['{name}'\].*load_into"):
             given(converted, converted.params)
