@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -458,14 +459,33 @@ class Whole(nn.Module):
     """Makes a tensor without saying of which dtype."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.full((4,), 0.1)
+        return x + torch.full((4,), 0.1) + torch.ones(4).new_tensor(0.3)
 
 
-def test_the_default_dtype_is_that_of_the_conversion() -> None:
-    x = torch.ones(3, 4)
-    torch.set_default_dtype(torch.float64)
-    try:
-        converted = tb.convert(Whole(), x)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert [converted(one).dtype for one in (x, x[:1])] == [np.float64, np.float64]
+class Positions(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.arange(4) / 7
+
+
+@pytest.fixture(params=[torch.float64, torch.bfloat16, torch.float16])
+def other_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(torch.float32)
+
+
+def test_the_default_dtype_is_that_of_the_conversion(other_dtype: torch.dtype) -> None:
+    x = torch.ones(3, 4, dtype=torch.float16)
+    want, converted = Whole()(x), tb.convert(Whole(), x)
+    torch.set_default_dtype(torch.float32)
+    for one in (x, x[:1]):
+        found = converted(one)
+        assert str(found.dtype) == str(want.dtype).removeprefix("torch.")
+        np.testing.assert_array_equal(np.asarray(found, np.float32), want[: len(one)].float())
+
+
+def test_whole_numbers_of_another_default_dtype_are_refused(other_dtype: torch.dtype) -> None:
+    if other_dtype == torch.float64:
+        return
+    with pytest.raises(ConversionError, match=r"aten\.div.*arange\(4\) / 7.*set_default_dtype"):
+        tb.convert(Positions(), torch.ones(3, 4))

@@ -23,6 +23,7 @@ from torch.export import Dim, ExportedProgram, default_decompositions
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError, warn
+from torch_bridge.export.default_dtype import say_default_dtype
 from torch_bridge.export.expert_stand_ins import OwnLossWarning
 from torch_bridge.export.functions import refuse_functions, watch_functions
 from torch_bridge.export.hooks import watch_gradients
@@ -195,6 +196,7 @@ def _tidied(module: torch.nn.Module, program: ExportedProgram, mode: str) -> Exp
     refuse_nameless(program, (*module.named_parameters(), *module.named_buffers()))
     refuse_detached_writes(program)
     inline_no_grad(program)
+    say_default_dtype(program.graph_module)
     tidy_slices(program.graph_module)
     remove_hidden_aliases(program.graph_module)
     cast_what_is_copied(program.graph_module)
