@@ -10,5 +10,5 @@
   tensors, `hooks`, custom `functions`, what `users_code` has `cached` and what it has `asked`;
   `remedies` says what to write instead.
 - The graph is put right: `in_place` writes, `no_grad` regions and what gradients `reach`, `slices`,
-  whole numbers (`ranges`, `range_rules`), `float64`.
+  whole numbers (`ranges`, `range_rules`), `float64`, another `default_dtype`.
 """
