@@ -60,8 +60,10 @@ triangular_solve:1 unfold:0,5
 }
 # What has no values to compare, or needs a GPU.
 WITHOUT_VALUES = ("empty", "rand", "normal", "dropout", "jiterator", "as_strided", "multinomial")
-SAMPLES, PARTS = 6, 6
-DTYPES = (torch.float32, torch.complex64, torch.int64, torch.uint8, torch.bool)
+PARTS = 6
+SAMPLES = {
+    torch.float32: 6, torch.complex64: 3, torch.int64: 3, torch.uint8: 3, torch.bool: 3,
+}  # fmt: skip
 
 
 def entries() -> dict[str, Any]:
@@ -80,7 +82,10 @@ def to_jax(x: Any) -> Any:
 
 
 def to_numpy(x: torch.Tensor) -> np.ndarray:
-    return np.asarray(x.detach().resolve_conj().resolve_neg().contiguous().numpy())
+    x = x.detach().resolve_conj().resolve_neg().contiguous()
+    if x.dtype == torch.bfloat16:  # numpy knows it by its name only
+        return x.view(torch.int16).numpy().view(jnp.bfloat16.dtype)
+    return np.asarray(x.numpy())
 
 
 class InJax(TorchDispatchMode):
@@ -150,15 +155,19 @@ def test_what_pytorch_runs_is_what_jax_computes(dtype: torch.dtype, chosen: str)
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", SAMPLES, ids=str)
 def test_every_operator_of_pytorchs_database(dtype: torch.dtype, part: int) -> None:
-    seen = set()
+    seen, wrong = set(), set()
     own = [entry for entry in entries().values() if dtype in entry.dtypes]
     for entry in own[part::PARTS]:
-        for sample in islice(samples_of(entry, dtype), SAMPLES):
+        for number, sample in enumerate(islice(samples_of(entry, dtype), SAMPLES[dtype])):
             with InJax() as mode:
-                entry.op(sample.input, *sample.args, **sample.kwargs)
+                try:
+                    entry.op(sample.input, *sample.args, **sample.kwargs)
+                except Exception as error:
+                    wrong.add(f"{entry.name}:{number}: {type(error).__name__} {error}")
             seen.update(mode.seen)
+    assert not wrong
     assert len(seen) > 20
 
 
