@@ -64,7 +64,8 @@ def refuse_untraceable(module: torch.nn.Module) -> None:
             " it, with fz.Plan(precision=...) for the precision; or enter it in the forward"
         )
     named = (*module.named_parameters(), *module.named_buffers())
-    if frozen := [name for name, tensor in named if tensor.is_inference()]:
+    made = [(name, tensor) for name, tensor in named if not torch.nn.parameter.is_lazy(tensor)]
+    if frozen := [name for name, tensor in made if tensor.is_inference()]:
         raise ConversionError(
             f"`{frozen[0]}` was made within torch.inference_mode, and can have no gradient: make"
             " the module outside of it, or within torch.no_grad"
