@@ -149,17 +149,18 @@ class PlacedFunction:
         self._divide(wanted, labels.made(out) if labels.made else [""] * len(wanted))
 
     def _part(self, leaves: Sequence[Any], wanted: Sequence[NamedSharding]) -> None:
-        """Makes a result a value of its own where it is an argument, or another result, but lies
+        """Makes a result a value of its own where it is another result, or an argument that lies
         otherwise: initial parameters in an optimizer's state, say."""
         lies = {v: leaf.sharding for v, leaf in zip(self.program.inputs, leaves, strict=True)}
+        seen: set[Var] = set()
         for index, (var, to) in enumerate(zip(self.program.outputs, wanted, strict=True)):
-            at = lies.setdefault(var, to) if isinstance(var, Var) else None
-            if at is None or devices_of(at) != devices_of(to):
+            if not isinstance(var, Var) or devices_of(lies.setdefault(var, to)) != devices_of(to):
                 continue
-            if not at.is_equivalent_to(to, var.aval.ndim):
+            if var in seen or not lies[var].is_equivalent_to(to, var.aval.ndim):
                 own = Var(var.aval)
                 self.program.ops.append(Op(None, [var], [own]))
                 self.program.outputs[index] = own
+            seen.add(var)
 
     def _place_inputs(self, leaves: Sequence[Any], labels: Sequence[str]) -> None:
         whole = tuple(self.everywhere.devices.flat)

@@ -310,7 +310,10 @@ def parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:
         Parkings(none, none, parked, blue.plan.disk_path), what="init",
         labels=Labels((labels["params"],), lambda _: jax.tree.leaves(labels["opt_state"])),
     )  # fmt: skip
-    return stream(params)
+    # Initial parameters that an optimizer keeps are arrays of its own, parked as its others are.
+    given = {id(leaf) for leaf in jax.tree.leaves(params)}
+    own = jax.tree.map(lambda x: jnp.array(x, copy=True) if id(x) in given else x, stream(params))
+    return parked_field(blue, "opt_state", own)
 
 
 def new_opt_state(blue: Blueprint, params: PyTree) -> PyTree:

@@ -533,3 +533,32 @@ def test_saved_activations_on_the_host(zero, prefetch):
 def test_plans_that_cannot_be(options, message):
     with pytest.raises(fz.PlanError, match=message):
         fz.Plan(**options)
+
+
+def towards_initial_values():
+    """SGD with momentum that keeps the initial parameters, and one tree twice over."""
+
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return zeros, zeros, params, params
+
+    def update(grads, state, params):
+        moved = jax.tree.map(lambda m, g: 0.9 * m + g, state[0], grads)
+        updates = jax.tree.map(lambda m, p, to: -0.1 * (m + p - to), moved, params, state[2])
+        return updates, (moved, moved, state[2], state[2])
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_an_optimizer_that_keeps_one_value_twice_has_two_parked_leaves(tier, tmp_path):
+    plan, tx = tiny.plan(zero=3, data=4), towards_initial_values()
+    expected, trace, _ = run(plan, tx)
+    tiered = plan.replace(tiers={"opt_state": tier}, stream_bytes=300, disk_path=str(tmp_path))
+    state, found, _ = run(tiered, tx)
+    same_but_for_roundings(found, trace)
+    found_params, params = (fz.logical(MODEL, s) for s in (on_device(state, tx, tiered), expected))
+    for name, leaf in named_leaves(params):
+        np.testing.assert_allclose(
+            dict(named_leaves(found_params))[name], leaf, atol=4e-7, rtol=0, err_msg=name
+        )
