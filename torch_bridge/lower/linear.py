@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fzero.exchange.attention import divided_sequences
-from torch_bridge.dtypes import cast, is_complex, is_float, promote
+from torch_bridge.dtypes import cast, is_bool, is_complex, is_float, promote
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.rounding import once, product_dtype, with_bias
 
@@ -69,6 +69,8 @@ def addbmm(bias: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1) -> jax.Arra
 @once
 def addr(bias: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1) -> jax.Array:
     c, a, b = promote(bias, x, y)
+    if is_bool(a):
+        return (c & bool(beta)) | (a[:, None] & b & bool(alpha))
     return _added(c, a[:, None] * b, beta, alpha, a.dtype)
 
 

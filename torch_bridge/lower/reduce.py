@@ -118,12 +118,17 @@ def argmin(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.A
 
 @register_operator("aten.any.default", "aten.any.dim", "aten.any.dims")
 def any_(x: jax.Array, dim: Dims = None, keepdim: bool = False) -> jax.Array:
-    return jnp.any(x.astype(bool), axis=axes_of(x, dim), keepdims=keepdim)
+    return _truth(jnp.any(x.astype(bool), axis=axes_of(x, dim), keepdims=keepdim), x)
 
 
 @register_operator("aten.all.default", "aten.all.dim", "aten.all.dims")
 def all_(x: jax.Array, dim: Dims = None, keepdim: bool = False) -> jax.Array:
-    return jnp.all(x.astype(bool), axis=axes_of(x, dim), keepdims=keepdim)
+    return _truth(jnp.all(x.astype(bool), axis=axes_of(x, dim), keepdims=keepdim), x)
+
+
+def _truth(found: jax.Array, x: jax.Array) -> jax.Array:
+    """Of bytes torch gives bytes: they were its truth values before it had others."""
+    return found.astype(x.dtype) if x.dtype == jnp.uint8 else found
 
 
 @register_operator("aten.var.correction", "aten.var.dim")

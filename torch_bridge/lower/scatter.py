@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_bridge.dtypes import canonical, cast, is_float, promote
+from torch_bridge.dtypes import canonical, cast, is_bool, is_float, promote
 from torch_bridge.lower.index import added, along, into_vectors, written
 from torch_bridge.lower.registry import register_operator
 
@@ -57,11 +57,11 @@ def _extreme(
     x: jax.Array, where: tuple[Any, ...], src: jax.Array, largest: bool, include_self: bool
 ) -> jax.Array:
     """The largest or smallest value; its gradient is shared evenly by all that are equal to it."""
-    limits: Any = np.iinfo(x.dtype) if not is_float(x) else jnp.finfo(x.dtype)
+    neutral: Any = not largest
     if is_float(x):
         neutral = -np.inf if largest else np.inf
-    else:
-        neutral = limits.min if largest else limits.max
+    elif not is_bool(x):
+        neutral = np.iinfo(x.dtype).min if largest else np.iinfo(x.dtype).max
     start = _first(jax.lax.stop_gradient(x), where, neutral, include_self)
     written = start.at[where]
     given = jax.lax.stop_gradient(src)

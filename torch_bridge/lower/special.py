@@ -41,6 +41,14 @@ def _i0(x: jax.Array) -> jax.Array:
 _i0.defjvp(lambda x, dx: (_i0(x[0]), jsp.i1(x[0]) * dx[0]))
 
 
+def _log_ndtr(x: jax.Array) -> jax.Array:
+    """Right of -1 by log1p, as torch: ndtr itself rounds to 1."""
+    left = x < -1
+    high = jnp.where(left, -1, x)
+    near = jnp.log1p(-jsp.erfc(high * math.sqrt(0.5)) / 2)
+    return jnp.where(left, jsp.log_ndtr(jnp.where(left, x, -1)), near)
+
+
 _name: str
 _fn: Any
 _KINDS = (
@@ -55,7 +63,7 @@ for _name, _fn in {
     "special_i1": jsp.i1,
     "special_i1e": jsp.i1e,
     "special_entr": jsp.entr,
-    "special_log_ndtr": jsp.log_ndtr,
+    "special_log_ndtr": lambda x: _log_ndtr(jnp.asarray(x)),
     "special_ndtr": jsp.ndtr,
     "special_ndtri": ndtri,
     "deg2rad": jnp.deg2rad,
@@ -190,7 +198,8 @@ def ldexp(x: jax.Array, exponent: Any) -> jax.Array:
 
 @register_operator("aten.heaviside.default")
 def heaviside(x: jax.Array, values: Any) -> jax.Array:
-    return jnp.where(x == 0, cast(values, x.dtype), (x > 0).astype(x.dtype))
+    none = jnp.zeros((), x.dtype)
+    return jnp.where(x == none, cast(values, x.dtype), (x > none).astype(x.dtype))
 
 
 @register_operator("aten.gcd.default")
