@@ -57,14 +57,14 @@ topk:7 trace:0 triangular_solve:1 unfold:0,5
 """,
     torch.complex64: "cumprod:0 cumsum:0 logaddexp:2 logcumsumexp:0 prod:1 var:0",
     torch.uint8: "all:1 any:0 cumprod:0 prod:1",
-    torch.bool: "heaviside:0 index_add:0 put:1 scatter_add:0 scatter_reduce.amax:0 sgn:0 sign:0",
+    torch.bool: "heaviside:0 index_add:0 put:1 scatter_reduce.amax:0 scatter_reduce.prod:0 sign:0",
 }
 # What has no values to compare, or needs a GPU.
 WITHOUT_VALUES = ("empty", "rand", "normal", "dropout", "jiterator", "as_strided", "multinomial")
 # What begins with memory that nobody wrote.
 UNWRITTEN = {"nn.functional.pad.circular"}
-# As many roundings as the matrix's condition.
-TOLERANCES = {"aten.linalg_pinv.atol_rtol_tensor": 2e-3}
+# Of complex numbers PyTorch itself computes another one within a `TorchDispatchMode`.
+OTHERWISE = {"pinverse", "linalg.pinv"}
 PARTS = 6
 SAMPLES = {
     torch.float32: 6, torch.complex64: 3, torch.int64: 3, torch.uint8: 3, torch.bool: 3,
@@ -132,7 +132,7 @@ def agrees(name: str, found: Any, expected: np.ndarray) -> None:
     largest = np.max(np.abs(expected[np.isfinite(expected)]), initial=0.05)
     # Sums are in another order, and functions are other polynomials: of the largest, as in the
     # table of `make operators`.
-    share = 0 if found.dtype.kind in "iub" else TOLERANCES.get(name, 2e-5)
+    share = 0 if found.dtype.kind in "iub" else 2e-5
     np.testing.assert_allclose(found, expected, rtol=share, atol=share * largest, err_msg=name)
 
 
@@ -161,12 +161,18 @@ def test_what_pytorch_runs_is_what_jax_computes(dtype: torch.dtype, chosen: str)
 @pytest.mark.parametrize("dtype", SAMPLES, ids=str)
 def test_every_operator_of_pytorchs_database(dtype: torch.dtype, part: int) -> None:
     seen, wrong = set(), set()
-    own = [entry for entry in entries().values() if dtype in entry.dtypes]
+    own = [
+        entry
+        for entry in entries().values()
+        if dtype in entry.dtypes and not (dtype.is_complex and entry.name in OTHERWISE)
+    ]
     for entry in own[part::PARTS]:
         for number, sample in enumerate(islice(samples_of(entry, dtype), SAMPLES[dtype])):
             with InJax() as mode:
                 try:
                     entry.op(sample.input, *sample.args, **sample.kwargs)
+                except NotImplementedError:  # PyTorch's own; ours are counted as refused
+                    continue
                 except Exception as error:
                     wrong.add(f"{entry.name}:{number}: {type(error).__name__} {error}")
             seen.update(mode.seen)

@@ -34,7 +34,7 @@ def reduce_into(
     x: jax.Array, where: tuple[Any, ...], src: jax.Array, reduce: str, include_self: bool
 ) -> jax.Array:
     """Values reduced into the places of an index: sum, mean, prod, amax or amin."""
-    if reduce in ("amax", "amin"):
+    if reduce in ("amax", "amin") or (reduce == "prod" and is_bool(x)):
         return _extreme(x, where, src, reduce == "amax", include_self)
     if reduce == "prod":
         return _product(x, where, src, include_self)
