@@ -30,7 +30,7 @@ from fzero.sharding.blueprint import Blueprint, blueprint, planned
 from fzero.sharding.buckets import OWNED
 from fzero.sharding.lazy import Index, LazyArray
 from fzero.sharding.relayout import Kept, copy_leaf, relayout
-from fzero.sharding.split import flat_splits, map_splits, stored_shapes, trained
+from fzero.sharding.split import flat_splits, map_splits, stored_shapes, trained, update_dtype
 from fzero.state import compute_copy
 from fzero.state.fingerprint import compare
 from fzero.state.init import compute_of, init, key_of, parked_field, parked_leaf, state_of
@@ -244,7 +244,9 @@ class _StoredState:
         sizes = zero_sizes(meta.get("zero") or {DATA: meta["data"]})
         # Of an earlier version it is not known in which rows layers lie: in those of its plan.
         old = planned(new.model, new.tx, self.about.plan, sizes, meta.get("rows"))
-        sums = stored_shapes(trained(new.params), new.sharding, True, lambda _: jnp.float32)
+        sums = stored_shapes(
+            trained(new.params), new.sharding, True, lambda s: update_dtype(s.compute)
+        )
         shapes = new.shapes() | {"grads": sums}
         names = {name: name for name in ("params", *OWNED, "buffers")}
         if new.ema is None or old.ema is None:
@@ -262,7 +264,10 @@ class _StoredState:
             for path, *want in zip(paths, *kept, strict=True):
                 found[_at(prefix, path)] = (want[0], want[1], want[2])
         if "grads" in names:
-            for name, dtype in (("total", "float32"), ("count", "float32"), ("calls", "int32")):
+            for name in ("total", "count", "calls"):
+                # A loss's sums have its own dtype: float64, say, where 64 bits are enabled.
+                _, kept = self.about.leaves[f"grads/{name}"]
+                dtype = jax.dtypes.canonicalize_dtype(kept)
                 to = new.replicated(jax.ShapeDtypeStruct((), dtype))
                 found[f"grads/{name}"] = Kept.whole(()), Kept.whole(()), to
         return found

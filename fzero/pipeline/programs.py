@@ -25,7 +25,7 @@ from fzero.processes import jit_on, send
 from fzero.programs.partitioned import checked
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.homes import stage_tree
-from fzero.sharding.split import Split, map_splits, trained
+from fzero.sharding.split import Split, map_splits, trained, update_dtype
 from fzero.tree import PyTree, added
 from fzero.zero.chain import (
     Saved,
@@ -318,7 +318,7 @@ class StagePrograms:
             shape = split.stored_shape
             if split.stacked:
                 shape = (pieces[split.path.split("/")[0]], *shape[1:])
-            return jnp.zeros(shape, jnp.float32)
+            return jnp.zeros(shape, update_dtype(split.compute))
 
         def run() -> PyTree:
             return None if self.count == 1 else map_splits(zero, trained(self.splits))

@@ -357,6 +357,12 @@ def update_dtype(dtype: Any) -> np.dtype[Any]:
     return np.dtype(jnp.promote_types(dtype, jnp.float32))
 
 
+def wide(value: Any) -> jax.Array:
+    """A number or an array in the dtype that sums are kept in: at least float32."""
+    array = jnp.asarray(value)
+    return array.astype(update_dtype(array.dtype))
+
+
 def is_split(node: Any) -> bool:
     """`is_leaf` for trees of splits."""
     return isinstance(node, Split)

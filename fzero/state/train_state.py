@@ -21,9 +21,9 @@ class Pending(Printed):
     """Gradients accumulated by `accumulate_step` and not yet applied.
 
     Args:
-        sums: float32 gradients of the summed loss total, one per parameter, sharded.
-        total: float32 sum of the losses so far.
-        count: float32 sum of their counts.
+        sums: gradients (at least float32) of the summed loss total, one per parameter, sharded.
+        total: sum of the losses so far.
+        count: sum of their counts.
         calls: int32, batches accumulated.
     """
 

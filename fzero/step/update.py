@@ -21,7 +21,15 @@ from fzero.loss_scaling import next_loss_scale
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.buckets import OWNED
 from fzero.sharding.group import Group
-from fzero.sharding.split import Split, flat_splits, map_splits, trained, update_dtype, with_frozen
+from fzero.sharding.split import (
+    Split,
+    flat_splits,
+    map_splits,
+    trained,
+    update_dtype,
+    wide,
+    with_frozen,
+)
 from fzero.state import averages
 from fzero.state.compute_copy import rounded
 from fzero.state.logical import logical_view
@@ -90,7 +98,7 @@ class Update:
     def _accumulated(self, fields: Values, step: jax.Array, gradients: Gradients) -> Values:
         pending: Pending | None = fields["grads"]
         calls = jnp.int32(0) if pending is None else pending.calls
-        mean, sums = gradients.mean, jax.tree.map(lambda g: g.astype(jnp.float32), gradients.sums)
+        mean, sums = gradients.mean, jax.tree.map(wide, gradients.sums)
         grads = Pending(self._pin_shards(sums), mean.total, mean.count, calls + 1)
         return {**fields, **gradients.changed, "grads": grads, "step": step}
 
@@ -222,7 +230,7 @@ class Update:
         factor = None if clip is None else clip / jnp.maximum(norm, clip)
 
         def mean(split: Any, total: jax.Array) -> jax.Array:
-            grad = total.astype(jnp.float32) / count
+            grad = wide(total) / count
             grad = grad if factor is None else grad * factor
             return grad.astype(update_dtype(split.dtype))
 
@@ -376,7 +384,7 @@ def _squares(split: Split, total: jax.Array, count: jax.Array, alike: bool) -> j
     """
 
     def of(total: jax.Array, first: int = 0) -> jax.Array:
-        grad = total.astype(jnp.float32) / count
+        grad = wide(total) / count
         return jnp.sum(jnp.square(grad), axis=tuple(range(first, grad.ndim)))
 
     if not alike:

@@ -49,7 +49,7 @@ def apart(function: Callable[[], PyTree], unknown: jax.Array) -> PyTree:
 
     Args:
         function: what to run; it may give random keys, too.
-        unknown: a scalar of 32 bits that no compiler can foresee.
+        unknown: a scalar of 32 or 64 bits that no compiler can foresee.
     """
     shapes = jax.eval_shape(lambda: _without_keys(function()))
     kinds: list[Any] = []
@@ -63,7 +63,8 @@ def apart(function: Callable[[], PyTree], unknown: jax.Array) -> PyTree:
     def never() -> PyTree:
         return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
-    taken = (jax.lax.bitcast_convert_type(unknown, jnp.int32) | 1) != 0
+    bits = jnp.int64 if unknown.dtype.itemsize == 8 else jnp.int32
+    taken = (jax.lax.bitcast_convert_type(unknown, bits) | 1) != 0
     leaves, treedef = jax.tree.flatten(jax.lax.cond(taken, run, never))
     keyed = [
         x if impl is None else jax.random.wrap_key_data(x, impl=impl)

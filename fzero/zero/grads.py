@@ -21,7 +21,7 @@ from fzero.links import Mean, split_loss
 from fzero.model import Model
 from fzero.pieces import whole_chain
 from fzero.precision import power_of_two_below
-from fzero.sharding.split import map_splits, trained
+from fzero.sharding.split import map_splits, trained, update_dtype, wide
 from fzero.tree import PyTree, added, named_leaves
 from fzero.zero.buffers import agreed_buffers
 from fzero.zero.chain import Saved, eval_forward, train_backward, train_forward
@@ -53,8 +53,8 @@ def local_gradients(
 
     Returns:
         `(sums, loss, metrics, buffers)`: shards of summed gradients (in the compute dtype after
-        one microbatch, float32 after several or with `reduce_dtype="fp32"`), loss and metrics
-        summed over all devices, new buffers.
+        one microbatch, at least float32 after several or with `reduce_dtype="fp32"`), loss and
+        metrics summed over all devices, new buffers.
     """
     plan, group = rules.plan, rules.group
     count = plan.microbatches
@@ -101,7 +101,9 @@ def _accumulated(
     buffers: PyTree,
     batch: Inputs,
 ) -> tuple[_Sums, PyTree]:
-    """Float32 sums over the microbatches, one after the other, and the last one's buffers.
+    """Sums over the microbatches, one after the other, and the last one's buffers.
+
+    Sums have at least float32.
 
     Where gathered parameters are held, the first microbatch stands before the loop: it alone
     gathers, and the others read what it leaves.
@@ -118,7 +120,7 @@ def _accumulated(
         return total
 
     def room(like: PyTree) -> _Sums:
-        zeros: _Sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
+        zeros: _Sums = jax.tree.map(lambda x: jnp.zeros(x.shape, update_dtype(x.dtype)), like)
         return zeros
 
     if rules.hold:
@@ -238,12 +240,12 @@ def require_rows(out: PyTree, batch: Inputs) -> PyTree:
 
 
 def float_mean(mean: Mean) -> Mean:
-    """A mean whose sums are float32."""
-    return Mean(jnp.asarray(mean.total, jnp.float32), jnp.asarray(mean.count, jnp.float32))
+    """A mean whose sums are at least float32."""
+    return Mean(wide(mean.total), wide(mean.count))
 
 
 def float_means(metrics: dict[str, Any]) -> dict[str, Mean]:
-    """A model's metrics as means whose sums are float32.
+    """A model's metrics as means whose sums are at least float32.
 
     Raises:
         StateError: one is no scalar.
