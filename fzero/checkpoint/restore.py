@@ -266,8 +266,7 @@ class _StoredState:
         if "grads" in names:
             for name in ("total", "count", "calls"):
                 # A loss's sums have its own dtype: float64, say, where 64 bits are enabled.
-                _, kept = self.about.leaves[f"grads/{name}"]
-                dtype = jax.dtypes.canonicalize_dtype(kept)
+                dtype = jax.dtypes.canonicalize_dtype(self.about.leaves[f"grads/{name}"][1])
                 to = new.replicated(jax.ShapeDtypeStruct((), dtype))
                 found[f"grads/{name}"] = Kept.whole(()), Kept.whole(()), to
         return found

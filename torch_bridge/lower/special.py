@@ -97,7 +97,8 @@ def logit_within(x: jax.Array, eps: float | None = None) -> jax.Array:
     "aten.special_zeta.default", "aten.special_zeta.self_scalar", "aten.special_zeta.other_scalar"
 )
 def zeta(x: Any, q: Any) -> jax.Array:
-    return jsp.zeta(*promote_float(x, q))
+    x, q = promote_float(x, q)
+    return jnp.where(x < 1, jnp.nan, jsp.zeta(x, q))
 
 
 @register_operator("aten.polygamma.default")
@@ -270,4 +271,4 @@ def dist(x: jax.Array, y: Any, p: Any = 2) -> jax.Array:
 
 @register_operator("aten.signbit.default")
 def signbit(x: jax.Array) -> jax.Array:
-    return jnp.signbit(x) if is_float(x) else x < 0
+    return jnp.signbit(x) if is_float(x) else x < jnp.zeros((), x.dtype)
