@@ -233,7 +233,16 @@ def _total(
 def cross_entropy(
     logits: jax.Array, labels: jax.Array, terms: CrossEntropy = CrossEntropy()
 ) -> Mean:
-    """The cross entropy of logits `(..., V)`; see `linear_cross_entropy`."""
+    """The cross entropy of logits `(..., V)` and labels `(...)`; see `linear_cross_entropy`.
+
+    Raises:
+        PlanError: their shapes do not belong together, or labels are no integers.
+    """
+    if jnp.shape(labels) != jnp.shape(logits)[:-1]:
+        raise PlanError(
+            "cross_entropy: expected logits (..., V) and labels (...), an integer for each row of"
+            f" logits; got {jnp.shape(logits)}, {jnp.shape(labels)}"
+        )
     return Mean(total=terms.total(logits, labels), count=terms.count(labels))
 
 

@@ -206,3 +206,11 @@ def test_a_wide_weight_is_not_rounded_to_its_input():
     np.testing.assert_allclose(
         found, reference(fz.CrossEntropy(), x, w, jnp.zeros(V), labels), 2e-6
     )
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 5), (5,), (2, 5, 1), (2, 5, 11)])
+def test_labels_are_not_broadcast_over_logits(shape):
+    logits, labels = jnp.zeros((2, 5, 11)), jnp.ones(shape, jnp.int32)
+    with pytest.raises(fz.PlanError, match=r"an integer for each row of logits; got \(2, 5, 11\)"):
+        fz.cross_entropy(logits, labels)
+    assert fz.cross_entropy(logits, jnp.ones((2, 5), jnp.int32)).count == 10
