@@ -143,23 +143,26 @@ def _parked(blue: Blueprint, state: TrainState) -> TrainState:
 
 
 def compiled_fields(
-    blue: Blueprint, name: str, function: Callable[..., Any], *args: Any
+    blue: Blueprint, name: str, function: Callable[..., Any], *args: Any, by: Any = None
 ) -> Callable[..., Any]:
-    """A function of the key and placed leaves that gives fields of the state, compiled once."""
+    """A function of the key and placed leaves that gives fields of the state, compiled once.
+
+    `by` is what it depends on beside the blueprint: for another one it is compiled again.
+    """
     shapes = blue.shapes()
     key = name, *(jax.random.key_impl(x) for x in jax.tree.leaves(args) if is_key(x))
 
     def shardings(out: dict[str, Any]) -> dict[str, Any]:
         return {n: jax.tree.map(lambda to: to.sharding, shapes[n]) for n in out}
 
-    if key not in blue.programs:
+    if key not in blue.programs or blue.programs[key][0] is not by:
         if blue.stages is None:
             out = shardings(jax.eval_shape(function, *args))
-            program = jax.jit(function, out_shardings=out)
-            blue.programs[key] = in_turn(blue.mesh.devices.flat, program)
+            program = in_turn(blue.mesh.devices.flat, jax.jit(function, out_shardings=out))
         else:
-            blue.programs[key] = placed_with_key(function, args, shardings, blue.mesh)
-    found: Callable[..., Any] = blue.programs[key]
+            program = placed_with_key(function, args, shardings, blue.mesh)
+        blue.programs[key] = by, program
+    found: Callable[..., Any] = blue.programs[key][1]
     return found
 
 

@@ -88,7 +88,7 @@ def eval_params(
     model: Model,
     tx: optax.GradientTransformation,
     plan: Plan,
-    of: Callable[[PyTree, PyTree], PyTree] = optax.contrib.schedule_free_eval_params,
+    of: Callable[[PyTree, PyTree], PyTree] | None = None,
 ) -> TrainState:
     """The state with the parameters that its optimizer means to be evaluated.
 
@@ -103,14 +103,16 @@ def eval_params(
         plan: its plan.
         of: `of(opt_state, params)` gives the parameters; both are in their own shapes, without
             padding, and frozen ones are `None`. In a chain it picks its part:
-            `lambda opt_state, params: opt_state[1].slow`.
+            `lambda opt_state, params: opt_state[1].slow`. By default those that
+            `optax.contrib.schedule_free` or `fz.lookahead` means.
 
     Returns:
         The state with these as `params`, laid out as the plan says.
 
     Raises:
         StateConsumedError: the state was given to a step.
-        StateError: the state is not one of the model, `tx` and plan, or `of` gives other shapes.
+        StateError: the state is not one of the model, `tx` and plan, `of` gives other
+            shapes, or there is none and the optimizer is another one.
 
     Example:
         >>> import jax.numpy as jnp, optax, fzero as fz
@@ -127,7 +129,7 @@ def eval_params(
     def make(opt_state: PyTree, params: PyTree) -> dict[str, PyTree]:
         whole = logical_view(blue, "params", params)
         own = trained(blue.params, whole)  # as the optimizer sees them
-        found = of(logical_view(blue, "opt_state", opt_state), own)
+        found = (of or _own_average)(logical_view(blue, "opt_state", opt_state), own)
         if shapes_of(found) != shapes_of(own):
             raise StateError(
                 f"eval_params: expected parameters of the model's structure, shapes and dtypes,"
@@ -138,8 +140,23 @@ def eval_params(
         return {"params": store(blue, "params", jax.tree.map(jnp.copy, found))}
 
     trees = [jax.tree.map(unpark, tree) for tree in (state.opt_state, state.params)]
-    params = compiled_fields(blue, "params", make, *trees)(*trees)["params"]
+    params = compiled_fields(blue, "params", make, *trees, by=of)(*trees)["params"]
     return state.replace(params=parked_field(blue, "params", params))
+
+
+def _own_average(opt_state: PyTree, params: PyTree) -> PyTree:
+    """The parameters that an optimizer's own state means to be evaluated."""
+    from fzero.optimizer.lookahead import LookaheadState
+
+    if isinstance(opt_state, LookaheadState):
+        return opt_state.slow
+    if isinstance(opt_state, optax.contrib.ScheduleFreeState):
+        return optax.contrib.schedule_free_eval_params(opt_state, params)
+    raise StateError(
+        "eval_params: expected the state of optax.contrib.schedule_free or fz.lookahead, got"
+        f" {type(opt_state).__name__}; say where the parameters are:"
+        " of=lambda opt_state, params: opt_state[1].slow"
+    )
 
 
 def _known(

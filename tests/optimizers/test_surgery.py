@@ -138,3 +138,22 @@ def test_what_gives_other_shapes_is_refused():
     _, state = trained(tx, cut, steps=1)
     with pytest.raises(fz.StateError, match="eval_params: expected parameters of the model"):
         fz.eval_params(state, stacked(), tx, cut, lambda opt_state, params: params["first"])
+
+
+@pytest.mark.parametrize("kind", ["plain", "pipe"])
+def test_each_call_gives_what_its_own_function_finds(kind):
+    tx, model = fz.lookahead(optax.sgd(0.1), 5, 0.5), stacked()
+    cut = plan(pipe=2, microbatches=2) if kind == "pipe" else plan(data=2)
+    _, state = trained(tx, cut, steps=1)
+    slow = fz.eval_params(state, model, tx, cut, lambda opt_state, params: opt_state.slow)
+    fast = fz.eval_params(state, model, tx, cut, lambda opt_state, params: params)
+    tiny.same_bits(fast.params, state.params)
+    tiny.same_bits(slow.params, state.opt_state.slow)
+    tiny.same_bits(fz.eval_params(state, model, tx, cut).params, slow.params)
+
+
+def test_an_optimizer_without_an_average_is_asked_where_it_is():
+    tx, cut = optax.chain(optax.contrib.schedule_free_sgd(0.1), optax.identity()), plan(data=2)
+    _, state = trained(tx, cut, steps=1)
+    with pytest.raises(fz.StateError, match=r"got tuple; say where the parameters are: of="):
+        fz.eval_params(state, stacked(), tx, cut)
