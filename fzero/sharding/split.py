@@ -354,7 +354,8 @@ def kept_shape(leaf: Any, home: Home | None) -> Any:
 
 def update_dtype(dtype: Any) -> np.dtype[Any]:
     """The dtype in which parameters are updated, and optimizers initialised: at least float32."""
-    return np.dtype(jnp.promote_types(dtype, jnp.float32))
+    with jax.numpy_dtype_promotion("standard"):  # whatever a user lets their own code do
+        return np.dtype(jnp.promote_types(dtype, jnp.float32))
 
 
 def wide(value: Any) -> jax.Array:
