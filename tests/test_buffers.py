@@ -185,3 +185,27 @@ def test_a_mean_is_that_of_all_groups_of_replicas():
     plan = tiny.plan(zero=1, data=2, replica=2)
     state, _ = fz.train_step(_plain(HOW), TX, plan)(fz.init(_plain(HOW), TX, plan), BATCH)
     assert float(state.buffers["mean"]) == 3.5
+
+
+def test_one_word_for_all_leaves_integers_as_they_are_and_averages_complex_numbers():
+    def loss(params, buffers, batch, rng, train):
+        told = jnp.mean(batch["x"]) * (1 + 2j)
+        new = {"count": buffers["count"] + 1, "told": told.astype(jnp.complex64)}
+        return jnp.mean(batch["x"] @ params), new, {}
+
+    start = {"count": jnp.int32(0), "told": jnp.complex64(0)}
+    plan = tiny.plan(data=4)
+    for how in ("mean", {}):
+        model = fz.Model((jnp.ones((D, D)), start), loss, buffer_reduce=how)
+        state, _ = fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
+        assert state.buffers["count"].dtype == jnp.int32
+        assert int(state.buffers["count"]) == 1
+        expected = np.mean(BATCH["x"]) * (1 + 2j)
+        np.testing.assert_allclose(state.buffers["told"], expected, rtol=1e-5)
+
+    def differs(params, buffers, batch, rng, train):
+        return jnp.mean(batch["x"] @ params), jnp.int32(batch["x"][0, 0]), {}
+
+    model = fz.Model((jnp.ones((D, D)), jnp.int32(0)), differs, buffer_reduce="mean")
+    with pytest.raises(fz.StateError, match="changes with the batch"):
+        fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)

@@ -2,8 +2,9 @@
 
 Every device runs a model on its own rows, so that what a buffer notes of them differs. A running
 mean is averaged; a count is added up; a step counter is the same anywhere. Floats are averaged
-unless a model says otherwise. Of integers nobody could guess: either the program shows that they
-depend on nothing but buffers, or the model says how (`buffer_reduce`).
+unless a model says otherwise. Of integers nobody could guess, also where the model's one word is
+`mean`: either the program shows that they depend on nothing but buffers, or the model says how
+(`buffer_reduce`).
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fzero.axes import AXES
 from fzero.errors import StateError
 from fzero.links import Context, Layer, Stack, require_buffers
 from fzero.model import Model
 from fzero.programs.jaxprs import Program, Var
-from fzero.tree import PyTree, is_floating, is_plain, named_leaves
+from fzero.tree import PyTree, is_plain, named_leaves
 
 
 REDUCTIONS = ("mean", "sum", "max", "same")
@@ -52,11 +54,16 @@ def check_buffers(model: Model, buffers: PyTree) -> None:
                 raise StateError(
                     f"init: {where}buffer_reduce={how!r}: expected one of {list(REDUCTIONS)}"
                 )
-            if how == "mean" and isinstance(declared, Mapping) and not all(map(is_floating, found)):
+            if how == "mean" and isinstance(declared, Mapping) and not all(map(has_mean, found)):
                 raise StateError(
                     f"init: {where}buffer_reduce[{name!r}]='mean' of integers; keep a float, or use"
                     " 'sum' or 'max'"
                 )
+
+
+def has_mean(leaf: Any) -> bool:
+    """Whether the devices' values of a buffer may be averaged: floats and complex numbers."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
 def declared_reduction(layer: Layer | Stack, name: str) -> str | None:
@@ -85,7 +92,7 @@ def require_reductions(layer: Layer | Stack, params: PyTree, x: Any, ctx: Contex
         return
     unknown = [
         (name, leaf) for name, leaf in named_leaves(ctx.buffers)
-        if not is_floating(leaf) and declared_reduction(layer, name) is None
+        if not has_mean(leaf) and declared_reduction(layer, name) in (None, "mean")
     ]  # fmt: skip
     if not unknown:
         return

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from fzero.axes import AXES
 from fzero.links import Layer, Stack
-from fzero.sharding.buffers import declared_reduction
+from fzero.sharding.buffers import declared_reduction, has_mean
 from fzero.sharding.group import Group
 from fzero.tree import PyTree, is_floating, map_named
 from fzero.zero.collectives import summed
@@ -51,7 +51,12 @@ def agreed_buffers(
 
 
 def _largest(leaf: jax.Array, group: Group) -> jax.Array:
-    """The largest of all devices' values; any of them, where all are the same."""
+    """The largest of all devices' values; any of them, where all are the same.
+
+    Of complex numbers, of both parts.
+    """
+    if jnp.iscomplexobj(leaf):
+        return jax.lax.complex(_largest(leaf.real, group), _largest(leaf.imag, group))
     number = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
     whole = PartitionSpec()
     run = group.on_parts(lambda number: jax.lax.pmax(number, AXES), (whole,), whole)
@@ -69,6 +74,9 @@ def _reductions(layers: Iterable[Layer | Stack], buffers: PyTree) -> PyTree:
 
 def _of_layer(layer: Layer | Stack, buffers: PyTree) -> PyTree:
     def reduction(name: str, leaf: Any) -> str:
-        return declared_reduction(layer, name) or ("mean" if is_floating(leaf) else "same")
+        declared = declared_reduction(layer, name)
+        if has_mean(leaf):
+            return declared or "mean"
+        return "same" if declared in (None, "mean") else declared
 
     return map_named(reduction, buffers)
