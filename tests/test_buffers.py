@@ -149,6 +149,7 @@ def test_the_longest_path_says_how():
 REFUSED = {
     "a word": ({"above": "median"}, "buffer_reduce='median': expected one of"),
     "a path": ({"below": "sum"}, "names 'below', which is no buffer"),
+    "a sum of booleans": ({"seen": "sum"}, r"buffer_reduce\['seen'\]='sum' of booleans"),
     "a mean of integers": ({"above": "mean"}, r"buffer_reduce\['above'\]='mean' of integers"),
 }
 
@@ -209,3 +210,13 @@ def test_one_word_for_all_leaves_integers_as_they_are_and_averages_complex_numbe
     model = fz.Model((jnp.ones((D, D)), jnp.int32(0)), differs, buffer_reduce="mean")
     with pytest.raises(fz.StateError, match="changes with the batch"):
         fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
+
+
+def test_a_mean_of_float16_does_not_overflow_on_its_way():
+    def loss(params, buffers, batch, rng, train):
+        return jnp.mean(batch["x"] @ params), jnp.float16(30000), {}
+
+    model, plan = fz.Model((jnp.ones((D, D)), jnp.float16(0)), loss), tiny.plan(data=4)
+    state, _ = fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
+    assert state.buffers.dtype == jnp.float16
+    assert float(state.buffers) == 30000

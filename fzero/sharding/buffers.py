@@ -59,6 +59,11 @@ def check_buffers(model: Model, buffers: PyTree) -> None:
                     f"init: {where}buffer_reduce[{name!r}]='mean' of integers; keep a float, or use"
                     " 'sum' or 'max'"
                 )
+            if how == "sum" and any(leaf.dtype == jnp.bool_ for leaf in found):
+                raise StateError(
+                    f"init: {where}buffer_reduce[{name!r}]='sum' of booleans; count in an integer,"
+                    " or use 'max', which is true where it is on any device"
+                )
 
 
 def has_mean(leaf: Any) -> bool:

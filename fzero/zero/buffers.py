@@ -13,6 +13,7 @@ from fzero.axes import AXES
 from fzero.links import Layer, Stack
 from fzero.sharding.buffers import declared_reduction, has_mean
 from fzero.sharding.group import Group
+from fzero.sharding.split import wide
 from fzero.tree import PyTree, is_floating, map_named
 from fzero.zero.collectives import summed
 
@@ -37,12 +38,13 @@ def agreed_buffers(
     leaves, treedef = jax.tree.flatten(new)
     before = jax.tree.leaves(old)
     added = {
-        i: leaf if how[i] == "mean" else leaf - before[i]
+        i: wide(leaf) if how[i] == "mean" else leaf - before[i]
         for i, leaf in enumerate(leaves)
         if how[i] in ("mean", "sum")
     }
     for i, total in zip(added, summed(list(added.values()), group), strict=True):
-        leaves[i] = total / size if how[i] == "mean" else before[i] + total
+        mean = how[i] == "mean"
+        leaves[i] = (total / size).astype(leaves[i].dtype) if mean else before[i] + total
     done = [
         leaf if i in added else _largest(leaf, group).astype(leaf.dtype)
         for i, leaf in enumerate(leaves)
