@@ -146,7 +146,7 @@ nightly-gcs: install
 	$(GCS_VENV)/bin/python -m pytest -m nightly -k gs tests/test_object_stores.py
 
 nightly-random: install
-	FZERO_NIGHTLY=1 $(BIN)/python -m pytest tests/offload/test_state_machine.py tests/test_checkpoint.py \
+	FZERO_NIGHTLY=1 $(BIN)/python -m pytest tests/offload/test_state_machine.py tests/test_checkpoint_writer.py \
 	  tests/pipeline/test_schedule_*.py
 
 # PyTorch's own databases of operators and modules, each entry beside its conversion (half an hour).

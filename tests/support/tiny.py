@@ -213,3 +213,16 @@ def counted_compiles() -> Iterator[list[str]]:
         yield found
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def stepped(plans, model, tx, batch):
+    """A function of a plan's name that gives its state after a step, made when it is asked for."""
+    found = {}
+
+    def get(name):
+        if name not in found:
+            state = fz.init(model, tx, plans[name], rng=3)
+            found[name], _ = fz.train_step(model, tx, plans[name])(state, batch)
+        return found[name]
+
+    return get

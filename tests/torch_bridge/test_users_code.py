@@ -1,0 +1,170 @@
+"""What a user's Python keeps, asks or sets beside its tensors, while it is traced."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import torch_bridge as tb
+from fzero.errors import ConversionError
+
+
+@functools.lru_cache(maxsize=8)
+def causal(size: int) -> torch.Tensor:
+    """A mask that is made once for each size."""
+    return torch.triu(torch.full((size, size), float("-inf")), 1)
+
+
+@functools.cache
+def noise(size: int) -> torch.Tensor:
+    """Numbers that are drawn once."""
+    return torch.randn(size, size)
+
+
+@functools.cache
+def paths(size: int) -> int:
+    """A number that takes ages to compute where nothing is kept."""
+    return 1 if size < 2 else paths(size - 1) + paths(size - 2)
+
+
+class Caches(nn.Module):
+    """Keeps masks in a cache of a function, of a method, or as a property."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.where = nn.Linear(4, 4), where
+
+    @functools.lru_cache  # noqa: B019
+    def mask(self, size: int) -> tuple[torch.Tensor, int]:
+        return torch.triu(torch.full((size, size), float("-inf")), 1), size
+
+    @functools.cached_property
+    def five(self) -> torch.Tensor:
+        return torch.triu(torch.full((5, 5), float("-inf")), 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.shape[1]
+        mask = {
+            "a function": lambda: causal(size), "a method": lambda: self.mask(size)[0],
+            "a property": lambda: self.five, "noise": lambda: noise(size),
+            "numbers": lambda: torch.full((size, size), paths(80) / 1e16),
+        }[self.where]()  # fmt: skip
+        return (self.linear(x) @ x.mT + mask).softmax(-1)
+
+
+@pytest.mark.parametrize("where", ["a function", "a method", "a property", "numbers"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_caches_of_python_are_computed_anew(where: str, warm: bool) -> None:
+    """Values of a trace stayed in them: the next trace died of them, and the module, too."""
+    module, x = Caches(where), torch.randn(2, 5, 4)
+    Caches.mask.cache_clear()
+    causal.cache_clear()
+    if warm:
+        module(x)
+    held = causal.cache_info(), Caches.mask.cache_info(), set(vars(module))
+    converted = tb.convert(module, x)
+    assert (causal.cache_info(), Caches.mask.cache_info(), set(vars(module))) == held
+    assert isinstance(causal, functools._lru_cache_wrapper)
+    assert tb.parity(module, converted, x).agrees
+    if where != "a property":
+        other = torch.randn(3, 7, 4)
+        np.testing.assert_allclose(converted(other), module.eval()(other).detach(), atol=1e-6)
+
+
+def test_random_numbers_that_python_keeps_are_refused() -> None:
+    with pytest.raises(ConversionError, match=r"noise` draws random numbers \(randn\)"):
+        tb.convert(Caches("noise"), torch.randn(2, 5, 4))
+
+
+class Untouchable:
+    """What a user's module has beside its functions: nobody may ask it for anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"asked for {name}")
+
+
+UNTOUCHABLE = Untouchable()
+
+
+def asked_by_another_name() -> bool:
+    return torch._dynamo.is_compiling() and UNTOUCHABLE is not None
+
+
+class Asks(nn.Linear):
+    """Computes something else where it is exported."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if torch.compiler.is_compiling() else 1)
+
+
+class AsksElsewhere(nn.Linear):
+    """Asks without a use for the answer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0 * int(asked_by_another_name())
+
+
+class AsksInABranch(nn.Linear):
+    """PyTorch traces a branch by other means."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def doubled(y: torch.Tensor) -> torch.Tensor:
+            return y * 2 if torch.compiler.is_exporting() else y + y
+
+        return torch.cond(x.sum() > 0, doubled, torch.cos, (super().forward(x),))
+
+
+ASKS = {
+    "Asks.forward asks is_compiling": (Asks, False),
+    "asked_by_another_name asks is_compiling": (AsksElsewhere, True),
+    "AsksInABranch.forward asks is_exporting": (AsksInABranch, True),
+}
+
+
+@pytest.mark.parametrize(("said", "case"), ASKS.items(), ids=ASKS)
+def test_a_question_whether_it_is_exported_is_named(
+    said: str, case: tuple[type[nn.Linear], bool]
+) -> None:
+    """Once, with its function; libraries' own are not. What is asked stays PyTorch's own."""
+    (kind, agrees), own, x = case, torch.compiler.is_compiling, torch.ones(3, 4)
+    module = kind(4, 4)
+    with pytest.warns(tb.TracedBranchWarning, match=rf"test_traps.py:\d+: {said}") as seen:
+        converted = tb.convert(module, x)
+    assert [one.category for one in seen].count(tb.TracedBranchWarning) == 1
+    assert torch.compiler.is_compiling is own
+    assert tb.parity(module, converted, x).agrees is agrees
+
+
+class KeepsItsNorm(nn.Sequential):
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+def test_a_mode_of_a_submodule_s_own_is_named() -> None:
+    """Both converted modes are those of train() and eval(): a norm put into eval would train."""
+    norm, drop = nn.BatchNorm1d(4), nn.Dropout(0.5)
+    x = torch.randn(6, 4)
+    module = nn.Sequential(norm, nn.Sequential(drop))
+    norm.eval()
+    with pytest.warns(tb.ModeWarning, match=r"`0` \(BatchNorm1d\): in eval mode, while"):
+        tb.convert(module, x)
+    assert (norm.training, drop.training) == (False, True)
+    module.eval()
+    drop.train()
+    with pytest.warns(tb.ModeWarning, match=r"`1\.0` \(Dropout\): in train mode, while"):
+        tb.convert(module, x, train=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tb.ModeWarning)
+        tb.convert(KeepsItsNorm(norm).train(), x)
+        tb.convert(module.train(), x)
+        quiet = nn.Sequential(nn.Dropout(0.0), nn.LayerNorm(4))  # which no mode changes
+        quiet[0].eval()
+        tb.convert(quiet, x)
