@@ -197,7 +197,8 @@ def pad_batch(batch: PyTree, multiple: int) -> tuple[PyTree, np.ndarray[Any, Any
         >>> round(float(metrics["loss"]), 4), float(metrics["count"])
         (1.6667, 3.0)
     """
-    if type(multiple) is not int or multiple < 1:
+    whole = isinstance(multiple, int | np.integer) and not isinstance(multiple, bool)
+    if not whole or multiple < 1:
         raise BatchError(f"pad_batch: multiple={multiple!r}: expected a whole number from 1 on")
     inputs = Inputs.of(batch)
     check_batch(inputs, 1, 1)

@@ -142,8 +142,7 @@ def linear_cross_entropy(
     """The cross entropy of `x @ weight.T + bias`, which is never there as a whole.
 
     As `cross_entropy` of the logits, to float32 rounding; products are accumulated in float32, so
-    16-bit logits are not rounded. Its gradient is that of one pass: it has no further derivatives,
-    and no forward-mode ones.
+    16-bit logits are not rounded. It has no derivatives in forward mode.
 
     Args:
         x: `(..., D)`.

@@ -224,7 +224,7 @@ def test_axes_of_a_mesh_of_jax_make_mesh(model, state, step):
 
 def test_padding_of_random_keys_and_by_no_number():
     keys = jax.random.split(jax.random.key(0), 3)
-    batch, mask = fz.pad_batch({"x": np.arange(3), "key": keys}, 4)
+    batch, mask = fz.pad_batch({"x": np.arange(3), "key": keys}, np.int64(4))
     found, first = (jax.random.key_data(x).tolist() for x in (batch["key"], keys))
     assert (found, mask.tolist()) == ([*first, first[0]], [True] * 3 + [False])
     for multiple in (0, -4, 2.5):

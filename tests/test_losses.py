@@ -214,3 +214,20 @@ def test_labels_are_not_broadcast_over_logits(shape):
     with pytest.raises(fz.PlanError, match=r"an integer for each row of logits; got \(2, 5, 11\)"):
         fz.cross_entropy(logits, labels)
     assert fz.cross_entropy(logits, jnp.ones((2, 5), jnp.int32)).count == 10
+
+
+def test_a_gradient_penalty_is_that_of_the_logits_at_hand():
+    rng = np.random.default_rng(5)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((6, 4), (11, 4)))
+    labels = jnp.asarray([3, 0, 7, -100, 2, 1])
+
+    def penalty(loss):
+        def squared(x, w):
+            return sum(jnp.sum(g**2) for g in jax.grad(lambda x, w: loss(x, w).total, (0, 1))(x, w))
+
+        return jax.grad(squared, (0, 1))(x, w)
+
+    found = penalty(lambda x, w: fz.linear_cross_entropy(x, w, labels, chunk=4))
+    expected = penalty(lambda x, w: fz.cross_entropy(x @ w.T, labels))
+    for one, other in zip(found, expected, strict=True):  # chunks add up in another order
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

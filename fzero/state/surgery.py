@@ -146,7 +146,7 @@ def eval_params(
 
 def _own_average(opt_state: PyTree, params: PyTree) -> PyTree:
     """The parameters that an optimizer's own state means to be evaluated."""
-    from fzero.optimizer.lookahead import LookaheadState
+    from fzero.optimizer.lookahead import LookaheadState  # which is imported when it is used
 
     if isinstance(opt_state, LookaheadState):
         return opt_state.slow
