@@ -134,7 +134,7 @@ def test_a_question_whether_it_is_exported_is_named(
     """Once, with its function; libraries' own are not. What is asked stays PyTorch's own."""
     (kind, agrees), own, x = case, torch.compiler.is_compiling, torch.ones(3, 4)
     module = kind(4, 4)
-    with pytest.warns(tb.TracedBranchWarning, match=rf"test_traps.py:\d+: {said}") as seen:
+    with pytest.warns(tb.TracedBranchWarning, match=rf"test_users_code.py:\d+: {said}") as seen:
         converted = tb.convert(module, x)
     assert [one.category for one in seen].count(tb.TracedBranchWarning) == 1
     assert torch.compiler.is_compiling is own
