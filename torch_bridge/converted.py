@@ -446,11 +446,11 @@ class Converted(Printed):
     def _same_anywhere(self) -> dict[str, str]:
         """`fz.Model`'s `buffer_reduce` for integers that no forward writes, or that count steps."""
         written = self.written.union(*(rolled.written for rolled in self._rolled.values()))
+        counts = {leaf.name for leaf in self.layout.leaves if leaf.counts_batches}
         return {
             name: "same"
             for name, value in self._buffers.items()
-            if not is_float(value)
-            and (name not in written or name.split(".")[-1] == "num_batches_tracked")
+            if not is_float(value) and (name not in written or name in counts)
         }
 
     def _chain(self) -> Chain:

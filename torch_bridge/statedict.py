@@ -275,7 +275,8 @@ def fit_leaves(
     Args:
         converted: the module or chain.
         tensors: by `state_dict` name. Tied ones are compared, where several are there.
-        strict: refuse missing and unexpected names.
+        strict: refuse missing and unexpected names; batch norm's count of batches, which older
+            files do not have, keeps its value, as in PyTorch.
         cast: accept other dtypes.
         masters: give parameters of 16 bits that have float32 masters as these: as they are in the
             checkpoint, or widened.
@@ -309,7 +310,7 @@ def fit_leaves(
             problems += _misfits(leaf, given, cast, widened or rounded)
             first = next(iter(given.values()))
             found[leaf.name] = first.cast(torch.float32 if widened else leaf.dtype)
-        elif strict and leaf.persistent:
+        elif strict and leaf.persistent and not leaf.counts_batches:
             problems.append(f"missing: `{leaf.name}`")
     if tensors and not (found or problems):
         names = f"such as `{next(iter(tensors))}`, is one of the module's, such as"

@@ -164,6 +164,20 @@ def test_everything_that_does_not_fit_is_listed_at_once(net: Net, converted: tb.
     assert message.endswith("accepts missing and unexpected names.\nstrict=False casts dtypes.")
 
 
+def test_the_count_of_batches_may_be_missing_as_in_pytorch(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    module(X)
+    older = {n: v for n, v in module.state_dict().items() if n != "1.num_batches_tracked"}
+    torch.save(older, tmp_path / "older.pt")
+    assert not module.load_state_dict(dict(older)).missing_keys
+    converted = tb.convert(module, X)
+    state = tb.restore(tmp_path / "older.pt", converted, None, fz.Plan(data=1))
+    assert int(state.buffers["1.num_batches_tracked"]) == int(module[1].num_batches_tracked) == 1
+    del older["1.running_mean"]
+    with pytest.raises(CheckpointError, match=r"missing: `1.running_mean`\n *strict"):
+        tb.load_state_dict(converted, older)
+
+
 def test_what_is_advised_helps(net: Net, converted: tb.Converted, tmp_path: Path) -> None:
     halves = {name: value.half() for name, value in net.state_dict().items()}
     torch.save({f"net.{name}": value for name, value in halves.items()}, tmp_path / "named.pt")

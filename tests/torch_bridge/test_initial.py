@@ -77,6 +77,8 @@ def test_what_has_no_value_is_refused_by_name(tmp_path: Path) -> None:
     torch.save(Shifted().state_dict(), tmp_path / "model.pt")
     with pytest.raises(fz.CheckpointError, match=r"`shift`: no value.*buffers="):
         tb.restore(tmp_path / "model.pt", converted, None, fz.Plan(data=1))
+    with pytest.raises(fz.ConversionError, match=r'same device.*x\.to\("meta"\)'):
+        tb.convert(on_meta(), torch.zeros(2, 3))
 
 
 def test_buffers_that_are_in_no_checkpoint_are_given(tmp_path: Path) -> None:

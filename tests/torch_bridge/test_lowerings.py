@@ -149,8 +149,11 @@ def agrees(name: str, found: Any, expected: np.ndarray) -> None:
 
 
 def samples_of(entry: Any, dtype: torch.dtype) -> Iterator[Any]:
-    torch.manual_seed(0)
-    return iter(entry.sample_inputs("cpu", dtype, requires_grad=False))
+    from torch.testing._internal.common_utils import set_rng_seed
+
+    set_rng_seed(0)
+    # `entry.sample_inputs` looks through all modules for the running test's name, each time.
+    return iter(entry.sample_inputs_func(entry, "cpu", dtype, requires_grad=False))
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,7 @@ def test_arguments_may_be_spelled_differently(options: tb.Converted) -> None:
         ({"x": np.ones((5, 3), np.float32)}, "`x` dim 1: expected 4, got 3"),
         ({"x": np.ones((5, 2, 4), np.float32)}, r"`x`: expected 2 dims.*\(5, 2, 4\)"),
         ({"x": None}, "`x`: expected an array of float32"),
+        ({"x": lambda forward, batch: 0.0}, r"`x`: expected an array.*converted\.model\(loss\)"),
     ],
 )
 def test_other_arguments_are_refused(

@@ -258,10 +258,11 @@ def _as_input(path: str, value: Any, dtype: np.dtype[Any]) -> jax.Array:
     if isinstance(value, torch.Tensor):
         value = to_numpy(value) if value.dtype == torch.int64 else to_host(value)
     _refuse_cut(path, value)
-    if value is None or isinstance(value, str | Mapping | list | tuple):
+    if value is None or callable(value) or isinstance(value, str | Mapping | list | tuple):
+        loss = " (a loss is given to `converted.model(loss)`)" if callable(value) else ""
         raise ConversionError(
             f"argument `{path}`: expected an array of {dtype.name} as in the example, got "
-            f"{value!r:.60}"
+            f"{value!r:.60}{loss}"
         )
     array = jnp.asarray(value)
     if is_float(array) != is_float(dtype):

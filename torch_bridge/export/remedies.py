@@ -65,6 +65,10 @@ _VALUES = (
     "Sizes and branches must not depend on tensor values: torch.where or a mask of fixed size"
     " instead of boolean indexing, nonzero or .item(), or a size that is known before."
 )
+_DEVICES = (
+    "Tensors that meet in a forward have to be on one device: bring the example to the module's,"
+    ' x.to(device); to that of a module without values, x.to("meta").'
+)
 
 
 def remedy(function: str) -> str | None:
@@ -107,6 +111,8 @@ def remedy_of_trace(text: str, called: str | None) -> str:
         return _CACHES
     if "is not a known type" in text or "unhashable type" in text:  # torch 2.11
         return _TYPES
+    if "on the same device" in text:
+        return _DEVICES
     names = [*re.findall(r"\baten\.\w+", text), *([called] if called else [])]
     if "jiterator" in text.lower():
         names.insert(0, "jiterator")

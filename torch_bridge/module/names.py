@@ -43,6 +43,11 @@ class Leaf:
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def counts_batches(self) -> bool:
+        """Whether it is batch norm's count, which files of older versions do not have."""
+        return self.name.split(".")[-1] == "num_batches_tracked" and self.shape == ()
+
 
 @dataclass(frozen=True)
 class Layout:
