@@ -53,12 +53,12 @@ from fzero.state.init import init as init
 from fzero.state.logical import logical as logical
 from fzero.state.offload import offload as offload
 from fzero.state.offload import reload as reload
+from fzero.state.other_optimizer import eval_params as eval_params
+from fzero.state.other_optimizer import with_optimizer as with_optimizer
 from fzero.state.phases import Phases as Phases
 from fzero.state.phases import enter as enter
 from fzero.state.replan import replan as replan
 from fzero.state.selection import averaged as averaged
-from fzero.state.surgery import eval_params as eval_params
-from fzero.state.surgery import with_optimizer as with_optimizer
 from fzero.state.train_state import Pending as Pending
 from fzero.state.train_state import TrainState as TrainState
 from fzero.step import accumulate_step as accumulate_step

@@ -67,9 +67,9 @@ def outside_of_meshes() -> Iterator[None]:
         yield
 
 
-def jit_is_disabled() -> bool:
-    """Whether `jax.disable_jit` is on."""
-    return bool(getattr(jax.config, "jax_disable_jit"))  # noqa: B009 (not in the type)
+def switch(name: str) -> Any:
+    """A setting of jax's, as it is here and now (its type does not have them)."""
+    return getattr(jax.config, name)
 
 
 def is_key(leaf: Any) -> bool:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from fzero import compat
 from fzero.axes import DATA, FURTHER, PIPE, REPLICA
-from fzero.errors import PlanError, ScheduleError, UnusedDevicesWarning, warn
+from fzero.errors import PlanError, ScheduleError, UnusedDevicesWarning, known_fields, warn
 from fzero.float8.recipe import Float8
 from fzero.plan_exclusions import check_exclusions
 from fzero.plan_values import LossScaling, as_tiers, check_values, expect_choice
@@ -383,10 +383,7 @@ class Plan(Boxed):
             values = json.loads(data) if isinstance(data, str) else dict(data)
         except json.JSONDecodeError as error:
             raise PlanError(f"plan: expected the JSON text of a plan: {error}") from error
-        known = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise PlanError(f"plan: unknown keys {unknown}; known are {sorted(known)}")
+        known_fields(cls, "plan", values)
         if isinstance(values.get("loss_scale"), dict):
             values["loss_scale"] = LossScaling.from_json(values["loss_scale"])
         if isinstance(values.get("float8"), dict):

@@ -226,7 +226,7 @@ def _on_one(device: Any) -> NamedSharding:
     return NamedSharding(auto_mesh(np.array([device]), ("one",)), WHOLE)
 
 
-def spread(value: jax.Array, mesh: Mesh) -> jax.Array:
+def copied(value: jax.Array, mesh: Mesh) -> jax.Array:
     """A small value of one rank, or of several, whole on every device of others.
 
     One hop for each rank that does not hold it yet: between processes jax wants equally many
@@ -238,7 +238,7 @@ def spread(value: jax.Array, mesh: Mesh) -> jax.Array:
     """
     home = mesh_of(value)
     if not value.sharding.is_fully_replicated:
-        value = jit_on(home, lambda x: x, NamedSharding(home, WHOLE))(value)
+        value = _replicated(home)(value)
     have, ranks = value.sharding.device_set, _rank_meshes(home)
     first = view(value, NamedSharding(ranks[0], WHOLE))
     arrays: list[jax.Array] = []

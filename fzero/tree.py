@@ -259,3 +259,9 @@ def matching(key: str | re.Pattern[str], names: Iterable[str]) -> list[str]:
     if isinstance(key, re.Pattern):
         return [name for name in names if key.search(name)]
     return [name for name in names if name == key]
+
+
+def is_traced(leaves: Iterable[Any]) -> bool:
+    """Whether a leaf is being traced: by a transformation of jax, or to become a program."""
+    kinds = set(map(type, leaves))  # few, of many leaves
+    return any(issubclass(kind, jax.core.Tracer) for kind in kinds)

@@ -145,9 +145,9 @@ def test_what_a_process_is_at(monkeypatch):
 def test_steps_are_counted_where_the_device_has_not_yet():
     late = types.SimpleNamespace(is_ready=lambda: False)
     steps = doing.Steps()
-    assert steps.number(jnp.asarray(4).block_until_ready(), apply=True) == 5
-    assert steps.number(late, apply=True) == 6
-    assert steps.number(late, apply=False) == 6
+    assert steps.number(jnp.asarray(4).block_until_ready()) == 5
+    assert steps.number(late) == 6
+    assert steps.number(late) == 7
 
 
 @pytest.mark.parametrize("text", ["0.5", "inf", "nan", "soon"])

@@ -39,14 +39,10 @@ def doing(action: str, step: int | None = None) -> Iterator[None]:
         before = _NOW.action
         _NOW.action = action
         _NOW.step = _NOW.step if step is None else step
-    try:
-        yield
-    except BaseException:
-        raise  # what failed stays named
-    else:
-        with _NOW.lock:
-            within = before != "starting" and not before.startswith("after ")
-            _NOW.action = before if within else f"after {action}"
+    yield  # what fails stays named
+    with _NOW.lock:
+        within = before != "starting" and not before.startswith("after ")
+        _NOW.action = before if within else f"after {action}"
 
 
 def text(step: int | None, action: str) -> str:
@@ -60,13 +56,12 @@ class Steps:
     def __init__(self) -> None:
         self._taken = 0
 
-    def number(self, taken: jax.Array, apply: bool) -> int:
+    def number(self, taken: jax.Array) -> int:
         """The step that is about to be taken, from 1.
 
         Args:
             taken: steps taken so far, as the state has it.
-            apply: whether the last call took one, too.
         """
         ready = taken.is_ready()  # type: ignore[attr-defined]
-        self._taken = int(taken) if ready else self._taken + apply
+        self._taken = int(taken) if ready else self._taken + 1
         return self._taken + 1

@@ -136,27 +136,26 @@ def stack_of(path: Sequence[Any], stacks: Mapping[str, Rows]) -> str | None:
     return name if name in stacks else None
 
 
-def as_layers(tree: PyTree, stacks: Mapping[str, Rows], take: Callable[..., Any]) -> PyTree:
-    """A tree of the parameters' structure with stacked leaves as `Layers`.
+def as_layers(tree: PyTree, stacks: Mapping[str, Rows]) -> PyTree:
+    """Shapes in the parameters' structure, with stacked leaves as `Layers`.
 
     Args:
-        tree: the tree.
+        tree: arrays or their shapes.
         stacks: the stacks' rows.
-        take: `take(leaf, row)` gives one layer of a leaf.
     """
 
     def of(path: Any, leaf: Any) -> Any:
         stack = stack_of(path, stacks)
         if stack is None or is_layers(leaf):
             return leaf
-        layers = [take(leaf, row) for row in stacks[stack].of_leaf(leaf).order]
+        layers = [one_layer(leaf)] * len(stacks[stack].of_leaf(leaf).order)
         return Layers(stack, layers, getattr(path[-1], "key", None))
 
     return jax.tree_util.tree_map_with_path(of, tree, is_leaf=is_layers)
 
 
-def one_layer(leaf: Any, row: int) -> jax.ShapeDtypeStruct:
-    """The shape of a layer of a leaf; `take` for `apart`."""
+def one_layer(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape of a layer of a leaf."""
     return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
 
 

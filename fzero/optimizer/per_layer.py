@@ -16,7 +16,6 @@ from fzero.optimizer.layers import (
     as_layers,
     current_scope,
     is_layers,
-    one_layer,
     stack_of,
 )
 from fzero.optimizer.optimizer import state_shapes
@@ -72,7 +71,7 @@ def per_layer(
         if scope.checking:
             return updates, state
         like = updates if params is None else params
-        shapes = state_shapes(inner, as_layers(like, scope.stacks, one_layer))
+        shapes = state_shapes(inner, as_layers(like, scope.stacks))
         tree: Any = jax.tree.structure(updates)
         arrays = {
             name: layers_of(value, scope.stacks if jax.tree.structure(value) == tree else {})

@@ -19,7 +19,7 @@ import optax
 
 from fzero.errors import PlanError
 from fzero.optimizer.follow import Follow, TermValue, program_of
-from fzero.optimizer.layers import Rows, Scope, as_layers, is_layers, one_layer, regrouped, scope_of
+from fzero.optimizer.layers import Rows, Scope, as_layers, is_layers, regrouped, scope_of
 from fzero.optimizer.optimizer import Traced, shape_key, traced
 from fzero.optimizer.terms import OWN, Terms
 from fzero.optimizer.zeros import Zeros
@@ -92,7 +92,7 @@ class _Comparison:
         self, tx: optax.GradientTransformation, params: PyTree, stacks: Mapping[str, Rows]
     ) -> None:
         self.tx, self.params, self.stacks = tx, params, stacks
-        self.written = as_layers(params, stacks, one_layer)
+        self.written = as_layers(params, stacks)
         self.terms = Terms(
             {name: len(rows.order) for name, rows in stacks.items()},
             [name for name, rows in stacks.items() if rows.num == 1],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from fzero.preflight.hlo.counts import FREE, KINDS, Matmuls, Module
+from fzero.preflight.hlo.counts import Matmuls, Module, launches
 from fzero.preflight.hlo.module import Computation, HloInstruction
 from fzero.preflight.rates import Rates
 
@@ -95,8 +95,7 @@ class Kernels:
 
     def at(self, comp: Computation, i: HloInstruction) -> Work:
         """Work of one execution of an instruction; of a conditional, its costliest branch."""
-        kind = i.opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
-        if i.opcode in FREE or i.opcode.endswith(("-done", "-update")) or kind in KINDS:
+        if not launches(i):
             return Work()
         if i.branches:
             return max(map(self.computation, i.branches), key=lambda work: work.best_seconds)

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fzero.compat import is_key
 from fzero.errors import StateError
-from fzero.processes import from_host, jit_on, spread
+from fzero.processes import copied, from_host, jit_on
 from fzero.programs.jaxprs import Op, Program, Var, run_ops
 from fzero.tree import PyTree
 
@@ -96,7 +96,7 @@ def bring(value: Any, mesh: Any) -> jax.Array:
     to = NamedSharding(mesh, PartitionSpec())
     if not isinstance(value, jax.Array) or not isinstance(value.sharding, NamedSharding):
         return from_host(value, to)  # a constant of the function
-    return value if value.sharding.device_set == to.device_set else spread(value, mesh)
+    return value if value.sharding.device_set == to.device_set else copied(value, mesh)
 
 
 class PlacedFunction:

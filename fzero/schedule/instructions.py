@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from fzero.errors import ScheduleError
 from fzero.schedule.actions import Action, Schedule
@@ -17,7 +17,6 @@ from fzero.schedule.grid import format_grid
 
 
 Operation = Literal["RECV_F", "F", "SEND_F", "RECV_B", "B", "I", "W", "SEND_B"]
-OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 Program = Sequence[Sequence["Instruction"]]
 

@@ -109,8 +109,8 @@ def secondary_size(plan: Plan, data: int, devices: Sequence[Any] | None) -> int:
     if wanted == "host":
         hosts = [device.process_index for device in devices or jax.devices()]
         runs = [len(list(run)) for _, run in itertools.groupby(hosts[:data])]
-        wanted, again = runs[0], range(0, plan.pipe * plan.replica * data, runs[0])
-        rows = [set(hosts[at : at + wanted]) for at in again]
+        wanted, starts = runs[0], range(0, plan.pipe * plan.replica * data, runs[0])
+        rows = [set(hosts[at : at + wanted]) for at in starts]
         if data % wanted or any(len(row) > 1 for row in rows):
             raise PlanError(
                 "plan: secondary='host' needs equally many neighbours of each host on the data"

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from fzero.compat import switch
 from fzero.errors import StateError
 from fzero.links import require_takes
 from fzero.model import Model
@@ -40,8 +41,7 @@ def memo(model: Model) -> dict[Any, Any]:
 
 def tracing_context() -> tuple[Any, ...]:
     """Settings of jax that shapes and dtypes depend on."""
-    config: Any = jax.config
-    return config.jax_enable_x64, config.jax_default_prng_impl
+    return switch("jax_enable_x64"), switch("jax_default_prng_impl")
 
 
 def initial_shapes(model: Model) -> tuple[PyTree, PyTree]:

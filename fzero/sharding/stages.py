@@ -19,6 +19,7 @@ import jax
 from fzero.errors import PlanError
 from fzero.links import Context, Layer, Stack, apply_layer, layer_params, split_shared
 from fzero.model import Model, Sequential
+from fzero.optimizer.layers import one_layer
 from fzero.pieces import Piece
 from fzero.programs.flops import flops
 from fzero.schedule.grid import short
@@ -329,14 +330,10 @@ def _forward_flops(model: Model, batch: PyTree) -> dict[str, int]:
             break
         weights, state = layer_params(link, params), buffers.get(link.name)
         if isinstance(link, Stack):
-            weights, state = jax.tree.map(_one_layer, (weights, state))
+            weights, state = jax.tree.map(one_layer, (weights, state))
         jaxpr, x = _trace(link, weights, state, x, batch, key)
         costs[link.name] = flops(jaxpr)
     return costs
-
-
-def _one_layer(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
 
 
 def _trace(

@@ -1,7 +1,8 @@
 """The training state, and all that makes another state of one.
 
 - `train_state`: what it is; `init`: a new one; `replan`: under another plan; `offload`: between
-  device, host and disk (`phases`: several parts at once); `surgery`: with another optimizer;
+  device, host and disk (`phases`: several parts at once); `other_optimizer`: with another
+  optimizer;
   `logical`: parameters in their shapes.
 - `compute_copy`: parameters in 16 bits beside masters; `averages`: as a step moves them;
   `selection`: which of the two an evaluation reads.

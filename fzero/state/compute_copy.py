@@ -22,7 +22,7 @@ from fzero.processes import in_turn
 from fzero.sharding.relayout import place
 from fzero.state.by_identity import ByIdentity
 from fzero.storage.tiers import DEVICE, is_handle, settled, tier_of
-from fzero.tree import PyTree, same_structure
+from fzero.tree import PyTree, is_traced, same_structure
 
 
 # Of a compute leaf: the parameter that it was cast from.
@@ -168,7 +168,7 @@ def refreshed(params: PyTree, compute: PyTree) -> PyTree:
     sources, copies = jax.tree.leaves(own), jax.tree.leaves(compute)
     if len(sources) != len(copies) or not all(map(_fits, sources, copies)):
         return compute
-    if any(isinstance(x, jax.core.Tracer) for x in (*sources, *copies)):
+    if is_traced((*sources, *copies)):
         return jax.tree.map(cast_like, own, compute)
     same = all(
         x.sharding.device_set == to.sharding.device_set

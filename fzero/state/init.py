@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fzero.compat import is_key, jit_is_disabled, outside_of_meshes
+from fzero.compat import is_key, outside_of_meshes, switch
 from fzero.errors import PlanError, StateError, warn
 from fzero.hosts.doing import doing
 from fzero.loss_scaling import initial_loss_scale
@@ -69,7 +69,7 @@ def init(
         >>> int(state.step), state.params["w"].shape
         (0, (8, 2))
     """
-    if jit_is_disabled():
+    if switch("jax_disable_jit"):
         raise StateError(
             "init: jax.disable_jit is on, but a program puts every leaf into its sharding; leave"
             " fz.init outside of it"

@@ -25,7 +25,7 @@ def store(blue: Blueprint, name: str, logical: PyTree) -> PyTree:
     """Logical leaves of a state class as they are kept."""
     if not blue.plan.shards(name):
         return logical
-    return map_splits(lambda split, leaf: split.store(leaf), getattr(blue, name), logical)
+    return map_splits(Split.store, getattr(blue, name), logical)
 
 
 def logical_view(blue: Blueprint, name: str, stored: PyTree) -> PyTree:

@@ -21,7 +21,7 @@ from fzero.state.replan import devices_of_state, relaid
 from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import require_on_device
-from fzero.tree import PyTree, named_leaves
+from fzero.tree import PyTree, is_traced, named_leaves
 
 
 WHICH = ("params", "ema")
@@ -88,7 +88,7 @@ def chosen(state: TrainState, blue: Blueprint, which: str) -> TrainState:
     """
     if which == "params":
         return state
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state))
+    traced = is_traced(jax.tree.leaves(state))
     params = (_traced if traced else _relaid)(state.ema, blue)
     params = with_frozen(blue.params, params, state.params)
     if traced:  # steps cast traced parameters themselves

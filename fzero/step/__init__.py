@@ -2,7 +2,8 @@
 
 - `factories`: `train_step`, `accumulate_step`, `eval_step`, `predict_step`.
 - `steps`: the shells that they return.
-- `checks`: what a shell refuses before anything runs.
+- `checks`: what a shell refuses before anything runs; `scalars`: numbers that users wrote into the
+  optimizer's state.
 - `passes`: gradients and evaluation of a batch, as one program or as a pipeline.
 - `compose`: how a pass and an update make a step: one program, or one after the other.
 - `update`, `placed_update`, `host_update`: the optimizer's update: as a pure function, by site or

@@ -7,14 +7,14 @@ import dataclasses
 import operator
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fzero.batch import Inputs, check_batch
-from fzero.compat import jit_is_disabled
+from fzero.compat import switch
 from fzero.errors import PlanError, StateError
 from fzero.hosts.doing import Steps, doing
 from fzero.hosts.join import watch
@@ -29,8 +29,8 @@ from fzero.state.require import (
     require_state,
     require_unaliased,
 )
-from fzero.state.surgery import with_scalars_placed
 from fzero.state.train_state import TrainState
+from fzero.step.scalars import with_scalars_placed
 from fzero.storage.tiers import tier_of
 from fzero.tree import PyTree, same_object
 
@@ -77,7 +77,7 @@ class Checks:
                 require_alive(state, self.name)
             return state
         require_state(state, self.name)
-        state = with_scalars_placed(state, self.blueprint)
+        state = with_scalars_placed(state, self.blueprint, self.name)
         state = compute_copy.settled_state(state)
         require_alive(state, self.name)
         if state.compute is not None:
@@ -178,7 +178,7 @@ class Checks:
                 compare(self.name, self.blueprint, **batch_facts(rows), **computed)
                 self._compared = True
             if apply:
-                step = self._steps.number(state.step, apply)
+                step = self._steps.number(state.step)
         with doing(self.name, step), program_runs(self.name):
             yield
 
@@ -199,7 +199,7 @@ def program_runs(name: str) -> Iterator[None]:
     Raises:
         StateError: `jax.disable_jit` is on.
     """
-    if jit_is_disabled():
+    if switch("jax_disable_jit"):
         raise StateError(
             f"{name}: jax.disable_jit is on, but a step is one program over a mesh of devices, with"
             " collectives that jax cannot run operation by operation. Leave the step outside of it;"
@@ -218,7 +218,7 @@ def require_finite(name: str, metrics: Mapping[str, jax.Array]) -> None:
     Raises:
         FloatingPointError: it is on, and the loss or the gradient's norm is not a number.
     """
-    if not _asked("jax_debug_nans"):
+    if not switch("jax_debug_nans"):
         return
     found = [key for key in ("loss", "grad_norm") if key in metrics and jnp.isnan(metrics[key])]
     if found:
@@ -228,14 +228,3 @@ def require_finite(name: str, metrics: Mapping[str, jax.Array]) -> None:
             " state that it was given, under jax.jit:"
             " model.loss(fz.logical(model, state), state.buffers, batch, key, True)"
         )
-
-
-def _asked(name: str) -> bool:
-    """A switch of jax's, as it is here and now."""
-    return bool(getattr(jax.config, name))
-
-
-def is_traced(leaves: Iterable[Any]) -> bool:
-    """Whether a leaf is being traced: by a transformation of jax, or to become a program."""
-    kinds = set(map(type, leaves))  # few, of many leaves
-    return any(issubclass(kind, jax.core.Tracer) for kind in kinds)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from fzero.errors import PlanError
 from fzero.processes import in_turn
 from fzero.sharding.blueprint import Blueprint, blueprint
 from fzero.sharding.buckets import OWNED
-from fzero.sharding.split import map_splits, stored_shapes, trained, with_frozen
+from fzero.sharding.split import Split, map_splits, stored_shapes, trained, with_frozen
 from fzero.state.compute_copy import rounded
 from fzero.step.update import Update
 from fzero.step.values import Gradients, Metrics, Values
@@ -55,7 +56,8 @@ class HostUpdate:
         # What is frozen stays where it is.
         self._splits = trained(blue.params)
         self._shards = stored_shapes(self._splits, blue.sharding, sharded=True)
-        divide = jax.jit(self._sharded, out_shardings=_shardings(self._shards))
+        store = partial(map_splits, Split.store, self._splits)
+        divide = jax.jit(store, out_shardings=_shardings(self._shards))
         self._divide = in_turn(blue.mesh.devices.flat, divide)
         whole = _shardings(stored_shapes(self._splits, blue.sharding, sharded=False))
         gather = jax.jit(Update(blue, lambda value: value).gathered, out_shardings=whole)
@@ -99,9 +101,6 @@ class HostUpdate:
                 lambda split, x: rounded(x, split.compute), self._splits, new["params"]
             )
         return new, metrics
-
-    def _sharded(self, params: PyTree) -> PyTree:
-        return map_splits(lambda split, leaf: split.store(leaf), self._splits, params)
 
     def _down(self, tree: PyTree, **options: bool) -> PyTree:
         """Copies on the host's devices, laid out as they are here."""

@@ -13,7 +13,7 @@ from fzero.batch import Inputs, abstract_batch, constrain_batch, pad_batch
 from fzero.compat import outside_of_meshes
 from fzero.errors import PlanError, StateError
 from fzero.offload.stream import StreamedFunction
-from fzero.processes import spread
+from fzero.processes import copied
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.buckets import OWNED
 from fzero.sharding.homes import stages_of_outputs
@@ -22,13 +22,13 @@ from fzero.state import compute_copy
 from fzero.state.comparison import check_finite
 from fzero.state.selection import chosen, reads_of, require_known
 from fzero.state.train_state import TrainState, fields_of
-from fzero.step.checks import Checks, is_traced, require_finite
+from fzero.step.checks import Checks, require_finite
 from fzero.step.compose import Fused, Separate, compiled, look, options_of, runner_of
 from fzero.step.finite import require_finite_batch, require_finite_looks
 from fzero.step.passes import OneProgram, Pipeline, kept_by, passes_of
 from fzero.step.placed_update import PlacedUpdate
 from fzero.step.values import Gradients, Metrics, StepAndKey, Values, metrics_of
-from fzero.tree import PyTree, leaves_of
+from fzero.tree import PyTree, is_traced, leaves_of
 from fzero.zero.options import CompilerOptions
 
 
@@ -324,7 +324,7 @@ class EvalStep(_ReadingStep):
         which: the parameters that it reads.
     """
 
-    def __init__(self, blue: Blueprint, which: str = "params") -> None:
+    def __init__(self, blue: Blueprint, which: str) -> None:
         super().__init__(blue, "eval_step", which)
 
     @outside_of_meshes()
@@ -348,7 +348,7 @@ class EvalStep(_ReadingStep):
     def _dispatched(self, kept: PyTree, buffers: PyTree, at: StepAndKey, batch: Inputs) -> Metrics:
         step, rng = at
         found = self.passes.evaluation(kept, buffers, batch.at(step), rng)
-        everywhere = jax.tree.map(lambda x: spread(x, self.blueprint.mesh), found)
+        everywhere = jax.tree.map(lambda x: copied(x, self.blueprint.mesh), found)
         metrics: Metrics = _means(*everywhere)
         return metrics
 
@@ -364,7 +364,7 @@ class PredictStep(_ReadingStep):
         PlanError: the model does not say what its outputs are, or not for a pipeline.
     """
 
-    def __init__(self, blue: Blueprint, which: str = "params") -> None:
+    def __init__(self, blue: Blueprint, which: str) -> None:
         _ = blue.model.predictor  # says so now if there is none
         if blue.stages is not None:
             stages = stages_of_outputs(blue.stages, blue.model)

@@ -162,7 +162,7 @@ class Update:
         cut = [name for name in of_fields if sharded.plan.shards(name)]
 
         def store(name: str) -> PyTree:
-            whole = map_splits(lambda s, leaf: s.store(leaf), of_fields[name], fields[name])
+            whole = map_splits(Split.store, of_fields[name], fields[name])
             return jax.tree.map(_constrained, sharded.shapes()[name], whole)
 
         new, metrics = inner.applied({**fields, **{name: store(name) for name in cut}}, *rest)
@@ -279,9 +279,9 @@ class Update:
         updates, opt_state = blue.optimizer.update(grads, opt_state, params, loss)
         params = optax.apply_updates(params, updates)
         ema = self._averaged(logical_view(blue, "ema", ema), params, loss)
-        opt_state = map_splits(lambda s, leaf: s.store(leaf), blue.opt_state, opt_state)
-        ema = map_splits(lambda s, leaf: s.store(leaf), blue.ema, ema)
-        shards = map_splits(lambda s, leaf: s.store(leaf), self.splits, params)
+        opt_state = map_splits(Split.store, blue.opt_state, opt_state)
+        ema = map_splits(Split.store, blue.ema, ema)
+        shards = map_splits(Split.store, self.splits, params)
         return self._pin_shards(shards), opt_state, ema
 
     def _averaged(self, ema: PyTree, params: PyTree, loss: jax.Array) -> PyTree:

@@ -28,9 +28,9 @@ def gather_at_use(
     shards: Sequence[jax.Array],
     gather: Callable[[int, jax.Array], jax.Array],
     needs_gather: Sequence[bool],
-    finish: Callable[[int, Any], Any] | None = None,
-    narrow: Callable[[int, jax.Array], Narrow | None] = lambda i, shard: None,
-    differentiable: bool = False,
+    finish: Callable[[int, Any], Any] | None,
+    narrow: Callable[[int, jax.Array], Narrow | None],
+    differentiable: bool,
 ) -> PyTree:
     """`function([gather(0, shards[0]), ...])`, each weight gathered near its first use.
 

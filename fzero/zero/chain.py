@@ -126,10 +126,14 @@ def without_inputs(saved: _Links) -> _Links:
 def with_inputs(saved: _Links, batch: PyTree, rng: jax.Array | None) -> _Links:
     """Saved values or halves with the microbatch's rows and key, as they were traced."""
     known = None if batch is None else opened(batch)
-    found: Any = [
-        one.with_inputs(known, rng) if isinstance(one, StackSaved | StackHalf) else one
-        for one in saved
-    ]
+
+    def of(one: Any) -> Any:
+        if not isinstance(one, StackSaved | StackHalf):
+            return one
+        program = dataclasses.replace(one.program, batch=known, rng=rng)
+        return dataclasses.replace(one, program=program)
+
+    found: Any = [of(one) for one in saved]
     return found
 
 

@@ -98,7 +98,7 @@ class FetchedWeights:
             [split.dim is not None and split.path not in self.by_path for split in splits],
             finish,
             lambda i, shard: self._narrow(splits[i], shard),
-            differentiable=rules.exact,
+            rules.exact,
         )
 
     def _narrow(self, split: Split, shard: jax.Array) -> Narrow | None:

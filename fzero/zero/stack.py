@@ -53,11 +53,6 @@ class StackSaved:
         """This device's secondary shards of weights."""
         return [values[1] for values in self.values if values is not None]
 
-    def with_inputs(self, batch: PyTree, rng: jax.Array | None) -> StackSaved:
-        """The same with the microbatch's rows and key put in (or taken out: `None`)."""
-        program = dataclasses.replace(self.program, batch=batch, rng=rng)
-        return StackSaved(program, self.values)
-
 
 def stack_forward(
     rules: Rules, piece: Piece, shards: PyTree, x: Any, ctx: Context

@@ -44,11 +44,6 @@ class StackHalf:
         """The stack."""
         return self.program.static.stack
 
-    def with_inputs(self, batch: PyTree, rng: jax.Array | None) -> StackHalf:
-        """As `StackSaved.with_inputs`."""
-        program = dataclasses.replace(self.program, batch=batch, rng=rng)
-        return dataclasses.replace(self, program=program)
-
 
 def stack_input_backward(
     given: StackSaved, shards: PyTree, cotangent: Any

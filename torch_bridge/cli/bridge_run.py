@@ -98,12 +98,7 @@ def parse_input(text: str) -> tuple[int, Argument]:
 def _load(spec: str) -> tuple[torch.nn.Module, Any]:
     if spec.startswith(HF_PREFIX):
         return _load_hf(Path(spec.removeprefix(HF_PREFIX)).expanduser().absolute())
-    path, colon, factory = spec.rpartition(":")
-    if not colon or not path.endswith(".py"):
-        raise CommandError(
-            f"--model {spec}: expected hf:DIR, hf:CONFIG.json or path/to/file.py:factory"
-        )
-    return models.make_module(Path(path).expanduser().absolute(), factory), None
+    return models.make_module(*models.split_factory(spec)), None
 
 
 def _load_hf(path: Path) -> tuple[torch.nn.Module, Any]:

@@ -17,6 +17,7 @@ import torch
 
 from fzero.errors import ConversionError
 from fzero.links import Mean
+from torch_bridge.export.replaced import as_class
 
 
 METRIC = "dropped"
@@ -112,12 +113,8 @@ def capacity_of(module: torch.nn.Module, capacity: float | None, train: bool) ->
             )
         return Counted(output, count.value)
 
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    module.__class__ = type(kind.__name__, (kind,), {**names, "forward": forward})
-    try:
+    with as_class(module, {"forward": forward}):
         yield
-    finally:
-        module.__class__ = kind
 
 
 def counts(mode: Any) -> bool:

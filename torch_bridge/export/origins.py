@@ -13,8 +13,8 @@ def module_path(node: torch.fx.Node) -> str:
     return (paths[-1] if paths else "") or "(root)"
 
 
-def source_line(node: torch.fx.Node) -> str:
+def source_line(node: torch.fx.Node, unknown: str = "unknown line") -> str:
     """The innermost line of Python that made a node, outside torch itself where possible."""
     frames = (node.meta.get("stack_trace") or "").strip().split("File ")[1:]
     own = [f for f in frames if "site-packages/torch/" not in f] or frames
-    return " | ".join(part.strip() for part in own[-1].splitlines()) if own else "unknown line"
+    return " | ".join(part.strip() for part in own[-1].splitlines()) if own else unknown

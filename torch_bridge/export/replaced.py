@@ -6,8 +6,10 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+
+import torch
 
 
 # Whose own function (a module or class), its name there, and what stands in for it.
@@ -54,3 +56,15 @@ def replaced(stand_ins: Iterable[StandIn]) -> Iterator[None]:
     finally:
         for owner, name, own, _ in chosen:
             setattr(owner, name, own)
+
+
+@contextlib.contextmanager
+def as_class(module: torch.nn.Module, members: Mapping[str, Any]) -> Iterator[None]:
+    """Give a module a subclass of its class for a while."""
+    kind = type(module)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    module.__class__ = type(kind.__name__, (kind,), {**names, **members})
+    try:
+        yield
+    finally:
+        module.__class__ = kind

@@ -24,6 +24,7 @@ from torch.export import ExportedProgram
 from fzero.errors import ConversionError, warn
 from torch_bridge.export.cached import computed_anew
 from torch_bridge.export.counts import moved, of_loss, reachable
+from torch_bridge.export.origins import source_line
 
 
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
@@ -306,9 +307,7 @@ def first_difference(a: ExportedProgram, b: ExportedProgram) -> str:
             str(other.target),
             str(other.args),
         ):
-            frames = (one.meta.get("stack_trace") or "").strip().split("File ")[1:]
-            own = [f for f in frames if "site-packages/torch/" not in f] or frames
-            return " | ".join(part.strip() for part in own[-1].splitlines()) if own else ""
+            return source_line(one, unknown="")
     return ""
 
 

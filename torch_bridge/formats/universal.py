@@ -18,7 +18,7 @@ from fzero.errors import CheckpointError
 from torch_bridge.formats.adam import MOMENTS, at_one_step, groups_of, step_of
 from torch_bridge.formats.content import Checkpoint, Optimizer, optimizer_fields
 from torch_bridge.formats.deepspeed import absent_names, frozen_weights, own_weights, shared_names
-from torch_bridge.formats.deepspeed_files import STAND_INS, Files, load_model, shape_of
+from torch_bridge.formats.deepspeed_files import STAND_INS, Files, load_file, load_model, shape_of
 from torch_bridge.formats.torch_files import is_dense, load_plain, save_to, write_plain
 from torch_bridge.formats.turns import ALONE, Turns
 from torch_bridge.module.lazy import LazyTensor, flat_piece, in_memory
@@ -123,13 +123,6 @@ def _folders(
     return pieces, steps, unread
 
 
-def _dict(path: Path) -> dict[str, Any]:
-    content = load_plain(path, STAND_INS)
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path.name}: expected a dict, got {type(content).__name__}")
-    return content
-
-
 def _piece(path: Path, key: str, shape: tuple[int, ...] | None) -> LazyTensor:
     where = f"{path.name}/{key}.pt"
     content = load_plain(path / f"{key}.pt", STAND_INS)
@@ -143,7 +136,7 @@ def _piece(path: Path, key: str, shape: tuple[int, ...] | None) -> LazyTensor:
 
 def _common(folder: Path) -> dict[str, Any]:
     path = folder / "zero" / "optimizer_state.pt"
-    return _dict(path) if path.is_file() else {}
+    return load_file(path) if path.is_file() else {}
 
 
 def _steps(common: Mapping[str, Any], folder: Path) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from fzero.errors import ConversionError
+from torch_bridge.export.replaced import as_class
 from torch_bridge.lightning.hooks import own_method
 
 
@@ -52,7 +53,7 @@ def as_steps(module: torch.nn.Module, eval_loss: str | None) -> Iterator[None]:
         module: the module; its class is put back.
         eval_loss: the logged value that is the loss of `validation_step`.
     """
-    with _as_class(module, _TracedSteps(type(module), eval_loss).members(module)):
+    with as_class(module, _TracedSteps(type(module), eval_loss).members(module)):
         yield
 
 
@@ -73,27 +74,15 @@ def as_prediction(module: torch.nn.Module) -> Iterator[None]:
         raise ConversionError(
             f"{kind.__name__} has no predict_step(batch, batch_idx) and no forward"
         )
-    with _as_class(module, _Prediction(kind, None).members(module)):
+    with as_class(module, _Prediction(kind, None).members(module)):
         yield
 
 
 @contextlib.contextmanager
 def with_trainer(module: torch.nn.Module, trainer: Any) -> Iterator[None]:
     """Meanwhile, the module's `trainer` is another object."""
-    with _as_class(module, {"trainer": trainer}):
+    with as_class(module, {"trainer": trainer}):
         yield
-
-
-@contextlib.contextmanager
-def _as_class(module: torch.nn.Module, members: Mapping[str, Any]) -> Iterator[None]:
-    """Give a module a subclass of its class for a while."""
-    kind = type(module)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    module.__class__ = type(kind.__name__, (kind,), {**names, **members})
-    try:
-        yield
-    finally:
-        module.__class__ = kind
 
 
 class _BatchIndex:

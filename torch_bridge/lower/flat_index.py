@@ -14,6 +14,7 @@ import numpy as np
 
 from torch_bridge.dtypes import canonical, cast
 from torch_bridge.lower.index import added
+from torch_bridge.lower.reduce import number_at_its_place, value_at
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.scatter import reduce_into
 
@@ -70,7 +71,7 @@ def as_strided_scatter(
 def mode(x: jax.Array, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
     """The most frequent value, of several the smallest, and the last place where it stands."""
     if not x.ndim:
-        return x, jnp.zeros((), canonical("int64"))
+        return number_at_its_place(x)
     order = jnp.argsort(jax.lax.stop_gradient(x), axis=dim, stable=True)
     ordered = jnp.moveaxis(jnp.take_along_axis(jax.lax.stop_gradient(x), order, axis=dim), dim, -1)
     count = ordered.shape[-1]
@@ -81,9 +82,7 @@ def mode(x: jax.Array, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array,
     # At the end of a run its length stands; the first of the longest wins.
     last = jnp.argmax(place - begin, axis=-1, keepdims=True)
     index = jnp.take_along_axis(order, jnp.moveaxis(last, -1, dim), axis=dim)
-    value = jnp.take_along_axis(x, index, axis=dim)
-    index = index.astype(canonical("int64"))
-    return (value, index) if keepdim else (jnp.squeeze(value, dim), jnp.squeeze(index, dim))
+    return value_at(x, index, dim, keepdim)
 
 
 @register_operator("aten.unfold.default")

@@ -9,19 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from torch_bridge.dtypes import canonical, is_float
+from torch_bridge.dtypes import canonical
+from torch_bridge.lower.reduce import number_at_its_place, value_at
 from torch_bridge.lower.registry import register_operator
+from torch_bridge.lower.special import is_nan
 
 
 def _picked(x: jax.Array, dim: int, rank: Any, keepdim: bool) -> tuple[jax.Array, jax.Array]:
     """The value of a rank (0 is the smallest) along a dim, and where it stands."""
     if not x.ndim:
-        return x, jnp.zeros((), canonical("int64"))
+        return number_at_its_place(x)
     order = jnp.argsort(x, axis=dim, stable=True)  # NaN last, as in torch
     index = jnp.take_along_axis(order, jnp.broadcast_to(rank, _one(x, dim)), axis=dim)
-    value = jnp.take_along_axis(x, index, axis=dim)
-    index = index.astype(canonical("int64"))
-    return (value, index) if keepdim else (jnp.squeeze(value, dim), jnp.squeeze(index, dim))
+    return value_at(x, index, dim, keepdim)
 
 
 def _one(x: jax.Array, dim: int) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ def _median_rank(x: jax.Array, dim: int) -> Any:
     if not x.ndim:
         return 0
     length = x.shape[dim]
-    ill = jnp.any(_is_nan(x), axis=dim, keepdims=True)
+    ill = jnp.any(is_nan(x), axis=dim, keepdims=True)
     return jnp.where(ill, length - 1, (length - 1) // 2)
 
 
@@ -62,8 +62,8 @@ def nanmedian_dim(
     x: jax.Array, dim: int = -1, keepdim: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     if not x.ndim:
-        return x, jnp.zeros((), canonical("int64"))
-    number = jnp.sum(~_is_nan(x), axis=dim, keepdims=True)
+        return number_at_its_place(x)
+    number = jnp.sum(~is_nan(x), axis=dim, keepdims=True)
     return _picked(x, dim, jnp.maximum(number - 1, 0) // 2, keepdim)
 
 
@@ -72,13 +72,9 @@ def nanmedian(x: jax.Array) -> jax.Array:
     return nanmedian_dim(jnp.ravel(x), 0)[0]
 
 
-def _is_nan(x: jax.Array) -> jax.Array:
-    return jnp.isnan(x) if is_float(x) else jnp.zeros(x.shape, bool)
-
-
 def _running(x: jax.Array, dim: int, better: Any) -> tuple[jax.Array, jax.Array]:
     if not x.ndim:
-        return x, jnp.zeros((), canonical("int64"))
+        return number_at_its_place(x)
     axis = dim % x.ndim
     places = jax.lax.broadcasted_iota(canonical("int64"), x.shape, axis)
 

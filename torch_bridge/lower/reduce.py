@@ -84,12 +84,23 @@ def min_all(x: jax.Array) -> jax.Array:
 
 def _with_index(x: jax.Array, dim: int, keepdim: bool, argfn: Any) -> tuple[jax.Array, jax.Array]:
     if x.ndim == 0:
-        return x, jnp.zeros((), canonical("int64"))
-    index = argfn(x, axis=dim, keepdims=True)
+        return number_at_its_place(x)
+    return value_at(x, argfn(x, axis=dim, keepdims=True), dim, keepdim)
+
+
+def value_at(
+    x: jax.Array, index: jax.Array, dim: int, keepdim: bool
+) -> tuple[jax.Array, jax.Array]:
+    """One value along a dim and its index, which has one element there."""
     # Values are read through the index, so that the gradient goes to one place, as in torch.
     value = jnp.take_along_axis(x, index, axis=dim)
     index = index.astype(canonical("int64"))
     return (value, index) if keepdim else (jnp.squeeze(value, dim), jnp.squeeze(index, dim))
+
+
+def number_at_its_place(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A 0-d array, which has one value, and its index."""
+    return x, jnp.zeros((), canonical("int64"))
 
 
 @register_operator("aten.max.dim")

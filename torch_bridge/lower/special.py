@@ -167,16 +167,16 @@ def mvlgamma(x: jax.Array, p: int) -> jax.Array:
 @register_operator("aten.fmax.default")
 def fmax(x: jax.Array, y: Any) -> jax.Array:
     a, b = promote(x, y)
-    return jnp.where(_is_nan(b) | (a >= b), a, b)
+    return jnp.where(is_nan(b) | (a >= b), a, b)
 
 
 @register_operator("aten.fmin.default")
 def fmin(x: jax.Array, y: Any) -> jax.Array:
     a, b = promote(x, y)
-    return jnp.where(_is_nan(b) | (a <= b), a, b)
+    return jnp.where(is_nan(b) | (a <= b), a, b)
 
 
-def _is_nan(x: jax.Array) -> jax.Array:
+def is_nan(x: jax.Array) -> jax.Array:
     return jnp.isnan(x) if is_float(x) else jnp.zeros(x.shape, bool)
 
 

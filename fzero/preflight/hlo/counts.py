@@ -174,7 +174,7 @@ def windows(module: Module, mesh_axes: Mapping[str, int] | None = None) -> Itera
     for found in _walk(module, mesh_axes):
         comp = found.computation
         end = _done(comp, found.start) if found.is_async else found.start + 1
-        between = tuple(filter(_launches, comp.instructions[found.start + 1 : end]))
+        between = tuple(filter(launches, comp.instructions[found.start + 1 : end]))
         yield Window(found.collective, found.is_async, comp, between)
 
 
@@ -439,7 +439,7 @@ def _attention_flops(inputs: Sequence[Array], backward: bool) -> int:
     return (5 if backward else 2) * 2 * query.elements * keys
 
 
-def _launches(i: HloInstruction) -> bool:
+def launches(i: HloInstruction) -> bool:
     """Whether an instruction runs a kernel that is no collective."""
     name = i.opcode.removesuffix("-start").removesuffix("-done")
     return not (i.opcode in FREE or i.opcode.endswith(("-done", "-update")) or name in KINDS)

@@ -7,9 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import NamedSharding
 
 from fzero.compat import outside_of_meshes
 from fzero.errors import StateError
@@ -24,7 +22,7 @@ from fzero.state.logical import logical_view, store
 from fzero.state.replan import devices_of_state
 from fzero.state.require import require_alive, require_fits
 from fzero.state.train_state import TrainState
-from fzero.tree import PyTree, path_name, shapes_of
+from fzero.tree import PyTree, shapes_of
 
 
 @outside_of_meshes()
@@ -168,42 +166,3 @@ def _known(
     blue = blueprint(model, tx, plan, devices_of_state(state))
     require_fits(state, blue, operation, ())
     return state, blue
-
-
-def with_scalars_placed(state: TrainState, blue: Blueprint) -> TrainState:
-    """The state with numbers that a user wrote into the optimizer's state where the plan has them.
-
-    A hyperparameter of `optax.inject_hyperparams` is a scalar array on all devices. Users set it to
-    a Python number, or to an array that lies on one device.
-    """
-    if not any(map(_is_given, jax.tree.leaves(state.opt_state))):
-        return state
-    named, tree = jax.tree_util.tree_flatten_with_path(state.opt_state)
-    shapes = blue.shapes()["opt_state"]
-    expected: Any = jax.tree.structure(shapes)
-    wanted = jax.tree.leaves(shapes) if tree == expected else [None] * len(named)
-    placed = [
-        _placed(leaf, to, path) if _is_given(leaf) else leaf
-        for (path, leaf), to in zip(named, wanted, strict=True)
-    ]
-    return state.replace(opt_state=jax.tree.unflatten(tree, placed))
-
-
-def _is_given(leaf: Any) -> bool:
-    if isinstance(leaf, jax.core.Tracer):
-        return False
-    if isinstance(leaf, jax.Array):
-        return leaf.ndim == 0 and not isinstance(leaf.sharding, NamedSharding)
-    return np.ndim(leaf) == 0 and isinstance(leaf, bool | int | float | np.generic | np.ndarray)
-
-
-def _placed(leaf: Any, to: Any, path: Any) -> jax.Array:
-    """A scalar as the plan keeps it; where it keeps none here, checks will say so."""
-    if to is None or to.shape != ():
-        return jnp.asarray(leaf)
-    if not np.can_cast(np.asarray(leaf).dtype, to.dtype, "same_kind"):
-        raise StateError(
-            f"train_step: opt_state/{path_name(path)} is {leaf!r}; expected a number of dtype"
-            f" {to.dtype}"
-        )
-    return jax.device_put(np.asarray(leaf, to.dtype), to.sharding)
