@@ -70,7 +70,12 @@ class Inputs:
             return batch
 
         def shared(leaf: Any) -> Any:
-            return jax.tree.map(_as_array, leaf.value) if is_shared(leaf) else None
+            return value_of(leaf) if is_shared(leaf) else None
+
+        def value_of(leaf: Any) -> Any:  # `Shared` within another is the same
+            if not is_shared(leaf):
+                return _as_array(leaf)
+            return jax.tree.map(value_of, leaf.value, is_leaf=is_shared)
 
         rows = jax.tree.map(lambda x: None if is_shared(x) else x, batch, is_leaf=is_shared)
         return Inputs(rows, jax.tree.map(shared, batch, is_leaf=is_shared))

@@ -107,6 +107,20 @@ def test_integers_that_follow_the_batch_must_be_told(kind):
         fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
 
 
+def test_the_largest_is_not_a_number_where_one_device_has_none():
+    def loss(p: Any, buffers: Any, batch: Any, rng: Any, train: bool) -> Any:
+        return jnp.mean(p["w"]), {"largest": jnp.max(batch["x"])}, {}
+
+    first = {"largest": jnp.zeros(())}
+    model = fz.Model(lambda key: (_weights(key), first), loss, buffer_reduce={"largest": "max"})
+    plan = tiny.plan(data=4)
+    state, step = fz.init(model, TX, plan), fz.train_step(model, TX, plan)
+    state, _ = step(state, BATCH)
+    assert state.buffers["largest"] == 7
+    state, _ = step(state, {"x": np.where(BATCH["x"] == 2, np.nan, BATCH["x"])})
+    assert np.isnan(state.buffers["largest"])
+
+
 def test_what_a_model_agreed_about_itself_is_the_same():
     """A count that the loss adds up over all devices with a collective."""
 

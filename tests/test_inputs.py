@@ -53,9 +53,9 @@ MODEL = fz.Sequential(
 
 
 def batch(by):
-    """Rows, a shared scalar within a shared dict, and a shared vector as long as some rows."""
+    """Rows, a scalar that is shared twice, in a dict, and a shared vector as long as some rows."""
     bias = np.ones(tiny.D, np.float32)
-    return {"x": X, "extra": fz.Shared({"by": by}), "bias": fz.Shared(bias)}
+    return {"x": X, "extra": fz.Shared({"by": fz.Shared(by)}), "bias": fz.Shared(bias)}
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -24,6 +24,7 @@ from fzero.state.require import require_alive
 from fzero.state.selection import read_from
 from fzero.state.train_state import TrainState
 from fzero.step import train_step
+from fzero.tree import named_leaves
 from torch_bridge.convert import convert
 from torch_bridge.converted import Converted, of_output
 from torch_bridge.dtypes import torch_dtype
@@ -129,6 +130,7 @@ def fit(
     first = next(batches, None)
     if first is None:
         raise ConversionError("fit: the loader gave no batch")
+    _refuse_without_rows(batch(first))
     converted = _converted(module, loss, first, roll)
     model = converted.model("module")
     tx: Any = optimizer
@@ -180,6 +182,17 @@ def _refuse_begun(optimizer: Any, scheduler: Any) -> None:
             " start afresh. Make a new one; or go on from Adam's moments with tb.convert,"
             " tb.optimizer and tb.with_moments (or tb.restore of a checkpoint)"
         )
+
+
+def _refuse_without_rows(given: Any) -> None:
+    """Refuse numbers and texts in a batch, before they are traced."""
+    for path, leaf in named_leaves(given):
+        if not isinstance(leaf, np.ndarray | jax.Array) or not leaf.ndim:
+            raise ConversionError(
+                f"fit: `{path}` of a batch is {leaf!r:.60}: expected a tensor with a row for each"
+                " example. Leave it out where batches are made (collate_fn); what is alike in all"
+                " batches is set in the module"
+            )
 
 
 def _steps_done(state: Any) -> bool:

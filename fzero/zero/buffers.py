@@ -55,7 +55,7 @@ def agreed_buffers(
 def _largest(leaf: jax.Array, group: Group) -> jax.Array:
     """The largest of all devices' values; any of them, where all are the same.
 
-    Of complex numbers, of both parts.
+    Of complex numbers, of both parts. NaN where one device has it.
     """
     if jnp.iscomplexobj(leaf):
         return jax.lax.complex(_largest(leaf.real, group), _largest(leaf.imag, group))
@@ -63,6 +63,9 @@ def _largest(leaf: jax.Array, group: Group) -> jax.Array:
     whole = PartitionSpec()
     run = group.on_parts(lambda number: jax.lax.pmax(number, AXES), (whole,), whole)
     largest: jax.Array = run(number)
+    if is_floating(leaf):  # a maximum over devices may leave NaN out
+        ill = run(jnp.isnan(leaf).astype(jnp.int32))
+        largest = jnp.where(ill > 0, jnp.asarray(jnp.nan, leaf.dtype), largest)
     return largest
 
 

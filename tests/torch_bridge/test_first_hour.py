@@ -120,6 +120,16 @@ def test_an_optimizer_that_has_state_before_its_first_step_is_new() -> None:
         fitted(module, adagrad)
 
 
+@pytest.mark.parametrize(
+    ("extra", "said"), [("scale", "`scale`.* 2.0"), ("text", "`text/0`.* 'a'"), ("n", r"`n`.*\(3")]
+)
+def test_what_has_no_rows_is_refused_before_a_module_is_traced(extra: str, said: str) -> None:
+    given = {"scale": 2.0, "text": ["a", "b"], "n": torch.tensor(3)}[extra]
+    loader = [{"input": torch.ones(2, 4), extra: given}]
+    with pytest.raises(fz.ConversionError, match=f"{said}.*collate_fn"):
+        tb.fit(nn.Linear(4, 1), loader, optimizer=optax.sgd(0.1))
+
+
 def test_a_traced_graph_takes_no_loss_around_it() -> None:
     graph = torch.fx.symbolic_trace(made())
     with pytest.raises(fz.ConversionError, match=r"GraphModule.*the module that was traced"):
