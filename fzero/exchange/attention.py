@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from fzero.axes import CONTEXT, TENSOR, free_axes, rows_axis
 from fzero.errors import PlanError
+from fzero.exchange.blocks import joined_heads
 from fzero.exchange.fused import fused_attention
 from fzero.exchange.ring import Ring, ring_attention
 
@@ -71,7 +72,7 @@ def attention(
     size = axes.get(CONTEXT, 1)
     ring = Ring(CONTEXT, size, causal, window, scale)
     if size == 1:
-        return _joined(_alone(q, k, v, segments, ring))
+        return joined_heads(_alone(q, k, v, segments, ring))
     ways = axes.get(TENSOR, 1)
     heads = TENSOR if ways > 1 and not k.shape[2] % ways else None
     groups = k.shape[2] // (ways if heads else 1)
@@ -83,7 +84,7 @@ def attention(
         run, in_specs=(split, split, split, None if segments is None else rows),
         out_specs=split, axis_names=set(axes), check_vma=False,
     )(q, k, v, segments)  # fmt: skip
-    return _joined(out)
+    return joined_heads(out)
 
 
 def divided_sequences() -> bool:
@@ -180,8 +181,3 @@ def _seen(
     if segments is None:
         return seen[None, None]
     return seen & (segments[:, None, :, None] == segments[:, None, None, :])
-
-
-def _joined(out: jax.Array) -> jax.Array:
-    """Heads of all groups in one dim."""
-    return out.reshape(*out.shape[:2], -1, out.shape[-1])

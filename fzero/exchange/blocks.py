@@ -90,7 +90,7 @@ class CudnnBlocks:
 
     def forward(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """As `Plain.forward`."""
-        out, level = fused.block(_heads(q), k, v, causal=self.causal, scale=self.scale)
+        out, level = fused.block(joined_heads(q), k, v, causal=self.causal, scale=self.scale)
         return out.reshape(*q.shape[:-1], -1), jnp.swapaxes(level, 1, 2).reshape(q.shape[:-1])
 
     def backward(
@@ -100,12 +100,19 @@ class CudnnBlocks:
         """As `Plain.backward`."""
         rows = jnp.swapaxes(level.reshape(*level.shape[:2], -1), 1, 2)
         dq, dk, dv = fused.gradients(
-            _heads(q), k, v, _heads(out), rows, _heads(given), causal=self.causal, scale=self.scale
+            joined_heads(q),
+            k,
+            v,
+            joined_heads(out),
+            rows,
+            joined_heads(given),
+            causal=self.causal,
+            scale=self.scale,
         )
         return dq.reshape(q.shape), dk, dv
 
 
-def _heads(x: jax.Array) -> jax.Array:
+def joined_heads(x: jax.Array) -> jax.Array:
     """The heads of all groups in one dim."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 

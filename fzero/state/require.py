@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from fzero.errors import StateConsumedError, StateError
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.homes import StackRows
 from fzero.state.consumed import any_given, given_to
+from fzero.state.row_order import rows_text
 from fzero.state.train_state import Pending, TrainState, fields_of
 from fzero.storage.tiers import is_handle, on_device, require_on_device
 from fzero.tree import aliased_leaves, named_leaves
@@ -145,14 +146,10 @@ def wrong_rows(state: TrainState, rows: StackRows) -> list[str]:
     """What is wrong with the order in which a state's layers are kept, a line for each stack."""
     had, wanted = dict(state.rows), dict(rows)
     return [
-        f"{name}: expected its layers {_order(wanted, name)}, got them {_order(had, name)}, as"
-        " another schedule or partition keeps them"
+        f"{name}: expected its layers {rows_text(wanted.get(name, ()))}, got them"
+        f" {rows_text(had.get(name, ()))}, as another schedule or partition keeps them"
         for name in sorted({*had, *wanted}) if had.get(name) != wanted.get(name)
     ]  # fmt: skip
-
-
-def _order(rows: Mapping[str, tuple[int, ...]], name: str) -> str:
-    return f"in the rows {list(rows[name])}" if name in rows else "in order"
 
 
 def require_unaliased(state: TrainState, operation: str, of: Collection[Any] | None = None) -> None:

@@ -42,7 +42,7 @@ def require_alike(state: Any, fields: dict[str, PyTree]) -> None:
             continue
         found = _first_said(leaf, wanted)
         if found != wanted:
-            wrong.append(f"{path}: expected layers {_said(wanted)}, got {_said(found)}")
+            wrong.append(f"{path}: expected layers {rows_text(wanted)}, got {rows_text(found)}")
     if wrong:
         raise StateError(
             "TrainState: these arrays are of a state whose schedule or partition keeps layers in"
@@ -85,5 +85,6 @@ def _spec(leaf: Any) -> tuple[Any, ...]:
     return tuple(getattr(getattr(leaf, "sharding", None), "spec", ()))
 
 
-def _said(rows: tuple[int, ...]) -> str:
+def rows_text(rows: tuple[int, ...]) -> str:
+    """As a message says them."""
     return f"in the rows {list(rows)}" if rows else "in order"

@@ -31,12 +31,10 @@ def linear(x: jax.Array, weight: Any, bias: Any = None) -> jax.Array:
     return with_bias(out, bias, a.dtype)
 
 
-@register_operator("aten.mm.default", "aten.bmm.default", "aten.mv.default", "aten.dot.default")
-def matmul_plain(x: jax.Array, y: Any) -> jax.Array:
-    return jnp.matmul(*promote(x, y))
-
-
-@register_operator("aten.matmul.default")
+@register_operator(
+    "aten.mm.default", "aten.bmm.default", "aten.mv.default", "aten.dot.default",
+    "aten.matmul.default",
+)  # fmt: skip
 def matmul(x: jax.Array, y: Any) -> jax.Array:
     return jnp.matmul(*promote(x, y))
 
