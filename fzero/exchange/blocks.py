@@ -99,15 +99,9 @@ class CudnnBlocks:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
         """As `Plain.backward`."""
         rows = jnp.swapaxes(level.reshape(*level.shape[:2], -1), 1, 2)
+        heads, out, given = map(joined_heads, (q, out, given))
         dq, dk, dv = fused.gradients(
-            joined_heads(q),
-            k,
-            v,
-            joined_heads(out),
-            rows,
-            joined_heads(given),
-            causal=self.causal,
-            scale=self.scale,
+            heads, k, v, out, rows, given, causal=self.causal, scale=self.scale
         )
         return dq.reshape(q.shape), dk, dv
 
