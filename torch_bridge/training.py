@@ -127,10 +127,7 @@ def fit(
             f"fit: the loader is an iterator, which gives its batches once, but epochs={epochs}:"
             " give a DataLoader or a list"
         )
-    first = next(batches, None)
-    if first is None:
-        raise ConversionError("fit: the loader gave no batch")
-    _refuse_without_rows(batch(first))
+    first = _first(batches)
     converted = _converted(module, loss, first, roll)
     model = converted.model("module")
     tx: Any = optimizer
@@ -184,15 +181,19 @@ def _refuse_begun(optimizer: Any, scheduler: Any) -> None:
         )
 
 
-def _refuse_without_rows(given: Any) -> None:
-    """Refuse numbers and texts in a batch, before they are traced."""
-    for path, leaf in named_leaves(given):
+def _first(batches: Iterator[Any]) -> Any:
+    """The first batch; numbers and texts in it are refused before they are traced."""
+    first = next(batches, None)
+    if first is None:
+        raise ConversionError("fit: the loader gave no batch")
+    for path, leaf in named_leaves(batch(first)):
         if not isinstance(leaf, np.ndarray | jax.Array) or not leaf.ndim:
             raise ConversionError(
                 f"fit: `{path}` of a batch is {leaf!r:.60}: expected a tensor with a row for each"
                 " example. Leave it out where batches are made (collate_fn); what is alike in all"
                 " batches is set in the module"
             )
+    return first
 
 
 def _steps_done(state: Any) -> bool:
