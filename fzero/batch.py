@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fzero import host_arrays
 from fzero.axes import AXES, CONTEXT
 from fzero.compat import has_explicit_axes
 from fzero.errors import BatchError
@@ -284,7 +285,7 @@ def _placed(leaf: Any, sharding: NamedSharding, path: str) -> jax.Array:
         if jax.process_count() == 1 or not leaf.is_fully_addressable:
             moved: jax.Array = jax.device_put(leaf, sharding)
             return moved
-    host = _copied(leaf, path)
+    host = copied(leaf, path)
     if jax.process_count() == 1:
         placed: jax.Array = jax.device_put(host, sharding)
         return placed
@@ -300,45 +301,23 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _require_numbers(leaf: Any, path: str) -> None:
-    if isinstance(leaf, np.ma.MaskedArray):
-        raise BatchError(
-            f"batch: {path or 'it'} is a masked array, whose mask would be lost: pass .filled(...)"
-            " and the mask as a leaf of its own"
-        )
-    dtype = leaf.dtype
-    known = not is_plain(leaf) or (
-        dtype.isnative and dtype.kind in "biufcV" and dtype.type not in _NOT_OF_JAX
-    )
-    if not known:
-        raise BatchError(
-            f"batch: {path or 'it'} has dtype {dtype}: expected numbers in the machine's order of"
-            " bytes; encode what is none, and convert others with .astype"
-        )
+    """Raises `BatchError` if jax has no such numbers."""
+    try:
+        host_arrays.require_numbers(leaf)
+    except ValueError as error:
+        raise BatchError(f"batch: {path or 'it'} {error}") from None
 
 
-# Kinds do not tell them from what jax has: small floats of ml_dtypes are "V" too.
-_NOT_OF_JAX = (np.void, np.longdouble, np.clongdouble)
+def copied(leaf: Any, path: str) -> np.ndarray[Any, Any]:
+    """A leaf on the host in memory of its own, in the dtype that jax has for it.
 
-
-def _copied(leaf: Any, path: str) -> np.ndarray[Any, Any]:
-    """A host array in memory of its own, in the dtype that jax has for it.
-
-    Unless `jax_enable_x64` is set it has 32 bits for 64, and jax wraps integers that do not fit.
+    Raises:
+        BatchError: that does not hold one of its values.
     """
-    host, dtype = np.array(leaf), shape_of(leaf).dtype
-    if dtype == host.dtype:
-        return host
-    with np.errstate(over="ignore"):
-        narrow = host.astype(dtype)
-    integers = np.issubdtype(dtype, np.integer)
-    lost = narrow != host if integers else np.isinf(narrow) & ~np.isinf(host)
-    if np.any(lost):
-        raise BatchError(
-            f"batch: {path or 'it'} has {host[lost][0]}, which {dtype} does not hold, and jax keeps"
-            f" {host.dtype} in {dtype}: say jax.config.update('jax_enable_x64', True), or bring the"
-            " values into its range"
-        )
-    return narrow
+    try:
+        return host_arrays.copied(leaf)
+    except ValueError as error:
+        raise BatchError(f"batch: {path or 'it'} {error}") from None
 
 
 def _is_part(rank: NamedSharding, of: Any) -> bool:

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from fzero.axes import FURTHER
 from fzero.errors import PlanError, known_fields
 from fzero.float8.recipe import Float8
@@ -126,10 +128,11 @@ def check_values(plan: Any) -> None:
             ' fz.Float8(recipe="rowwise")'
         )
     number = isinstance(plan.clip_norm, int | float) and not isinstance(plan.clip_norm, bool)
-    if plan.clip_norm is not None and not (number and plan.clip_norm > 0):
+    held = np.finfo(np.float32)  # what a step computes with: infinity by infinity is no number
+    if plan.clip_norm is not None and not (number and held.tiny <= plan.clip_norm <= held.max):
         raise PlanError(
-            f"plan: clip_norm={plan.clip_norm!r}: expected a positive number, or None for no"
-            " clipping"
+            f"plan: clip_norm={plan.clip_norm!r}: expected a positive number that float32 holds, or"
+            " None for no clipping (metrics have the norm in any case)"
         )
     number = isinstance(plan.ema, int | float) and not isinstance(plan.ema, bool)
     if plan.ema is not None and not (number and 0 < plan.ema < 1):

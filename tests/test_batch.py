@@ -76,6 +76,9 @@ def test_values_that_32_bits_do_not_hold_are_refused(model, state, step, name):
         for run in (step, fz.eval_step(model, PLAN)):
             with pytest.raises(fz.BatchError, match=r"id has .*does not hold.*jax_enable_x64"):
                 run(state, changed(id=wrap(NARROWED[name])))
+    given = changed(id=NARROWED[name])
+    with pytest.raises(fz.BatchError, match=r"local_batch: batch: id has .*does not hold"):
+        fz.local_batch(given, fz.layout(model, TX, PLAN))
     fits = changed(id=np.array([np.inf, *range(15)]) if name == "float64" else np.arange(16))
     assert np.isfinite(step(state, fits)[1]["loss"])
 

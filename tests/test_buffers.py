@@ -153,6 +153,19 @@ def test_what_devices_agree_about_in_part_must_be_told(own):
         fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
 
 
+def test_of_truth_values_and_a_mean_of_them_is_said_what_there_is():
+    plan = tiny.plan(zero=0, data=2)
+    for how in ({name: word for name, word in HOW.items() if name != "seen"}, "mean"):
+        model = _plain(how)
+        said = r"buffers/(above|seen) .*there is no mean" if how == "mean" else "buffers/seen"
+        with pytest.raises(fz.StateError, match=said) as caught:
+            fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
+        if how != "mean":
+            assert "{'seen': 'max'} (true where it is on any device), or 'same'" in str(
+                caught.value
+            )
+
+
 def test_the_longest_path_says_how():
     layer = fz.Layer("a", _weights, _noted, stateful=True,
                      buffer_reduce={"": "same", "above": "sum", "above/all": "max"})  # fmt: skip

@@ -35,6 +35,10 @@ REFUSED = [
     ({"clip_norm": 0.0}, ["clip_norm=0.0", "positive", "None"]),
     ({"clip_norm": -1.0}, ["clip_norm=-1.0", "positive", "None"]),
     ({"clip_norm": float("nan")}, ["clip_norm=nan", "positive", "None"]),
+    # A quotient of two of these, or of zeros, would be no number.
+    ({"clip_norm": float("inf")}, ["clip_norm=inf", "float32", "None"]),
+    ({"clip_norm": 1e39}, ["clip_norm=1e+39", "float32", "None"]),
+    ({"clip_norm": 1e-39}, ["clip_norm=1e-39", "float32", "None"]),
     ({"pipe": 2, "reduce": "step"}, ["reduce='step'", "reduce='microbatch'"]),
     ({"schedule": "2f2b"}, ["schedule='2f2b'", "'gpipe', '1f1b'"]),
     ({"schedule": 3}, ["schedule=3", "a name or a fzero.pipeline.Schedule"]),

@@ -155,6 +155,28 @@ def test_padding_is_zeros_at_the_end_and_logical_takes_it_off():
             fz.logical(MODEL, state.replace(params=params))
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (np.array([2**40 + 5]), "has 1099511627781, which int32 does not hold"),
+        (np.full(3, 1e300), r"has 1e\+300, which float32 does not hold"),
+        (np.ma.array(np.ones(2, np.float32), mask=[True, False]), "is a masked array"),
+        (np.ones(2, ">f4"), "has dtype >f4: expected numbers in the machine's order"),
+        (np.array(["a"], object), "has dtype object: expected numbers"),
+    ],
+    ids=["int64", "float64", "masked", "order of bytes", "objects"],
+)
+@pytest.mark.parametrize("where", ["params", "buffers"])
+@pytest.mark.parametrize("drawn", [False, True], ids=["given", "made"])
+def test_initial_values_that_jax_would_cut_are_refused(value, said, where, drawn):
+    params, buffers = {"w": np.ones(3, np.float32)}, {}
+    (params if where == "params" else buffers)["own"] = value
+    init = (lambda key: (params, buffers)) if drawn else (params, buffers)
+    loss = lambda p, b, batch, rng, train: (jnp.sum(p["w"]), b, {})  # noqa: E731
+    with pytest.raises(fz.StateError, match=f"init: {where}/own {said}"):
+        fz.init(fz.Model(init, loss, frozen=["own"]), TX, fz.Plan(data=1))
+
+
 def test_a_state_without_optimizer():
     state = fz.init(MODEL, None, plan_of("z3"), rng=7)
     assert state.opt_state == ()

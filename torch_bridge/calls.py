@@ -45,9 +45,18 @@ def wrap(jax_fn: Callable[..., Any]) -> Callable[..., Any]:
     """
     compiled: dict[Any, Callable[..., Any]] = {}
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is no graph of torch's
     def function(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                "tb.wrap: called within a transformation of torch.func, which does not look into"
+                " JAX. Transform in JAX, within the function that is wrapped (jax.vmap, jax.grad,"
+                " jax.jvp)"
+            )
         leaves, spec = torch_pytree.tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        if any(leaves[i].layout != torch.strided for i in places):
+            raise TypeError("tb.wrap: expected dense tensors, got a sparse one: x.to_dense()")
         constants = {i: leaf for i, leaf in enumerate(leaves) if i not in places}
         values_of = tuple(map(_value, constants.values()))
         key = (spec, tuple(places), values_of)
@@ -102,13 +111,22 @@ class _BridgedCall(torch.autograd.Function):
             out = of_wanted()
         leaves, treedef = jax.tree.flatten(out)
         structure.append(treedef)
-        results = tuple(_tensor(leaf, tensors) for leaf in leaves)
+        # An object's own arrays may come back, which nobody may write to.
+        foreign = not isinstance(run, jax.stages.Wrapped)
+        results = _of_their_own([_tensor(leaf, tensors) for leaf in leaves], tensors, foreign)
         ctx.wanted, ctx.shapes = wanted, [(leaf.shape, leaf.dtype) for leaf in leaves]
         ctx.treedef, ctx.num = treedef, len(tensors)
         # Memory may be shared: torch then finds out if it was written to before the backward pass.
         ctx.save_for_backward(*tensors, *results)
         ctx.mark_non_differentiable(*(r for r in results if not _differentiable(r)))
         return results
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "tb.wrap: no derivative forwards (torch.autograd.forward_ad); take it in JAX, within"
+            " the function that is wrapped (jax.jvp)"
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -119,11 +137,31 @@ class _BridgedCall(torch.autograd.Function):
         ]
         found = ctx.pullback(jax.tree.unflatten(ctx.treedef, cotangents))
         out: list[Any] = [None] * ctx.num
-        for place, gradient in zip(ctx.wanted, found, strict=True):
-            like = saved[place]
-            plain = _tensor(_turned(gradient), [like]).to(like.dtype)
+        made = [
+            _tensor(_turned(gradient), [saved[place]]).to(saved[place].dtype)
+            for place, gradient in zip(ctx.wanted, found, strict=True)
+        ]
+        given = [gradient for gradient in gradients if gradient is not None]
+        for place, plain in zip(ctx.wanted, _of_their_own(made, given), strict=True):
             out[place] = _once(plain) if torch.is_grad_enabled() else plain
         return (None, None, *out)
+
+
+def _of_their_own(
+    made: Sequence[torch.Tensor], given: Sequence[torch.Tensor], foreign: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Results that share no memory with what was given, or with each other.
+
+    JAX, whose arrays nobody writes to, hands on an argument's buffer as a result; torch would not
+    know that a write to one changes the other.
+    """
+    taken = {x.data_ptr() for x in given}
+    out: list[torch.Tensor] = []
+    for x in made:
+        own = x.clone() if foreign or x.data_ptr() in taken else x
+        taken.add(own.data_ptr())
+        out.append(own)
+    return tuple(out)
 
 
 def _once(gradient: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ def attention(
     causal: bool = False,
     window: int | None = None,
     segments: jax.Array | None = None,
-    scale: float | None = None,
+    scale: float | jax.Array | None = None,
     exchange: str = "auto",
 ) -> jax.Array:
     """Softmax attention, of whole sequences wherever their parts are.
@@ -44,8 +44,10 @@ def attention(
         causal: whether a position sees none behind it.
         window: how many positions one sees to each side (with `causal`: before it), itself not
             counted; `None` for all.
-        segments: int `(batch, length)`, the document of each position: one sees its own only.
-        scale: factor of the scores; one over the root of `features` by default.
+        segments: int or bool `(batch, length)`, the document of each position: one sees its own
+            only.
+        scale: factor of the scores; one over the root of `features` by default. One that is traced,
+            as one that is learned, multiplies the queries, and is rounded with them.
         exchange: with `context`: `ring`, keys and values go round while they are computed with
             (causal work balanced); `heads`, an all-to-all gives each device all positions of some
             heads; `auto`, the one that sends less, of those that are possible.
@@ -66,6 +68,11 @@ def attention(
     """
     _check(q, k, v, segments, window, exchange)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if isinstance(scale, jax.core.Tracer):  # learned, say; kernels and exchanges know numbers alone
+        q, scale = (q * scale).astype(q.dtype), 1.0
+    scale = float(scale)
+    if segments is not None and segments.dtype == jnp.bool_:
+        segments = segments.astype(jnp.int32)
     window = None if window is not None and window >= q.shape[1] - 1 else window
     q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     axes = free_axes()

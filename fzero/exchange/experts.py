@@ -86,6 +86,7 @@ def experts(
     # (Numpy's, outside of jit, cannot be indexed by what a loop carries.)
     weights, x, chosen, gates = jax.tree.map(jnp.asarray, (weights, x, chosen, gates))
     axes, num = free_axes(), _checked(weights, x, chosen, gates, capacity)
+    capacity = None if capacity == math.inf else capacity
     lead = x.shape[:-1]
     flat = x.reshape(-1, x.shape[-1]), chosen.reshape(-1, chosen.shape[-1]).astype(jnp.int32)
     tokens, own = flat[0].shape[0], gates.reshape(flat[1].shape)

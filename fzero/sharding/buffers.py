@@ -56,14 +56,19 @@ def check_buffers(model: Model, buffers: PyTree) -> None:
                 )
             if how == "mean" and isinstance(declared, Mapping) and not all(map(has_mean, found)):
                 raise StateError(
-                    f"init: {where}buffer_reduce[{name!r}]='mean' of integers; keep a float, or use"
+                    f"init: {where}{_at(name)}='mean' of integers; keep a float, or use"
                     " 'sum' or 'max'"
                 )
             if how == "sum" and any(leaf.dtype == jnp.bool_ for leaf in found):
                 raise StateError(
-                    f"init: {where}buffer_reduce[{name!r}]='sum' of booleans; count in an integer,"
+                    f"init: {where}{_at(name)}='sum' of booleans; count in an integer,"
                     " or use 'max', which is true where it is on any device"
                 )
+
+
+def _at(name: str) -> str:
+    """As it is written for one buffer, or for all."""
+    return f"buffer_reduce[{name!r}]" if name else "buffer_reduce"
 
 
 def has_mean(leaf: Any) -> bool:
@@ -116,11 +121,16 @@ def require_reductions(layer: Layer | Stack, params: PyTree, x: Any, ctx: Contex
     for name, differs in zip(names, differing, strict=True):
         if differs and name in told:
             where = f"{layer.name}/" if layer.name else ""
+            said = declared_reduction(layer, name)
+            truth = told[name].dtype == jnp.bool_
+            one = "'max'} (true where it is on any device)" if truth else "'sum'} (what each adds)"
             raise StateError(
                 f"loss: buffers/{where}{name} ({told[name].dtype}) changes with the batch, so that"
-                " each device has a value of its own. Say how they become one:"
-                f" buffer_reduce={{{name!r}: 'sum'}} (what each device adds), 'max', or 'same'"
-                " where all have the same value after all"
+                " each device has a value of its own"
+                + (f", of which there is no {said}" if said else "")
+                + f". Say how they become one: buffer_reduce={{{name!r}: {one},"
+                + ("" if truth else " 'max',")
+                + " or 'same' where all have the same value after all"
             )
 
 

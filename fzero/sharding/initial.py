@@ -6,13 +6,15 @@ import weakref
 from typing import Any
 
 import jax
+import numpy as np
 
 from fzero.compat import switch
 from fzero.errors import StateError
+from fzero.host_arrays import copied, require_numbers
 from fzero.links import require_takes
 from fzero.model import Model
 from fzero.pieces import InitFn
-from fzero.tree import PyTree, aliased_leaves, named_leaves, shapes_of
+from fzero.tree import PyTree, aliased_leaves, named_leaves, shape_of, shapes_of
 
 
 class _Memo:
@@ -116,8 +118,20 @@ def _checked(made: Any) -> tuple[PyTree, PyTree]:
             raise StateError(
                 f"init: {path} is a {type(leaf).__name__}: expected an array (jnp.asarray)"
             )
+        if isinstance(leaf, np.ndarray | np.generic):
+            _require_holds(path, leaf)
     _require_not_shared(params, buffers)
     return params, buffers
+
+
+def _require_holds(path: str, leaf: Any) -> None:
+    """Raises `StateError` if jax has no such numbers as an array of NumPy's, or would cut them."""
+    try:
+        require_numbers(leaf)
+        if shape_of(leaf).dtype != leaf.dtype:
+            copied(leaf)
+    except ValueError as error:
+        raise StateError(f"init: {path} {error}") from None
 
 
 def _require_not_shared(params: PyTree, buffers: PyTree) -> None:

@@ -62,18 +62,23 @@ class Handover:
         others = sizes.get(CONTEXT, 1)
         if value.shape[1] % (ways * others):
             if self.wanted:
-                self._say(value, ways * others)
+                self._say(value, f"{value.shape[1]} positions", ways * others, "length")
             return False
-        if rows_axis(value.shape[0]):
+        if sizes.get(EXPERT, 1) > 1:
+            # XLA's partitioner ends the process where positions are divided and rows are not.
+            if not rows_axis(value.shape[0]):
+                if self.wanted:
+                    self._say(value, f"{value.shape[0]} rows", sizes[EXPERT], "number of rows")
+                return False
             others *= sizes[EXPERT]
         least = self.elements or math.inf
         return self.wanted is True or TIMES * value.size // others >= least
 
-    def _say(self, value: Any, ways: int) -> None:
+    def _say(self, value: Any, what: str, ways: int, choose: str) -> None:
         warn(
-            f"plan: sequence_parallel=True, but {value.shape[1]} positions of what a layer gives"
-            f" {list(value.shape)} cannot be shared out by {ways} devices: each computes all of"
-            " them. Choose a length that divides, or leave sequence_parallel out",
+            f"plan: sequence_parallel=True, but {what} of what a layer gives"
+            f" {list(value.shape)} cannot be shared out by {ways} devices: each computes all"
+            f" positions. Choose a {choose} that divides, or leave sequence_parallel out",
             UnusedDevicesWarning,
         )
 

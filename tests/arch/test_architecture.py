@@ -42,6 +42,7 @@ LAYERS = {
             "precision",
             "loss_scaling",
             "batch",
+            "host_arrays",
         ],
         ["sharding", "quantized"],
         ["zero", "offload"],

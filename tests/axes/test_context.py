@@ -120,6 +120,25 @@ def exchanged(length=64, heads=4, groups=4, size=4, **options):
     return found  # fmt: skip
 
 
+@pytest.mark.parametrize("exchange", ["ring", "heads"])
+def test_a_scale_may_be_learned_and_segments_may_be_a_mask(exchange):
+    (q, k, v, _), segments = values()
+    mask, root = segments > 0, np.float32(FEATURES**-0.5)
+    mesh = auto_mesh(np.array(jax.devices()[:2]), ("context",))
+
+    def run(scale, segments, exchange="auto"):
+        out = fz.attention(q, k, v, scale=scale, segments=segments, exchange=exchange)
+        return jnp.sum(out**2)
+
+    wanted, slope = jax.value_and_grad(run)(root, mask.astype(np.int32))
+    with jax.set_mesh(mesh):
+        divided = jax.jit(jax.value_and_grad(lambda scale: run(scale, mask, exchange)))
+        found, own = divided(root)
+        constant = jax.jit(lambda: run(jnp.float32(root), mask, exchange))()
+    # A learned scale multiplies queries, not scores; parts are added in another order.
+    np.testing.assert_allclose([found, constant, own], [wanted, wanted, slope], rtol=1e-5)
+
+
 def test_what_each_exchange_sends():
     piece = 64 // 4 * 8 * 4  # elements of all heads of a device's positions
     ring = exchanged(exchange="ring")

@@ -1,5 +1,6 @@
 """Positions shared out between the layers of a stack, by the devices that share out the layers."""
 
+import contextlib
 import functools
 
 import jax
@@ -150,3 +151,38 @@ def test_a_plan_says_so():
     assert "positions between layers" in shown
     off = str(fz.describe(plan(sequence_parallel=False), model(), num_devices=2))
     assert "positions between layers" not in off
+
+
+def test_rows_that_experts_do_not_share_leave_positions_whole():
+    """XLA's partitioner would end the process: rows whole over one axis, positions divided."""
+
+    def block(p, x, ctx):
+        return x + (x @ p["a"]) @ p["b"] + 0 * jnp.sum(p["own"])
+
+    def init(key):
+        return {"own": jnp.ones((4, D)), **{
+            name: 0.1 * jax.random.normal(key, shape)
+            for name, shape in {"a": (D, F), "b": (F, D)}.items()
+        }}  # fmt: skip
+
+    shard = {"own": ("expert",), "a": (None, "tensor"), "b": ("tensor",)}
+    embed = fz.Layer(
+        "embed", lambda key: {"w": jax.random.normal(key, (32, D))},
+        lambda p, batch, ctx: p["w"][batch["ids"]], shard={"w": ("tensor",)},
+    )  # fmt: skip
+    model = fz.Sequential(
+        [embed, fz.Stack("blocks", 2, init, block, shard=shard)],
+        lambda x, batch: fz.Mean(jnp.sum(jnp.tanh(x)), jnp.float32(x.size)),
+    )
+    rows = {"ids": np.arange(96, dtype=np.int32).reshape(6, 16) % 32}
+    found = []
+    for sizes in ({"data": 2, "expert": 2, "tensor": 2}, {"data": 1}):
+        made = fz.Plan(zero=0, sequence_parallel=True if "tensor" in sizes else None, **sizes)
+        devices = jax.devices()[: np.prod(list(sizes.values()))]
+        state = fz.init(model, TX, made, rng=0, devices=devices)
+        step = fz.train_step(model, TX, made, devices=devices)
+        said = pytest.warns(fz.UnusedDevicesWarning, match="3 rows of what a layer gives")
+        with said if "tensor" in sizes else contextlib.nullcontext():
+            state, metrics = step(state, rows)
+        found.append((metrics["loss"], metrics["grad_norm"], fz.logical(model, state, made)))
+    agree(*jax.device_get(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import pytest
 import torch
 from optax import sgd
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.data import DataLoader, TensorDataset
 
 import fzero as fz
@@ -168,6 +170,36 @@ def test_a_module_that_is_only_evaluated_needs_only_that_mode() -> None:
         converted.apply(converted.params, {}, x, train=True)
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
     assert tb.convert(blocks, x, train=False).blocks.stacks
+
+
+def test_results_of_jax_share_no_memory_with_arguments_or_each_other() -> None:
+    """JAX hands an argument on as a result; what torch writes to one, it would not see in both."""
+    x = torch.full((3,), 2.0, requires_grad=True)
+    first, second, _ = tb.wrap(lambda x: (x, x, x * 2))(x)
+    with torch.no_grad():
+        first.mul_(10)
+    assert x.tolist() == second.tolist() == [2.0] * 3
+    y = tb.wrap(lambda x: x)(x)
+    y.retain_grad()
+    y.sum().backward()
+    x.grad.mul_(5)
+    assert y.grad.tolist() == [1.0] * 3
+    held = types.SimpleNamespace(params=jnp.ones(4))
+    tb.wrap(lambda held, x: held.params)(held, torch.ones(1)).zero_()
+    assert held.params.tolist() == [1.0] * 4
+
+
+def test_transformations_of_torch_around_jax_are_refused_or_pass_it_by() -> None:
+    wrapped, x = tb.wrap(jnp.sin), torch.ones(3)
+    compiled = torch.compile(lambda x: wrapped(x) + 1, backend="eager")
+    torch.testing.assert_close(compiled(x), torch.sin(x) + 1)
+    for call in (torch.func.vmap(wrapped), torch.func.grad(lambda x: wrapped(x).sum())):
+        with pytest.raises(RuntimeError, match=r"torch\.func.*jax\.vmap"):
+            call(x)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"jax\.jvp"):
+        wrapped(forward_ad.make_dual(x, x))
+    with pytest.raises(TypeError, match=r"to_dense\(\)"):
+        wrapped(x.to_sparse())
 
 
 def test_wrapped_modules_are_unwrapped_or_refused(tmp_path: Path) -> None:

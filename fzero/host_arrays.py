@@ -1,0 +1,59 @@
+"""NumPy's arrays as jax would hold them: what it has no numbers for, or would cut, is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fzero.tree import is_plain, shape_of
+
+
+# Kinds do not tell them from what jax has: small floats of ml_dtypes are "V" too.
+_NOT_OF_JAX = (np.void, np.longdouble, np.clongdouble)
+
+
+def require_numbers(leaf: Any) -> None:
+    """Raises `ValueError` with what is wrong if jax has no such numbers.
+
+    Args:
+        leaf: anything with a dtype.
+    """
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise ValueError(
+            "is a masked array, whose mask would be lost: pass .filled(...) and the mask as a leaf"
+            " of its own"
+        )
+    dtype = leaf.dtype
+    known = not is_plain(leaf) or (
+        dtype.isnative and dtype.kind in "biufcV" and dtype.type not in _NOT_OF_JAX
+    )
+    if not known:
+        raise ValueError(
+            f"has dtype {dtype}: expected numbers in the machine's order of bytes; encode what is"
+            " none, and convert others with .astype"
+        )
+
+
+def copied(leaf: Any) -> np.ndarray[Any, Any]:
+    """A host array in memory of its own, in the dtype that jax has for it.
+
+    Unless `jax_enable_x64` is set it has 32 bits for 64, and jax wraps integers that do not fit.
+
+    Raises:
+        ValueError: a value does not fit; with what is wrong.
+    """
+    host, dtype = np.array(leaf), shape_of(leaf).dtype
+    if dtype == host.dtype:
+        return host
+    with np.errstate(over="ignore"):
+        narrow = host.astype(dtype)
+    integers = np.issubdtype(dtype, np.integer)
+    lost = narrow != host if integers else np.isinf(narrow) & ~np.isinf(host)
+    if np.any(lost):
+        raise ValueError(
+            f"has {host[lost][0]}, which {dtype} does not hold, and jax keeps {host.dtype} in"
+            f" {dtype}: say jax.config.update('jax_enable_x64', True), or bring the values into its"
+            " range"
+        )
+    return narrow
