@@ -493,6 +493,7 @@ def refuse_fixed(converted: Converted, batch_dim: int) -> None:
     if fixed:
         raise ConversionError(
             f"batch_dim={batch_dim}: the module ties {', '.join(fixed)} to the size in the example "
-            "(a size of 1 always is). Compute with x.shape instead of a number, give an example "
-            "with a batch of at least 2, or leave out batch_dim and convert once for each size."
+            "(a size of 1 always is). Compute with x.shape instead of a number (len(x) is one), "
+            "give an example with a batch of at least 2, or leave out batch_dim and convert once "
+            "for each size."
         )

@@ -136,6 +136,36 @@ def holds_adam(opt_state: Any) -> bool:
     return any(isinstance(node, optax.ScaleByAdamState) for _, node in _nodes(opt_state))
 
 
+def follows_schedule(opt_state: Any) -> bool:
+    """Whether an optax state counts the steps of a schedule."""
+    return any(
+        isinstance(node, optax.ScaleByScheduleState)
+        or (isinstance(node, optax.InjectStatefulHyperparamsState) and node.hyperparams_states)
+        for _, node in _nodes(opt_state)
+    )
+
+
+def other_state(converted: Converted | ConvertedSequential, opt_state: Any) -> list[str]:
+    """What an optax state keeps of parameters that Adam does not update: momentum of Muon, say.
+
+    Returns:
+        `opt_state/path` of each, in order; of parameters that have Adam's moments, nothing
+        (gradients that wait, say).
+    """
+    params = _param_paths(converted)
+    adams = _Found(converted, opt_state, "other_state").leaves if holds_adam(opt_state) else {}
+    found = []
+    for path, leaf in named_leaves(opt_state):
+        parts = path.split("/")
+        of = next(
+            (at for i in range(len(parts)) if (at := params.get("/".join(parts[i:]))) is not None),
+            None,
+        )
+        if of is not None and leaf.shape and of.leaves[0].name not in adams:
+            found.append(f"opt_state/{path}")
+    return found
+
+
 @dataclass(frozen=True)
 class _Moment:
     """A leaf of the optimizer state: moments of a parameter, or of one in each layer of a stack."""

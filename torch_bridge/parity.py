@@ -305,8 +305,9 @@ def _relative(got: Any, want: Any, scale: float = 0.0) -> float:
     with np.errstate(invalid="ignore"):
         gap = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
         size = np.abs(b)
-    # Masks hold the lowest number there is, beside which every difference would vanish.
-    ordinary = size[np.isfinite(size) & (size < 1e30)]
+    # Beside what masks hold, the lowest number there is or -1e9, every difference would vanish.
+    most = float(size[(gap > 0) & np.isfinite(size)].max(initial=0.0))
+    ordinary = size[np.isfinite(size) & (size < 1e30) & ((gap > 0) | (size <= 100 * most))]
     scale = max(scale, float(ordinary.max()) if ordinary.size else 0.0, 1e-6)
     return float(np.nan_to_num(gap, nan=np.inf).max()) / scale
 

@@ -210,6 +210,18 @@ def convert(kind, **options):
     return tb.from_lightning(kind(), torch.ones(4, 2), **options)
 
 
+def test_the_number_of_rows_may_be_logged(line):
+    def step(self, batch, batch_idx):
+        self.log("rows", batch.shape[0])
+        return (batch * self.weight).square().mean()
+
+    lightning = convert(type("Line", (line,), {"training_step": step}), tx=optax.sgd(0.1))
+    plan, rows = tiny.plan(data=2), np.zeros((12, 2), np.float32)
+    state = fz.init(lightning.model, lightning.tx, plan)
+    metrics = fz.train_step(lightning.model, lightning.tx, plan)(state, rows)[1]
+    assert metrics["rows"] == 6  # of one device
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_of_configure_optimizers(line, name):
     configure, options, rates = FORMS[name]
@@ -272,6 +284,7 @@ REFUSED = {
         {},
         r"configure_gradient_clipping: clip with Plan\(clip_norm",
     ),
+    "callbacks": ({"configure_callbacks": lambda self: []}, {}, r"configure_callbacks: .*plan"),
     "unknown hook": ({}, {"ignore_hooks": ["on_tea"]}, r"\['on_tea'\] are no hooks"),
     "trainer": (uses("self.trainer.max_epochs"), {}, r"uses self\.trainer"),
     "toggle": (uses("self.toggle_optimizer(None)"), {}, r"uses self\.toggle_optimizer"),

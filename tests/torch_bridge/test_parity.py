@@ -130,6 +130,8 @@ def test_a_wrong_gradient_is_found(module: nn.Module) -> None:
         ([[1.0], [1.0]], [1.0, 1.0], np.inf),
         ([2j], [4j], 0.5),
         ([-3e38, 1.0], [-3.3e38, 2.0], 1.5e37),  # a mask's number hides none of the others
+        ([-1e9, 1.0], [-1e9, 2.0], 0.5),
+        ([-50.0, 1.0], [-50.0, 2.0], 0.02),  # but what is near them counts
     ],
 )
 def test_the_error_of_a_value(got: Any, want: Any, error: float) -> None:

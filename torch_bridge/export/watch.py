@@ -371,7 +371,8 @@ def refuse_python_state(
         f"the {mode} forward depends on {what}.{where} Their values would be constants of the"
         " converted graph. Keep what changes in a buffer (register_buffer), which is returned after"
         " every call. What is kept to save time only (a mask for this length), compute in each call"
-        " or in a function under functools.lru_cache."
+        " or in a function under functools.lru_cache. What the first call makes and later ones keep"
+        " (transformers' longrope): call the module once, then convert it."
     )
 
 

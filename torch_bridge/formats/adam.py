@@ -28,6 +28,8 @@ _DEFAULTS: dict[str, Any] = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
+# What torch's schedulers keep in a group beside them, and miss where a file replaces it.
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 
 
 def step_of(value: Any, file: str) -> int:
@@ -170,11 +172,13 @@ def optimizer_state(optimizer: Optimizer, order: Sequence[str]) -> dict[str, Any
 
 
 def require_known(hyper: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Hyperparameters, all of which torch's AdamW has."""
-    unknown = set(hyper) - set(_DEFAULTS)
+    """Hyperparameters, all of which torch's AdamW or a scheduler has."""
+    known = (*_DEFAULTS, *_OF_SCHEDULERS)
+    unknown = set(hyper) - set(known)
     if unknown:
         raise CheckpointError(
-            f"save: unknown hyperparameters {sorted(unknown)}; torch's AdamW has {list(_DEFAULTS)}"
+            f"save: unknown hyperparameters {sorted(unknown)}; torch's AdamW and schedulers have"
+            f" {list(known)}"
         )
     return dict(hyper)
 
@@ -182,5 +186,6 @@ def require_known(hyper: Mapping[str, Any]) -> Mapping[str, Any]:
 def groups_of(optimizer: Optimizer, params: list[Any]) -> list[dict[str, Any]]:
     """One group with all parameters; hyperparameters as known, else torch's defaults."""
     known = optimizer.groups[0] if len(optimizer.groups) == 1 else {}
-    kept = {key: value for key, value in known.items() if key in _DEFAULTS}
+    own = (*_DEFAULTS, *_OF_SCHEDULERS)
+    kept = {key: value for key, value in known.items() if key in own}
     return [{**_DEFAULTS, **kept, "params": params}]

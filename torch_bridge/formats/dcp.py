@@ -325,7 +325,8 @@ def _divide(entries: Entries) -> tuple[dict[str, dict[str, Any]], Entries]:
         name = str(whole[-2]) if len(whole) > 1 else ""
         marked = "state" in path[:-2] or name.startswith("state.") or ".state." in name
         if key in ("step", *MOMENTS) and len(whole) > 1 and marked:
-            name = name.rpartition("state.")[2] if "state" not in path[:-2] else name
+            if "state" not in path[:-2]:  # the first one: a module's name may have more
+                name = re.split(r"(?:^|\.)state\.", name, maxsplit=1)[1]
             moments.setdefault(name, {})[key] = entry
         else:
             rest[path] = entry

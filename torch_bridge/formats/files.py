@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fzero.checkpoint.urls import is_url
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, warn
 from fzero.hosts.doing import doing
 from fzero.plan import Plan
 from fzero.state.selection import read_from
@@ -25,6 +25,7 @@ from torch_bridge.formats.remote import fetched, sent
 from torch_bridge.formats.state import state_content
 from torch_bridge.formats.turns import Turns
 from torch_bridge.formats.write import format_of, holds_optimizer, write_in_turns
+from torch_bridge.moments import follows_schedule
 from torch_bridge.sequential import ConvertedSequential
 
 
@@ -66,8 +67,9 @@ def save(
             them and the state has them; True demands it. Such formats hold float32 masters of
             parameters of 16 bits, too, unless this is False.
         hyper: hyperparameters to write beside them, by torch's names (`lr`, `betas`, `eps`,
-            `weight_decay`): an optax state does not hold them, and a torch optimizer takes over
-            what a checkpoint says. What is not given is torch's default of AdamW.
+            `weight_decay`; what schedulers keep there, as `initial_lr`): an optax state does not
+            hold them, and a torch optimizer takes over what a checkpoint says. What is not given is
+            torch's default of AdamW.
         merge: write the module without adapters, with what they add in its weights (`tb.merge`).
         which: of a `TrainState`, the `params` or their moving averages (`ema`), which have no
             moments.
@@ -140,6 +142,13 @@ def _save(
     # What a training goes on from; weights alone are those that the module computes with.
     masters = holds_optimizer(to) and optimizer is not False
     content = state_content(converted, state_or_params, wanted, plan, masters)
+    trains = content.optimizer is not None and to == "lightning"
+    if trains and follows_schedule(state_or_params.opt_state):
+        warn(
+            "save: the file has no scheduler's state: Trainer.fit(ckpt_path=) goes on with the"
+            " optimizer's step, but begins its scheduler anew. Set it there (scheduler.step() as"
+            " often, or last_epoch=), or train without one"
+        )
     if content.optimizer is not None and asked.hyper:
         known = dataclasses.replace(content.optimizer, groups=(require_known(asked.hyper),))
         content = dataclasses.replace(content, optimizer=known)

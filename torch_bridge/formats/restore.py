@@ -25,7 +25,7 @@ from torch_bridge.formats.peft import fit_adapter, is_adapter
 from torch_bridge.formats.read import checkpoint
 from torch_bridge.formats.remote import fetched
 from torch_bridge.module.initial import require_values
-from torch_bridge.moments import Moments, with_moments
+from torch_bridge.moments import Moments, other_state, with_moments
 from torch_bridge.sequential import ConvertedSequential
 from torch_bridge.statedict import fit_leaves
 
@@ -126,13 +126,25 @@ def restore(
     if moments is None:
         return init(model, tx, plan, rng, devices=devices)
     there = _flat(plan)
-    state = init(model, tx, there, rng, devices=devices)
+    state = _with_moments(converted, init(model, tx, there, rng, devices=devices), moments, where)
+    return state if there is plan else replan(state, model, tx, there, plan, devices=devices)
+
+
+def _with_moments(
+    converted: Converted | ConvertedSequential, state: TrainState, moments: Moments, where: str
+) -> TrainState:
+    """A new state with Adam's moments out of a file, and its step."""
+    if others := other_state(converted, state.opt_state):
+        raise CheckpointError(
+            f"restore: {where} has moments of Adam, but not {others[0]}"
+            f"{' and others' * (len(others) > 1)}, which would begin anew beside them. Pass"
+            " optimizer=False to take the weights alone, and start the optimizer anew"
+        )
     step = jax.ShapeDtypeStruct((), state.step.dtype, sharding=state.step.sharding)
-    state = state.replace(
+    return state.replace(
         opt_state=with_moments(converted, state.opt_state, moments),
         step=copy_leaf(np.asarray(moments.step), step),
     )
-    return state if there is plan else replan(state, model, tx, there, plan, devices=devices)
 
 
 def _flat(plan: Plan) -> Plan:

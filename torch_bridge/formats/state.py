@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, warn
 from fzero.plan import Plan
 from fzero.sharding.lazy import Index
 from fzero.state.train_state import TrainState
@@ -17,7 +17,7 @@ from torch_bridge.formats.content import Checkpoint, Optimizer
 from torch_bridge.module.lazy import LazyTensor
 from torch_bridge.module.names import Leaf
 from torch_bridge.module.weights import to_torch
-from torch_bridge.moments import holds_adam, moments_of
+from torch_bridge.moments import holds_adam, moments_of, other_state
 from torch_bridge.sequential import ConvertedSequential
 from torch_bridge.statedict import leaf_tensor, saved_dtype, state_leaves
 
@@ -61,6 +61,19 @@ def state_content(
         return Checkpoint("", "state", tensors, ties=ties)
     opt_state = state_or_params.opt_state
     wanted = holds_adam(opt_state) if optimizer is None else optimizer
+    others = [] if optimizer is False else other_state(converted, opt_state)
+    if others and wanted:
+        raise CheckpointError(
+            f"save: {others[0]}{' and others' * (len(others) > 1)}: not of Adam, whose moments are"
+            " all that PyTorch's formats have of an optimizer here. Keep the state with fz.save, or"
+            " write the weights alone: optimizer=False"
+        )
+    if others:
+        warn(
+            f"save: {others[0]}{' and others' * (len(others) > 1)}: not of Adam, so that the file"
+            " has the weights alone, and a training that goes on from it starts its optimizer"
+            " afresh. fz.save keeps all; optimizer=False says that this is meant"
+        )
     return Checkpoint(
         "", "state", tensors, ties=ties,
         optimizer=_optimizer(converted, opt_state) if wanted else None,

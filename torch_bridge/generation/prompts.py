@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,11 @@ class Prompts:
 @dataclass(frozen=True)
 class Limits:
     """What a decoder takes: tokens from 0 up to `vocabulary`, and so many `positions`, if it is
-    known."""
+    known. Past `switch` positions of any row it has other rotary frequencies for all (longrope)."""
 
     vocabulary: int
     positions: int | None
+    switch: int | None = None
 
     @classmethod
     def of(cls, module: Any) -> Limits:
@@ -53,7 +54,7 @@ class Limits:
         positions = getattr(config, "max_position_embeddings", None)
         table = module.get_input_embeddings()
         rows = getattr(table, "num_embeddings", None) or config.vocab_size
-        return cls(int(rows), None if positions is None else int(positions))
+        return cls(int(rows), None if positions is None else int(positions), _switch(config))
 
 
 def read_prompts(given: Any, new: int, limits: Limits, multiple: int, step: int) -> Prompts:
@@ -85,6 +86,8 @@ def read_prompts(given: Any, new: int, limits: Limits, multiple: int, step: int)
                 f" model has {limits.positions} positions; shorten the prompt, or give"
                 f" max_new_tokens={max(limits.positions - length, 0)} or less"
             )
+    if limits.switch is not None:
+        _require_one_side([len(row) for row in rows], new, limits.switch)
     columns = -(-max(map(len, rows)) // step) * step
     if limits.positions is not None:
         columns = max(min(columns, limits.positions - new), max(map(len, rows)))
@@ -95,6 +98,33 @@ def read_prompts(given: Any, new: int, limits: Limits, multiple: int, step: int)
         ids[number, columns - len(row) :] = row
         pads[number] = columns - len(row)
     return Prompts(ids, pads, len(rows))
+
+
+def _switch(config: Any) -> int | None:
+    """At how many positions transformers' longrope takes its other frequencies, if a layer has it.
+
+    Source: transformers' modeling_rope_utils.
+    """
+    given = getattr(config, "rope_parameters", None) or {}
+    kinds = [given, *(one for one in given.values() if isinstance(one, Mapping))]
+    own = [one for one in kinds if one.get("rope_type") == "longrope"]
+    return min((int(one["original_max_position_embeddings"]) for one in own), default=None)
+
+
+def _require_one_side(lengths: Sequence[int], new: int, switch: int) -> None:
+    """Refuse rows of which one would decide for others, or for what it has cached itself."""
+    # (The last new token is not read any more.)
+    within = [length + new - 1 <= switch for length in lengths]
+    if all(within) or all(length > switch for length in lengths):
+        return
+    number = within.index(False)
+    length = lengths[number]
+    fits = f", or give max_new_tokens={switch + 1 - length}" if length <= switch else ""
+    raise BatchError(
+        f"generate: past {switch} positions of any row this model has other rotary frequencies for"
+        f" all rows (longrope): prompt {number} has {length} tokens, and {new} are to follow."
+        f" Generate prompts that are longer by themselves{fits}"
+    )
 
 
 def _row(number: int, row: Any, vocabulary: int) -> np.ndarray[Any, Any]:

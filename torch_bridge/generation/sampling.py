@@ -62,8 +62,8 @@ class Sampling:
         """
         if self.greedy:
             return np.zeros((rows, 0), np.uint32)
-        if not isinstance(self.seed, Sequence):
-            key = jax.random.key(self.seed)
+        if not np.ndim(self.seed):
+            key = jax.random.key(self.seed)  # type: ignore[arg-type]
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
         else:
             seeds = np.asarray(self.seed)

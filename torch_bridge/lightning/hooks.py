@@ -30,6 +30,7 @@ _HOOKS = {
     "on_before_batch_transfer": _BATCH,
     "transfer_batch_to_device": _BATCH,
     "on_after_batch_transfer": _BATCH,
+    "configure_callbacks": "what they do to training is of the plan (ema=, microbatches=) or of tx",
     "on_fit_start": "call it before",
     "on_train_start": "call it before",
     "on_train_epoch_start": "call what it does between steps",

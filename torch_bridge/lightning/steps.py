@@ -159,6 +159,8 @@ class _TracedSteps:
                 raise ConversionError(
                     f"self.log({name!r}): expected one number, got shape {tuple(value.shape)}"
                 )
+        elif isinstance(value, torch.SymInt | torch.SymFloat):  # x.shape[0]
+            value = torch.scalar_tensor(value)  # type: ignore[arg-type]
         elif not isinstance(value, int | float):
             raise ConversionError(
                 f"self.log({name!r}): expected a tensor or a number, got a {type(value).__name__};"

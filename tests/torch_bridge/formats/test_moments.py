@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
 import format_cases as cases
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import torch
+from torch import nn
 
 import fzero as fz
 import torch_bridge as tb
@@ -360,3 +363,58 @@ def test_a_scheduler_of_an_optimizer_without_state_does_not_begin_anew(tmp_path:
     tx = tb.optimizer(sgd, converted, halved)
     with pytest.raises(CheckpointError, match=r"SGD without momentum keeps no .*optimizer=False"):
         tb.restore(tmp_path / "last.pt", converted, tx, fz.Plan(data=1), key="model")
+
+
+def test_state_beside_adams_is_not_left_out_without_a_word(tmp_path: Path) -> None:
+    """Muon and AdamW, momentum alone, AMSGrad: formats have Adam's moments and nothing else."""
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    converted = tb.convert(module, torch.ones(2, 4))
+    plan, (weights, biases) = fz.Plan(data=1), ([], [])
+    for name, parameter in module.named_parameters():
+        (weights if name.endswith("weight") else biases).append(parameter)
+    both = [torch.optim.Muon(weights, lr=0.01), torch.optim.AdamW(biases, lr=0.01)]
+    tx = tb.optimizer(both, converted, [None, None])
+    state = fz.init(converted.model(lambda f, b: jnp.mean(f(b))), tx, plan)
+    for optimizer in (None, True):
+        with pytest.raises(CheckpointError, match=r"save: opt_state/.*0.weight and others: not"):
+            tb.save(tmp_path / "both", converted, state, to="dcp", optimizer=optimizer)
+    assert not (tmp_path / "both").exists()
+    tb.save(tmp_path / "weights", converted, state, to="dcp", optimizer=False)
+    adam = fz.init(converted.model(lambda f, b: jnp.mean(f(b))), optax.adamw(0.01), plan)
+    tb.save(tmp_path / "adam", converted, adam, to="dcp")
+    with pytest.raises(CheckpointError, match=r"restore: .*adam has moments.*, but not opt_state/"):
+        tb.restore(tmp_path / "adam", converted, tx, plan)
+    momentum = tb.optimizer(torch.optim.SGD(module.parameters(), 0.1, momentum=0.9), converted)
+    state = fz.init(converted.model(lambda f, b: jnp.mean(f(b))), momentum, plan)
+    with pytest.warns(UserWarning, match="not of Adam, so that the file has the weights alone"):
+        tb.save(tmp_path / "momentum", converted, state, to="dcp")
+
+
+def test_a_schedule_that_a_trainer_would_begin_anew_is_named(tmp_path: Path) -> None:
+    converted = tb.convert(nn.Linear(4, 2), torch.ones(2, 4))
+    plan, model = fz.Plan(data=1), converted.model(lambda f, b: jnp.mean(f(b)))
+    falling = fz.init(model, optax.adamw(optax.linear_schedule(0.1, 0.0, 10)), plan)
+    with pytest.warns(UserWarning, match="no scheduler's state"):
+        tb.save(tmp_path / "falling.ckpt", converted, falling)
+    with warnings.catch_warnings(action="error"):
+        tb.save(tmp_path / "falling", converted, falling, to="dcp")
+        tb.save(tmp_path / "same.ckpt", converted, fz.init(model, optax.adamw(0.1), plan))
+
+
+def test_what_schedulers_keep_in_a_group_is_written_where_it_is_given(tmp_path: Path) -> None:
+    module = nn.Linear(4, 2)
+    converted = tb.convert(module, torch.ones(2, 4))
+    state = fz.init(converted.model(lambda f, b: jnp.mean(f(b))), optax.adamw(0.1), fz.Plan(data=1))
+
+    def cycle() -> tuple[Any, Any]:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+
+    own = {k: v for k, v in cycle()[0].param_groups[0].items() if k.endswith(("_lr", "_momentum"))}
+    tb.save(tmp_path / "cycle.ckpt", converted, state, hyper={"lr": 0.004, **own})
+    found = torch.load(tmp_path / "cycle.ckpt", weights_only=True)["optimizer_states"][0]
+    (first, scheduler), (other, beside) = cycle(), cycle()
+    first.load_state_dict(found)
+    scheduler.step()
+    beside.step()
+    assert first.param_groups[0]["lr"] == other.param_groups[0]["lr"]

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, GPT2LMHeadModel, TopKLogitsWarper, To
 import fzero as fz
 import torch_bridge as tb
 from fzero.errors import BatchError, ConversionError, PlacementError, StateConsumedError
-from torch_bridge.generation.prompts import stop_array
+from torch_bridge.generation.prompts import Limits, read_prompts, stop_array
 from torch_bridge.generation.sampling import Draw
 
 
@@ -173,7 +173,7 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch(converted: tb.Converted
     first = tb.Sampling(temperature=1.5, seed=seeds)
     whole = tb.generate(converted, converted.params, PROMPTS, NEW, sampling=first, stop=())
     others = [[1, 2, 3, 4, 5, 6, 7], *PROMPTS[1:4][::-1], *([[3]] * 4)]
-    second = tb.Sampling(temperature=1.5, seed=(0, *seeds[1:4][::-1], 1, 2, 3, 4))
+    second = tb.Sampling(temperature=1.5, seed=np.array([0, *seeds[1:4][::-1], 1, 2, 3, 4]))
     moved = tb.generate(converted, converted.params, others, NEW, sampling=second, stop=())
     assert _lists(moved)[1:4] == _lists(whole)[1:4][::-1]
 
@@ -275,3 +275,26 @@ def test_a_second_call_of_the_same_sizes_compiles_nothing(
 ) -> None:
     with jax.no_tracing(True):
         assert _lists(tb.generate(converted, converted.params, PROMPTS, NEW, stop=())) == greedy
+
+
+def test_rows_on_two_sides_of_other_rotary_frequencies_are_refused() -> None:
+    """transformers' longrope decides by the longest row, for all, and for keys that are cached."""
+    long = {"rope_type": "longrope", "original_max_position_embeddings": 24}
+    for given in (long, {"full_attention": long, "sliding_attention": {"rope_type": "default"}}):
+        config = types.SimpleNamespace(
+            get_text_config=lambda decoder, given=given: types.SimpleNamespace(
+                rope_parameters=given, max_position_embeddings=96, vocab_size=64
+            )
+        )
+        module = types.SimpleNamespace(config=config, get_input_embeddings=lambda: None)
+        limits = Limits.of(module)
+        assert limits.switch == 24
+        short, longer = [1] * 12, [1] * 30
+        for rows, new in (([short, [1]], 13), ([longer], 8), ([longer, [1] * 25], 8)):
+            read_prompts(rows, new, limits, 1, 8)
+        for rows, new, said in (
+            ([[1], longer], 8, "prompt 1 has 30 tokens.*by themselves$"),
+            ([[1], short], 14, "prompt 1 has 12 tokens.*max_new_tokens=13"),
+        ):
+            with pytest.raises(BatchError, match=said):
+                read_prompts(rows, new, limits, 1, 8)
