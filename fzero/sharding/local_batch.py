@@ -68,6 +68,10 @@ def local_batch(rows: PyTree, layout: BatchLayout, mask: str | None = None) -> P
 
     Source: jax.make_array_from_process_local_data.
     """
+    if not hasattr(layout, "batch_sharding"):
+        raise BatchError(
+            f"local_batch: layout is a {type(layout).__name__}: expected fz.layout(model, tx, plan)"
+        )
     own = Inputs.of(rows).rows
     sharding = layout.batch_sharding
     counts = _alike(own, mask)
