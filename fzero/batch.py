@@ -166,7 +166,7 @@ def check_batch(batch: PyTree, num_devices: int, microbatches: int) -> None:
             f"batch: {size} examples cannot be split evenly over {num_devices} devices x"
             f" {microbatches} microbatches; expected a positive multiple of"
             f" {num_devices * microbatches}. Pad the batch (fz.pad_batch)"
-            " and leave the padding out of the loss's fz.Mean count, or cut it off what is predicted"
+            " and leave the padding out of the loss's fz.Mean count, or cut it off predictions"
         )
 
 
