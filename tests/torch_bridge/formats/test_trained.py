@@ -21,7 +21,11 @@ import torch.distributed.checkpoint as dcp
 import zero_files
 from torch.distributed.checkpoint import metadata as md
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 
 import fzero as fz
 import torch_bridge as tb
@@ -439,3 +443,33 @@ def test_any_tensor_that_torch_writes_is_read(tmp_path):
         one, out = mapped.find_tensor(pages, 0, len(pages)), torch.empty(written[name].shape)
         one.copy_to(out, (slice(None),) * 2, (slice(None),) * 2)
         assert torch.equal(out, written[name].resolve_neg()), name
+
+
+class _Named(torch.nn.Module):
+    """One whose child is called as the optimizer's entries are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.state = torch.nn.ModuleDict({"linear": torch.nn.Linear(4, 4)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.state["linear"](torch.tanh(self.linear(x)))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_a_child_called_state_is_no_optimizers(tmp_path: Path, flat: bool) -> None:
+    module, x = _Named(), torch.randn(4, 4)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(x).square().mean().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optim = get_state_dict(module, optimizer, options=options)
+    dcp.save({"model": model, "optim": optim}, checkpoint_id=tmp_path / "dcp")
+    converted = tb.convert(module, x)
+    state = tb.restore(tmp_path / "dcp", converted, optax.adamw(1e-3), fz.Plan(data=1))
+    moments = tb.moments_of(converted, state.opt_state)
+    for name, parameter in module.named_parameters():
+        own = optimizer.state[parameter]["exp_avg"]
+        np.testing.assert_array_equal(moments.exp_avg[name], own, err_msg=name)
