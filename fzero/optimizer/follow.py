@@ -194,7 +194,7 @@ class Follow:
         for value in operands:
             ref = self._part(value)
             if not value.stack and self.terms.shapes[value.term] != ():
-                scalar = self.terms.source(ref, "spread")
+                scalar = self.terms.source(ref, "full")
                 if scalar is None:
                     raise _Mixes
                 ref = scalar

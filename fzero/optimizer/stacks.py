@@ -241,11 +241,11 @@ class _Comparison:
             if where != (leaf.stack, leaf.dim, 0):
                 return None
             return value.term, self.terms.own(leaf.stack)
-        number = self.terms.source((value.term, None), "spread")
+        number = self.terms.source((value.term, None), "full")
         if number is None:
             return None
         shape = leaf.shape[: leaf.dim] + leaf.shape[leaf.dim + 1 :]
-        return self.terms.spread(number, shape)
+        return self.terms.full(number, shape)
 
     def _explain(self, path: str, what: str, one: TermValue, other: TermValue) -> str:
         mixing = self._mixing(one.term) or self._mixing(other.term)

@@ -2,7 +2,7 @@
 
 A term is a value's expression: an operation on terms, down to inputs and constants. Equal terms are
 one number. Sums and the like are bags of terms, whatever the order they were added in; what is one
-number spread over a shape is that number; and what reads the layers of a stack says so for a layer
+number in every element is that number; and what reads the layers of a stack says so for a layer
 in general: `OWN`. So an array with layers on one dim, one layer by itself, and a sum over all
 layers written out or not, are the same terms where they are the same numbers. The layer of a stack
 of one is all there are: what reads it reads nothing in general.
@@ -76,7 +76,7 @@ class Terms:
         return part if part[1] != OWN else (part[0], ref[1])
 
     def source(self, ref: Ref, kind: str) -> Ref | None:
-        """What a term of some kind (`spread`, `reshape`) is made of."""
+        """What a term of some kind (`full`, `reshape`) is made of."""
         key = self.keys[ref[0]]
         return self.inside(ref, key[-1][0]) if key[0] == kind else None
 
@@ -95,9 +95,9 @@ class Terms:
         """An operation on corresponding elements; operands may be scalars."""
         if key[0] == "copy":
             return refs[0]
-        scalars = [self.source(ref, "spread") or ref for ref in refs]
+        scalars = [self.source(ref, "full") or ref for ref in refs]
         if all(self.shapes[term] == () for term, _ in scalars):
-            return self.spread(self._applied(key, scalars, ()), shape)
+            return self.full(self._applied(key, scalars, ()), shape)
         unshaped = [self.source(ref, "reshape") or ref for ref in scalars]
         inner = {self.shapes[term] for term, _ in unshaped} - {()}
         moved = [self.shapes[a[0]] == () or a != b for a, b in zip(scalars, unshaped, strict=True)]
@@ -198,10 +198,10 @@ class Terms:
         rest = tuple(n for dim, n in enumerate(shape) if dim not in axes)
         if all(shape[dim] == 1 for dim in axes):
             return self.reshape(ref, rest)
-        number = self.source(ref, "spread")
+        number = self.source(ref, "full")
         if number is not None and op in _REDUCTIONS:
             times = math.prod(shape[dim] for dim in axes)
-            return self.spread(self.bag(op, {number: times}, ()), rest)
+            return self.full(self.bag(op, {number: times}, ()), rest)
         if not rest:
             parts = self.keys[ref[0]]
             if parts[0] == "concatenate":
@@ -213,25 +213,25 @@ class Terms:
 
     def reshape(self, ref: Ref, shape: Shape) -> Ref:
         """The same elements in another shape."""
-        spread = self.source(ref, "spread")
-        if spread is not None:
-            return self.spread(spread, shape)
+        number = self.source(ref, "full")
+        if number is not None:
+            return self.full(number, shape)
         ref = self.source(ref, "reshape") or ref
         if self.shapes[ref[0]] == shape:
             return ref
         return self.made(("reshape",), [ref], shape)
 
-    def spread(self, ref: Ref, shape: Shape) -> Ref:
+    def full(self, ref: Ref, shape: Shape) -> Ref:
         """One number in every element."""
         if shape == ():
             return ref
-        return self.made(("spread",), [ref], shape)
+        return self.made(("full",), [ref], shape)
 
     def broadcast(self, ref: Ref, shape: Shape, dims: tuple[int, ...]) -> Ref:
         """`lax.broadcast_in_dim`."""
-        number = self.source(ref, "spread") or ref
+        number = self.source(ref, "full") or ref
         if self.shapes[number[0]] == ():
-            return self.spread(number, shape)
+            return self.full(number, shape)
         if math.prod(shape) == math.prod(self.shapes[ref[0]]):
             return self.reshape(ref, shape)
         return self.made(("broadcast_in_dim", dims), [ref], shape)

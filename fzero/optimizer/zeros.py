@@ -11,7 +11,7 @@ from fzero.optimizer.terms import OWN, Ref, Terms
 _KEEP = frozenset(
     """
     abs asin asinh atan atanh cbrt ceil convert_element_type copy erf expm1 floor log1p neg
-    reduce_max reduce_min reduce_or reduce_sum reshape round sign sin sinh spread sqrt square
+    reduce_max reduce_min reduce_or reduce_sum reshape round sign sin sinh full sqrt square
     tan tanh transpose broadcast_in_dim
     """.split()  # noqa: SIM905
 )
@@ -49,7 +49,7 @@ class Zeros:
         key = self.terms.keys[term]
         if key[0] == "is_finite":
             return self._zero(key[-1][0][0], self.known)
-        return key[0] in ("reduce_and", "reshape", "spread") and self._finite(key[-1][0][0])
+        return key[0] in ("reduce_and", "reshape", "full") and self._finite(key[-1][0][0])
 
     def _zero(self, term: int, known: dict[int, bool]) -> bool:
         if term not in known:

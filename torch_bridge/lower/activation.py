@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from torch_bridge.dtypes import accumulation_dtype, cast, jax_dtype
 from torch_bridge.lower.features_last import elementwise
 from torch_bridge.lower.registry import register_operator
-from torch_bridge.lower.rounding import once, spread
+from torch_bridge.lower.rounding import broadcast, once
 
 
 @register_operator("aten.relu.default")
@@ -105,7 +105,7 @@ def prelu(x: jax.Array, weight: Any) -> jax.Array:
     slope = jnp.reshape(weight, ()) if weight.size == 1 else weight  # x may have no dims
     if weight.size > 1 and weight.ndim == 1 and x.ndim > 1:
         slope = jnp.reshape(weight, (1, -1, *(1,) * (x.ndim - 2)))
-    return jnp.where(x > 0, x, x * spread(slope.astype(x.dtype), x.shape))
+    return jnp.where(x > 0, x, x * broadcast(slope.astype(x.dtype), x.shape))
 
 
 @register_operator("aten.log_sigmoid_forward.default")

@@ -24,7 +24,7 @@ from torch_bridge.dtypes import (
 )
 from torch_bridge.lower.features_last import elementwise
 from torch_bridge.lower.registry import register_operator
-from torch_bridge.lower.rounding import exact_numbers, once, quotient, spread
+from torch_bridge.lower.rounding import broadcast, exact_numbers, once, quotient
 from torch_bridge.lower.tangents import arctan2, hypot, power, sinc
 
 
@@ -320,7 +320,7 @@ for _name, _fn in {
 def where(condition: Any, x: Any, y: Any) -> jax.Array:
     a, b = promote(x, y)
     shape = jnp.broadcast_shapes(jnp.shape(condition), a.shape, b.shape)
-    return jnp.where(condition, spread(a, shape), spread(b, shape))
+    return jnp.where(condition, broadcast(a, shape), broadcast(b, shape))
 
 
 @register_operator("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")

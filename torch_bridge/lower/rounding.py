@@ -73,7 +73,7 @@ def exact_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
         if args or kwargs or any(isinstance(v, float) or _is_wide_number(v) for v in (x, y)):
             return wide(x, y, *args, **kwargs)
         shape = np.broadcast_shapes(np.shape(x), np.shape(y))
-        return fn(spread(x, shape), spread(y, shape))
+        return fn(broadcast(x, shape), broadcast(y, shape))
 
     return computed
 
@@ -119,7 +119,7 @@ def product_dtype(x: Any, bias: Any) -> np.dtype[Any]:
     return np.dtype(x.dtype) if bias is None else sum_dtype(x)
 
 
-def spread(x: Any, shape: tuple[int, ...]) -> Any:
+def broadcast(x: Any, shape: tuple[int, ...]) -> Any:
     """An operand in a larger shape: its gradient is added up in float32 and rounded once, as
     PyTorch's sums are. (The transpose of a broadcast of 16 bits adds in 16 bits, on CPUs.)"""
     if not isinstance(x, jax.Array) or x.shape == shape or accumulation_dtype(x) == x.dtype:

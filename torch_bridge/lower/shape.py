@@ -15,7 +15,7 @@ from fzero.errors import ConversionError
 from torch_bridge.dtypes import cast, result_dtype
 from torch_bridge.lower.features_last import Last, in_order, takes_last
 from torch_bridge.lower.registry import register_operator
-from torch_bridge.lower.rounding import spread
+from torch_bridge.lower.rounding import broadcast
 
 
 @register_operator(
@@ -72,7 +72,7 @@ def squeeze(x: jax.Array, dim: int | Sequence[int] | None = None) -> jax.Array:
 def expand(x: jax.Array, size: Sequence[int], implicit: bool = False) -> jax.Array:
     lead = len(size) - x.ndim
     shape = [x.shape[i - lead] if n == -1 else n for i, n in enumerate(size)]
-    return jnp.broadcast_to(spread(x, tuple(shape)), shape)
+    return jnp.broadcast_to(broadcast(x, tuple(shape)), shape)
 
 
 @register_operator("aten.cat.default")
