@@ -23,7 +23,7 @@ from fzero.preflight.topology import has_plugin
 from tests.support.cudnn import answered
 from torch_bridge.export.interpret import Instruction
 from torch_bridge.lower.attention import attention
-from torch_bridge.lower.fused import fused_attention
+from torch_bridge.lower.kernels import fused_attention
 from torch_bridge.lower.masks import ATTENTION, MASK, Pattern, SizeMask, pattern_of
 
 

@@ -5,7 +5,7 @@
   `linear`, `reduce`, `norm`, `loss`, `composite`.
 - Places: `shape`, `factory`, `index`, `flat_index`, `scatter`, `segments`, `order`.
 - Images: `conv`, `pool`, `resize`, `grid`, `detection`.
-- Layers: `attention` (with `masks`, `fused`, `exchanged`), `recurrent`, `experts`, `random`,
+- Layers: `attention` (with `masks`, `kernels`), `recurrent`, `experts`, `random`,
   `quantized`, `control`.
 - What all share: `rounding` and `wide` (dtypes as PyTorch computes them), `tangents` and
   `no_gradient` (its derivatives), `features_last` (how images are held), `undivided` (what XLA's

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge.dtypes import cast, is_bool
-from torch_bridge.lower.exchanged import exchanged_attention
-from torch_bridge.lower.fused import fused_attention
+from torch_bridge.lower.kernels import exchanged_attention, fused_attention
 from torch_bridge.lower.masks import Pattern, SizeMask
 from torch_bridge.lower.random import dropout_mask
 from torch_bridge.lower.registry import register_operator
