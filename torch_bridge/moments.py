@@ -145,25 +145,38 @@ def follows_schedule(opt_state: Any) -> bool:
     )
 
 
-def other_state(converted: Converted | ConvertedSequential, opt_state: Any) -> list[str]:
-    """What an optax state keeps of parameters that Adam does not update: momentum of Muon, say.
+def other_state(
+    converted: Converted | ConvertedSequential, opt_state: Any, beside: bool
+) -> list[str]:
+    """What an optax state keeps of parameters that is not of Adam: Muon's momentum, say.
+
+    Args:
+        converted: the module or chain that the state was made from.
+        opt_state: the state.
+        beside: also of parameters that have Adam's moments: slow weights, say. (Not gradients that
+            wait for a step of `optax.MultiSteps`.)
 
     Returns:
-        `opt_state/path` of each, in order; of parameters that have Adam's moments, nothing
-        (gradients that wait, say).
+        `opt_state/path` of each, in order.
     """
-    params = _param_paths(converted)
-    adams = _Found(converted, opt_state, "other_state").leaves if holds_adam(opt_state) else {}
-    found = []
-    for path, leaf in named_leaves(opt_state):
+    params, adam = _param_paths(converted), {}
+    names: set[str] = set()
+    if holds_adam(opt_state):
+        found = _Found(converted, opt_state, "other_state")
+        adam, names = {**found.mu, **found.nu}, set(() if beside else found.leaves)
+
+    def moment(path: str) -> _Moment | None:
+        """Whose leaf it is: of the parameter whose path its own ends with."""
         parts = path.split("/")
-        of = next(
-            (at for i in range(len(parts)) if (at := params.get("/".join(parts[i:]))) is not None),
-            None,
-        )
-        if of is not None and leaf.shape and of.leaves[0].name not in adams:
-            found.append(f"opt_state/{path}")
-    return found
+        ends = ("/".join(parts[i:]) for i in range(len(parts)))
+        return next((params[end] for end in ends if end in params), None)
+
+    others = []
+    for path, leaf in named_leaves(opt_state):
+        own = moment(path) if leaf.shape and path not in adam else None
+        if own is not None and own.leaves[0].name not in names and "acc_grads" not in path:
+            others.append(f"opt_state/{path}")
+    return others
 
 
 @dataclass(frozen=True)

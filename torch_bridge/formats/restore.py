@@ -134,7 +134,7 @@ def _with_moments(
     converted: Converted | ConvertedSequential, state: TrainState, moments: Moments, where: str
 ) -> TrainState:
     """A new state with Adam's moments out of a file, and its step."""
-    if others := other_state(converted, state.opt_state):
+    if others := other_state(converted, state.opt_state, beside=False):
         raise CheckpointError(
             f"restore: {where} has moments of Adam, but not {others[0]}"
             f"{' and others' * (len(others) > 1)}, which would begin anew beside them. Pass"

@@ -61,7 +61,7 @@ def state_content(
         return Checkpoint("", "state", tensors, ties=ties)
     opt_state = state_or_params.opt_state
     wanted = holds_adam(opt_state) if optimizer is None else optimizer
-    others = [] if optimizer is False else other_state(converted, opt_state)
+    others = [] if optimizer is False else other_state(converted, opt_state, beside=True)
     if others and wanted:
         raise CheckpointError(
             f"save: {others[0]}{' and others' * (len(others) > 1)}: not of Adam, whose moments are"

@@ -384,6 +384,15 @@ def test_state_beside_adams_is_not_left_out_without_a_word(tmp_path: Path) -> No
     tb.save(tmp_path / "adam", converted, adam, to="dcp")
     with pytest.raises(CheckpointError, match=r"restore: .*adam has moments.*, but not opt_state/"):
         tb.restore(tmp_path / "adam", converted, tx, plan)
+    slowly = fz.lookahead(optax.adamw(0.1), sync_period=2, slow_step_size=0.5)
+    for slow in (slowly, optax.chain(optax.adamw(0.1), optax.trace(0.9))):
+        state = fz.init(converted.model(lambda f, b: jnp.mean(f(b))), slow, plan)
+        with pytest.raises(CheckpointError, match=r"save: opt_state/.*(slow|trace)/"):
+            tb.save(tmp_path / "slow", converted, state, to="dcp")
+    waits = fz.init(
+        converted.model(lambda f, b: jnp.mean(f(b))), optax.MultiSteps(optax.adamw(0.1), 2), plan
+    )
+    tb.save(tmp_path / "waits", converted, waits, to="dcp")
     momentum = tb.optimizer(torch.optim.SGD(module.parameters(), 0.1, momentum=0.9), converted)
     state = fz.init(converted.model(lambda f, b: jnp.mean(f(b))), momentum, plan)
     with pytest.warns(UserWarning, match="not of Adam, so that the file has the weights alone"):
