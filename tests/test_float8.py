@@ -118,6 +118,20 @@ def test_tied_parameters_are_asked_about_under_both_names():
         assert ("f8_e4m3fn" in str(program)) is taken
 
 
+@pytest.mark.parametrize("first", ["up", "router"])
+def test_of_parameters_that_are_joined_one_keeps_all_in_16_bits(first):
+    second = {"up": "router", "router": "up"}[first]
+
+    def joined(p, x):
+        return x @ jnp.concatenate([p[first], p[second]], 1)
+
+    half = jnp.ones((32, 32), jnp.bfloat16)
+    for kept, taken in ((fz.Float8(), False), (fz.Float8(keep=()), True)):
+        run = in_float8(joined, "a", kept)
+        program = jax.make_jaxpr(run)({"up": half, "router": half}, half)
+        assert ("f8_e4m3fn" in str(program)) is taken
+
+
 def test_a_product_that_asks_for_float32_is_not_rounded_before():
     x, w, _ = operands()
     run = in_float8(

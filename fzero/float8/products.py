@@ -145,7 +145,9 @@ class _MarkedRun:
                 return [_general(found, equation, values)], none
         out = compat.run_equation(equation, values, ())
         if kind in _MOVEMENT and marks and None not in marks:
-            return out, [marks[0]] * len(out)
+            # Of what is joined, all paths: one that stays in bf16 keeps all of it there.
+            joined = tuple(dict.fromkeys(path for mark in marks for path in mark or ()))
+            return out, [joined] * len(out)
         return out, none
 
     def _found(self, equation: Any, marks: list[Mark]) -> _Product | None:

@@ -57,7 +57,7 @@ def merge(spec: str, adapter: Path, out: Path, undo: bool, overwrite: bool) -> N
         else:
             tb.save(scratch / outputs.WEIGHTS, adapted, adapted.params, merge=True)
         loaded.config.architectures = [type(loaded.module).__name__]
-        loaded.config.save_pretrained(scratch)
+        loaded.save_config(scratch)
         if loaded.tokenizer is not None:
             loaded.tokenizer.save_pretrained(scratch)
     outputs.drop_adapter(out)

@@ -51,6 +51,13 @@ class LoadedModel:
     tokenizer: Any = None
     config: Any = None  # the transformers configuration; None for a factory
 
+    def save_config(self, folder: Path) -> None:
+        """What transformers reads beside weights: the configuration, and that of generation."""
+        self.config.save_pretrained(folder)
+        generation = getattr(self.module, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(folder)
+
     @property
     def num_parameters(self) -> int:
         """Every parameter once, tied ones too."""

@@ -47,7 +47,7 @@ class Trained:
             loaded.config.architectures = [type(loaded.module).__name__]
             # Of what is saved, not of the files it came from: transformers loads in this dtype.
             loaded.config.dtype = next(loaded.module.parameters()).dtype
-            loaded.config.save_pretrained(folder)
+            loaded.save_config(folder)
         if loaded.tokenizer is not None:
             loaded.tokenizer.save_pretrained(folder)
 

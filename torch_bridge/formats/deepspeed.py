@@ -99,6 +99,11 @@ def read_deepspeed(folder: Path) -> Checkpoint:
     optimizer: Optimizer | str | None = None
     if not files.optims:
         optimizer = _of_stages(models, folder.name)
+        if optimizer is None and any("param_shapes" in state for state in models.values()):
+            optimizer = (
+                f"{folder.name}: ZeRO wrote it, but its *_optim_states.pt, with float32 weights and"
+                " moments, are missing"
+            )
     elif unread:
         optimizer = unread[0]
     elif steps:
@@ -256,8 +261,16 @@ def frozen_weights(
     """Stage 3's weights that do not learn: each data rank's file has a part."""
     found: dict[str, LazyTensor] = {}
     for rank in sorted({rank for _, rank in models}):
-        states = [s for (d, r), s in sorted(models.items()) if r == rank and d is not None]
-        for name, size in (states[0].get("frozen_param_shapes") or {}).items():
+        own = {d: s for (d, r), s in sorted(models.items()) if r == rank and d is not None}
+        states = list(own.values())
+        shapes = (states[0].get("frozen_param_shapes") or {}) if states else {}
+        expected = states[0].get("dp_world_size") or max(own) + 1 if shapes else 0
+        if shapes and sorted(own) != list(range(expected)):
+            raise CheckpointError(
+                f"{folder.name}: expected the model states of data ranks 0 to {expected - 1}, got"
+                f" those of {sorted(own)}: parts of weights that do not learn are missing"
+            )
+        for name, size in shapes.items():
             shape = shape_of(size, name, folder.name)
             parts: list[Any] = [(s.get("frozen_param_fragments") or {}).get(name) for s in states]
             if not all(is_dense(part) for part in parts):

@@ -60,7 +60,13 @@ class Files:
             if match := _MODEL.fullmatch(path.name):
                 files.models[None if match[1] is None else int(match[1]), int(match[2])] = path
             elif match := _OPTIM.fullmatch(path.name):
-                files.optims[int(match[1]), int(match[2])] = path
+                one = int(match[1]), int(match[2])
+                if one in files.optims:
+                    raise CheckpointError(
+                        f"{folder.name}: {files.optims[one].name} and {path.name} are of one rank:"
+                        " two runs wrote here; take away the files of one"
+                    )
+                files.optims[one] = path
             elif match := _LAYER.fullmatch(path.name):
                 if int(match[2] or 0):
                     raise CheckpointError(

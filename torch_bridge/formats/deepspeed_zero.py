@@ -136,7 +136,9 @@ def _base(state: Mapping[str, Any], stage3: bool, file: str) -> list[Mapping[str
     base = state.get("optimizer_state_dict" if stage3 else "base_optimizer_state")
     if isinstance(base, Mapping):
         entries = base.get("state")
-        base = [entries[key] for key in sorted(entries)] if isinstance(entries, Mapping) else None
+        base = None
+        if isinstance(entries, Mapping) and all(str(key).isdigit() for key in entries):
+            base = [entries[key] for key in sorted(entries, key=int)]
     if not isinstance(base, list) or not all(isinstance(entry, Mapping) for entry in base):
         raise CheckpointError(f"{file}: has no state of the optimizer inside")
     return base

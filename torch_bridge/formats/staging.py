@@ -26,6 +26,8 @@ def staged_file(target: Path) -> Iterator[Path]:
     except (FileExistsError, NotADirectoryError) as error:
         file = next(above for above in target.parents if above.exists())
         raise CheckpointError(f"{target}: expected folders above it; {file} is a file") from error
+    if target.is_dir():
+        raise CheckpointError(f"{target}: expected a file, and it is a directory; name one in it")
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     os.close(handle)
     temporary = Path(name)

@@ -62,6 +62,13 @@ def write_in_turns(
     to = to or format_of(target)
     if to not in FORMATS:
         raise CheckpointError(f"unknown format {to!r}; expected one of {', '.join(FORMATS)}")
+    suffix, files = target.suffix.lower(), {"pt": PICKLED, "lightning": (LIGHTNING,)}
+    known = (*PICKLED, LIGHTNING, ".safetensors")
+    if suffix in known and suffix not in files.get(to, (".safetensors",)):
+        raise CheckpointError(
+            f"{target.name}: its suffix is not of {to!r}, so that nobody would read it as that:"
+            " expected another name, or to= left out"
+        )
     size = parse_size(max_shard_size)
     if to in ("dcp", "universal"):
         with staged_directory(target, False, turns) as folder:

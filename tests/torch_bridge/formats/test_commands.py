@@ -91,3 +91,24 @@ def test_convert_casts_floats_alone(tmp_path: Path) -> None:
     assert loaded["seen"].dtype == torch.int64
     want = cases.net().state_dict()["inner.weight"].bfloat16()
     assert torch.equal(loaded["inner.weight"], want)
+
+
+@pytest.mark.parametrize(
+    ("target", "to", "said"),
+    [
+        ("x.safetensors", "pt", "x.safetensors: its suffix is not of 'pt'"),
+        ("y.pt", "safetensors", "y.pt: its suffix is not of 'safetensors'"),
+        ("folder", "pt", "folder: expected a file, and it is a directory"),
+    ],
+)
+def test_a_name_that_says_another_format_is_refused(
+    tmp_path: Path, target: str, to: str, said: str
+) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "m.pt")
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.iterdir())
+    args = [str(tmp_path / "m.pt"), str(tmp_path / target), "--to", to]
+    done = CliRunner().invoke(convert.app, args)
+    assert done.exit_code
+    assert said in str(done.exception) + done.output
+    assert sorted(tmp_path.iterdir()) == before

@@ -422,3 +422,49 @@ def test_masters_in_the_files_of_two_model_ranks_are_refused(tmp_path: Path) -> 
         shutil.copy(path, step / path.name.replace("mp_rank_00", "mp_rank_01"))
     with pytest.raises(CheckpointError, match="is in the files of several model ranks"):
         tb.checkpoint(step)
+
+
+def _with_frozen(folder: Path, ranks: Any) -> Path:
+    """Stage 3 of four ranks, with five numbers that do not learn in parts of two; padded."""
+    state = {key: {"a": torch.randn(5, 3)} for key in ("fp32", "exp_avg", "exp_avg_sq")}
+    step = zero_files.write_zero(folder, state, [["a"]], 4, 3, 3, {})
+    padded = torch.tensor([1.0, 2, 3, 4, 5, 0, 0, 0])
+    for rank in range(4):
+        path = step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        zero_files.save(
+            {
+                "module": {"a": torch.empty(0), "fixed": torch.empty(0)},
+                "buffer_names": [], "shared_params": {}, "global_steps": 3,
+                "param_shapes": [OrderedDict(a=torch.Size((5, 3)))],
+                "frozen_param_shapes": {"fixed": torch.Size((5,))},
+                "frozen_param_fragments": {"fixed": padded[2 * rank : 2 * rank + 2].clone()},
+                "dp_world_size": 4,
+            },
+            path,
+        )  # fmt: skip
+        if rank not in ranks:
+            path.unlink()
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [(0, 2, 3), (0, 1, 3), (0, 1, 2)])
+def test_a_rank_without_its_part_of_frozen_weights_is_missed(tmp_path: Path, ranks: Any) -> None:
+    whole = tb.checkpoint(_with_frozen(tmp_path / "whole", range(4)))
+    assert whole.tensors["fixed"].tensor().tolist() == [1, 2, 3, 4, 5]
+    with pytest.raises(CheckpointError, match=r"ranks 0 to 3, got those of \[0, .*do not learn"):
+        tb.checkpoint(_with_frozen(tmp_path / "part", ranks))
+
+
+def test_optimizer_files_that_are_missing_or_of_two_runs_are_named(tmp_path: Path) -> None:
+    state = {key: {"a": torch.randn(5, 3)} for key in ("fp32", "exp_avg", "exp_avg_sq")}
+    step = zero_files.write_zero(tmp_path, state, [["a"]], 2, 2, 3, {})
+    files = sorted(step.glob("*optim_states.pt"))
+    other = files[0].with_name(f"fp16_{files[0].name.removeprefix('bf16_')}")
+    other.write_bytes(files[0].read_bytes())
+    with pytest.raises(CheckpointError, match="are of one rank: two runs wrote here"):
+        tb.checkpoint(tmp_path)
+    for file in (*files, other):
+        file.unlink()
+    found = tb.checkpoint(tmp_path)
+    assert found.optimizer is None
+    assert "optim_states.pt" in str(found.unread)
