@@ -113,6 +113,8 @@ def test_peft_loads_the_adapter_and_transformers_what_it_is_merged_into(
     merged = here("merge", "--model", base, "--adapter", out, "--out", tmp_path / "merged")
     assert merged.status == 0, merged.stderr
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert (tmp_path / "merged" / "generation_config.json").is_file()
+    assert again.generation_config.eos_token_id == plain.generation_config.eos_token_id
     ids = torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         want = tuned(input_ids=ids).logits

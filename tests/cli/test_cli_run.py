@@ -110,8 +110,9 @@ def test_the_directory_is_one_that_transformers_loads(trained: tuple[Path, Run])
                                stored["transformer.wpe.weight"], rtol=0, atol=0)  # fmt: skip
     assert (out / "loss.png").read_bytes().startswith(PNG)
     assert sorted(path.name for path in out.iterdir()) == [
-        "about.json", "checkpoints", "config.json", "fzero.json", "loss.png", "metrics.jsonl",
-        "model.safetensors", "run.json", "summary.json", "timings.jsonl",
+        "about.json", "checkpoints", "config.json", "fzero.json", "generation_config.json",
+        "loss.png", "metrics.jsonl", "model.safetensors", "run.json", "summary.json",
+        "timings.jsonl",
     ]  # fmt: skip
     config = json.loads((out / "config.json").read_text())
     assert {name: config[name] for name in TINY_CONFIG} == TINY_CONFIG

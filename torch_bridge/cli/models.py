@@ -56,7 +56,7 @@ class LoadedModel:
         self.config.save_pretrained(folder)
         generation = getattr(self.module, "generation_config", None)
         if generation is not None:
-            generation.save_pretrained(folder)
+            generation.to_json_file(folder / "generation_config.json")  # as it is, unchecked
 
     @property
     def num_parameters(self) -> int:

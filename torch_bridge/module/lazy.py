@@ -83,12 +83,24 @@ class LazyTensor(LazyArray):
             raise CheckpointError(f"{self.file}: `{self.name}`: {error}") from error
 
     def cast(self, dtype: torch.dtype) -> LazyTensor:
-        """The same values in another dtype, converted as they are read."""
+        """The same values in another dtype, converted as they are read.
+
+        A number that becomes infinite there, as 1e5 does in float16, is an error.
+        """
         if dtype == self.torch_dtype:
             return self
-        return dataclasses.replace(
-            self, torch_dtype=dtype, fetch=lambda index: self.tensor(index).to(dtype)
-        )
+
+        def fetch(index: Index) -> torch.Tensor:
+            value = self.tensor(index)
+            made = value.to(dtype)
+            if dtype == torch.float16 and bool((made.isinf() & ~value.isinf()).any()):
+                raise CheckpointError(
+                    f"{self.file}: `{self.name}` has {float(value.abs().max()):g}, which is"
+                    f" infinite in {dtype}: bfloat16 and float32 hold it"
+                )
+            return made
+
+        return dataclasses.replace(self, torch_dtype=dtype, fetch=fetch)
 
     def named(self, name: str) -> LazyTensor:
         """The same tensor under another name."""

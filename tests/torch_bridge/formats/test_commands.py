@@ -112,3 +112,16 @@ def test_a_name_that_says_another_format_is_refused(
     assert done.exit_code
     assert said in str(done.exception) + done.output
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_numbers_that_float16_does_not_hold_are_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.tensor([1e5, 2.0])}, tmp_path / "m.pt")
+    args = [str(tmp_path / "m.pt"), str(tmp_path / "h.safetensors"), "--dtype"]
+    done = CliRunner().invoke(convert.app, [*args, "fp16"])
+    assert done.exit_code
+    assert (
+        "m.pt: `w` has 100000, which is infinite in torch.float16"
+        in str(done.exception) + done.output
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["m.pt"]
+    assert CliRunner().invoke(convert.app, [*args, "bf16"]).exit_code == 0
