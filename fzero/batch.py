@@ -153,7 +153,7 @@ def check_batch(batch: PyTree, num_devices: int, microbatches: int) -> None:
                 " what is no rows is wrapped: fz.Shared(value)"
             )
     for path, leaf in (*leaves, *named_leaves(Inputs.of(batch).shared)):
-        _require_numbers(leaf, path)
+        _told(host_arrays.require_numbers, leaf, path)
     rows = {path: leaf.shape[0] for path, leaf in leaves}
     if len(set(rows.values())) > 1:
         raise BatchError(
@@ -285,7 +285,7 @@ def _placed(leaf: Any, sharding: NamedSharding, path: str) -> jax.Array:
         if jax.process_count() == 1 or not leaf.is_fully_addressable:
             moved: jax.Array = jax.device_put(leaf, sharding)
             return moved
-    host = copied(leaf, path)
+    host = _told(host_arrays.copied, leaf, path)
     if jax.process_count() == 1:
         placed: jax.Array = jax.device_put(host, sharding)
         return placed
@@ -300,22 +300,15 @@ def _is_array(leaf: Any) -> bool:
     return known or (hasattr(leaf, "shape") and isinstance(getattr(leaf, "dtype", None), np.dtype))
 
 
-def _require_numbers(leaf: Any, path: str) -> None:
-    """Raises `BatchError` if jax has no such numbers."""
+def require_held(leaf: Any, path: str) -> None:
+    """Raises `BatchError` if jax has no such numbers as a leaf's, or would cut one of them."""
+    _told(host_arrays.require_held, leaf, path)
+
+
+def _told(check: Callable[[Any], Any], leaf: Any, path: str) -> Any:
+    """What a check of a leaf gives; its error names the leaf."""
     try:
-        host_arrays.require_numbers(leaf)
-    except ValueError as error:
-        raise BatchError(f"batch: {path or 'it'} {error}") from None
-
-
-def copied(leaf: Any, path: str) -> np.ndarray[Any, Any]:
-    """A leaf on the host in memory of its own, in the dtype that jax has for it.
-
-    Raises:
-        BatchError: that does not hold one of its values.
-    """
-    try:
-        return host_arrays.copied(leaf)
+        return check(leaf)
     except ValueError as error:
         raise BatchError(f"batch: {path or 'it'} {error}") from None
 

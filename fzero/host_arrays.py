@@ -35,6 +35,13 @@ def require_numbers(leaf: Any) -> None:
         )
 
 
+def require_held(leaf: Any) -> None:
+    """Raises `ValueError` if jax has no such numbers, or would cut one of them."""
+    require_numbers(leaf)
+    if shape_of(leaf).dtype != leaf.dtype:
+        copied(leaf)
+
+
 def copied(leaf: Any) -> np.ndarray[Any, Any]:
     """A host array in memory of its own, in the dtype that jax has for it.
 

@@ -11,7 +11,6 @@ import pytest
 from support import tiny
 
 import fzero as fz
-from fzero.checkpoint import write
 from fzero.offload.park import unpark
 from fzero.tree import named_leaves
 
@@ -41,10 +40,7 @@ WAYS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def in_the_background(monkeypatch):
-    """Also with Python 3.12.1, which cannot write on while it ends: nothing is left to then."""
-    monkeypatch.setattr(write, "_EXIT_IS_ABRUPT", False)
+pytestmark = pytest.mark.usefixtures("in_the_background")
 
 
 @pytest.fixture(scope="module")

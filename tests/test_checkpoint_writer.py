@@ -26,10 +26,7 @@ PLANS = {"zero 0": tiny.plan(zero=0, data=8), "zero 3": tiny.plan(zero=3, data=8
 KILLS = 200 if os.environ.get("FZERO_NIGHTLY") else 6
 
 
-@pytest.fixture(autouse=True)
-def in_the_background(monkeypatch):
-    """Also with Python 3.12.1, which cannot write on while it ends: nothing is left to then."""
-    monkeypatch.setattr(write, "_EXIT_IS_ABRUPT", False)
+pytestmark = pytest.mark.usefixtures("in_the_background")
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ def wrap(jax_fn: Callable[..., Any]) -> Callable[..., Any]:
     """A JAX function as one of PyTorch, through which gradients flow.
 
     Tensors become arrays and results tensors without a copy where both libraries use the device
-    (DLPack). It is compiled once for each structure and shapes of its arguments, and for each value
-    of a constant.
+    (DLPack); a result that JAX hands on in an argument's memory is copied. It is compiled once for
+    each structure and shapes of its arguments, and for each value of a constant.
 
     Args:
         jax_fn: a function of arrays, in nested containers, and of constants: numbers, strings,
@@ -35,6 +35,10 @@ def wrap(jax_fn: Callable[..., Any]) -> Callable[..., Any]:
         gives: of float64 tensors float32, unless `jax_enable_x64` is set. Floating-point tensors
         that require gradients get them from `jax_fn`'s own derivative (once: there is no second
         one).
+
+    Raises:
+        RuntimeError: (in a call) within `torch.func`, or for a derivative forwards or a second one.
+        TypeError: (in a call) a tensor is sparse.
 
     Example:
         >>> import jax.numpy as jnp, torch
@@ -141,7 +145,7 @@ class _BridgedCall(torch.autograd.Function):
             _tensor(_turned(gradient), [saved[place]]).to(saved[place].dtype)
             for place, gradient in zip(ctx.wanted, found, strict=True)
         ]
-        given = [gradient for gradient in gradients if gradient is not None]
+        given = [*saved, *(gradient for gradient in gradients if gradient is not None)]
         for place, plain in zip(ctx.wanted, _of_their_own(made, given), strict=True):
             out[place] = _once(plain) if torch.is_grad_enabled() else plain
         return (None, None, *out)

@@ -145,9 +145,7 @@ def follows_schedule(opt_state: Any) -> bool:
     )
 
 
-def other_state(
-    converted: Converted | ConvertedSequential, opt_state: Any, beside: bool
-) -> list[str]:
+def other_state(converted: Converted | ConvertedSequential, opt_state: Any, beside: bool) -> str:
     """What an optax state keeps of parameters that is not of Adam: Muon's momentum, say.
 
     Args:
@@ -157,7 +155,7 @@ def other_state(
             wait for a step of `optax.MultiSteps`.)
 
     Returns:
-        `opt_state/path` of each, in order.
+        `opt_state/path` of the first, and whether there are others; empty if there is nothing.
     """
     params, adam = _param_paths(converted), {}
     names: set[str] = set()
@@ -176,7 +174,7 @@ def other_state(
         own = moment(path) if leaf.shape and path not in adam else None
         if own is not None and own.leaves[0].name not in names and "acc_grads" not in path:
             others.append(f"opt_state/{path}")
-    return others
+    return f"{others[0]}{' and others' * (len(others) > 1)}" if others else ""
 
 
 @dataclass(frozen=True)

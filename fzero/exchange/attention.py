@@ -56,7 +56,8 @@ def attention(
         `(batch, length, heads, features of the result)` in the dtype of `q`.
 
     Raises:
-        PlanError: shapes do not fit each other, or the axis does not divide what it has to.
+        PlanError: shapes do not fit each other, the axis does not divide what it has to, or
+            `scale` is no single number.
 
     Example:
         >>> import jax.numpy as jnp, fzero as fz
@@ -68,8 +69,10 @@ def attention(
     """
     _check(q, k, v, segments, window, exchange)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if jnp.ndim(scale):
+        raise PlanError(f"attention: scale has shape {jnp.shape(scale)}: expected one number")
     if isinstance(scale, jax.core.Tracer):  # learned, say; kernels and exchanges know numbers alone
-        q, scale = (q * scale).astype(q.dtype), 1.0
+        q, scale = (q.astype(scale.dtype) * scale).astype(q.dtype), 1.0
     scale = float(scale)
     if segments is not None and segments.dtype == jnp.bool_:
         segments = segments.astype(jnp.int32)

@@ -10,11 +10,11 @@ import numpy as np
 
 from fzero.compat import switch
 from fzero.errors import StateError
-from fzero.host_arrays import copied, require_numbers
+from fzero.host_arrays import require_held
 from fzero.links import require_takes
 from fzero.model import Model
 from fzero.pieces import InitFn
-from fzero.tree import PyTree, aliased_leaves, named_leaves, shape_of, shapes_of
+from fzero.tree import PyTree, aliased_leaves, named_leaves, shapes_of
 
 
 class _Memo:
@@ -119,17 +119,15 @@ def _checked(made: Any) -> tuple[PyTree, PyTree]:
                 f"init: {path} is a {type(leaf).__name__}: expected an array (jnp.asarray)"
             )
         if isinstance(leaf, np.ndarray | np.generic):
-            _require_holds(path, leaf)
+            _require_held(path, leaf)
     _require_not_shared(params, buffers)
     return params, buffers
 
 
-def _require_holds(path: str, leaf: Any) -> None:
+def _require_held(path: str, leaf: Any) -> None:
     """Raises `StateError` if jax has no such numbers as an array of NumPy's, or would cut them."""
     try:
-        require_numbers(leaf)
-        if shape_of(leaf).dtype != leaf.dtype:
-            copied(leaf)
+        require_held(leaf)
     except ValueError as error:
         raise StateError(f"init: {path} {error}") from None
 

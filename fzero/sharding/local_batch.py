@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fzero.batch import Inputs, check_batch, copied, is_shared
+from fzero.batch import Inputs, check_batch, is_shared, require_held
 from fzero.compat import auto_mesh
 from fzero.errors import BatchError
 from fzero.hosts.agree import exchange, require_equal
@@ -115,7 +115,7 @@ def _alike(rows: PyTree, mask: str | None) -> list[int]:
         elif any(np.shape(x)[:1] != (0,) for _, x in named_leaves(rows)):
             problem = problem or "leaves have different numbers of rows"
         for path, leaf in named_leaves(rows) if problem is None else ():
-            copied(leaf, path)  # which jax would cut
+            require_held(np.asarray(leaf), path)
     except BatchError as error:
         problem = problem or str(error)
     facts: dict[str, Any] = {"what is wrong with the rows": problem}

@@ -135,6 +135,8 @@ def test_a_scale_may_be_learned_and_segments_may_be_a_mask(exchange):
         divided = jax.jit(jax.value_and_grad(lambda scale: run(scale, mask, exchange)))
         found, own = divided(root)
         constant = jax.jit(lambda: run(jnp.float32(root), mask, exchange))()
+        with pytest.raises(fz.PlanError, match=r"scale has shape \(4,\): expected one number"):
+            divided(np.full(4, root))
     # A learned scale multiplies queries, not scores; parts are added in another order.
     np.testing.assert_allclose([found, constant, own], [wanted, wanted, slope], rtol=1e-5)
 

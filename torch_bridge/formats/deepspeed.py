@@ -264,7 +264,7 @@ def frozen_weights(
         own = {d: s for (d, r), s in sorted(models.items()) if r == rank and d is not None}
         states = list(own.values())
         shapes = (states[0].get("frozen_param_shapes") or {}) if states else {}
-        expected = states[0].get("dp_world_size") or max(own) + 1 if shapes else 0
+        expected = (states[0].get("dp_world_size") or max(own) + 1) if shapes else 0
         if shapes and sorted(own) != list(range(expected)):
             raise CheckpointError(
                 f"{folder.name}: expected the model states of data ranks 0 to {expected - 1}, got"

@@ -64,8 +64,9 @@ def save(
             as PEFT writes it.
         max_shard_size: bytes of weights in one file of a directory, as a number or as "5GB".
         optimizer: whether Adam's moments are written: by default where the format has a place for
-            them and the state has them; True demands it. Such formats hold float32 masters of
-            parameters of 16 bits, too, unless this is False.
+            them and the state has them; True demands it. A state that keeps more than
+            these (Muon's momentum, slow weights) is refused. Such formats hold float32 masters of
+            parameters of 16 bits, too. Neither if this is False.
         hyper: hyperparameters to write beside them, by torch's names (`lr`, `betas`, `eps`,
             `weight_decay`; what schedulers keep there, as `initial_lr`): an optax state does not
             hold them, and a torch optimizer takes over what a checkpoint says. What is not given is

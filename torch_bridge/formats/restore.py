@@ -136,9 +136,8 @@ def _with_moments(
     """A new state with Adam's moments out of a file, and its step."""
     if others := other_state(converted, state.opt_state, beside=False):
         raise CheckpointError(
-            f"restore: {where} has moments of Adam, but not {others[0]}"
-            f"{' and others' * (len(others) > 1)}, which would begin anew beside them. Pass"
-            " optimizer=False to take the weights alone, and start the optimizer anew"
+            f"restore: {where} has moments of Adam, but not {others}, which would begin anew beside"
+            " them. Pass optimizer=False to take the weights alone, and start the optimizer anew"
         )
     step = jax.ShapeDtypeStruct((), state.step.dtype, sharding=state.step.sharding)
     return state.replace(

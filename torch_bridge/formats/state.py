@@ -61,18 +61,18 @@ def state_content(
         return Checkpoint("", "state", tensors, ties=ties)
     opt_state = state_or_params.opt_state
     wanted = holds_adam(opt_state) if optimizer is None else optimizer
-    others = [] if optimizer is False else other_state(converted, opt_state, beside=True)
+    others = "" if optimizer is False else other_state(converted, opt_state, beside=True)
     if others and wanted:
         raise CheckpointError(
-            f"save: {others[0]}{' and others' * (len(others) > 1)}: not of Adam, whose moments are"
-            " all that PyTorch's formats have of an optimizer here. Keep the state with fz.save, or"
-            " write the weights alone: optimizer=False"
+            f"save: {others}: not of Adam, whose moments are all that PyTorch's formats have of an"
+            " optimizer here. Keep the state with fz.save, or write the weights alone:"
+            " optimizer=False"
         )
     if others:
         warn(
-            f"save: {others[0]}{' and others' * (len(others) > 1)}: not of Adam, so that the file"
-            " has the weights alone, and a training that goes on from it starts its optimizer"
-            " afresh. fz.save keeps all; optimizer=False says that this is meant"
+            f"save: {others}: not of Adam, so that the file has the weights alone, and a training"
+            " that goes on from it starts its optimizer afresh. fz.save keeps all; optimizer=False"
+            " says that this is meant"
         )
     return Checkpoint(
         "", "state", tensors, ties=ties,

@@ -62,9 +62,9 @@ def write_in_turns(
     to = to or format_of(target)
     if to not in FORMATS:
         raise CheckpointError(f"unknown format {to!r}; expected one of {', '.join(FORMATS)}")
-    suffix, files = target.suffix.lower(), {"pt": PICKLED, "lightning": (LIGHTNING,)}
-    known = (*PICKLED, LIGHTNING, ".safetensors")
-    if suffix in known and suffix not in files.get(to, (".safetensors",)):
+    suffix = target.suffix.lower()
+    own = {"pt": PICKLED, "lightning": (LIGHTNING,), "safetensors": (".safetensors",)}
+    if suffix in SUFFIXES and suffix not in own.get(to, ()):
         raise CheckpointError(
             f"{target.name}: its suffix is not of {to!r}, so that nobody would read it as that:"
             " expected another name, or to= left out"

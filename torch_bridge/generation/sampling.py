@@ -39,7 +39,7 @@ class Sampling:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
-    seed: int | Sequence[int] = 0
+    seed: int | Sequence[int] | np.ndarray[Any, Any] = 0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):

@@ -43,11 +43,7 @@ def fused_attention(
     """Attention by cuDNN, where the program that is traced is for a GPU and cuDNN can do it.
 
     Args:
-        query: `(B, H, T, E)`.
-        key: `(B, K, S, E)`, H a multiple of K.
-        value: likewise.
-        pattern: which keys are seen.
-        scale: of the scores.
+        query, key, value, pattern, scale: as for `exchanged_attention`.
         mask: which keys are seen besides, or what is added to scores, as PyTorch takes it: for all
             heads, or for each (a bias).
 
