@@ -129,8 +129,8 @@ def check_values(plan: Any) -> None:
         )
     number = isinstance(plan.clip_norm, int | float) and not isinstance(plan.clip_norm, bool)
     held = np.finfo(np.float32)  # what a step computes with: infinity by infinity is no number
-    least, most = float(held.tiny), float(held.max)
-    if plan.clip_norm is not None and not (number and least <= plan.clip_norm <= most):
+    low, high = float(held.tiny), float(held.max)
+    if plan.clip_norm is not None and not (number and low <= plan.clip_norm <= high):
         raise PlanError(
             f"plan: clip_norm={plan.clip_norm!r}: expected a positive number that float32 holds, or"
             " None for no clipping (metrics have the norm in any case)"
