@@ -210,6 +210,38 @@ def test_states_are_saved_parked_moved_and_piped_as_with_bf16(tmp_path):
         np.testing.assert_allclose(losses(other, 2)[0], whole, rtol=1e-5, err_msg=name)
 
 
+def two_layers(dim=16):
+    """A layer, and a head that reads its parameters under names of its own."""
+
+    def loss(x, batch):
+        return fz.Mean(jnp.sum(x), jnp.float32(len(x)))
+
+    up = fz.Layer("up", lambda key: {"w": jnp.ones((dim, dim))}, lambda p, b, ctx: b["x"] @ p["w"])
+    head = fz.Layer("out", None, lambda p, x, ctx: x @ p["tied"].T, reads={"tied": "up/w"})
+    return fz.Sequential([up, head], loss)
+
+
+@pytest.mark.parametrize("keep", [("up/w$",), ("^out/tied$",), (*fz.Float8.keep, "up")])
+def test_patterns_that_are_about_a_parameter_are_taken(keep, recwarn):
+    fz.init(two_layers(), optax.sgd(1.0), tiny.plan(precision="fp8", float8=fz.Float8(keep=keep)))
+    assert [str(one.message)[:30] for one in recwarn] == (
+        ["plan: precision='fp8', but no "] if "out" not in keep[0] else [])  # fmt: skip
+
+
+def test_patterns_that_are_about_none_are_refused():
+    plan = tiny.plan(precision="fp8", float8=fz.Float8(keep=("up", "haed")))
+    with pytest.raises(fz.PlanError, match=r"float8: keep: \['haed'\] are found in no.*up/w"):
+        fz.init(two_layers(), optax.sgd(1.0), plan)
+
+
+def test_a_plan_without_a_product_in_8_bits_is_named():
+    tx, plan = optax.sgd(1.0), tiny.plan(precision="fp8")
+    with pytest.warns(UserWarning, match="no parameter of the model is for a product in 8 bits"):
+        fz.init(two_layers(24), tx, plan)  # no multiple of 16
+    with pytest.warns(UserWarning, match="or under 32. Change float8"):
+        fz.init(two_layers(), tx, plan.replace(float8=fz.Float8(min_dim=32)))
+
+
 def test_plans_say_which_products():
     plan = fz.Plan(precision="fp8", float8=fz.Float8(recipe="rowwise", keep=("mlp",)))
     assert fz.Plan.from_json(plan.to_json()) == plan

@@ -145,6 +145,12 @@ def follows_schedule(opt_state: Any) -> bool:
     )
 
 
+def num_waiting(opt_state: Any) -> int:
+    """How many batches' gradients wait in an `optax.MultiSteps` for its next update."""
+    found = (x for _, x in _nodes(opt_state) if isinstance(x, optax.MultiStepsState))
+    return max((int(node.mini_step) for node in found), default=0)
+
+
 def other_state(converted: Converted | ConvertedSequential, opt_state: Any, beside: bool) -> str:
     """What an optax state keeps of parameters that is not of Adam: Muon's momentum, say.
 

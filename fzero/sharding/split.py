@@ -20,13 +20,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fzero.axes import shared_over
-from fzero.errors import PlanError, StateError
+from fzero.errors import StateError
 from fzero.links import Stack
 from fzero.model import Model
 from fzero.plan import Plan
 from fzero.precision import compute_dtype
 from fzero.sharding.axes import Axes, axes_of, num_ways
-from fzero.tree import PyTree, found_in, leaf_keys, matching, named_leaves, num_bytes
+from fzero.sharding.patterns import require_found
+from fzero.tree import PyTree, leaf_keys, matching, named_leaves, num_bytes
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,7 @@ def split_params(
     stacks, axes = stacked_names(model), axes_of(model, plan, shapes)
     names = [name for name, _ in named_leaves(shapes)]
     frozen = frozen_names(model, names)
-    _require_found(plan, names)
+    require_found(model, plan, shapes)
 
     def split(keys: tuple[str, ...], name: str, leaf: Any) -> Split:
         link = keys[0] if keys else ""
@@ -302,16 +303,6 @@ def frozen_names(model: Model, names: Sequence[str]) -> frozenset[str]:
             f" {list(names)[:20]}"
         )
     return frozenset(found)
-
-
-def _require_found(plan: Plan, names: Sequence[str]) -> None:
-    """Refuses a pattern that keeps no parameter in float32."""
-    idle = [one for one in plan.keep_fp32 if not any(found_in((one,), name) for name in names)]
-    if idle:
-        raise PlanError(
-            f"plan: keep_fp32: {idle} are found in no parameter's path; there are"
-            f" {list(names)[:20]}"
-        )
 
 
 def _frozen(split: Split, plan: Plan) -> Split:

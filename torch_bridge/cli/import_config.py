@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -43,7 +43,7 @@ def import_config(
     import torch_bridge as tb
     from torch_bridge.configs.keys import read
 
-    given = {}
+    given = _Given()
     for item in auto or []:
         key, sign, value = item.partition("=")
         try:
@@ -55,9 +55,33 @@ def import_config(
             ) from error  # fmt: skip
     _, values = read(file)
     if {"distributed_type", "fsdp_config"} & set(values):
+        _refuse(file, "of accelerate", {"--devices": devices, "--num-steps": num_steps})
         found = tb.from_accelerate(file, auto=given)
     elif {"learning_rate", "per_device_train_batch_size", "output_dir"} & set(values):
+        _refuse(file, "of TrainingArguments", {"--auto": auto})
         found = tb.from_training_arguments(file, devices=devices, num_steps=num_steps)
     else:
+        _refuse(file, "of DeepSpeed", {"--num-steps": num_steps})
         found = tb.from_deepspeed(file, devices=devices, auto=given)
+    if unasked := sorted(given.keys() - given.asked):
+        raise CommandError(f"--auto {', '.join(unasked)}: {file} has no 'auto' there; see its keys")
     typer.echo(str(found))
+
+
+class _Given(dict[str, Any]):
+    """What `--auto` gives, and which of it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value, which counts as asked for."""
+        self.asked.add(key)
+        return super().get(key, default)
+
+
+def _refuse(file: Path, kind: str, flags: dict[str, Any]) -> None:
+    """Refuses flags that say nothing beside a file of this kind."""
+    if idle := [flag for flag, value in flags.items() if value]:
+        raise CommandError(f"{', '.join(idle)}: {file} is a file {kind}, which takes none")

@@ -39,7 +39,7 @@ def merge(spec: str, adapter: Path, out: Path, undo: bool, overwrite: bool) -> N
     converted = tb.convert(loaded.module, models.example_ids(_EXAMPLE), train=False)
     adapted = tb.lora(converted, str(adapter))
     out.mkdir(parents=True, exist_ok=True)
-    with outputs.staged(out) as scratch:
+    with outputs.model_staged(out) as scratch:
         if undo:
             whole = tb.state_dict(converted, converted.params)
             found = tb.unmerge(adapted, whole, adapted.params)
@@ -60,7 +60,6 @@ def merge(spec: str, adapter: Path, out: Path, undo: bool, overwrite: bool) -> N
         loaded.save_config(scratch)
         if loaded.tokenizer is not None:
             loaded.tokenizer.save_pretrained(scratch)
-    outputs.drop_adapter(out)
     count = len(adapted.adapters["default"].targets)
     word = "taken out of" if undo else "put into"
     print(f"{out}: {adapter} {word} {count} weights of {directory}")

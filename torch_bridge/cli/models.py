@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -200,9 +201,7 @@ def _load_hf(path: Path, dtype: str) -> LoadedModel:
     config = read_config(config_file)
     try:
         if path.is_dir() and any((path / name).exists() for name in WEIGHT_FILES):
-            module = AutoModelForCausalLM.from_pretrained(
-                path, config=config, local_files_only=True, dtype=_DTYPES[dtype]
-            )
+            module = _with_weights(path, config, dtype)
         else:
             module = AutoModelForCausalLM.from_config(config)
             module = module if dtype == "auto" else module.to(_DTYPES[dtype])
@@ -224,6 +223,34 @@ def _load_hf(path: Path, dtype: str) -> LoadedModel:
         tokenizer=tokenizer,
         config=config,
     )
+
+
+def _with_weights(path: Path, config: Any, dtype: str) -> Any:
+    """The module of a directory, with all of its weights.
+
+    Raises:
+        CommandError: the weights are damaged, or some are in no file: transformers would draw them.
+        ValueError: transformers has no such model.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        module, found = AutoModelForCausalLM.from_pretrained(
+            path, config=config, local_files_only=True, dtype=_DTYPES[dtype],
+            output_loading_info=True,
+        )  # fmt: skip
+    except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        raise CommandError(
+            f"--model {path}: its weights cannot be read ({type(error).__name__}: {error})"
+        ) from error
+    if missing := sorted(found["missing_keys"]):
+        raise CommandError(
+            f"--model {path}: its files lack {missing[:4]}"
+            f"{f' and {len(missing) - 4} more' * (len(missing) > 4)}, which transformers would"
+            " draw at random: expected weights of this very model; is a file of them missing?"
+        )
+    return module
 
 
 def read_config(config_file: Path) -> Any:

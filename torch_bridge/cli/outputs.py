@@ -24,10 +24,15 @@ from torch_bridge.cli.settings import DataSettings
 
 
 WEIGHTS = "model.safetensors"
-ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-PLOT = "loss.png"
 # How the run cut its text and laid out its state: the defaults of `fzero eval`.
 RECORD = "fzero.json"
+# What is read of a model's directory, as patterns.
+OF_A_MODEL = (
+    "config.json", "generation_config.json", RECORD, "adapter_*", "model*.safetensors",
+    "pytorch_model*.bin", "*.index.json", "tokenizer*", "vocab.*", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.*",
+)  # fmt: skip
+PLOT = "loss.png"
 # A path keeps one of a URL's two slashes.
 _REMOTE = re.compile(r"([a-z][a-z0-9+.-]+):/")
 PACKAGES = ("fzero", "jax", "jaxlib", "numpy", "optax", "torch", "transformers", "safetensors")
@@ -51,12 +56,22 @@ class RunRecord:
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord | None:
-        """The record in `directory`; None where `fzero train` wrote none."""
+        """The record in `directory`; None where `fzero train` wrote none.
+
+        Raises:
+            CommandError: it is damaged.
+        """
         path = directory / RECORD
         if not path.is_file():
             return None
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**values | {"data": DataSettings.from_json(values["data"])})
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**values | {"data": DataSettings.from_json(values["data"])})
+        except (ValueError, TypeError, KeyError) as error:  # no JSON, other keys, a missing one
+            raise CommandError(
+                f"{path} is no record of `fzero train` ({type(error).__name__}: {error}): restore"
+                f" it, or remove it and say --data and --seq"
+            ) from error
 
 
 def check(directory: Path, overwrite: bool) -> None:
@@ -84,12 +99,6 @@ def refuse_url(directory: Path) -> None:
         )
 
 
-def drop_adapter(directory: Path) -> None:
-    """Removes an older run's adapter: transformers would add it to whole weights beside it."""
-    for name in ADAPTER:
-        (directory / name).unlink(missing_ok=True)
-
-
 @contextmanager
 def staged(directory: Path) -> Iterator[Path]:
     """A scratch directory; what it holds in the end moves into `directory`, entry by entry."""
@@ -103,6 +112,22 @@ def staged(directory: Path) -> Iterator[Path]:
             path.replace(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def model_staged(directory: Path) -> Iterator[Path]:
+    """As `staged`, for a model: what an older one left in `directory` goes away.
+
+    transformers and `fzero eval` would take it for this model's: an adapter beside whole weights,
+    another tokenizer.
+    """
+    with staged(directory) as scratch:
+        yield scratch
+        written = {path.name for path in scratch.iterdir()}
+    for path in directory.iterdir():
+        left = path.name not in written and any(path.match(one) for one in OF_A_MODEL)
+        if left and path.is_file():
+            path.unlink()
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -237,11 +237,9 @@ def _write_model(
         precision=settings.precision,
         fingerprint=job.corpus.fingerprint,
     )
-    with outputs.staged(settings.out) as scratch:
+    with outputs.model_staged(settings.out) as scratch:
         made = Trained(loaded, job.converted, state, job.plan, lambda text: record(data=text))
         task.write(scratch, made)
-    if not job.converted.adapters:
-        outputs.drop_adapter(settings.out)
 
 
 def _summary(

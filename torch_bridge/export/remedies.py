@@ -35,6 +35,11 @@ _CACHES = (
     " forward returns .logits; tb.generate keeps caches of its own."
 )
 
+_CONSTANT = (
+    "What it writes to is no buffer of the module: a buffer of a loss, a tensor in an attribute, a"
+    " list or a closure. Make it a buffer of the module that is converted: of a loss with a state,"
+    ' one whose forward returns the loss (tb.fit(loss="module")).'
+)
 _TYPES = "Return a dict, a tuple or a NamedTuple in the place of a type of your own."
 
 # By names of functions, without their overloads.
@@ -111,6 +116,8 @@ def remedy_of_trace(text: str, called: str | None) -> str:
         return _CACHES
     if "is not a known type" in text or "unhashable type" in text:  # torch 2.11
         return _TYPES
+    if "is mutated in the forward" in text:
+        return _CONSTANT
     if "on the same device" in text:
         return _DEVICES
     names = [*re.findall(r"\baten\.\w+", text), *([called] if called else [])]

@@ -17,7 +17,7 @@ from torch_bridge.formats.content import Checkpoint, Optimizer
 from torch_bridge.module.lazy import LazyTensor
 from torch_bridge.module.names import Leaf
 from torch_bridge.module.weights import to_torch
-from torch_bridge.moments import holds_adam, moments_of, other_state
+from torch_bridge.moments import holds_adam, moments_of, num_waiting, other_state
 from torch_bridge.sequential import ConvertedSequential
 from torch_bridge.statedict import leaf_tensor, saved_dtype, state_leaves
 
@@ -73,6 +73,12 @@ def state_content(
             f"save: {others}: not of Adam, so that the file has the weights alone, and a training"
             " that goes on from it starts its optimizer afresh. fz.save keeps all; optimizer=False"
             " says that this is meant"
+        )
+    if wanted and (waiting := num_waiting(opt_state)):
+        warn(
+            f"save: gradients of {waiting} batches wait in optax.MultiSteps for its next update:"
+            " PyTorch's formats have no place for them, and a training that goes on from the file"
+            " does without. Save after an update, or keep the state with fz.save"
         )
     return Checkpoint(
         "", "state", tensors, ties=ties,
