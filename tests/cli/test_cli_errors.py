@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 from cli_cases import TINY_CONFIG, Command
 from rich.console import Console
 
@@ -136,6 +138,57 @@ def test_a_factory_that_cannot_serve_is_refused(
     assert message in error
 
 
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (b"half a header", "its weights cannot be read (SafetensorError"),
+        (safetensors.torch.save({"transformer.ln_f.weight": torch.ones(32)}), "its files lack"),
+    ],
+)
+def test_weights_that_are_damaged_or_missing_are_refused(
+    here: Command, tmp_path: Path, weights: bytes, message: str
+) -> None:
+    """What is in no file, transformers would draw at random."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIG))
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    error = refusal(here, "eval", "--model", f"hf:{tmp_path}", "--seq", 32, "--devices", 1)
+    assert message in error
+    assert str(tmp_path) in error
+
+
+@pytest.mark.parametrize("record", ["{", "[]", "{}", '{"data": {}}', '{"other": 1}'])
+def test_a_damaged_record_of_a_run_is_refused(here: Command, tmp_path: Path, record: str) -> None:
+    (tmp_path / outputs.RECORD).write_text(record)
+    error = refusal(here, "eval", "--model", tmp_path)
+    assert f"{tmp_path / outputs.RECORD} is no record of `fzero train`" in error
+
+
+@pytest.mark.parametrize(
+    ("values", "flags", "message"),
+    [
+        ({"gradient_clipping": 1.0}, ("--auto", "gradient_cliping=1"), "has no 'auto' there"),
+        ({"gradient_clipping": 1.0}, ("--auto", "gradient_clipping=2"), "has no 'auto' there"),
+        ({}, ("--num-steps", 3), "--num-steps: "),
+        ({"distributed_type": "NO"}, ("--devices", 2, "--num-steps", 3), "--devices, --num-steps"),
+        ({"output_dir": "x"}, ("--auto", "learning_rate=1"), "of TrainingArguments, which takes"),
+    ],
+)
+def test_what_a_configuration_does_not_ask_for_is_refused(
+    here: Command, tmp_path: Path, values: dict[str, object], flags: tuple[object, ...],
+    message: str,
+) -> None:  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    assert message in refusal(here, "import-config", path, *flags)
+
+
+def test_a_value_that_a_configuration_asks_for_is_taken(here: Command, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"gradient_clipping": "auto"}))
+    done = here("import-config", path, "--auto", "gradient_clipping=2.5")
+    assert "clip_norm=2.5" in done.stdout, done.stderr
+
+
 def test_an_unknown_command_is_refused(here: Command) -> None:
     assert "No such command 'trian'" in refusal(here, "trian")
 
@@ -168,6 +221,23 @@ def test_staged_files_appear_together_or_not_at_all(tmp_path: Path) -> None:
         if path.is_file()
     } == {"one.txt": "new", "two.txt": "new", "templates/new.jinja": "new"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.txt", "templates", "two.txt"]
+
+
+def test_of_an_older_model_nothing_stays_beside_a_new_one(tmp_path: Path) -> None:
+    own = ("notes.txt", "loss.png", "checkpoints")
+    older = ("config.json", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json",
+             "model-00001-of-00002.safetensors", "model.safetensors.index.json", "vocab.json",
+             "pytorch_model.bin", "fzero.json", "generation_config.json")  # fmt: skip
+    for name in (*own, *older):
+        (tmp_path / name).write_text("old")
+    with pytest.raises(KeyError), outputs.model_staged(tmp_path):
+        raise KeyError
+    assert {path.name for path in tmp_path.iterdir()} == {*own, *older}  # a run that failed
+    with outputs.model_staged(tmp_path) as scratch:
+        for name in ("model.safetensors", "config.json"):
+            (scratch / name).write_text("new")
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {"model.safetensors": "new", "config.json": "new", **dict.fromkeys(own, "old")}
 
 
 def test_only_process_0_logs_a_run_elsewhere(tmp_path: Path) -> None:

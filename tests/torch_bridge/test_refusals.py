@@ -364,6 +364,25 @@ def test_a_buffer_that_is_written_within_a_transformed_function_is_refused(withi
     assert np.isfinite(value)
 
 
+class CountingLoss(nn.Module):
+    """A loss with a state of its own, which is not the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        return ((out - target) ** 2).mean() * self.seen
+
+
+def test_a_buffer_that_is_not_the_modules_says_where_it_belongs() -> None:
+    module = nn.Linear(4, 2)
+    loader = [(torch.ones(4, 4), torch.ones(4, 2))]
+    with pytest.raises(ConversionError, match="no buffer of the module: a buffer of a loss"):
+        tb.fit(module, loader, loss=CountingLoss(), optimizer=torch.optim.SGD(module.parameters()))
+
+
 def test_a_cache_that_a_forward_returns_says_what_to_do() -> None:
     class ReturnsItsCache(nn.Module):
         def forward(self, x: torch.Tensor) -> Any:

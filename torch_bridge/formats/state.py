@@ -76,7 +76,7 @@ def state_content(
         )
     if wanted and (waiting := num_waiting(opt_state)):
         warn(
-            f"save: gradients of {waiting} batches wait in optax.MultiSteps for its next update:"
+            f"save: gradients wait in optax.MultiSteps for its next update ({waiting} so far):"
             " PyTorch's formats have no place for them, and a training that goes on from the file"
             " does without. Save after an update, or keep the state with fz.save"
         )

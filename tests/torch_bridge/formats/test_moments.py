@@ -392,7 +392,11 @@ def test_state_beside_adams_is_not_left_out_without_a_word(tmp_path: Path) -> No
     waits = fz.init(
         converted.model(lambda f, b: jnp.mean(f(b))), optax.MultiSteps(optax.adamw(0.1), 2), plan
     )
-    tb.save(tmp_path / "waits", converted, waits, to="dcp")
+    with warnings.catch_warnings(action="error"):
+        tb.save(tmp_path / "waits", converted, waits, to="dcp")
+    several = waits.opt_state._replace(mini_step=waits.opt_state.mini_step + 1)
+    with pytest.warns(UserWarning, match="gradients wait in optax.MultiSteps"):
+        tb.save(tmp_path / "waits2", converted, waits.replace(opt_state=several), to="dcp")
     momentum = tb.optimizer(torch.optim.SGD(module.parameters(), 0.1, momentum=0.9), converted)
     state = fz.init(converted.model(lambda f, b: jnp.mean(f(b))), momentum, plan)
     with pytest.warns(UserWarning, match="not of Adam, so that the file has the weights alone"):
