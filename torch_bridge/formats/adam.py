@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from fzero.errors import CheckpointError
 from torch_bridge.formats.content import Optimizer
 from torch_bridge.formats.torch_files import is_dense
 from torch_bridge.module.lazy import LazyTensor, in_memory
+from torch_bridge.module.names import Layout
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -151,21 +153,26 @@ def optimizer_state(optimizer: Optimizer, order: Sequence[str]) -> dict[str, Any
 
     Args:
         optimizer: moments by name.
-        order: all parameters that the optimizer would be given, in order.
+        order: all parameters that the optimizer would be given, in order, where its groups do not
+            say which they have.
 
     Whether decay is decoupled is left to the class that loads it, where nobody said so: it is in
     AdamW, and not in Adam.
     """
     state: dict[int, Any] = {}
-    for number, name in enumerate(order):
-        if name in optimizer.exp_avg:
-            step = torch.tensor(float(optimizer.step))
-            state[number] = {
-                "step": in_memory("step", step),
-                "exp_avg": optimizer.exp_avg[name],
-                "exp_avg_sq": optimizer.exp_avg_sq[name],
-            }
-    groups = groups_of(optimizer, list(range(len(order))))
+    groups, count = groups_of(optimizer, list(order)), itertools.count()
+    for group in groups:
+        # The names first: `zip` takes one number more of what it asks first.
+        numbers = {n: str(name) for name, n in zip(group["params"], count, strict=False)}
+        group["params"] = list(numbers)
+        for number, name in numbers.items():
+            if name in optimizer.exp_avg:
+                step = torch.tensor(float(optimizer.step))
+                state[number] = {
+                    "step": in_memory("step", step),
+                    "exp_avg": optimizer.exp_avg[name],
+                    "exp_avg_sq": optimizer.exp_avg_sq[name],
+                }
     if not any("decoupled_weight_decay" in group for group in optimizer.groups):
         groups = [{k: v for k, v in g.items() if k != "decoupled_weight_decay"} for g in groups]
     return {"state": state, "param_groups": groups}
@@ -184,8 +191,76 @@ def require_known(hyper: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def groups_of(optimizer: Optimizer, params: list[Any]) -> list[dict[str, Any]]:
-    """One group with all parameters; hyperparameters as known, else torch's defaults."""
-    known = optimizer.groups[0] if len(optimizer.groups) == 1 else {}
+    """The groups with their parameters; hyperparameters as known, else torch's defaults.
+
+    Args:
+        optimizer: what is known.
+        params: what one group has, where the groups do not say which of these each has.
+    """
     own = (*_DEFAULTS, *_OF_SCHEDULERS)
-    kept = {key: value for key, value in known.items() if key in own}
-    return [{**_DEFAULTS, **kept, "params": params}]
+    listed = [str(one) for group in optimizer.groups for one in group.get("params", ())]
+    say = len(listed) == len(set(listed)) and {str(one) for one in params} <= set(listed)
+    if not say:
+        known = optimizer.groups[0] if len(optimizer.groups) == 1 else {}
+        return [{**_DEFAULTS, **_only(known, own), "params": params}]
+    return [
+        {**_DEFAULTS, **_only(group, own), "params": list(group.get("params", ()))}
+        for group in optimizer.groups
+    ]
+
+
+def require_all(optimizer: Optimizer, to: str) -> Optimizer:
+    """An optimizer whose groups, where they say which parameters they have, have all with moments.
+
+    Raises:
+        CheckpointError: one is missing, or the format `to` has no place for several groups.
+    """
+    listed = {name for group in optimizer.groups for name in group.get("params", ())}
+    missing = [name for name in optimizer.exp_avg if name not in listed]
+    if listed and missing:
+        raise CheckpointError(
+            f"save: the state has moments of {missing[:4]}, which are in no group of the optimizer"
+            " that was given: expected one over all parameters that were trained"
+        )
+    if listed and to == "universal":
+        raise CheckpointError(
+            'save: optimizer=: to="universal" has one group over all that learn; say optimizer=True'
+        )
+    return optimizer
+
+
+def _only(values: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key in keys}
+
+
+def groups_like(
+    given: torch.optim.Optimizer, layout: Layout, where: str, hyper: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], ...]:
+    """The groups of a torch optimizer, by parameters' names, as a file has them.
+
+    Args:
+        given: an Adam or AdamW over parameters of the module that was converted.
+        layout: of the converted module.
+        where: the call and its argument, for messages.
+        hyper: hyperparameters that stand in every group in the place of its own.
+
+    Raises:
+        CheckpointError: another optimizer, or one of other parameters.
+    """
+    if not isinstance(given, torch.optim.Adam) or any(g["amsgrad"] for g in given.param_groups):
+        raise CheckpointError(
+            f"{where}={type(given).__name__}: expected an Adam or AdamW of torch, without"
+            " amsgrad, whose state PyTorch's formats have here"
+        )
+    found, names = [], layout.params_by_id()
+    for number, group in enumerate(given.param_groups):
+        strange = [i for i, one in enumerate(group["params"]) if id(one) not in names]
+        if strange:
+            raise CheckpointError(
+                f"{where}, group {number}, parameter {strange[0]}: it is no parameter of the"
+                " converted module. Make the optimizer from those of the very module that was"
+                " converted"
+            )
+        plain = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
+        found.append({**plain, **hyper, "params": [names[id(one)] for one in group["params"]]})
+    return tuple(found)

@@ -17,7 +17,7 @@ from fzero.plan import Plan
 from fzero.state.selection import read_from
 from torch_bridge.converted import Converted
 from torch_bridge.formats.across import in_turns, require_same_request
-from torch_bridge.formats.adam import require_known
+from torch_bridge.formats.adam import groups_like, require_all, require_known
 from torch_bridge.formats.adapters import adapter_content, merged_content
 from torch_bridge.formats.peft import write_adapter
 from torch_bridge.formats.read import checkpoint
@@ -37,7 +37,7 @@ def save(
     *,
     to: str | None = None,
     max_shard_size: int | str = "5GB",
-    optimizer: bool | None = None,
+    optimizer: bool | torch.optim.Optimizer | None = None,
     hyper: Mapping[str, Any] | None = None,
     merge: bool = False,
     adapter: str | None = None,
@@ -66,7 +66,9 @@ def save(
         optimizer: whether Adam's moments are written: by default where the format has a place for
             them and the state has them; True demands it. A state that keeps more than
             these (Muon's momentum, slow weights) is refused. Such formats hold float32 masters of
-            parameters of 16 bits, too. Neither if this is False.
+            parameters of 16 bits, too. Neither if this is False. A torch Adam or AdamW over the
+            module's parameters demands it for that one to load: in its groups, numbered in its
+            order, with its hyperparameters (`.ckpt`, "dcp"); its own state is not read.
         hyper: hyperparameters to write beside them, by torch's names (`lr`, `betas`, `eps`,
             `weight_decay`; what schedulers keep there, as `initial_lr`): an optax state does not
             hold them, and a torch optimizer takes over what a checkpoint says. What is not given is
@@ -89,8 +91,10 @@ def save(
         ...     sorted(load(folder + "/model.safetensors"))
         ['bias', 'weight']
     """
-    asked = _Asked(to, max_shard_size, optimizer, hyper, merge, adapter)
     with doing("tb.save"):
+        groups = _groups(converted, optimizer, hyper)
+        demanded = True if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        asked = _Asked(to, max_shard_size, demanded, groups, merge, adapter)
         chosen = read_from(state_or_params, which, "save")
         # That of process 0 counts; `fzero train` gives the others a folder to throw away.
         kind = f"{str(path).partition('://')[0]}://" if is_url(path) else ""
@@ -108,9 +112,19 @@ class _Asked:
     to: str | None
     max_shard_size: int | str
     optimizer: bool | None
-    hyper: Mapping[str, Any] | None
+    groups: tuple[Mapping[str, Any], ...]
     merge: bool
     adapter: str | None
+
+
+def _groups(
+    converted: Converted | ConvertedSequential, optimizer: Any, hyper: Mapping[str, Any] | None
+) -> tuple[Mapping[str, Any], ...]:
+    """What is known of the groups of the optimizer that shall load a file."""
+    known = require_known(hyper or {})
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return groups_like(optimizer, converted.layout, "save: optimizer", known)
+    return (known,) if known else ()
 
 
 def _save(
@@ -150,9 +164,9 @@ def _save(
             " optimizer's step, but begins its scheduler anew. Set it there (scheduler.step() as"
             " often, or last_epoch=), or train without one"
         )
-    if content.optimizer is not None and asked.hyper:
-        known = dataclasses.replace(content.optimizer, groups=(require_known(asked.hyper),))
-        content = dataclasses.replace(content, optimizer=known)
+    if content.optimizer is not None and asked.groups:
+        known = dataclasses.replace(content.optimizer, groups=asked.groups)
+        content = dataclasses.replace(content, optimizer=require_all(known, to))
     write_in_turns(content, path, to, size, turns)
 
 

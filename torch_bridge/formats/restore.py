@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import torch
 
 from fzero.checkpoint.urls import is_url
 from fzero.errors import CheckpointError, ConversionError
@@ -20,6 +21,7 @@ from fzero.state.init import init
 from fzero.state.replan import replan
 from fzero.state.train_state import TrainState
 from torch_bridge.converted import Converted
+from torch_bridge.formats.adam import groups_like
 from torch_bridge.formats.content import Checkpoint, Optimizer
 from torch_bridge.formats.peft import fit_adapter, is_adapter
 from torch_bridge.formats.read import checkpoint
@@ -39,7 +41,7 @@ def restore(
     rng: int | jax.Array = 0,
     devices: Sequence[Any] | None = None,
     optimizer: bool | None = None,
-    names: Sequence[str] | None = None,
+    names: Sequence[str] | torch.optim.Optimizer | None = None,
     prefix: str = "",
     strict: bool = True,
     cast: bool = False,
@@ -64,7 +66,8 @@ def restore(
             checkpoint has them and there is a `tx`; what cannot be taken over in full (another
             optimizer's state) is refused then. False starts the optimizer anew, at step 0.
         names: for formats that number parameters: their names in the order in which the optimizer
-            was given them. Needed only where that was not `module.parameters()` in one group.
+            was given them, or an Adam or AdamW of torch over the module's parameters in the same
+            groups. Needed only where that was not `module.parameters()` in one group.
         prefix: what the names in the checkpoint begin with in addition ("model." for a module that
             was an attribute of a LightningModule); others are left out. What `torch.compile` and
             `DistributedDataParallel` put before names is found without it.
@@ -176,7 +179,7 @@ def _moments(
     converted: Converted | ConvertedSequential,
     tx: Any,
     wanted: bool | None,
-    names: Sequence[str] | None,
+    names: Sequence[str] | torch.optim.Optimizer | None,
     prefix: str,
 ) -> Moments | None:
     if tx is not None and wanted is not False and found.unread is not None:
@@ -192,6 +195,9 @@ def _moments(
     if wanted is False or tx is None or found.optimizer is None:
         return None
     optimizer = found.optimizer
+    if isinstance(names, torch.optim.Optimizer):
+        groups = groups_like(names, converted.layout, "restore: names", {})
+        names = [name for group in groups for name in group["params"]]
     if optimizer.named:
         moments = optimizer.moments()
         strip = {n: n.removeprefix(prefix) for n in moments.exp_avg if n.startswith(prefix)}

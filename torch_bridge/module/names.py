@@ -71,6 +71,12 @@ class Layout:
         """Every name, aliases included, with its leaf."""
         return {name: leaf for leaf in self.leaves for name in leaf.names}
 
+    def params_by_id(self) -> dict[int, str]:
+        """The leaf's name of each parameter of the module that is still alive, by its `id`."""
+        own = {name: leaf.name for leaf in self.leaves if leaf.is_param for name in leaf.names}
+        kept = ((name, ref()) for name, ref in self.tensors.items() if name in own)
+        return {id(tensor): own[name] for name, tensor in kept if tensor is not None}
+
 
 def read_layout(module: torch.nn.Module) -> Layout:
     """Find the leaves of a module, with ties recognised by identity and by shared memory.

@@ -176,15 +176,10 @@ class _Names:
             )
         leaves = [leaf for leaf in parameters.layout.leaves if leaf.is_param]
         aliases = {name: leaf.name for leaf in leaves for name in leaf.names}
-        kept = ((name, ref()) for name, ref in parameters.layout.tensors.items())
         learning = parameters.reached()
         return _Names(
             entries=parameters.entries(),
-            of_tensor={
-                id(tensor): aliases[name]
-                for name, tensor in kept
-                if tensor is not None and name in aliases
-            },
+            of_tensor=parameters.layout.params_by_id(),
             aliases=aliases,
             untrained=frozenset(
                 leaf.name for leaf in leaves if leaf.frozen or leaf.name not in learning

@@ -173,6 +173,68 @@ def test_a_run_from_here_goes_on_in_pytorch(
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
 
 
+def grouped(module: Any) -> torch.optim.AdamW:
+    """Two groups in an order of their own, one of which has a frozen parameter."""
+    own = list(module.parameters())
+    groups = [
+        {"params": [p for p in own if p.ndim < 2], "weight_decay": 0.0, "lr": 2 * cases.LR},
+        {"params": [p for p in own if p.ndim > 1], "lr": torch.tensor(cases.LR)},
+    ]
+    return torch.optim.AdamW(groups, betas=cases.BETAS, eps=cases.EPS, weight_decay=cases.DECAY)
+
+
+@pytest.mark.parametrize(("name", "load"), [("m.ckpt", load_lightning), ("dcp", load_fsdp)])
+def test_a_run_of_several_groups_goes_on_in_pytorch(name: str, load: Any, tmp_path: Path) -> None:
+    module, data = cases.net(4), cases.batches()
+    own = grouped(module)
+    converted = tb.convert(module, torch.zeros(4, cases.FEATURES))
+    tx = tb.optimizer(own, converted)
+    model = converted.model(cases.mean_square)
+    state, step = fz.init(model, tx, PLAN), fz.train_step(model, tx, PLAN)
+    for _ in range(7):
+        state, _ = step(state, next(data))
+    asked: dict[str, Any] = {"to": None if "." in name else "dcp", "optimizer": own}
+    tb.save(tmp_path / name, converted, state, **asked)
+    back = tb.restore(tmp_path / name, converted, tx, PLAN, names=own)
+    kept, there = moments_of(converted, state.opt_state), moments_of(converted, back.opt_state)
+    for name_of, value in kept.exp_avg_sq.items():
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(there.exp_avg_sq[name_of]))
+
+    other = cases.net(5)
+    optimizer = grouped(other)
+    for group in optimizer.param_groups:  # they come with the file
+        group.update(lr=1.0, weight_decay=1.0)
+    load(tmp_path / name, other, optimizer)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, cases.DECAY]
+    ahead, data = itertools.tee(data)
+    wanted = []
+    for _ in range(10):
+        state, metrics = step(state, next(ahead))
+        wanted.append(float(metrics["loss"]))
+    losses = cases.torch_steps(other, optimizer, data, 10)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+
+
+def test_an_optimizer_that_cannot_take_a_file_is_refused(
+    converted: tb.Converted, tmp_path: Path
+) -> None:
+    module = cases.net(9)
+    own = tb.convert(module, torch.zeros(4, cases.FEATURES))
+    state = fz.init(own.model(cases.mean_square), cases.optax_adamw(), PLAN)
+    refused = {
+        "expected an Adam or AdamW": torch.optim.SGD(module.parameters()),
+        "without amsgrad": torch.optim.Adam(module.parameters(), amsgrad=True),
+        "group 0, parameter 0: it is no parameter of": torch.optim.AdamW(cases.net().parameters()),
+        "moments of .*'inner.weight'": torch.optim.AdamW([module.again.weight]),
+    }
+    for message, optimizer in refused.items():
+        with pytest.raises(CheckpointError, match=f"save: .*{message}"):
+            tb.save(tmp_path / "m.ckpt", own, state, optimizer=optimizer)
+    with pytest.raises(CheckpointError, match="one group over all that learn"):
+        tb.save(tmp_path / "u", own, state, to="universal", optimizer=cases.adamw(module))
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["m.ckpt", "dcp", "universal"])
 def test_states_come_back_bit_by_bit(
     converted: tb.Converted, step: Any, name: str, tmp_path: Path
