@@ -14,7 +14,7 @@ The files are those of `torch.save` with a few objects of DeepSpeed's own among 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ from torch_bridge.module.lazy import LazyTensor
 
 # The files that name the newest step; the partitioned one goes before the universal.
 _LATEST = ("latest", "latest_universal")
+# What names of layers that a pipeline's stages share begin with.
+_TIED = "tied_modules."
 
 
 def find_step(folder: Path) -> Path | None:
@@ -73,16 +75,15 @@ def read_deepspeed(folder: Path) -> Checkpoint:
     models = {key: load_model(path) for key, path in sorted(files.models.items())}
     tensors, ties = own_weights(files, models)
     pieces: dict[str, dict[str, LazyTensor]] = {FP32: {}, "exp_avg": {}, "exp_avg_sq": {}}
-    steps: list[int] = []
-    groups: tuple[Mapping[str, Any], ...] = ()
-    unread: list[str] = []
-    for rank in sorted({rank for _, rank in files.optims}):
-        zero = ZeroFiles.read(files, rank, _first(models, rank))
-        for key, found in zero.pieces().items():
-            _merge(pieces[key], found, folder)
-        steps += zero.steps
-        groups += zero.groups()
-        unread += [zero.unread] if zero.unread else []
+    ranks = sorted({rank for _, rank in files.optims})
+    zeros = [ZeroFiles.read(files, rank, _first(models, rank)) for rank in ranks]
+    own = [zero.pieces() for zero in zeros]
+    own, groups = _by_layers(own, [zero.groups() for zero in zeros], tensors, folder)
+    for found in own:
+        for key, values in found.items():
+            _merge(pieces[key], values, folder)
+    steps = [step for zero in zeros for step in zero.steps]
+    unread = [zero.unread for zero in zeros if zero.unread]
     stage3 = any(data is not None for data, _ in files.models)
     frozen = frozen_weights(models, folder) if stage3 else {}
     tied = _tied_layers(tensors, pieces[FP32])
@@ -132,7 +133,13 @@ def _of_stages(models: Mapping[tuple[int | None, int], dict[str, Any]], file: st
     without = []
     start = 0
     for rank in ranks:
-        own = read_optimizer(_first(models, rank).get("optimizer"), f"{file}, model rank {rank}")
+        held = _first(models, rank).get("optimizer")
+        if isinstance(held, Mapping) and "optimizer_state_dict" in held:
+            return (
+                f"{file}: its float32 weights and moments are those of 16 bits without ZeRO (stage"
+                " 0), which are not read: save with stage 1"
+            )
+        own = read_optimizer(held, f"{file}, model rank {rank}")
         if isinstance(own, str):
             return own
         if own is None:
@@ -211,10 +218,61 @@ def absent_names(
     return {name for name, tensor in tensors.items() if tensor.shape == (0,)} - buffers
 
 
+_Pieces = dict[str, dict[str, LazyTensor]]
+_Groups = tuple[Mapping[str, Any], ...]
+
+
+def _by_layers(
+    own: list[_Pieces], groups: list[_Groups], weights: Mapping[str, LazyTensor], folder: Path
+) -> tuple[list[_Pieces], _Groups]:
+    """The stages' pieces and groups, with names that tell stages apart.
+
+    `TiedLayerSpec` ties a layer's weight; its bias has one name in two stages, and is not the same.
+    It gets the name that the layer's file has, which is found by its bits.
+
+    Args:
+        own: of each stage, the parameters by kind and name.
+        groups: of each stage, its groups of parameters.
+        weights: what the layers' files have, by `NUMBER.name`.
+        folder: for messages.
+    """
+    values: dict[str, list[torch.Tensor]] = {}
+    for found in own:
+        for name, tensor in found.get(FP32, {}).items():
+            if name.startswith(_TIED):
+                values.setdefault(name, []).append(tensor.tensor())
+    apart = {n for n, v in values.items() if not all(torch.equal(v[0], x) for x in v[1:])}
+    taken: set[str] = set()
+    named: list[dict[str, str]] = []
+    for found in own:
+        new: dict[str, str] = {}
+        for name in sorted(apart & set(found.get(FP32, {}))):
+            layers = [n for n in _layers_of(name, found[FP32][name], weights) if n not in taken]
+            if not layers:
+                raise CheckpointError(
+                    f"{folder.name}: `{name}` has other values in each stage of the pipeline, and"
+                    " no layer's file has those of one: expected layer_XX-model_states.pt of all"
+                )
+            new[name] = layers[0]
+            taken.add(layers[0])
+        named.append(new)
+    pieces = [
+        {key: {new.get(name, name): x for name, x in values.items()}
+         for key, values in found.items()}
+        for found, new in zip(own, named, strict=True)
+    ]  # fmt: skip
+    listed = tuple(
+        {**group, "params": [new.get(name, name) for name in group["params"]]}
+        for several, new in zip(groups, named, strict=True)
+        for group in several
+    )
+    return pieces, listed
+
+
 def _merge(into: dict[str, LazyTensor], found: Mapping[str, LazyTensor], folder: Path) -> None:
     """Adds the parameters of a model rank; tied layers of a pipeline are in several, all equal."""
     for name, tensor in found.items():
-        if name in into and not name.startswith("tied_modules."):
+        if name in into and not name.startswith(_TIED):
             raise CheckpointError(
                 f"{folder.name}: `{name}` is in the files of several model ranks: slices of one"
                 " parameter (tensor parallelism) are not covered"
@@ -241,18 +299,20 @@ def _tied_layers(
     """
     ties: dict[str, str] = {}
     for name, tensor in fp32.items():
-        if not name.startswith("tied_modules."):
-            continue
-        inner = name.split(".", 2)[-1]
-        for other, weight in weights.items():
-            same = other.split(".", 1)[-1] == inner and weight.shape == tensor.shape
-            if same and other not in fp32 and other not in ties:
-                value = tensor.tensor().to(weight.torch_dtype)
-                if torch.equal(
-                    value.view(torch.uint8), weight.tensor().contiguous().view(torch.uint8)
-                ):
-                    ties[other] = name
+        if name.startswith(_TIED):
+            layers = _layers_of(name, tensor, weights)
+            ties.update({n: name for n in layers if n not in fp32 and n not in ties})
     return ties
+
+
+def _layers_of(name: str, tensor: LazyTensor, weights: Mapping[str, LazyTensor]) -> Iterator[str]:
+    """What the layers' files call a tied module's values, as far as these are the same bits."""
+    inner = name.split(".", 2)[-1]
+    for other, weight in weights.items():
+        if other.split(".", 1)[-1] == inner and weight.shape == tensor.shape:
+            value = tensor.tensor().to(weight.torch_dtype).view(torch.uint8)
+            if torch.equal(value, weight.tensor().contiguous().view(torch.uint8)):
+                yield other
 
 
 def frozen_weights(

@@ -59,7 +59,11 @@ class ZeroFiles:
         fp32 = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
         groups = model.get("param_shapes")
         if not isinstance(groups, list | tuple) or not all(isinstance(g, Mapping) for g in groups):
-            raise CheckpointError(f"{name}: its model states have no param_shapes")
+            raise CheckpointError(
+                f"{name}: its model states have no param_shapes, without which its flat tensors are"
+                " in no order (DeepSpeed writes none with bf16 and stage 0): let ds_to_universal of"
+                " DeepSpeed join them, or save with stage 1"
+            )
         shapes = [{n: shape_of(size, n, name) for n, size in group.items()} for group in groups]
         flats: dict[str, list[list[torch.Tensor]]] = {key: [] for key in (FP32, *MOMENTS)}
         bases = [_base(state, stage3, name) for state in states]

@@ -157,6 +157,25 @@ def test_tied_layers_of_a_pipeline_are_found() -> None:
     assert set(found.optimizer.exp_avg) == set(found.tensors)
 
 
+def test_what_tied_layers_do_not_share_is_told_apart(tmp_path: Path) -> None:
+    """`TiedLayerSpec` ties the weight; the bias has one name in both stages, and two values."""
+    found = tb.checkpoint(DATA / "pipe_bias")
+    assert found.optimizer is not None
+    want = torch.load(DATA / "pipe_bias/want.pt", weights_only=True)
+    assert set(want) == set(found.tensors) == set(found.optimizer.exp_avg)
+    assert found.ties == dict.fromkeys(["0.weight", "3.weight"], "tied_modules.t.weight")
+    listed = [name for group in found.optimizer.groups for name in group["params"]]
+    assert set(listed) == set(want)
+    for name, values in want.items():
+        assert torch.equal(found.tensors[name].tensor(), values["p"])
+        assert torch.equal(found.optimizer.exp_avg[name].tensor(), values["m"])
+        assert torch.equal(found.optimizer.exp_avg_sq[name].tensor(), values["v"])
+    shutil.copytree(DATA / "pipe_bias", tmp_path / "lost")
+    (tmp_path / "lost/global_step3/layer_03-model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="no layer.s file has those of one"):
+        tb.checkpoint(tmp_path / "lost")
+
+
 def test_layer_files_are_the_layers_of_a_sequential(tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
     for number, layer in enumerate(module):
