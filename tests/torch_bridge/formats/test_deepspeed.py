@@ -172,7 +172,7 @@ def test_what_tied_layers_do_not_share_is_told_apart(tmp_path: Path) -> None:
         assert torch.equal(found.optimizer.exp_avg_sq[name].tensor(), values["v"])
     shutil.copytree(DATA / "pipe_bias", tmp_path / "lost")
     (tmp_path / "lost/global_step3/layer_03-model_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="no layer.s file has those of one"):
+    with pytest.raises(CheckpointError, match=r"no layer.s file has those of one"):
         tb.checkpoint(tmp_path / "lost")
 
 
