@@ -97,10 +97,11 @@ def _directory(folder: Path) -> Checkpoint:
     if step is not None:
         return read_universal(step) if is_universal(step) else read_deepspeed(step)
     for pattern, kind, read in (
-        ("model.safetensors.index.json", "safetensors, sharded", read_sharded),
+        # In transformers' order. Its save_pretrained leaves an older index beside one file.
         ("model.safetensors", "safetensors", read_file),
-        ("pytorch_model.bin.index.json", "torch, sharded", read_sharded_bin),
+        ("model.safetensors.index.json", "safetensors, sharded", read_sharded),
         ("pytorch_model.bin", "torch", read_state_dict),
+        ("pytorch_model.bin.index.json", "torch, sharded", read_sharded_bin),
         # Other libraries have names of their own: adapter_model, diffusion_pytorch_model, ...
         ("*.safetensors.index.json", "safetensors, sharded", read_sharded),
         ("*.safetensors", "safetensors", read_file),

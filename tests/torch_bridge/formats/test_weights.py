@@ -336,6 +336,16 @@ def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
             tb.checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("one", ["model.safetensors", "pytorch_model.bin"])
+def test_one_file_goes_before_an_index_as_in_transformers(tmp_path: Path, one: str) -> None:
+    """`save_pretrained` of one file leaves the index of an older one's shards, which are gone."""
+    gone = {"weight_map": {"a": f"1{Path(one).suffix}"}}
+    (tmp_path / f"{one}.index.json").write_text(json.dumps(gone))
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    tb.write(tb.checkpoint(tmp_path / "a.safetensors"), tmp_path / one)
+    assert tb.load(tmp_path)["a"].tolist() == [1, 1]
+
+
 def test_a_tensor_counts_more_than_another_files_name_for_it(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "1.safetensors", {"format": "pt", "b": "a"})
     save_file({"b": torch.ones(2)}, tmp_path / "2.safetensors", {"format": "pt"})
