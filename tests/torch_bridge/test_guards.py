@@ -6,6 +6,7 @@ import gc
 import io
 import itertools
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from parity import check_parity
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 import torch_bridge as tb
 from fzero.errors import ConversionError
@@ -220,6 +222,23 @@ def test_what_a_later_call_may_depend_on_is_named(module: nn.Module, name: str) 
     """The first calls are alike, and only the count says that another may not be."""
     with pytest.warns(tb.PythonStateWarning, match=rf"counts in values of Python \(.*{name}"):
         tb.convert(module, X, train=False)
+
+
+def in_a_bar() -> Callable[[], int]:
+    """tqdm's own thread notes when it woke, whatever a forward does."""
+
+    def step() -> int:
+        tqdm.monitor.woken += 1.0
+        return 0
+
+    return step
+
+
+def test_what_tqdm_counts_is_no_count_of_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tqdm, "monitor", types.SimpleNamespace(woken=0.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tb.PythonStateWarning)
+        tb.convert(Late(in_a_bar()), X, train=False)
 
 
 class Turns:

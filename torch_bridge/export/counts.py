@@ -25,6 +25,7 @@ _DEPTH, _MOST, _ALL = 4, 256, 20_000
 _FOREIGN = {
     "torch", "numpy", "jax", "jaxlib", "fzero", "torch_bridge", "builtins", "transformers",
     "diffusers", "timm", "torchvision", "torchaudio", "importlib", "logging", "re", "typing",
+    "tqdm",  # a thread of its own counts when it woke
 }  # fmt: skip
 # Modules whose iterators are Python's own.
 _OF_PYTHON = {"builtins", "itertools", "collections", "_collections"}
