@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, warn
 from fzero.plan import Plan
 from torch_bridge.converted import Converted
 from torch_bridge.formats.content import Checkpoint
-from torch_bridge.module.adapters import Adapter, Target, base_name, pick
+from torch_bridge.module.adapters import BASE, Adapter, Target, base_name, pick
 from torch_bridge.module.lazy import LazyTensor
 from torch_bridge.module.names import Leaf
 from torch_bridge.statedict import leaf_tensor, saved_dtype, state_leaves
@@ -68,6 +68,7 @@ def merged_content(
     leaves = state_leaves(converted, state_or_params, plan, "merge")
     values = {leaf.name: (leaf, value) for leaf, value in leaves}
     targets = {target.weight: target for target in found.targets}
+    _warn_of_ties([leaf for leaf, _ in leaves if leaf.name in targets], found.name)
     own = {
         leaf for one in converted.adapters.values() for leaf in one.keys if leaf not in one.of_base
     }
@@ -81,6 +82,20 @@ def merged_content(
         tensors[kept] = _merged(leaf, value, targets.get(leaf.name), values)
         ties.update({base_name(n): kept for n in leaf.names if n in order and base_name(n) != kept})
     return Checkpoint("", "state", tensors, ties=ties)
+
+
+def _warn_of_ties(updated: Sequence[Leaf], name: str) -> None:
+    """Say that a weight is read without the update, too, as a tied embedding is."""
+    for leaf in updated:
+        here = next((alias for alias in leaf.names if BASE in f".{alias}"), leaf.name)
+        others = [base_name(alias) for alias in leaf.names if BASE not in f".{alias}"]
+        if others:
+            warn(
+                f"merge: adapter {name!r} updates `{base_name(here)}`, which is tied to {others},"
+                " where it adds nothing: a model with the sum in the one weight of both"
+                " computes something else than the model with the adapter. Keep the adapter beside"
+                " the model, or train one for a model that is not tied (tie_word_embeddings=False)"
+            )
 
 
 def _merged(leaf: Leaf, value: Any, target: Target | None, values: Any) -> LazyTensor:

@@ -16,7 +16,8 @@ from torch_bridge.module.names import Layout
 
 # What PEFT puts before the names of the module that it wraps.
 PREFIX = "base_model.model."
-_BASE = ".base_layer."
+# What lies below a layer that has updates: the layer without.
+BASE = ".base_layer."
 # What a module computes with an adapter's tensors, and what holds where a file is silent.
 _COMPUTES: Mapping[str, Any] = {
     "peft_type": "LORA", "lora_alpha": 8, "use_rslora": False, "alpha_pattern": {},
@@ -174,7 +175,7 @@ def computes_otherwise(adapter: Adapter, config: Mapping[str, Any]) -> dict[str,
 
 def base_name(leaf: str) -> str:
     """What a leaf of the base is called in the module without adapters."""
-    return leaf.removeprefix(PREFIX).replace(_BASE, ".")
+    return leaf.removeprefix(PREFIX).replace(BASE, ".")
 
 
 def pick(adapters: Mapping[str, Adapter], name: str | None, operation: str) -> Adapter:
