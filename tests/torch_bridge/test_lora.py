@@ -347,10 +347,27 @@ def test_other_adapters_are_refused_and_nothing_is_changed(base, adapted, tmp_pa
     assert (tmp_path / "file").read_text() == "kept"
 
 
+def test_a_file_may_list_targets_that_the_module_has_not(base, adapted, tmp_path):
+    """As PEFT has it: one list for models of many kinds."""
+    tb.save(tmp_path, adapted, adapted.params, to="peft")
+    config = tmp_path / "adapter_config.json"
+    kept = json.loads(config.read_text())
+    config.write_text(json.dumps({**kept, "target_modules": ["up", "down", "query_key_value"]}))
+    again = tb.lora(base, tmp_path)
+    assert again.adapters["default"].targets == adapted.adapters["default"].targets
+    config.write_text(json.dumps({**kept, "target_modules": ["query_key_value"]}))
+    with pytest.raises(fz.ConversionError, match=r"\['query_key_value'\] names no layer"):
+        tb.lora(base, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
         ({"k": (2,), "more": (2,)}, "unexpected: `more`"),
+        (
+            {"k": (2,), "lm_head.base_layer.weight": (2,)},
+            r"unexpected: `lm_head.base_layer.weight` \(of the base: .* convert that module\)",
+        ),
         ({}, "missing: `k`"),
         ({"k": (3,)}, r"shape: `k` is \(3,\), expected \(2,\)"),
     ],
@@ -438,6 +455,10 @@ def test_targets_that_name_no_linear_layer_are_refused(base, adapted):
         tb.lora(base, targets=["q_proj", "up"])
     with pytest.raises(fz.ConversionError, match=r"`blocks.0` is a Block: expected a torch.nn.Lin"):
         tb.lora(base, targets=r"blocks\.\d")
+    with pytest.raises(fz.ConversionError, match=r"targets='\[up': expected a regular expression"):
+        tb.lora(base, targets="[up")
+    with pytest.raises(fz.ConversionError, match="alpha='8': expected a number"):
+        tb.lora(base, alpha="8")
     with pytest.raises(fz.ConversionError, match="rank=0: expected a whole number"):
         tb.lora(base, rank=0)
     with pytest.raises(fz.ConversionError, match=r"has adapters \['default'\] already"):

@@ -85,7 +85,7 @@ class LowRank(torch.nn.Module):
 
 
 def put_in(
-    module: torch.nn.Module, targets: str | Sequence[str], settings: Settings
+    module: torch.nn.Module, targets: str | Sequence[str], settings: Settings, idle: bool = False
 ) -> tuple[str, ...]:
     """Puts adapters beside layers of a module, in place, and freezes all that was there.
 
@@ -93,6 +93,7 @@ def put_in(
         module: the module.
         targets: as for `tb.lora`.
         settings: of the adapters.
+        idle: whether some of several targets may name no layer, as in PEFT's files.
 
     Returns:
         The paths of the layers that have one now.
@@ -100,7 +101,7 @@ def put_in(
     Raises:
         ConversionError: targets that are no linear layers, or name none.
     """
-    paths = chosen(module, targets)
+    paths = chosen(module, targets, idle)
     module.requires_grad_(False)
     made: dict[int, LowRank] = {}
     for path in paths:
@@ -112,20 +113,27 @@ def put_in(
     return paths
 
 
-def chosen(module: torch.nn.Module, targets: str | Sequence[str]) -> tuple[str, ...]:
+def chosen(
+    module: torch.nn.Module, targets: str | Sequence[str], idle: bool = False
+) -> tuple[str, ...]:
     """The paths of the layers that `targets` means; see `put_in`."""
     named = list(_modules(module))
     if targets == "all-linear":
         head = _head(module)
         paths = [path for path, m in named if is_linear(m) and m is not head]
     elif isinstance(targets, str):
-        pattern = re.compile(targets)
+        try:
+            pattern = re.compile(targets)
+        except re.error as error:
+            raise ConversionError(
+                f"lora: targets={targets!r}: expected a regular expression for whole names: {error}"
+            ) from error
         paths = [path for path, _ in named if pattern.fullmatch(path)]
     else:
         ends = tuple(f".{end}" for end in targets)
         paths = [path for path, _ in named if path in targets or path.endswith(ends)]
         unused = [t for t in targets if not any(f".{p}".endswith(f".{t}") for p in paths)]
-        if unused:
+        if unused and not idle:
             raise ConversionError(_none_of(named, f"targets {unused} name no layer"))
     if not paths:
         raise ConversionError(_none_of(named, f"targets={targets!r} names no layer"))

@@ -99,7 +99,7 @@ def lora(
 
     def change(module: torch.nn.Module) -> None:
         nonlocal paths
-        paths = put_in(module, config["target_modules"], settings)
+        paths = put_in(module, config["target_modules"], settings, adapter is not None)
         own: Any = module
         own.peft_config = {NAME: _written(config, module, paths)}
 
@@ -124,14 +124,17 @@ def _listed(targets: str | Sequence[str]) -> Any:
 
 
 def _settings(config: Mapping[str, Any], converted: Converted) -> Settings:
-    rank, dropout = config["r"], float(config["lora_dropout"])
+    rank, dropout, alpha = config["r"], config["lora_dropout"], config["lora_alpha"]
+    for name, value in (("alpha", alpha), ("dropout", dropout)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConversionError(f"lora: {name}={value!r}: expected a number")
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ConversionError(f"lora: rank={rank!r}: expected a whole number of at least 1")
     if not 0 <= dropout < 1:
         raise ConversionError(f"lora: dropout={dropout!r}: expected a probability below 1")
     wide = any(leaf.dtype == torch.float64 for leaf in converted.layout.leaves if leaf.is_param)
     dtype = torch.float64 if wide else torch.float32
-    return Settings(rank, float(config["lora_alpha"]), dropout, bool(config["use_rslora"]), dtype)
+    return Settings(rank, float(alpha), float(dropout), bool(config["use_rslora"]), dtype)
 
 
 def _known(given: dict[str, Any], where: str) -> dict[str, Any]:

@@ -133,7 +133,8 @@ def fitted(
             module, or of other targets or rank.
     """
     given = {_as_written(key): value for key, value in given.items()}
-    problems = [f"unexpected: `{key}`" for key in given if key not in adapter.keys.values()]
+    unexpected = [key for key in given if key not in adapter.keys.values()]
+    problems = [f"unexpected: `{key}`{_of_base(key)}" for key in unexpected]
     found: dict[str, Any] = {}
     for leaf, key in adapter.keys.items():
         if key not in given:
@@ -150,6 +151,16 @@ def fitted(
             f" another base, of other targets or of another rank?\n  {shown}"
         )
     return found
+
+
+def _of_base(key: str) -> str:
+    """What to do with a weight of the base, which PEFT saves along where it may have changed."""
+    if not key.endswith((".base_layer.weight", "embed_tokens.weight", "lm_head.weight")):
+        return ""
+    return (
+        " (of the base: save_embedding_layers. Save the adapter without, or load it with"
+        " peft.PeftModel.from_pretrained(module, folder), and convert that module)"
+    )
 
 
 def _as_written(key: str) -> str:
