@@ -37,6 +37,17 @@ def test_the_split_does_not_depend_on_the_order_of_the_arguments(texts: list[Pat
     assert corpus_of(texts).fingerprint != corpus_of([texts[0], texts[2]]).fingerprint
 
 
+def test_a_run_knows_all_of_its_text_and_not_only_what_validates(tmp_path: Path) -> None:
+    """`--resume` refuses another text; `fzero eval` compares losses of one that validates alike."""
+    path, corpora = tmp_path / "one.txt", []
+    for begins in (b"a", b"a", b"b"):
+        path.write_bytes(begins * 100 + bytes(range(97, 117)) * 100)
+        corpora.append(corpus_of([path]))
+    first, same, other = corpora
+    assert first.fingerprint == same.fingerprint == other.fingerprint
+    assert first.whole == same.whole != other.whole
+
+
 def test_a_new_file_never_moves_another_file_between_the_sides() -> None:
     names = [f"module_{number}.py" for number in range(400)]
     held_out = data._held_out(names)

@@ -184,6 +184,14 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_nothing_had_been(
     refused = here(*arguments, "--lr", 2e-2, "--resume")
     assert refused.status == 2
     assert "is of another run (lr: 0.01 then, 0.02 now); give the same flags" in refused.stderr
+    more = texts[0].with_name("also.txt")  # trains, by its name
+    more.write_text("also\n" * 40)
+    refused = here(*training(config_file, [*texts, more], out), "--resume")
+    assert "is of another run (fingerprint:" in refused.stderr
+    (out / "metrics.jsonl").write_text("step 1\n")
+    refused = here(*arguments, "--resume")
+    assert "metrics.jsonl: expected lines of JSON with a step, got 'step 1'" in refused.stderr
+    (out / "metrics.jsonl").write_text("".join(lines[:-2]) + '{"step": 6, "lo')
     done = here(*arguments, "--resume")
     assert done.status == 0, done.stderr
     assert "resumed after step 4 of 6" in done.stdout

@@ -20,6 +20,10 @@ class Source(Protocol):
         """Equal where results can be compared."""
 
     @property
+    def whole(self) -> str:
+        """Identifies what is trained on, too."""
+
+    @property
     def unigram_entropy(self) -> float:
         """Nats per validated token of a model that knows how often each occurs, and no more."""
 

@@ -56,6 +56,13 @@ class Corpus:
         digest.update(self.labels.tobytes())
         return digest.hexdigest()[:16]
 
+    @property
+    def whole(self) -> str:
+        """Identifies all sequences."""
+        digest = hashlib.sha256(self.fingerprint.encode())
+        digest.update(self.train.reshape(-1).data)
+        return digest.hexdigest()[:16]
+
     def describe(self) -> str:
         """One line for the reader of a run."""
         unit = "bytes" if self.byte_level else "tokens"

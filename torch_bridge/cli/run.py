@@ -78,7 +78,7 @@ def train(settings: TrainSettings, task: Task) -> int:
     plan = settings.plan(num_devices)
     rows, tx = check_batch(settings.batch, plan), optimizer(settings)
     job = _prepare(task, task.load(settings), plan, rows)
-    saver, history = Saver(settings, plan, job.corpus.fingerprint), History()
+    saver, history = Saver(settings, plan, job.corpus.whole), History()
     require_same("fzero train", saver.run)
     if settings.resume:
         saver.require_same(checkpoint)

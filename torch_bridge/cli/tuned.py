@@ -38,6 +38,11 @@ class RowCorpus:
         """Of all rows."""
         return self.train.fingerprint + self.validation.fingerprint
 
+    @property
+    def whole(self) -> str:
+        """The same: of all rows."""
+        return self.fingerprint
+
     @cached_property
     def unigram_entropy(self) -> float:
         """Of what is learned in validation."""
