@@ -236,6 +236,12 @@ def test_what_cannot_be_read_is_named_by_its_line(tmp_path, line, told):
         tb.read_documents(path, byte_tokenizer())
 
 
+def test_a_files_first_line_may_begin_with_windows_mark(tmp_path):
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\r\n')
+    assert len(tb.read_documents(path, byte_tokenizer())) == 2
+
+
 def test_templates_and_tokens_that_do_not_fit_are_named(tmp_path):
     path = written(tmp_path / "chat.jsonl", {"messages": CHAT})
     with pytest.raises(fz.BatchError, match=r"chat\.jsonl:1: has messages, but .* no chat templ"):

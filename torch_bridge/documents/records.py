@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ def _of_file(path: Path) -> Iterator[Record]:
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
                     yield Record(_object(line, f"{path}:{number}"), f"{path}:{number}")
     except OSError as error:
