@@ -132,11 +132,16 @@ class Tuning:
             Rows.of(other, own.seq, **how),  # type: ignore[arg-type]
             (len(train), len(other)),
         )
-        for rows, what in ((found.train, "train on"), (found.validation, "validate with")):
+        apart = bool(own.eval_sources)
+        least = "a document" if apart else "at least two documents"
+        for rows, what, flag, given in (
+            (found.train, "train on", "--data", train),
+            (found.validation, "validate with", "--eval-data" if apart else "--data", other),
+        ):
             if not rows.num_learned:
+                count = len(given) if apart else len(train) + len(other)
                 raise CommandError(
-                    f"--data: nothing to {what}: expected at least two documents with tokens to"
-                    f" learn, got {len(train) + len(other)}"
+                    f"{flag}: nothing to {what}: expected {least} with tokens to learn, got {count}"
                 )
         return found
 
