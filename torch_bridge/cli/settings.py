@@ -132,8 +132,10 @@ class TrainSettings:
             if number < 1:
                 raise CommandError(f"{flag} must be at least 1, got {number}")
         clip = self.plan_fields.get("clip_norm")
-        if self.lr <= 0 or (clip is not None and clip <= 0):
-            raise CommandError(f"--lr and --clip must be positive, got {self.lr} and {clip}")
+        if not all(0 < number < math.inf for number in (self.lr, 1.0 if clip is None else clip)):
+            raise CommandError(
+                f"--lr and --clip must be positive and finite, got {self.lr} and {clip}"
+            )
         self.plan(None)
 
     def plan(self, num_devices: int | None) -> fz.Plan:
