@@ -38,7 +38,7 @@ def merge(spec: str, adapter: Path, out: Path, undo: bool, overwrite: bool) -> N
     loaded = models.load(f"{HF_PREFIX}{directory}", 0, "auto")
     converted = tb.convert(loaded.module, models.example_ids(_EXAMPLE), train=False)
     adapted = tb.lora(converted, str(adapter))
-    out.mkdir(parents=True, exist_ok=True)
+    outputs.make(out)
     with outputs.model_staged(out) as scratch:
         if undo:
             whole = tb.state_dict(converted, converted.params)

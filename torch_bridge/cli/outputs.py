@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import shutil
@@ -83,11 +84,31 @@ def check(directory: Path, overwrite: bool) -> None:
     refuse_url(directory)
     if directory.is_file():
         raise CommandError(f"--out {directory} is a file; give a directory")
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise CommandError(
+            f"--out {directory}: expected a place that can be written, but {there} is"
+            f" {'read-only' if there.is_dir() else 'a file'}; give another directory"
+        )
     if directory.is_dir() and any(directory.iterdir()) and not overwrite:
         raise CommandError(
             f"--out {directory} is not empty; give another directory, or --overwrite to replace "
             "what an earlier run left there"
         )
+
+
+def make(directory: Path) -> None:
+    """Makes the directory of a run.
+
+    Raises:
+        CommandError: the file system does not let it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(
+            f"--out {directory}: cannot be made ({error.strerror}); give another directory"
+        ) from error
 
 
 def refuse_url(directory: Path) -> None:

@@ -92,7 +92,7 @@ def rewind(out: Path, step: int, eval_every: int) -> History:
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     # A killed run may have left half a line.
     for line in (line for line in text.split("\n")[:-1] if line):
-        entry: dict[str, Any] = json.loads(line)
+        entry = _entry(line, path)
         done = entry["step"]
         # A run that was interrupted validated once where it would not have otherwise.
         due = "loss" in entry or not done or (eval_every and done % eval_every == 0)
@@ -111,3 +111,17 @@ def rewind(out: Path, step: int, eval_every: int) -> History:
     with outputs.staged(out) as scratch:
         (scratch / outputs.METRICS).write_text("".join(kept), encoding="utf-8")
     return history
+
+
+def _entry(line: str, path: Path) -> dict[str, Any]:
+    """A line of the metrics."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+        raise CommandError(
+            f"--resume: {path}: expected lines of JSON with a step, got {line[:80]!r}; restore the"
+            " file, or start anew with --overwrite"
+        )
+    return found

@@ -129,7 +129,7 @@ def train(settings: TrainSettings, task: Task) -> int:
 
 def _begin(settings: TrainSettings, checkpoints: Path) -> None:
     """The run's directory, without what a run that this one replaces went on from or drew."""
-    settings.out.mkdir(parents=True, exist_ok=True)
+    outputs.make(settings.out)
     shutil.rmtree(checkpoints, ignore_errors=True)
     (settings.out / outputs.TIMELINE).unlink(missing_ok=True)  # not every run writes one
     outputs.write_json(settings.out / outputs.RUN, settings.to_json())
