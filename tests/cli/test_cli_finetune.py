@@ -110,8 +110,12 @@ def test_peft_loads_the_adapter_and_transformers_what_it_is_merged_into(
     assert summary["tokens"] < 6 * 4 * 96  # rows are not full
     shown_by_tensorboard(out / "tensorboard", steps)
 
+    other = byte_tokenizer(TEMPLATE.replace("assistant", "model"))
+    other.save_pretrained(out)  # as of a run with --template
     merged = here("merge", "--model", base, "--adapter", out, "--out", tmp_path / "merged")
     assert merged.status == 0, merged.stderr
+    talks = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
+    assert talks == other.chat_template != TEMPLATE
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert (tmp_path / "merged" / "generation_config.json").is_file()
     assert again.generation_config.eos_token_id == plain.generation_config.eos_token_id

@@ -58,8 +58,10 @@ def merge(spec: str, adapter: Path, out: Path, undo: bool, overwrite: bool) -> N
             tb.save(scratch / outputs.WEIGHTS, adapted, adapted.params, merge=True)
         loaded.config.architectures = [type(loaded.module).__name__]
         loaded.save_config(scratch)
-        if loaded.tokenizer is not None:
-            loaded.tokenizer.save_pretrained(scratch)
+        # The adapter's own, if it has one: with the chat template that it was trained with.
+        tokenizer = loaded.tokenizer if undo else models.tokenizer_of(adapter) or loaded.tokenizer
+        if tokenizer is not None:
+            tokenizer.save_pretrained(scratch)
     count = len(adapted.adapters["default"].targets)
     word = "taken out of" if undo else "put into"
     print(f"{out}: {adapter} {word} {count} weights of {directory}")

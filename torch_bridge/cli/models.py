@@ -210,17 +210,12 @@ def _load_hf(path: Path, dtype: str) -> LoadedModel:
             f"{config_file}: transformers has no causal language model for it: {error}"
         ) from error
     text = config.get_text_config()  # itself, but for models that read images, too
-    tokenizer = None
-    if path.is_dir() and any((path / name).exists() for name in TOKENIZER_FILES):
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     return LoadedModel(
         module=module,
         spec=f"{HF_PREFIX}{path}",
         vocab_size=text.vocab_size,
         max_seq=getattr(text, "max_position_embeddings", None),
-        tokenizer=tokenizer,
+        tokenizer=tokenizer_of(path),
         config=config,
     )
 
@@ -251,6 +246,15 @@ def _with_weights(path: Path, config: Any, dtype: str) -> Any:
             " draw at random: expected weights of this very model; is a file of them missing?"
         )
     return module
+
+
+def tokenizer_of(path: Path) -> Any:
+    """The tokenizer in a directory, or None."""
+    if not (path.is_dir() and any((path / name).exists() for name in TOKENIZER_FILES)):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
 def read_config(config_file: Path) -> Any:
