@@ -81,7 +81,8 @@ def test_a_question_without_a_template_is_named(directory: Path) -> None:
             "prompt 0 has 30 tokens, and 64 are to follow",
             marks=pytest.mark.nightly,
         ),
-        (("--prompt", "x", "--top-p", "2"), FzeroError, "--top_p=2.0: expected more than 0"),
+        (("--prompt", "x", "--top-p", "2"), FzeroError, "--top-p=2.0: expected more than 0"),
+        (("--prompt", "x", "--top-k", "5"), FzeroError, "--top-k and .* give a --temperature"),
     ],
 )
 def test_bad_input_is_named(

@@ -33,7 +33,13 @@ def generate(settings: GenerateSettings) -> None:
     try:
         sampling = tb.Sampling(settings.temperature, settings.top_k, settings.top_p, settings.seed)
     except ValueError as error:
-        raise CommandError(str(error).replace("Sampling: ", "--", 1)) from error
+        said = str(error).replace("Sampling: ", "--", 1)
+        raise CommandError(said.replace("top_", "top-", 1)) from error
+    if not settings.temperature and (settings.top_k is not None or settings.top_p < 1):
+        raise CommandError(
+            "--top-k and --top-p are of what is drawn, but with --temperature 0, the default, the"
+            " likeliest token is taken: give a --temperature, such as 1"
+        )
     num_devices = devices.configure(settings.devices, settings.precision)
     directory = Path(settings.model.removeprefix(HF_PREFIX)).expanduser()
     if not directory.is_dir():
