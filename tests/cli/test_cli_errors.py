@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 import fzero as fz
 from fzero import cli
 from torch_bridge.cli import check, devices, hosts, interrupt, outputs, progress
+from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.gauge import Gauge
 from torch_bridge.cli.settings import DataSettings, TrainSettings
 
@@ -82,6 +84,20 @@ def test_train_refuses(
     # What was wrong is in the error; nothing else was written.
     assert message in refusal(here, "train", *arguments, *flags)
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_a_full_disk_is_named_and_nothing_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("old")
+
+    def write() -> None:
+        with outputs.staged(tmp_path) as scratch:
+            (scratch / "kept").write_text("new")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(CommandError, match=r"--out .*cannot be written \(.*No space.*--resume"):
+        write()
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert (tmp_path / "kept").read_text() == "old"
 
 
 def test_a_directory_with_something_in_it_is_refused(

@@ -122,17 +122,28 @@ def refuse_url(directory: Path) -> None:
 
 @contextmanager
 def staged(directory: Path) -> Iterator[Path]:
-    """A scratch directory; what it holds in the end moves into `directory`, entry by entry."""
-    scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=directory))
+    """A scratch directory; what it holds in the end moves into `directory`, entry by entry.
+
+    Raises:
+        CommandError: there is no room, or no right to write.
+    """
+    scratch = None
     try:
+        scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=directory))
         yield scratch
         for path in sorted(scratch.iterdir()):
             target = directory / path.name
             if target.is_dir() and not target.is_symlink():
                 shutil.rmtree(target)  # no rename replaces a folder that holds something
             path.replace(target)
+    except OSError as error:
+        raise CommandError(
+            f"--out {directory}: cannot be written ({error}). If it has checkpoints (--save-every),"
+            " make room and run the same command with --resume"
+        ) from error
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextmanager
