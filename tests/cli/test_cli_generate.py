@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,10 @@ def test_bad_input_is_named(
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(FzeroError, match="nothing is no directory"):
         run("--model", tmp_path / "nothing", "--prompt", "x")
+
+
+def test_a_tokenizer_that_is_damaged_is_named(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    with pytest.raises(FzeroError, match="model: its tokenizer cannot be read"):
+        run("--model", tmp_path / "model", "--prompt", "x")

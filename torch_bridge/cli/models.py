@@ -249,12 +249,22 @@ def _with_weights(path: Path, config: Any, dtype: str) -> Any:
 
 
 def tokenizer_of(path: Path) -> Any:
-    """The tokenizer in a directory, or None."""
+    """The tokenizer in a directory, or None.
+
+    Raises:
+        CommandError: it is damaged.
+    """
     if not (path.is_dir() and any((path / name).exists() for name in TOKENIZER_FILES)):
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # of json, tokenizers (a plain one), or the file system
+        raise CommandError(
+            f"{path}: its tokenizer cannot be read ({type(error).__name__}: {error}); expected what"
+            " a tokenizer's save_pretrained writes"
+        ) from error
 
 
 def read_config(config_file: Path) -> Any:
