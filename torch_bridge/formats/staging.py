@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -15,7 +16,11 @@ from torch_bridge.formats.turns import ALONE, Turns
 
 
 # Weights of an earlier save, which a loader would take for a part of the new one.
-_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+_WEIGHTS = re.compile(
+    r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
+    r"|before-model-\d{5}-of-\d{5}\.safetensors"  # of `_set_aside`
+)
+_INDEX = "model.safetensors.index.json"
 
 
 @contextlib.contextmanager
@@ -48,7 +53,8 @@ def staged_directory(target: Path, merge: bool, turns: Turns = ALONE) -> Iterato
     Args:
         target: a directory that does not exist, or is empty.
         merge: whether it may also have files: those of the same name are replaced one by one, after
-            all have been written, and weights that do not belong to the new ones are removed.
+            all have been written, and weights that do not belong to the new ones are removed. Of
+            shards with an index all are read as they were, or all as they are written.
         turns: who writes; one process makes the directory and gives it its name.
 
     Raises:
@@ -89,13 +95,50 @@ def _take_place(temporary: Path, target: Path, merge: bool) -> None:
         temporary.replace(target)
         _sync(target.parent)
         return
-    written = sorted(temporary.iterdir())
-    for path in written:
-        path.replace(target / path.name)
+    written = sorted(temporary.iterdir())  # an index comes after its shards
     names = {path.name for path in written}
+    _set_aside(target, names, temporary)
+    for path in written:
+        if path.name == _INDEX:
+            _sync(target)  # its shards are there, whatever happens
+        path.replace(target / path.name)
     for path in target.iterdir():
         if _WEIGHTS.fullmatch(path.name) and path.name not in names:
             path.unlink()
+    _sync(target)
+
+
+def _set_aside(target: Path, names: set[str], temporary: Path) -> None:
+    """Gives shards that will be replaced a second name, and has the old index say that one.
+
+    Shards of two saves have the same names where there are as many. A kill between two of them
+    would leave an index of which some are new; so the old one is read until the new one is there.
+    """
+    index = target / _INDEX
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        shards = content["weight_map"]
+        replaced = {name for name in shards.values() if name in names and (target / name).is_file()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return  # none, or none that anybody could read
+    if _INDEX not in names or not replaced:
+        return
+    for name in replaced:
+        aside = target / f"before-{name}"
+        aside.unlink(missing_ok=True)
+        try:
+            os.link(target / name, aside)
+        except OSError:  # not every file system has two names for a file
+            shutil.copyfile(target / name, aside)
+            _sync(aside)
+    content["weight_map"] = {
+        tensor: f"before-{name}" if name in replaced else name for tensor, name in shards.items()
+    }
+    again = temporary / f"before-{_INDEX}"
+    again.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    _sync(again)
+    _sync(target)
+    again.replace(index)
     _sync(target)
 
 

@@ -407,6 +407,48 @@ def test_a_fine_file_made_the_same_way_is_read(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("name", ["link", "copy"])
+def test_a_kill_while_as_many_shards_are_replaced_leaves_all_old_or_all_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    class Killed(BaseException): ...
+
+    def save(value: float) -> None:
+        tensors = {f"t{n}": torch.full((64,), value) for n in range(3)}
+        write(content(tensors), tmp_path / "hf", max_shard_size=256)
+
+    def refuses(*_: Any) -> None:
+        raise PermissionError("one name for a file")
+
+    def killed_after(number: int) -> None:
+        left, replace = [number], Path.replace
+
+        def until(path: Path, target: Path) -> Path:
+            if not left[0]:
+                raise Killed
+            left[0] -= 1
+            return replace(path, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", until)
+            with pytest.raises(Killed):
+                save(2.0)
+
+    if name == "copy":
+        monkeypatch.setattr(os, "link", refuses)
+    seen = []
+    for number in range(5):  # the old index, three shards, the new index
+        save(1.0)
+        killed_after(number)
+        found = tb.checkpoint(tmp_path / "hf").tensors.values()
+        seen.append({float(tensor.tensor().mean()) for tensor in found})
+    assert seen == [{1.0}] * 5
+    save(2.0)
+    assert {float(t.tensor()[0]) for t in tb.checkpoint(tmp_path / "hf").tensors.values()} == {2.0}
+    shards = {f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)}
+    assert set(os.listdir(tmp_path / "hf")) == {*shards, "model.safetensors.index.json"}
+
+
 def test_the_index_says_the_size_of_all_shards(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
     converted = tb.convert(module, torch.zeros(2, 8))
