@@ -28,7 +28,7 @@ from torch_bridge.generation.prompts import (
     stop_array,
     warn_of_settings,
 )
-from torch_bridge.generation.sampling import GREEDY, Draw, Sampling
+from torch_bridge.generation.sampling import GREEDY, Draw, Sampling, is_whole
 from torch_bridge.generation.traced import Decoder
 from torch_bridge.module.names import Layout
 from torch_bridge.structure.chain import links_merged
@@ -115,8 +115,10 @@ def generate(
         raise ConversionError(
             f"generate: expected what tb.convert gave, got a {type(converted).__name__}"
         )
-    if max_new_tokens < 1:
-        raise BatchError(f"generate: max_new_tokens={max_new_tokens}: expected 1 or more")
+    if not (is_whole(max_new_tokens) and max_new_tokens >= 1):
+        raise BatchError(
+            f"generate: max_new_tokens={max_new_tokens!r}: expected a whole number, 1 or more"
+        )
     state = _read_state(converted, state_or_params)
     dtype = None if dtype is None else canonical(np.dtype(dtype))
     decoder = _decoder(converted, dtype)

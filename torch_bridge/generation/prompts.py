@@ -70,6 +70,11 @@ def read_prompts(given: Any, new: int, limits: Limits, multiple: int, step: int)
     Raises:
         BatchError: names the first prompt that is none, and its place.
     """
+    if isinstance(given, Mapping):
+        raise BatchError(
+            f"generate: prompts are a dict of {', '.join(map(str, given))}: expected rows of token"
+            " numbers alone, as tokenizer(texts).input_ids"
+        )
     if isinstance(given, str) or (len(given) and isinstance(given[0], str)):
         raise BatchError(
             "generate: prompts are text: expected token numbers, as tokenizer(text).input_ids"
@@ -160,6 +165,8 @@ def stop_array(stop: Sequence[int] | None, module: Any, vocabulary: int) -> np.n
         found = getattr(config, "eos_token_id", None)
         stop = [] if found is None else [found] if isinstance(found, int) else list(found)
         stop = [token for token in stop if 0 <= token < vocabulary]
+    if not np.ndim(stop):
+        raise BatchError(f"generate: stop={stop!r}: expected a list of tokens, as [{stop!r}]")
     for token in stop:
         if not 0 <= token < vocabulary:
             raise BatchError(

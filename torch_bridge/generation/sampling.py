@@ -4,7 +4,6 @@
 # (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool | complex)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number, of Python's or NumPy's kinds."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -42,12 +50,26 @@ class Sampling:
     seed: int | Sequence[int] | np.ndarray[Any, Any] = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"Sampling: temperature={self.temperature}: expected 0 or more")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"Sampling: top_k={self.top_k}: expected 1 or more, or None")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"Sampling: top_p={self.top_p}: expected more than 0, and at most 1")
+        low, high = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+        temperature, top_k, top_p = self.temperature, self.top_k, self.top_p
+        if not (_is_real(temperature) and (temperature == 0 or low <= temperature <= high)):
+            raise ValueError(
+                f"Sampling: temperature={temperature!r}: expected 0 or more, as float32 holds it"
+            )
+        if top_k is not None and not (is_whole(top_k) and top_k >= 1):
+            raise ValueError(
+                f"Sampling: top_k={top_k!r}: expected a whole number, 1 or more, or None"
+            )
+        if not (_is_real(top_p) and low <= top_p <= 1):
+            raise ValueError(
+                f"Sampling: top_p={top_p!r}: expected more than 0, as float32 holds it, and at most"
+                " 1"
+            )
+        if np.asarray(self.seed).dtype.kind not in "iu":
+            raise ValueError(
+                f"Sampling: seed={self.seed!r}: expected a whole number of at most 64 bits, or one"
+                " for each prompt"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -103,7 +125,9 @@ class Draw:
         if self.greedy:
             return jnp.argmax(logits, -1).astype(np.int32)
         temperature, top_p = numbers
-        scaled = logits.astype(np.float32) / temperature
+        wide = logits.astype(np.float32)
+        # From the largest: what a small temperature takes beyond float32 is then not the likeliest.
+        scaled = (wide - jnp.max(wide, -1, keepdims=True)) / temperature
         if self.top_k is not None or self.nucleus:
             scaled = self._likeliest(scaled, top_p)
         own = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), positions)
@@ -112,10 +136,12 @@ class Draw:
     def _likeliest(self, logits: Any, top_p: Any) -> Any:
         """Logits without the tokens that are not to be drawn."""
         count = min(self.top_k or logits.shape[-1], logits.shape[-1])
-        top, _ = jax.lax.top_k(logits, count)
-        last = top[:, -1:]
-        if self.nucleus:
-            probs = jax.nn.softmax(top, -1)
-            before = jnp.cumsum(probs, -1) - probs  # of all likelier ones: always 0 for the first
-            last = jnp.min(jnp.where(before < top_p, top, jnp.inf), -1, keepdims=True)
-        return jnp.where(logits < last, -jnp.inf, logits)
+        top, tokens = jax.lax.top_k(logits, count)
+        if not self.nucleus:
+            return jnp.where(logits < top[:, -1:], -jnp.inf, logits)
+        probs = jax.nn.softmax(top, -1)
+        before = jnp.cumsum(probs, -1) - probs  # of all likelier ones: always 0 for the first
+        # By place: of tokens that are equally likely, as in 16 bits many are, some are left out.
+        rows = jnp.arange(len(logits))[:, None]
+        none = jnp.full_like(logits, -jnp.inf)
+        return none.at[rows, tokens].set(jnp.where(before < top_p, top, -jnp.inf))

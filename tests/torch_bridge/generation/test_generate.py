@@ -6,6 +6,8 @@ import copy
 import functools
 import types
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -242,11 +244,10 @@ def test_other_precisions(module: GPT2LMHeadModel, converted: tb.Converted) -> N
         ([[3], [1] * 25], r"prompt 1 has 25 tokens, and 8 are to follow, .* 32 positions"),
         ([[0.5]], r"prompt 0: expected a row of token numbers, got float64"),
         (["a text"], r"prompts are text"),
+        ({"input_ids": [[3]], "attention_mask": [[1]]}, r"a dict of input_ids, attention_mask"),
     ],
 )
-def test_bad_prompts_are_named(
-    converted: tb.Converted, prompts: list[list[int]], message: str
-) -> None:
+def test_bad_prompts_are_named(converted: tb.Converted, prompts: Any, message: str) -> None:
     with pytest.raises(BatchError, match=message):
         tb.generate(converted, converted.params, prompts, NEW)
 
@@ -254,14 +255,46 @@ def test_bad_prompts_are_named(
 def test_bad_settings_are_named(converted: tb.Converted) -> None:
     with pytest.raises(BatchError, match="stop token 99"):
         tb.generate(converted, converted.params, PROMPTS, NEW, stop=[99])
-    with pytest.raises(BatchError, match="max_new_tokens=0"):
-        tb.generate(converted, converted.params, PROMPTS, 0)
-    for wrong in ({"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            tb.Sampling(**wrong)
+    with pytest.raises(BatchError, match=r"stop=5: expected a list of tokens, as \[5\]"):
+        tb.generate(converted, converted.params, PROMPTS, NEW, stop=5)  # type: ignore[arg-type]
+    for number in (0, 2.0, "3"):
+        with pytest.raises(BatchError, match=f"max_new_tokens={number!r}"):
+            tb.generate(converted, converted.params, PROMPTS, number)  # type: ignore[arg-type]
     sampling = tb.Sampling(temperature=1.0, seed=(1, 2))
     with pytest.raises(ValueError, match="2 seeds for 8 prompts"):
         tb.generate(converted, converted.params, PROMPTS, NEW, sampling=sampling)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", (-1.0, 1e-46, 1e39, float("nan"), "1", None)),
+        ("top_k", (0, 2.5, "3", True)),
+        ("top_p", (0.0, 1e-45, 1.1, None)),
+        ("seed", (None, 1.5, 2**70, [2**70], "a")),
+    ],
+)
+def test_values_of_a_sampling_that_are_none_are_named(name: str, values: Sequence[Any]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=rf"Sampling: {name}=.*: expected"):
+            tb.Sampling(**{name: value})
+
+
+def test_a_tiny_temperature_draws_the_likeliest_token() -> None:
+    """Quotients beyond float32 would all be infinite, and the first of them drawn."""
+    rows, draw = 16, Draw(greedy=False, top_k=None, nucleus=False)
+    logits = jnp.broadcast_to(jnp.array([5.0, 7.0, 9.0, 1.0]), (rows, 4))
+    keys = tb.Sampling(temperature=2e-38).keys(rows)
+    found = draw(logits, keys, jnp.zeros(rows, np.int32), (np.float32(2e-38), np.float32(1)))
+    assert set(found.tolist()) == {2}
+
+
+def test_of_equally_likely_tokens_top_p_keeps_as_few_as_reach_it() -> None:
+    """As transformers does: of eight alike four reach one half, and the others are left out."""
+    rows, draw = 256, Draw(greedy=False, top_k=None, nucleus=True)
+    keys = tb.Sampling(temperature=1.0).keys(rows)
+    given = keys, jnp.zeros(rows, np.int32), (np.float32(1), np.float32(0.5))
+    assert len(set(draw(jnp.zeros((rows, 8), jnp.bfloat16), *given).tolist())) == 4
 
 
 def test_modules_without_a_cache_are_named() -> None:
