@@ -242,7 +242,12 @@ def test_staged_files_appear_together_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.txt", "templates", "two.txt"]
 
 
-def test_of_an_older_model_nothing_stays_beside_a_new_one(tmp_path: Path) -> None:
+def test_of_an_older_model_nothing_stays_beside_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed_now(*_: object) -> None:
+        raise KeyboardInterrupt
+
     own = ("notes.txt", "loss.png", "checkpoints")
     older = ("config.json", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json",
              "model-00001-of-00002.safetensors", "model.safetensors.index.json", "vocab.json",
@@ -252,6 +257,12 @@ def test_of_an_older_model_nothing_stays_beside_a_new_one(tmp_path: Path) -> Non
     with pytest.raises(KeyError), outputs.model_staged(tmp_path):
         raise KeyError
     assert {path.name for path in tmp_path.iterdir()} == {*own, *older}  # a run that failed
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "replace", killed_now)
+        with pytest.raises(KeyboardInterrupt), outputs.model_staged(tmp_path) as scratch:
+            (scratch / "config.json").write_text("new")
+    # Too little is left, not an adapter that would be added to other weights.
+    assert {path.name for path in tmp_path.iterdir()} == {*own, "config.json"}
     with outputs.model_staged(tmp_path) as scratch:
         for name in ("model.safetensors", "config.json"):
             (scratch / name).write_text("new")

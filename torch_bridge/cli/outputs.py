@@ -155,11 +155,12 @@ def model_staged(directory: Path) -> Iterator[Path]:
     """
     with staged(directory) as scratch:
         yield scratch
+        # Before the new one moves in: a kill in between leaves too little, not two models.
         written = {path.name for path in scratch.iterdir()}
-    for path in directory.iterdir():
-        left = path.name not in written and any(path.match(one) for one in OF_A_MODEL)
-        if left and path.is_file():
-            path.unlink()
+        for path in directory.iterdir():
+            left = path.name not in written and any(path.match(one) for one in OF_A_MODEL)
+            if left and path.is_file():
+                path.unlink()
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
