@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -315,8 +316,18 @@ def fit_leaves(
     if tensors and not (found or problems):
         names = f"such as `{next(iter(tensors))}`, is one of the module's, such as"
         problems.append(f"none of its names, {names} `{next(iter(leaf_of), None)}`")
-    _refuse(problems, "cast=True" if masters else "strict=False")
+    _refuse(problems, "cast=True" if masters else "strict=False", _before(tensors, leaf_of))
     return found
+
+
+def _before(names: Iterable[str], known: Collection[str]) -> str:
+    """What most names of a file begin with in addition to the module's, if most do."""
+    names = list(names)
+    ends = (((parts := name.split("."))[:i], parts[i:]) for name in names
+            for i in range(1, name.count(".") + 1))  # fmt: skip
+    found = Counter(".".join(head) for head, tail in ends if ".".join(tail) in known)
+    (prefix, count), *_ = found.most_common(1) or [("", 0)]
+    return f"{prefix}." if 2 * count > len(names) else ""
 
 
 def _in_blocks(leaf: Leaf, tensor: LazyTensor) -> LazyTensor:
@@ -355,14 +366,22 @@ def _checked(records: LazyTensor) -> LazyTensor:
     return dataclasses.replace(records, fetch=fetch)
 
 
-def _refuse(problems: list[str], casts: str = "strict=False") -> None:
-    """Says what does not fit, and which argument would have it so; `casts` is that for dtypes."""
+def _refuse(problems: list[str], casts: str = "strict=False", before: str = "") -> None:
+    """Says what does not fit, and which argument would have it so.
+
+    Args:
+        problems: what does not.
+        casts: the argument for dtypes.
+        before: what names have in addition to the module's.
+    """
     if not problems:
         return
     kinds = {problem.partition(":")[0] for problem in problems}
     remedies = [f"{casts} casts dtypes."] if "dtype" in kinds else []
     if kinds & {"missing", "unexpected"}:
         remedies.insert(0, "strict=False accepts missing and unexpected names.")
+    if before and "missing" in kinds:
+        remedies.insert(0, f"Its names begin with {before!r}: tb.restore(..., prefix={before!r}).")
     raise CheckpointError(
         f"the state_dict does not fit the module in {len(problems)} place(s):\n  "
         + "\n".join(["\n  ".join(problems), *remedies])

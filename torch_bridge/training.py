@@ -121,6 +121,11 @@ def fit(
     """
     given_module, module, plan = module, unwrapped(module), plan or Plan()
     _refuse_begun(optimizer, scheduler)
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise ConversionError(
+            f"fit: the loader is a {type(loader).__name__}: expected what gives batches, anew for"
+            " each epoch, such as a DataLoader or a list; a function of batches has to be called"
+        )
     batches: Iterator[Any] = iter(loader)
     if epochs > 1 and batches is loader:
         raise ConversionError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import tracemalloc
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,30 @@ def test_one_file_is_split_into_its_first_and_last_part(tmp_path: Path) -> None:
     assert corpus.train.size + corpus.validation.size >= 2000
     assert corpus.train[0, 0] == 97
     assert corpus.validation.size >= 100
+
+
+class Tokenizer:
+    """A token for each character."""
+
+    eos_token_id = 0
+
+    def __call__(self, text: str, **_: bool) -> dict[str, list[int]]:
+        return {"input_ids": [ord(character) for character in text]}
+
+
+def test_text_that_is_no_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    settings = DataSettings((str(path),), 16, 1000)
+    path.write_bytes(("größer als \ufffd " * 40).encode("utf-16"))
+    with pytest.raises(CommandError, match=r"one.txt: \d+ of \d+ characters are no UTF-8: "):
+        data.load(settings, Tokenizer())
+    path.write_bytes(b"plain text, and a lot of it. " * 400 + b"\xff")
+    with pytest.warns(UserWarning, match="1 of 581 characters are no UTF-8, and become"):
+        data.load(settings, Tokenizer())
+    path.write_text("\u4e2d\ufffd" * 41)  # split within no character, wherever the cut falls
+    with warnings.catch_warnings(action="error"):
+        corpus = data.load(settings, Tokenizer())
+    assert set(np.unique(corpus.train)) <= {0, 0x4E2D, 0xFFFD}
 
 
 def test_no_more_than_one_file_is_in_memory(tmp_path: Path) -> None:

@@ -364,6 +364,13 @@ def test_a_buffer_that_is_written_within_a_transformed_function_is_refused(withi
     assert np.isfinite(value)
 
 
+def test_a_loader_that_gives_nothing_is_named() -> None:
+    module = nn.Linear(4, 2)
+    sgd = torch.optim.SGD(module.parameters())
+    with pytest.raises(ConversionError, match=r"loader is a function: .* has to be called"):
+        tb.fit(module, lambda: [(X, X[:, :2])], nn.MSELoss(), optimizer=sgd)  # type: ignore[arg-type]
+
+
 class CountingLoss(nn.Module):
     """A loss with a state of its own, which is not the model's."""
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fzero.errors import warn
 from torch_bridge.cli.corpus import Batch, entropy
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.settings import STDLIB, DataSettings
@@ -22,7 +23,8 @@ from torch_bridge.documents.rows import batch_places
 
 
 IntArray = NDArray[np.int32]
-Text = Callable[[], bytes]
+# A file's text, by a partial of what reads it and its path.
+Text = partial[bytes]
 
 # torch's convention for "no prediction here"; `torch_bridge.causal_lm_loss` follows it.
 IGNORED = -100
@@ -182,17 +184,17 @@ def _text(path: Path) -> bytes:
 def _part(path: Path, last: bool) -> bytes:
     text = _text(path)
     cut = int(len(text) * (1 - VALIDATION_SHARE))
+    while 0 < cut < len(text) and text[cut] & 0xC0 == 0x80:  # within a character of UTF-8
+        cut -= 1
     return text[cut:] if last else text[:cut]
 
 
-def _tokens(
-    texts: Sequence[Text], encode: Callable[[bytes], IntArray], end: int | None
-) -> IntArray:
+def _tokens(texts: Sequence[Text], encode: Callable[[Text], IntArray], end: int | None) -> IntArray:
     """Tokens of all texts, each with its end, in a file without a name: it goes with its reader."""
     mark = np.asarray([] if end is None else [end], np.int32)
     with tempfile.TemporaryFile() as file:
         for text in texts:
-            tokens = encode(text())
+            tokens = encode(text)
             try:
                 file.write(tokens.tobytes())
                 file.write(mark.tobytes())
@@ -233,18 +235,33 @@ def _held_out(names: list[str]) -> set[str]:
     return chosen if 0 < len(chosen) < len(names) else {min(names, key=lambda name: shares[name])}
 
 
-def _encoder(tokenizer: Any) -> tuple[Callable[[bytes], IntArray], int | None]:
+def _encoder(tokenizer: Any) -> tuple[Callable[[Text], IntArray], int | None]:
     """How one text becomes tokens, and the token that ends a text."""
     if tokenizer is None:
         # NUL occurs in no source text.
-        return lambda text: np.frombuffer(text, np.uint8).astype(np.int32), 0
+        return lambda text: np.frombuffer(text(), np.uint8).astype(np.int32), 0
 
-    def encode(text: bytes) -> IntArray:
+    def encode(text: Text) -> IntArray:
         # verbose=False: a text longer than the model's context is no mistake here, it is cut below.
-        ids = tokenizer(text.decode("utf-8", "replace"), add_special_tokens=False, verbose=False)
+        ids = tokenizer(_decoded(text), add_special_tokens=False, verbose=False)
         return np.asarray(ids["input_ids"], np.int32)
 
     return encode, tokenizer.eos_token_id
+
+
+def _decoded(text: Text) -> str:
+    """A text for a tokenizer: UTF-8, in which a damaged place here and there is let be."""
+    held = text()
+    found = held.decode("utf-8", "replace")
+    lost = found.count("\ufffd") - held.count("\ufffd".encode())
+    if lost:
+        said = f"--data: {text.args[0]}: {lost} of {len(found)} characters are no UTF-8"
+        if 100 * lost > len(found):
+            raise CommandError(
+                f"{said}: expected text in UTF-8, as `iconv -t utf-8` makes it of others"
+            )
+        warn(f"{said}, and become U+FFFD")
+    return found
 
 
 def _validation_rows(tokens: IntArray, seq: int, limit: int) -> tuple[IntArray, IntArray]:

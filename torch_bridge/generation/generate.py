@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from jax.sharding import NamedSharding
 
 from fzero.axes import PIPE
@@ -19,7 +20,7 @@ from fzero.state.train_state import TrainState
 from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves
 from torch_bridge.converted import Converted
-from torch_bridge.dtypes import canonical, jax_dtype
+from torch_bridge.dtypes import canonical, is_float, jax_dtype
 from torch_bridge.generation.programs import Drawn, Programs, Shape, batch_axes
 from torch_bridge.generation.prompts import (
     Limits,
@@ -120,7 +121,7 @@ def generate(
             f"generate: max_new_tokens={max_new_tokens!r}: expected a whole number, 1 or more"
         )
     state = _read_state(converted, state_or_params)
-    dtype = None if dtype is None else canonical(np.dtype(dtype))
+    dtype = None if dtype is None else _computed(dtype)
     decoder = _decoder(converted, dtype)
     limits = Limits.of(decoder.module)
     mesh = _mesh(state)
@@ -185,6 +186,19 @@ def _mesh(state: Mapping[str, Any]) -> Any:
         )
     mesh = next(iter(meshes), None)
     return None if mesh is None or mesh.size == 1 else mesh
+
+
+def _computed(dtype: Any) -> np.dtype[Any]:
+    """What to compute in, as numpy, JAX or torch name it."""
+    try:
+        found = jax_dtype(dtype) if isinstance(dtype, torch.dtype) else canonical(dtype)
+    except TypeError:
+        found = np.dtype(bool)
+    if not is_float(found) or found.itemsize < 2:
+        raise ConversionError(
+            f"generate: dtype={dtype!r}: expected one of floats, as 'bfloat16' or torch.float16"
+        )
+    return found
 
 
 def _leaves(names: Names, layout: Layout, dtype: Any, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -262,8 +262,9 @@ def test_dtypes_and_names_are_taken_over_only_on_demand(
            for n, v in module.state_dict().items()}  # fmt: skip
     torch.save({**low, "head.bias": torch.ones(3)}, tmp_path / "m.pt")
     plan = PLANS["zero0"]
-    with pytest.raises(CheckpointError, match=r"unexpected: `net\.inner\.weight`"):
+    with pytest.raises(CheckpointError, match=r"unexpected: `net\.inner\.weight`") as refused:
         tb.restore(tmp_path / "m.pt", converted, None, plan)
+    assert "Its names begin with 'net.': tb.restore(..., prefix='net.')" in str(refused.value)
     with pytest.raises(CheckpointError, match=r"dtype: `inner.weight` is torch.bfloat16"):
         tb.restore(tmp_path / "m.pt", converted, None, plan, prefix="net.")
     with pytest.raises(CheckpointError, match=r"no name begins with 'model\.'"):

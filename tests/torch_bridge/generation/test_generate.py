@@ -260,6 +260,9 @@ def test_bad_settings_are_named(converted: tb.Converted) -> None:
     for number in (0, 2.0, "3"):
         with pytest.raises(BatchError, match=f"max_new_tokens={number!r}"):
             tb.generate(converted, converted.params, PROMPTS, number)  # type: ignore[arg-type]
+    for dtype in ("bf16", "int8", torch.int32, 3):
+        with pytest.raises(ConversionError, match="expected one of floats, as 'bfloat16'"):
+            tb.generate(converted, converted.params, PROMPTS, NEW, dtype=dtype)
     sampling = tb.Sampling(temperature=1.0, seed=(1, 2))
     with pytest.raises(ValueError, match="2 seeds for 8 prompts"):
         tb.generate(converted, converted.params, PROMPTS, NEW, sampling=sampling)
