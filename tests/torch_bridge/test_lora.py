@@ -17,6 +17,7 @@ import transformers
 import fzero as fz
 import torch_bridge as tb
 from torch_bridge.formats.peft import fitted
+from torch_bridge.formats.staging import staged_directory
 from torch_bridge.module.adapters import Adapter
 
 
@@ -226,6 +227,31 @@ def test_several_adapters_over_one_base(adapted, tmp_path):
     assert float(evaluate(back, BATCH)["loss"]) == float(evaluate(first, BATCH)["loss"])
     shared = back.params["blocks"]["blocks.*.up.base_layer.weight"]
     assert shared is first.params["blocks"]["blocks.*.up.base_layer.weight"]
+
+
+@pytest.mark.parametrize("setting", ["the same", "another"])
+def test_a_kill_leaves_no_factors_under_other_settings(tmp_path, monkeypatch, setting):
+    def save(setting, factors):
+        with staged_directory(tmp_path, merge=True) as temporary:
+            (temporary / "adapter_config.json").write_text(setting)
+            (temporary / "adapter_model.safetensors").write_text(factors)
+
+    def killed_at_the_factors(path, target):
+        if path.name.startswith("adapter_model"):
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    replace = type(tmp_path).replace
+    save("the same", "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tmp_path), "replace", killed_at_the_factors)
+        with pytest.raises(KeyboardInterrupt):
+            save(setting, "new")
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    old = {"adapter_model.safetensors": "old"} if setting == "the same" else {}
+    assert found == {"adapter_config.json": setting, **old}
+    save(setting, "new")
+    assert (tmp_path / "adapter_model.safetensors").read_text() == "new"
 
 
 def test_files_in_and_out(base, adapted, tmp_path):

@@ -21,6 +21,7 @@ _WEIGHTS = re.compile(
     r"|before-model-\d{5}-of-\d{5}\.safetensors"  # of `_set_aside`
 )
 _INDEX = "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
 
 
 @contextlib.contextmanager
@@ -98,6 +99,12 @@ def _take_place(temporary: Path, target: Path, merge: bool) -> None:
     written = sorted(temporary.iterdir())  # an index comes after its shards
     names = {path.name for path in written}
     _set_aside(target, names, temporary)
+    if _ADAPTER in names and not _same(target / _ADAPTER, temporary / _ADAPTER):
+        # Two files and no third that names them: a kill leaves none of the factors, not those of
+        # another rank or scale.
+        for old in target.glob("adapter_model.*"):
+            old.unlink()
+        _sync(target)
     for path in written:
         if path.name == _INDEX:
             _sync(target)  # its shards are there, whatever happens
@@ -106,6 +113,11 @@ def _take_place(temporary: Path, target: Path, merge: bool) -> None:
         if _WEIGHTS.fullmatch(path.name) and path.name not in names:
             path.unlink()
     _sync(target)
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two files have the same bytes; a missing one is no other's."""
+    return one.is_file() and one.read_bytes() == other.read_bytes()
 
 
 def _set_aside(target: Path, names: set[str], temporary: Path) -> None:
