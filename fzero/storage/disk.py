@@ -98,6 +98,16 @@ class Handle:
             " an array in device memory. `fz.reload(state)` brings it back."
         )
 
+    def _computed(self, *_: Any, **__: Any) -> Any:
+        """Python's operators and what arrays can do: `jax.tree.map(lambda x: x / 2, state)`."""
+        return self._used()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _computed
+    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __neg__ = __abs__ = _computed
+    __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __float__ = __int__ = _computed
+    astype = copy = reshape = _computed
+
 
 @dataclass(frozen=True, eq=False)
 class DiskArray(Handle):

@@ -270,6 +270,10 @@ def test_a_handle_is_no_array(tmp_path):
     for use in (lambda: jnp.add(handle, 1), lambda: jax.jit(lambda x: x)(handle)):
         with pytest.raises(PlacementError, match=r"`opt_state/mu` .* is on disk"):
             use()
+    for use in (lambda x: x / 2, lambda x: 1 - x, lambda x: -x, lambda x: x[0], float,
+                lambda x: x.copy(), lambda x: x.astype("bfloat16")):  # fmt: skip
+        with pytest.raises(PlacementError, match=r"`opt_state/mu` .* is on disk"):
+            jax.tree.map(use, {"mu": handle})
     with pytest.raises(PlacementError, match=r"cannot be pickled"):
         pickle.dumps(handle)
     with pytest.raises(AttributeError):
