@@ -90,6 +90,21 @@ def test_the_newest_are_kept_and_numbered(states, tmp_path):
     assert fz.checkpoint(tmp_path).number == 10
 
 
+def test_a_damaged_one_is_named_with_the_one_before(states, tmp_path):
+    for _ in range(2):
+        fz.save(tmp_path, states("zero 3"), PLANS["zero 3"])
+    fz.wait(tmp_path)
+    (tmp_path / "7").write_text("a user's own file")
+    (tmp_path / "007").mkdir()
+    (tmp_path / "1" / "state" / "manifest.ocdbt").unlink()
+    for name in ("params/.* of checkpoint 1", "checkpoint 1"):
+        with pytest.raises(fz.CheckpointError, match=rf"{name} (.|\n)* number=0, or move 1 out"):
+            fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"])
+        (tmp_path / "1" / "meta" / "metadata").unlink(missing_ok=True)
+    read = fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"], number=0)
+    tiny.same_bits(read.params, states("zero 3").params)
+
+
 def test_leaves_without_elements_go_along(tmp_path):
     """They are not written; those behind them keep their places."""
     values = {"a": np.zeros((0, 4), np.float32), "b": np.arange(8.0, dtype=np.float32)}

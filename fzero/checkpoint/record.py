@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +125,7 @@ def read_meta(folder: Path, number: int) -> Mapping[str, Any]:
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"restore: checkpoint {number} in {folder} cannot be read: {error}"
+            f"{instead(folder, number)}"
         ) from error
     if not isinstance(meta, dict) or meta.get("format") not in READABLE:
         raise CheckpointError(
@@ -148,7 +150,18 @@ def _whole(folder: Any) -> list[int]:
             raise CheckpointError(f"restore: {folder} cannot be read: {error}") from error
     if not folder.is_dir():
         return []
-    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit())
+    return sorted(
+        int(entry.name) for entry in folder.iterdir()
+        if re.fullmatch("0|[1-9][0-9]*", entry.name) and entry.is_dir()
+    )  # fmt: skip
+
+
+def instead(folder: Any, number: int) -> str:
+    """What can be read in place of a checkpoint that is damaged, for the end of a message."""
+    others = [other for other in _whole(folder) if other != number]
+    if not others:
+        return ""
+    return f"; to go on from {others[-1]}, give number={others[-1]}, or move {number} out of there"
 
 
 def _plan_of(meta: Mapping[str, Any]) -> Plan:

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from fzero.axes import DATA, zero_sizes
-from fzero.checkpoint.record import Checkpoint, array_path, checkpoint, read_meta
+from fzero.checkpoint.record import Checkpoint, array_path, checkpoint, instead, read_meta
 from fzero.checkpoint.write import first_says, wait
 from fzero.compat import is_key, outside_of_meshes
 from fzero.errors import CheckpointError, warn
@@ -389,7 +389,7 @@ class _StoredState:
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"restore: {path} of checkpoint {self.about.number} in {self.about.path} cannot be"
-                f" read: {error}"
+                f" read: {error}{instead(self.about.path, self.about.number)}"
             ) from error
 
     def _file(self, number: int, shape: tuple[int, ...], dtype: str) -> _File:
