@@ -92,8 +92,10 @@ class TrainStep(_Step):
         )
 
     def __init__(self, blue: Blueprint, donate: bool, apply: bool) -> None:
-        if all(split.frozen for split in flat_splits(blue.params)):
-            raise StateError("train_step: every parameter is frozen (Model.frozen): none to train")
+        splits = flat_splits(blue.params)
+        if all(split.frozen for split in splits):
+            why = "every parameter is frozen (Model.frozen)" if splits else "the model has none"
+            raise StateError(f"train_step: expected parameters to train: {why}")
         if apply:
             blue.require_optimizer("train_step")
         super().__init__(blue, "train_step" if apply else "accumulate_step")

@@ -339,3 +339,9 @@ def test_optimizers_with_labels_see_what_is_trained():
             state, metrics = step(state, BATCH)
         assert np.isfinite(metrics["loss"])
         assert leaves_with(state, "opt_state") == []
+
+
+def test_a_model_without_parameters_has_none_to_train():
+    model = fz.Model(lambda rng: ({}, {}), lambda p, b, batch, rng, train: (batch["x"][0], b, {}))
+    with pytest.raises(fz.StateError, match="expected parameters to train: the model has none"):
+        fz.train_step(model, optax.sgd(0.1), fz.Plan(data=1))
