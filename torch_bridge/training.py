@@ -121,17 +121,7 @@ def fit(
     """
     given_module, module, plan = module, unwrapped(module), plan or Plan()
     _refuse_begun(optimizer, scheduler)
-    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        raise ConversionError(
-            f"fit: the loader is a {type(loader).__name__}: expected what gives batches, anew for"
-            " each epoch, such as a DataLoader or a list; a function of batches has to be called"
-        )
-    batches: Iterator[Any] = iter(loader)
-    if epochs > 1 and batches is loader:
-        raise ConversionError(
-            f"fit: the loader is an iterator, which gives its batches once, but epochs={epochs}:"
-            " give a DataLoader or a list"
-        )
+    batches = _begun(loader, epochs)
     first = _first(batches)
     converted = _converted(module, loss, first, roll)
     model = converted.model("module")
@@ -184,6 +174,22 @@ def _refuse_begun(optimizer: Any, scheduler: Any) -> None:
             " start afresh. Make a new one; or go on from Adam's moments with tb.convert,"
             " tb.optimizer and tb.with_moments (or tb.restore of a checkpoint)"
         )
+
+
+def _begun(loader: Any, epochs: int) -> Iterator[Any]:
+    """The batches of the first epoch."""
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise ConversionError(
+            f"fit: the loader is a {type(loader).__name__}: expected what gives batches, anew for"
+            " each epoch, such as a DataLoader or a list; a function of batches has to be called"
+        )
+    batches = iter(loader)
+    if epochs > 1 and batches is loader:
+        raise ConversionError(
+            f"fit: the loader is an iterator, which gives its batches once, but epochs={epochs}:"
+            " give a DataLoader or a list"
+        )
+    return batches
 
 
 def _first(batches: Iterator[Any]) -> Any:
