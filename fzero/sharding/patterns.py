@@ -27,14 +27,15 @@ def require_found(model: Model, plan: Plan, shapes: PyTree) -> None:
     """
     names = [name for name, _ in named_leaves(shapes)]
     _require("keep_fp32", plan.keep_fp32, names)
-    if plan.precision != "fp8":
+    products = plan.products
+    if products is None:
         return
     own = [one for one in plan.float8.keep if one not in KEEP]
     _require("float8: keep", own, [*names, *_names_where_read(model, names)])
-    if plan.products is not None and not any(_may_take(model, plan.products, shapes)):
+    if not any(_may_take(model, products, shapes)):
         warn(
             "plan: precision='fp8', but no parameter of the model is for a product in 8 bits: all"
-            f" are kept in 16 by name (keep={list(plan.products.keep)}) or have dims that are no"
+            f" are kept in 16 by name (keep={list(products.keep)}) or have dims that are no"
             f" multiples of 16 or under {plan.float8.min_dim}. Change float8=fz.Float8(...), or say"
             " precision='bf16'"
         )

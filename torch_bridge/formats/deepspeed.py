@@ -236,12 +236,13 @@ def _by_layers(
         weights: what the layers' files have, by `NUMBER.name`.
         folder: for messages.
     """
-    values: dict[str, list[torch.Tensor]] = {}
+    first: dict[str, LazyTensor] = {}
+    apart: set[str] = set()
     for found in own:
         for name, tensor in found.get(FP32, {}).items():
-            if name.startswith(_TIED):
-                values.setdefault(name, []).append(tensor.tensor())
-    apart = {n for n, v in values.items() if not all(torch.equal(v[0], x) for x in v[1:])}
+            before = first.setdefault(name, tensor)
+            if name.startswith(_TIED) and before is not tensor:
+                apart |= set() if torch.equal(before.tensor(), tensor.tensor()) else {name}
     taken: set[str] = set()
     named: list[dict[str, str]] = []
     for found in own:
