@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from typing import Any
 
@@ -92,6 +93,30 @@ class Branch(nn.Module):
 def test_data_dependent_sizes_are_refused_with_the_source_line() -> None:
     with pytest.raises(ConversionError, match=r"depends on\s+tensor values[\s\S]*x\[x > 0\]"):
         tb.convert(Masked(), X)
+
+
+def test_arguments_in_a_tuple_are_told_apart() -> None:
+    """As `torch.export.export` takes them."""
+    with pytest.raises(ConversionError, match=r"come one by one: tb\.convert\(module, \*example\)"):
+        tb.convert(nn.Linear(4, 4), (X,))
+
+
+class NoSuchDim(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch._weight_norm(self.weight, self.weight, 7)
+
+
+def test_an_error_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """PyTorch writes a traceback to its log, too, for each try."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(caplog.handler)  # it hands nothing on to the root
+    try:
+        with pytest.raises(ConversionError, match="Dimension out of range"):
+            tb.convert(NoSuchDim(4, 4), X)
+    finally:
+        log.removeHandler(caplog.handler)
+    assert not [one for one in caplog.records if one.name == log.name]
+    assert not log.disabled
 
 
 def test_data_dependent_control_flow_is_refused() -> None:

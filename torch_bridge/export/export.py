@@ -75,6 +75,9 @@ def quiet() -> Iterator[None]:
     """
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
+    # A traceback of its own for each try, beside the error that it raises.
+    of_operators = logging.getLogger("torch._subclasses.fake_tensor")
+    before, of_operators.disabled = of_operators.disabled, True
     try:
         with (
             warnings.catch_warnings(record=True) as seen,
@@ -86,6 +89,7 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
+        of_operators.disabled = before
     for said, category in dict.fromkeys((str(one.message), one.category) for one in seen):
         warn(said, category)
 
@@ -307,7 +311,8 @@ def _export_most_dynamic(
                 return program, dynamic
     refuse_functions(functions, mode)
     assert last is not None
-    raise ConversionError(_explain(last, mode, module)) from last
+    args, kwargs = inputs
+    raise ConversionError(_explain(last, mode, module, None if kwargs else args)) from last
 
 
 def _dynamic_shapes(
@@ -386,13 +391,17 @@ def _table_of(num_operators: int, num_lowered: int) -> dict[Any, Any]:
     }
 
 
-def _explain(error: Exception, mode: str, module: torch.nn.Module) -> str:
+def _explain(
+    error: Exception, mode: str, module: torch.nn.Module, args: tuple[Any, ...] | None = None
+) -> str:
     """torch's message cut to what a reader can use: the cause, the submodule and its line."""
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
     cause = lines[0] if lines else type(error).__name__
     cause = cause.partition(" If this type holds tensors")[0]  # how to tell PyTorch of a type
     hint = remedy_of_trace(str(error), failing_call(error))
-    if mode == "train":  # which may draw what eval mode does not, or check its values
+    if args and len(args) == 1 and isinstance(args[0], tuple):  # as torch.export.export takes them
+        hint += " Arguments of the example come one by one: tb.convert(module, *example)."
+    elif mode == "train":  # which may draw what eval mode does not, or check its values
         hint += " For a model that is only evaluated: tb.convert(..., train=False)."
     said = f"torch.export cannot trace the {mode} forward: {cause.rstrip('.')}. {hint.strip()}"
     return said.rstrip() + _where(error, module)

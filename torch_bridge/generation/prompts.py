@@ -15,10 +15,12 @@ from fzero.errors import BatchError, warn
 # What a generation config may have that changes the likeliest tokens, with what changes none.
 _NOT_DONE: dict[str, Any] = {
     "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1, "min_length": 0,
+    "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0, "token_healing": False,
     **dict.fromkeys(
         ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
          "forced_eos_token_id", "min_new_tokens", "sequence_bias", "penalty_alpha",
-         "exponential_decay_length_penalty", "guidance_scale", "stop_strings")
+         "exponential_decay_length_penalty", "guidance_scale", "stop_strings",
+         "force_words_ids", "constraints", "dola_layers", "watermarking_config")
     ),
 }  # fmt: skip
 

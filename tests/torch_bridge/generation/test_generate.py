@@ -160,8 +160,10 @@ def test_settings_that_would_give_other_tokens_are_named(module: GPT2LMHeadModel
     """Before anything is compiled, so that an error of the warning is all that this waits for."""
     module = copy.deepcopy(module)
     module.generation_config.repetition_penalty, module.generation_config.num_beams = 1.5, 1
+    module.generation_config.watermarking_config = {"seeding_scheme": "lefthash"}
+    module.generation_config.token_healing = False
     converted = tb.convert(module, torch.zeros(2, 4, dtype=torch.long), train=False, roll=False)
-    said = r"config says repetition_penalty=1\.5, by which"
+    said = r"config says repetition_penalty=1\.5, watermarking_config=\{.*\}, by which"
     with warnings.catch_warnings(action="error"), pytest.raises(UserWarning, match=said):
         tb.generate(converted, converted.params, PROMPTS, 2)
 
