@@ -125,17 +125,20 @@ def opened(inputs: Any) -> tuple[PyTree, Any]:
     return (inputs.batch, inputs.step) if isinstance(inputs, Inputs) else (inputs, None)
 
 
-def check_batch(batch: PyTree, num_devices: int, microbatches: int) -> None:
+def check_batch(
+    batch: PyTree, num_devices: int, microbatches: int, no_empty: str | None = None
+) -> None:
     """Checks a global batch; a pytree of arrays with one leading dim of examples in common.
 
     Args:
         batch: the batch.
         num_devices: devices it is spread over.
         microbatches: pieces that each device's rows are cut into.
+        no_empty: why no leaf may be without elements, if none may (`compat.why_no_empty`).
 
     Raises:
         BatchError: a leaf is no array or a scalar, is masked or of a dtype that jax does not have,
-            or leading dims differ or do not divide.
+            has no elements where none may, or leading dims differ or do not divide.
     """
     leaves = named_leaves(Inputs.of(batch).rows)
     if not leaves:
@@ -154,6 +157,8 @@ def check_batch(batch: PyTree, num_devices: int, microbatches: int) -> None:
             )
     for path, leaf in (*leaves, *named_leaves(Inputs.of(batch).shared)):
         _told(host_arrays.require_numbers, leaf, path)
+        if no_empty and 0 in np.shape(leaf)[1:]:
+            raise BatchError(f"batch: {path or 'it'} has shape {np.shape(leaf)}, {no_empty}")
     rows = {path: leaf.shape[0] for path, leaf in leaves}
     if len(set(rows.values())) > 1:
         raise BatchError(

@@ -22,13 +22,18 @@ def auto_mesh(grid: np.ndarray[Any, Any], axes: Sequence[str]) -> Mesh:
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-def breaks_on_empty(devices: Sequence[Any]) -> bool:
-    """Whether compiling for these devices ends the process where an array has no elements.
+def why_no_empty(mesh: Mesh) -> str | None:
+    """Why no array without elements may be compiled for these devices, and what to do; else None.
 
-    jaxlib 0.11.2 does on several CPU devices, for any program with a collective.
+    jaxlib 0.11.2 ends the process for any program with a collective.
     """
-    several = len(devices) > 1 and devices[0].platform == "cpu"
-    return several and jax.__version_info__[:2] == (0, 11)
+    several = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+    if not several or jax.__version_info__[:2] != (0, 11):
+        return None
+    return (
+        "no elements: on several CPU devices this jaxlib ends with a segmentation fault when it"
+        " compiles such a step; leave the array out, use one device, or jaxlib 0.10"
+    )
 
 
 def has_explicit_axes(sharding: Any) -> bool:

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fzero.axes import DATA, PIPE, shared_over, zero_sizes
-from fzero.compat import abstract_mesh, breaks_on_empty, ranks_mesh
+from fzero.compat import abstract_mesh, ranks_mesh, why_no_empty
 from fzero.errors import PlanError, StateError
 from fzero.links import Stack
 from fzero.loss_scaling import initial_loss_scale
@@ -331,8 +331,8 @@ def blueprint(
     except TypeError:  # an optimizer that is no tuple of functions need not be hashable
         known, key = {}, ()
     shapes = initial_shapes(model)
-    if breaks_on_empty(list(mesh.devices.flat)):
-        _require_elements(*shapes)
+    if why := why_no_empty(mesh):
+        _require_elements(*shapes, why)
     held = model if callable(model.init) else model.with_init(shapes)
     blue = _blueprint(held, tx, plan, mesh, *shapes)
     blue = replace(blue, memory=device_memory(mesh.devices.flat))
@@ -340,15 +340,11 @@ def blueprint(
     return blue
 
 
-def _require_elements(params: PyTree, buffers: PyTree) -> None:
+def _require_elements(params: PyTree, buffers: PyTree, why: str) -> None:
     for name, tree in (("params", params), ("buffers", buffers)):
         for path, leaf in named_leaves(tree):
             if not leaf.size:
-                raise StateError(
-                    f"init: {name}/{path} has shape {tuple(leaf.shape)}, no elements: on several"
-                    " CPU devices this jaxlib ends with a segmentation fault when it compiles such"
-                    " a step; leave the array out, use one device, or jaxlib 0.10"
-                )
+                raise StateError(f"init: {name}/{path} has shape {tuple(leaf.shape)}, {why}")
 
 
 def require_in_order(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from fzero.batch import Inputs, check_batch
-from fzero.compat import switch
+from fzero.compat import switch, why_no_empty
 from fzero.errors import PlanError, StateError
 from fzero.hosts.doing import Steps, doing
 from fzero.hosts.join import watch
@@ -152,7 +152,8 @@ class Checks:
     def batch(self, batch: PyTree, microbatches: int) -> None:
         """Raises `BatchError` if a batch cannot be divided evenly."""
         group = self.blueprint.group
-        check_batch(batch, group.data * group.replica, microbatches)
+        shares = group.data * group.replica
+        check_batch(batch, shares, microbatches, why_no_empty(self.blueprint.mesh))
 
     @contextlib.contextmanager
     def running(
@@ -184,7 +185,7 @@ class Checks:
 
     def rows(self, batch: PyTree) -> None:
         """Raises `BatchError` if a batch is none; any number of rows will do."""
-        check_batch(batch, 1, 1)
+        check_batch(batch, 1, 1, why_no_empty(self.blueprint.mesh))
 
     def _require_fits(self, state: TrainState, abstract: bool = False) -> None:
         if self.bare:
