@@ -338,8 +338,6 @@ GIVEN: dict[str, tuple[str, ...]] = {
         "plan.clip_norm: 1.0 in process 0; 2.0 in process 1", "waits 20 minutes for the",
         "actions of 50 ms that hand on 1 MiB",
     ),
-    "docs/limits.md": (
-        "With jax 0.11 on CPUs", "need jax 0.10 there"),
     "docs/published.md": (
         "96 GB at 2.4 TB/s, limited to 500 W", "from 492 to 375 TFLOP/s", "(100 Gbit/s a GPU)",
         "1402.6 of 1979 TFLOP/s beside 794.5 of 989 on an H100", "take 1.1 to 1.2 times as long",

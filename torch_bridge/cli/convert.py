@@ -11,7 +11,7 @@ from fzero.cli import command_app
 
 
 app = command_app()
-Format = Literal["safetensors", "pt", "lightning", "dcp", "universal"]
+Format = Literal["safetensors", "pt", "lightning", "dcp", "dcp-flat", "universal"]
 Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
 
 

@@ -60,8 +60,9 @@ def save(
         converted: the module or chain that the state was made from.
         state_or_params: as for `state_dict`.
         plan: likewise.
-        to: the format, where the path does not say it. "peft": the adapter alone, into a directory,
-            as PEFT writes it.
+        to: the format, where the path does not say it. "dcp-flat" is "dcp" for those who load with
+            `flatten_optimizer_state_dict`; "peft": the adapter alone, into a directory, as PEFT
+            writes it.
         max_shard_size: bytes of weights in one file of a directory, as a number or as "5GB".
         optimizer: whether Adam's moments are written: by default where the format has a place for
             them and the state has them; True demands it. A state that keeps more than

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fzero.errors import CheckpointError
 from torch_bridge.formats.content import Checkpoint
-from torch_bridge.formats.dcp import write_dcp
+from torch_bridge.formats.dcp_write import write_dcp
 from torch_bridge.formats.lightning import write_lightning
 from torch_bridge.formats.read import LIGHTNING, PICKLED, SUFFIXES
 from torch_bridge.formats.safetensors_files import write_directory, write_file
@@ -18,7 +18,7 @@ from torch_bridge.formats.turns import ALONE, Turns
 from torch_bridge.formats.universal import write_universal
 
 
-FORMATS = ("safetensors", "pt", "lightning", "dcp", "universal")
+FORMATS = ("safetensors", "pt", "lightning", "dcp", "dcp-flat", "universal")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -70,9 +70,12 @@ def write_in_turns(
             " expected another name, or to= left out"
         )
     size = parse_size(max_shard_size)
-    if to in ("dcp", "universal"):
+    if to == "universal":
         with staged_directory(target, False, turns) as folder:
-            (write_dcp if to == "dcp" else write_universal)(folder, content, turns)
+            write_universal(folder, content, turns)
+    elif to in ("dcp", "dcp-flat"):
+        with staged_directory(target, False, turns) as folder:
+            write_dcp(folder, content, turns, flat=to == "dcp-flat")
     elif to == "safetensors" and target.suffix.lower() != ".safetensors":
         with staged_directory(target, True, turns) as folder:
             write_directory(folder, content.tensors, content.ties, size, turns)

@@ -8,6 +8,7 @@ import itertools
 import os
 import pickle
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +142,21 @@ def load_lightning(path: Path, module: Any, optimizer: Any) -> None:
     optimizer.load_state_dict(content["optimizer_states"][0])
 
 
-def load_fsdp(path: Path, module: Any, optimizer: Any) -> None:
-    model, optim = get_state_dict(module, optimizer)
+def load_fsdp(path: Path, module: Any, optimizer: Any, flat: bool = False) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optim = get_state_dict(module, optimizer, options=options)
     dcp.load({"model": model, "optim": optim}, checkpoint_id=path)
-    set_state_dict(module, optimizer, model_state_dict=model, optim_state_dict=optim)
+    set_state_dict(
+        module, optimizer, model_state_dict=model, optim_state_dict=optim, options=options
+    )
 
 
-@pytest.mark.parametrize(("name", "load"), [("m.ckpt", load_lightning), ("dcp", load_fsdp)])
+LOADS = [
+    ("m.ckpt", load_lightning), ("dcp", load_fsdp), ("dcp-flat", partial(load_fsdp, flat=True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "load"), LOADS)
 def test_a_run_from_here_goes_on_in_pytorch(
     converted: tb.Converted, step: Any, name: str, load: Any, tmp_path: Path
 ) -> None:
@@ -156,7 +165,7 @@ def test_a_run_from_here_goes_on_in_pytorch(
     for _ in range(7):
         state, _ = step(state, next(data))
     hyper = {"lr": cases.LR, "betas": cases.BETAS, "eps": cases.EPS, "weight_decay": cases.DECAY}
-    to = None if "." in name else "dcp"
+    to = None if "." in name else name
     tb.save(tmp_path / name, converted, state, to=to, hyper=hyper)
     with pytest.raises(CheckpointError, match=r"unknown hyperparameters \['learning_rate'\]"):
         tb.save(tmp_path / "other", converted, state, to="dcp", hyper={"learning_rate": 1})
@@ -183,7 +192,7 @@ def grouped(module: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, betas=cases.BETAS, eps=cases.EPS, weight_decay=cases.DECAY)
 
 
-@pytest.mark.parametrize(("name", "load"), [("m.ckpt", load_lightning), ("dcp", load_fsdp)])
+@pytest.mark.parametrize(("name", "load"), LOADS)
 def test_a_run_of_several_groups_goes_on_in_pytorch(name: str, load: Any, tmp_path: Path) -> None:
     module, data = cases.net(4), cases.batches()
     own = grouped(module)
@@ -193,12 +202,16 @@ def test_a_run_of_several_groups_goes_on_in_pytorch(name: str, load: Any, tmp_pa
     state, step = fz.init(model, tx, PLAN), fz.train_step(model, tx, PLAN)
     for _ in range(7):
         state, _ = step(state, next(data))
-    asked: dict[str, Any] = {"to": None if "." in name else "dcp", "optimizer": own}
+    asked: dict[str, Any] = {"to": None if "." in name else name, "optimizer": own}
     tb.save(tmp_path / name, converted, state, **asked)
     back = tb.restore(tmp_path / name, converted, tx, PLAN, names=own)
     kept, there = moments_of(converted, state.opt_state), moments_of(converted, back.opt_state)
     for name_of, value in kept.exp_avg_sq.items():
         np.testing.assert_array_equal(np.asarray(value), np.asarray(there.exp_avg_sq[name_of]))
+
+    if name == "dcp-flat":  # what was groups is read as such
+        name, load = "m.ckpt", load_lightning
+        tb.write(tb.checkpoint(tmp_path / "dcp-flat"), tmp_path / name)
 
     other = cases.net(5)
     optimizer = grouped(other)
@@ -523,12 +536,16 @@ class _Named(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 def test_a_child_called_state_is_no_optimizers(tmp_path: Path, flat: bool) -> None:
     module, x = _Named(), torch.randn(4, 4)
-    optimizer = torch.optim.AdamW(module.parameters())
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
     module(x).square().mean().backward()
     optimizer.step()
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model, optim = get_state_dict(module, optimizer, options=options)
     dcp.save({"model": model, "optim": optim}, checkpoint_id=tmp_path / "dcp")
+    kept = tb.checkpoint(tmp_path / "dcp").optimizer
+    assert kept is not None
+    assert [group["lr"] for group in kept.groups] == [0.02]
+    assert list(kept.groups[0].get("params", ())) == list(dict(module.named_parameters()))
     converted = tb.convert(module, x)
     state = tb.restore(tmp_path / "dcp", converted, optax.adamw(1e-3), fz.Plan(data=1))
     moments = tb.moments_of(converted, state.opt_state)
