@@ -340,7 +340,10 @@ def _optimizer(
     folder: Path, moments: dict[str, dict[str, Any]], chunks: _Chunks, rest: Entries
 ) -> Optimizer | str | None:
     wanted = {"step", *MOMENTS}
-    more = [name for name, lazy in rest.values() if lazy is not None and _OPTIMIZER.match(name)]
+    more = [
+        name for name, lazy in rest.values()
+        if lazy is not None and _OPTIMIZER.match(name) and "param_groups." not in name
+    ]  # fmt: skip
     if more:
         return f"{folder.name}: expected Adam's state alone, got {more[:3]} ({len(more)} in all)"
     if not moments:
@@ -359,15 +362,20 @@ def _optimizer(
     return at_one_step(steps, folder.name, lazies, tuple(_groups(chunks, rest)))
 
 
+def _number(value: Any) -> Any:
+    """A rate may be a tensor of one element."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
 def _groups(chunks: _Chunks, rest: Entries) -> list[dict[str, Any]]:
     """Hyperparameters of each group; of a flattened state, of parameters that have the same."""
     groups: dict[int, dict[str, Any]] = {}
     flat: dict[str, dict[str, Any]] = {}
     for path, (name, _) in rest.items():
         if len(path) > 2 and path[-3] == "param_groups" and isinstance(path[-2], int):
-            groups.setdefault(path[-2], {})[str(path[-1])] = chunks.value(name)
+            groups.setdefault(path[-2], {})[str(path[-1])] = _number(chunks.value(name))
         elif found := re.search(r"(?:^|\.)param_groups\.(.+)\.(\w+)$", str(path[-1])):
-            flat.setdefault(found[1], {})[found[2]] = chunks.value(name)
+            flat.setdefault(found[1], {})[found[2]] = _number(chunks.value(name))
     joined: list[dict[str, Any]] = []
     for name, values in flat.items():
         same = next((g for g in joined if {**g, "params": ()} == {**values, "params": ()}), None)

@@ -536,7 +536,7 @@ class _Named(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 def test_a_child_called_state_is_no_optimizers(tmp_path: Path, flat: bool) -> None:
     module, x = _Named(), torch.randn(4, 4)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.5))
     module(x).square().mean().backward()
     optimizer.step()
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -544,7 +544,7 @@ def test_a_child_called_state_is_no_optimizers(tmp_path: Path, flat: bool) -> No
     dcp.save({"model": model, "optim": optim}, checkpoint_id=tmp_path / "dcp")
     kept = tb.checkpoint(tmp_path / "dcp").optimizer
     assert kept is not None
-    assert [group["lr"] for group in kept.groups] == [0.02]
+    assert [group["lr"] for group in kept.groups] == [0.5]
     assert list(kept.groups[0].get("params", ())) == list(dict(module.named_parameters()))
     converted = tb.convert(module, x)
     state = tb.restore(tmp_path / "dcp", converted, optax.adamw(1e-3), fz.Plan(data=1))
