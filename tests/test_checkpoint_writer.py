@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from absl import logging as absl_logging
 from support import tiny
 
 import fzero as fz
@@ -91,7 +93,8 @@ def test_after_one_that_failed_in_the_background_the_next_is_written(
     tiny.same_shards(fz.restore(tmp_path, MODEL, TX, plan).params, state.params)
 
 
-def test_each_failure_in_the_background_is_told_once(states, tmp_path, monkeypatch):
+def test_each_failure_in_the_background_is_told_once(states, tmp_path, monkeypatch, caplog):
+    """Nor does orbax's log tell it again, in some ten tracebacks; other lines of it stay."""
     plan, state = PLANS["zero 3"], states("zero 3")
     full_disk(monkeypatch, 2)
     fz.save(tmp_path, state, plan)
@@ -100,9 +103,21 @@ def test_each_failure_in_the_background_is_told_once(states, tmp_path, monkeypat
         pytest.raises(fz.CheckpointError, match=r"checkpoint 0 to .* failed"),
     ):
         fz.save(tmp_path, state, plan, asynchronous=False)
+    assert "no space left" not in caplog.text
+    absl_logging.error("one of the user's own", exc_info=OSError("no room"))
+    assert "no room" in caplog.text
     fz.save(tmp_path, state, plan)
     fz.wait(tmp_path)
     assert fz.checkpoint(tmp_path).number == 0
+
+
+def test_where_a_write_failed_is_one_frame(states, tmp_path, monkeypatch):
+    """Orbax hands an error on from thread to thread, in a hundred lines."""
+    full_disk(monkeypatch, 1)
+    with pytest.raises(fz.CheckpointError) as caught:
+        fz.save(tmp_path, states("zero 3"), PLANS["zero 3"], asynchronous=False)
+    frames = traceback.extract_tb(caught.value.__cause__.__traceback__)
+    assert [frame.name for frame in frames] == ["fails"]
 
 
 def test_among_processes_what_failed_is_raised_before_the_others_are_waited_for(

@@ -58,7 +58,8 @@ def test_parts_that_were_wrong_once_run_at_tiny_sizes(tmp_path):
     assert set(json.loads(out.read_text())["parts"]) == {"tiers", "processes", "calibrate"}
 
 
-@pytest.mark.nightly  # a quarter of an hour
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)  # a quarter of an hour on a quiet machine
 def test_the_whole_order_runs_at_tiny_sizes(tmp_path):
     out = tmp_path / "gpu.json"
     said = gpu(out, "--minutes", "30")

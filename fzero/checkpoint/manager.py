@@ -6,6 +6,7 @@ Imported when the first checkpoint is written or read: orbax takes a third as lo
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,6 +102,20 @@ class _ArraysSave(ocp.args.PyTreeSave):  # type: ignore[misc]
     """What `_ArraysHandler` writes."""
 
 
+class _ToldHere(logging.Filter):
+    """Drops the tracebacks that orbax logs of a write that fails, some ten times over.
+
+    `fzero.wait`, or the next `fzero.save`, says what failed, once.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is logged."""
+        return not (record.exc_info and "orbax" in Path(record.pathname).parts)
+
+
+_TOLD_HERE = _ToldHere()
+
+
 class Manager:
     """Writes the checkpoints of a directory.
 
@@ -111,6 +126,7 @@ class Manager:
 
     def __init__(self, path: str, keep: int | None) -> None:
         self._failed: list[BaseException] = []
+        logging.getLogger("absl").addFilter(_TOLD_HERE)  # once, however often it is added
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
         handlers = {
             "state": _ArraysHandler(self._failed),

@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -221,9 +222,16 @@ def _end(path: str | os.PathLike[str]) -> CheckpointError | None:
             f"save: writing {which} to {os.fspath(path)} failed: {error}. Earlier checkpoints"
             " are untouched"
         )
-        failed.__cause__ = error
+        failed.__cause__ = error.with_traceback(_innermost(error.__traceback__))
         return failed
     return None
+
+
+def _innermost(frames: types.TracebackType | None) -> types.TracebackType | None:
+    """Where an error arose, without the hundred lines of orbax's threads that handed it on."""
+    while frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    return frames
 
 
 def _split_by_writer(leaves: dict[str, Any]) -> tuple[dict[str, Any], dict[str, jax.Array]]:
