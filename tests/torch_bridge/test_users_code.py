@@ -82,6 +82,91 @@ def test_random_numbers_that_python_keeps_are_refused() -> None:
         tb.convert(Caches("noise"), torch.randn(2, 5, 4))
 
 
+class KeepsAttributes(nn.Module):
+    """Keeps in attributes what it computed: only to save time, or not."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear, self.what, self.kept = nn.Linear(4, 4), what, None
+        self.register_buffer("rates", torch.tensor([1.0, 0.1, 0.01, 0.001]), persistent=False)
+        self.tables: dict[int, torch.Tensor] = {}
+        self.longest, self.total, self.running = 0, 0, torch.zeros(())
+
+    def a_mask(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None or self.kept.shape[0] != x.shape[1]:
+            self.kept = torch.triu(torch.ones(x.shape[1], x.shape[1])).to(x.device)
+        return x + self.kept.sum(0)[:, None]
+
+    def a_table(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] > self.longest:
+            self.longest = x.shape[1]
+            self.kept = torch.outer(torch.arange(self.longest).float(), self.rates).cos()
+        return x * self.kept[: x.shape[1]]
+
+    def a_dict(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] not in self.tables:
+            with torch.no_grad():
+                self.tables[x.shape[1]] = x.new_ones(x.shape[1], 1).cumsum(0)
+        return x * self.tables[x.shape[1]]
+
+    def weights(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = self.linear.weight * 2
+        return x @ self.kept
+
+    def the_last(self, x: torch.Tensor) -> torch.Tensor:
+        before, self.kept = self.kept, x.detach() * 2
+        return x if before is None else x + before
+
+    def the_first(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = x.detach().amax()
+        return x / self.kept
+
+    def noise(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = torch.rand(4)
+        return x * self.kept
+
+    def a_count(self, x: torch.Tensor) -> torch.Tensor:
+        self.running = self.running + 1
+        return x * self.running
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        self.total = self.total + x.shape[1]
+        return x * self.total
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, self.what)(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("what", "warm"), [("a_mask", False), ("a_table", True), ("a_dict", False)]
+)
+@pytest.mark.filterwarnings("ignore:the forward keeps")
+def test_what_saves_time_is_computed_anew(what: str, warm: bool) -> None:
+    """As the mask in PyTorch's own tutorial of a Transformer."""
+    module, x = KeepsAttributes(what), torch.randn(2, 5, 4)
+    if warm:
+        module(torch.randn(2, 3, 4))
+    held = module.kept, dict(module.tables), module.longest
+    name = "tables" if what == "a_dict" else "kept"
+    with pytest.warns(tb.PythonStateWarning, match=f"keeps .*{name}.*follows from sizes alone"):
+        converted = tb.convert(module, x)
+    assert module.kept is held[0]
+    assert (module.tables, module.longest) == held[1:]
+    assert tb.parity(module, converted, x).agrees
+    wider = torch.cat([x, x], 1)
+    np.testing.assert_allclose(converted(wider), module.eval()(wider).detach(), atol=1e-6)
+
+
+@pytest.mark.parametrize("what", ["weights", "the_last", "the_first", "noise", "a_count", "tokens"])
+def test_what_counts_is_no_cache(what: str) -> None:
+    said = {"a_count": "running", "tokens": "total"}.get(what, "kept")
+    with pytest.raises(ConversionError, match=f"changes itself: {said}"):
+        tb.convert(KeepsAttributes(what), torch.randn(2, 5, 4))
+
+
 class Untouchable:
     """What a user's module has beside its functions: nobody may ask it for anything."""
 

@@ -23,6 +23,13 @@ from torch.export import Dim, ExportedProgram, default_decompositions
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError, warn
+from torch_bridge.export.attribute_caches import (
+    Attribute,
+    follow_from_sizes,
+    kept_by_the_next_call,
+    made_while_traced,
+    returned_as_well,
+)
 from torch_bridge.export.default_dtype import say_default_dtype
 from torch_bridge.export.expert_stand_ins import OwnLossWarning
 from torch_bridge.export.functions import refuse_functions, watch_functions
@@ -49,6 +56,7 @@ from torch_bridge.export.watch import (
     same_but_for_modes,
     same_program,
     untouched,
+    warn_of_caches,
     warn_of_counts,
     watch_state,
 )
@@ -245,11 +253,39 @@ def _export_pure(
         trace = _Trace(program, dynamic, bool(check or changed or drew or before.moved(after)))
         if trace.checked:
             after.put(module, changed)
-            later = _require_same(module, inputs, mode, batch_dim, trace, changed, drew)
+            try:
+                later = _require_same(module, inputs, mode, batch_dim, trace, changed, drew)
+            except ConversionError:
+                caches, sizes = made_while_traced(changed, after.values.get), (batch_dim, dynamic)
+                before.put(module, changed)
+                if not caches or not _only_save_time(module, inputs, mode, sizes, caches):
+                    raise
+                # The next call computes them anew, as a converted one does.
+                others = [one for one in changed if one not in caches]
+                after.put(module, others)
+                later = _require_same(module, inputs, mode, batch_dim, trace, others, drew)
+                warn_of_caches(caches)
             warn_of_counts(before.counted(after, later or after))
     finally:
         before.restore_random()
     return trace
+
+
+def _only_save_time(
+    module: torch.nn.Module,
+    inputs: tuple[Any, dict[str, Any]],
+    mode: str,
+    sizes: tuple[int, str],
+    caches: Sequence[Attribute],
+) -> bool:
+    """Whether what a forward keeps in attributes is what it would compute again."""
+    if not kept_by_the_next_call(module, inputs, caches):
+        return False
+    with contextlib.suppress(ConversionError), returned_as_well(module, caches):
+        program, _ = _export_most_dynamic(module, inputs, mode, sizes[0], sizes[1:])
+        inline_no_grad(program)
+        return follow_from_sizes(program)
+    return False
 
 
 def _require_same(
