@@ -311,6 +311,7 @@ def test_modules_without_a_cache_are_named() -> None:
 def test_a_second_call_of_the_same_sizes_compiles_nothing(
     converted: tb.Converted, greedy: list[list[int]]
 ) -> None:
+    tb.generate(converted, converted.params, PROMPTS, NEW, stop=())  # in the settings of a test
     with jax.no_tracing(True):
         assert _lists(tb.generate(converted, converted.params, PROMPTS, NEW, stop=())) == greedy
 
