@@ -28,7 +28,7 @@ def block(p, x, ctx):
     return x + jnp.tanh(x @ p["w"]) + jnp.where(here, jnp.nan, zero)
 
 
-def model() -> fz.Sequential:
+def model(block=block) -> fz.Sequential:
     keys = jax.random.split(jax.random.key(0), 3)
     blocks = {
         "w": jax.random.normal(keys[0], (4, tiny.D, tiny.D)) * 0.3,
@@ -134,3 +134,19 @@ def test_batches_and_states_come_first():
     bad = state.replace(params={**state.params, "gain": state.params["gain"] * jnp.inf})
     with pytest.raises(fz.NonFiniteError, match="params/gain"):
         step.check_finite(bad, points)
+
+
+def spoilt_by_number(p, x, ctx):
+    """Gives NaN in the layer that a row says."""
+    here = jnp.any(ctx.batch["spoils"] == p["number"])
+    return x + jnp.tanh(x @ p["w"]) + jnp.where(here, jnp.nan, 0.0)
+
+
+def test_the_first_layer_is_named_where_devices_differ():
+    plan, made = tiny.plan(data=2, skip_nonfinite=True), model(spoilt_by_number)
+    marks = np.full(16, -1.0, np.float32)
+    marks[[1, 9]] = 3, 2  # rows of one device and of the other
+    with pytest.raises(fz.NonFiniteError, match=r"blocks, layer 2 is not finite.*cpu:1 "):
+        fz.train_step(made, SGD, plan).check_finite(
+            fz.init(made, SGD, plan), {**tiny.tokens(16), "spoils": marks}
+        )

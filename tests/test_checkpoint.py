@@ -11,7 +11,9 @@ import pytest
 from support import tiny
 
 import fzero as fz
-from fzero.offload.park import unpark
+from fzero.checkpoint.write import _readable
+from fzero.offload.park import park, unpark
+from fzero.sharding.buckets import Parking
 from fzero.tree import named_leaves
 
 
@@ -347,3 +349,11 @@ def test_skipped_steps_are_counted_on_in_another_precision(tmp_path):
     fz.save(tmp_path, state.replace(loss_scale=scale), old)
     after = fz.restore(tmp_path, MODEL, TX, new)
     assert (int(after.loss_scale.skipped), float(after.loss_scale.scale)) == (3, 1.0)
+
+
+def test_a_leaf_in_slabs_along_a_later_dim_is_written_whole(tmp_path):
+    at = fz.init(tiny.chain(), None, tiny.plan(data=1)).step.sharding
+    x = jax.device_put(jnp.arange(24.0).reshape(4, 6), at)
+    want = np.array(x)
+    leaf = park(x, Parking("host", (1, 2)), str(tmp_path))
+    np.testing.assert_array_equal(_readable(leaf, "x"), want)

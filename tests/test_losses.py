@@ -231,3 +231,19 @@ def test_a_gradient_penalty_is_that_of_the_logits_at_hand():
     expected = penalty(lambda x, w: fz.cross_entropy(x @ w.T, labels))
     for one, other in zip(found, expected, strict=True):  # chunks add up in another order
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_of_a_bias_is_rounded_once():
+    """Not in each of 256 chunks."""
+    draw = np.random.default_rng(0)
+    x, w = (jnp.asarray(draw.normal(size=(n, 4)), jnp.bfloat16) for n in (4096, 8))
+    labels = jnp.asarray(draw.integers(0, 8, 4096))
+
+    def slope(x, w, bias, **options):
+        return jax.grad(
+            lambda bias: fz.linear_cross_entropy(x, w, labels, bias=bias, **options).total
+        )(bias).astype(jnp.float32)
+
+    found = slope(x, w, jnp.zeros(8, jnp.bfloat16), chunk=16)
+    wide = slope(x.astype(jnp.float32), w.astype(jnp.float32), jnp.zeros(8))
+    np.testing.assert_allclose(found, wide, rtol=2**-8)  # bfloat16's rounding

@@ -303,3 +303,12 @@ def test_a_browser_draws_the_pictures(tmp_path, capsys):
     side = np.flatnonzero((params.sum(1) > 250) & (moments.sum(1) > 250))
     assert len(side) > 30
     assert np.flatnonzero(params[side[9]]).max() < np.flatnonzero(moments[side[9]]).min()
+
+
+def test_copies_that_overlap_are_on_threads_of_their_own():
+    copies = [
+        Copy("to host", "a", 0, 3e-3), Copy("to host", "b", 1e-3, 4e-3),
+        Copy("to disk", "c", 0, 5e-3),
+    ]  # fmt: skip
+    events = chrome_trace((), copies)["traceEvents"]
+    assert len({event["tid"] for event in events if event["ph"] == "X"}) == 3

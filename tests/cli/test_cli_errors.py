@@ -15,7 +15,7 @@ from rich.console import Console
 
 import fzero as fz
 from fzero import cli
-from torch_bridge.cli import check, devices, hosts, interrupt, outputs, progress
+from torch_bridge.cli import check, devices, hosts, interrupt, outputs, progress, resume
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.gauge import Gauge
 from torch_bridge.cli.settings import DataSettings, TrainSettings
@@ -345,3 +345,12 @@ def test_without_a_number_every_device_is_used() -> None:
     import jax
 
     assert devices.configure(None, "bf16") == len(jax.devices())
+
+
+def test_tokens_of_a_resumed_run_count_from_its_beginning(tmp_path: Path) -> None:
+    lines = [
+        {"step": 0, "val_loss": 3.0}, {"step": 1, "loss": 2.0, "tokens": 7},
+        {"step": 2, "loss": 1.0, "tokens": 5}, {"step": 3, "loss": 1.0, "tokens": 9},
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    assert resume.rewind(tmp_path, 2, 0).tokens == 12

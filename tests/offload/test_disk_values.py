@@ -323,3 +323,9 @@ def test_what_a_full_disk_refuses_takes_no_space_that_was_free(tmp_path, monkeyp
         with pytest.raises(OSError, match="No space left"):
             file.take([4 * scratch.BLOCK, 100 * scratch.BLOCK])
     assert file.take([8 * scratch.BLOCK]) == [first]
+
+
+def test_a_deleted_state_takes_no_disk_while_its_handle_lives(tmp_path):
+    (handle,) = disk.write([jnp.arange(30_000.0)], tmp_path, ["w"])
+    handle.delete()
+    assert bytes_held(tmp_path) == 0

@@ -217,3 +217,12 @@ def test_rows_that_are_no_layers_are_harmless_where_their_zeros_are():
     assert zeros.harmless("reduce_and", finite[0])
     for other in (positive, more):  # false of zeros; of what is no zero
         assert not zeros.harmless("reduce_and", other[0])
+
+
+def test_lookahead_hands_on_what_an_update_is_given():
+    plateau = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1))
+    tx, params = fz.lookahead(plateau, 2, 0.5), {"w": jnp.zeros(1)}
+    state = tx.init(params)
+    for _ in range(4):
+        _, state = tx.update({"w": jnp.ones(1)}, state, params, value=jnp.float32(1))
+    assert optax.tree_utils.tree_get(state, "scale") < 1

@@ -12,6 +12,7 @@ import pytest
 from support import tiny
 
 import fzero as fz
+from fzero.schedule.actions import Action
 
 
 # Stage 1 has half of the stack and the head. One device each: where several wait for each other in
@@ -195,3 +196,19 @@ def test_few_actions_are_under_way(settles):
     assert len(seen) == 2 * len(PLAN.build_schedule().actions)
     assert not any(late), late
     assert np.isfinite(float(metrics["loss"]))
+
+
+def test_after_a_failure_what_read_of_it_is_forgotten():
+    plan = tiny.plan(pipe=2, data=1, microbatches=2)
+    executor = fz.train_step(tiny.chain(), optax.sgd(0.1), plan).executor
+
+    class Failing:
+        def block_until_ready(self):
+            raise RuntimeError("the device is gone")
+
+    for number in range(2):
+        under_way = Action("F", 0, number), executor.programs[0], [Failing()]
+        executor._under_way.append(under_way)
+    with pytest.raises(fz.PipelineError, match=r"microbatch 0.*the device is gone"):
+        executor.wait()
+    executor.wait()

@@ -346,3 +346,8 @@ def test_event_times_respect_everything(data):
             if action.kind == "F" and before in at:
                 sent = cost.send if at[before].rank != event.rank else 0
                 assert event.start_s >= at[before].end_s + sent - 1e-9
+
+
+def test_nothing_is_sent_after_weight_gradients():
+    found = simulate(build("zb_h1", 2, 2), Cost(f=1, i=1, w=1, send=10), mode="lockstep")
+    assert found.makespan_s == 47

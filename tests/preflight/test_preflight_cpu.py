@@ -35,6 +35,7 @@ from fzero.preflight.topology import parse
 from fzero.report.placement import CLASSES
 from fzero.schedule.actions import Action
 from tests.preflight.conftest import PLANS, ROWS, SIZE, TX
+from tests.support import tiny
 from tests.support.gpt import abstract_batch, batches, gpt, num_params
 
 
@@ -368,3 +369,12 @@ def test_measured_beside_predicted(model, batch, predicted):
         assert len(re.findall(f"{count:,}", text)) == 2
     assert jax.devices()[0].platform == "cpu"
     assert "not told" in text
+
+
+def test_a_pipelines_update_gathers_16_bits_where_it_computes_in_them():
+    sent = {}
+    for precision in ("fp32", "bf16"):
+        plan = tiny.plan(zero=1, data=2, pipe=2, microbatches=2, precision=precision)
+        found = fz.preflight(tiny.chain(), TX, plan, tiny.tokens(8), "cpu:4")
+        sent[precision] = sum(u.bytes for u in found.collectives if u.where == "update")
+    assert sent["bf16"] * 2 == sent["fp32"] > 0

@@ -153,3 +153,9 @@ def test_what_is_parked_is_not_measured_on_the_device():
     where = fz.placement(plan, tiny.chain(), TX)
     assert where.disk_bytes["opt_state"] > 0
     assert measured.state_bytes["opt_state"] == where.bytes_per_device["opt_state"]
+
+
+def test_parameters_on_the_host_come_for_every_microbatch(asked):
+    """Twice for each, forwards and back, and the updated ones once."""
+    found = asked(tiers={"params": "host"}, microbatches=2).parked
+    assert found.up_seconds == pytest.approx(5 * found.host_bytes / RATES.pinned_bytes_per_s)

@@ -258,3 +258,9 @@ def test_the_command_prints_the_plan_and_every_key(tmp_path):
     file.write_text("{")
     failed = CliRunner().invoke(app, [str(file)])
     assert "expected JSON" in str(failed.exception)
+
+
+def test_a_share_of_warm_up_steps_is_rounded_up():
+    """As transformers does: 0.1 of 15 are two."""
+    values = {"learning_rate": 1.0, "max_steps": 15, "warmup_ratio": 0.1}
+    assert float(tb.from_training_arguments(values).schedule(1)) == 0.5

@@ -16,6 +16,7 @@ from torch import nn
 
 import torch_bridge as tb
 from fzero.errors import ConversionError
+from torch_bridge.lower import detection
 
 
 NAMES = {
@@ -192,3 +193,12 @@ def test_what_depends_on_data_is_refused_with_a_remedy() -> None:
     boxes = torch.rand(4, 4)
     with pytest.raises(ConversionError, match=r"(?s)torchvision.nms.*return boxes and scores"):
         tb.convert(Calls("nms", 0.5), boxes, torch.rand(4))
+
+
+def test_aligned_boxes_may_be_smaller_than_a_pixel() -> None:
+    """Of a ramp the mean over a bin is what its centre has."""
+    ramp = jnp.arange(30.0).reshape(1, 1, 5, 6)
+    box = jnp.asarray([[0, 2.0, 2.0, 2.5, 2.5]])
+    found = detection.roi_align(ramp, box, 1.0, 2, 2, 2, True)
+    centres = 2.0 - 0.5 + 0.5 * np.array([0.25, 0.75])
+    np.testing.assert_allclose(found[0, 0], 6 * centres[:, None] + centres, rtol=1e-6)

@@ -126,3 +126,15 @@ def test_numbers_beside_whole_numbers_are_torchs_or_refused(name: str) -> None:
         large = 2**40 if dtype == torch.int32 else 300
         with pytest.raises(ConversionError, match=rf"the number {large} does not fit into u?int"):
             tb.convert(Fn(lambda x, n=large: fn(x, n)), x, train=False)(x)
+
+
+def test_a_quotient_by_a_negative_number_may_be_negative() -> None:
+    """What is computed of it afterwards is beyond 32 bits."""
+    x = torch.tensor([2**30 + 5, 3])
+
+    class Divides(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ((torch.clamp(x, 0, 2**30 + 5) // -1) - 2**30) // 2
+
+    converted = tb.convert(Divides(), x)
+    np.testing.assert_array_equal(converted(x), Divides()(x))

@@ -338,3 +338,13 @@ def test_polygamma_left_of_zero(order: int) -> None:
     assert np.allclose(value, want.detach(), rtol=2e-5)
     slopes = torch.autograd.grad(want.sum(), wide)[0]
     assert np.allclose(slope(jnp.ones(5))[0], slopes, rtol=2e-5)
+
+
+def test_polygamma_at_its_pole() -> None:
+    class Polygamma(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([torch.polygamma(order, x) for order in (1, 2, 3)])
+
+    x = torch.tensor([0.0, 0.5])
+    found = tb.convert(Polygamma(), x)(x)
+    np.testing.assert_allclose(found, Polygamma()(x), rtol=1e-5)

@@ -491,3 +491,31 @@ def test_targets_that_name_no_linear_layer_are_refused(base, adapted):
         tb.lora(adapted)
     with pytest.raises(fz.ConversionError, match="the module has no adapters"):
         tb.merge(base, base.params)
+
+
+def test_each_adapter_begins_otherwise() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+    adapted = tb.lora(tb.convert(net, torch.zeros(2, 4)), rank=2, targets=["0", "2"])
+    found = tb.state_dict(adapted, adapted.params)
+    assert not torch.equal(found["0.lora_A.default.weight"], found["2.lora_A.default.weight"])
+
+
+def test_an_adapter_goes_into_the_layers_of_a_pipeline_that_orders_them_otherwise() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(torch.tanh(self.up(x)))
+
+    net = torch.nn.Sequential(*(Block() for _ in range(4)), torch.nn.Linear(8, 3))
+    adapted = tb.lora(tb.convert(net, torch.zeros(2, 8)), rank=2, targets=["up"])
+    model = adapted.model(lambda forward, batch: jnp.mean(forward(batch["x"]) ** 2))
+    plan = fz.Plan(pipe=2, data=1, microbatches=2, schedule="interleaved", min_shard_bytes=0)
+    state = fz.init(model, None, plan)
+    names = tb.adapter(adapted, state, plan)
+    given = {k: np.full(x.shape, i, np.float32) for i, (k, x) in enumerate(names.items())}
+    back = tb.adapter(adapted, tb.with_adapter(adapted, state, given, plan), plan)
+    for name, value in given.items():
+        np.testing.assert_array_equal(back[name], value, err_msg=name)

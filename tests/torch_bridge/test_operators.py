@@ -354,3 +354,9 @@ def test_pairs_of_moments_the_smallest_values_and_edges_that_are_cut() -> None:
         )  # fmt: skip
 
     check_parity(Fn(every_kind), X)
+
+
+@pytest.mark.parametrize("pool", [nn.MaxPool1d, nn.AvgPool1d])
+def test_a_last_window_that_lies_in_the_padding_is_left_out(pool: Any) -> None:
+    """With `ceil_mode`, of five elements: two windows, not three."""
+    check_parity(pool(2, 3, 1, ceil_mode=True), torch.linspace(-1, 1, 20).reshape(1, 4, 5))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import torch_bridge as tb
+from torch_bridge.lower import recurrent
 
 
 NUM = 4000
@@ -76,3 +77,21 @@ def test_what_is_drawn_has_torchs_distribution(kind):
         assert set(found.tolist()) == {5, 6, 7, 8}
     if kind == "randperm":
         assert sorted(found.tolist()) == list(range(NUM))
+
+
+def test_layers_of_an_lstm_drop_other_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, drop = [], recurrent.native_dropout
+
+    def noted(x, p, train, key):
+        keys.append(jax.random.key_data(key).tolist())
+        return drop(x, p, train, key)
+
+    monkeypatch.setattr(recurrent, "native_dropout", noted)
+    weights = [p.detach().numpy() for p in nn.LSTM(3, 3, num_layers=3).parameters()]
+    zeros = np.zeros((3, 2, 3), np.float32)
+    recurrent.lstm(
+        np.ones((4, 2, 3), np.float32), (zeros, zeros), weights, True, 3, 0.5, True, False, False,
+        key=jax.random.key(0),
+    )  # fmt: skip
+    assert len(keys) == 2
+    assert keys[0] != keys[1]

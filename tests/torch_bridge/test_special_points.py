@@ -219,3 +219,13 @@ def test_every_operator_of_one_or_two_arrays_and_of_rows():
                 wrong.append(f"{op.name}.{op.variant_test_name}: {type(error).__name__} {error}")
     assert not wrong, "\n".join(wrong)
     assert seen > 100
+
+
+def test_a_norm_of_negative_order_at_zero():
+    x = torch.tensor([[0.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
+    agree(lambda x: torch.linalg.vector_norm(x, ord=-1.5, dim=-1), x)
+
+
+def test_targets_of_binary_cross_entropy_have_a_gradient():
+    p, target = torch.tensor([[0.1, 0.3, 0.5, 0.7, 0.9], [0.8, 0.2, 0.6, 0.4, 0.3]])
+    agree(lambda p, target: F.binary_cross_entropy(p, target, reduction="none"), p, target)

@@ -487,3 +487,17 @@ def test_optimizer_files_that_are_missing_or_of_two_runs_are_named(tmp_path: Pat
     found = tb.checkpoint(tmp_path)
     assert found.optimizer is None
     assert "optim_states.pt" in str(found.unread)
+
+
+@pytest.mark.parametrize("to", ["universal", "dcp"])
+def test_parameters_of_a_flat_partition_are_stored_alone(tmp_path: Path, to: str) -> None:
+    """Each is a view of it, which `torch.save` would write as a whole."""
+    shapes = {f"w{number}": (64, 64) for number in range(16)}
+    state = {
+        kind: {name: torch.randn(shape) for name, shape in shapes.items()}
+        for kind in ("fp32", "exp_avg", "exp_avg_sq")
+    }
+    zero_files.write_zero(tmp_path / "zero", state, [list(shapes)], 1, 1, 3, {})
+    write(tb.checkpoint(tmp_path / "zero"), tmp_path / "out", to)
+    size = sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file())
+    assert size < 1.6 * 16 * 3 * 64 * 64 * 4 + 100_000

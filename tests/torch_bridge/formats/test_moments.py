@@ -22,6 +22,7 @@ from fzero.errors import CheckpointError
 from fzero.tree import named_leaves
 from torch_bridge.formats.adam import groups_of, read_optimizer, step_of
 from torch_bridge.formats.content import Optimizer
+from torch_bridge.formats.dcp import _divide
 from torch_bridge.module.lazy import in_memory
 from torch_bridge.moments import Moments, moments_of, with_moments
 
@@ -431,3 +432,8 @@ def test_what_schedulers_keep_in_a_group_is_written_where_it_is_given(tmp_path: 
     scheduler.step()
     beside.step()
     assert first.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+
+
+def test_names_within_a_child_called_state_are_whole() -> None:
+    entries: Any = {("optim.state.net.state.w.exp_avg",): 1, ("optim.state.net.state.w.step",): 2}
+    assert _divide(entries) == ({"net.state.w": {"exp_avg": 1, "step": 2}}, {})

@@ -32,6 +32,7 @@ import fzero as fz
 import torch_bridge as tb
 from fzero.errors import CheckpointError
 from torch_bridge.formats import mapped
+from torch_bridge.formats.adam import groups_like
 from torch_bridge.moments import moments_of
 
 
@@ -552,3 +553,11 @@ def test_a_child_called_state_is_no_optimizers(tmp_path: Path, flat: bool) -> No
     for name, parameter in module.named_parameters():
         own = optimizer.state[parameter]["exp_avg"]
         np.testing.assert_array_equal(moments.exp_avg[name], own, err_msg=name)
+
+
+def test_hyperparameters_that_are_given_go_before_the_optimizers_own() -> None:
+    module = torch.nn.Linear(3, 2)
+    layout = tb.convert(module, torch.zeros(4, 3)).layout
+    own = torch.optim.AdamW(module.parameters(), lr=0.5)
+    (group,) = groups_like(own, layout, "save", {"lr": 0.25})
+    assert (group["lr"], group["eps"]) == (0.25, 1e-8)

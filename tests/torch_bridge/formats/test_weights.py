@@ -24,6 +24,7 @@ import torch_bridge as tb
 from fzero.errors import CheckpointError
 from fzero.tree import named_leaves
 from torch_bridge.formats.content import Checkpoint
+from torch_bridge.formats.staging import staged_directory
 from torch_bridge.formats.write import write
 from torch_bridge.module.lazy import LazyTensor, in_memory
 
@@ -538,3 +539,31 @@ def test_code_that_changes_what_is_loaded_is_named(tmp_path: Path, inner: Any) -
     converted = tb.convert(module, torch.zeros(4, 3))
     with pytest.warns(UserWarning, match=r"`0` \(\w+\): its own code in load_state_dict"):
         tb.restore(tmp_path / "model.pt", converted, None, fz.Plan(data=1))
+
+
+def test_shards_are_on_disk_before_the_index_that_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a folder that is there gets new ones: a power loss may come between."""
+    target, events = tmp_path / "model", []
+    target.mkdir()
+    (target / "README.md").write_text("mine")
+    sync, move = os.fsync, os.replace
+
+    def synced(file: int) -> None:
+        events.append(("sync", os.fstat(file).st_ino))
+        sync(file)
+
+    def moved(one: Any, other: Any, **more: Any) -> None:
+        events.append(("to", Path(other).name))
+        move(one, other, **more)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", moved)
+    names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    with staged_directory(target, merge=True) as folder:
+        for name in (*names, "model.safetensors.index.json"):
+            (folder / name).write_text("{}")
+    last = events.index(("to", "model.safetensors.index.json"))
+    assert events[last - 1] == ("sync", target.stat().st_ino)
+    assert {("to", name) for name in names} <= {*events[:last]}

@@ -337,3 +337,9 @@ def test_rows_on_two_sides_of_other_rotary_frequencies_are_refused() -> None:
         ):
             with pytest.raises(BatchError, match=said):
                 read_prompts(rows, new, limits, 1, 8)
+
+
+def test_top_p_is_a_share_of_what_top_k_leaves() -> None:
+    draw = Draw.of(tb.Sampling(temperature=1.0, top_k=2, top_p=0.5))
+    logits = jnp.log(jnp.asarray([[0.3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1]]))
+    assert np.isfinite(draw._likeliest(logits, 0.5)).tolist() == [[True] + [False] * 6]

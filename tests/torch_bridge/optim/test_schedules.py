@@ -231,3 +231,22 @@ def test_momentum_that_cycles_starts_at_its_beginning():
 def test_powers_of_large_exponents_are_exact_to_a_few_roundings(exponent: int) -> None:
     base = 1 - 1e-6
     np.testing.assert_allclose(_power(base, jnp.int32(exponent)), base**exponent, rtol=2e-6)
+
+
+def sgd(lr: float = 1.0) -> torch.optim.SGD:
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=lr)
+
+
+def test_an_epoch_that_was_begun_has_its_own_rate() -> None:
+    """Ten steps are four epochs of three."""
+    optimizer = sgd()
+    rate = follow(optimizer, lrs.LambdaLR(optimizer, lambda n: 1 / (n + 1)), 3, 10)[0]["lr"]
+    assert float(rate(jnp.int32(9))) == 0.25
+
+
+def test_a_schedule_of_epochs_is_as_long_as_the_epochs() -> None:
+    optimizer = sgd()
+    schedule = lrs.OneCycleLR(optimizer, 0.3, total_steps=3)
+    follow(optimizer, schedule, 4, 12)
+    with pytest.raises(ConversionError, match="3"):
+        follow(optimizer, schedule, 4, 16)
