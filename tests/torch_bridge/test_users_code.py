@@ -103,6 +103,11 @@ class KeepsAttributes(nn.Module):
             self.kept = torch.outer(torch.arange(self.longest).float(), self.rates).cos()
         return x * self.kept[: x.shape[1]]
 
+    def a_late_mask(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "late") or len(self.late) != x.shape[1]:
+            self.late = torch.arange(x.shape[1]) > 1  # of bool
+        return x.masked_fill(self.late[:, None], 0.5)
+
     def a_dict(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[1] not in self.tables:
             with torch.no_grad():
@@ -141,7 +146,8 @@ class KeepsAttributes(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("what", "warm"), [("a_mask", False), ("a_table", True), ("a_dict", False)]
+    ("what", "warm"),
+    [("a_mask", False), ("a_table", True), ("a_dict", False), ("a_late_mask", False)],
 )
 @pytest.mark.filterwarnings("ignore:the forward keeps")
 def test_what_saves_time_is_computed_anew(what: str, warm: bool) -> None:
@@ -150,10 +156,11 @@ def test_what_saves_time_is_computed_anew(what: str, warm: bool) -> None:
     if warm:
         module(torch.randn(2, 3, 4))
     held = module.kept, dict(module.tables), module.longest
-    name = "tables" if what == "a_dict" else "kept"
+    name = {"a_dict": "tables", "a_late_mask": "late"}.get(what, "kept")
     with pytest.warns(tb.PythonStateWarning, match=f"keeps .*{name}.*follows from sizes alone"):
         converted = tb.convert(module, x)
     assert module.kept is held[0]
+    assert not hasattr(module, "late")
     assert (module.tables, module.longest) == held[1:]
     assert tb.parity(module, converted, x).agrees
     wider = torch.cat([x, x], 1)

@@ -17,6 +17,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from torch_bridge.export.watch import same_constant
+
 
 # An attribute of a submodule, as (path, name).
 Attribute = tuple[str, str]
@@ -26,6 +28,10 @@ _OF_METADATA = (
     "sym_size", "sym_numel", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like",
     "full_like",
 )  # fmt: skip
+
+
+class _Nothing:
+    """In place of an attribute that is not there; a copy of a class is itself."""
 
 
 def made_while_traced(
@@ -61,18 +67,24 @@ def kept_by_the_next_call(
         return False
     finally:
         for (path, name), value in before.items():
-            module.get_submodule(path).__dict__[name] = value
+            held = module.get_submodule(path).__dict__
+            held[name] = value
+            if value is _Nothing:
+                del held[name]
     (one, spec), (other, spec_2) = (tree_flatten(values) for values in left)
     return spec == spec_2 and all(map(_same, one, other))
 
 
 def _snapshot(module: torch.nn.Module, attributes: Sequence[Attribute]) -> dict[Attribute, Any]:
-    return {one: module.get_submodule(one[0]).__dict__.get(one[1]) for one in attributes}
+    return {
+        (path, name): module.get_submodule(path).__dict__.get(name, _Nothing)
+        for path, name in attributes
+    }
 
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
+        return same_constant(a, b)
     return bool(type(a) is type(b) and a == b)
 
 

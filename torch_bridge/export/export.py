@@ -261,6 +261,7 @@ def _export_pure(
                 if not caches or not _only_save_time(module, inputs, mode, sizes, caches):
                     raise
                 # The next call computes them anew, as a converted one does.
+                before.put(module, caches)
                 others = [one for one in changed if one not in caches]
                 after.put(module, others)
                 later = _require_same(module, inputs, mode, batch_dim, trace, others, drew)

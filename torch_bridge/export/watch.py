@@ -160,7 +160,8 @@ class PythonState:
         for path, name in names:
             attributes = module.get_submodule(path).__dict__
             if (path, name) in self.values:
-                attributes[name] = self.values[path, name]
+                value = self.values[path, name]
+                attributes[name] = value.copy() if type(value) in _CONTAINERS else value
             else:
                 attributes.pop(name, None)
 
@@ -225,7 +226,7 @@ def _same_ends(a: ExportedProgram, b: ExportedProgram) -> bool:
     return (
         a.call_spec.out_spec == b.call_spec.out_spec
         and a.constants.keys() == b.constants.keys()
-        and all(_same_constant(value, b.constants[name]) for name, value in a.constants.items())
+        and all(same_constant(value, b.constants[name]) for name, value in a.constants.items())
     )
 
 
@@ -286,7 +287,8 @@ def _codes(program: ExportedProgram) -> list[str]:
     return [m.code for m in modules if isinstance(m, torch.fx.GraphModule)]
 
 
-def _same_constant(a: Any, b: Any) -> bool:
+def same_constant(a: Any, b: Any) -> bool:
+    """Whether two constants of programs are the same values."""
     if a is b or not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return bool(a is b or type(a) is type(b))
     # A tensor that the first trace left in an attribute has no values.
