@@ -235,9 +235,10 @@ def test_a_gradient_penalty_is_that_of_the_logits_at_hand():
 
 def test_the_gradient_of_a_bias_is_rounded_once():
     """Not in each of 256 chunks."""
-    draw = np.random.default_rng(0)
-    x, w = (jnp.asarray(draw.normal(size=(n, 4)), jnp.bfloat16) for n in (4096, 8))
-    labels = jnp.asarray(draw.integers(0, 8, 4096))
+    one, two, three = map(np.random.default_rng, range(3))
+    x = jnp.asarray(one.normal(size=(4096, 4)), jnp.bfloat16)
+    w = jnp.asarray(two.normal(size=(8, 4)), jnp.bfloat16)
+    labels = jnp.asarray(three.integers(0, 8, 4096))
 
     def slope(x, w, bias, **options):
         return jax.grad(
