@@ -344,7 +344,8 @@ def _bytes_of(data: jax.Array) -> Bytes:
     if device.platform != "cpu":
         # A new array object: jax keeps a copy that it makes with the object it was asked of.
         data = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
-    return np.ascontiguousarray(jax.device_get(data)).reshape(-1).view(np.uint8)
+    # (With `jax.device_get`, jax 0.11 would not take it as a donation afterwards, on CPUs.)
+    return np.ascontiguousarray(np.asarray(data)).reshape(-1).view(np.uint8)
 
 
 def _handle(
