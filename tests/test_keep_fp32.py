@@ -299,3 +299,20 @@ def test_whoever_else_reads_a_kept_leaf_has_it_in_float32():
     one = tiny.plan(zero=3, precision="bf16", keep_fp32="up")
     fz.train_step(own, TX, one).lower(fz.abstract_state(own, TX, one), batch())
     assert set(seen) == {F32}
+
+
+def test_a_plan_that_keeps_other_leaves_gets_their_own_copies():
+    """The same two dtypes, of which each leaf has the other one."""
+    draw = jax.random.normal(jax.random.key(0), (2, 16, 16))
+
+    def sums(p, buffers, batch, rng, train):
+        return jnp.mean((batch["x"] @ p["one"]) @ p["two"]), buffers, {}
+
+    own = fz.Model(({"one": draw[0], "two": draw[1]}, {}), sums)
+    old = tiny.plan(zero=0, data=2, precision="bf16", keep_fp32="one")
+    new = old.replace(keep_fp32="two")
+    batch = {"x": np.ones((4, 16), np.float32)}
+    moved = fz.replan(fz.init(own, TX, old), own, TX, old, new)
+    fresh = fz.init(own, TX, new)
+    tiny.same_bits(moved.compute, fresh.compute)
+    assert fz.eval_step(own, new)(moved, batch) == fz.eval_step(own, new)(fresh, batch)

@@ -161,8 +161,8 @@ def _replanned_compute(
     if not new.plan.keeps_compute_copy:
         return None
     if state.compute is not None and compute_copy.is_current(state.params, state.compute):
-        dtypes = {leaf.dtype for leaf in jax.tree.leaves(state.compute)}
-        if dtypes == {leaf.dtype for leaf in jax.tree.leaves(shapes["compute"])}:
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(state.compute)]
+        if dtypes == [leaf.dtype for leaf in jax.tree.leaves(shapes["compute"])]:
             moved = jax.tree.map(
                 lambda leaf, was, now, to: relayout(unpark(leaf), was, now, to),
                 state.compute, old.kept("compute"), new.kept("compute"), shapes["compute"],

@@ -266,7 +266,7 @@ def test_of_an_older_model_nothing_stays_beside_a_new_one(
         with pytest.raises(KeyboardInterrupt), outputs.model_staged(tmp_path) as scratch:
             (scratch / "config.json").write_text("new")
     # Too little is left, not an adapter that would be added to other weights.
-    assert {path.name for path in tmp_path.iterdir()} == {*own, "config.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {*own}
     with outputs.model_staged(tmp_path) as scratch:
         for name in ("model.safetensors", "config.json"):
             (scratch / name).write_text("new")
@@ -354,3 +354,30 @@ def test_tokens_of_a_resumed_run_count_from_its_beginning(tmp_path: Path) -> Non
     ]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     assert resume.rewind(tmp_path, 2, 0).tokens == 12
+
+
+def test_a_kill_while_a_model_moves_in_leaves_none_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one's config beside the other's weights: it comes last, and the older one goes first."""
+
+    def write(folder: Path, what: str) -> None:
+        for name in ("config.json", "model.safetensors", "tokenizer.json"):
+            (folder / name).write_text(what)
+
+    write(tmp_path, "old")
+    move, moved = Path.replace, []
+
+    def killed(path: Path, target: Path) -> Path:
+        if len(moved) == kill:
+            raise KeyboardInterrupt
+        moved.append(target.name)
+        return move(path, target)
+
+    monkeypatch.setattr(Path, "replace", killed)
+    for kill in (1, 2):
+        moved.clear()
+        with pytest.raises(KeyboardInterrupt), outputs.model_staged(tmp_path) as scratch:
+            write(scratch, "new")
+        assert len(moved) == kill
+        assert not (tmp_path / "config.json").exists()

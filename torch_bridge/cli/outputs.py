@@ -33,6 +33,7 @@ OF_A_MODEL = (
     "pytorch_model*.bin", "*.index.json", "tokenizer*", "vocab.*", "merges.txt",
     "special_tokens_map.json", "added_tokens.json", "chat_template.*",
 )  # fmt: skip
+_CONFIGS = ("config.json", "adapter_config.json")
 PLOT = "loss.png"
 # A path keeps one of a URL's two slashes.
 _REMOTE = re.compile(r"([a-z][a-z0-9+.-]+):/")
@@ -131,7 +132,8 @@ def staged(directory: Path) -> Iterator[Path]:
     try:
         scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=directory))
         yield scratch
-        for path in sorted(scratch.iterdir()):
+        # Nothing loads a model without its config: it comes last.
+        for path in sorted(scratch.iterdir(), key=lambda one: (one.name in _CONFIGS, one.name)):
             target = directory / path.name
             if target.is_dir() and not target.is_symlink():
                 shutil.rmtree(target)  # no rename replaces a folder that holds something
@@ -159,7 +161,7 @@ def model_staged(directory: Path) -> Iterator[Path]:
         written = {path.name for path in scratch.iterdir()}
         for path in directory.iterdir():
             left = path.name not in written and any(path.match(one) for one in OF_A_MODEL)
-            if left and path.is_file():
+            if (left or path.name in _CONFIGS) and path.is_file():
                 path.unlink()
 
 
