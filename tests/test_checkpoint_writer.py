@@ -106,6 +106,12 @@ def test_each_failure_in_the_background_is_told_once(states, tmp_path, monkeypat
     assert "no space left" not in caplog.text
     absl_logging.error("one of the user's own", exc_info=OSError("no room"))
     assert "no room" in caplog.text
+    full_disk(monkeypatch, 1)
+    own = ocp.CheckpointManager(tmp_path / "own")
+    own.save(0, args=ocp.args.StandardSave({"x": np.ones(3)}))
+    with pytest.raises(OSError, match="no space left"):
+        own.wait_until_finished()
+    assert "no space left" in caplog.text  # orbax's, of a checkpoint that is not fzero's
     fz.save(tmp_path, state, plan)
     fz.wait(tmp_path)
     assert fz.checkpoint(tmp_path).number == 0

@@ -105,12 +105,18 @@ class _ArraysSave(ocp.args.PyTreeSave):  # type: ignore[misc]
 class _ToldHere(logging.Filter):
     """Drops the tracebacks that orbax logs of a write that fails, some ten times over.
 
-    `fzero.wait`, or the next `fzero.save`, says what failed, once.
+    `fzero.wait`, or the next `fzero.save`, says what failed, once. Those of others who write with
+    orbax stay, but while a checkpoint of fzero's is being written.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writing: set[Manager] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether a record is logged."""
-        return not (record.exc_info and "orbax" in Path(record.pathname).parts)
+        told = self.writing and record.exc_info and "orbax" in Path(record.pathname).parts
+        return not told
 
 
 _TOLD_HERE = _ToldHere()
@@ -127,6 +133,7 @@ class Manager:
     def __init__(self, path: str, keep: int | None) -> None:
         self._failed: list[BaseException] = []
         logging.getLogger("absl").addFilter(_TOLD_HERE)  # once, however often it is added
+        _TOLD_HERE.writing.add(self)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
         handlers = {
             "state": _ArraysHandler(self._failed),
@@ -143,11 +150,14 @@ class Manager:
         Between processes orbax lets one whose part failed wait for the others, which wait for its
         part: what failed is raised before.
         """
-        while jax.process_count() > 1 and self._manager.is_saving_in_progress():
-            if self._failed:
-                raise self._failed[0]
-            time.sleep(LOOK_S)
-        self._manager.wait_until_finished()
+        try:
+            while jax.process_count() > 1 and self._manager.is_saving_in_progress():
+                if self._failed:
+                    raise self._failed[0]
+                time.sleep(LOOK_S)
+            self._manager.wait_until_finished()
+        finally:
+            _TOLD_HERE.writing.discard(self)
 
 
 def items(arrays: Mapping[str, Any], shards: Mapping[str, Any], meta: Mapping[str, Any]) -> Any:

@@ -35,9 +35,9 @@ def require_found(model: Model, plan: Plan, shapes: PyTree) -> None:
     if not any(_may_take(model, products, shapes)):
         warn(
             "plan: precision='fp8', but no parameter of the model is for a product in 8 bits: all"
-            f" are kept in 16 by name (keep={list(products.keep)}) or have dims that are no"
-            f" multiples of 16 or under {plan.float8.min_dim}. Change float8=fz.Float8(...), or say"
-            " precision='bf16'"
+            f" are kept in 16 by name (keep={list(products.keep)}), are stored in blocks (a"
+            " quantised base, read in 16 bits), or have dims that are no multiples of 16 or under"
+            f" {plan.float8.min_dim}. Change float8=fz.Float8(...), or say precision='bf16'"
         )
 
 

@@ -157,7 +157,10 @@ def test_what_saves_time_is_computed_anew(what: str, warm: bool) -> None:
         module(torch.randn(2, 3, 4))
     held = module.kept, dict(module.tables), module.longest
     name = {"a_dict": "tables", "a_late_mask": "late"}.get(what, "kept")
-    with pytest.warns(tb.PythonStateWarning, match=f"keeps .*{name}.*follows from sizes alone"):
+    with pytest.warns(
+        tb.PythonStateWarning,
+        match=f"keeps .*{name}.*follows from sizes, constants and buffers alone",
+    ):
         converted = tb.convert(module, x)
     assert module.kept is held[0]
     assert not hasattr(module, "late")

@@ -22,6 +22,7 @@ from fzero.runs.files import TIMELINE as TIMELINE
 from fzero.runs.files import TIMINGS as TIMINGS
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.settings import DataSettings
+from torch_bridge.formats.staging import sync
 
 
 WEIGHTS = "model.safetensors"
@@ -132,12 +133,15 @@ def staged(directory: Path) -> Iterator[Path]:
     try:
         scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=directory))
         yield scratch
+        for path in scratch.rglob("*"):
+            sync(path)
         # Nothing loads a model without its config: it comes last.
         for path in sorted(scratch.iterdir(), key=lambda one: (one.name in _CONFIGS, one.name)):
             target = directory / path.name
             if target.is_dir() and not target.is_symlink():
                 shutil.rmtree(target)  # no rename replaces a folder that holds something
             path.replace(target)
+        sync(directory)
     except OSError as error:
         raise CommandError(
             f"--out {directory}: cannot be written ({error}). If it has checkpoints (--save-every),"

@@ -256,9 +256,11 @@ def _export_pure(
             try:
                 later = _require_same(module, inputs, mode, batch_dim, trace, changed, drew)
             except ConversionError:
-                caches, sizes = made_while_traced(changed, after.values.get), (batch_dim, dynamic)
+                caches = made_while_traced(changed, after.values.get)
                 before.put(module, changed)
-                if not caches or not _only_save_time(module, inputs, mode, sizes, caches):
+                if not caches or not _only_save_time(
+                    module, inputs, mode, batch_dim, dynamic, caches
+                ):
                     raise
                 # The next call computes them anew, as a converted one does.
                 before.put(module, caches)
@@ -276,14 +278,15 @@ def _only_save_time(
     module: torch.nn.Module,
     inputs: tuple[Any, dict[str, Any]],
     mode: str,
-    sizes: tuple[int, str],
+    batch_dim: int,
+    dynamic: str,
     caches: Sequence[Attribute],
 ) -> bool:
     """Whether what a forward keeps in attributes is what it would compute again."""
     if not kept_by_the_next_call(module, inputs, caches):
         return False
     with contextlib.suppress(ConversionError), returned_as_well(module, caches):
-        program, _ = _export_most_dynamic(module, inputs, mode, sizes[0], sizes[1:])
+        program, _ = _export_most_dynamic(module, inputs, mode, batch_dim, (dynamic,))
         inline_no_grad(program)
         return follow_from_sizes(program)
     return False

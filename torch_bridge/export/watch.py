@@ -349,9 +349,9 @@ def warn_of_caches(names: list[tuple[str, str]]) -> None:
     """Say that what a forward keeps for its next call is computed in each."""
     listed = ", ".join(f"{path}.{name}" if path else name for path, name in sorted(names))
     warn(
-        f"the forward keeps {listed}, which follows from sizes alone. A converted graph computes it"
-        " in each call, as PyTorch does where sizes are new. If an older one should count for other"
-        " sizes, too, make it a buffer (register_buffer)",
+        f"the forward keeps {listed}, which follows from sizes, constants and buffers alone. A"
+        " converted graph computes it in each call, as PyTorch does where sizes are new. If an"
+        " older one should count for other sizes, too, make it a buffer (register_buffer)",
         PythonStateWarning,
     )
 

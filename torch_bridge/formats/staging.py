@@ -39,10 +39,10 @@ def staged_file(target: Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         temporary.chmod(0o666 & ~_umask())  # mkstemp's 0600 would hide the file from others
         temporary.replace(target)
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -68,7 +68,7 @@ def staged_directory(target: Path, merge: bool, turns: Turns = ALONE) -> Iterato
         turns.told(None)  # all is written
         if temporary.is_dir():
             for path in (*temporary.rglob("*"), temporary):
-                _sync(path)
+                sync(path)
         turns.told(None)  # and on the disk
         if owns:
             _take_place(temporary, target, merge)
@@ -94,7 +94,7 @@ def _take_place(temporary: Path, target: Path, merge: bool) -> None:
     if not (merge and target.is_dir() and any(target.iterdir())):
         temporary.chmod(0o777 & ~_umask())
         temporary.replace(target)
-        _sync(target.parent)
+        sync(target.parent)
         return
     written = sorted(temporary.iterdir())  # an index comes after its shards
     names = {path.name for path in written}
@@ -104,15 +104,15 @@ def _take_place(temporary: Path, target: Path, merge: bool) -> None:
         # another rank or scale.
         for old in target.glob("adapter_model.*"):
             old.unlink()
-        _sync(target)
+        sync(target)
     for path in written:
         if path.name == _INDEX:
-            _sync(target)  # its shards are there, whatever happens
+            sync(target)  # its shards are there, whatever happens
         path.replace(target / path.name)
     for path in target.iterdir():
         if _WEIGHTS.fullmatch(path.name) and path.name not in names:
             path.unlink()
-    _sync(target)
+    sync(target)
 
 
 def _same(one: Path, other: Path) -> bool:
@@ -142,19 +142,19 @@ def _set_aside(target: Path, names: set[str], temporary: Path) -> None:
             os.link(target / name, aside)
         except OSError:  # not every file system has two names for a file
             shutil.copyfile(target / name, aside)
-            _sync(aside)
+            sync(aside)
     content["weight_map"] = {
         tensor: f"before-{name}" if name in replaced else name for tensor, name in shards.items()
     }
     again = temporary / f"before-{_INDEX}"
     again.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    _sync(again)
-    _sync(target)
+    sync(again)
+    sync(target)
     again.replace(index)
-    _sync(target)
+    sync(target)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Waits until a file's content, or a directory's names, are on the disk."""
     written = os.open(path, os.O_RDONLY)
     try:

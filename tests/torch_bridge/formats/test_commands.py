@@ -57,8 +57,8 @@ def test_names_cannot_talk_to_the_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "to"),
-    [("m.safetensors", None), ("hf", None), ("m.pt", None), ("d", "dcp"), ("u", "universal"),
-     ("m.ckpt", None), ("odd.name", "safetensors")],
+    [("m.safetensors", None), ("hf", None), ("m.pt", None), ("d", "dcp"), ("f", "dcp-flat"),
+     ("u", "universal"), ("m.ckpt", None), ("odd.name", "safetensors")],
 )  # fmt: skip
 def test_convert_keeps_every_bit(tmp_path: Path, name: str, to: str | None) -> None:
     text = converted(
