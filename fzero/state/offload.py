@@ -323,7 +323,10 @@ class _Move:
                     slabs[k] = jax.device_put(slab, place(slab.sharding))
             for k, slab in zip(goes, new, strict=True):
                 slabs[k] = slab
-            return regrouped(old, slabs, self.to)
+            found = regrouped(old, slabs, self.to)
+            if self.to == DISK and self.how.non_blocking and self.how.donate:
+                _delete(out)  # who waits may wake before the future's callback has run
+            return found
 
         transfer = Transfer(future, arranged)
         if not self.how.non_blocking:

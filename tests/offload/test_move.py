@@ -5,6 +5,8 @@ import gc
 import os
 import re
 import threading
+import time
+from concurrent.futures import Future
 from unittest import mock
 
 import jax
@@ -377,9 +379,13 @@ def test_phases(tmp_path):
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])
-def test_a_phase_makes_room_first(to, non_blocking, tmp_path):
+def test_a_phase_makes_room_first(to, non_blocking, tmp_path, monkeypatch):
     """What leaves is gone before anything comes, whether the caller waits or not."""
     _, state = made(zero=3)
+    call_back = Future._invoke_callbacks  # whoever waits for a future may wake before
+    monkeypatch.setattr(
+        Future, "_invoke_callbacks", lambda own: (time.sleep(0.1), call_back(own))[1]
+    )
     before, events = tiny.host(state), []
     state = fz.enter(state, {"params": to}, path=tmp_path)
 
