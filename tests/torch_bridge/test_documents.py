@@ -312,6 +312,10 @@ def test_batches_go_on_in_another_number_of_processes(tmp_path):
     for step in (3, 4):
         joined = np.concatenate([next(part)["ids"] for part in parts])
         np.testing.assert_array_equal(joined, rows.batch(3, step, 4)["ids"])
+    other = tb.Rows.of(tb.read_documents(path, byte_tokenizer()), length=16)
+    for given, size, seed in ((rows, 2, 3), (rows, 4, 4), (other, 4, 3)):
+        with pytest.raises(fz.BatchError, match=r"a position in .*'rows': 7, 'size': 4, 'seed': 3"):
+            tb.grain_batches(given, size, seed=seed).set_state(position)
     seen = np.concatenate([rows.batch(3, step, 7)["ids"] for step in range(2)])
     assert sorted(map(bytes, seen)) == sorted(2 * list(map(bytes, rows.values["ids"])))
     with pytest.raises(fz.BatchError, match="7 rows in batches of 4 over 3 processes"):

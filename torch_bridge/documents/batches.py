@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -31,6 +33,8 @@ def grain_batches(
         fz.save(path, state, plan, data_position=iterator.get_state())
         iterator.set_state(fz.checkpoint(path).data_position)
 
+    A position says of which batches it is: another seed or size, or other rows refuse it.
+
     Args:
         rows: what batches are made of.
         size: rows in a batch, over all processes.
@@ -44,7 +48,8 @@ def grain_batches(
         A `grain.DatasetIterator` of dicts of arrays; `fz.local_batch` makes global ones of them.
 
     Raises:
-        BatchError: there are no rows, they do not divide over the processes, or `grain` is missing.
+        BatchError: there are no rows, they do not divide over the processes, or `grain` is missing;
+            from `set_state`, a position in other batches.
 
     Example:
         >>> import numpy as np
@@ -74,7 +79,39 @@ def grain_batches(
     part = slice(process * own, (process + 1) * own)
     source = _NumberedBatches(rows, size, seed, part, sys.maxsize if steps is None else steps)
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 1))
-    return iter(grain.MapDataset.source(source).to_iter_dataset(options))
+    batches = iter(grain.MapDataset.source(source).to_iter_dataset(options))
+    return _of_these(batches, {"rows": len(rows), "size": size, "seed": seed}, rows)
+
+
+def _of_these(batches: Any, about: dict[str, Any], rows: Rows) -> Any:
+    """The iterator, with positions that say what they are positions in: grain's are a number."""
+    import grain
+
+    class Batches(grain.DatasetIterator):  # type: ignore[misc]  # grain may be missing
+        def __next__(self) -> Batch:
+            return next(batches)
+
+        @cached_property
+        def about(self) -> dict[str, Any]:
+            # The first batch stands for all rows, of which there may be too many to read.
+            first = rows.batch(about["seed"], 0, about["size"])
+            digest = hashlib.sha256(b"".join(first[name].tobytes() for name in sorted(first)))
+            return {**about, "first_batch": digest.hexdigest()[:16]}
+
+        def get_state(self) -> dict[str, Any]:
+            return {**batches.get_state(), **self.about}
+
+        def set_state(self, state: dict[str, Any]) -> None:
+            came = {name: state.get(name) for name in self.about}
+            if came != self.about:
+                raise BatchError(
+                    f"grain_batches: expected a position in {self.about}, got one in {came}: it"
+                    " would be somewhere else in these batches. Make the iterator of the rows,"
+                    " size and seed that it was saved with, or begin anew"
+                )
+            batches.set_state({name: state[name] for name in state if name not in came})
+
+    return Batches(batches)
 
 
 class _NumberedBatches:
@@ -89,6 +126,3 @@ class _NumberedBatches:
 
     def __getitem__(self, step: int) -> Batch:
         return self._rows.batch(self._seed, int(step), self._size, self._part)
-
-    def __repr__(self) -> str:  # grain checks that a position is of the same data
-        return f"rows {self._rows.fingerprint}, batches of {self._size}, seed {self._seed}"
