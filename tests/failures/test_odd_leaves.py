@@ -21,6 +21,7 @@ from failure_cases import STAGES, bits, differing, tiny_plan
 
 import fzero as fz
 import torch_bridge as tb
+from fzero.compat import why_no_empty
 from tests.support.sample import some
 
 
@@ -75,6 +76,12 @@ class Odd(torch.nn.Module):
         x = self.table(ids) * self.gain + self.empty.sum(0) + self.nothing.sum()
         y = self.back(torch.tanh(self.padded(torch.tanh(self.frozen(x)))))
         return self.head(x + y).clamp(max=self.limit)
+
+
+@pytest.fixture(autouse=True)
+def leaves_without_elements() -> None:
+    if why := why_no_empty(tiny_plan(0).mesh()):
+        pytest.skip(why)
 
 
 @pytest.fixture(scope="module")
