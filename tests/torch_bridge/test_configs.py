@@ -235,6 +235,26 @@ def test_machines_are_replicas_of_a_hybrid_sharding(strategy, zero):
 
 
 @pytest.mark.parametrize(
+    ("processes", "sizes", "axes"),
+    [
+        (4, {"tp": 2}, {"data": 2, "tensor": 2}),
+        (8, {"dp_replicate": 2, "cp": 2}, {"replica": 2, "data": 2, "context": 2}),
+        (4, {"dp_shard": 2, "tp": 2}, {"data": 2, "tensor": 2}),
+        (6, {"tp": 4}, "num_processes is 6: .*data=1 x tensor=4"),
+        (8, {"dp_shard": 2, "tp": 2}, "num_processes is 8: .*data=2 x tensor=2"),
+    ],
+)
+def test_processes_are_the_product_of_all_axes(processes, sizes, axes):
+    given = {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
+    config = {"distributed_type": "FSDP", "num_processes": processes, "parallelism_config": given}
+    if isinstance(axes, str):
+        with pytest.raises(ConversionError, match=axes):
+            tb.from_accelerate(config)
+        return
+    assert tb.from_accelerate(config).plan.sizes(processes) == {"replica": 1, **axes}
+
+
+@pytest.mark.parametrize(
     ("more", "words"),
     [
         ({"optim": "adafactor"}, "expected one of"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -78,7 +79,9 @@ def from_accelerate(
     _parallelism(keys, fields)
     inner = None
     if kind == "DEEPSPEED":
-        inner = _deepspeed(keys, config, None if devices < 1 else devices, auto)
+        # DeepSpeed counts the ranks that have rows of their own.
+        ranks = None if devices < 1 else devices // math.prod(_beside_data(fields).values())
+        inner = _deepspeed(keys, config, ranks, auto)
         fields = {**_given(inner.plan), **fields}
         keys.notes.extend(inner.notes)
     else:
@@ -86,9 +89,7 @@ def from_accelerate(
         keys.note("distributed_type", kind, f"zero={fields['zero']}" if kind != "FSDP" else "")
     if kind == "FSDP":
         _fsdp(keys, fields, devices, machines)
-    if devices > 0 and "data" not in fields:
-        fields["data"] = devices // fields.get("replica", 1)
-        keys.note("num_processes", devices, f"data={fields['data']}")
+    _data(keys, fields, devices)
     for unused in ("fsdp_config", "deepspeed_config", "megatron_lm_config", "fp8_config"):
         keys.refuse({unused: f"distributed_type is {kind}: take the part out"}, (None, False))
     keys.without_effect(dict.fromkeys(_STARTS, _START))
@@ -98,6 +99,22 @@ def from_accelerate(
         inner.tx, inner.schedule, inner.batch_size
     )  # fmt: skip
     return Imported(fz.Plan(**fields), tx, schedule, rows, tuple(keys.notes))
+
+
+def _data(keys: Keys, fields: dict[str, Any], devices: int) -> None:
+    """What the other axes leave for `data`; Accelerate, too, wants a product of all processes."""
+    if devices < 1:
+        return
+    others = _beside_data(fields)
+    data = fields.setdefault("data", max(devices // math.prod(others.values()), 1))
+    if data * math.prod(others.values()) != devices:
+        product = " x ".join(f"{axis}={size}" for axis, size in {"data": data, **others}.items())
+        raise keys.error("num_processes", str(devices), f"expected the product of {product}")
+    keys.note("num_processes", devices, f"data={data}")
+
+
+def _beside_data(fields: Mapping[str, Any]) -> dict[str, int]:
+    return {axis: fields[axis] for axis in ("replica", "tensor", "context") if axis in fields}
 
 
 def _given(plan: fz.Plan) -> dict[str, Any]:
@@ -195,8 +212,8 @@ def _fsdp(keys: Keys, fields: dict[str, Any], devices: int, machines: int) -> No
             raise keys.error(
                 "num_processes", str(devices), f"{strategy} needs a multiple of num_machines"
             )
-        fields |= {"replica": machines, "data": devices // machines}
-        part.note("num_machines", machines, f"replica={machines}, data={fields['data']}")
+        replica = fields.setdefault("replica", machines)
+        part.note("num_machines", machines, f"replica={replica}")
     if part.take("fsdp_offload_params", False):
         tiers = {"opt_state": "host"} | ({"params": "host"} if fields["zero"] == 3 else {})
         fields["tiers"] = tiers
