@@ -234,6 +234,34 @@ def test_machines_are_replicas_of_a_hybrid_sharding(strategy, zero):
     assert (plan.zero, plan.data, plan.replica) == (zero, 8, 3)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_accelerate_takes_its_deepspeed_part(apart, tmp_path):
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "ds.json").write_text(json.dumps({
+        "zero_optimization": zero, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5,
+    }))  # fmt: skip
+    named = "deepspeed_config_file: ds.json"
+    inside = """zero_stage: 3
+  offload_optimizer_device: cpu
+  offload_param_device: none
+  gradient_accumulation_steps: 4
+  gradient_clipping: 0.5
+  zero3_init_flag: true"""
+    (tmp_path / "accelerate.yaml").write_text(f"""distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_processes: 8
+parallelism_config:
+  parallelism_config_tp_size: 2
+deepspeed_config:
+  {named if apart else inside}
+""")
+    plan = tb.from_accelerate(tmp_path / "accelerate.yaml").plan
+    assert plan == fz.Plan(
+        zero=3, data=4, tensor=2, precision="bf16", microbatches=4, clip_norm=0.5,
+        tiers={"opt_state": "host"}, remat=plan.remat,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("processes", "sizes", "axes"),
     [
