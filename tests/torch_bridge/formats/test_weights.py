@@ -348,6 +348,25 @@ def test_one_file_goes_before_an_index_as_in_transformers(tmp_path: Path, one: s
     assert tb.load(tmp_path)["a"].tolist() == [1, 1]
 
 
+def test_torch_files_in_shards(tmp_path: Path) -> None:
+    """As older `save_pretrained` wrote large models; weights are tied within a file."""
+    tied, low = torch.ones(2), torch.arange(3).to(torch.bfloat16)
+    torch.save({"a": tied, "b": tied}, tmp_path / "pytorch_model-00001-of-00002.bin")
+    torch.save({"c": low}, tmp_path / "pytorch_model-00002-of-00002.bin")
+    first, second = sorted(p.name for p in tmp_path.iterdir())
+    listed = tmp_path / "pytorch_model.bin.index.json"
+    listed.write_text(json.dumps({"weight_map": {"a": first, "b": first, "c": second}}))
+    found = tb.load(tmp_path)
+    assert sorted(found) == ["a", "b", "c"]
+    assert found["b"].tolist() == [1, 1]
+    assert found["c"].dtype == torch.bfloat16
+    assert torch.equal(found["c"], low)
+    assert tb.checkpoint(tmp_path).ties in ({"a": "b"}, {"b": "a"})
+    listed.write_text(json.dumps({"weight_map": {"a": first, "b": first, "c": first}}))
+    with pytest.raises(CheckpointError, match=r"index.json.*`?c`?"):
+        tb.load(tmp_path)
+
+
 def test_a_tensor_counts_more_than_another_files_name_for_it(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "1.safetensors", {"format": "pt", "b": "a"})
     save_file({"b": torch.ones(2)}, tmp_path / "2.safetensors", {"format": "pt"})
