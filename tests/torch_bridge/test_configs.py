@@ -206,6 +206,30 @@ def test_the_trainer_decays_neither_biases_nor_norms():
     assert decayed == set(params) - norms
 
 
+@pytest.mark.parametrize(
+    ("words", "config", "fields"),
+    [
+        ("full_shard auto_wrap", {}, {"zero": 3}),
+        ("shard_grad_op offload", {}, {"zero": 2, "tiers": {"opt_state": "host"}}),
+        (["full_shard"], {"activation_checkpointing": True}, {"zero": 3, "remat": "layer"}),
+        (True, {"version": 2, "reshard_after_forward": False}, {"zero": 2}),
+        (True, {"cpu_offload": True, "transformer_layer_cls_to_wrap": ["GPT2Block"]},
+         {"zero": 3, "tiers": {"opt_state": "host", "params": "host"}}),
+    ],
+)  # fmt: skip
+def test_arguments_with_fsdp(words, config, fields, tmp_path):
+    given = {"max_steps": 10, "fsdp": words, "fsdp_config": config}
+    plan = fz.Plan(**{"data": 8, "clip_norm": 1.0, "remat": "none", **fields})
+    assert tb.from_training_arguments(given, devices=8).plan == plan
+    (tmp_path / "fsdp.json").write_text(json.dumps(config))
+    in_a_file = {**given, "fsdp_config": str(tmp_path / "fsdp.json")}
+    assert tb.from_training_arguments(in_a_file, devices=8).plan == plan
+    # transformers says words otherwise than they were given.
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **given)
+    assert tb.from_training_arguments(arguments, devices=8).plan == plan
+    assert tb.from_training_arguments({**given, "fsdp": ""}, devices=8).plan.zero == 0
+
+
 def test_arguments_with_a_deepspeed_file_fill_in_its_autos():
     config = {
         "zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"},

@@ -33,6 +33,7 @@ _FSDP = {
     "fsdp_sync_module_states": "one initial state for all processes",
     "fsdp_state_dict_type": "tb.save writes either, from any plan",
     "fsdp_use_orig_params": "parameters are leaves by their own names",
+    "fsdp_limit_all_gathers": "two gathered layers are alive",
     "fsdp_version": "both versions lay out alike here",
 }
 # Strategy to stage, and whether groups are replicated.

@@ -81,9 +81,10 @@ def from_training_arguments(
     clip = float(1.0 if get("max_grad_norm") is None else values["max_grad_norm"])
     fields["clip_norm"] = clip or None
     notes.append(Note("max_grad_norm", clip, f"clip_norm={clip or None}"))
-    fields["remat"] = "layer" if get("gradient_checkpointing") else "none"
-    notes.append(Note("gradient_checkpointing", bool(get("gradient_checkpointing")),
-                      f"remat={fields['remat']!r}"))  # fmt: skip
+    if get("gradient_checkpointing") or fields.get("remat") is None:
+        fields["remat"] = "layer" if get("gradient_checkpointing") else "none"
+        notes.append(Note("gradient_checkpointing", bool(get("gradient_checkpointing")),
+                          f"remat={fields['remat']!r}"))  # fmt: skip
     tx, schedule = (base.tx, base.schedule) if base is not None and base.tx else (None, None)
     if tx is None:
         tx, schedule = _optimizer(source, values, steps, notes)
@@ -111,19 +112,23 @@ def _layout(values: Mapping[str, Any], devices: int | None, steps: int) -> Impor
             "gradient_clipping": values.get("max_grad_norm", 1.0),
         }  # fmt: skip
         return from_deepspeed(given, devices=devices, auto=auto)
-    words = values.get("fsdp") or ""
-    words = words.split() if isinstance(words, str) else [str(word) for word in words]
+    words = values.get("fsdp")
     if not words:
         return None
+    given = values.get("fsdp_config") or {}
     config: dict[str, Any] = {
         f"fsdp_{key.removeprefix('fsdp_')}": value
-        for key, value in (values.get("fsdp_config") or {}).items()
-        if key not in ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "min_num_params")
+        for key, value in (given if isinstance(given, Mapping) else read(given)[1]).items()
+        if value or not key.startswith("xla")
     }
-    for word in words:
-        if word in ("offload",):
+    if "fsdp_cpu_offload" in config:
+        config["fsdp_offload_params"] = config.pop("fsdp_cpu_offload")
+    # Since transformers 5 `True`, with all in `fsdp_config`; before, words for the strategy.
+    for word in words.split() if isinstance(words, str) else () if words is True else words:
+        word = str(getattr(word, "value", word))
+        if word == "offload":
             config["fsdp_offload_params"] = True
-        elif word not in ("auto_wrap",):
+        elif word != "auto_wrap":
             config["fsdp_sharding_strategy"] = word.upper().replace("ZERO_2", "ZERO2")
     return from_accelerate(
         {"distributed_type": "FSDP", "num_processes": devices or -1, "fsdp_config": config}
