@@ -80,6 +80,19 @@ def test_a_whole_backward_pass_costs_both_halves_where_only_those_ran():
     assert (found.f, found.b, found.i, found.w) == (1.0, 5.0, 2.0, 3.0)
 
 
+def test_each_stage_costs_what_its_own_actions_took():
+    """A stage of another process, of which nothing is known, what all the others do."""
+    schedule = gpipe(3, 3)
+    lasts = {0: (1.0, 1.0, 9.0), 1: (4.0, 4.0, 5.0)}
+    events = [
+        Event(stage, Action(kind, stage, m), 0.0, seconds)
+        for stage, several in lasts.items() for m, seconds in enumerate(several) for kind in "FB"
+    ]  # fmt: skip
+    assert [(own.f, own.b) for own in medians(events, schedule).per_stage] == [
+        (1.0, 1.0), (4.0, 4.0), (4.0, 4.0)
+    ]  # fmt: skip
+
+
 def test_an_action_starts_when_its_inputs_are_there():
     """The second rank's forward was dispatched, on an idle rank, before what it reads was done."""
     schedule = gpipe(2, 1)

@@ -358,6 +358,14 @@ def test_a_choice_that_is_none_is_refused(word):
         parse_choices([word])
 
 
+def test_choices_are_of_the_kinds_that_a_plan_has():
+    """A secondary group is a number of devices, or those of a host."""
+    words = ["secondary=none,host,4", "microbatches=2", "schedule=none,1f1b"]
+    assert parse_choices(words) == {
+        "secondary": (None, "host", 4), "microbatches": (2,), "schedule": (None, "1f1b")
+    }  # fmt: skip
+
+
 def test_measured_beside_predicted(model, batch, predicted):
     plan = PLANS["zero3"]
     found = measure(model, TX, plan, batch, steps=1)
