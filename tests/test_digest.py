@@ -51,6 +51,14 @@ def test_derivatives_of_ones_own_are_part_of_a_program(own, around):
     assert one != other
 
 
+def test_what_a_program_has_closed_over_is_part_of_it():
+    tables = [np.arange(4.0), np.arange(4.0), np.arange(4.0)[::-1]]
+    programs = [jax.make_jaxpr(lambda x, t=t: x * jnp.asarray(t))(jnp.ones(4)) for t in tables]
+    one, same, other = map(digest, programs)
+    assert one == same
+    assert one != other
+
+
 def test_whole_numbers_beside_them_have_no_derivative():
     def loss(factor: float) -> Callable[[Any, Any], Any]:
         @jax.custom_vjp

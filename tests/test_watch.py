@@ -113,6 +113,15 @@ def test_a_line_without_an_end_is_none_of_ours(monkeypatch):
         assert line.receive() == messages
 
 
+def test_a_line_that_is_quiet_has_not_ended():
+    ends = socket.socketpair()
+    line = Line(ends[0])
+    line.socket.settimeout(0.01)
+    assert line.receive() == []
+    ends[1].sendall(b'{"a": 1}\n')
+    assert line.receive() == [{"a": 1}]
+
+
 @pytest.mark.parametrize(
     "hello", [{"hello": 1, "token": "wrong"}, {"hello": 2, "token": "own"}, {"token": "own"}]
 )
