@@ -136,6 +136,20 @@ def test_batches_and_states_come_first():
         step.check_finite(bad, points)
 
 
+def test_a_row_is_counted_from_the_first_of_the_whole_leaf():
+    plan = fz.Plan(zero=3, data=4, min_shard_bytes=0)
+    made = fz.Model(lambda rng: ({"w": np.ones((16, 3), np.float32)}, {}), lambda *_: None)
+    state = fz.init(made, SGD, plan)
+    fz.check_finite(state)
+    w = state.params["w"]
+    spoilt = np.ones((16, 3), np.float32)
+    spoilt[[9, 11, 14], 1] = np.nan  # rows 8 to 11 are of the third device
+    state = state.replace(params={"w": jax.device_put(spoilt, w.sharding)})
+    said = r"params/w float32\[16, 3\] has values .* first in row 9; on cpu:2 of process 0"
+    with pytest.raises(fz.NonFiniteError, match=said):
+        fz.check_finite(state)
+
+
 def spoilt_by_number(p, x, ctx):
     """Gives NaN in the layer that a row says."""
     here = jnp.any(ctx.batch["spoils"] == p["number"])

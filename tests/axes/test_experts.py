@@ -78,6 +78,19 @@ def test_an_expert_takes_the_first_of_its_tokens_up_to_its_capacity(devices):
     assert (float(dropped), float(none)) == (5, 0)
 
 
+def test_a_capacity_of_a_part_of_a_token_is_a_token():
+    """A share of six choices is 3/4 of one: no expert is left without any."""
+    p, x = {"none": jnp.zeros((NUM, 1))}, jnp.ones((6, WIDTH))
+    chosen, gates = jnp.array([[0], [0], [0], [1], [1], [2]]), jnp.ones((6, 1))
+
+    @jax.jit
+    def dropped():
+        given = lambda own, p, rows: rows, p, x, chosen, gates
+        return [fz.experts(*given, capacity=capacity)[1] for capacity in (1.0, 1.5, 3.0)]
+
+    assert list(map(float, dropped())) == [3, 1, 0]
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_numbers_that_no_expert_has_are_no_choice_and_frozen_leaves_have_no_gradient(devices):
     keys = jax.random.split(jax.random.key(0), 2)
