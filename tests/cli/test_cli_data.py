@@ -16,7 +16,10 @@ from torch_bridge.cli.corpus import entropy
 from torch_bridge.cli.data import IGNORED
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.settings import DataSettings
+from torch_bridge.cli.tuned import RowCorpus
 from torch_bridge.documents import rows
+from torch_bridge.documents.rows import Rows
+from torch_bridge.documents.tokens import Document
 
 
 def corpus_of(paths: list[Path], seq: int = 16, limit: int = 1000) -> data.Corpus:
@@ -152,6 +155,19 @@ def test_validation_batches_have_one_size_and_count_every_label_once(texts: list
         assert (labels[21:] == IGNORED).all()
 
 
+def test_processes_have_as_many_validation_batches_each(texts: list[Path]) -> None:
+    """Also where the last one has rows of the first alone: a step waits for all of them."""
+    corpus = corpus_of(texts, limit=21)
+    for size in (2, 4, 16, 64):
+        whole = list(data.validation_batches(corpus, size))
+        parts = [list(corpus.validation_batches(size, (process, 2))) for process in (0, 1)]
+        for batch, *own in zip(whole, *parts, strict=True):
+            for name, rows_of_all in batch.items():
+                np.testing.assert_array_equal(
+                    np.concatenate([one[name] for one in own]), rows_of_all
+                )
+
+
 def test_a_short_last_sequence_is_kept_and_its_filling_ignored(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_bytes(b"a" * 400)
@@ -172,6 +188,20 @@ def test_entropy_of_single_bytes() -> None:
     assert entropy(np.full(8, 5)) == pytest.approx(math.log(8), rel=1e-12)
     assert entropy(np.asarray([0, 9, 0])) == 0.0
     assert entropy(np.asarray([3, 1])) == pytest.approx(0.5623351446, abs=1e-9)
+
+
+def test_the_entropy_of_rows_is_of_all_that_is_learned_in_them() -> None:
+    """They are looked at some at a time."""
+    ids = [np.full(4, number % 8, np.int32) for number in range(40)]
+    documents = [
+        Document(own, np.where(np.arange(4) < 2, IGNORED, own), f"{number}")
+        for number, own in enumerate([*ids, np.full(4, 9, np.int32)])
+    ]
+    found = Rows.of(documents[:-1], 4, packed=False)
+    assert RowCorpus(found, found, (40, 40)).unigram_entropy == pytest.approx(math.log(8))
+    more = RowCorpus(found, Rows.of(documents, 4, packed=False), (40, 41))
+    counts = np.asarray([10] * 8 + [0, 2])
+    assert more.unigram_entropy == pytest.approx(entropy(counts))
 
 
 def test_too_little_text_is_refused_with_numbers(tmp_path: Path) -> None:
