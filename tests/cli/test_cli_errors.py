@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import io
 import json
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -354,6 +356,27 @@ def test_tokens_of_a_resumed_run_count_from_its_beginning(tmp_path: Path) -> Non
     ]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     assert resume.rewind(tmp_path, 2, 0).tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", 2e-2), ("steps", 7), ("clip", 0.5), ("seq", 64), ("seed", 1), ("precision", "bf16")],
+)
+def test_what_the_weights_depend_on_is_as_it_was(tmp_path: Path, name: str, value: Any) -> None:
+    def saver(**given: Any) -> resume.Saver:
+        own = {"lr": 1e-2, "steps": 6, "seed": 0, "seq": 32, "clip": 1.0, "precision": "fp32"}
+        own |= given
+        plan = {"clip_norm": own["clip"], "precision": own["precision"], "zero": len(given)}
+        data = DataSettings(("stdlib",), own["seq"])
+        settings = TrainSettings(
+            "hf:one", data, tmp_path, own["steps"], 8, own["lr"], 2, 0, own["seed"], plan
+        )
+        return resume.Saver(settings, settings.plan(2), "text")
+
+    then = types.SimpleNamespace(data_position={"step": 3, "run": saver().run})
+    saver().require_same(then)
+    with pytest.raises(CommandError, match=rf"another run \({name}: .* then, {value} now\)"):
+        saver(**{name: value}).require_same(then)
 
 
 def test_a_kill_while_a_model_moves_in_leaves_none_that_loads(

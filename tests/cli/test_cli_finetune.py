@@ -10,7 +10,11 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import peft
 import pytest
 import torch
@@ -19,7 +23,9 @@ from cli_cases import Command
 from safetensors.torch import load_file
 
 import fzero as fz
+import torch_bridge as tb
 from tests.support.tokens import TEMPLATE, VOCABULARY, byte_tokenizer
+from torch_bridge.cli.run import _gauge
 
 
 def llama(folder: Path, layers: int) -> Path:
@@ -108,6 +114,11 @@ def test_peft_loads_the_adapter_and_transformers_what_it_is_merged_into(
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert summary["tokens"] == sum(step["tokens"] for step in steps if "loss" in step)
     assert summary["tokens"] < 6 * 4 * 96  # rows are not full
+    # Forwards, and once more back to what frozen weights read: they have no gradient.
+    kept = [p for n, p in plain.named_parameters() if p.ndim == 2 and "embed" not in n]
+    attention = 2 * 2 * 96 * plain.config.hidden_size
+    about = json.loads((out / "about.json").read_text())
+    assert about["flops_per_token"] == 2 * (2 * sum(p.numel() for p in kept) + attention)
     shown_by_tensorboard(out / "tensorboard", steps)
 
     other = byte_tokenizer(TEMPLATE.replace("assistant", "model"))
@@ -264,6 +275,22 @@ def test_without_an_adapter_all_is_trained_and_transformers_loads_it(
     found = load_file(again / "model.safetensors")
     for name, value in load_file(out / "model.safetensors").items():
         assert torch.equal(found[name], value)
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_frozen_weights_take_part_in_two_of_three_passes(adapts: bool) -> None:
+    """What is said of FLOP/s and MFU counts no gradient of theirs."""
+    module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    made, plan = tb.convert(module, torch.zeros(4, 8)), fz.Plan(data=2)
+    made = tb.lora(made, rank=2) if adapts else made
+    model = made.model(lambda forward, batch: jnp.mean(forward(batch["x"]) ** 2))
+    rows = {"x": np.zeros((1, 8), np.float32)}
+    corpus = SimpleNamespace(train_batch=lambda seed, step, size, part: rows)
+    settings = SimpleNamespace(seed=0, batch=4, data=SimpleNamespace(seq=1))
+    job: Any = SimpleNamespace(model=model, plan=plan, corpus=corpus, converted=made)
+    found = _gauge(settings, job, fz.init(model, None, plan), 2).flops_per_token
+    factors = 2 * (8 + 16) + 2 * (16 + 4) if adapts else 0
+    assert found == (2 if adapts else 3) * 2 * (8 * 16 + 16 * 4 + factors)
 
 
 @pytest.mark.parametrize(

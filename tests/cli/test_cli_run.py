@@ -181,9 +181,10 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_nothing_had_been(
     lines = (straight / "metrics.jsonl").read_text().splitlines(keepends=True)
     (out / "metrics.jsonl").write_text("".join(lines[:-2]) + '{"step": 6, "lo')
     arguments = training(config_file, texts, out)
-    refused = here(*arguments, "--lr", 2e-2, "--resume")
+    refused = here(*arguments, "--lr", 2e-2, "--clip", 0.5, "--resume")
     assert refused.status == 2
-    assert "is of another run (lr: 0.01 then, 0.02 now); give the same flags" in refused.stderr
+    differences = "lr: 0.01 then, 0.02 now; clip: 1.0 then, 0.5 now"
+    assert f"is of another run ({differences}); give the same flags" in refused.stderr
     more = texts[0].with_name("also.txt")  # trains, by its name
     more.write_text("also\n" * 40)
     refused = here(*training(config_file, [*texts, more], out), "--resume")
