@@ -307,6 +307,21 @@ def test_processes_are_the_product_of_all_axes(processes, sizes, axes):
 
 
 @pytest.mark.parametrize(
+    ("number", "name"),
+    [(1, "FULL_SHARD"), (2, "SHARD_GRAD_OP"), (3, "NO_SHARD"), (4, "HYBRID_SHARD")],
+)
+def test_strategies_may_be_numbers_as_older_versions_write_them(number, name):
+    plans = [
+        tb.from_accelerate({
+            "distributed_type": "FSDP", "num_processes": 8, "num_machines": 2,
+            "fsdp_config": {"fsdp_sharding_strategy": given},
+        }).plan
+        for given in (number, name)
+    ]  # fmt: skip
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize(
     ("more", "words"),
     [
         ({"optim": "adafactor"}, "expected one of"),

@@ -322,6 +322,19 @@ def test_batches_go_on_in_another_number_of_processes(tmp_path):
         tb.grain_batches(rows, 4, process=0, num_processes=3)
 
 
+def test_what_fills_the_last_batch_up_is_no_row():
+    """Validation is a mean over all rows, each of which counts once."""
+    documents = [Document(np.arange(n, n + 4), np.arange(n, n + 4), "") for n in range(1, 8)]
+    rows = tb.Rows.of(documents, length=4, packed=False)
+    for size in (3, 4, 7, 9):
+        batches = list(rows.in_order(size))
+        assert {len(batch["ids"]) for batch in batches} == {size}
+        for name, filling in {"ids": 0, "segments": 0, "labels": -100}.items():
+            found = np.concatenate([batch[name] for batch in batches])
+            np.testing.assert_array_equal(found[:7], rows.values[name])
+            assert (found[7:] == filling).all()
+
+
 class _Counted(Spool):
     """Notes which documents are looked at."""
 
