@@ -295,6 +295,21 @@ def test_masters_of_a_16_bit_module_come_back(name: str, tmp_path: Path) -> None
     assert tb.load(tmp_path / "m.pt")["weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("name", ["m.ckpt", "dcp"])
+def test_weights_alone_are_those_that_a_16_bit_module_computes_with(
+    name: str, tmp_path: Path
+) -> None:
+    """Without the optimizer nobody trains on from a file: the module loads it as it is."""
+    module = torch.nn.Linear(8, 8).bfloat16()
+    converted = tb.convert(module, torch.zeros(4, 8, dtype=torch.bfloat16))
+    state = fz.init(converted.model(cases.mean_square), optax.adam(1e-5), PLAN)
+    to = None if "." in name else name
+    tb.save(tmp_path / name, converted, state, to=to, optimizer=False)
+    written = tb.checkpoint(tmp_path / name)
+    assert {tensor.torch_dtype for tensor in written.tensors.values()} == {torch.bfloat16}
+    assert written.optimizer is None
+
+
 def test_universal_files_of_a_16_bit_module_without_masters_come_back(tmp_path: Path) -> None:
     """They have float32 for all that learns; another format's float32 is another weight."""
     module = torch.nn.Linear(8, 8).bfloat16()

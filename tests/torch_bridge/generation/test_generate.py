@@ -21,6 +21,7 @@ from transformers import GenerationConfig, GPT2LMHeadModel, TopKLogitsWarper, To
 import fzero as fz
 import torch_bridge as tb
 from fzero.errors import BatchError, ConversionError, PlacementError, StateConsumedError
+from torch_bridge.generation.generate import _decoder
 from torch_bridge.generation.prompts import Limits, read_prompts, stop_array
 from torch_bridge.generation.sampling import Draw
 
@@ -234,6 +235,14 @@ def test_other_precisions(module: GPT2LMHeadModel, converted: tb.Converted) -> N
     found = tb.generate(converted, converted.params, PROMPTS[:1], 2, stop=(), dtype="bfloat16")
     half = copy.deepcopy(module).bfloat16()
     assert _lists(found) == [_reference(half, PROMPTS[0])[:2]]
+
+
+def test_each_dtype_has_a_decoder_of_its_own(converted: tb.Converted) -> None:
+    """What was traced in one must not compute what is asked for in another."""
+    dtypes = (None, np.dtype("float16"), jnp.dtype("bfloat16"))
+    made = [_decoder(converted, dtype) for dtype in dtypes]
+    assert [one.dtype for one in made] == list(dtypes)
+    assert made == [_decoder(converted, dtype) for dtype in dtypes]
 
 
 @pytest.mark.parametrize(
