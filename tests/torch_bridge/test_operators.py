@@ -135,6 +135,7 @@ def losses(x: torch.Tensor) -> Any:
         F.margin_ranking_loss(x, y, torch.ones(4, 6)), F.triplet_margin_loss(x, y, -x),
         F.mse_loss(x, y, reduction="sum"), F.cosine_embedding_loss(x, y, torch.ones(4)),
         F.cross_entropy(x, target, weight=weight, label_smoothing=0.1),
+        F.cross_entropy(image, y.view(2, 3, 2, 2)),
     )  # fmt: skip
 
 
@@ -201,7 +202,7 @@ def test_pooling_agrees_with_torch() -> None:
         max=nn.MaxPool2d(2),
         max_odd=nn.MaxPool2d((3, 2), stride=2, padding=1, dilation=1),
         max_ceil=nn.MaxPool2d(3, stride=2, ceil_mode=True),
-        max_dilated=nn.MaxPool2d(2, dilation=2, stride=1),
+        max_dilated=nn.MaxPool2d(2, dilation=2, stride=1, padding=1),
         avg=nn.AvgPool2d(3, stride=2, padding=1),
         avg_ceil=nn.AvgPool2d(3, stride=2, padding=1, ceil_mode=True),
         avg_no_pad=nn.AvgPool2d(3, stride=2, padding=1, count_include_pad=False, ceil_mode=True),
@@ -230,6 +231,11 @@ def test_norms_agree_with_torch() -> None:
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     check_parity(module, torch.randn(3, 4, 6) * 3 + 2)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_projected_state_agrees_with_torch(bias: bool) -> None:
+    check_parity(nn.LSTM(6, 5, proj_size=2, bias=bias), X[None])
 
 
 @pytest.mark.parametrize("train", [True, False])

@@ -107,6 +107,15 @@ def test_what_fits_stays_in_32_bits() -> None:
     assert "i64" not in program
 
 
+def test_sums_over_a_batch_are_of_as_many_rows_as_come() -> None:
+    """One row's number fits; how many rows there are is not known when a module is converted."""
+    module = Fn(lambda x: (x.clamp(0, 2**30).sum(), x.clamp(0, 2**30).sum(0) // 8))
+    converted = tb.convert(module, torch.ones(4, 2, dtype=torch.long), train=False)
+    x = np.full((6, 2), 2**30, np.int32)
+    for found, want in zip(converted(x), module(torch.from_numpy(x).long()), strict=True):
+        np.testing.assert_array_equal(found, want.numpy())
+
+
 WEIGHT = torch.tensor([1.0, 2.0, 3.0])
 T64 = torch.tensor([1 / 3, 0.1, 3.0, 4.0], dtype=torch.float64)
 FLOATS = {
