@@ -71,6 +71,21 @@ def adapted(base):
     return tb.lora(base, rank=2, targets=["up", "down"], alpha=4)
 
 
+class Headed(Net):
+    """Says which layer gives its logits, as transformers' models do."""
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def test_all_linear_layers_are_those_that_peft_takes():
+    """All but the one that gives the logits, whose weight an embedding may be tied to."""
+    own = tb.lora(tb.convert(Headed(), torch.zeros(4, 8)), rank=2).adapters["default"]
+    assert {target.weight for target in own.targets} == {
+        f"blocks.{n}.{name}.base_layer.weight" for n in range(4) for name in ("up", "down")
+    }
+
+
 def trained(converted, plan, steps=2):
     model, tx = converted.model(squares), optax.adam(1e-2)
     state, step = fz.init(model, tx, plan), fz.train_step(model, tx, plan)
