@@ -18,8 +18,8 @@ conversion agree within 1e-9 when both compute in float64. In bfloat16 the error
 at most 1.1 times that of PyTorch's own module in bfloat16, and a rounding of the result; where it
 is more, as a router's choice may fall otherwise on either side, in the median of five draws.
 
-What PyTorch itself cannot run from a tiny config is no entry. `--check N` runs every Nth row again
-and fails if one turned worse.
+What PyTorch itself cannot run from a tiny config is no entry. `--check N` runs every Nth row again,
+from another one each day, and fails if one turned worse.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -455,7 +456,8 @@ def main() -> None:
     if options.missing:
         names = [name for name in names if name not in rows]
     if options.check:
-        names = [n for n in names if rows.get(n, {}).get("verdict") in VERDICTS][:: options.check]
+        names = [n for n in names if rows.get(n, {}).get("verdict") in VERDICTS]
+        names = names[date.today().toordinal() % options.check :: options.check]
     worker, found = Worker(), {}
     for name in names:
         found[name] = worker.check(name)

@@ -50,8 +50,8 @@ SAMPLES = 3
 SECONDS = 120
 # Random by themselves: only shapes and dtypes can agree.
 RANDOM = re.compile(
-    r"rand|bernoulli|normal|uniform|dropout|multinomial|cauchy|exponential|geometric|rrelu"
-    r"|gumbel|empty|new_empty|poisson|fractional|multi_head_attention_forward"
+    r"rand|bernoulli|normal(?!ize)|uniform|dropout|multinomial|cauchy|(?<!windows\.)exponential"
+    r"|geometric|rrelu|gumbel|empty|poisson(?!_nll)|fractional|multi_head_attention_forward"
 )
 # Which of several equal values is named is left open: what stands there is compared.
 ANY_OF_EQUALS = ("topk", "kthvalue")

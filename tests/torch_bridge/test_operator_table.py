@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,14 @@ import operators  # noqa: E402
 
 
 TABLE = ROOT / "benchmarks" / "results" / "operators.json"
-# Of each dtype every STEPth entry, of each its first sample: the whole is `make operators`.
+# Of each dtype every STEPth entry, from another one each night, of each its first sample: the whole
+# is `make operators`.
 PARTS, STEP = 6, {"float32": 6, "int64": 18, "bfloat16": 18}
+BY_DAY = [
+    line
+    for line in (ROOT / "tests/data/operators_by_day.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
 
 
 @pytest.mark.nightly
@@ -32,7 +39,18 @@ PARTS, STEP = 6, {"float32": 6, "int64": 18, "bfloat16": 18}
 @pytest.mark.parametrize("dtype", list(STEP))
 def test_no_entry_turned_worse(dtype: str, part: int) -> None:
     stored = json.loads(TABLE.read_text())[dtype]
-    chosen = set(sorted(stored)[:: STEP[dtype]][part::PARTS])
+    tonight = date.today().toordinal() % STEP[dtype]
+    require_as_before(dtype, stored, set(sorted(stored)[tonight :: STEP[dtype]][part::PARTS]))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_entries_that_no_other_test_of_the_day_runs(part: int) -> None:
+    stored = json.loads(TABLE.read_text())["float32"]
+    assert {stored[name][0] for name in BY_DAY} == {"right"}
+    require_as_before("float32", stored, set(BY_DAY[part::4]))
+
+
+def require_as_before(dtype: str, stored: dict[str, list[str]], chosen: set[str]) -> None:
     found = {
         name: beside.verdict(name, run, operators.SECONDS)
         for name, run in operators.entries(dtype, 1)
