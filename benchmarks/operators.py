@@ -53,6 +53,8 @@ RANDOM = re.compile(
     r"rand|bernoulli|normal(?!ize)|uniform|dropout|multinomial|cauchy|(?<!windows\.)exponential"
     r"|geometric|rrelu|gumbel|empty|poisson(?!_nll)|fractional|multi_head_attention_forward"
 )
+# One sample's slope is 0, a difference of large equal numbers of which roundings are left.
+LOOSE = {"nn.functional.normalize": 5e-3}
 # Which of several equal values is named is left open: what stands there is compared.
 ANY_OF_EQUALS = ("topk", "kthvalue")
 # Sorting leaves open which of equals comes first, and so which one a gradient goes to.
@@ -112,7 +114,8 @@ def operators(dtype: torch.dtype, samples: int) -> Iterator[Entry]:
                 random = drops or bool(RANDOM.search(name))
                 # The database seeds what draws, which a forward may not.
                 with mock.patch.object(database, "wrapper_set_seed", _unseeded):
-                    check(Sample(module.eval(), tensors, RTOL[dtype], random))
+                    rtol = max(RTOL[dtype], LOOSE.get(name, 0.0))
+                    check(Sample(module.eval(), tensors, rtol, random))
 
         yield name, run
 
