@@ -25,7 +25,7 @@ from torch_bridge.dtypes import (
 from torch_bridge.lower.features_last import elementwise
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.rounding import broadcast, exact_numbers, once, quotient
-from torch_bridge.lower.tangents import arctan2, hypot, power, sinc
+from torch_bridge.lower.tangents import arctan2, hypot, modulo, power, sinc
 
 
 _name: str
@@ -89,7 +89,7 @@ def floor_divide(x: jax.Array, y: Any) -> jax.Array:
 @register_operator("aten.remainder.Tensor", "aten.remainder.Scalar", "aten.remainder.Scalar_Tensor")
 def remainder(x: jax.Array, y: Any) -> jax.Array:
     a, b = promote(x, y)
-    return jnp.remainder(a, b)
+    return modulo(a, b) if is_float(a) else jnp.remainder(a, b)
 
 
 @register_operator("aten.fmod.Tensor", "aten.fmod.Scalar")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge.dtypes import canonical, cast
-from torch_bridge.lower.index import added
+from torch_bridge.lower.index import added, written
 from torch_bridge.lower.reduce import number_at_its_place, value_at
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.scatter import reduce_into
@@ -26,8 +26,10 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 @register_operator("aten.put.default")
 def put(x: jax.Array, index: jax.Array, source: Any, accumulate: bool = False) -> jax.Array:
-    where = jnp.ravel(x).at[jnp.ravel(index)]
-    values = jnp.ravel(cast(source, x.dtype))
+    flat, index = jnp.ravel(x), jnp.ravel(index)
+    index = jnp.where(index < 0, index + x.size, index)
+    place, values = written(flat, 0, index, jnp.ravel(source), accumulate)
+    where = flat.at[place]
     return jnp.reshape(added(where, values) if accumulate else where.set(values), x.shape)
 
 
@@ -39,8 +41,9 @@ def index_reduce(
         whole = index_reduce(x[None], 0, jnp.ravel(index), jnp.ravel(source), reduce,
                              include_self=include_self)  # fmt: skip
         return whole[0]
-    where = (slice(None),) * (dim % x.ndim) + (jnp.ravel(index),)
-    return reduce_into(x, where, cast(source, x.dtype), reduce, include_self)
+    place, values = written(x, dim, jnp.ravel(index), source, True)
+    where = (slice(None),) * (dim % x.ndim) + (place,)
+    return reduce_into(x, where, values, reduce, include_self)
 
 
 def _strided(size: Sequence[int], stride: Sequence[int], offset: int) -> Any:

@@ -31,7 +31,7 @@ def embedding(
 ) -> jax.Array:
     if scale_grad_by_freq:
         raise NotImplementedError("Embedding(scale_grad_by_freq=True): its gradient is not covered")
-    rows = jnp.take(weight, _not_negative(indices, weight.shape[0]), axis=0)
+    rows = jnp.take(weight, not_negative(indices, weight.shape[0]), axis=0)
     if padding_idx < 0:
         return rows
     padded = jnp.expand_dims(indices == padding_idx, -1)
@@ -92,7 +92,7 @@ def _by_rank(x: jax.Array, mask: Any, values: jax.Array) -> jax.Array:
 
 @register_operator("aten.index_select.default")
 def index_select(x: jax.Array, dim: int, index: Any) -> jax.Array:
-    return jnp.take(x, _not_negative(index, x.shape[dim]), axis=dim) if x.ndim else x
+    return jnp.take(x, not_negative(index, x.shape[dim]), axis=dim) if x.ndim else x
 
 
 def along(x: jax.Array, dim: int, index: Any) -> tuple[Any, ...]:
@@ -110,10 +110,10 @@ def gather(x: jax.Array, dim: int, index: Any, sparse_grad: bool = False) -> jax
     if not (x.ndim and index.ndim):  # numbers are vectors of one element
         found = gather(jnp.atleast_1d(x), 0, jnp.atleast_1d(index))
         return jnp.reshape(found, index.shape)
-    return jnp.asarray(x).at[along(x, dim, _not_negative(index, x.shape[dim]))].get(mode="fill")
+    return jnp.asarray(x).at[along(x, dim, not_negative(index, x.shape[dim]))].get(mode="fill")
 
 
-def _not_negative(index: Any, size: int) -> Any:
+def not_negative(index: Any, size: int) -> Any:
     """Negative indices, which torch takes in `x[i]` only, as what is outside."""
     return jnp.where(index < 0, jnp.asarray(size, index.dtype), index)
 

@@ -50,6 +50,25 @@ def nll_loss(
     return nll_loss_forward(x, target, weight, reduction, ignore_index)[0]
 
 
+@register_operator("aten.multi_margin_loss.default")
+def multi_margin_loss(
+    x: jax.Array, target: jax.Array, p: float = 1, margin: float = 1, weight: Any = None,
+    reduction: int = _MEAN,
+) -> jax.Array:  # fmt: skip
+    """Shapes: x `(N, C)` or `(C,)`, target `(N,)` or `()`. At its kink the slope is 0."""
+    rows, labels = jnp.atleast_2d(x), jnp.ravel(target)
+    own = pick_label(rows, labels, 1)[:, None]
+    margins = margin - own + rows
+    counts = (margins > 0) & (jnp.arange(rows.shape[1]) != labels[:, None])
+    margins = jnp.where(counts, margins, 0)
+    terms = margins if p == 1 else margins * margins
+    if weight is not None:
+        terms = terms * jnp.take(cast(weight, x.dtype), labels)[:, None]
+    losses = jnp.sum(terms, 1) / rows.shape[1]
+    losses = jnp.where((labels < 0) | (labels >= rows.shape[1]), jnp.nan, losses)
+    return _reduce(losses if x.ndim > 1 else losses[0], reduction)
+
+
 @register_operator("aten.multilabel_margin_loss_forward.default")
 def multilabel_margin_loss_forward(
     x: jax.Array, target: jax.Array, reduction: int

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from torch_bridge.dtypes import canonical
+from torch_bridge.dtypes import canonical, is_float
 from torch_bridge.lower.reduce import number_at_its_place, value_at
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.special import is_nan
@@ -54,7 +54,15 @@ def median_dim(x: jax.Array, dim: int = -1, keepdim: bool = False) -> tuple[jax.
 @register_operator("aten.median.default")
 def median(x: jax.Array) -> jax.Array:
     flat = jnp.ravel(x)
-    return _picked(flat, 0, _median_rank(flat, 0), False)[0]
+    return _of_equals(flat, _picked(flat, 0, _median_rank(flat, 0), False)[0])
+
+
+def _of_equals(x: jax.Array, value: jax.Array) -> jax.Array:
+    """One of some values; all that are equal to it share its gradient."""
+    if not is_float(x):
+        return value
+    equal = jnp.max(jnp.where(x == jax.lax.stop_gradient(value), x, -jnp.inf), initial=-jnp.inf)
+    return jnp.where(is_nan(value), value, equal)
 
 
 @register_operator("aten.nanmedian.dim")
@@ -69,7 +77,8 @@ def nanmedian_dim(
 
 @register_operator("aten.nanmedian.default")
 def nanmedian(x: jax.Array) -> jax.Array:
-    return nanmedian_dim(jnp.ravel(x), 0)[0]
+    flat = jnp.ravel(x)
+    return _of_equals(flat, nanmedian_dim(flat, 0)[0])
 
 
 def _running(x: jax.Array, dim: int, better: Any) -> tuple[jax.Array, jax.Array]:

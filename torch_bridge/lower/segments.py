@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge.dtypes import accumulation_dtype, canonical, cast
+from torch_bridge.lower.index import not_negative
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.scatter import reduce_into
 
@@ -74,7 +75,7 @@ def embedding_bag(
     padding = padding_idx + weight.shape[0] if padding_idx < -1 else padding_idx
     kept = indices != padding if padding >= 0 else jnp.ones(indices.shape, bool)
     position = jnp.where(kept, bag, bags)
-    rows = jnp.take(weight, indices, axis=0)
+    rows = jnp.take(weight, not_negative(indices, weight.shape[0]), axis=0)
     if per_sample_weights is not None:
         rows = rows * cast(per_sample_weights, rows.dtype)[:, None]
     sizes = jnp.zeros((bags + 1,), np.int32).at[position].add(1)[:bags]
@@ -100,7 +101,9 @@ def _largest_of_bags(rows: jax.Array, position: jax.Array, bags: int) -> jax.Arr
     first = first.at[position].min(jnp.where(fixed == best[position], numbers, behind))[:bags]
     none = first == behind
     picked = jnp.take_along_axis(rows, jnp.where(none, 0, first), axis=0)
-    return jnp.where(none, jnp.zeros((), rows.dtype), picked)
+    # Nothing is equal to the largest of a bag with a NaN.
+    absent = jnp.where(jnp.isnan(best[:bags]), best[:bags], jnp.zeros((), rows.dtype))
+    return jnp.where(none, absent, picked)
 
 
 # Stands for log(0): finite, so that sums of such have gradients.

@@ -146,3 +146,9 @@ ndtri = with_tangents(
     jsp.ndtri,
     lambda dx, out, _: dx * np.asarray(np.sqrt(2 * np.pi), out.dtype) * jnp.exp(out * out / 2),
 )
+
+
+# Of the quotient that the value is the remainder of: JAX's slope rounds it before its floor.
+modulo = with_tangents(
+    jnp.remainder, lambda dx, out, x, y: dx, lambda dy, out, x, y: -dy * jnp.floor_divide(x, y)
+)
