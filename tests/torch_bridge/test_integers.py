@@ -45,6 +45,13 @@ READS = {
 }
 
 
+def bags(mode: str) -> Any:
+    return lambda x, i: torch.nn.functional.embedding_bag(i[:, None], x[:, None], mode=mode)[:, 0]
+
+
+READS |= {f"embedding_bag {mode}": bags(mode) for mode in ("sum", "mean", "max")}
+
+
 @pytest.mark.parametrize("name", READS)
 def test_indices_outside_read_nan(name: str) -> None:
     converted = tb.convert(Fn(READS[name]), TABLE, torch.tensor([0, 1]), train=False)
@@ -76,6 +83,11 @@ WRITES = {
     "index_fill": lambda x, i: x.index_fill(1, i, 3.0),
     "index_put": lambda x, i: x.index_put((i,), FIVE),
     "index_put of pairs": lambda x, i: x.index_put((i, i), FIVE, accumulate=True),
+    "index_reduce": lambda x, i: x.index_reduce(0, i, ONES, "amax"),
+    "index_reduce of columns": lambda x, i: x.index_reduce(
+        1, i, ONES.T[:, :2].expand(3, 2), "mean"
+    ),
+    "put": lambda x, i: x[0].put(i, FIVE.expand(2)),
     "one_hot": lambda x, i: torch.nn.functional.one_hot(i, 3) @ x.long(),
 }
 
@@ -88,7 +100,7 @@ def test_what_is_written_outside_is_seen(name: str) -> None:
     np.testing.assert_allclose(converted(x, inside), fn(x, inside))
     for outside in ([0, 3], [3, 2], [-1, 1]):
         if (
-            name.startswith(("index_put", "index_fill")) and -1 in outside
+            name.startswith(("index_put", "index_fill", "put")) and -1 in outside
         ):  # counted from the end, as `x[-1]` is
             np.testing.assert_allclose(
                 converted(x, torch.tensor(outside)), fn(x, torch.tensor(outside))

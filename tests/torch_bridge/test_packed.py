@@ -45,6 +45,10 @@ class Tagger(nn.Module):
             return packed.data.T.sum()
         if self.reads == "longest":
             return x.sum() / packed.batch_sizes.size(0)
+        if self.reads == "values returned":
+            return ids, packed.data
+        if self.reads == "sizes returned":
+            return {"sizes": packed.batch_sizes}
         if self.reads == "sizes":
             return packed.batch_sizes.cumsum(0)
         assert packed.data.dtype == x.dtype
@@ -128,7 +132,9 @@ def test_what_is_beside_the_rows() -> None:
         ("longest", r"size of a packed sequence"),
         ("no length", r"total_length is not given, .* total_length=x\.shape\[1\]"),
         ("shorter", r"total_length is 4, .* total_length=x\.shape\[1\]"),
-        ("returned", r"the module returns a PackedSequence"),
+        ("returned", r"results of a packed sequence: .* pad_packed_sequence"),
+        ("values returned", r"results of a packed sequence: .* pad_packed_sequence"),
+        ("sizes returned", r"results of a packed sequence: .* pad_packed_sequence"),
     ],
 )
 def test_what_has_as_many_values_as_the_lengths_say_is_refused(reads: str, said: str) -> None:

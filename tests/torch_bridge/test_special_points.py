@@ -23,6 +23,7 @@ import torch_bridge as tb
 INF, NAN = float("inf"), float("nan")
 NUMBERS = [0.0, -0.0, 1, -1, 2, -2, 3, -3, 6, -6, 0.5, -0.5, 20, 20.5, 1e-30, 1e30, INF, -INF]
 POINTS = torch.tensor([*NUMBERS, NAN])
+WEIGHT = torch.tensor([0.5, 1.0, 2.0])
 PROBABILITIES = torch.tensor([0.0, 1.0, 0.5, 1e-7, 1 - 1e-7])
 EQUAL = torch.tensor([[2.0, 2.0, 2.0], [0.0, 0.0, 0.0], [1.0, 1.0, 3.0], [-1.0, 2.0, -2.0]])
 
@@ -59,6 +60,7 @@ ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "amax": lambda x: x.amax(1), "max": lambda x: x.max(1).values,
     "softmax": lambda x: x.softmax(1), "logsumexp": lambda x: x.logsumexp(1),
     "prod": lambda x: x.prod(1), "median": lambda x: x.median(1).values,
+    "median of all": torch.median, "nanmedian of all": torch.nanmedian,
     "cumprod": lambda x: x.cumprod(1), "normalize": F.normalize,
     "cosine": lambda x: F.cosine_similarity(x, x.flip(0)), "sort": lambda x: x.sort(1).values,
     "topk": lambda x: x.topk(2, 1).values,
@@ -162,6 +164,18 @@ def test_cross_entropy_of_certainties():
 @pytest.mark.parametrize("loss", [F.l1_loss, F.mse_loss, F.smooth_l1_loss, F.huber_loss])
 def test_losses_of_exact_predictions(loss):
     agree(loss, torch.tensor([0.0, 1.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 1.0, 1.0]))
+
+
+@pytest.mark.parametrize("options", [{}, {"p": 2}, {"margin": 0.0}, {"weight": WEIGHT}], ids=str)
+def test_margins_that_are_just_kept(options):
+    x = torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0]])
+    agree(lambda x: F.multi_margin_loss(x, torch.tensor([0, 2]), **options), x)
+    agree(lambda x: F.multi_margin_loss(x, torch.tensor(1), **options), x[0])
+
+
+def test_the_divisors_slope_of_a_remainder_is_that_of_its_value():
+    """0.3 is two times 0.1 and a rest in float32, though the rounded quotient is 3."""
+    agree(torch.remainder, torch.arange(1.0, 40.0) / 10, torch.full((39,), 0.1))
 
 
 # Entries of PyTorch's database that are left to other tests, and why.

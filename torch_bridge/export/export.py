@@ -249,6 +249,7 @@ def _export_pure(
         with watch_state(module) as states:
             program, dynamic = _export_most_dynamic(module, inputs, mode, batch_dim, free)
         after = states[-1] if states else before
+        before.require_no_more_tensors(after)
         changed, drew = before.changed(after), before.drew_numbers(after)
         trace = _Trace(program, dynamic, bool(check or changed or drew or before.moved(after)))
         if trace.checked:
@@ -337,7 +338,7 @@ def _export_most_dynamic(
 ) -> tuple[ExportedProgram, str]:
     """The program with the first kind of free dims that works, and that kind."""
     last: Exception | None = None
-    with watch_functions() as functions, watch_gradients(), stand_ins():
+    with watch_functions() as functions, watch_gradients(), stand_ins(module):
         for dynamic in kinds:
             shapes = _dynamic_shapes(module, inputs, dynamic, batch_dim)
             try:

@@ -125,6 +125,20 @@ class PackedSequences:
         with replaced(own):
             yield
 
+    @contextlib.contextmanager
+    def kept_inside(self, module: torch.nn.Module) -> Iterator[None]:
+        """What a module returns is no packed sequence, nor a part of one."""
+
+        def results(called: torch.nn.Module, _: Any, output: Any) -> None:
+            if called is module:
+                self.require_unread(results, output)
+
+        hook = torch.nn.modules.module.register_module_forward_hook(results)
+        try:
+            yield
+        finally:
+            hook.remove()
+
     def require_unread(self, function: Any, values: Any) -> None:
         """Raises `ConversionError` if an operation reads what stands for a packed sequence.
 

@@ -62,7 +62,7 @@ class _Mode(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def stand_ins() -> Iterator[None]:
+def stand_ins(module: torch.nn.Module) -> Iterator[None]:
     """While a module is exported: each function of the table is traced as what stands for it."""
     forward, fast = _BatchNorm.forward, torch.backends.mha.get_fastpath_enabled()
 
@@ -104,8 +104,9 @@ def stand_ins() -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with (
-            _Mode(packed), packed.told_to_layers(), replaced(own), experts_stand_ins(),
-            older_experts(), state_space_stand_ins(), adapter_stand_ins(), functional_gradients(),
+            _Mode(packed), packed.told_to_layers(), packed.kept_inside(module), replaced(own),
+            experts_stand_ins(), older_experts(), state_space_stand_ins(), adapter_stand_ins(),
+            functional_gradients(),
         ):  # fmt: skip
             yield
     finally:

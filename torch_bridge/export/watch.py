@@ -125,8 +125,18 @@ class PythonState:
             for name, value in m.__dict__.items()
             if name not in _HARMLESS
         }
+        self.tensors = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         self.attributes = {key: _comparable(value) for key, value in self.values.items()}
         self.counts = reachable(module, _HARMLESS)
+
+    def require_no_more_tensors(self, later: PythonState) -> None:
+        """Raises `ConversionError` if a parameter or buffer was not there before."""
+        if new := sorted(later.tensors - self.tensors):
+            raise ConversionError(
+                f"the forward itself registers `{new[0]}`: a state has the parameters and buffers"
+                " that a module has before its first call. Register it in __init__, or call the"
+                " module once before tb.convert"
+            )
 
     def drew_numbers(self, later: PythonState) -> bool:
         """Whether random numbers were drawn outside torch until `later`."""
