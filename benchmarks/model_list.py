@@ -227,6 +227,9 @@ def transformers() -> Iterator[tuple[str, Builder]]:
 
         def build(name: str = name, kind: str = kind) -> Built:
             made = getattr(hf, name)
+            if kind == "groupvit":  # it draws noise in train mode, which no field turns off
+                code = sys.modules[made.__module__]
+                code.gumbel_softmax = lambda x, hard, dim: code.hard_softmax(x, dim)  # type: ignore[attr-defined]
             model = made(shrunk(made.config_class, **_OPTIONS.get(kind, {})))
             return model, transformers_inputs(model)
 

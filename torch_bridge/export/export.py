@@ -23,6 +23,7 @@ from torch.export import Dim, ExportedProgram, default_decompositions
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError, warn
+from torch_bridge.export.asked import TracedBranchWarning
 from torch_bridge.export.attribute_caches import (
     Attribute,
     follow_from_sizes,
@@ -72,7 +73,7 @@ _DYNAMIC = ("all", "batch", "none")
 
 
 # What this package says of a module while it is exported.
-_SAID = (OwnLossWarning, PythonStateWarning)
+_SAID = (OwnLossWarning, PythonStateWarning, TracedBranchWarning)
 
 
 @contextlib.contextmanager

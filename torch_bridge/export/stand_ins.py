@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.errors import ConversionError
 from torch_bridge.export.adapter_stand_ins import adapter_stand_ins
+from torch_bridge.export.causal_masks import causal_masks
 from torch_bridge.export.expert_stand_ins import experts_stand_ins
 from torch_bridge.export.older_experts import older_experts
 from torch_bridge.export.packed import PackedSequences
@@ -106,7 +107,7 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
         with (
             _Mode(packed), packed.told_to_layers(), packed.kept_inside(module), replaced(own),
             experts_stand_ins(), older_experts(), state_space_stand_ins(), adapter_stand_ins(),
-            functional_gradients(),
+            causal_masks(), functional_gradients(),
         ):  # fmt: skip
             yield
     finally:

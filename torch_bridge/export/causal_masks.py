@@ -1,0 +1,102 @@
+"""Causal masks of transformers, which are not the same in PyTorch and where a module is exported.
+
+Where nothing is padded its `sdpa` attention goes by `is_causal` of each attention, without a mask.
+One that looks both ways (PaliGemma, a Llama made an encoder) has no mask at all then; exported, it
+would have a causal one. Where something is padded it has that in PyTorch, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+
+from fzero.errors import warn
+from torch_bridge.export.asked import TracedBranchWarning
+from torch_bridge.export.replaced import imported, replaced
+
+
+_MASKS = "transformers.masking_utils"
+_SKIPS, _PACKED = "_ignore_causal_mask_sdpa", "find_packed_sequence_indices"
+# Attention to another sequence, and to images or sounds before a text, has no causal mask.
+_OF_OTHERS = re.compile(r"cross|encoder|EncDec|vision|visual|audio|tower")
+
+
+@contextlib.contextmanager
+def causal_masks() -> Iterator[None]:
+    """While a module is exported: no causal mask where PyTorch's attention looks both ways."""
+    skips, packed = imported(_MASKS, _SKIPS), imported(_MASKS, _PACKED)
+    if skips is None or packed is None:
+        yield
+        return
+
+    def skips_here(padding: Any, q: Any, kv: Any, *rest: Any, **named: Any) -> bool:
+        window = rest[2] if len(rest) > 2 else named.get("local_attention_size")
+        both = _looks_both_ways(_asking())
+        if both and padding is None and window is None and q == kv:
+            return True
+        _warn(both)
+        return bool(skips(padding, q, kv, *rest, **named))
+
+    def packed_here(position_ids: torch.Tensor) -> Any:
+        asking = _asking()
+        both = _looks_both_ways(asking)
+        if both and not _was_given(asking, "position_ids"):
+            return None  # one row after the other: nothing is packed
+        _warn(both)
+        return packed(position_ids)
+
+    masks = sys.modules[_MASKS]
+    with replaced([(masks, _SKIPS, skips_here), (masks, _PACKED, packed_here)]):
+        yield
+
+
+def _warn(both_ways: str | None) -> None:
+    if both_ways:
+        warn(
+            f"{both_ways} looks both ways (is_causal=False), and has a causal mask: in PyTorch only"
+            " where a row is padded, or several are packed, which depends on values. tb.parity"
+            " compares them. For attention both ways give no attention_mask and no position_ids, or"
+            " a mask of four dims",
+            TracedBranchWarning,
+        )
+
+
+def _looks_both_ways(asking: FrameType | None) -> str | None:
+    """Which attention does, of the module whose forward asks for a causal mask."""
+    if asking is None:
+        return None
+    module = asking.f_locals["self"]
+    for path, part in module.named_modules():
+        if getattr(part, "is_causal", None) is False and not _OF_OTHERS.search(path):
+            return f"{type(module).__name__}: `{path}`"
+    return None
+
+
+def _asking() -> FrameType | None:
+    """The forward of a module that asks for a mask."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), torch.nn.Module):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _was_given(asking: FrameType | None, argument: str) -> bool:
+    """Whether a module was called with an argument, which its forward has filled in by now."""
+    frame = asking
+    while frame is not None and asking is not None:
+        own = frame.f_locals
+        if frame.f_code.co_name == "_call_impl" and own.get("self") is asking.f_locals["self"]:
+            forward = inspect.signature(own["self"].forward)
+            given = forward.bind_partial(*own["args"], **own["kwargs"]).arguments
+            return {**given, **given.get("kwargs", {})}.get(argument) is not None
+        frame = frame.f_back
+    return True
