@@ -148,7 +148,7 @@ def check_batch(
             kind = f"{type(leaf).__module__}.".removeprefix("builtins.") + type(leaf).__name__
             raise BatchError(
                 f"batch: {path or 'it'} is a {kind}: expected an array of numpy or jax (use"
-                " np.asarray)"
+                f" {'torch_bridge.batch' if kind == 'torch.Tensor' else 'np.asarray'})"
             )
         if not leaf.shape:
             raise BatchError(

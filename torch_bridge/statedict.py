@@ -263,6 +263,16 @@ def load_state_dict(
     return converted.by_layer(params, buffers)
 
 
+def missing_names(converted: Converted | ConvertedSequential, tensors: Mapping[str, Any]) -> bool:
+    """Whether some of a module's leaves are in no tensor, by name."""
+    prefix = common_prefix(list(tensors), set(converted.layout.leaf_of()))
+    there = {name.removeprefix(prefix) for name in tensors}
+    return any(
+        leaf.persistent and not leaf.counts_batches and there.isdisjoint(leaf.names)
+        for leaf in converted.layout.leaves
+    )
+
+
 def fit_leaves(
     converted: Converted | ConvertedSequential,
     tensors: Mapping[str, LazyTensor],

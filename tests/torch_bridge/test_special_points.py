@@ -173,6 +173,13 @@ def test_margins_that_are_just_kept(options):
     agree(lambda x: F.multi_margin_loss(x, torch.tensor(1), **options), x[0])
 
 
+@pytest.mark.parametrize("padding", [None, 1])
+def test_rows_whose_gradients_count_by_frequency(padding):
+    ids = torch.tensor([[0, 1], [2, 1], [1, 0]])
+    options = {"padding_idx": padding, "scale_grad_by_freq": True}
+    agree(lambda w: F.embedding(ids, w, **options), torch.arange(12.0).reshape(4, 3))
+
+
 def test_the_divisors_slope_of_a_remainder_is_that_of_its_value():
     """0.3 is two times 0.1 and a rest in float32, though the rounded quotient is 3."""
     agree(torch.remainder, torch.arange(1.0, 40.0) / 10, torch.full((39,), 0.1))

@@ -60,6 +60,9 @@ _TABLE: dict[str, str] = {
     "geqrf": "torch.linalg.qr gives both factors.",
     **dict.fromkeys(("linalg_ldl_factor_ex", "linalg_ldl_factor", "linalg_ldl_solve"), _SYMMETRIC),
     "hash_tensor": "A hash is of bits, which no gradient needs: take it outside of the model.",
+    "embedding_renorm": "max_norm= writes to the weights within a forward: leave it out, and scale"
+    " rows that are too long after a step (state.replace(params=...)), or what the forward reads"
+    " (F.embedding, then rows / rows.norm(dim=-1, keepdim=True).clamp(min=1)).",
     "nms": "Let the module return boxes and scores, and call torchvision.ops.nms on them"
     " afterwards; or say which boxes stay by a mask over all, with an operator of your own"
     " (torch_bridge.register_operator).",

@@ -4,7 +4,8 @@
   `adapters` of an adapter, `adam` of an optimizer.
 - `files` and `write` write it, `staging` whole or not at all, `across` and `turns` in several
   processes; `stream` gives it away tensor by tensor. `read` finds out what a path is; `restore`
-  makes a state of it. `remote`: the same in object stores.
+  makes a state of it, under the module's names (`names_in_files`). `remote`: the same in object
+  stores.
 - One format each: `safetensors_files`, `torch_files` (of which `mapped` reads pieces), `dcp` and
   `dcp_write`, `deepspeed` (`deepspeed_files`, `deepspeed_zero`, `universal`), `lightning`, `peft`.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,13 +24,14 @@ from fzero.state.train_state import TrainState
 from torch_bridge.converted import Converted
 from torch_bridge.formats.adam import groups_like
 from torch_bridge.formats.content import Checkpoint, Optimizer
+from torch_bridge.formats.names_in_files import named_as_in_the_module
 from torch_bridge.formats.peft import fit_adapter, is_adapter
 from torch_bridge.formats.read import checkpoint
 from torch_bridge.formats.remote import fetched
 from torch_bridge.module.initial import require_values
 from torch_bridge.moments import Moments, other_state, with_moments
 from torch_bridge.sequential import ConvertedSequential
-from torch_bridge.statedict import fit_leaves
+from torch_bridge.statedict import fit_leaves, missing_names
 
 
 def restore(
@@ -108,6 +110,8 @@ def restore(
     else:
         found = checkpoint(path, key)
         where, tensors = found.path, _without_prefix(found.by_name(), prefix, found.path)
+        if not prefix and missing_names(converted, tensors):
+            tensors = named_as_in_the_module(Path(path), tensors)
         leaves = fit_leaves(converted, tensors, strict, cast, masters=True, wide=found.is_wide)
         moments = _moments(found, converted, tx, optimizer, names, prefix)
     params, buffers = converted.by_initial()

@@ -29,13 +29,20 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> jax.Array:
-    if scale_grad_by_freq:
-        raise NotImplementedError("Embedding(scale_grad_by_freq=True): its gradient is not covered")
     rows = jnp.take(weight, not_negative(indices, weight.shape[0]), axis=0)
+    if scale_grad_by_freq:
+        rows = by_frequency(rows, indices, weight.shape[0])
     if padding_idx < 0:
         return rows
     padded = jnp.expand_dims(indices == padding_idx, -1)
     return jnp.where(padded, jax.lax.stop_gradient(rows), rows)
+
+
+def by_frequency(rows: jax.Array, indices: Any, num: int) -> jax.Array:
+    """Rows of a table whose gradients count by one over how often each is there."""
+    counts = jnp.zeros((num,), rows.dtype).at[indices].add(1)
+    fixed = jax.lax.stop_gradient(rows)
+    return fixed + (rows - fixed) / jnp.maximum(jnp.take(counts, indices), 1)[..., None]
 
 
 def _indexers(x: jax.Array, indices: Sequence[Any]) -> tuple[Any, ...]:

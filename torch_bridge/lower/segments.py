@@ -67,7 +67,10 @@ def embedding_bag(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Bags of rows, each added up, averaged or its largest. Shapes: weight `(rows, dim)`."""
     if scale_grad_by_freq:
-        raise NotImplementedError("EmbeddingBag(scale_grad_by_freq=True): its gradient")
+        raise NotImplementedError(
+            "EmbeddingBag(scale_grad_by_freq=True): PyTorch divides by how often another word is"
+            " there on CPUs; use Embedding(scale_grad_by_freq=True) and a sum or mean over dim 1"
+        )
     count = indices.shape[0]
     bags = offsets.shape[0] - int(include_last_offset)
     begins = offsets[:bags]

@@ -1,0 +1,100 @@
+"""Folders that transformers wrote under other names than its modules have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+import fzero as fz
+import torch_bridge as tb
+from fzero.errors import CheckpointError
+from torch_bridge.formats.names_in_files import concatenated, stacked
+from torch_bridge.module.lazy import in_memory
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0,
+}  # fmt: skip
+IDS = torch.zeros(2, 9, dtype=torch.int64)
+
+
+def mixtral() -> Any:
+    config = hf.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
+    return hf.MixtralForCausalLM(config).eval()
+
+
+def neox() -> Any:
+    return hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**SIZES)).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "in_the_file"),
+    [
+        (mixtral, fz.Plan(zero=3, data=4, expert=2, min_shard_bytes=0),
+         "block_sparse_moe.experts.1.w3.weight"),
+        (neox, fz.Plan(data=1), "embed_out.weight"),
+    ],
+)  # fmt: skip
+def test_a_module_without_values_has_those_of_its_folder(
+    make: Any, plan: fz.Plan, in_the_file: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = make()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert any(in_the_file in name for name in tb.load(tmp_path))
+    with torch.device("meta"):
+        empty = make()
+    converted = tb.convert(empty, IDS.to("meta"), train=False)
+    back = tb.state_dict(converted, tb.restore(tmp_path, converted, None, plan))
+    want = model.state_dict()
+    assert list(back) == list(want)
+    assert [name for name in want if not torch.equal(back[name], want[name])] == []
+
+
+def test_other_folders_are_refused_as_before(tmp_path: Path) -> None:
+    converted = tb.convert(neox(), IDS, train=False)
+    for config in (None, "{}", '{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}'):
+        torch.save({"embed_out.weight": torch.zeros(37, 16)}, tmp_path / "pytorch_model.bin")
+        if config is not None:
+            (tmp_path / "config.json").write_text(config)
+        with pytest.raises(CheckpointError, match=r"missing: `lm_head\.weight`"):
+            tb.restore(tmp_path, converted, None, fz.Plan(data=1))
+
+
+def test_what_is_joined_is_read_piece_by_piece() -> None:
+    parts = torch.randn(3, 2, 4, 5).unbind()
+    read: list[str] = []
+
+    def noted(number: int) -> Any:
+        lazy = in_memory(str(number), parts[number])
+
+        def fetch(index: Any) -> torch.Tensor:
+            read.append(str(number))
+            return parts[number][index]
+
+        return type(lazy)(lazy.name, lazy.torch_dtype, lazy.shape, fetch)
+
+    tensors = [noted(number) for number in range(3)]
+    for dim in range(4):
+        want, lazy = torch.stack(parts, dim), stacked("all", tensors, dim)
+        assert lazy.shape == want.shape
+        index = tuple(slice(n // 2, n) for n in want.shape)
+        torch.testing.assert_close(lazy.tensor(index), want[index], rtol=0, atol=0)
+    for dim in range(3):
+        want, lazy = torch.cat(parts, dim), concatenated("all", tensors, dim)
+        for begin in range(want.shape[dim]):
+            index = tuple(
+                slice(begin, begin + 1) if d == dim else slice(0, n)
+                for d, n in enumerate(want.shape)
+            )
+            read.clear()
+            torch.testing.assert_close(lazy.tensor(index), want[index], rtol=0, atol=0)
+            assert len(read) == 1
+        torch.testing.assert_close(lazy.tensor(), want, rtol=0, atol=0)
+    with pytest.raises(CheckpointError, match=r"`all` is made of tensors that differ"):
+        stacked("all", [tensors[0], in_memory("other", torch.zeros(2, 4, 6))], 0)

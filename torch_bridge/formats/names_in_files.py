@@ -1,0 +1,147 @@
+"""Folders of transformers whose files have other names than the module: experts each for itself.
+
+transformers renames and joins tensors as it loads them, by a table for each kind of model. The same
+table is taken here, and what it joins is read piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero.errors import CheckpointError
+from fzero.sharding.lazy import Index
+from torch_bridge.module.lazy import LazyTensor
+
+
+def named_as_in_the_module(folder: Path, tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Tensors of a folder by the names that transformers' module has for them.
+
+    Args:
+        folder: with a config.json beside the files; of any other the names stay.
+        tensors: by their names in the files.
+
+    Returns:
+        The tensors by their new names; what the table does not know keeps its own.
+
+    Raises:
+        CheckpointError: transformers makes a tensor of several in a way that is not known here.
+    """
+    try:
+        from transformers import core_model_loading as loading
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:  # older than such tables
+        return tensors
+    module = _module_of(folder)
+    if module is None:
+        return tensors
+    own = module.state_dict()
+    table = get_model_conversion_mapping(module)
+    renames = [one for one in table if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in table if isinstance(one, loading.WeightConverter)]
+    found: dict[str, LazyTensor] = {}
+    joined: dict[str, dict[str, list[LazyTensor]]] = {}
+    for name in sorted(tensors, key=loading.dot_natural_key):
+        asked = module.base_model_prefix, own
+        new, pattern = loading.rename_source_key(name, renames, converters, *asked)
+        if new not in own and name in own:
+            new, pattern = name, None
+        if pattern is None:
+            found[new] = tensors[name].named(new)
+        else:
+            joined.setdefault(new, {}).setdefault(pattern, []).append(tensors[name])
+    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    for new, parts in joined.items():
+        converter = of_pattern[next(iter(parts))]
+        ordered = [parts[p] for p in converter.source_patterns if p in parts]
+        found[new] = _converted(new, ordered, converter.operations)
+    return found
+
+
+def _module_of(folder: Path) -> Any:
+    """The module that a folder is of, without memory; `None` if its config does not say."""
+    if not (folder / "config.json").is_file():
+        return None
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        kind = getattr(transformers, (config.architectures or [""])[0])
+        with torch.device("meta"):
+            return kind(config)
+    except Exception:  # a config of something else, or of code that is not there
+        return None
+
+
+def _converted(
+    name: str, groups: Sequence[list[LazyTensor]], operations: Sequence[Any]
+) -> LazyTensor:
+    """What a table's operations make of groups of tensors, one for each of its patterns."""
+    for operation in operations:
+        kind = type(operation).__name__
+        if kind == "MergeModulelist":
+            groups = [[stacked(name, group, operation.dim)] for group in groups]
+        elif kind == "Concatenate":
+            groups = [[one for group in groups for one in group]]
+            groups = [[concatenated(name, groups[0], operation.dim)]]
+        else:
+            raise CheckpointError(
+                f"{groups[0][0].file}: transformers makes `{name}` of `{groups[0][0].name}` and"
+                f" others by {kind}, which is not known here: load the module with from_pretrained,"
+                " and convert it with its values"
+            )
+    if [len(group) for group in groups] != [1]:
+        raise CheckpointError(f"{groups[0][0].file}: several tensors are `{name}`")
+    return groups[0][0]
+
+
+def stacked(name: str, parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
+    """Tensors of one shape along a new dim."""
+    shape = parts[0].shape
+    axis = dim % (len(shape) + 1)
+    _require_alike(name, parts, lambda part: part.shape)
+
+    def fetch(index: Index) -> torch.Tensor:
+        rest = (*index[:axis], *index[axis + 1 :])
+        return torch.stack([part.tensor(rest) for part in parts[index[axis]]], axis)
+
+    whole = (*shape[:axis], len(parts), *shape[axis:])
+    return LazyTensor(name, parts[0].torch_dtype, whole, fetch, parts[0].file)
+
+
+def concatenated(name: str, parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
+    """Tensors one after the other along a dim."""
+    axis = dim % len(parts[0].shape)
+    _require_alike(name, parts, lambda part: (*part.shape[:axis], *part.shape[axis + 1 :]))
+    sizes = [part.shape[axis] for part in parts]
+
+    def fetch(index: Index) -> torch.Tensor:
+        begin, pieces = 0, []
+        for part, size in zip(parts, sizes, strict=True):
+            low = min(max(index[axis].start - begin, 0), size)
+            high = min(max(index[axis].stop - begin, 0), size)
+            begin += size
+            if low < high or size == 0:
+                pieces.append(part.tensor((*index[:axis], slice(low, high), *index[axis + 1 :])))
+        return torch.cat(pieces, axis) if pieces else parts[0].tensor(_nothing(index, axis))
+
+    whole = (*parts[0].shape[:axis], sum(sizes), *parts[0].shape[axis + 1 :])
+    return LazyTensor(name, parts[0].torch_dtype, whole, fetch, parts[0].file)
+
+
+def _nothing(index: Index, axis: int) -> Index:
+    return (*index[:axis], slice(0, 0), *index[axis + 1 :])
+
+
+def _require_alike(
+    name: str, parts: Sequence[LazyTensor], shape: Callable[[LazyTensor], Any]
+) -> None:
+    kinds: Mapping[Any, str] = {(shape(part), part.torch_dtype): part.name for part in parts}
+    if len(kinds) > 1:
+        raise CheckpointError(
+            f"{parts[0].file}: `{name}` is made of tensors that differ in shape or dtype:"
+            f" {sorted(kinds.values())[:3]}"
+        )
