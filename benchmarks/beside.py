@@ -314,4 +314,4 @@ def reason(text: str) -> str:
     text = re.sub(r"\n\s+at: [^\n]*", "", text)  # the place
     text = " ".join(text.split()).split(" at: ")[0].split(", please report")[0]
     text = re.sub(r' \("/[^"]*", line \d+.*?\)(?=: |$)', "", text)
-    return re.sub(r'"/[^"]*"(:\d+)?', "its source", text)[:300]
+    return re.sub(r'"/[^"]*"(:\d+)?', "its source", text)[:600]

@@ -1,8 +1,9 @@
 """The one call of `forward` in a loss: what it is given, and what follows from its results.
 
-The loss is traced once, with an operation of its own where `forward` is called. What that operation
-reads is what the module is called with; what depends on its results is the loss proper. Neither
-runs what belongs to the other only.
+The loss is traced with an operation of its own where `forward` is called. What that operation reads
+is what the module is called with; what depends on its results is the loss proper. Neither runs what
+belongs to the other only. (A chain's step traces the loss where its links ask for either: its
+Python runs a few times per compiled step, and not in any step after that.)
 """
 
 from __future__ import annotations
