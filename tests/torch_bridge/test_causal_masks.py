@@ -32,7 +32,15 @@ def llama_as_an_encoder() -> Any:
     return model
 
 
-@pytest.mark.parametrize("make", [gemma, llama_as_an_encoder])
+def bert_as_an_encoder() -> Any:
+    sizes = {name: SIZES[name] for name in SIZES if name != "num_key_value_heads"}
+    model = hf.BertModel(hf.BertConfig(**sizes, is_decoder=True), add_pooling_layer=False)
+    for layer in model.encoder.layer:
+        layer.attention.self.is_causal = False
+    return model
+
+
+@pytest.mark.parametrize("make", [gemma, llama_as_an_encoder, bert_as_an_encoder])
 def test_without_padding_there_is_no_mask(make: Any) -> None:
     torch.manual_seed(0)
     model = make().eval()

@@ -171,13 +171,25 @@ def test_margins_that_are_just_kept(options):
     x = torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0]])
     agree(lambda x: F.multi_margin_loss(x, torch.tensor([0, 2]), **options), x)
     agree(lambda x: F.multi_margin_loss(x, torch.tensor(1), **options), x[0])
+    each = {**options, "reduction": "none"}
+    agree(lambda x: F.multi_margin_loss(x, torch.tensor([1]), **each), x[0])
+
+
+@pytest.mark.parametrize("of", [torch.median, torch.nanmedian])
+@pytest.mark.parametrize(
+    "x", [[-INF, -INF, 1], [NAN, NAN, 1], [INF, INF, 1], [NAN, 1, 1], []], ids=str
+)
+def test_medians_at_the_ends(of, x):
+    agree(of, torch.tensor(x, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("padding", [None, 1])
 def test_rows_whose_gradients_count_by_frequency(padding):
     ids = torch.tensor([[0, 1], [2, 1], [1, 0]])
     options = {"padding_idx": padding, "scale_grad_by_freq": True}
-    agree(lambda w: F.embedding(ids, w, **options), torch.arange(12.0).reshape(4, 3))
+    table = torch.arange(12.0).reshape(4, 3)
+    table[2, 0] = INF
+    agree(lambda w: F.embedding(ids, w, **options), table)
 
 
 def test_the_divisors_slope_of_a_remainder_is_that_of_its_value():

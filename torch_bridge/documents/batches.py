@@ -33,7 +33,8 @@ def grain_batches(
         fz.save(path, state, plan, data_position=iterator.get_state())
         iterator.set_state(fz.checkpoint(path).data_position)
 
-    A position says of which batches it is: another seed or size, or other rows refuse it.
+    A position says of which batches it is: another seed or size, or other rows refuse it (another
+    number of them, or another first batch: there may be too many to read).
 
     Args:
         rows: what batches are made of.
@@ -80,7 +81,7 @@ def grain_batches(
     source = _NumberedBatches(rows, size, seed, part, sys.maxsize if steps is None else steps)
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 1))
     batches = iter(grain.MapDataset.source(source).to_iter_dataset(options))
-    return _of_these(batches, {"rows": len(rows), "size": size, "seed": seed}, rows)
+    return _of_these(batches, {"rows": len(rows), "size": int(size), "seed": int(seed)}, rows)
 
 
 def _of_these(batches: Any, about: dict[str, Any], rows: Rows) -> Any:
@@ -107,7 +108,8 @@ def _of_these(batches: Any, about: dict[str, Any], rows: Rows) -> Any:
                 raise BatchError(
                     f"grain_batches: expected a position in {self.about}, got one in {came}: it"
                     " would be somewhere else in these batches. Make the iterator of the rows,"
-                    " size and seed that it was saved with, or begin anew"
+                    " size and seed that it was saved with, or begin anew. (None: it was saved"
+                    " before positions said so; where it is the same, add these entries)"
                 )
             batches.set_state({name: state[name] for name in state if name not in came})
 

@@ -25,7 +25,7 @@ from torch_bridge.export.replaced import imported, replaced
 _MASKS = "transformers.masking_utils"
 _SKIPS, _PACKED = "_ignore_causal_mask_sdpa", "find_packed_sequence_indices"
 # Attention to another sequence, and to images or sounds before a text, has no causal mask.
-_OF_OTHERS = re.compile(r"cross|encoder|EncDec|vision|visual|audio|tower")
+_OF_OTHERS = re.compile(r"cross|encoder_attn|EncDec|vision|visual|audio|tower")
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def causal_masks() -> Iterator[None]:
     def packed_here(position_ids: torch.Tensor) -> Any:
         asking = _asking()
         both = _looks_both_ways(asking)
-        if both and not _was_given(asking, "position_ids"):
+        if both and not _was_given("position_ids"):
             return None  # one row after the other: nothing is packed
         _warn(both)
         return packed(position_ids)
@@ -89,14 +89,20 @@ def _asking() -> FrameType | None:
     return None
 
 
-def _was_given(asking: FrameType | None, argument: str) -> bool:
-    """Whether a module was called with an argument, which its forward has filled in by now."""
-    frame = asking
-    while frame is not None and asking is not None:
+def _was_given(argument: str) -> bool:
+    """Whether transformers was called with an argument, which forwards have filled in by now."""
+    frame: FrameType | None = sys._getframe(1)
+    given = True
+    while frame is not None:
         own = frame.f_locals
-        if frame.f_code.co_name == "_call_impl" and own.get("self") is asking.f_locals["self"]:
-            forward = inspect.signature(own["self"].forward)
-            given = forward.bind_partial(*own["args"], **own["kwargs"]).arguments
-            return {**given, **given.get("kwargs", {})}.get(argument) is not None
+        module = own.get("self")
+        if frame.f_code.co_name == "_call_impl" and _is_transformers(module):
+            bound = inspect.signature(module.forward).bind_partial(*own["args"], **own["kwargs"])
+            named = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+            given = named.get(argument) is not None  # the outermost decides
         frame = frame.f_back
-    return True
+    return given
+
+
+def _is_transformers(module: Any) -> bool:
+    return type(module).__module__.startswith("transformers.")

@@ -6,7 +6,7 @@ table is taken here, and what it joins is read piece by piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,16 @@ from fzero.sharding.lazy import Index
 from torch_bridge.module.lazy import LazyTensor
 
 
-def named_as_in_the_module(folder: Path, tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Tensors of a folder by the names that transformers' module has for them.
+def named_as_in_the_module(
+    path: Path, tensors: dict[str, LazyTensor], names: Collection[str]
+) -> dict[str, LazyTensor]:
+    """Tensors of a folder by the names that a module of transformers has for them.
 
     Args:
-        folder: with a config.json beside the files; of any other the names stay.
+        path: a folder with a config.json beside the files, or one of them; of any other the names
+            stay.
         tensors: by their names in the files.
+        names: of the module: it may be the model without its head, or another of that kind.
 
     Returns:
         The tensors by their new names; what the table does not know keeps its own.
@@ -35,10 +39,10 @@ def named_as_in_the_module(folder: Path, tensors: dict[str, LazyTensor]) -> dict
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # older than such tables
         return tensors
-    module = _module_of(folder)
+    module = _module_of(path if path.is_dir() else path.parent)
     if module is None:
         return tensors
-    own = module.state_dict()
+    own = dict.fromkeys(names, True)
     table = get_model_conversion_mapping(module)
     renames = [one for one in table if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in table if isinstance(one, loading.WeightConverter)]
@@ -68,8 +72,13 @@ def _module_of(folder: Path) -> Any:
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        # Code that stands beside the files is never run, nor asked about.
+        config = transformers.AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
         kind = getattr(transformers, (config.architectures or [""])[0])
+        if not issubclass(kind, transformers.PreTrainedModel):
+            return None
         with torch.device("meta"):
             return kind(config)
     except Exception:  # a config of something else, or of code that is not there
@@ -83,10 +92,10 @@ def _converted(
     for operation in operations:
         kind = type(operation).__name__
         if kind == "MergeModulelist":
-            groups = [[stacked(name, group, operation.dim)] for group in groups]
+            groups = [[stacked(group[0].name, group, operation.dim)] for group in groups]
         elif kind == "Concatenate":
             groups = [[one for group in groups for one in group]]
-            groups = [[concatenated(name, groups[0], operation.dim)]]
+            groups = [[concatenated(groups[0][0].name, groups[0], operation.dim)]]
         else:
             raise CheckpointError(
                 f"{groups[0][0].file}: transformers makes `{name}` of `{groups[0][0].name}` and"
@@ -95,7 +104,7 @@ def _converted(
             )
     if [len(group) for group in groups] != [1]:
         raise CheckpointError(f"{groups[0][0].file}: several tensors are `{name}`")
-    return groups[0][0]
+    return groups[0][0].named(name)
 
 
 def stacked(name: str, parts: Sequence[LazyTensor], dim: int) -> LazyTensor:

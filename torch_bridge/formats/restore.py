@@ -110,8 +110,8 @@ def restore(
     else:
         found = checkpoint(path, key)
         where, tensors = found.path, _without_prefix(found.by_name(), prefix, found.path)
-        if not prefix and missing_names(converted, tensors):
-            tensors = named_as_in_the_module(Path(path), tensors)
+        if missing_names(converted, tensors):
+            tensors = named_as_in_the_module(Path(path), tensors, converted.layout.leaf_of())
         leaves = fit_leaves(converted, tensors, strict, cast, masters=True, wide=found.is_wide)
         moments = _moments(found, converted, tx, optimizer, names, prefix)
     params, buffers = converted.by_initial()

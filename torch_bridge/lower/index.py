@@ -19,6 +19,7 @@ import numpy as np
 from torch_bridge.dtypes import canonical, cast, is_bool
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.shape import slice_bounds
+from torch_bridge.lower.tangents import with_tangents
 
 
 @register_operator("aten.embedding.default")
@@ -41,8 +42,12 @@ def embedding(
 def by_frequency(rows: jax.Array, indices: Any, num: int) -> jax.Array:
     """Rows of a table whose gradients count by one over how often each is there."""
     counts = jnp.zeros((num,), rows.dtype).at[indices].add(1)
-    fixed = jax.lax.stop_gradient(rows)
-    return fixed + (rows - fixed) / jnp.maximum(jnp.take(counts, indices), 1)[..., None]
+    return _over_counts(rows, jnp.maximum(jnp.take(counts, indices), 1)[..., None])
+
+
+_over_counts = with_tangents(
+    lambda rows, counts: rows, lambda drows, _, rows, counts: drows / counts, lambda *_: 0.0
+)
 
 
 def _indexers(x: jax.Array, indices: Sequence[Any]) -> tuple[Any, ...]:

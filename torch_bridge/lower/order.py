@@ -57,12 +57,18 @@ def median(x: jax.Array) -> jax.Array:
     return _of_equals(flat, _picked(flat, 0, _median_rank(flat, 0), False)[0])
 
 
+@jax.custom_jvp
 def _of_equals(x: jax.Array, value: jax.Array) -> jax.Array:
-    """One of some values; all that are equal to it share its gradient."""
-    if not is_float(x):
-        return value
-    equal = jnp.max(jnp.where(x == jax.lax.stop_gradient(value), x, -jnp.inf), initial=-jnp.inf)
-    return jnp.where(is_nan(value), value, equal)
+    """One of some values; all that are equal to it share its gradient. NaN where there are none."""
+    return value if x.size or not is_float(x) else jnp.full_like(value, jnp.nan)
+
+
+@_of_equals.defjvp
+def _shared(primals: Any, tangents: Any) -> Any:
+    (x, value), dx = primals, tangents[0]
+    equal = (x == value) | (is_nan(x) & is_nan(value))
+    count = jnp.maximum(jnp.sum(equal.astype(x.dtype)), 1)
+    return _of_equals(x, value), jnp.sum(jnp.where(equal, dx, 0)) / count
 
 
 @register_operator("aten.nanmedian.dim")

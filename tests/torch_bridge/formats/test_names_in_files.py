@@ -56,6 +56,43 @@ def test_a_module_without_values_has_those_of_its_folder(
     assert [name for name in want if not torch.equal(back[name], want[name])] == []
 
 
+def test_a_model_without_its_head_has_those_of_one_with_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = mixtral()
+    model.save_pretrained(tmp_path)
+    converted = tb.convert(hf.MixtralModel(model.config).eval(), IDS, train=False)
+    state = tb.restore(tmp_path, converted, None, fz.Plan(data=1), strict=False)  # lm_head is left
+    back = tb.state_dict(converted, state)
+    for name, want in model.model.state_dict().items():
+        assert torch.equal(back[name], want), name
+
+
+def test_names_that_fit_are_kept(tmp_path: Path) -> None:
+    """The hub's GPT-2 has those of the model without its head, and says that it has one."""
+    gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=37, n_embd=8, n_layer=1, n_head=2)).eval()
+    gpt2.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(gpt2.transformer.state_dict(), tmp_path / "pytorch_model.bin")
+    with_more = tb.lora(tb.convert(gpt2.transformer, IDS, train=False), rank=2)
+    state = tb.restore(tmp_path, with_more, None, fz.Plan(data=1), strict=False)
+    want = gpt2.transformer.wte.weight
+    assert torch.equal(tb.state_dict(with_more, state)["wte.weight"], want)
+
+
+def test_code_beside_the_files_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    ran = tmp_path / "ran"
+    (tmp_path / "configuration_mine.py").write_text(
+        f"open({str(ran)!r}, 'w')\nfrom transformers import PretrainedConfig as Mine\n"
+    )
+    config = '{"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}'
+    (tmp_path / "config.json").write_text(config)
+    torch.save({"embed_out.weight": torch.zeros(37, 16)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"missing: `lm_head\.weight`"):
+        tb.restore(tmp_path, tb.convert(neox(), IDS, train=False), None, fz.Plan(data=1))
+    assert not ran.exists()
+
+
 def test_other_folders_are_refused_as_before(tmp_path: Path) -> None:
     converted = tb.convert(neox(), IDS, train=False)
     for config in (None, "{}", '{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}'):
