@@ -95,7 +95,7 @@ def _was_given(argument: str) -> bool:
     given = True
     while frame is not None:
         own = frame.f_locals
-        module = own.get("self")
+        module: Any = own.get("self")
         if frame.f_code.co_name == "_call_impl" and _is_transformers(module):
             bound = inspect.signature(module.forward).bind_partial(*own["args"], **own["kwargs"])
             named = {**bound.arguments, **bound.arguments.get("kwargs", {})}
