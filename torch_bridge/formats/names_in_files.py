@@ -53,6 +53,8 @@ def named_as_in_the_module(
         new, pattern = loading.rename_source_key(name, renames, converters, *asked)
         if new not in own and name in own:
             new, pattern = name, None
+        if pattern is None and new in found:
+            raise CheckpointError(f"{tensors[name].file}: `{name}` and another are both `{new}`")
         if pattern is None:
             found[new] = tensors[name].named(new)
         else:

@@ -79,6 +79,18 @@ def test_names_that_fit_are_kept(tmp_path: Path) -> None:
     assert torch.equal(tb.state_dict(with_more, state)["wte.weight"], want)
 
 
+def test_two_names_for_one_weight_are_refused(tmp_path: Path) -> None:
+    model = neox()
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    head = torch.zeros(37, 16)
+    torch.save(
+        {"embed_out.weight": head, "lm_head.weight": head + 1}, tmp_path / "pytorch_model.bin"
+    )
+    with pytest.raises(CheckpointError, match=r"and another are both `lm_head\.weight`"):
+        tb.restore(tmp_path, tb.convert(model, IDS, train=False), None, fz.Plan(data=1))
+
+
 def test_code_beside_the_files_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     ran = tmp_path / "ran"
