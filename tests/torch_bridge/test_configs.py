@@ -292,6 +292,7 @@ deepspeed_config:
         (4, {"tp": 2}, {"data": 2, "tensor": 2}),
         (8, {"dp_replicate": 2, "cp": 2}, {"replica": 2, "data": 2, "context": 2}),
         (4, {"dp_shard": 2, "tp": 2}, {"data": 2, "tensor": 2}),
+        (2, {"tp": 4}, "num_processes is 2: .*data=1 x tensor=4"),
         (6, {"tp": 4}, "num_processes is 6: .*data=1 x tensor=4"),
         (8, {"dp_shard": 2, "tp": 2}, "num_processes is 8: .*data=2 x tensor=2"),
     ],

@@ -190,6 +190,8 @@ def test_rows_whose_gradients_count_by_frequency(padding):
     table = torch.arange(12.0).reshape(4, 3)
     table[2, 0] = INF
     agree(lambda w: F.embedding(ids, w, **options), table)
+    often = torch.zeros(1, 600, dtype=torch.int64)  # more than bfloat16 counts
+    agree(lambda w: F.embedding(often, w.bfloat16(), **options).float(), table)
 
 
 def test_the_divisors_slope_of_a_remainder_is_that_of_its_value():

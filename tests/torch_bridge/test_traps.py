@@ -587,18 +587,3 @@ def test_a_buffer_that_becomes_one_of_other_numbers_is_refused(dtype: torch.dtyp
     with pytest.raises(ConversionError, match=rf"torch.float32 to the buffer `kept`.*is {dtype}"):
         tb.convert(Copies(dtype, "assigned"), torch.randn(2, 4))
     check_parity(Copies(torch.float32, "assigned"), torch.randn(2, 4))
-
-
-class Registers(nn.Module):
-    """Counts its calls in a buffer that is not there before the first one."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.register_buffer("calls", getattr(self, "calls", torch.zeros(())) + 1)
-        return x * self.calls
-
-
-def test_a_buffer_that_the_forward_registers_is_refused() -> None:
-    module = Registers()
-    with pytest.raises(ConversionError, match=r"registers `calls`: .*Register it in __init__"):
-        tb.convert(module, X)
-    assert not list(module.buffers())

@@ -263,3 +263,18 @@ def test_a_mode_of_a_submodule_s_own_is_named() -> None:
         quiet = nn.Sequential(nn.Dropout(0.0), nn.LayerNorm(4))  # which no mode changes
         quiet[0].eval()
         tb.convert(quiet, x)
+
+
+class Registers(nn.Module):
+    """Counts its calls in a buffer that is not there before the first one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("calls", getattr(self, "calls", torch.zeros(())) + 1)
+        return x * self.calls
+
+
+def test_a_buffer_that_the_forward_registers_is_refused() -> None:
+    module = Registers()
+    with pytest.raises(ConversionError, match=r"registers `calls`: .*Register it in __init__"):
+        tb.convert(module, torch.ones(4, 6))
+    assert not list(module.buffers())

@@ -81,7 +81,8 @@ def from_accelerate(
     inner = None
     if kind == "DEEPSPEED":
         # DeepSpeed counts the ranks that have rows of their own.
-        ranks = None if devices < 1 else devices // math.prod(_beside_data(fields).values())
+        others = math.prod(_beside_data(fields).values())
+        ranks = None if devices < 1 else max(devices // others, 1)
         inner = _deepspeed(keys, config, ranks, auto)
         fields = {**_given(inner.plan), **fields}
         keys.notes.extend(inner.notes)

@@ -49,10 +49,10 @@ def named_as_in_the_module(
     found: dict[str, LazyTensor] = {}
     joined: dict[str, dict[str, list[LazyTensor]]] = {}
     for name in sorted(tensors, key=loading.dot_natural_key):
-        asked = module.base_model_prefix, own
-        new, pattern = loading.rename_source_key(name, renames, converters, *asked)
-        if new not in own and name in own:
-            new, pattern = name, None
+        new, pattern = name, None
+        if name not in own:
+            asked = module.base_model_prefix, own
+            new, pattern = loading.rename_source_key(name, renames, converters, *asked)
         if pattern is None and new in found:
             raise CheckpointError(f"{tensors[name].file}: `{name}` and another are both `{new}`")
         if pattern is None:

@@ -41,8 +41,8 @@ def embedding(
 
 def by_frequency(rows: jax.Array, indices: Any, num: int) -> jax.Array:
     """Rows of a table whose gradients count by one over how often each is there."""
-    counts = jnp.zeros((num,), rows.dtype).at[indices].add(1)
-    return _over_counts(rows, jnp.maximum(jnp.take(counts, indices), 1)[..., None])
+    counts = jnp.zeros((num,), np.int32).at[indices].add(1)  # 16 bits end at 256
+    return _over_counts(rows, jnp.take(counts, indices)[..., None].astype(rows.dtype))
 
 
 _over_counts = with_tangents(
