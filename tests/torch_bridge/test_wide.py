@@ -72,6 +72,8 @@ WHOLE = {
     "remainder by a negative number": lambda x: (x.abs() % -70000) * 70000,
     "square of what may be 0": lambda x: x.clamp(-50000, 50000) ** 2 - 2500000000,
     "all bits of two numbers": lambda x: ((x % 2 + 32768) | (x % 2 + 32766)) * 40000,
+    "a quotient of 0": lambda x: (2**31 - x.clamp(0, 9) // 20) // 2,
+    "a remainder of 0": lambda x: (2**31 - (x - x) % 5) // 2,
     "int32 wraps": lambda x: x.to(torch.int32) * 1000003,
 }  # fmt: skip
 
@@ -100,7 +102,8 @@ def test_what_fits_stays_in_32_bits() -> None:
 
     def positions(x: torch.Tensor) -> Any:
         rows = torch.arange(x.shape[1])
-        return rows[:, None] - rows + 1, (x > 3).sum(1), x.argmax(1) + 1, x.clamp(0, 9) * 7
+        return (rows[:, None] - rows + 1, (x > 3).sum(1), x.argmax(1) + 1, x.clamp(0, 9) * 7,
+                torch.fill(x.clamp(0, 9), 2) * 7)  # fmt: skip
 
     converted = tb.convert(Fn(positions), IDS, train=False)
     program = str(jax.make_jaxpr(converted)(IDS.numpy().astype(np.int32)))
@@ -378,6 +381,15 @@ def test_random_whole_numbers_stay_in_32_bits() -> None:
     converted = tb.convert(Fn(draw), WEIGHT, train=False)
     found = converted.apply({}, {}, WEIGHT.numpy(), train=False, rng=jax.random.key(0)).output
     assert {x.dtype for x in found} == {jnp.dtype(jnp.int32)}
+
+
+def test_whole_numbers_are_drawn_from_a_first_one_beyond_32_bits() -> None:
+    module = Fn(lambda x: torch.randint(-(2**31) - 2**30, 5, (64,)) // 2**20 + x)
+    converted = tb.convert(module, torch.tensor([0]), train=False)
+    key = jax.random.key(0)
+    found = converted.apply({}, {}, np.array([0]), train=False, rng=key).output
+    assert -3072 <= found.min() < -2048
+    assert -1024 < found.max() <= 0
 
 
 def test_arrays_of_64_bits_are_not_cut() -> None:
