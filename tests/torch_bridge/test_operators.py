@@ -118,6 +118,14 @@ def indexing(x: torch.Tensor, ids: torch.Tensor) -> Any:
     )  # fmt: skip
 
 
+def seldom(x: torch.Tensor) -> Any:
+    """What is seldom given, or seldom left out."""
+    return (
+        torch.ops.aten.hardtanh(x), x.detach().cumsum(0, dtype=torch.int64), x[:1].expand_as(x),
+        torch.sort(x, dim=0, stable=True, descending=True),
+    )  # fmt: skip
+
+
 def losses(x: torch.Tensor) -> Any:
     target = torch.tensor([1, 5, -100, 0])
     weight = torch.linspace(0.5, 2.0, 6)
@@ -147,9 +155,10 @@ def losses(x: torch.Tensor) -> Any:
         (reductions, (X,)),
         (views, (X,)),
         (indexing, (X, IDS)),
+        (seldom, (X,)),
         (losses, (X,)),
     ],
-    ids=["elementwise", "activations", "reductions", "views", "indexing", "losses"],
+    ids=["elementwise", "activations", "reductions", "views", "indexing", "seldom", "losses"],
 )
 def test_functions_agree_with_torch(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     check_parity(Fn(fn), *args)

@@ -15,6 +15,7 @@ from torch_bridge.lower import recurrent
 
 
 NUM = 4000
+ROWS = torch.tensor([[0.8, 0.2, 0.0], [0.0, 0.5, 0.5]])
 
 
 class Draws(nn.Module):
@@ -33,6 +34,7 @@ class Draws(nn.Module):
             "randint": lambda: torch.randint(5, 9, (NUM,)).float(),
             "bernoulli": lambda: torch.bernoulli(torch.full_like(x, 0.2)),
             "bernoulli_p": lambda: torch.zeros_like(x).bernoulli_(0.2),
+            "multinomial": lambda: torch.multinomial(ROWS, NUM // 2, replacement=True).flatten(),
             "randperm": lambda: torch.randperm(NUM).float(),
         }[self.kind]()
         return drawn * self.w
@@ -51,6 +53,7 @@ UNIFORM, NORMAL, COIN = Wanted(0.5, 12**-0.5, 0, 1), Wanted(0, 1, -6, 6), Wanted
 KINDS = {
     "rand": UNIFORM, "rand_like": UNIFORM, "randn": NORMAL, "randn_like": NORMAL,
     "randint": Wanted(6.5, 1.25**0.5, 5, 8), "bernoulli": COIN, "bernoulli_p": COIN,
+    "multinomial": Wanted(0.85, 0.6275**0.5, 0, 2),
     "randperm": Wanted((NUM - 1) / 2, NUM / 12**0.5, 0, NUM - 1),
 }  # fmt: skip
 
@@ -75,6 +78,8 @@ def test_what_is_drawn_has_torchs_distribution(kind):
     assert not np.array_equal(found, call(1))
     if kind == "randint":
         assert set(found.tolist()) == {5, 6, 7, 8}
+    if kind == "multinomial":
+        assert found[: NUM // 2].max() == found[NUM // 2 :].min() == 1
     if kind == "randperm":
         assert sorted(found.tolist()) == list(range(NUM))
 
