@@ -190,6 +190,16 @@ def test_bessel_functions_far_from_0(name: str) -> None:
     assert not mode.refused
 
 
+def test_statistics_of_batches_move_by_the_momentum() -> None:
+    x = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
+    weight, bias, mean, var = torch.linspace(0.5, 2, 12).reshape(4, 3)
+    with InJax() as mode:
+        torch.ops.aten._native_batch_norm_legit_functional(
+            x, weight, bias, mean, var, True, 0.2, 1e-5
+        )
+    assert mode.seen
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("dtype", SAMPLES, ids=str)

@@ -95,6 +95,17 @@ def test_data_dependent_sizes_are_refused_with_the_source_line() -> None:
         tb.convert(Masked(), X)
 
 
+class MaskedColumn(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.index_put((x[:, 0] > 0, torch.tensor(1)), torch.tensor(2.0))
+
+
+def test_a_mask_beside_an_index_is_refused_with_the_source_line() -> None:
+    converted = tb.convert(MaskedColumn(), X, train=False)
+    with pytest.raises(ConversionError, match=r"test_refusals\.py.*with a boolean mask.*where"):
+        jax.jit(converted)(X.numpy())
+
+
 def test_arguments_in_a_tuple_are_told_apart() -> None:
     """As `torch.export.export` takes them."""
     with pytest.raises(ConversionError, match=r"come one by one: tb\.convert\(module, \*example\)"):

@@ -133,6 +133,15 @@ def test_pairs(name):
     agree(PAIRS[name], *(x.reshape(-1) for x in torch.meshgrid(*[POINTS[:-1]] * 2, indexing="ij")))
 
 
+@pytest.mark.parametrize("name", ["copysign", "nextafter"])
+def test_what_says_the_direction_alone_has_no_tangent(name):
+    """Of a constant one gradients say nothing: it is no multiple of the tangent."""
+    x, y = np.float32([1, -2]), np.float32([3, -4])
+    converted = tb.convert(Fn(PAIRS[name]), *map(torch.from_numpy, (x, y)), train=False)
+    _, found = jax.jvp(lambda y: converted(x, y), (y,), (y,))
+    np.testing.assert_array_equal(found, 0)
+
+
 @pytest.mark.parametrize("name", ["uint8", "int8", "int16"])
 def test_narrow_whole_numbers_keep_the_last_bits(name):
     agree(lambda x: x.to(getattr(torch, name)), torch.tensor([-1.0, 255.9, 300, -129, 70000, 1.5]))
