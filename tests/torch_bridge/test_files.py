@@ -84,6 +84,18 @@ def test_a_failed_save_leaves_the_old_file(
     assert [p.name for p in tmp_path.iterdir()] == ["m.pt"]
 
 
+def test_files_have_the_permissions_of_the_umask_which_stays(
+    converted: tb.Converted, tmp_path: Path
+) -> None:
+    before = os.umask(0o027)
+    try:
+        tb.save(tmp_path / "m.pt", converted, converted.params)
+    finally:
+        found = os.umask(before)
+    assert found == 0o027
+    assert (tmp_path / "m.pt").stat().st_mode & 0o777 == 0o640
+
+
 def test_folders_above_a_file_are_made(converted: tb.Converted, tmp_path: Path) -> None:
     """A training is not lost for want of a folder."""
     path = tmp_path / "runs" / "one" / "m.safetensors"

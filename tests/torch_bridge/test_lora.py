@@ -358,6 +358,31 @@ def test_unmerging_a_tied_weight_undoes_it_under_both_names():
         torch.testing.assert_close(weight, net.get_parameter(name).detach(), rtol=0, atol=1e-6)
 
 
+class Twice(torch.nn.Module):
+    """One layer under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = self.b = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+@pytest.mark.parametrize("targets", [["b"], ["a", "b"]], ids=str)
+def test_a_layer_under_two_names_is_adapted_where_it_is_named(targets):
+    net, x = Twice(), torch.randn(2, 4)
+    adapted = tb.lora(tb.convert(net, x, train=False), rank=1, targets=targets, alpha=1)
+    params = {name: x + 1 if "lora" in name else x for name, x in adapted.params.items()}
+    down, up = (torch.from_numpy(np.array(x)) for name, x in params.items() if "lora" in name)
+    weight = net.a.weight.detach()
+    changed = weight + up @ down
+    first = x @ (changed if "a" in targets else weight).T + net.a.bias
+    wanted = torch.tanh(first) @ changed.T + net.a.bias
+    found = adapted.apply(params, {}, x.numpy(), train=False).output
+    np.testing.assert_allclose(found, wanted.detach(), rtol=1e-5, atol=1e-6)
+
+
 def test_other_adapters_are_refused_and_nothing_is_changed(base, adapted, tmp_path):
     other = tb.lora(base, rank=3, targets=["up"], alpha=4)
     tb.save(tmp_path / "other", other, other.params, to="peft")

@@ -221,6 +221,7 @@ def test_bfloat16_is_exact_both_ways() -> None:
     back = tb.state_dict(converted, jax.device_put(converted.params))
     assert back["weight"].dtype == torch.bfloat16
     assert torch.equal(back["weight"].view(torch.int16), module.weight.view(torch.int16))
+    assert converted(X.bfloat16()).dtype == ml_dtypes.bfloat16
 
 
 def test_half_precision_layers_agree_with_torch() -> None:

@@ -153,6 +153,13 @@ def test_lengths_that_pytorch_refuses_give_nan(lengths: list[int], projected: An
     assert np.isnan(state).all()
 
 
+def test_lengths_that_are_sorted_as_the_module_says_are_taken(projected: Any) -> None:
+    module, converted = projected
+    lengths = torch.tensor([6, 4, 4])
+    padded, *_ = converted(IDS, lengths)
+    np.testing.assert_allclose(padded, module(IDS, lengths)[0].detach(), rtol=2e-5, atol=1e-6)
+
+
 @pytest.fixture(scope="module")
 def projected() -> tuple[nn.Module, tb.Converted]:
     kind, options, lengths = CASES["projected"]

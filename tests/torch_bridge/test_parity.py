@@ -160,6 +160,20 @@ def test_gradients_that_are_nan_in_both_agree() -> None:
     assert max(report.gradients.values()) < 1e-5
 
 
+def test_of_several_statistics_the_largest_error_is_printed() -> None:
+    errors = {"mean": 1e-7, "var": 0.25}
+    report = tb.Parity((), 0.0, 0.0, 1.0, 1.0, {}, errors, None, 2e-5, 1e-4)
+    assert "2 buffer(s) after a train step: up to 2.5e-01" in str(report)
+
+
+def test_gradients_that_are_there_already_count_for_nothing() -> None:
+    module, x = nn.Linear(3, 2), torch.randn(4, 3)
+    mine = module.weight.grad = torch.ones(2, 3)
+    assert tb.parity(module, tb.convert(module, x), x).agrees
+    assert module.weight.grad is mine
+    assert (mine == 1).all()
+
+
 def test_wrong_statistics_are_found(module: nn.Module) -> None:
     operator = "aten._native_batch_norm_legit_functional.default"
     right = find_lowering(operator)

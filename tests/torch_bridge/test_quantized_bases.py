@@ -243,3 +243,9 @@ def test_a_file_of_blocks_that_was_cut_or_garbled_is_named(base, tmp_path):
         path.write_bytes(bad)
         with pytest.raises(fz.CheckpointError, match=r"not a readable safetens|is torch.int8"):
             tb.restore(path, small, None, fz.Plan(data=1))
+
+
+def test_weights_are_widened_on_the_device_of_their_blocks():
+    records = torch.empty(8, 36, dtype=torch.uint8, device="meta")
+    wide = torch.ops.fzero.dequantize(records, [16, 32], torch.bfloat16)
+    assert (wide.device.type, wide.dtype, wide.shape) == ("meta", torch.bfloat16, (16, 32))

@@ -252,10 +252,13 @@ def test_tensors_of_ones_own_are_constants() -> None:
     torch.manual_seed(0)
     module = nn.Linear(4, 4)
     module.teacher = [nn.Linear(4, 4)]
-    module.table = torch.randn(4)
-    module.forward = lambda x: module.teacher[0](x) * module.table  # type: ignore[method-assign]
+    module.table, module.nothing = torch.randn(4), torch.zeros(0)
+    module.register_buffer("empty", torch.zeros(0))  # in no memory, as the other one
+    module.forward = lambda x: (  # type: ignore[method-assign]
+        module.teacher[0](x) * module.table + module.nothing.sum()
+    )
     converted = tb.convert(module, X)
-    out = converted.apply(converted.params, {}, X.numpy()).output
+    out = converted.apply(converted.params, converted.buffers, X.numpy()).output
     np.testing.assert_allclose(out, module(X).detach().numpy(), rtol=1e-5, atol=1e-6)
 
 

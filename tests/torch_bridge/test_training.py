@@ -290,6 +290,13 @@ def stepped(module: nn.Module) -> torch.optim.Optimizer:
     return adam
 
 
+def counting(module: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that counts beside the parameters' state."""
+    optimizer = torch.optim.SGD(module.parameters())
+    optimizer.state["k"] = 3
+    return optimizer
+
+
 def step_lr(module: nn.Module) -> Any:
     return torch.optim.lr_scheduler.StepLR(torch.optim.SGD(module.parameters(), lr=0.1), 1)
 
@@ -322,7 +329,8 @@ SUMMED = nn.CrossEntropyLoss(reduction="sum")
                 "loader": [(x, torch.ones(10), y) for x, y in batches()],
             },
         ),
-        ("has state of steps that it took", lambda m: {"optimizer": stepped(m)}),
+        ("Adam has state of steps that it took", lambda m: {"optimizer": stepped(m)}),
+        ("SGD has state of steps that it took", lambda m: {"optimizer": counting(m)}),
         ("scheduler= is of a torch", lambda m: {"optimizer": sgd(0.1), "scheduler": step_lr(m)}),
     ],
 )

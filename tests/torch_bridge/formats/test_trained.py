@@ -455,6 +455,11 @@ def elsewhere(about: Any, entry: Any, storage: Any) -> None:
         info.relative_path = "../x.distcp"
 
 
+def elsewhere_in_windows(about: Any, entry: Any, storage: Any) -> None:
+    for info in storage.values():
+        info.relative_path = "..\\x.distcp"
+
+
 def beyond(about: Any, entry: Any, storage: Any) -> None:
     for info in storage.values():
         info.length = 2**40
@@ -478,6 +483,7 @@ def huge(about: Any, entry: Any, storage: Any) -> None:
         (moved, "lies outside of it"),
         (overlapping, "overlap, and leave gaps"),
         (elsewhere, "a file of the directory itself"),
+        (elsewhere_in_windows, "a file of the directory itself"),
         (beyond, "missing or truncated"),
         (nowhere, "is nowhere"),
         (other_dtype, "is not torch.float64"),
