@@ -106,6 +106,12 @@ def test_experts_of_a_converted_model_live_on_their_owners_and_train_as_in_pytor
     agree((found[0], converted.by_name(found[1])), stepped(module, module))
 
 
+def test_experts_that_an_axis_does_not_divide_are_not_whole_on_each_device():
+    model = net()[1].model(next_word)
+    with pytest.raises(fz.PlanError, match=r"expert=3 does not divide dim \d \(8\) of .*experts"):
+        fz.layout(model, None, fz.Plan(zero=0, data=1, expert=3))
+
+
 def stepped(module, forward):
     """What `trained` gives, by PyTorch: without what is dropped."""
     ids = torch.from_numpy(batch()["ids"]).long()
@@ -287,6 +293,22 @@ def test_a_load_balancing_loss_of_another_kind_is_said(monkeypatch):
         converted = tb.convert(Net(), x)
     assert own.load_balancing_loss_func is load_balancing_loss_func
     np.testing.assert_allclose(converted(x.numpy()), Net()(x).numpy(), rtol=1e-6)
+
+
+def test_a_load_balancing_loss_that_is_a_mean_over_rows_is_not_warned_of(monkeypatch, recwarn):
+    def load_balancing_loss_func(router_probs, expert_indices):
+        return (router_probs * expert_indices.float()).sum(-1).mean()
+
+    own = types.ModuleType("transformers.models.own.modeling_own")
+    own.load_balancing_loss_func = load_balancing_loss_func
+    monkeypatch.setitem(sys.modules, own.__name__, own)
+
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return own.load_balancing_loss_func(x.softmax(-1), x > 0)
+
+    tb.convert(Net(), torch.randn(4, 3))
+    assert not [one for one in recwarn if issubclass(one.category, tb.OwnLossWarning)]
 
 
 def test_a_load_balancing_loss_that_is_a_mean_over_rows_is_that_of_all_devices(recwarn):

@@ -222,6 +222,10 @@ def test_bfloat16_is_exact_both_ways() -> None:
     assert back["weight"].dtype == torch.bfloat16
     assert torch.equal(back["weight"].view(torch.int16), module.weight.view(torch.int16))
     assert converted(X.bfloat16()).dtype == ml_dtypes.bfloat16
+    for masters, kept in ((True, "float32"), (False, "bfloat16")):
+        again = tb.convert(module, X.bfloat16(), masters=masters)
+        params, _ = again.model(lambda forward, b: forward(b).sum()).init
+        assert params["weight"].dtype == kept
 
 
 def test_half_precision_layers_agree_with_torch() -> None:
