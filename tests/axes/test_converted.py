@@ -201,6 +201,25 @@ def test_what_is_divided_is_said_with_its_reason():
     ]
 
 
+def test_features_stay_divided_where_positions_are_taken():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = torch.nn.Linear(8, 24, bias=False)
+            self.down, self.first = (torch.nn.Linear(24, 8, bias=False) for _ in range(2))
+
+        def forward(self, x):
+            hidden = torch.relu(self.up(x))
+            return self.down(hidden[:, 1:4]), self.first(hidden[:, 0])
+
+    said = str(tb.convert(Net(), torch.zeros(2, 5, 8), train=False).parallel)
+    assert said.splitlines() == [
+        "up.weight: columns, dim 0 of 24 parts (graph)",
+        "down.weight: rows, dim 1 of 24 parts (graph)",
+        "first.weight: rows, dim 1 of 24 parts (graph)",
+    ]
+
+
 def test_a_plan_for_one_layer_of_a_stack_leaves_it_whole():
     """transformers' plans may name a layer by its number; a stack is divided as one, or not."""
     blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)]

@@ -17,6 +17,7 @@ from torch import nn
 
 import torch_bridge as tb
 from fzero.errors import ConversionError
+from torch_bridge.export.origins import source_line
 
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -106,6 +107,10 @@ def test_a_mask_beside_an_index_is_refused_with_the_source_line() -> None:
         jax.jit(converted)(X.numpy())
 
 
+def test_a_node_that_torch_added_has_an_unknown_line() -> None:
+    assert source_line(torch.fx.Graph().placeholder("x")) == "unknown line"
+
+
 def test_arguments_in_a_tuple_are_told_apart() -> None:
     """As `torch.export.export` takes them."""
     with pytest.raises(ConversionError, match=r"come one by one: tb\.convert\(module, \*example\)"):
@@ -133,6 +138,8 @@ def test_an_error_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_data_dependent_control_flow_is_refused() -> None:
     with pytest.raises(ConversionError, match=r"train forward: .*data-dependent"):
         tb.convert(Branch(), X)
+    with pytest.raises(ConversionError, match=r"eval forward: .*data-dependent"):
+        tb.convert(Branch(), X, train=False)
 
 
 class WritesWeight(nn.Module):

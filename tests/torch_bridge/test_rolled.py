@@ -305,6 +305,32 @@ def test_a_checkpoint_is_restored_into_a_chain(
             np.testing.assert_array_equal(moments.exp_avg[name], value)
 
 
+class Remembers(nn.Module):
+    """Adds what the last block gave in the last step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("memory", torch.zeros(3, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out = self.head(x + self.memory)
+        self.memory.copy_(x)
+        return out
+
+
+def test_a_buffer_whose_value_a_loop_gives_is_written_behind_it() -> None:
+    torch.manual_seed(0)
+    module = Remembers()
+    model = convert(module).model(lambda forward, batch: jnp.mean(forward(batch)))
+    _, buffers, _ = model.loss(*model.init, X[:3].numpy(), jax.random.key(0), True)
+    module(X[:3])
+    np.testing.assert_allclose(buffers["end"]["memory"], module.memory.detach(), atol=1e-6)
+
+
 def test_a_chain_runs_the_module_once(rolled: tb.Converted) -> None:
     def twice(forward: Any, batch: Any) -> Any:
         return jnp.mean((forward(batch) - forward(-batch)) ** 2)
