@@ -294,6 +294,9 @@ def test_rows_of_processes_are_filled_up_to_what_a_step_takes(model):
     layout = fz.layout(model, TX, PLAN)
     rows = fz.local_batch(tiny.points(12), layout, mask="real")
     assert (rows["x"].shape[0], int(rows["real"].sum())) == (layout.batch_multiple * 2, 12)
+    whole = fz.local_batch(tiny.points(16), layout)
+    assert whole["x"].sharding == layout.batch_sharding
+    np.testing.assert_array_equal(whole["x"], tiny.points(16)["x"])
     with pytest.raises(fz.BatchError, match=r"a Plan: expected fz\.layout\(model, tx, plan\)"):
         fz.local_batch(tiny.points(16), PLAN)
     with pytest.raises(fz.BatchError, match="positive multiple of 8 rows from every process"):

@@ -145,7 +145,7 @@ def test_a_row_is_counted_from_the_first_of_the_whole_leaf():
     spoilt = np.ones((16, 3), np.float32)
     spoilt[[9, 11, 14], 1] = np.nan  # rows 8 to 11 are of the third device
     state = state.replace(params={"w": jax.device_put(spoilt, w.sharding)})
-    said = r"params/w float32\[16, 3\] has values .* first in row 9; on cpu:2 of process 0"
+    said = r"params/w float32\[16, 3\] has values .* first in row 9; on cpu:2 of process 0$"
     with pytest.raises(fz.NonFiniteError, match=said):
         fz.check_finite(state)
 

@@ -148,6 +148,15 @@ def test_among_processes_what_failed_is_raised_before_the_others_are_waited_for(
     writer.close()
 
 
+def test_what_each_process_writes_its_own_shards_of_is_read_again(states, tmp_path, monkeypatch):
+    """As of leaves that are at home on the devices of one process."""
+    state, plan = states("zero 3"), PLANS["zero 3"]
+    monkeypatch.setattr(write, "is_elsewhere", lambda leaf: isinstance(leaf, jax.Array))
+    fz.save(tmp_path, state, plan)
+    fz.wait(tmp_path)
+    tiny.same_bits(fz.restore(tmp_path, MODEL, TX, plan).params, state.params)
+
+
 def test_threads_save_to_two_paths_at_once(states, tmp_path, recwarn):
     plan, state = PLANS["zero 0"], states("zero 0")
     with ThreadPoolExecutor(4) as threads:

@@ -252,10 +252,11 @@ def test_a_pattern_that_finds_nothing_is_named():
             "norm",
             r"expected bfloat16\[2, 16\], got float32\[2, 16\]; keep_fp32=\('norm',\) .*astype\(x",
         ),
+        (lambda p, x, ctx: x.astype(F32), (), r"got float32\[2, 16\](?!;)"),
         (lambda p, x, ctx: {"a": x, "b": x}, (), r"expected PyTreeDef\(\*\), got PyTreeDef\(\{"),
         (lambda p, x, ctx: x[:, :8] @ p["w"][:8, :8], (), r"got bfloat16\[2, 8\]"),
     ],
-    ids=["wide", "structure", "shape"],
+    ids=["wide", "wide by itself", "structure", "shape"],
 )
 def test_a_layer_that_gives_something_else_than_it_takes_is_named(layer, keep, said):
     """A bias in float32 widens what a layer gives: the next one would take something else."""

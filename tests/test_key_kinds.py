@@ -10,6 +10,7 @@ from support import tiny
 from support.sample import some
 
 import fzero as fz
+from fzero import compat
 
 
 MODEL, TX = tiny.chain(2, tiny.dropped_block), optax.sgd(0.1)
@@ -30,6 +31,20 @@ def test_a_key_of_another_kind_is_kept(impl, tmp_path):
     moved = fz.replan(state, MODEL, TX, PLAN, plan)
     moved, metrics = fz.train_step(MODEL, TX, plan, donate=False)(moved, tiny.tokens(8))
     assert np.isfinite(float(metrics["loss"]))
+
+
+def test_an_optimizer_is_given_its_key_of_another_kind():
+    model, plan = tiny.regression(), tiny.plan(zero=1, data=2)
+    tx = optax.noisy_sgd(0.1, key=jax.random.key(3, impl="rbg"))
+    state, step = fz.init(model, tx, plan), fz.train_step(model, tx, plan)
+    params = jax.tree.map(np.asarray, state.params)
+    by_hand = tx.init(params)
+    for _ in range(2):
+        state, _ = step(state, tiny.points())
+        _, by_hand = tx.update(params, by_hand, params)
+    (key,) = (x for x in jax.tree.leaves(by_hand) if compat.is_key(x))
+    found = [x for x in jax.tree.leaves(state.opt_state) if x.dtype == np.uint32]
+    np.testing.assert_array_equal(found, [jax.random.key_data(key)])
 
 
 @pytest.mark.parametrize(

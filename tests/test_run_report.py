@@ -20,7 +20,7 @@ from fzero import cli
 from fzero.offload.stream import Visit
 from fzero.pipeline import Cost, one_f_one_b, simulate
 from fzero.report.pages import render
-from fzero.runs import trace
+from fzero.runs import pictures, trace
 from fzero.runs.files import read_run
 from fzero.runs.pictures import CLASSES
 from fzero.runs.trace import Copies, Copy, chrome_trace
@@ -128,11 +128,18 @@ def test_the_page_says_what_the_files_say(tmp_path, capsys):
         "MFU 50.0%",  # 2,000 tokens/s of 1e12 FLOPs each, of 4e15
         "first step 10.00 s (65%)", "12.0 KiB of state, 3.0 GiB at the peak",
         "opt_state 0 8,192 0", "all-gather data bf16 34 1.2 MiB", "325,632", "fzero train <a> & b",
-        "4 x H200 (gpu)", "from the device 1 2.0 ms", "measured: ", "simulated: 150.0 ms, 20% idle",
+        "4 x H200 (gpu)", "from the device 1 2.0 ms",
+        'schedule "1f1b"', "measured: ", "simulated: 150.0 ms, 20% idle",
     ):  # fmt: skip
         assert part in found, part
     assert "cut" not in found
     assert read_run(run).step_seconds == [(step, 0.5) for step in range(2, STEPS + 1)]
+
+
+def test_an_action_is_drawn_with_the_number_of_its_microbatch(tmp_path):
+    drawn = Words(pictures.pipeline(read_run(write_run(tmp_path / "one")))).found
+    # Forwards and backwards of two ranks, measured and simulated; on no axis.
+    assert drawn.count("3") == 2 * 2 * 2
 
 
 def test_a_page_without_jinja2_names_the_extra(monkeypatch):

@@ -72,6 +72,14 @@ def test_silence_is_longer_than_the_limit_and_not_the_judges_own(judge):
     assert judge.server.verdicts() == [(2, "silent")]
 
 
+def test_a_quiet_run_is_told_that_process_0_lives(judge):
+    """They take it for lost where it says nothing for longer than the limit."""
+    run(judge, 3.0)
+    told = [one["zero"] for one in judge.server.sent if "zero" in one]
+    assert len(told) >= 3.0 / (2 * judge.every_s)
+    assert {one["host"] for one in told} == {"node-0"}
+
+
 def test_whoever_says_goodbye_is_not_lost(judge):
     judge._heard(1, {"bye": True, "at": [6, "after train_step"]})
     judge._heard(1, None)

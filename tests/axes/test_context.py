@@ -103,6 +103,16 @@ def test_divided_attention_is_attention(causal, window, documents, context, tens
         assert np.max(np.abs(found - want)) < 1e-6 * np.max(np.abs(want))
 
 
+@pytest.mark.parametrize("exchange", ["ring", "heads"])
+def test_scores_of_16_bits_are_not_rounded_to_them(exchange):
+    (q, k, v, _), _ = values()
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (8 * q, k, v))
+    wanted, _ = exact(*(np.asarray(x, np.float32) for x in (q, k, v)), False, None, None)
+    with jax.set_mesh(auto_mesh(np.array(jax.devices()[:2]), ("context",))):
+        found = jax.jit(lambda *x: fz.attention(*x, causal=False, exchange=exchange))(q, k, v)
+    np.testing.assert_allclose(np.asarray(found, np.float32), wanted, rtol=2**-8, atol=1e-5)
+
+
 def exchanged(length=64, heads=4, groups=4, size=4, **options):
     """Collectives of one attention's forward pass, by kind."""
     mesh = auto_mesh(np.array(jax.devices()[:size]), ("context",))

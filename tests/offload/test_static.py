@@ -273,6 +273,37 @@ def test_slabs_are_those_of_the_plan_and_all_there():
         fz.train_step(model, tx, plan)(state, BATCH)
 
 
+def test_of_a_pipeline_only_what_ranks_share_is_not_cut_along_its_rows():
+    plan = tiny.plan(pipe=2, data=1, tiers={"opt_state": "host"}, stream_bytes=512)
+    found = blueprint(MODEL, optax.adam(1e-2), plan).buckets.cuts
+    dims = {path: dim for path, (dim, _) in found.items()}
+    assert dims["embed/table"] == 0
+    assert dims["blocks/w"] == 1
+
+
+def test_what_has_a_copy_visits_beside_it():
+    plan, tx = tiny.plan(zero=0, data=1, precision="bf16"), optax.sgd(1e-2, momentum=0.9)
+    _, expected, _ = run(plan, tx, steps=2)
+    state, found, _ = run(plan.replace(tiers={"opt_state": "host"}), tx, steps=2)
+    fz.placement(state).require(opt_state="host", params="device")
+    same_but_for_roundings(found, expected)
+
+
+def test_memory_of_a_parameter_that_goes_slab_by_slab_is_that_of_the_new_one():
+    model, tx = tiny.chain(16), optax.adam(1e-2)
+    plan = tiny.plan(zero=3, data=4, tiers={"opt_state": "host"}, stream_bytes=512)
+    state, step = fz.init(model, tx, plan, rng=0), fz.train_step(model, tx, plan)
+    state, _ = step(state, BATCH)
+    large, alive = state.params["blocks"]["w"].shape, []
+
+    def observe(event, visit):
+        alive.append(sum(x.shape == large for x in jax.live_arrays() if not x.is_deleted()))
+
+    step.stream.observer = observe
+    step(state, BATCH)
+    assert max(alive) == 2  # with the gradient
+
+
 def test_frozen_leaves_take_no_room_in_buckets():
     def init(rng):
         return {name: jnp.ones((8, 16)) for name in ("base", "own", "two")}, {}

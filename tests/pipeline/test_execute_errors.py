@@ -153,6 +153,13 @@ def test_a_failure_in_evaluation_names_its_action():
     assert np.isfinite(float(fz.eval_step(model, PLAN)(state, batch())["loss"]))
 
 
+def test_an_evaluation_tells_of_its_last_action_too():
+    model = chain()
+    state = fz.init(model, None, PLAN)
+    with pytest.raises(fz.PipelineError, match=r"forward of microbatch 3 on stage 1"):
+        fz.eval_step(model, PLAN)(state, batch(bad_row=15))
+
+
 def test_a_failure_that_nobody_waited_for_is_told_by_the_next_step_at_last():
     """As on accelerators, where a step does not wait for its last actions."""
     model, tx = chain(), optax.sgd(0.1)

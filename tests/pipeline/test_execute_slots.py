@@ -103,6 +103,27 @@ def test_1f1b_holds_what_gpipe_holds_less_the_slots():
     assert saved > 0.6 * (1 - 10 / 32) * max(gpipe.held)
 
 
+@pytest.mark.parametrize(("schedule", "name"), [("1f1b", "backward"), ("zb_h1", "weight_backward")])
+def test_gradients_are_added_where_their_sums_are(schedule, name):
+    """A stage would have two of them at once."""
+    plan, given = tiny.plan(pipe=2, data=1, microbatches=2, schedule=schedule), []
+    step = fz.train_step(tiny.chain(2), optax.sgd(0.1), plan)
+
+    def watched(run):
+        def call(*args):
+            given.extend(jax.tree.leaves(args[-1]))
+            return run(*args)
+
+        return call
+
+    for program in step.executor.programs:
+        made = getattr(program, name)
+        setattr(program, name, lambda with_sums, made=made: watched(made(with_sums)))
+    step(fz.init(tiny.chain(2), optax.sgd(0.1), plan), tiny.tokens(8))
+    assert given
+    assert all(leaf.is_deleted() for leaf in given)
+
+
 # Stages of both kinds of link, and of one.
 @pytest.mark.parametrize(("layers", "pipe"), some([(4, 2), (2, 4)], (2, 4)))
 @pytest.mark.parametrize("remat", ["layer", "none"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -104,17 +105,20 @@ def test_what_a_measurement_counts(monkeypatch):
 
 def test_a_program_of_products_has_enough_of_them_to_be_timed(monkeypatch):
     """On a GPU a call costs more than a product of 512 x 512."""
-    links = []
+    links, made = [], []
 
     def seconds(run, args, _):
         text = run.lower(*args).as_text()
         links.append(text.count("stablehlo.dot_general"))
+        made.append(partial(run, *args))
         return 1.0
 
     monkeypatch.setitem(_matmuls.__globals__, "_seconds", seconds)
     found = _matmuls(SMALL)
     assert links == 3 * [math.ceil(SMALL.flops / (2 * 64**3)), 1]
     assert found["matmul bf16/64"] == links[0] * 2 * 64**3
+    for product in made:  # of numbers that stay numbers
+        assert 0.2 < float(jnp.std(product().astype(jnp.float32))) < 5
     many = Effort((64,), flops=1e12)
     assert _matmuls(many)["matmul fp32/64"] == 256 * 2 * 64**3
 

@@ -207,6 +207,14 @@ def test_too_little_memory_does_not_fit(predicted):
     assert "does not fit" in page(found)
 
 
+def test_a_collective_is_said_to_add_what_all_of_its_times_do(predicted):
+    found = predicted("zero3")
+    largest = max(found.collectives, key=lambda c: c.total_bytes)
+    own = dataclasses.replace(largest, times=10, exposed_seconds=2.0)
+    text = str(dataclasses.replace(found, collectives=(own,)))
+    assert re.search(rf"^{own.kind} .* 10 .* 20\.00 s", text, re.M), text
+
+
 @pytest.mark.parametrize(("share", "told"), [(0.7, None), (0.8, 0.81), (0.985, 0.99)])
 def test_what_jax_is_told_to_take_is_more_than_the_peak(predicted, share, told):
     found, gpus = predicted("zero3"), parse("h200:8")
@@ -334,6 +342,7 @@ def test_a_sweep_divides_layers_and_sequences_and_sums_are_by_axis():
     best = found.best.found
     assert best.memory.batch == 16 * 4 * 64 * 4 // (2 * 2)
     assert best.memory.gradients == 2 * 64 * 512 * 4 // (2 * 2 * 2)  # data, context, tensor
+    assert any("divided along tensor as XLA decides" in note for note in best.notes)
     over = best.by_axes
     assert set(over) >= {"data", "tensor"}
     assert over["data"].communicated_bytes == pytest.approx(

@@ -110,6 +110,8 @@ def test_a_parked_optimizer_state_leaves_the_device_and_takes_the_link(asked):
     )
     assert there.bounds.limit == "parked"
     assert "kept elsewhere" in str(there)
+    assert there.to_json()["parked"]["host_bytes"] == parked.host_bytes
+    assert here.to_json()["parked"] is None
     assert there.plan.tiers
 
 

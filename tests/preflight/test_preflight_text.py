@@ -103,6 +103,15 @@ def test_a_loop_over_a_stack_reads_and_writes_rows_not_the_stack():
     assert work.likely_seconds == pytest.approx(2 * work.best_seconds)
 
 
+def test_a_row_of_what_is_read_under_another_shape_is_a_row():
+    sliced = "dynamic-slice(%p, %k, %z)"
+    assert sliced in LOOP
+    text = LOOP.replace("ROOT %s =", "%q = f32[10,64]{1,0} bitcast(%p)\n  ROOT %s =")
+    assert kernels(text.replace(sliced, sliced.replace("%p", "%q"))).total() == (
+        kernels(LOOP).total()
+    )
+
+
 def test_a_fusion_that_runs_beside_others_moves_the_same_bytes():
     """jax 0.11 starts some and waits for them; what they wait with is no other kernel."""
     plain = "%b = f32[10,64]{1,0} fusion(%x, %a, %i), kind=kLoop, calls=%write"
