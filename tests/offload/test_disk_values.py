@@ -118,6 +118,14 @@ def test_python_numbers_stay_what_they_are(tmp_path):
     there_and_back([*weak, free, jax.device_put(free, jax.devices()[0])], tmp_path)
 
 
+def test_a_handle_of_what_was_in_host_memory_is_of_a_place_on_the_device(tmp_path):
+    old = jax.device_put(jnp.arange(32.0).reshape(8, 4), layout("both dims"))
+    there = jax.device_put(old, old.sharding.with_memory_kind("pinned_host"))
+    (handle,) = disk.write([there], tmp_path, ["w"])
+    assert handle.sharding == old.sharding
+    assert_same(disk.read([handle])[0], old)
+
+
 def test_values_stay_when_what_was_read_is_donated(tmp_path):
     """jax takes the memory that a file was read into for its own, on all devices at once."""
     old = jax.device_put(jnp.arange(4096.0), layout("replicated"))

@@ -153,11 +153,16 @@ def test_a_failure_in_evaluation_names_its_action():
     assert np.isfinite(float(fz.eval_step(model, PLAN)(state, batch())["loss"]))
 
 
-def test_an_evaluation_tells_of_its_last_action_too():
-    model = chain()
-    state = fz.init(model, None, PLAN)
-    with pytest.raises(fz.PipelineError, match=r"forward of microbatch 3 on stage 1"):
-        fz.eval_step(model, PLAN)(state, batch(bad_row=15))
+@pytest.mark.parametrize("settles", [True, False])
+def test_on_cpus_a_step_ends_when_its_actions_have(settles):
+    """So that a failure is told before the update takes the state."""
+    model, tx = tiny.chain(2), optax.sgd(0.1)
+    plan = tiny.plan(pipe=2, data=1, microbatches=2)
+    step = fz.train_step(model, tx, plan)
+    assert step.executor.settles
+    step.executor.settles = settles
+    step(fz.init(model, tx, plan), tiny.tokens(8))
+    assert (not step.executor._under_way) == settles
 
 
 def test_a_failure_that_nobody_waited_for_is_told_by_the_next_step_at_last():
