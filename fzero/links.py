@@ -270,6 +270,7 @@ def apply_layer(
 
     Raises:
         PlanError: its `apply` takes other arguments.
+        StateError: it gives something that is no array.
     """
     require_takes(layer.apply, "apply(params, x, ctx)", of_link(layer))
     x = {**carry, **shared} if shared else carry
@@ -283,9 +284,19 @@ def apply_layer(
     y, buffers = out if layer.stateful else (out, ctx.buffers)
     if layer.stateful and ctx.train:
         require_buffers(layer, ctx.buffers, buffers)
+    _require_arrays(layer, y)
     if shared:
         y = {key: value for key, value in y.items() if key not in shared}
     return y, buffers
+
+
+def _require_arrays(layer: Layer | Stack, y: Any) -> None:
+    for path, leaf in named_leaves(y):
+        if not (hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)):
+            if isinstance(y, tuple) and len(y) == 2 and isinstance(y[1], Mapping):
+                split_loss(y)
+            where = f"layer {layer.name!r}" if layer.name else "the model"
+            raise StateError(f"{where}: {path or 'it'} is {_kinds([leaf])}: expected arrays")
 
 
 def split_loss(out: Any) -> tuple[Mean, dict[str, Any]]:

@@ -107,6 +107,41 @@ def test_integers_that_follow_the_batch_must_be_told(kind):
         fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
 
 
+def _counting(count: Any) -> fz.Model:
+    first = {"seen": jnp.zeros((), jnp.int32), "steps": jnp.zeros((), jnp.int32)}
+
+    def loss(p: Any, buffers: Any, batch: Any, rng: Any, train: bool) -> Any:
+        new = {"seen": buffers["seen"] + count(batch["x"]), "steps": buffers["steps"] + 1}
+        return jnp.mean(batch["x"] @ p["w"]), new, {}
+
+    return fz.Model(lambda key: (_weights(key), first), loss)
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda x: x.size,
+        lambda x: jnp.sum(jnp.ones_like(x), dtype=jnp.int32),
+        lambda x: np.ones(x.shape, np.int32).sum(),
+    ],
+    ids=["size", "computed", "constant"],
+)
+def test_a_count_of_rows_must_be_told_as_that_of_values(count):
+    """No value of the batch is in it, yet each device counts its own."""
+    model, plan = _counting(count), tiny.plan(zero=0, data=2)
+    with pytest.raises(fz.StateError, match=r"buffers/seen \(int32\) changes .*'sum'"):
+        fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
+
+
+def test_what_takes_one_number_of_rows_or_counts_none_is_not_asked():
+    """The reshape fails for any other number of rows."""
+    plan = tiny.plan(zero=0, data=2)
+    for count in (lambda x: x.reshape(4, D).shape[0], lambda x: x.shape[1]):
+        model = _counting(count)
+        state = fz.init(model, TX, plan)
+        assert fz.train_step(model, TX, plan)(state, BATCH)[0].buffers["seen"] == D
+
+
 def test_the_largest_is_not_a_number_where_one_device_has_none():
     def loss(p: Any, buffers: Any, batch: Any, rng: Any, train: bool) -> Any:
         return jnp.mean(p["w"]), {"largest": jnp.max(batch["x"])}, {}

@@ -50,12 +50,21 @@ def test_an_optimizer_is_given_its_key_of_another_kind():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: jax.random.PRNGKey(3),
+        lambda: jax.random.key_data(jax.random.key(3, impl="rbg")),
         lambda: jax.random.split(jax.random.key(0)),
         lambda: np.ones(()),
     ],
-    ids=["bits", "two keys", "a float"],
+    ids=["bits of another kind", "two keys", "a float"],
 )
 def test_what_is_no_key_is_refused(make):
     with pytest.raises(fz.StateError, match=r"init: rng: expected a seed .*wrap_key_data"):
         fz.init(MODEL, TX, PLAN, rng=make())
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_the_bits_of_a_default_key_are_that_key(impl):
+    """What `jax.random.PRNGKey` gives."""
+    with jax.default_prng_impl(impl):
+        key = jax.random.key(3)
+        for bits in (jax.random.PRNGKey(3), np.asarray(jax.random.key_data(key))):
+            tiny.same_bits(fz.init(MODEL, TX, PLAN, rng=bits), fz.init(MODEL, TX, PLAN, rng=key))

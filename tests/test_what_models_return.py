@@ -96,6 +96,35 @@ def test_metrics(metrics, said):
         traced(lambda y, b: (y.sum(), b, metrics))
 
 
+def test_what_is_no_array():
+    x, said = jnp.ones((4, 3)), "is str: expected arrays"
+    model = fz.Model(
+        init, lambda p, b, batch, rng, train: (jnp.sum(p["w"]), b, {"a": "x"}),
+        predict=lambda p, buffers, batch, rng: {"y": "x"},
+    )  # fmt: skip
+    layers = [fz.Layer("first", None, lambda p, batch, ctx: {"y": "x", "x": batch["x"]})]
+    chain = fz.Sequential(layers, loss=lambda y, batch: jnp.sum(y["x"]))
+    for plan in (tiny.plan(zero=0, data=2), tiny.plan(zero=3, data=2)):
+        with pytest.raises(fz.StateError, match="loss: metric 'a' is str"):
+            fz.eval_step(model, plan)(fz.init(model, None, plan), {"x": x})
+        with pytest.raises(fz.StateError, match=f"the model: y {said}"):
+            fz.predict_step(model, plan)(fz.init(model, None, plan), {"x": x})
+        with pytest.raises(fz.StateError, match=f"layer 'first': y {said}"):
+            fz.eval_step(chain, plan)(fz.init(chain, None, plan), {"x": x})
+
+
+def test_a_mean_over_nothing_is_0_in_a_metric_too():
+    def loss(p, buffers, batch, rng, train):
+        none = fz.Mean(jnp.sum(p["w"]) * 0, jnp.float32(0))
+        return none, buffers, {"own": none}
+
+    model, plan = fz.Model(init, loss), tiny.plan(zero=1, data=2)
+    state, batch = fz.init(model, TX, plan), {"x": jnp.ones((4, 3))}
+    for metrics in (fz.eval_step(model, plan)(state, batch),
+                    fz.train_step(model, TX, plan)(state, batch)[1]):  # fmt: skip
+        assert float(metrics["loss"]) == float(metrics["own"]) == float(metrics["count"]) == 0
+
+
 INITS = {
     "parameters alone": (lambda key: {"w": jnp.ones(3)}, r"return \(params, buffers\), got a dict"),
     "a number": (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fzero import compat
 
@@ -175,12 +176,27 @@ def read(env: dict[Var, Any], operand: Any) -> Any:
 
 def has_checkpoint(jaxpr: Any) -> bool:
     """Whether a program says itself what to keep of some of it: `jax.checkpoint`, anywhere."""
+    return _has(jaxpr, lambda equation: equation.primitive.name in CHECKPOINTS)
+
+
+def has_complex(jaxpr: Any) -> bool:
+    """Whether a program computes complex numbers, anywhere."""
+    return _has(
+        jaxpr,
+        lambda equation: any(
+            jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.complexfloating)
+            for var in (*equation.invars, *equation.outvars)
+        ),
+    )
+
+
+def _has(jaxpr: Any, holds: Callable[[Any], bool]) -> bool:
     for equation in jaxpr.eqns:
-        if equation.primitive.name in CHECKPOINTS:
+        if holds(equation):
             return True
         for value in equation.params.values():
             for one in value if isinstance(value, tuple | list) else (value,):
                 inner = getattr(one, "jaxpr", one)
-                if hasattr(inner, "eqns") and has_checkpoint(inner):
+                if hasattr(inner, "eqns") and _has(inner, holds):
                     return True
     return False

@@ -3,8 +3,8 @@
 Every device runs a model on its own rows, so that what a buffer notes of them differs. A running
 mean is averaged; a count is added up; a step counter is the same anywhere. Floats are averaged
 unless a model says otherwise. Of integers nobody could guess, also where the model's one word is
-`mean`: either the program shows that they depend on nothing but buffers, or the model says how
-(`buffer_reduce`).
+`mean`: either the program shows that they depend on nothing but buffers (nor on the number of rows
+that a device has), or the model says how (`buffer_reduce`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fzero.axes import AXES
 from fzero.errors import StateError
 from fzero.links import Context, Layer, Stack, require_buffers
 from fzero.model import Model
-from fzero.programs.jaxprs import Program, Var
+from fzero.programs.digest import digest
+from fzero.programs.jaxprs import Op, Program, Var, needed, read, run_ops
 from fzero.tree import PyTree, is_plain, named_leaves
 
 
@@ -115,10 +117,9 @@ def require_reductions(layer: Layer | Stack, params: PyTree, x: Any, ctx: Contex
         return new
 
     own = params, x, ctx.batch, ctx.rng
-    differing = _differing(jax.make_jaxpr(run)(own, ctx.buffers), len(jax.tree.leaves(own)))
     names = [name for name, _ in named_leaves(ctx.buffers)]
     told = dict(unknown)
-    for name, differs in zip(names, differing, strict=True):
+    for name, differs in zip(names, _following(run, own, ctx.buffers), strict=True):
         if differs and name in told:
             where = f"{layer.name}/" if layer.name else ""
             said = declared_reduction(layer, name)
@@ -134,21 +135,75 @@ def require_reductions(layer: Layer | Stack, params: PyTree, x: Any, ctx: Contex
             )
 
 
-def _differing(closed: Any, num_own: int) -> list[bool]:
+def _following(run: Any, own: tuple[Any, ...], buffers: PyTree) -> list[bool]:
+    """Which new buffers follow what a device has of its own: its values, or how many rows."""
+    num_own = len(jax.tree.leaves(own))
+
+    def twice(own: Any, buffers: PyTree) -> PyTree:
+        params, x, batch, rng = own
+        rows = next((np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)), None)
+        x, batch = jax.tree.map(
+            lambda leaf: jnp.concatenate([leaf, leaf]) if np.shape(leaf)[:1] == (rows,) else leaf,
+            (x, batch),
+        )
+        return run((params, x, batch, rng), buffers)
+
+    program = _traced(run, own, buffers)
+    differing = _differing(program, num_own)
+    try:
+        more = _traced(twice, own, buffers)
+    except Exception:  # the layer takes this many rows and no other number
+        return differing
+    return [
+        differs or _of_buffers(program, i, num_own) != _of_buffers(more, i, num_own)
+        for i, differs in enumerate(differing)
+    ]
+
+
+def _traced(function: Any, own: tuple[Any, ...], buffers: PyTree) -> Program:
+    closed = jax.make_jaxpr(function)(own, buffers)
+    return Program(closed.jaxpr, closed.consts)
+
+
+def _differing(program: Program, num_own: int) -> list[bool]:
     """Which results of a program depend on its first arguments: all devices have their own."""
-    program = Program(closed.jaxpr, closed.consts)
     own = set(program.inputs[:num_own])
     for op in program.ops:
         if op.equation is None:  # a fence: each result is an operand
             pairs = zip(op.operands, op.results, strict=True)
             own.update(result for operand, result in pairs if _is(operand, own))
             continue
-        kind = op.equation.primitive.name
-        if kind in _AGREEING and _over_all(op.equation.params):
+        if _agrees(op):
             continue
-        if kind == "axis_index" or any(var in own for var in op.reads()):
+        if op.equation.primitive.name == "axis_index" or any(var in own for var in op.reads()):
             own.update(op.results)
     return [_is(out, own) for out in program.outputs]
+
+
+def _of_buffers(program: Program, place: int, num_own: int) -> str | None:
+    """How a result follows from buffers and from what devices agreed on; None: not from these."""
+    agreed = [var for op in program.ops if _agrees(op) for var in op.results]
+    # (What a layer closes over may be traced around it.)
+    outer = [var for var, x in program.consts.items() if isinstance(x, jax.core.Tracer)]
+    out, given = program.outputs[place], [*program.inputs[num_own:], *agreed, *outer]
+    ops = [program.ops[i] for i in sorted(needed(program.ops, [out], set(agreed)))]
+    if not {*program.inputs[:num_own]}.isdisjoint(var for op in ops for var in op.reads()):
+        return None
+
+    def follow(*values: Any) -> Any:
+        env = program.consts | dict(zip(given, values, strict=True))
+        run_ops(ops, env)
+        return read(env, out)
+
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in given]
+    return digest(jax.make_jaxpr(follow)(*shapes))
+
+
+def _agrees(op: Op) -> bool:
+    equation = op.equation
+    return (
+        equation is not None and equation.primitive.name in _AGREEING and _over_all(equation.params)
+    )
 
 
 def _is(operand: Any, own: set[Var]) -> bool:

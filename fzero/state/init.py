@@ -50,7 +50,7 @@ def init(
         model: what to train.
         tx: any optax transformation; `None` for a state that is only evaluated.
         plan: how to lay it out.
-        rng: seed or `jax.random.key`.
+        rng: seed, `jax.random.key` or `jax.random.PRNGKey`.
         devices: devices to use; all by default.
 
     Returns:
@@ -116,9 +116,12 @@ def key_of(rng: int | jax.Array) -> jax.Array:
         return jnp.asarray(rng)
     if not rng.shape and jnp.issubdtype(rng.dtype, jnp.integer):
         return jax.random.key(rng)
+    bits = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    if (rng.shape, rng.dtype) == (bits.shape, bits.dtype):  # of jax.random.PRNGKey
+        return jax.random.wrap_key_data(rng)
     raise StateError(
         f"init: rng: expected a seed or one key of jax.random.key, got {rng.dtype}"
-        f"{list(rng.shape)}; make a key of jax.random.PRNGKey with jax.random.wrap_key_data"
+        f"{list(rng.shape)}; make a key of the bits of another kind with jax.random.wrap_key_data"
     )
 
 

@@ -20,7 +20,7 @@ StepAndKey = tuple[jax.Array, jax.Array]
 def metrics_of(mean: Mean, own: dict[str, Mean]) -> Metrics:
     """Metrics from their sums over all devices and microbatches: the loss, and the model's own."""
     metrics = {"loss": mean.total / mean.divisor, "count": mean.count}
-    return metrics | {name: value.total / value.count for name, value in own.items()}
+    return metrics | {name: value.total / value.divisor for name, value in own.items()}
 
 
 class Gradients(NamedTuple):

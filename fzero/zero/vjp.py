@@ -28,6 +28,7 @@ from fzero.programs.jaxprs import (
     Program,
     Var,
     has_checkpoint,
+    has_complex,
     is_elementwise,
     needed,
     read,
@@ -172,7 +173,10 @@ def forward(
         return jax.tree.unflatten(treedef, jaxpr_as_fun(traced)(*jax.tree.leaves(primals)))
 
     says_itself = has_checkpoint(traced.jaxpr)
-    if not says_itself:
+    keeps_all = policy in (keep_all_but_movement, keep_fewest)
+    # (jax rounds what a checkpoint keeps, and cannot round complex numbers. Without one, all of
+    # what a backward pass reads is kept.)
+    if not says_itself and not (keeps_all and has_complex(traced.jaxpr)):
         # prevent_cse=False: what is recomputed and whether twice is up to the compiler.
         run = jax.checkpoint(run, policy=policy, prevent_cse=False)
 
