@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fzero.axes import DATA
@@ -82,23 +82,30 @@ class Network:
     rates: Rates
     hosts: tuple[int, ...]
 
-    def of(self, c: Collective) -> tuple[bool, float, float]:
-        """Of one execution: whether it crosses hosts, bytes per network card, seconds."""
-        shared = self._sharing(c)
-        rate = self.rates
-        seconds = c.wire_bytes / rate.host_link_bytes_per_s
+    def of(
+        self, kind: str, groups: Sequence[tuple[int, ...]], sent_bytes: float
+    ) -> tuple[bool, float, float]:
+        """Of one execution: whether it crosses hosts, bytes per network card, seconds.
+
+        Args:
+            kind: of collective.
+            groups: the devices that talk to each other, by number.
+            sent_bytes: what each device sends.
+        """
+        shared, rate = self._sharing(kind, groups), self.rates
+        seconds = sent_bytes / rate.host_link_bytes_per_s
         if shared is not None:
-            seconds = max(seconds, c.wire_bytes / shared / rate.network_bytes_per_s)
-        carried = 0.0 if shared is None else c.wire_bytes / shared
+            seconds = max(seconds, sent_bytes / shared / rate.network_bytes_per_s)
+        carried = 0.0 if shared is None else sent_bytes / shared
         return shared is not None, carried, seconds + rate.collective_latency_s
 
-    def _sharing(self, c: Collective) -> int | None:
+    def _sharing(self, kind: str, groups: Sequence[tuple[int, ...]]) -> int | None:
         """How many network cards a group shares on a host; `None` if it stays within one."""
-        counts = [Counter(self.hosts[d] for d in group) for group in c.replica_groups]
+        counts = [Counter(self.hosts[d] for d in group) for group in groups]
         across = [count for count in counts if len(count) > 1]
         if not across:
             return None
-        if c.kind == "collective-permute":  # pairs: each device sends for itself
+        if kind == "collective-permute":  # pairs: each device sends for itself
             return 1
         return min(min(count.values()) for count in across)
 
@@ -139,7 +146,7 @@ def _use(
         # A copy moves data; it computes nothing.
         num_kernels += inside == 0 and i.opcode != "copy"
         beside += kernels.at(comp, i)
-    crosses, carried, seconds = network.of(c)
+    crosses, carried, seconds = network.of(c.kind, c.replica_groups, c.wire_bytes)
     return CollectiveUse(
         kind=c.kind,
         where="",

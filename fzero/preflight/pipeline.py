@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding
 from fzero.batch import Inputs, batch_sharding
 from fzero.pipeline.execute import Executor
 from fzero.pipeline.programs import LOCAL, WHOLE, StagePrograms, unmarked
+from fzero.preflight.between import handed
 from fzero.preflight.kernels import Work
 from fzero.preflight.network import CollectiveUse, traffic
 from fzero.preflight.program import Compiled, Target
@@ -317,33 +319,17 @@ class StageCompiler:
 
     def send(self, run: StageRun, back: bool = False) -> CollectiveUse:
         """What a stage hands to its neighbour, once."""
-        rates, programs = self.target.rates, self.executor.programs
-        here = programs[run.stage].mesh.devices.flat[0]
-        there = programs[run.stage + 1].mesh.devices.flat[0]
-        per_host = self.target.topology.per_host
-        numbers = {device.id: i for i, device in enumerate(self.target.devices)}
-        crosses = numbers[here.id] // per_host != numbers[there.id] // per_host
-        rate = rates.network_bytes_per_s if crosses else rates.host_link_bytes_per_s
-        moves = programs[run.stage].rank != programs[run.stage + 1].rank
-        size = run.sent_bytes if moves else 0
-        seconds = size / rate + rates.collective_latency_s if moves else 0.0
-        return CollectiveUse(
-            kind="send",
+        here, there = self.executor.programs[run.stage : run.stage + 2]
+        made = handed(
+            self.target, here.mesh, there.mesh, run.sent_bytes,
             where=f"stage {run.stage + back} to {run.stage + (not back)}",
-            dtype="",
-            axes="pipe",
-            bytes=size,
-            sent_bytes=size,
-            times=self.plan.microbatches if moves else 0,
-            in_loop=False,
-            crosses_hosts=crosses,
-            network_bytes=size if crosses else 0.0,
-            num_matmuls=0,
-            num_kernels=1,  # a send delays its receiver; the timeline has what that costs
-            seconds=seconds,
-            exposed_best_seconds=0.0,
-            exposed_seconds=0.0,
-        )
+        )  # fmt: skip
+        # A send delays its receiver: the timeline has what that costs. Within a rank there is none.
+        moves = here.rank != there.rank
+        return dataclasses.replace(
+            made, times=self.plan.microbatches * moves, seconds=made.seconds * moves,
+            num_kernels=1, estimated=False,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

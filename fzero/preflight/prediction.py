@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import optax
 
-from fzero.axes import TOKENS, shared_over
+from fzero.axes import TOKENS
 from fzero.batch import Inputs, abstract_batch, check_batch
 from fzero.model import Model
 from fzero.plan import Plan
+from fzero.preflight.between import update_gathers
 from fzero.preflight.bounds import bounds
 from fzero.preflight.kernels import Work
 from fzero.preflight.network import CollectiveUse, Traffic, traffic
@@ -28,7 +29,6 @@ from fzero.preflight.topology import Topology, parse
 from fzero.report.report import CLASSES, Report
 from fzero.sharding.blueprint import Blueprint, blueprint, planned
 from fzero.sharding.initial import initial_shapes
-from fzero.sharding.split import flat_splits
 from fzero.state.train_state import TrainState
 from fzero.step.passes import OneProgram
 from fzero.step.steps import TrainStep
@@ -210,7 +210,7 @@ class _Predictor:
             sum((program.work for program in own), update)
             for own, update in zip(programs, compiler.update_work, strict=True)
         ]
-        updates = [self._update(rank) for rank in ranks]
+        updates = [update_gathers(self.target, self.blue, rank) for rank in ranks]
         sent = [rank_collectives(compiler, run.stages, rank) + updates[rank] for rank in ranks]
         slowest = max(map(traffic, updates), key=lambda sums: sums.seconds)
         notes = [
@@ -301,32 +301,6 @@ class _Predictor:
         """Bytes of each state class on the fullest of some devices."""
         held = self.where_kept.fullest(DEVICE, among=devices)
         return {name: held[name] for name in CLASSES}
-
-    def _update(self, rank: int) -> list[CollectiveUse]:
-        """What a pipeline's update gathers on a rank: whole parameters from updated shards."""
-        if self.plan.zero == 3 or self.blue.group.shards == 1:
-            return []
-        size, sent = 0, 0.0
-        for split in flat_splits(self.blue.params):
-            home = split.home
-            if split.dim is None or home is None or rank not in home.ranks:
-                continue
-            mixed = self.plan.keeps_compute_copy
-            dtype = split.compute if mixed else split.dtype
-            own = split.num_bytes(dtype) // split.ranks_sharing
-            size, sent = size + own, sent + own * (split.shards - 1) / split.shards
-        rates, over = self.target.rates, shared_over(self.blue.zero_sizes)
-        axes = "+".join(name for name, size in over.items() if size > 1)
-        seconds = sent / rates.host_link_bytes_per_s
-        return [
-            CollectiveUse(
-                kind="all-gather", where="update", dtype="", axes=axes, bytes=size,
-                sent_bytes=sent, times=1, in_loop=False, crosses_hosts=False, network_bytes=0.0,
-                num_matmuls=0, num_kernels=0, seconds=seconds,
-                exposed_best_seconds=seconds, exposed_seconds=seconds / rates.link_share,
-                estimated=True,
-            )
-        ]  # fmt: skip
 
     def _summary(self, run: PipelineRun, peaks: Sequence[int]) -> PipelineSummary:
         timeline, schedule = run.timeline, self.plan.schedule

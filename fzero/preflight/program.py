@@ -72,6 +72,12 @@ class Target:
     rates: Rates
     precision: str
 
+    def network(self, *meshes: Mesh) -> Network:
+        """The links between the devices of some meshes, numbered one mesh after the other."""
+        numbers = {device.id: i for i, device in enumerate(self.devices)}
+        devices = [device for mesh in meshes for device in mesh.devices.flat]
+        return Network(self.rates, tuple(numbers[d.id] // self.topology.per_host for d in devices))
+
     def compile(self, lowered: Any, mesh: Mesh) -> Compiled:
         """Compiles a lowered program of a mesh and reads it."""
         started = time.perf_counter()
@@ -85,8 +91,6 @@ class Target:
         rates, memory, text = self.rates, compiled.memory_analysis(), compiled.as_text()
         module = Module(text)
         kernels = Kernels(module, rates, self.precision)
-        numbers = {device.id: i for i, device in enumerate(self.devices)}
-        hosts = tuple(numbers[device.id] // self.topology.per_host for device in mesh.devices.flat)
         return Compiled(
             argument_bytes=memory.argument_size_in_bytes,
             output_bytes=memory.output_size_in_bytes,
@@ -94,7 +98,7 @@ class Target:
             temporary_bytes=memory.temp_size_in_bytes,
             flops=matmul_flops(text),
             work=kernels.total(),
-            collectives=uses(kernels, dict(mesh.shape), Network(rates, hosts)),
+            collectives=uses(kernels, dict(mesh.shape), self.network(mesh)),
             gathered=gathered(module),
             compile_seconds=seconds,
             outputs_at=compiled.output_shardings,
