@@ -8,6 +8,7 @@ arithmetic, and every byte that visits takes the link's rate.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from fzero.plan import Plan
@@ -58,6 +59,18 @@ def room_of_parked(where: Report | None) -> int:
     return math.ceil(sum(where.fullest(tier)["total"] for tier in (HOST, DISK)) / SHARE)
 
 
+def moved_bytes(plan: Plan, where: Report, among: Collection[int] | None = None) -> tuple[int, int]:
+    """Bytes that the fullest of some devices has elsewhere, and the most of them there at once.
+
+    Args:
+        plan: the plan.
+        where: where its leaves are.
+        among: devices to look at; all by default.
+    """
+    away = sum(where.fullest(tier, among)["total"] for tier in (HOST, DISK))
+    return away, min(2 * plan.stream_bytes, away) if plan.update_on == "device" else 0
+
+
 def parked(
     plan: Plan, where: Report, rates: Rates, gradient_bytes: int, computing_seconds: float
 ) -> Parked:
@@ -77,7 +90,7 @@ def parked(
     link = rates.pinned_bytes_per_s
     by_class = {tier: where.fullest(tier) for tier in (HOST, DISK)}
     on_host, on_disk = (by_class[tier]["total"] for tier in (HOST, DISK))
-    visiting = min(2 * plan.stream_bytes, on_host + on_disk) if plan.update_on == "device" else 0
+    _, visiting = moved_bytes(plan, where)
     if plan.update_on == "host":
         # Gradients go down and parameters up; the optimizer state stays where it is.
         up = down = gradient_bytes / link

@@ -19,7 +19,7 @@ from fzero.preflight.between import update_gathers
 from fzero.preflight.bounds import bounds
 from fzero.preflight.kernels import Work
 from fzero.preflight.network import CollectiveUse, Traffic, traffic
-from fzero.preflight.parked import on_the_device, parked, room_of_parked
+from fzero.preflight.parked import moved_bytes, on_the_device, parked, room_of_parked
 from fzero.preflight.pipeline import PipelineRun, StageCompiler, rank_collectives
 from fzero.preflight.program import Compiled, Target
 from fzero.preflight.rates import Rates, default_rates
@@ -63,7 +63,7 @@ def predicted(
     shapes = jax.tree.map(shape_of, Inputs.of(batch))
     num_shares = sizes["data"] * sizes["replica"]
     check_batch(shapes, num_shares, plan.microbatches)
-    predictor = _Predictor(target, step, fields, shapes, num_shares)
+    predictor = _Predictor(target, step, fields, shapes, num_shares, (plan, elsewhere))
     found = predictor.one_program() if step.blueprint.stages is None else predictor.pipeline()
     if elsewhere is not None:
         found = _parking(found, plan, elsewhere, gradient_bytes(step.blueprint))
@@ -77,7 +77,7 @@ def predicted(
 
 def _parking(found: Preflight, plan: Plan, where: Report, gradients: int) -> Preflight:
     """The prediction of a plan that parks leaves, from that of the same with all on the device."""
-    b, memory, held = found.bounds, found.memory, where.fullest(DEVICE)
+    b = found.bounds
     away = parked(plan, where, found.rates, gradients, found.work.likely_seconds)
     moved = away.host_bytes + away.disk_bytes
     scale = {
@@ -102,12 +102,6 @@ def _parking(found: Preflight, plan: Plan, where: Report, gradients: int) -> Pre
         found,
         plan=plan,
         parked=away,
-        memory=dataclasses.replace(
-            memory,
-            state={name: held[name] for name in memory.state},
-            temporaries=memory.temporaries + away.visiting_bytes,
-            peak=max(0, memory.peak - moved) + away.visiting_bytes,
-        ),
         bounds=dataclasses.replace(b, **later, **slower, limit=limit),
         notes=(*found.notes, note),
     )
@@ -131,8 +125,11 @@ class _Predictor:
         fields: dict[str, Any],
         batch: PyTree,
         num_shares: int,
+        asked: tuple[Plan, Report | None],
     ) -> None:
         self.target, self.step, self.fields = target, step, fields
+        # The plan with what it parks, and where its leaves then are.
+        self.asked, self.elsewhere = asked
         self.batch = batch
         self.plan: Plan = step.plan
         self.blue: Blueprint = step.blueprint
@@ -176,7 +173,7 @@ class _Predictor:
         gradients = gradient_bytes(self.blue)
         peak = compiled.peak_bytes
         known = sum(kept.values()) + own + saved + secondary + gradients
-        memory = Memory(
+        whole = Memory(
             state=kept,
             batch=own,
             saved_activations=saved,
@@ -189,7 +186,7 @@ class _Predictor:
         )
         return self._result(
             [compiled],
-            memory,
+            self._without_parked(whole, range(mesh.size)),
             compiled.collectives,
             compiled.work,
             compiled.compile_seconds,
@@ -236,11 +233,12 @@ class _Predictor:
     ) -> Memory:
         """Bytes of a rank of a pipeline, at its peak: while passes run, or in the update."""
         per_rank = self.blue.mesh.size // self.plan.pipe
-        kept = self._state_bytes(range(rank * per_rank, (rank + 1) * per_rank))
+        devices = range(rank * per_rank, (rank + 1) * per_rank)
+        kept = self._state_bytes(devices)
         own = batch_bytes(self.batch, self.blue.rank_mesh(0))
         working, saved = max(run.working_bytes[rank], updating), run.saved_bytes[rank]
         gradients = sum(stage.sums_bytes for stage in run.stages if stage.rank == rank)
-        return Memory(
+        whole = Memory(
             state=kept,
             batch=own,
             saved_activations=saved,
@@ -250,6 +248,20 @@ class _Predictor:
             peak=sum(kept.values()) + own + working,
             gathered=max(program.gathered.most_bytes for program in programs),
             gathered_in_loops=max(program.gathered.in_loop_bytes for program in programs),
+        )
+        return self._without_parked(whole, devices)
+
+    def _without_parked(self, whole: Memory, devices: range) -> Memory:
+        """The bytes of some devices, with what the plan parks away and visiting piece by piece."""
+        if self.elsewhere is None:
+            return whole
+        moved, visiting = moved_bytes(self.asked, self.elsewhere, devices)
+        held = self.elsewhere.fullest(DEVICE, devices)
+        return dataclasses.replace(
+            whole,
+            state={name: held[name] for name in whole.state},
+            temporaries=whole.temporaries + visiting,
+            peak=max(0, whole.peak - moved) + visiting,
         )
 
     def _result(

@@ -33,3 +33,18 @@ def test_the_updates_gather_takes_the_links_that_it_runs_over(hosts, cards):
         update.sent_bytes / rates.host_link_bytes_per_s, carried / rates.network_bytes_per_s
     )
     assert update.seconds == pytest.approx(seconds + rates.collective_latency_s)
+
+
+def test_what_a_rank_parks_is_taken_off_its_own_peak():
+    here = asked("cpu:2", data=1)
+    there = asked("cpu:2", data=1, stream_bytes=256, tiers={"opt_state": "host"})
+    state = fz.placement(here.plan, tiny.chain(), TX, num_devices=2)
+    own = [0, 0]
+    for leaf in state.leaves:
+        for rank in leaf.ranks if leaf.state_class == "opt_state" else ():
+            own[rank] += leaf.bytes_per_device
+    assert own[0] != own[1]
+    peaks = there.pipeline.peak_bytes_per_rank
+    for rank, before in enumerate(here.pipeline.peak_bytes_per_rank):
+        assert peaks[rank] == pytest.approx(before - own[rank] + 2 * 256, abs=64), rank
+    assert there.memory.peak == max(peaks) == sum(count for _, count in there.memory.parts())
