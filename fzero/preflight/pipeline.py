@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from fzero.schedule.actions import Action, Kind
 from fzero.schedule.simulate import Cost, Timeline, simulate
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.homes import stage_tree
-from fzero.sharding.split import Split, map_splits, stored_shapes, trained
+from fzero.sharding.split import Split, flat_splits, map_splits, stored_shapes, trained
 from fzero.state.train_state import TrainState
 from fzero.step.passes import kept_by
 from fzero.step.steps import TrainStep
@@ -44,6 +45,8 @@ class StageRun:
         sent_bytes: what it hands to the next stage, per microbatch.
         back_bytes: what it hands to the stage before, per microbatch.
         gradient_bytes: of one microbatch's gradients, where they wait to be added.
+        tied_bytes: of weights that it reads and another rank keeps, by that rank.
+        tied_sums_bytes: of their summed gradients, which go back there.
     """
 
     stage: int
@@ -55,6 +58,8 @@ class StageRun:
     sent_bytes: int
     back_bytes: int
     gradient_bytes: int
+    tied_bytes: dict[int, int]
+    tied_sums_bytes: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -227,6 +232,8 @@ class StageCompiler:
             compiled["W"] = self._compile(program, run, (*rest, sums))
             grads, _ = jax.eval_shape(program.weight_backward(False), *rest, None)
         back = jax.tree.map(lambda leaf: self._local(program, leaf), back)
+        grads = self._lying(program, grads, program.grads_at)
+        total = grads if sums is None else sums
         return StageRun(
             stage=program.stage,
             rank=program.rank,
@@ -236,7 +243,9 @@ class StageCompiler:
             sums_bytes=self._bytes(sums),
             sent_bytes=0 if program.last else self._bytes(at.out),
             back_bytes=0 if program.first else self._bytes((back, unscale)),
-            gradient_bytes=self._bytes(self._lying(program, grads, program.grads_at)),
+            gradient_bytes=self._bytes(grads),
+            tied_bytes=_tied(program.rank, program.splits, at.kept),
+            tied_sums_bytes=_tied(program.rank, trained(program.splits), total),
         ), back
 
     def _compile(self, program: StagePrograms, run: Any, args: Any) -> Compiled:
@@ -331,6 +340,19 @@ class StageCompiler:
             num_kernels=1, estimated=False,
         )  # fmt: skip
 
+    def handing_s(self, run: PipelineRun, stage: StageRun) -> float:
+        """Likely seconds that a stage's links are taken by what passes from or to the one before:
+        nothing else hides behind them."""
+        if not stage.stage:
+            return 0.0
+        return self.send(run.stages[stage.stage - 1]).seconds / self.target.rates.link_share
+
+    def tie(self, rank: int, to: int, size: int, what: str, free: float) -> CollectiveUse:
+        """What a rank sends to another of tied weights, once a step, in seconds that are free."""
+        here, there = self.blue.rank_mesh(rank), self.blue.rank_mesh(to)
+        where = f"tied {what}, rank {rank} to {to}"
+        return handed(self.target, here, there, size, where=where, hidden=max(0.0, free))
+
 
 @dataclass(frozen=True)
 class _Forward:
@@ -341,6 +363,38 @@ class _Forward:
     args: tuple[Any, ...]
     out: Any
     saved: Any
+
+
+def _tied(rank: int, splits: PyTree, tree: PyTree) -> dict[int, int]:
+    """Bytes per device of the leaves that a rank reads and others keep, by the rank that does."""
+    found: Counter[int] = Counter()
+    for split, leaf in zip(flat_splits(splits), jax.tree.leaves(tree), strict=True):
+        if split.home is not None and rank not in split.home.ranks:
+            found[split.home.ranks[0]] += device_bytes(leaf)
+    return dict(found)
+
+
+def tied_weights(compiler: StageCompiler, run: PipelineRun, rank: int) -> list[CollectiveUse]:
+    """What a rank sends to stages of others that read its weights, before their first action."""
+    found = []
+    for stage in run.stages:
+        if rank in stage.tied_bytes:
+            first = min(e.start_s for e in run.timeline.events if e.action.stage == stage.stage)
+            free = first - compiler.handing_s(run, stage)
+            found.append(compiler.tie(rank, stage.rank, stage.tied_bytes[rank], "weights", free))
+    return found
+
+
+def tied_gradients(compiler: StageCompiler, run: PipelineRun, rank: int) -> list[CollectiveUse]:
+    """What a rank sends home of weights that others keep, after the last action of its stage."""
+    found = []
+    for stage in run.stages:
+        for home, size in stage.tied_sums_bytes.items() if stage.rank == rank else ():
+            last = max(e.end_s for e in run.timeline.events if e.action.stage == stage.stage)
+            free = max(e.end_s for e in run.timeline.rank_events[home]) - last
+            free -= compiler.handing_s(run, stage)
+            found.append(compiler.tie(rank, home, size, "gradients", free))
+    return found
 
 
 def rank_collectives(
@@ -395,17 +449,19 @@ class _Held:
 
     def __init__(self, runs: tuple[StageRun, ...], rank: int) -> None:
         self.runs = runs
-        self.sums = sum(run.sums_bytes for run in runs if run.rank == rank)
+        own = [run for run in runs if run.rank == rank]
+        # All step long: sums, and copies of weights that other ranks keep.
+        self.throughout = sum(run.sums_bytes + sum(run.tied_bytes.values()) for run in own)
         self.values: dict[tuple[str, int, int], int] = {}
-        self.next_sum = {run.stage: 0 for run in runs if run.rank == rank}
-        self.most, self.most_saved = self.sums, 0
+        self.next_sum = {run.stage: 0 for run in own}
+        self.most, self.most_saved = self.throughout, 0
 
     def start(self, action: Action) -> None:
         run = self.runs[action.stage]
         program = run.programs[action.kind]
         # Arguments other than state are held already; the output of a forward is what it saved.
         fresh = program.output_bytes - program.alias_bytes + self._waiting(action)
-        held = self.sums + sum(self.values.values())
+        held = self.throughout + sum(self.values.values())
         self.most = max(self.most, held + program.temporary_bytes + fresh)
 
     def end(self, action: Action) -> tuple[tuple[str, int, int], int] | None:
@@ -422,7 +478,7 @@ class _Held:
                 self.next_sum[stage] += 1
         saved = (size for (what, *_), size in self.values.items() if what == "saved")
         self.most_saved = max(self.most_saved, sum(saved))
-        self.most = max(self.most, self.sums + sum(self.values.values()))
+        self.most = max(self.most, self.throughout + sum(self.values.values()))
         if kind == "F" and stage + 1 < len(self.runs):
             return ("F", stage + 1, m), run.sent_bytes
         if kind in ("B", "I") and stage:

@@ -20,7 +20,13 @@ from fzero.preflight.bounds import bounds
 from fzero.preflight.kernels import Work
 from fzero.preflight.network import CollectiveUse, Traffic, traffic
 from fzero.preflight.parked import moved_bytes, on_the_device, parked, room_of_parked
-from fzero.preflight.pipeline import PipelineRun, StageCompiler, rank_collectives
+from fzero.preflight.pipeline import (
+    PipelineRun,
+    StageCompiler,
+    rank_collectives,
+    tied_gradients,
+    tied_weights,
+)
 from fzero.preflight.program import Compiled, Target
 from fzero.preflight.rates import Rates, default_rates
 from fzero.preflight.result import XLA_SHARE, Memory, PipelineSummary, Preflight
@@ -107,10 +113,18 @@ def _parking(found: Preflight, plan: Plan, where: Report, gradients: int) -> Pre
     )
 
 
-def _makespans(run: PipelineRun, update: Traffic, updates: Sequence[Work]) -> tuple[float, float]:
-    """Seconds of a pipeline's step, at best and likely: its schedule, then the optimizer's turn."""
-    best = run.best_seconds + update.exposed_best_seconds
-    likely = run.timeline.makespan_s + update.exposed_seconds
+def _makespans(
+    run: PipelineRun, beside: Sequence[Traffic], updates: Sequence[Work]
+) -> tuple[float, float]:
+    """Seconds of a pipeline's step, at best and likely: its schedule, then the optimizer's turn.
+
+    Args:
+        run: the schedule.
+        beside: of what is sent before and after it, each one after the other.
+        updates: of the optimizer, per rank.
+    """
+    best = run.best_seconds + sum(sums.exposed_best_seconds for sums in beside)
+    likely = run.timeline.makespan_s + sum(sums.exposed_seconds for sums in beside)
     return (
         best + max(own.best_seconds for own in updates),
         likely + max(own.likely_seconds for own in updates),
@@ -207,9 +221,19 @@ class _Predictor:
             sum((program.work for program in own), update)
             for own, update in zip(programs, compiler.update_work, strict=True)
         ]
-        updates = [update_gathers(self.target, self.blue, rank) for rank in ranks]
-        sent = [rank_collectives(compiler, run.stages, rank) + updates[rank] for rank in ranks]
-        slowest = max(map(traffic, updates), key=lambda sums: sums.seconds)
+        # Before the schedule, after it, and in the update.
+        beside = [
+            [tied_weights(compiler, run, rank) for rank in ranks],
+            [tied_gradients(compiler, run, rank) for rank in ranks],
+            [update_gathers(self.target, self.blue, rank) for rank in ranks],
+        ]
+        sent = [
+            sum((by_rank[rank] for by_rank in beside), rank_collectives(compiler, run.stages, rank))
+            for rank in ranks
+        ]
+        slowest = [
+            max(map(traffic, found), key=lambda sums: sums.exposed_seconds) for found in beside
+        ]
         notes = [
             "bytes are those of the fullest rank, traffic that of the rank with the most, work that"
             " of the busiest; the optimizer's programs run one after the other (collectives marked"
