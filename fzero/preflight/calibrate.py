@@ -78,7 +78,7 @@ class Calibration:
         """Fields of `fz.Rates` that were measured: what a rates file has."""
         found, peak = self.measured, self.peaks["bf16"]
         own = {
-            name.partition("/")[2]: round(value / peak, 4)
+            name.partition("/")[2]: _share(value, peak)
             for name, value in found.items() if name.startswith("matmul bf16/")
         }  # fmt: skip
         result: dict[str, Any] = {
@@ -91,17 +91,22 @@ class Calibration:
         for name, value in narrow.items():
             kind, _, side = name.partition("/")
             if kind == "matmul fp8":
-                share = value / self.peaks["fp8"] / own[side]
-                result["fp8_share"] = round(share, 4)
-                result["fp8_exact_share"] = round(narrow[f"matmul fp8 exact/{side}"] / value, 4)
+                result["fp8_share"] = _share(value, self.peaks["fp8"] * own[side])
+                result["fp8_exact_share"] = _share(narrow[f"matmul fp8 exact/{side}"], value)
         if "attention" in found:
-            result["attention_share"] = round(found["attention"] / peak, 4)
+            result["attention_share"] = _share(found["attention"], peak)
         known = default_rates(Topology(self.kind, 1, 1))
         if self.kind in GPUS:
-            result["memory_share"] = round(found["elementwise"] / known.memory_bytes_per_s, 4)
+            result["memory_share"] = _share(found["elementwise"], known.memory_bytes_per_s)
         else:
             result |= {"flops_per_s": self.peaks, "memory_bytes_per_s": found["elementwise"]}
-        return result | {"source": f"{self.device}, measured on {self.date}, jax {version('jax')}"}
+        source = f"{self.device}, measured on {self.date}, jax {version('jax')}"
+        return result | {"source": source, "kind": self.kind}
+
+
+def _share(measured: float, peak: float) -> float:
+    """Part of a peak; a measurement may be a little off, and nothing is faster than its peak."""
+    return min(1.0, round(measured / peak, 4))
 
 
 def calibrate(device: Any = None, effort: Effort | None = None) -> Calibration:

@@ -7,6 +7,7 @@ import difflib
 import itertools
 import math
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from fzero.errors import PreflightError
@@ -15,6 +16,8 @@ from fzero.preflight.topology import Topology
 
 # Fields that are numbers by something.
 _KEYED = {"flops_per_s": "precision", "matmul_shares": "side"}
+_WORDS = ("source", "kind")
+_MAY_BE_ZERO = ("reserve_bytes", "collective_latency_s", "launch_s")
 
 # What a process takes besides XLA's arrays: the CUDA context (about 0.5 GB), NCCL's channels (about
 # 1 GB for 8 peers) and what a best-fit allocator cannot use between blocks.
@@ -50,6 +53,7 @@ class Rates:
         memory_share: part of the memory's rate that elementwise kernels reach.
         link_share: part of the links' rate that large collectives reach.
         source: where the numbers are from.
+        kind: the device that they are of, as topologies name it; empty where nobody said.
     """
 
     flops_per_s: dict[str, float]
@@ -70,16 +74,13 @@ class Rates:
     memory_share: float = 0.85
     link_share: float = 0.8
     source: str = "given by the caller"
+    kind: str = ""
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):
-            value = getattr(self, one.name)
-            if one.name == "source":
-                continue
-            may_be_zero = one.name in ("reserve_bytes", "collective_latency_s", "launch_s")
-            for number in value.values() if isinstance(value, dict) else (value,):
-                if not (number > 0 or (may_be_zero and number == 0)):
-                    raise PreflightError(f"rates: {one.name}={value!r}: expected a positive number")
+            wrong = _wrong(one.name, getattr(self, one.name))
+            if wrong:
+                raise PreflightError(f"rates: {wrong}")
 
     def flops_of(self, precision: str) -> float:
         """Matmul peak of a precision, in FLOP/s.
@@ -125,7 +126,8 @@ class Rates:
             source: where they are from.
 
         Raises:
-            PreflightError: it is no dict, a field is unknown, or a value is no positive number.
+            PreflightError: it is no dict, a field is unknown, a value is none that a device has, or
+                they are of another kind of device.
 
         Example:
             >>> from fzero.preflight.topology import parse
@@ -142,22 +144,53 @@ class Rates:
                 raise PreflightError(
                     f"rates: {source}: unknown field {name!r}{hint} Expected some of {known}"
                 )
-            keys = _KEYED.get(name)
-            if keys is not None and isinstance(value, dict):
-                right = all(map(_is_number, value.values()))
-            else:
-                right = name == "source" or (keys is None and _is_number(value))
-            if not right:
-                expected = "a number" if keys is None else f"numbers by {keys}"
-                raise PreflightError(f"rates: {source}: {name}={value!r}: expected {expected}")
-        changes = {"source": f"{self.source}; {', '.join(given)} from {source}", **given}
+            wrong = _wrong(name, value)
+            if wrong:
+                raise PreflightError(f"rates: {source}: {wrong}")
+        kind = given.get("kind") or self.kind
+        if self.kind and kind != self.kind:
+            raise PreflightError(
+                f"rates: {source}: these are of {kind!r}, the topology is of {self.kind!r}:"
+                f" expected what `fzero calibrate` measured there; ask about {kind!r}, or leave"
+                " `kind` out of the file if they shall count all the same"
+            )
+        names = ", ".join(name for name in given if name != "kind")
+        changes = {"source": f"{self.source}; {names} from {source}", **given, "kind": kind}
         if "flops_per_s" in given:
             changes["flops_per_s"] = self.flops_per_s | given["flops_per_s"]
         return dataclasses.replace(self, **changes)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _wrong(name: str, value: Any) -> str | None:
+    """What a field cannot be, with what was expected; `None` where it can."""
+    if name in _WORDS:
+        return None if isinstance(value, str) else f"{name}={value!r}: expected text"
+    if name not in _KEYED:
+        return _wrong_number(name, name, value)
+    if not isinstance(value, dict):
+        return f"{name}={value!r}: expected numbers by {_KEYED[name]}"
+    for key, number in value.items():
+        if name == "matmul_shares" and not _is_side(key):
+            return f"{name}: {key!r}: expected a matmul's side in elements, such as '1024'"
+        wrong = _wrong_number(name, f"{name}[{key!r}]", number)
+        if wrong:
+            return wrong
+    return None
+
+
+def _wrong_number(name: str, where: str, value: Any) -> str | None:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return f"{where}={value!r}: expected a number"
+    if name.endswith(("_share", "_shares")):
+        right, expected = 0 < value <= 1, "a share, above 0 and at most 1"
+    else:
+        right = value > 0 or (value == 0 and name in _MAY_BE_ZERO)
+        right, expected = right and math.isfinite(value), "a positive number"
+    return None if right else f"{where}={value!r}: expected {expected}"
+
+
+def _is_side(key: Any) -> bool:
+    return isinstance(key, str) and key.isdecimal() and int(key) > 0
 
 
 def default_rates(topology: Topology) -> Rates:
@@ -181,7 +214,7 @@ def default_rates(topology: Topology) -> Rates:
     of FlashAttention 2 on A100s and 3 on H100s, causal, width 128, forwards and back
     (arXiv:2307.08691, arXiv:2407.08608).
     """
-    return _RATES[topology.kind]
+    return dataclasses.replace(_RATES[topology.kind], kind=topology.kind)
 
 
 # Of the dense peak, and that of Hoppers at 700 W; see `default_rates`.

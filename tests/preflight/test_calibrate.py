@@ -52,6 +52,7 @@ def test_the_command_writes_rates_that_predictions_take(tmp_path):
     given = json.loads(out.read_text())
     own = default_rates(parse("cpu:1")).updated(given, str(out))
     assert "measured on" in own.source
+    assert own.kind == "cpu"
     assert set(own.matmul_shares) == {str(side) for side in SMALL.sides}
     assert own.flops_share == max(own.matmul_shares.values())
     assert likely(own) > 0
@@ -82,6 +83,9 @@ def test_a_gpus_shares_are_of_its_data_sheet():
     # Of a peak twice as high, what 8 bits reach of the share that 16 do; exact sums, of that.
     assert own.fp8_share == pytest.approx(1200 / 1400, abs=1e-3)
     assert own.fp8_exact_share == 0.75
+    measured["elementwise"] = 5e12  # what a clock made of the sheet's 4.8
+    found = Calibration("NVIDIA H200", "h200", sheet.flops_per_s, measured, "2026-11-22").rates()
+    assert (found["memory_share"], found["kind"]) == (1.0, "h200")
 
 
 def test_products_in_8_bits_are_measured_with_both_kinds_of_sums():

@@ -188,7 +188,7 @@ def test_rates_of_ones_own(factory, tmp_path):
     for text, words in (
         ('{"flop_share": 0.5}', "unknown field 'flop_share'; did you mean 'flops_share'?"),
         ('{"flops_share": "half"}', "flops_share='half': expected a number"),
-        ('{"flops_share": 0}', "flops_share=0: expected a positive number"),
+        ('{"flops_share": 0}', "flops_share=0: expected a share, above 0 and at most 1"),
         ('{"flops_per_s": 1e12}', "expected numbers by precision"),
         ("[1]", "expected an object of ['flops_per_s'"),
         ("{", "expected a JSON file of fz.Rates' fields"),

@@ -1,6 +1,8 @@
 """Which devices a prediction is for, what they can do, and what is refused."""
 
 import dataclasses
+import json
+import math
 import pathlib
 
 import pytest
@@ -11,6 +13,7 @@ from fzero.preflight.rates import default_rates
 from fzero.preflight.topology import GPUS, Topology, parse
 
 
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 CONFIGS = pathlib.Path(fz.__file__).parent / "topologies"
 
 
@@ -68,12 +71,47 @@ def test_more_cpu_devices_than_there_are_are_refused():
         parse("cpu:64").devices()
 
 
+SHARE = "expected a share, above 0 and at most 1"
+SIDE = "expected a matmul's side in elements, such as '1024'"
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"memory_bytes_per_s": 0}, {"flops_per_s": {"bf16": -1.0}}, {"link_share": 0.0}]
+    ("wrong", "words"),
+    [
+        ({"memory_bytes_per_s": 0}, "memory_bytes_per_s=0: expected a positive number"),
+        ({"flops_per_s": {"bf16": -1.0}}, "flops_per_s['bf16']=-1.0: expected a positive number"),
+        ({"memory_bytes": math.inf}, "memory_bytes=inf: expected a positive number"),
+        ({"launch_s": math.nan}, "launch_s=nan: expected a positive number"),
+        ({"link_share": 0.0}, f"link_share=0.0: {SHARE}"),
+        ({"flops_share": 58}, f"flops_share=58: {SHARE}"),
+        ({"link_share": math.inf}, f"link_share=inf: {SHARE}"),
+        ({"matmul_shares": {"512": 58.0}}, f"matmul_shares['512']=58.0: {SHARE}"),
+        ({"matmul_shares": {"abc": 0.5}}, f"matmul_shares: 'abc': {SIDE}"),
+        ({"matmul_shares": {"0": 0.5}}, f"matmul_shares: '0': {SIDE}"),
+        ({"matmul_shares": {"-4": 0.5}}, f"matmul_shares: '-4': {SIDE}"),
+        ({"source": 5}, "source=5: expected text"),
+        ({"kind": "h100"}, "these are of 'h100', the topology is of 'h200'"),
+    ],
 )
-def test_rates_are_positive(wrong):
-    with pytest.raises(fz.PreflightError, match=next(iter(wrong))):
-        dataclasses.replace(default_rates(parse("h200:8")), **wrong)
+def test_rates_are_what_a_device_can_do(wrong, words):
+    known = default_rates(parse("h200:8"))
+    with pytest.raises(fz.PreflightError) as error:
+        known.updated(wrong, "rates.json")
+    assert str(error.value).startswith(f"rates: rates.json: {words}")
+    if "kind" not in wrong:
+        with pytest.raises(fz.PreflightError) as error:
+            dataclasses.replace(known, **wrong)
+        assert words in str(error.value)
+
+
+def test_rates_that_were_measured_count_for_devices_of_their_kind():
+    given = json.loads((BENCHMARKS / "rates_h200.json").read_text())
+    found = default_rates(parse("h200:8")).updated(given, "a file")
+    assert (found.kind, found.flops_share) == ("h200", given["flops_share"])
+    with pytest.raises(fz.PreflightError, match=r"of 'h200', the topology is of 'cpu'.*calibrate"):
+        default_rates(parse("cpu:8")).updated(given, "a file")
+    del given["kind"]  # as one writes by hand
+    assert default_rates(parse("h100:8")).updated(given, "a file").kind == "h100"
 
 
 def test_a_precision_without_a_rate_is_refused():
