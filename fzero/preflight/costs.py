@@ -9,6 +9,7 @@ from typing import Any
 
 from fzero.errors import BatchError, PlanError, PreflightError, ScheduleError
 from fzero.plan import Plan
+from fzero.plan_values import as_tiers
 from fzero.preflight.tables import duration, size, table_of, text_of
 
 
@@ -130,7 +131,7 @@ def costs_of(found: Preflight) -> tuple[StepCost, ...]:
         ("attention", "fused attention"): work.attention_seconds,
         ("elementwise", "other kernels, at the memory's rate"): elementwise,
         ("bubble", "waiting in the pipeline"): found.bounds.bubble_seconds,
-        ("parked", "parked state on its way, beside nothing"): found.parked_seconds,
+        ("parked", "what is kept elsewhere on its way, beside nothing"): found.parked_seconds,
     }
     for use in found.collectives:
         kind = _KINDS.get(use.kind, "reductions")
@@ -161,9 +162,12 @@ def explain(found: Preflight, again: Callable[[Plan], Preflight], most: int) -> 
         change = Change(fields, against)
         try:
             plan = dataclasses.replace(found.plan, **fields)
-            if plan in seen:
-                continue
-            seen.append(plan)
+        except PlanError:
+            continue  # excludes itself, whatever the model
+        if plan in seen:
+            continue
+        seen.append(plan)
+        try:
             tried.append(dataclasses.replace(change, found=again(plan)))
         except (PlanError, BatchError, ScheduleError, PreflightError) as error:
             tried.append(dataclasses.replace(change, why=str(error).splitlines()[0]))
@@ -195,7 +199,7 @@ def _against(kind: str, found: Preflight) -> Iterator[dict[str, Any]]:
         yield {"remat": "layer"}
         yield {"microbatches": 2 * plan.microbatches}
         yield {"zero": 3}
-        yield {"tiers": {"opt_state": "host"}}
+        yield {"tiers": _parking_more(plan, "host")}
     elif kind in ("recomputed", "attention"):
         yield {"remat": "dots"}
         yield {"remat": "none"}
@@ -230,5 +234,16 @@ def _against(kind: str, found: Preflight) -> Iterator[dict[str, Any]]:
         yield {"schedule": "zb_h1"}
         yield {"pipe": max(1, plan.pipe // 2), "data": None}
     elif kind == "parked":
-        yield {"tiers": {}, "update_on": "device"}
-        yield {"tiers": {"opt_state": 0.5}, "update_on": "device"}
+        if plan.remat == "offload":
+            yield {"remat": "layer"}
+        if plan.tiers:
+            yield {"tiers": {}, "update_on": "device"}
+            yield {"tiers": _parking_more(plan, 0.5), "update_on": "device"}
+
+
+def _parking_more(plan: Plan, opt_state: Any) -> dict[str, Any]:
+    """The plan's tiers with another one for the optimizer's state."""
+    had = {
+        name: tier if share == 1 else (tier, share) for name, tier, share in as_tiers(plan.tiers)
+    }
+    return had | {"opt_state": opt_state}

@@ -28,7 +28,7 @@ class Parked:
         visiting_bytes: most bytes of them on the device at once.
         up_seconds: to bring what a step reads.
         down_seconds: to take away what it writes.
-        hidden_seconds: of the longer way, beside computation.
+        hidden_seconds: of what comes and goes for passes, beside computation.
         seconds: what parking likely adds to the step.
     """
 
@@ -72,20 +72,27 @@ def moved_bytes(plan: Plan, where: Report, among: Collection[int] | None = None)
 
 
 def parked(
-    plan: Plan, where: Report, rates: Rates, gradient_bytes: int, computing_seconds: float
+    plan: Plan,
+    where: Report,
+    rates: Rates,
+    gradient_bytes: int,
+    computing_seconds: float,
+    saved_bytes: int,
 ) -> Parked:
     """What parking costs a step.
 
     Optimizer state and masters visit during the update, piece by piece, which comes after the
     gradients: their ways up and down run beside each other and beside the update's own work, which
-    is short. Parameters come for every pass and hide behind its layers.
+    is short. Parameters come for every pass, and layers' inputs (`remat="offload"`) leave and come
+    back in each; both hide behind its layers.
 
     Args:
         plan: the plan.
         where: where its leaves are.
         rates: of one device.
         gradient_bytes: of one device's summed gradients.
-        computing_seconds: of a step's kernels, which parameters that come for passes hide behind.
+        computing_seconds: of a step's kernels, which what comes for passes hides behind.
+        saved_bytes: that a forward pass of one microbatch leaves on the host.
     """
     link = rates.pinned_bytes_per_s
     by_class = {tier: where.fullest(tier) for tier in (HOST, DISK)}
@@ -101,9 +108,13 @@ def parked(
         up = down = (on_host + on_disk) / link
         # The first piece arrives and the last one leaves beside nothing.
         update = max(up, disk) + visiting / link
-    passes = hidden = 0.0
+    saved = plan.microbatches * saved_bytes / link
+    coming = saved
     if "params" in [part[0] for part in plan.tiers]:
         # Each pass, forwards and backwards, brings them again.
-        passes = 2 * plan.microbatches * by_class[HOST]["params"] / link
-        hidden = min(passes, computing_seconds)
-    return Parked(on_host, on_disk, visiting, up + passes, down, hidden, update + passes - hidden)
+        coming += 2 * plan.microbatches * by_class[HOST]["params"] / link
+    passes = coming + saved
+    hidden = min(passes, computing_seconds)
+    return Parked(
+        on_host, on_disk, visiting, up + coming, down + saved, hidden, update + passes - hidden
+    )

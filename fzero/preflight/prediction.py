@@ -71,8 +71,8 @@ def predicted(
     check_batch(shapes, num_shares, plan.microbatches)
     predictor = _Predictor(target, step, fields, shapes, num_shares, (plan, elsewhere))
     found = predictor.one_program() if step.blueprint.stages is None else predictor.pipeline()
-    if elsewhere is not None:
-        found = _parking(found, plan, elsewhere, gradient_bytes(step.blueprint))
+    if elsewhere is not None or plan.remat == "offload":
+        found = _parking(found, plan, elsewhere or Report(()), gradient_bytes(step.blueprint))
     spent = time.perf_counter() - started - found.compile_seconds
 
     def again(plan: Plan) -> Preflight:
@@ -82,9 +82,11 @@ def predicted(
 
 
 def _parking(found: Preflight, plan: Plan, where: Report, gradients: int) -> Preflight:
-    """The prediction of a plan that parks leaves, from that of the same with all on the device."""
+    """The prediction of a plan that parks leaves, or layers' inputs, from that of the same with all
+    on the device."""
     b = found.bounds
-    away = parked(plan, where, found.rates, gradients, found.work.likely_seconds)
+    saved = found.memory.saved_activations if plan.remat == "offload" else 0
+    away = parked(plan, where, found.rates, gradients, found.work.likely_seconds, saved)
     moved = away.host_bytes + away.disk_bytes
     scale = {
         name: seconds / (seconds + away.seconds)
@@ -109,7 +111,7 @@ def _parking(found: Preflight, plan: Plan, where: Report, gradients: int) -> Pre
         plan=plan,
         parked=away,
         bounds=dataclasses.replace(b, **later, **slower, limit=limit),
-        notes=(*found.notes, note),
+        notes=(*found.notes, note) if plan.tiers else found.notes,
     )
 
 
@@ -167,7 +169,8 @@ class _Predictor:
         if self.plan.remat == "offload":
             notes.append(
                 f"remat='offload' keeps {saved:,} bytes of layer inputs in host memory; a"
-                " described GPU has none, so they count for the device here"
+                " described GPU has none, so they count for the device here; what their ways take"
+                f" is arithmetic at {self.target.rates.pinned_bytes_per_s / 1e9:.0f} GB/s"
             )
         features = [axis for axis in self.plan.further if axis not in TOKENS]
         if features:  # traced with whole ones

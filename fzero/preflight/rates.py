@@ -181,11 +181,12 @@ def _wrong(name: str, value: Any) -> str | None:
 def _wrong_number(name: str, where: str, value: Any) -> str | None:
     if not isinstance(value, Real) or isinstance(value, bool):
         return f"{where}={value!r}: expected a number"
+    number = float(value)
     if name.endswith(("_share", "_shares")):
-        right, expected = 0 < value <= 1, "a share, above 0 and at most 1"
+        right, expected = 0 < number <= 1, "a share, above 0 and at most 1"
     else:
-        right = value > 0 or (value == 0 and name in _MAY_BE_ZERO)
-        right, expected = right and math.isfinite(value), "a positive number"
+        right = number > 0 or (number == 0 and name in _MAY_BE_ZERO)
+        right, expected = right and math.isfinite(number), "a positive number"
     return None if right else f"{where}={value!r}: expected {expected}"
 
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import fzero as fz
-from fzero.preflight.costs import Change, Explanation, costs_of
+from fzero.preflight.costs import Change, Explanation, costs_of, explain
 from fzero.preflight.measure import measure
 from fzero.preflight.rates import default_rates
 from fzero.preflight.topology import parse
@@ -161,3 +161,50 @@ def test_parameters_on_the_host_come_for_every_microbatch(asked):
     """Twice for each, forwards and back, and the updated ones once."""
     found = asked(tiers={"params": "host"}, microbatches=2).parked
     assert found.up_seconds == pytest.approx(5 * found.host_bytes / RATES.pinned_bytes_per_s)
+
+
+def test_layer_inputs_on_the_host_leave_and_come_back_for_every_microbatch(asked):
+    slow, none = asked(remat="offload", microbatches=2), asked(remat="layer", microbatches=2)
+    link = RATES.pinned_bytes_per_s
+    own, computed = slow.parked, none.work.likely_seconds
+    one_way = 2 * slow.memory.saved_activations / link
+    assert (own.up_seconds, own.down_seconds) == pytest.approx((one_way, one_way))
+    assert own.seconds == pytest.approx(2 * one_way - min(2 * one_way, computed))
+    assert own.seconds > 0
+    likely = none.bounds.likely_seconds + own.seconds
+    assert slow.bounds.likely_seconds == pytest.approx(likely)
+    assert slow.memory.state == none.memory.state
+    fast = dataclasses.replace(RATES, pinned_bytes_per_s=1e15)
+    assert asked(remat="offload", microbatches=2, rates=fast).parked.seconds == 0
+
+
+def in_short(plan, fits=True):
+    """A prediction as far as ideas against its costs read it."""
+    return SimpleNamespace(
+        plan=plan, fits=fits, topology=SimpleNamespace(num_hosts=1, per_host=8), parked_seconds=0,
+        recomputed_fraction=0.0, work=SimpleNamespace(product_seconds=0, likely_seconds=0,
+                                                      attention_seconds=0),
+        bounds=SimpleNamespace(bubble_seconds=0, likely_seconds=1.0),
+        collectives=[SimpleNamespace(kind=kind, axes="data", times=1, exposed_seconds=1.0)
+                     for kind in ("reduce-scatter", "all-gather")],
+    )  # fmt: skip
+
+
+def test_plans_that_exclude_themselves_are_not_tried():
+    """`reduce="step"` and `gather="lazy"` of a pipeline, whatever the model."""
+    found = in_short(tiny.plan(zero=1, pipe=2, data=4, microbatches=2))
+    tried = explain(found, lambda plan: in_short(plan), most=20).changes
+    assert tried
+    assert not [change for change in tried if change.why]
+    assert not [c for c in tried if "reduce" in c.fields or "gather" in c.fields]
+    alone = in_short(tiny.plan(zero=1, data=8))
+    tried = explain(alone, lambda plan: in_short(plan), most=20).changes
+    assert {"reduce": "step"} in [change.fields for change in tried]
+
+
+def test_a_tier_against_memory_is_one_more():
+    found = in_short(tiny.plan(zero=3, data=8, ema=0.9, tiers={"ema": ("host", 0.5)}), fits=False)
+    tried = explain(found, lambda plan: in_short(plan), most=20).changes
+    (change,) = [change for change in tried if "tiers" in change.fields]
+    assert change.fields == {"tiers": {"ema": ("host", 0.5), "opt_state": "host"}}
+    assert change.found.plan.tiers == (("ema", "host", 0.5), ("opt_state", "host", 1.0))
