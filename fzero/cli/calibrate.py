@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from fzero.cli import command_app
+from fzero.errors import PreflightError
 from fzero.preflight.tables import table_of, text_of
 
 
@@ -33,6 +34,8 @@ def calibrate(
     Takes half a minute on a GPU that nothing else uses. What is measured replaces the shares of
     the data sheet's peaks that predictions assume.
     """
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        raise PreflightError(f"calibrate: --out {out}: expected a file in a directory that exists")
     # jax takes a second to import: after --help.
     from fzero.preflight.calibrate import SMALL
     from fzero.preflight.calibrate import calibrate as measure

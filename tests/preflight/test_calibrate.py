@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import fzero as fz
 from fzero.cli import app
+from fzero.preflight import calibrate as calibrating
 from fzero.preflight.calibrate import (
     SMALL,
     Calibration,
@@ -63,6 +64,14 @@ def test_the_command_writes_rates_that_predictions_take(tmp_path):
         "launch_s": 2 * own.launch_s,
     }
     assert likely(own.updated(slow, "slower")) == pytest.approx(2 * likely(own), rel=0.01)
+
+
+@pytest.mark.parametrize("out", ["nodir/rates.json", "."])
+def test_where_it_writes_is_known_before_anything_is_measured(out, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrating, "calibrate", lambda **_: pytest.fail("measured"))
+    done = CliRunner().invoke(app, ["calibrate", "--out", str(tmp_path / out)])
+    assert isinstance(done.exception, fz.PreflightError)
+    assert "expected a file in a directory that exists" in str(done.exception)
 
 
 def test_a_gpus_shares_are_of_its_data_sheet():

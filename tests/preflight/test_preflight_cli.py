@@ -1,6 +1,7 @@
 """`fzero preflight`: what it prints, and what it refuses before anything is imported."""
 
 import json
+import math
 import re
 
 import pytest
@@ -65,6 +66,10 @@ class Huge(torch.nn.Module):
 
 def huge():
     return Huge()
+
+
+def small():
+    return torch.nn.Sequential(torch.nn.Embedding(256, 16), torch.nn.Linear(16, 256, bias=False))
 
 
 def neither():
@@ -156,6 +161,23 @@ def test_a_torch_model_of_any_size_allocates_nothing(factory):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2 * 2**20  # KiB
 
 
+@pytest.mark.parametrize("spec", ["{}:small", pytest.param("hf:{}", marks=pytest.mark.nightly)])
+def test_a_torch_model_is_measured_with_random_weights(spec, factory, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(
+        '{"model_type": "gpt2", "vocab_size": 256, "n_embd": 16, "n_layer": 1, "n_head": 2}'
+    )
+    model = spec.format(config if spec.startswith("hf:") else factory)
+    data = json.loads(
+        run(
+            "--model", model, "--topology", "cpu:2", "--batch", 4, "--seq", 8,
+            "--precision", "fp32", "--json", "--measure",
+        )
+    )  # fmt: skip
+    assert data["state_bytes_by_class"] == data["measured"]["state_bytes"]
+    assert data["measured"]["loss"] == pytest.approx(math.log(256), abs=2)
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -165,6 +187,7 @@ def test_a_torch_model_of_any_size_allocates_nothing(factory):
         (["--topology", "cpu:8", "--sweep", "zeros=1"], "expected field=value"),
         (["--topology", "cpu:8", "--sweep", "zero=1", "--measure"], "--measure is about one plan"),
         (["--topology", "cpu:8", "--html", "/not/there/x.html"], "there is no directory"),
+        (["--topology", "cpu:8", "--html", "/tmp"], "expected a file, this is a directory; name"),
         (["--topology", "cpu:8", "--remat", "some"], "remat='some'"),
         (["--topology", "cpu:8", "--gather-dtype", "int4"], "gather_dtype='int4'"),
         (["--topology", "cpu:8", "--secondary", "rack"], "secondary='rack'"),

@@ -8,6 +8,7 @@ import logging
 import pickle
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,20 +122,26 @@ def check_length(model: LoadedModel, seq: int) -> None:
         )
 
 
-def load_shapes(spec: str) -> LoadedModel | tuple[fz.Model, Callable[[int, int], Any]]:
+def load_shapes(
+    spec: str, values: bool = False
+) -> LoadedModel | tuple[fz.Model, Callable[[int, int], Any]]:
     """A model as `load` takes it, without values: its tensors are on torch's `meta` device.
 
     A factory may also give an fzero model, with a function that gives the shapes of a batch of so
     many rows and tokens.
+
+    Args:
+        spec: as of `load`.
+        values: whether to make random weights, where the model shall run; files have none to read.
 
     Raises:
         CommandError: as `load`.
     """
     if spec.startswith(HF_PREFIX):
         path = Path(spec.removeprefix(HF_PREFIX)).expanduser().absolute()
-        return _shapes_hf(path)
+        return _shapes_hf(path, values)
     path, name = split_factory(spec)
-    with torch.device("meta"):
+    with without_values(not values):
         made = call_factory(path, name)
     if isinstance(made, torch.nn.Module):
         return LoadedModel(made, f"{path}:{name}", 0, None)
@@ -146,13 +153,18 @@ def load_shapes(spec: str) -> LoadedModel | tuple[fz.Model, Callable[[int, int],
     )
 
 
-def _shapes_hf(path: Path) -> LoadedModel:
+def without_values(yes: bool = True) -> AbstractContextManager[Any]:
+    """Where torch makes tensors of shapes alone, if so."""
+    return torch.device("meta") if yes else nullcontext()
+
+
+def _shapes_hf(path: Path, values: bool) -> LoadedModel:
     from transformers import AutoModelForCausalLM
 
     config_file = path / "config.json" if path.is_dir() else path
     config = read_config(config_file)
     try:
-        with torch.device("meta"):
+        with without_values(not values):
             module = AutoModelForCausalLM.from_config(config).float()
     except ValueError as error:
         raise CommandError(

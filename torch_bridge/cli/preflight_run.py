@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import torch
 
 import fzero as fz
 import torch_bridge as tb
@@ -40,7 +39,7 @@ def run(settings: PreflightSettings) -> None:
     """
     topology = parse(settings.topology)
     _start(topology, settings.measure)
-    source = _Source(settings.model, settings.seq)
+    source = _Source(settings.model, settings.seq, settings.measure)
     batch = source.shapes(settings.batch, settings.seq)
     tx = optax.adamw(1e-3)
     if settings.sweep:
@@ -143,18 +142,19 @@ def _devices(topology: Topology) -> list[Any]:
 
 
 class _Source:
-    """The model behind `--model`: its values are never read, only its shapes.
+    """The model behind `--model`: files' values are never read, only shapes.
 
     Args:
         spec: as given to `--model`.
         seq: tokens per sequence.
+        runs: whether the model is also run, which takes values: random ones.
     """
 
-    def __init__(self, spec: str, seq: int) -> None:
-        self.seq = seq
+    def __init__(self, spec: str, seq: int, runs: bool) -> None:
+        self.seq, self.runs = seq, runs
         self._own: tuple[fz.Model, Shapes] | None = None
         self._loaded: models.LoadedModel | None = None
-        made = models.load_shapes(spec)
+        made = models.load_shapes(spec, runs)
         if isinstance(made, models.LoadedModel):
             models.check_length(made, seq)
             self._loaded = made
@@ -174,6 +174,6 @@ class _Source:
         if self._own is not None:
             return self._own[0]
         assert self._loaded is not None
-        with torch.device("meta"):
+        with models.without_values(not self.runs):
             converted = tb.convert(self._loaded.module, models.example_ids(self.seq))
         return converted.model(models.next_token_loss)

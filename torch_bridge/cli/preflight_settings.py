@@ -67,6 +67,11 @@ class PreflightSettings:
             )
         if self.html is not None and not self.html.absolute().parent.is_dir():
             raise CommandError(f"--html {self.html}: there is no directory {self.html.parent}")
+        if self.html is not None and self.html.is_dir():
+            raise CommandError(
+                f"--html {self.html}: expected a file, this is a directory; name one in it, such as"
+                f" {self.html / 'report.html'}"
+            )
         self.read_rates()
 
     def read_rates(self) -> fz.Rates:
