@@ -146,9 +146,17 @@ def _said(report: dict[str, Any], chosen: list[Part]) -> int:
     failed = sum("error" in row for row in rows)
     crashed = sum(parts.get(part.name, {}).get("crashed", 0) for part in chosen)
     left = [part.name for part in chosen if not parts.get(part.name, {}).get("done")]
+    cut = [
+        f"{part.name} {name}"
+        for part in chosen
+        if part.name not in left
+        for name in parts[part.name]["begun"]
+        if name not in parts[part.name]["rows"]
+    ]
     print(f"{len(rows)} rows, {wrong} wrong, {failed} failed, {crashed} crashes", end="")
+    print(f", {len(cut)} begun twice and never ended ({', '.join(cut)})" if cut else "", end="")
     print(f"; call again for: {', '.join(left)}" if left else "; all done")
-    return 1 if wrong or failed or crashed else MORE if left else 0
+    return 1 if wrong or failed or crashed or cut else MORE if left else 0
 
 
 def _arguments() -> argparse.Namespace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,8 +159,14 @@ def check_values(plan: Any) -> None:
 
 def as_tiers(given: Any) -> tuple[tuple[str, str, float], ...]:
     """What `Plan.tiers` may be given as, in one form that can be compared and hashed."""
-    if isinstance(given, list | tuple):
+    if isinstance(given, list | tuple) and all(
+        isinstance(one, list | tuple) and len(one) == 3 for one in given
+    ):
         given = {name: (tier, share) for name, tier, share in given}
+    if not isinstance(given, Mapping):
+        raise PlanError(
+            f"plan: tiers={given!r}: expected a tier for each class, as {{'opt_state': 'host'}}"
+        )
     found = []
     for name, value in given.items():
         expect_choice("tiers", name, PARKED)

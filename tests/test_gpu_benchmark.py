@@ -50,6 +50,15 @@ def test_a_row_that_is_wrong_is_the_exit_status(tmp_path):
     assert "2 rows, 1 wrong, 1 failed" in said.stdout
 
 
+def test_a_row_that_never_ended_is_no_success(tmp_path):
+    out = tmp_path / "gpu.json"
+    part = {"rows": {"float32": {"right": True}}, "begun": {"bfloat16": 2}, "done": True}
+    out.write_text(json.dumps({"parts": {"encode": part}}))
+    said = gpu(out, "--only", "encode")
+    assert said.returncode == 1
+    assert "1 begun twice and never ended (encode bfloat16)" in said.stdout
+
+
 @pytest.mark.nightly
 def test_parts_that_were_wrong_once_run_at_tiny_sizes(tmp_path):
     out = tmp_path / "gpu.json"

@@ -43,7 +43,7 @@ def refusal(here: Command, *args: object) -> str:
         (("--lr", "nan"), "must be positive and finite, got nan"),
         (("--clip", -1), "must be positive"),
         (("--devices", 0), "--devices must be at least 1, got 0"),
-        (("--devices", 4096), "--devices 4096 asked for"),
+        (("--devices", 4096, "--batch", 4096), "--devices 4096 asked for"),
         (("--data", "absent.txt"), "absent.txt: no such file"),
         (("--data", "stdlib", "absent.txt"), "either stdlib or paths"),
         (("--data", "."), "is a directory; give its files"),
@@ -220,6 +220,41 @@ def test_an_unknown_command_is_refused(here: Command) -> None:
 
 def test_the_commands_are_the_registered_ones() -> None:
     assert {"train", "eval", "schedule"} <= set(cli.commands())
+
+
+def test_a_run_that_diverges_fails_and_says_since_when(
+    here: Command, tmp_path: Path, config_file: Path, texts: list[Path]
+) -> None:
+    out = tmp_path / "out"
+    said = refusal(
+        here, "train", "--model", f"hf:{config_file}", "--data", *texts, "--batch", 8, "--seq", 32,
+        "--eval-sequences", 8, "--steps", 2, "--lr", 1e30, "--devices", 8, "--out", out,
+    )  # fmt: skip
+    assert "the run diverged: its loss is not finite, in training since step 2" in said
+    assert (out / "model.safetensors").is_file()
+
+
+def test_an_adapter_is_no_model_to_generate_with(here: Command, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    said = refusal(here, "generate", "--model", f"hf:{tmp_path}", "--prompt", "a")
+    assert "is an adapter; fzero merge --model BASE --adapter" in " ".join(said.split())
+
+
+def test_what_is_not_there_has_no_suffix_to_complain_of(here: Command, tmp_path: Path) -> None:
+    assert "no such file" in refusal(here, "inspect", tmp_path / "model")
+    assert "no such file" in refusal(here, "convert", tmp_path / "model", tmp_path / "a.pt")
+
+
+def test_more_devices_than_rows_are_refused_before_they_are_made(
+    here: Command, tmp_path: Path, config_file: Path, texts: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(devices, "configure", lambda *_: pytest.fail("devices were made"))
+    said = refusal(
+        here, "train", "--model", f"hf:{config_file}", "--data", *texts, "--batch", 8,
+        "--devices", 9999, "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert "--batch 8 must be a multiple of 9999" in " ".join(said.split())
 
 
 def test_staged_files_appear_together_or_not_at_all(tmp_path: Path) -> None:

@@ -39,17 +39,19 @@ transition_steps = 3
 
 
 def test_a_run_in_a_file_runs_again_from_what_it_wrote(
-    here: Command, tmp_path: Path, texts: list[Path]
+    here: Command, tmp_path: Path, texts: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, deep = tmp_path / "run.toml", tmp_path / "deep.json"
+    monkeypatch.chdir(tmp_path)
     file.write_text(RUN)
     deep.write_text(json.dumps(TINY_CONFIG | {"n_layer": 4}))  # blocks enough to be cut
     first = here(
-        "train", "--plan", file, "--model", f"hf:{deep}", "--data", *texts,
+        "train", "--plan", file, "--model", f"hf:{deep.name}", "--data", *texts,
         "--out", tmp_path / "a", "--plan-set", "schedule=gpipe", "--clip", 0.5, "--verify",
     )  # fmt: skip
     assert first.status == 0, first.stderr
-    again = here("train", "--plan", tmp_path / "a/run.json", "--out", tmp_path / "b")
+    monkeypatch.chdir(tmp_path / "a")  # where a path as it was typed would be no file
+    again = here("train", "--plan", "run.json", "--out", tmp_path / "b")
     assert again.status == 0, again.stderr
     plans, losses = [], []
     for name in "ab":
@@ -97,7 +99,14 @@ def test_flags_go_before_the_file_and_plan_set_before_flags(
         ("[optimizer]\nname = 'adamww'", (), "[optimizer] name 'adamww' is unknown; did you mean"),
         ("[optimizer]\nname = 'adamw'\nb_1 = 1", (), "adamw: 'b_1' is unknown; did you mean"),
         ("", ("--plan-set", "pip=2"), "--plan-set 'pip' is unknown; did you mean 'pipe'?"),
+        ("[optimizer]\nname = 'adamw'\nlearning_rate = 1", (), "the rate is [run] lr"),
+        ("[run]\nsteps = 'ten'", (), "[run] steps is 'ten': expected a whole number"),
+        ("[run]\ndevices = true", (), "[run] devices is True: expected a whole number"),
+        ("[run]\nlr = '1'", (), "[run] lr is '1': expected a number"),
+        ("[data]\nsources = 5", (), "[data] sources is 5: expected a list of texts"),
+        ("[plan]\ntiers = 'host'", (), "tiers='host': expected a tier for each class"),
         ("", ("--plan-set", "pipe"), "expected name=value"),
+        ("", ("--plan-set", "tiers={opt_stat = 'host'}"), "tiers='opt_stat': expected one of"),
         ("[plan]\npipe = 3", (), "must be a multiple of 3"),
     ],
 )  # fmt: skip

@@ -288,6 +288,11 @@ def read_config(config_file: Path) -> Any:
     from transformers import AutoConfig
 
     if not config_file.is_file():
+        if (config_file.parent / "adapter_config.json").is_file():
+            raise CommandError(
+                f"--model: {config_file.parent} is an adapter; fzero merge --model BASE --adapter"
+                f" {config_file.parent} --out DIR makes a model of it and its base"
+            )
         raise CommandError(
             f"--model: {config_file} does not exist; hf: takes a directory with a config.json, "
             "or such a file itself"

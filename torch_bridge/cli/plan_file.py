@@ -54,20 +54,27 @@ def read_run(path: Path, fields: Mapping[str, Iterable[str]]) -> Sections:
             _known(f"--plan {path}: [{name}]", section, known)
         elif not isinstance(section.get("name"), str):
             raise CommandError(f"--plan {path}: [{name}] has no name of an optax function")
+        if name == "optimizer" and "learning_rate" in section:
+            raise CommandError(
+                f"--plan {path}: [optimizer] learning_rate: the rate is [run] lr, risen and fallen,"
+                ' or what a [schedule] gives: [schedule] name = "constant_schedule", value = 1e-3'
+            )
     return {name: dict(values.get(name, {})) for name in SECTIONS}
 
 
 def set_fields(sections: Sections, assignments: Iterable[str]) -> None:
-    """Sets fields of the plan from `name=value`; values in JSON, or words."""
+    """Sets fields of the plan from `name=value`; values in TOML or JSON, or words."""
     for text in assignments:
         name, sign, value = text.partition("=")
         if not sign:
             raise CommandError(f"--plan-set {text}: expected name=value")
         _known("--plan-set", [name], PLAN)
-        try:
-            sections["plan"][name] = json.loads(value)
-        except ValueError:
-            sections["plan"][name] = value
+        for read in (json.loads, lambda text: tomllib.loads(f"it = {text}")["it"], str):
+            try:
+                sections["plan"][name] = read(value)
+            except ValueError:
+                continue
+            break
 
 
 def made_by_optax(kind: str, section: Mapping[str, Any], **more: Any) -> Any:

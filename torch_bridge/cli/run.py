@@ -71,6 +71,8 @@ def train(settings: TrainSettings, task: Task) -> int:
     if world.process_id == 0 and not settings.resume:
         outputs.check(settings.out, settings.overwrite)
     # Before a checkpoint is looked for: that starts jax, with the devices it was given by then.
+    if (settings.devices or 0) > 0:  # many virtual ones take long to make
+        check_batch(settings.batch, settings.plan(settings.devices))
     num_devices = devices.configure(settings.devices, settings.precision)
     if settings.resume:
         checkpoint = resume.newest(settings.out)
@@ -328,6 +330,13 @@ def _conclude(
         )
     if missed:
         raise CommandError(f"--verify: {'; '.join(missed)}")
+    wrong = [step for step, loss in history.losses if not math.isfinite(loss)]
+    if not math.isfinite(summary["val_loss_last"]):
+        since = f", in training since step {wrong[0]}" if wrong else ""
+        raise CommandError(
+            f"the run diverged: its loss is not finite{since}. What it reached is in"
+            f" {settings.out}; with --overwrite try a smaller --lr, or --clip 1.0"
+        )
     if history.interrupted:
         print(
             f"interrupted: the state after {history.steps_done} of {settings.steps} steps is in "

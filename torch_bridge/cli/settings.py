@@ -102,6 +102,7 @@ class TrainSettings:
         """The run as a file that `--plan` reads; without its directory."""
         data = self.data.to_json()
         run = {name: getattr(self, name) for name in RUN}
+        run["model"] = absolute(self.model)
         more = {"optimizer": self.optimizer, "schedule": self.schedule}
         return {
             "run": {name: value for name, value in run.items() if value is not None},
@@ -169,6 +170,14 @@ class EvalSettings:
     devices: int | None
     precision: str
     fingerprint: str | None  # of the validation sequences of the training run, where known
+
+
+def absolute(model: str) -> str:
+    """`--model` with its path from the root, so that it can be read from anywhere."""
+    if model.startswith(HF_PREFIX):
+        return f"{HF_PREFIX}{Path(model.removeprefix(HF_PREFIX)).expanduser().absolute()}"
+    path, colon, factory = model.rpartition(":")
+    return f"{Path(path).expanduser().absolute()}{colon}{factory}" if path else model
 
 
 def check_batch(batch: int, plan: fz.Plan) -> int:

@@ -68,13 +68,15 @@ def checkpoint(path: str | os.PathLike[str], key: str | None = None) -> Checkpoi
 
 def _file(source: Path, key: str | None) -> Checkpoint:
     suffix = source.suffix.lower()
+    if not source.exists():
+        raise CheckpointError(f"{source}: no such file")
     if suffix not in SUFFIXES:
         raise CheckpointError(
             f"{source.name}: unknown suffix {suffix!r}; expected one of {', '.join(SUFFIXES)},"
             " or a directory"
         )
     if not source.is_file():
-        raise CheckpointError(f"{source}: no such file")
+        raise CheckpointError(f"{source}: expected a file")
     if key is not None and suffix not in PICKLED:
         raise CheckpointError(
             f"{source.name}: key={key!r}: only {', '.join(PICKLED)} files have entries by key"
