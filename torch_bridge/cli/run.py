@@ -71,9 +71,7 @@ def train(settings: TrainSettings, task: Task) -> int:
     if world.process_id == 0 and not settings.resume:
         outputs.check(settings.out, settings.overwrite)
     # Before a checkpoint is looked for: that starts jax, with the devices it was given by then.
-    if (settings.devices or 0) > 0:  # many virtual ones take long to make
-        check_batch(settings.batch, settings.plan(settings.devices))
-    num_devices = devices.configure(settings.devices, settings.precision)
+    num_devices = _devices(settings)
     if settings.resume:
         checkpoint = resume.newest(settings.out)
     own = hosts.own(settings, world)
@@ -127,6 +125,13 @@ def train(settings: TrainSettings, task: Task) -> int:
         outputs.write_json(settings.out / outputs.SUMMARY, summary)
     fz.wait(saver.folder)
     return _conclude(settings, history, summary, missed)
+
+
+def _devices(settings: TrainSettings) -> int:
+    """Makes the run's devices; not before the batch is seen to divide over those asked for."""
+    if (settings.devices or 0) > 0:
+        check_batch(settings.batch, settings.plan(settings.devices))
+    return devices.configure(settings.devices, settings.precision)
 
 
 def _begin(settings: TrainSettings, checkpoints: Path) -> None:
