@@ -107,6 +107,14 @@ def test_a_damaged_one_is_named_with_the_one_before(states, tmp_path):
     tiny.same_bits(read.params, states("zero 3").params)
 
 
+def test_a_damaged_one_with_none_beside_it_names_no_other(states, tmp_path):
+    fz.save(tmp_path, states("zero 3"), PLANS["zero 3"], asynchronous=False)
+    (tmp_path / "0" / "state" / "manifest.ocdbt").unlink()
+    with pytest.raises(fz.CheckpointError, match="of checkpoint 0") as caught:
+        fz.restore(tmp_path, MODEL, TX, PLANS["zero 3"])
+    assert "to go on from" not in str(caught.value)
+
+
 def test_leaves_without_elements_go_along(tmp_path):
     """They are not written; those behind them keep their places."""
     values = {"a": np.zeros((0, 4), np.float32), "b": np.arange(8.0, dtype=np.float32)}

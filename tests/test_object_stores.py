@@ -258,6 +258,16 @@ def test_a_process_that_cannot_write_its_part_tells_the_others(tmp_path, monkeyp
     assert objects.numbers(url) == []
 
 
+def test_a_process_that_says_nothing_is_waited_for_and_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(objects, "WAIT_S", 0.0)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    url = str(tmp_path)
+    writer = objects.Writer(url, objects.begin(url), {"0": np.arange(3)}, {}, None)
+    with pytest.raises(OSError, match=r"no word of process 1 \(of 2\) .* process 0,"):
+        writer.wait_until_finished()
+    assert objects.numbers(url) == []
+
+
 def test_of_each_piece_one_copy_is_written_in_chunks_that_are_small_enough(monkeypatch):
     monkeypatch.setattr(shards, "CHUNK_BYTES", 64)
     mesh = jax.make_mesh((2, 4), ("cut", "copies"))

@@ -21,7 +21,7 @@ from fzero.offload.stream import Visit
 from fzero.pipeline import Cost, one_f_one_b, simulate
 from fzero.report.pages import render
 from fzero.runs import pictures, trace
-from fzero.runs.files import read_run
+from fzero.runs.files import differences, read_run
 from fzero.runs.pictures import CLASSES
 from fzero.runs.trace import Copies, Copy, chrome_trace
 from fzero.schedule.kinds import COLOURS
@@ -146,6 +146,13 @@ def test_a_page_without_jinja2_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(fz.FzeroError, match=r"jinja2 to be installed.*fzero\[report\]"):
         render("runs/page.html.jinja", "a run")
+
+
+def test_settings_that_runs_share_are_no_differences(tmp_path):
+    one, two = (
+        read_run(write_run(tmp_path / name, lr=lr)) for name, lr in (("one", 1e-3), ("two", 3e-3))
+    )
+    assert differences([one, two]) == [("run.lr", ["0.001", "0.003"])]
 
 
 def test_two_runs_are_compared(tmp_path, capsys):

@@ -256,6 +256,10 @@ def refused(**given):
     ("given", "message"),
     [
         ({"gates": jnp.ones((4, 1))}, r"expected tokens .* chosen and gates .*\(4, 1\)"),
+        (
+            {"x": jnp.ones(WIDTH), "chosen": jnp.zeros(K, int), "gates": jnp.ones(K)},
+            r"expected tokens \(\.\.\., features\), .* got \(\d+,\), \(2,\), \(2,\)",
+        ),
         ({"weights": {"a": jnp.ones(3), "b": jnp.ones(4)}}, r"weights of \[\(3,\), \(4,\)\]"),
         ({"chosen": jnp.zeros((4, K))}, r"chosen has dtype float32: expected integers"),
         ({"capacity": 0.0}, r"capacity=0.0: expected a number above 0"),
