@@ -117,6 +117,26 @@ def test_it_draws_what_the_step_draws(options):
     assert 0 < sum(stepped) < 6
 
 
+def test_a_plain_model_draws_what_its_step_draws():
+    def loss(p, buffers, batch, rng, train):
+        unlucky = jax.random.uniform(rng) < 0.15
+        return jnp.mean(p["w"] * batch) + jnp.where(unlucky, jnp.nan, 0.0), buffers, {}
+
+    made, plan = fz.Model(({"w": jnp.ones(())}, {}), loss), tiny.plan(data=2, microbatches=2)
+    state, rows = fz.init(made, SGD, plan), np.ones((8, 1), np.float32)
+    step, stepped, found = fz.train_step(made, SGD, plan, donate=False), [], []
+    for number in range(8):
+        begun = state.replace(step=state.step * 0 + number)
+        stepped.append(bool(np.isnan(step(begun, rows)[1]["loss"])))
+        try:
+            step.check_finite(begun, rows)
+            found.append(False)
+        except fz.NonFiniteError:
+            found.append(True)
+    assert found == stepped
+    assert 0 < sum(stepped) < 8
+
+
 def test_batches_and_states_come_first():
     plan, plain = tiny.plan(data=2, microbatches=2), tiny.regression()
     step, points = fz.accumulate_step(plain, SGD, plan), tiny.points()

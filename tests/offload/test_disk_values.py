@@ -86,6 +86,23 @@ def test_sizes_around_blocks_and_chunks(tmp_path, small_chunks, size):
     there_and_back([array, array[: size // 2]], tmp_path)
 
 
+def test_every_byte_is_written_once_and_small_neighbours_together(tmp_path, small_chunks):
+    block, sent = scratch.BLOCK, []
+    arrays = [jnp.full((size,), 3, jnp.uint8) for size in (6 * block, block, block)]
+    kept = disk.write(arrays, tmp_path, ["a", "b", "c"])
+    real = os.pwritev
+
+    def pwritev(fd, pieces, offset):
+        sent.append(sum(map(len, pieces)))
+        return real(fd, pieces, offset)
+
+    with mock.patch.object(os, "pwritev", pwritev):
+        more = disk.write(arrays, tmp_path, ["a", "b", "c"])
+    assert sent == [2 * block] * 4
+    for new, old in zip(disk.read([*kept, *more]), [*arrays, *arrays], strict=True):
+        assert_same(new, old)
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     dims=st.lists(st.integers(0, 12), max_size=4),

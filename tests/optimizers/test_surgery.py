@@ -53,6 +53,14 @@ def test_a_state_of_another_optimizer_is_refused():
         fz.with_optimizer(state, stacked(), optax.sgd(0.1), optax.lamb(0.1), plan(data=2))
 
 
+@pytest.mark.parametrize("new", [None, optax.adam(0.1)], ids=["none", "adam"])
+def test_a_new_optimizer_has_its_own_state_and_none_has_nothing(new):
+    model, cut, old = tiny.regression(), plan(data=2), optax.sgd(0.1, momentum=0.9)
+    found = fz.with_optimizer(fz.init(model, old, cut), model, old, new, cut)
+    expected = fz.abstract_state(model, new, cut)
+    assert jax.tree.structure(found.opt_state) == jax.tree.structure(expected.opt_state)
+
+
 def edited(state, value, inside):
     if inside:  # as optax's own documentation has it
         state.opt_state.hyperparams["learning_rate"] = value
