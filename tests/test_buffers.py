@@ -107,6 +107,23 @@ def test_integers_that_follow_the_batch_must_be_told(kind):
         fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
 
 
+def test_a_stack_alone_on_one_device_is_told_nothing_either():
+    def note(p: Any, x: Any, ctx: Any) -> Any:
+        seen = ctx.buffers["above"] + jnp.sum(x[:, 0] > 3).astype(jnp.int32)
+        return x @ p["w"], {"above": seen}
+
+    def both(key: jax.Array) -> Any:
+        return _weights(key), {"above": FIRST["above"]}
+
+    links = [
+        fz.Layer("in", _weights, lambda p, x, ctx: x["x"] @ p["w"]),
+        fz.Stack("stack", 2, both, note, stateful=True),
+    ]
+    model, plan = fz.Sequential(links, loss=lambda x, batch: jnp.mean(x)), tiny.plan(data=1)
+    state, _ = fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
+    np.testing.assert_array_equal(state.buffers["stack"]["above"], [4, 4])
+
+
 def _counting(count: Any) -> fz.Model:
     first = {"seen": jnp.zeros((), jnp.int32), "steps": jnp.zeros((), jnp.int32)}
 

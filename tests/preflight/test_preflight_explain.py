@@ -100,6 +100,7 @@ def test_a_parked_optimizer_state_leaves_the_device_and_takes_the_link(asked):
     assert parked.host_bytes == here.memory.state["opt_state"] - there.memory.state["opt_state"]
     assert parked.host_bytes > 0.9 * here.memory.state["opt_state"]
     assert there.memory.peak == here.memory.peak - parked.host_bytes + parked.visiting_bytes
+    assert there.memory.temporaries == here.memory.temporaries + parked.visiting_bytes
     # The first piece arrives, and the last one leaves, beside nothing.
     seconds = (parked.host_bytes + parked.visiting_bytes) / 1e6
     assert parked.seconds == pytest.approx(seconds)

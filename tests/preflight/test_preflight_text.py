@@ -142,6 +142,8 @@ def test_collectives_know_their_links_and_what_is_beside_them():
     assert gather.exposed_seconds == pytest.approx(2 * (6000 / 1e7 - 1024 / 1e9))
     assert (total.kind, total.crosses_hosts, total.exposed) == ("all-reduce", False, True)
     assert total.seconds == pytest.approx(256 / 1e8)
+    beside = dataclasses.replace(gather, num_matmuls=1, num_kernels=1)
+    assert not beside.exposed
     sums = traffic([gather, total])
     assert sums.communicated_bytes == 12000 + 256
     assert sums.exposed_bytes == sums.without_matmul_bytes == 256

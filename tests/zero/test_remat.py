@@ -302,6 +302,7 @@ def test_memory_is_what_the_own_devices_say_least(monkeypatch):
     assert device_memory([StandIn(limit=7), StandIn(limit=5), StandIn(process=1)]) == 5
     assert device_memory([StandIn("cpu", limit=7)]) is None
     assert device_memory([StandIn(described=True)]) is None
+    assert device_memory([StandIn(described=True), StandIn(limit=5)]) == 5
     assert device_memory([StandIn(limit=None)]) is None
     monkeypatch.setattr(jax, "local_devices", lambda: [StandIn(limit=3)])
     assert device_memory([StandIn(process=1)]) == 3
