@@ -494,3 +494,22 @@ def test_returning_at_once_is_at_once(tmp_path):
         returned.set()
         after = tiny.host(fz.reload(parked))
     assert all(before[path].tobytes() == value.tobytes() for path, value in after.items())
+
+
+def test_a_step_refuses_what_the_disk_is_still_taking(tmp_path):
+    plan, state = made()
+    step, returned, pwritev = train_step(plan), threading.Event(), os.pwritev
+    state, _ = step(state, BATCH)
+
+    def late(*args):
+        assert returned.wait(timeout=600)
+        return pwritev(*args)
+
+    with mock.patch.object(os, "pwritev", late):
+        parked = fz.offload(state, to="disk", path=tmp_path, non_blocking=True)
+        try:
+            with pytest.raises(fz.StateConsumedError, match=r"train_step: .* by offload"):
+                step(state, BATCH)
+        finally:
+            returned.set()
+            fz.reload(parked)
