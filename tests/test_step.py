@@ -388,6 +388,27 @@ class TestRandomness:
         assert gaps.min() > 1e-3
 
 
+def test_every_layer_of_a_chain_draws_numbers_of_its_own():
+    places = jnp.eye(4)
+
+    def draw(p, x, ctx):
+        return x + p["place"] * jax.random.uniform(ctx.rng)
+
+    def loss(x, batch):
+        return jnp.mean(x), {f"drawn {n}": x[0, n] for n in range(4)}
+
+    links = [
+        fz.Layer("a", lambda key: {}, draw),
+        fz.Layer("b", lambda key: {}, draw),
+        fz.Stack("c", 2, lambda key: {}, draw),
+    ]
+    params = {"a": {"place": places[0]}, "b": {"place": places[1]}, "c": {"place": places[2:]}}
+    model, plan = fz.Sequential(links, loss=loss, init=(params, {})), tiny.plan(zero=0, data=1)
+    state = fz.init(model, STILL, plan)
+    _, metrics = fz.train_step(model, STILL, plan)(state, np.zeros((1, 4), np.float32))
+    assert len({float(metrics[f"drawn {n}"]) for n in range(4)}) == 4
+
+
 class TestBuffers:
     """Running statistics become those of the whole batch; counters stay counters."""
 
