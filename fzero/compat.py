@@ -148,6 +148,11 @@ def to_host(value: jax.Array) -> jax.Array:
     return jax.device_put(value, jax.memory.Space.Host)
 
 
+def is_on_host(value: jax.Array) -> bool:
+    """Inside jit, whether a value is in pinned host memory."""
+    return jax.typeof(value).memory_space == jax.memory.Space.Host
+
+
 def row_major(value: jax.Array) -> jax.Array:
     """Pins an array's memory layout to row-major.
 

@@ -75,9 +75,8 @@ def parked(
     plan: Plan,
     where: Report,
     rates: Rates,
-    gradient_bytes: int,
+    moving: tuple[int, int],
     computing_seconds: float,
-    saved_bytes: int,
 ) -> Parked:
     """What parking costs a step.
 
@@ -90,11 +89,11 @@ def parked(
         plan: the plan.
         where: where its leaves are.
         rates: of one device.
-        gradient_bytes: of one device's summed gradients.
+        moving: bytes of one device's summed gradients, and of what a forward pass of one microbatch
+            leaves on the host.
         computing_seconds: of a step's kernels, which what comes for passes hides behind.
-        saved_bytes: that a forward pass of one microbatch leaves on the host.
     """
-    link = rates.pinned_bytes_per_s
+    link, (gradient_bytes, saved_bytes) = rates.pinned_bytes_per_s, moving
     by_class = {tier: where.fullest(tier) for tier in (HOST, DISK)}
     on_host, on_disk = (by_class[tier]["total"] for tier in (HOST, DISK))
     _, visiting = moved_bytes(plan, where)

@@ -72,7 +72,8 @@ def predicted(
     predictor = _Predictor(target, step, fields, shapes, num_shares, (plan, elsewhere))
     found = predictor.one_program() if step.blueprint.stages is None else predictor.pipeline()
     if elsewhere is not None or plan.remat == "offload":
-        found = _parking(found, plan, elsewhere or Report(()), gradient_bytes(step.blueprint))
+        moving = gradient_bytes(step.blueprint), predictor.on_host_bytes
+        found = _parking(found, plan, elsewhere or Report(()), moving)
     spent = time.perf_counter() - started - found.compile_seconds
 
     def again(plan: Plan) -> Preflight:
@@ -81,12 +82,11 @@ def predicted(
     return dataclasses.replace(found, trace_seconds=spent, again=again)
 
 
-def _parking(found: Preflight, plan: Plan, where: Report, gradients: int) -> Preflight:
+def _parking(found: Preflight, plan: Plan, where: Report, moving: tuple[int, int]) -> Preflight:
     """The prediction of a plan that parks leaves, or layers' inputs, from that of the same with all
     on the device."""
     b = found.bounds
-    saved = found.memory.saved_activations if plan.remat == "offload" else 0
-    away = parked(plan, where, found.rates, gradients, found.work.likely_seconds, saved)
+    away = parked(plan, where, found.rates, moving, found.work.likely_seconds)
     moved = away.host_bytes + away.disk_bytes
     scale = {
         name: seconds / (seconds + away.seconds)
@@ -146,6 +146,7 @@ class _Predictor:
         self.target, self.step, self.fields = target, step, fields
         # The plan with what it parks, and where its leaves then are.
         self.asked, self.elsewhere = asked
+        self.on_host_bytes = 0
         self.batch = batch
         self.plan: Plan = step.plan
         self.blue: Blueprint = step.blueprint
@@ -162,13 +163,12 @@ class _Predictor:
         lowered = self.step.lower(TrainState(**self.fields, rows=self.blue.rows), self.batch)
         compiled = self.target.compile(lowered, mesh)
         kept = self._state_bytes(range(mesh.size))
-        saved, secondary = saved_in_a_step(
-            self.step.passes, self.fields, abstract_batch(self.batch, mesh)
-        )
+        left = saved_in_a_step(self.step.passes, self.fields, abstract_batch(self.batch, mesh))
+        saved, secondary, self.on_host_bytes = left.activations, left.secondary, left.on_host
         notes: list[str] = []
         if self.plan.remat == "offload":
             notes.append(
-                f"remat='offload' keeps {saved:,} bytes of layer inputs in host memory; a"
+                f"remat='offload' keeps {left.on_host:,} bytes of layer inputs in host memory; a"
                 " described GPU has none, so they count for the device here; what their ways take"
                 f" is arithmetic at {self.target.rates.pinned_bytes_per_s / 1e9:.0f} GB/s"
             )
@@ -179,7 +179,7 @@ class _Predictor:
                 f" features, is divided along {', '.join(features)} as XLA decides: it is among"
                 " the temporaries"
             )
-            saved = 0
+            saved = self.on_host_bytes = 0
         if self.plan.gather == "lazy" and self.blue.group.shards > 1:
             held = held_bytes(self.blue)
             notes.append(

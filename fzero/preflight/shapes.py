@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 
 from fzero.axes import DATA
 from fzero.batch import Inputs, batch_sharding
-from fzero.compat import abstract_mesh
+from fzero.compat import abstract_mesh, is_on_host
 from fzero.model import Model
 from fzero.pieces import whole_chain
 from fzero.plan import Plan
@@ -67,25 +68,38 @@ def model_flops(model: Model, plan: Plan, batch: PyTree, times: int) -> int:
     return PASSES * times * flops(traced)
 
 
-def saved_in_a_step(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> tuple[int, int]:
+@dataclass(frozen=True)
+class SavedBytes:
+    """What one device's forward pass of one microbatch leaves for its backward pass.
+
+    Args:
+        activations: of activations.
+        secondary: of parts of weights (`Plan.secondary`).
+        on_host: of the activations, those in host memory (`remat="offload"`).
+    """
+
+    activations: int
+    secondary: int
+    on_host: int
+
+
+def saved_in_a_step(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -> SavedBytes:
     """Bytes that one device's forward pass of one microbatch leaves for its backward pass.
 
     Args:
         passes: those of a step that is one program, without a pipeline.
         fields: shapes of the state's fields.
         batch: shapes of the global batch.
-
-    Returns:
-        Of activations, and of parts of weights (`Plan.secondary`).
     """
     blue = passes.blueprint
-    found: list[tuple[int, int]] = []
+    found: list[SavedBytes] = []
 
     def local(kept: PyTree, buffers: PyTree, batch: Inputs, key: jax.Array) -> tuple[()]:
         args = kept, buffers, batch, key
         rules = keeping_rules(blue.model, passes.rules(), *args)
         saved = first_saved(blue.model, rules, *args)
-        found.append(saved_bytes(saved, blue.plan.further))
+        away = [x for x in jax.tree.leaves(saved) if is_on_host(x)]
+        found.append(SavedBytes(*saved_bytes(saved, blue.plan.further), sum(map(leaf_bytes, away))))
         return ()
 
     run = passes.on_devices(local, ())

@@ -260,7 +260,8 @@ def sizes_of(plan, model):
     for remat in CHOICES:
         step = step_with(plan.replace(remat=remat), model, None)
         args = step.passes, step.blueprint.shapes(), abstract_batch(BATCH, step.blueprint.mesh).rows
-        sizes[remat] = sum(saved_in_a_step(*args))
+        left = saved_in_a_step(*args)
+        sizes[remat] = left.activations + left.secondary
     large = 10**9
     open_ = dataclasses.replace(blueprint(model, SGD, plan.replace(remat=None)), memory=large)
     return sizes, int(SHARE * large) - room_for(open_)
