@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fzero.axes import DATA
+from fzero.axes import DATA, TOKENS
 from fzero.batch import Inputs, batch_sharding
 from fzero.compat import abstract_mesh, is_on_host
 from fzero.model import Model
@@ -98,8 +99,10 @@ def saved_in_a_step(passes: OneProgram, fields: dict[str, Any], batch: PyTree) -
         args = kept, buffers, batch, key
         rules = keeping_rules(blue.model, passes.rules(), *args)
         saved = first_saved(blue.model, rules, *args)
-        away = [x for x in jax.tree.leaves(saved) if is_on_host(x)]
-        found.append(SavedBytes(*saved_bytes(saved, blue.plan.further), sum(map(leaf_bytes, away))))
+        further = blue.plan.further
+        away = sum(leaf_bytes(x) for x in jax.tree.leaves(saved) if is_on_host(x))
+        divided = math.prod(further.get(axis, 1) for axis in TOKENS)
+        found.append(SavedBytes(*saved_bytes(saved, further), away // divided))
         return ()
 
     run = passes.on_devices(local, ())
