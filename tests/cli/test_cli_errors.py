@@ -395,21 +395,25 @@ def test_tokens_of_a_resumed_run_count_from_its_beginning(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("lr", 2e-2), ("steps", 7), ("clip", 0.5), ("seq", 64), ("seed", 1), ("precision", "bf16")],
-)
+    [
+        ("lr", 2e-2), ("steps", 7), ("clip", 0.5), ("seq", 64), ("seed", 1), ("precision", "bf16"),
+        ("model", "hf:two"),
+    ],
+)  # fmt: skip
 def test_what_the_weights_depend_on_is_as_it_was(tmp_path: Path, name: str, value: Any) -> None:
     def saver(**given: Any) -> resume.Saver:
         own = {"lr": 1e-2, "steps": 6, "seed": 0, "seq": 32, "clip": 1.0, "precision": "fp32"}
-        own |= given
+        own |= {"model": "hf:one"} | given
         plan = {"clip_norm": own["clip"], "precision": own["precision"], "zero": len(given)}
         data = DataSettings(("stdlib",), own["seq"])
         settings = TrainSettings(
-            "hf:one", data, tmp_path, own["steps"], 8, own["lr"], 2, 0, own["seed"], plan
+            own["model"], data, tmp_path, own["steps"], 8, own["lr"], 2, 0, own["seed"], plan
         )
         return resume.Saver(settings, settings.plan(2), "text")
 
     then = types.SimpleNamespace(data_position={"step": 3, "run": saver().run})
     saver().require_same(then)
+    saver(model=f"hf:{Path('one').absolute()}").require_same(then)  # as run.json has it
     with pytest.raises(CommandError, match=rf"another run \({name}: .* then, {value} now\)"):
         saver(**{name: value}).require_same(then)
 

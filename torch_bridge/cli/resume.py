@@ -11,7 +11,7 @@ from fzero.hosts.agree import exchange
 from torch_bridge.cli import outputs
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.loop import History
-from torch_bridge.cli.settings import TrainSettings
+from torch_bridge.cli.settings import TrainSettings, absolute
 
 
 FOLDER = "checkpoints"
@@ -51,6 +51,7 @@ class Saver:
             f"{name}: {then.get(name)} then, {now} now"
             for name, now in self.run.items()
             if then.get(name) != now
+            and not (name == "model" and absolute(then[name]) == absolute(now))
         ]
         if differences:
             raise CommandError(
