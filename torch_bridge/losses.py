@@ -156,7 +156,7 @@ def module_loss(output: Any, batch: Any) -> Any:
         found = output.get("loss")
     else:
         found = output[0] if isinstance(output, tuple | list) else output
-    if found is None or getattr(found, "shape", None) != ():
+    if getattr(found, "shape", None) != ():
         raise ConversionError(
             'loss="module": the module returned no loss (an output `loss`, or a scalar). Give its'
             " labels in the example and in each batch, or a loss of the output"

@@ -87,7 +87,7 @@ def per_layer(
             apply,
             layers_of(updates, scope.stacks),
             state_layers(state, shapes, scope.stacks),
-            None if params is None else layers_of(params, scope.stacks),
+            layers_of(params, scope.stacks),
             arrays,
         )
         new, state = rolled(scope)

@@ -142,12 +142,6 @@ class _Comparison:
             raise _Differs(
                 f"it cannot be called with layers written out ({type(error).__name__}: {error})"
             ) from error
-        trees: list[Any] = [jax.tree.structure(tree) for tree in (found.after, found.state)]
-        if trees[0] != trees[1]:
-            raise PlanError(
-                "train_step: the optimizer's update gives a state of another structure than its"
-                f" init: {trees[0]}, not {trees[1]}"
-            )
         return found
 
     def _leaves(self, stacked: PyTree, written: PyTree, field: str) -> list[_Leaf]:

@@ -306,10 +306,11 @@ def test_a_checkpoint_is_restored_into_a_chain(
 
 
 class Remembers(nn.Module):
-    """Adds what the last block gave in the last step."""
+    """Notes what the last block gives; may add what it noted in the last step."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads: bool = True) -> None:
         super().__init__()
+        self.reads = reads
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3))
         self.head = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("memory", torch.zeros(3, WIDTH))
@@ -317,14 +318,15 @@ class Remembers(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        out = self.head(x + self.memory)
+        out = self.head(x + self.memory if self.reads else x)
         self.memory.copy_(x)
         return out
 
 
-def test_a_buffer_whose_value_a_loop_gives_is_written_behind_it() -> None:
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_buffer_whose_value_a_loop_gives_is_written_behind_it(reads: bool) -> None:
     torch.manual_seed(0)
-    module = Remembers()
+    module = Remembers(reads)
     model = convert(module).model(lambda forward, batch: jnp.mean(forward(batch)))
     _, buffers, _ = model.loss(*model.init, X[:3].numpy(), jax.random.key(0), True)
     module(X[:3])

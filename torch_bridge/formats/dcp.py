@@ -63,8 +63,8 @@ class _Unpickler(pickle._Unpickler):
         class Placeholder:
             """A class of its own for each file, so that none can leave anything behind."""
 
-            def __init__(self, *args: Any) -> None:
-                self.args = args
+            def __init__(self, *_: Any) -> None:
+                pass
 
             def __setstate__(self, state: Any) -> None:
                 # A tensor's properties are a tuple that begins with the dtype.

@@ -128,13 +128,14 @@ class Chain:
     def _readers(self) -> dict[str, list[int]]:
         """The parts that read each leaf outside of stacks, or hand it to the loop after them.
 
-        One that is never read waits at the start.
+        One that is never read is where it is written, or waits at the start.
         """
         stacked = {one.name for one in self.names.stacked}
         modes = self.graphs.modes
         graphs = [(modes[train], rolled) for train, rolled in self.graphs.rolled.items()]
         return {
-            name: sorted(set().union(*(_readers_in(*graph, name) for graph in graphs))) or [0]
+            name: sorted(set().union(*(_readers_in(*graph, name) for graph in graphs)))
+            or [max((_writer(r, name) for _, r in graphs if name in r.updates), default=0)]
             for name in (*self.params, *self.buffers)
             if name not in stacked
         }
