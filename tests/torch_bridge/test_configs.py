@@ -115,6 +115,8 @@ def test_lions_second_beta_is_deepspeeds():
         ({"curriculum_learning": {"enabled": True}}, "choose your batches"),
         ({"sparse_attention": {"mode": "fixed"}}, "write the mask into your model"),
         ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "total_num_steps is missing"),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9.5}}},
+         "total_num_steps is 9.5.*expected a whole number"),
     ],
 )  # fmt: skip
 def test_what_has_no_counterpart_is_refused_by_its_key(config, words):

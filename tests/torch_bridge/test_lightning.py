@@ -406,6 +406,14 @@ def test_predictions_are_those_of_predict_step_or_of_forward(line, classifier):
         fz.predict_step(model, plan)(fz.init(model, None, plan), batch_at(0))
 
 
+def test_a_predict_step_of_its_own_that_cannot_be_converted_is_named(line):
+    members = {"predict_step": lambda self, batch, batch_idx: batch.tolist()}
+    model = convert(type("Line", (line,), members), tx=optax.sgd(0.1)).model
+    plan = tiny.plan(data=2)
+    with pytest.raises(ConversionError, match="predict_step: predict_step of Line could not"):
+        fz.predict_step(model, plan)(fz.init(model, None, plan), np.ones((4, 2), np.float32))
+
+
 def test_with_lightning_itself():
     from pytorch_lightning import LightningModule  # two seconds: only here
 

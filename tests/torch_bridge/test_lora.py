@@ -407,6 +407,9 @@ def test_other_adapters_are_refused_and_nothing_is_changed(base, adapted, tmp_pa
     config.write_text("{")
     with pytest.raises(fz.CheckpointError, match=r"adapter_config.json: expected an adapter's"):
         tb.lora(base, tmp_path / "other")
+    config.write_text("[]")
+    with pytest.raises(fz.CheckpointError, match="expected a JSON object, got list"):
+        tb.lora(base, tmp_path / "other")
     (tmp_path / "file").write_text("kept")
     with pytest.raises(fz.CheckpointError, match="is a file"):
         tb.save(tmp_path / "file", adapted, state, to="peft")
@@ -482,6 +485,14 @@ def test_files_hold_what_peft_writes_beside_the_factors(kind, tmp_path):
     back = tb.with_adapter(converted, tb.with_adapter(converted, state, other), tmp_path / "theirs")
     for key, value in tb.adapter(converted, back).items():
         assert torch.equal(value, theirs[key])
+
+
+def test_biases_that_an_adapter_trains_are_in_the_merged_weights():
+    _, converted = in_peft(target_modules=["1"], bias="lora_only")
+    params = {name: x + 1 for name, x in converted.params.items()}
+    merged = tb.merge(converted, params)
+    assert merged.keys() == small().state_dict().keys()
+    torch.testing.assert_close(merged["1.bias"], small()[1].bias.detach() + 1)
 
 
 def test_an_adapter_that_computes_otherwise_is_refused(tmp_path):

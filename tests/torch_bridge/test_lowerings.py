@@ -48,7 +48,7 @@ CHOSEN = {
 _upsample_bilinear2d_aa:3 aminmax:3,4 argmax:2 argmin:2 cholesky_inverse:5 cummin:2 cumsum:2,3
 diagonal_scatter:5 div.trunc_rounding:5 fft.ifft:4 fft.ifftshift:1 fft.rfftn:0 fmax:0 fmin:0
 frexp:1 gather:4,5 histc:4,5 index_copy:0,1 ldexp:3 linalg.eigvals:5 linalg.eigvalsh:4
-linalg.lu_factor_ex:2 linalg.lu_solve:3 linalg.pinv:2 linalg.solve_ex:5 linalg.svd:2 masked.prod:5
+linalg.lu_factor_ex:2 linalg.lu_solve:3 linalg.pinv:2 linalg.solve_ex:0 linalg.svd:2 masked.prod:5
 masked.sum:4 masked_scatter:3 median:2 min.reduction_with_dim:3 mode:4 mvlgamma.mvlgamma_p_3:5
 nanmedian:2 native_group_norm:12 native_layer_norm:3 nn.functional.bilinear:5
 nn.functional.fractional_max_pool3d:26 nn.functional.group_norm:5

@@ -366,9 +366,31 @@ def test_pairs_of_moments_the_smallest_values_and_edges_that_are_cut() -> None:
             torch.std_mean(x, 1, keepdim=True), torch.var_mean(x, 0, keepdim=True),
             x.topk(2, largest=False), x.topk(2, dim=0, largest=False),
             F.pad(y, (-1, 2), mode="reflect"), F.pad(y, (2, -1), mode="circular"),
+            *x.cummax(1), *x.cummin(-1), torch.full((2,), 2**63 - 1, dtype=torch.float32),
         )  # fmt: skip
 
     check_parity(Fn(every_kind), X)
+
+
+def test_images_are_resized_by_factors_and_to_one_pixel() -> None:
+    def every_kind(x: torch.Tensor) -> Any:
+        return (
+            F.interpolate(x, scale_factor=1.5), F.interpolate(x, scale_factor=2, mode="bilinear"),
+            F.interpolate(x, size=(1, 5), mode="bilinear", align_corners=True),
+            F.interpolate(x, size=(3, 1), mode="bicubic", align_corners=True),
+        )  # fmt: skip
+
+    check_parity(Fn(every_kind), IMAGE)
+
+
+@pytest.mark.parametrize("svd", [torch.linalg.svd, torch.ops.aten._linalg_svd.default])
+def test_factors_of_singular_values_give_the_matrix(svd: Any) -> None:
+    def again(x: torch.Tensor) -> torch.Tensor:
+        u, values, v = svd(x, full_matrices=False)
+        return (u * values) @ v
+
+    converted = tb.convert(Fn(again), X, train=False)
+    np.testing.assert_allclose(converted(X.numpy()), 1.5 * X, atol=1e-5)
 
 
 @pytest.mark.parametrize("pool", [nn.MaxPool1d, nn.AvgPool1d])

@@ -125,6 +125,11 @@ def test_what_cannot_be_packed_is_named():
         tb.pack([[1]], length=4, labels=iter([[1], [1, 2]]))
 
 
+def test_no_document_is_taught_the_first_token_of_the_next():
+    rows = tb.pack([[3, 4], [5, 6]], length=5)
+    assert rows["labels"].tolist() == [[-100, 4, -100, 6, -100]]
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_what_a_mask_hides_is_a_number_in_its_dtype_and_in_bfloat16(dtype):
     """An infinity would make a row that sees nothing NaN."""

@@ -298,12 +298,19 @@ def test_arguments_may_be_spelled_differently(options: tb.Converted) -> None:
     np.testing.assert_allclose(first, want, rtol=1e-5)
 
 
+def test_an_argument_may_be_given_as_the_default_that_it_had() -> None:
+    converted = tb.convert(Options(), X, train=False)
+    x = X.numpy()
+    np.testing.assert_array_equal(converted(x, False, extra=None, shift=0.0), converted(x))
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
         ({"double": False}, "`double`: expected True, got False"),
         ({"shift": 2.0}, "`shift`: expected 1.0, got 2.0"),
         ({"extra": {"a": X[0].numpy()}}, r"`extra`: expected a dict with keys"),
+        ({"extra": 2.0}, "`extra`: expected a dict with keys .*, got float"),
         ({"extra": {"a": X[0].numpy(), "b": []}}, r"`extra\['b'\]`: expected 1 items"),
         ({"x": np.ones((5, 4), np.int32)}, "`x`: expected float32 as in the example, got int32"),
         ({"x": np.ones((5, 3), np.float32)}, "`x` dim 1: expected 4, got 3"),

@@ -271,6 +271,12 @@ def test_states_come_back_bit_by_bit(
         tb.save(tmp_path, converted, state, to="dcp")
 
 
+def test_a_directory_is_written_where_an_empty_one_is(tmp_path: Path) -> None:
+    converted = tb.convert(torch.nn.Linear(2, 2), torch.zeros(4, 2))
+    tb.save(tmp_path, converted, converted.params, to="dcp")
+    assert set(tb.checkpoint(tmp_path).tensors) == {"weight", "bias"}
+
+
 @pytest.mark.parametrize("name", ["m.ckpt", "dcp", "universal"])
 def test_masters_of_a_16_bit_module_come_back(name: str, tmp_path: Path) -> None:
     module = torch.nn.Linear(8, 8).bfloat16()

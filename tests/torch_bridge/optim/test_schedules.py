@@ -125,6 +125,22 @@ def test_a_scheduler_is_left_as_it_was():
     assert not hasattr(optimizer, "_opt_called")
 
 
+def test_lists_in_which_a_scheduler_counts_are_left_as_they_were():
+    class Counting(lrs.LRScheduler):
+        def __init__(self, optimizer):
+            self.seen = []
+            super().__init__(optimizer)
+
+        def get_lr(self):
+            self.seen.append(self.last_epoch)
+            return [0.1 / len(self.seen) for _ in self.base_lrs]
+
+    optimizer = two_groups()
+    scheduler = Counting(optimizer)
+    follow(optimizer, scheduler, 1, 5)
+    assert scheduler.seen == [0]
+
+
 def test_one_step_of_a_scheduler_for_many_of_the_optimizer():
     optimizer = two_groups()
     groups = follow(optimizer, lrs.StepLR(optimizer, 2, 0.5), 3, None)
