@@ -71,7 +71,6 @@ WHOLE = {
     # Ranges of what is multiplied or subtracted next say whether that fits.
     "remainder by a negative number": lambda x: (x.abs() % -70000) * 70000,
     "remainder with the sign of the first": lambda x: x.fmod(70000) - (2**31 - 1),
-    "from a number": lambda x: torch.rsub(x, 5),
     "square of what may be 0": lambda x: x.clamp(-50000, 50000) ** 2 - 2500000000,
     "all bits of two numbers": lambda x: ((x % 2 + 32768) | (x % 2 + 32766)) * 40000,
     "int32 wraps": lambda x: x.to(torch.int32) * 1000003,
