@@ -110,8 +110,9 @@ def test_what_fits_stays_in_32_bits() -> None:
 
     def positions(x: torch.Tensor) -> Any:
         rows = torch.arange(x.shape[1])
-        return (rows[:, None] - rows + 1, (x > 3).sum(1), x.argmax(1) + 1, x.clamp(0, 9) * 7,
-                torch.fill(x.clamp(0, 9), 2) * 7)  # fmt: skip
+        few = x.clamp(0, 9)
+        places = rows[:, None] - rows + 1, (x > 3).sum(1), x.argmax(1) + 1
+        return *places, few * 7, torch.fill(few, 2) * 7, torch.rsub(few, 5)
 
     converted = tb.convert(Fn(positions), IDS, train=False)
     program = str(jax.make_jaxpr(converted)(IDS.numpy().astype(np.int32)))
