@@ -235,6 +235,20 @@ def test_a_plan_for_one_layer_of_a_stack_leaves_it_whole():
     assert "weight: columns, dim 0 of 8 parts (transformers: colwise)" in said
 
 
+def test_features_that_a_view_cuts_across_are_gathered():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 6), torch.nn.Linear(12, 8)
+
+        def forward(self, x):
+            pairs = self.up(x)[..., None].expand(-1, 6, 2)
+            return self.down(pairs.reshape(-1, 4, 3).flatten(1))
+
+    said = str(tb.convert(Net(), torch.zeros(2, 8)).parallel)
+    assert "up.weight: columns, gathered, dim 0 of 6 parts" in said
+
+
 def test_what_convolutions_compute_whole_is_said_of_their_kernels():
     """Also where it is read through views, as Mamba reads its own."""
 

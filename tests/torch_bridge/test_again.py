@@ -231,17 +231,18 @@ def test_what_torch_refuses_is_refused_with_its_words() -> None:
 
 
 class Scaled(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, factor: Any = 3.0) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, 2, bias=False)
-        self.factor = 3.0
+        self.factor = factor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) * self.factor
 
 
-def test_a_module_that_changed_since_is_not_asked() -> None:
-    module = Scaled()
+@pytest.mark.parametrize("factor", [3.0, torch.tensor([3.0, 4.0])], ids=["number", "tensor"])
+def test_a_module_that_changed_since_is_not_asked(factor: Any) -> None:
+    module = Scaled(factor)
     converted = tb.convert(module, X)
     want = module(X[:1]).detach().numpy()
     module.factor = 100.0

@@ -123,10 +123,17 @@ def test_capped_logits_and_heads_with_a_bias(options):
 
 class Odd(Decoder):
     """Logits that are squeezed by one number and stretched by another, only stretched (as Cohere's
-    are), or read once more."""
+    are), read once more, or a product with one vector."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(8))
 
     def forward(self, ids):
         logits = super().forward(ids)["logits"]
+        if self.how == "summed":
+            products = super().forward(ids)["hidden"][..., None, :] * self.embed.weight
+            return {"logits": torch.nn.functional.linear(products, self.scale)}
         if self.how == "bent":
             return {"logits": torch.tanh(logits / 2.0) * 3.0}
         if self.how == "stretched":
@@ -143,7 +150,7 @@ def test_the_label_to_leave_out_is_left_out_at_the_end_too():
     assert float(found.count) == 5
 
 
-@pytest.mark.parametrize("how", ["bent", "stretched", "read"])
+@pytest.mark.parametrize("how", ["bent", "stretched", "read", "summed"])
 def test_what_no_cap_describes_and_what_others_read_is_computed(how):
     torch.manual_seed(0)
     module, plan, found = Odd(), fz.Plan(data=1), []

@@ -394,6 +394,26 @@ def test_blocks_that_alternate_are_layers_of_two() -> None:
         assert torch.equal(tensor, values[name]), name
 
 
+class Within(nn.Module):
+    """Layers of layers, with numbers of its own in every second one."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        own = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.layers = nn.Sequential(*own)
+        self.shift = nn.Parameter(torch.ones(WIDTH)) if number % 2 else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        return x if self.shift is None else x + self.shift
+
+
+def test_layers_within_layers_of_two_blocks_are_no_loops_of_their_own() -> None:
+    module = nn.Sequential(*(Within(k) for k in range(6)))
+    converted = tb.convert(module, torch.zeros(2, WIDTH), train=False)
+    assert [(run.num, run.period) for run in converted.blocks.stacks] == [(3, 2)]
+
+
 def bare(number: int, **options: Any) -> Block:
     return Block(number, norm=False, **options)
 

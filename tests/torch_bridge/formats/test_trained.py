@@ -517,6 +517,11 @@ def test_the_groups_of_a_folder_are_in_order_and_all_its_steps_are_looked_at(tmp
     assert "different steps [3, 4]" in save("apart", {"a": 3, "b": 4}).unread
 
 
+def test_numbers_beside_the_weights_of_a_folder_are_read(tmp_path):
+    dcp.save({"model": {"w": torch.ones(2)}, "run": {"epoch": 3}}, checkpoint_id=tmp_path)
+    assert tb.checkpoint(tmp_path).extra == {"run.epoch": 3}
+
+
 @pytest.mark.parametrize("name", ["model", "state_dict", "module"])
 def test_a_weight_may_be_called_what_its_folder_often_is(tmp_path, name):
     weights = {name: torch.arange(3.0), "bias": torch.arange(2.0)}

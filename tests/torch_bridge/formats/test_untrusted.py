@@ -61,3 +61,9 @@ def test_another_thread_trains_while_a_module_is_exported() -> None:
 
     tb.convert(Meanwhile(), torch.ones(2, 3), train=False)
     assert set(found) == {6.0}
+
+
+def test_a_conversion_leaves_pytorchs_fast_attention_on() -> None:
+    assert torch.backends.mha.get_fastpath_enabled()
+    tb.convert(torch.nn.Linear(3, 2), torch.ones(2, 3), train=False)
+    assert torch.backends.mha.get_fastpath_enabled()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 import types
 import warnings
 from collections.abc import Sequence
@@ -315,6 +316,11 @@ def test_modules_without_a_cache_are_named() -> None:
     plain = tb.convert(torch.nn.Embedding(5, 5), torch.zeros(2, 3, dtype=torch.long), train=False)
     with pytest.raises(ConversionError, match="Embedding: it is no model of transformers"):
         tb.generate(plain, plain.params, [[1]], 2)
+    locked = make_gpt2(0.0).eval()
+    locked.lock = threading.Lock()
+    kept = tb.convert(locked, torch.zeros(2, 3, dtype=torch.long), train=False)
+    with pytest.raises(ConversionError, match="generate: no copy of the GPT2LMHeadModel"):
+        tb.generate(kept, kept.params, [[1]], 2)
 
 
 def test_a_second_call_of_the_same_sizes_compiles_nothing(

@@ -298,6 +298,9 @@ def test_what_only_an_output_reads_that_the_loss_does_not_is_left_alone(layers):
     found = converted.by_name(jax.device_get(state.params))
     unmoved = {name for name in want if np.array_equal(want[name], found[name])}
     assert unmoved == {"other.weight", "other.bias", "frozen.weight", "frozen.bias"}
+    with pytest.warns(UserWarning, match="no output that depends on"):  # a number reads nothing
+        found = converted.unread(lambda f, b: 0.0 * len(f(**b)), tb.batch(batch))
+    assert {"read.weight", "other.weight"} <= found
     with pytest.raises(ConversionError, match=r"unread has \['othre'\]"):
         tb.optimizer(adamw, converted, unread=["othre"])
 
