@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 
 import jax
@@ -111,6 +112,13 @@ def test_a_layers_input_is_what_is_saved(predicted):
     small = saved_in_a_step(step.passes, step.blueprint.shapes(), abstract_batch(shallow, ROWS))
     numbers = 2 * 4  # and its number
     assert deep - small.activations == pytest.approx((SIZE.layers - 2) * one_input, abs=numbers)
+
+
+def test_tracing_and_compiling_take_no_longer_than_the_prediction():
+    began = time.perf_counter()
+    found = fz.preflight(tiny.chain(), TX, tiny.plan(data=2), tiny.tokens(4), "cpu:2")
+    took = time.perf_counter() - began
+    assert 0 < found.trace_seconds <= took - found.compile_seconds < took
 
 
 def test_what_is_saved_along_tensor_is_among_the_temporaries():

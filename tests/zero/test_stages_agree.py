@@ -98,6 +98,19 @@ def test_stages_that_gather_ahead_are_bit_identical(case):
     np.testing.assert_allclose(ahead.trace, plain.trace, rtol=apart)
 
 
+def test_two_devices_compile_what_lies_between_as_more_do():
+    """Fenced off; one device has nothing to be alike with."""
+
+    def fences(data):
+        model, plan = tiny.chain(), tiny.plan(zero=3, data=data)
+        step = fz.train_step(model, TX, plan)
+        state = fz.abstract_state(model, TX, plan)
+        return step.lower(state, tiny.tokens(4)).as_text().count("optimization_barrier")
+
+    alone, two, four = map(fences, (1, 2, 4))
+    assert alone < two == four
+
+
 @pytest.mark.slow
 @pytest.mark.bits
 def test_gathering_in_the_forward_pass_changes_no_bit():
