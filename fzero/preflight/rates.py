@@ -185,8 +185,9 @@ def _wrong_number(name: str, where: str, value: Any) -> str | None:
     if name.endswith(("_share", "_shares")):
         right, expected = 0 < number <= 1, "a share, above 0 and at most 1"
     else:
-        right = number > 0 or (number == 0 and name in _MAY_BE_ZERO)
-        right, expected = right and math.isfinite(number), "a positive number"
+        zero = name in _MAY_BE_ZERO
+        right = math.isfinite(number) and (number > 0 or (number == 0 and zero))
+        expected = "a positive number or 0" if zero else "a positive number"
     return None if right else f"{where}={value!r}: expected {expected}"
 
 

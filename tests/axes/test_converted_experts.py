@@ -274,40 +274,39 @@ def test_the_load_balancing_loss_of_transformers_is_that_of_all_devices():
     np.testing.assert_allclose(float(found["loss"]), wanted, rtol=1e-6)
 
 
+def balanced_by(monkeypatch, load_balancing_loss_func):
+    """A module whose model file has a load balancing loss of its own, and that file."""
+    own = types.ModuleType("transformers.models.own.modeling_own")
+    own.load_balancing_loss_func = load_balancing_loss_func
+    monkeypatch.setitem(sys.modules, own.__name__, own)
+
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return own.load_balancing_loss_func(x.softmax(-1), x > 0)
+
+    return Net(), own
+
+
 def test_a_load_balancing_loss_of_another_kind_is_said(monkeypatch):
     """It stays what it is, a function of the tokens at hand."""
 
     def load_balancing_loss_func(probs, indices):
         return (probs.mean(0) * indices.float().mean(0)).sum()
 
-    own = types.ModuleType("transformers.models.own.modeling_own")
-    own.load_balancing_loss_func = load_balancing_loss_func
-    monkeypatch.setitem(sys.modules, own.__name__, own)
-
-    class Net(torch.nn.Module):
-        def forward(self, x):
-            return own.load_balancing_loss_func(x.softmax(-1), x > 0)
-
+    net, own = balanced_by(monkeypatch, load_balancing_loss_func)
     x = torch.randn(4, 3)
     with pytest.warns(UserWarning, match="modeling_own is its own, .* fz.balance_loss"):
-        converted = tb.convert(Net(), x)
+        converted = tb.convert(net, x)
     assert own.load_balancing_loss_func is load_balancing_loss_func
-    np.testing.assert_allclose(converted(x.numpy()), Net()(x).numpy(), rtol=1e-6)
+    np.testing.assert_allclose(converted(x.numpy()), net(x).numpy(), rtol=1e-6)
 
 
 def test_a_load_balancing_loss_that_is_a_mean_over_rows_is_not_warned_of(monkeypatch, recwarn):
     def load_balancing_loss_func(router_probs, expert_indices):
         return (router_probs * expert_indices.float()).sum(-1).mean()
 
-    own = types.ModuleType("transformers.models.own.modeling_own")
-    own.load_balancing_loss_func = load_balancing_loss_func
-    monkeypatch.setitem(sys.modules, own.__name__, own)
-
-    class Net(torch.nn.Module):
-        def forward(self, x):
-            return own.load_balancing_loss_func(x.softmax(-1), x > 0)
-
-    tb.convert(Net(), torch.randn(4, 3))
+    net, _ = balanced_by(monkeypatch, load_balancing_loss_func)
+    tb.convert(net, torch.randn(4, 3))
     assert not [one for one in recwarn if issubclass(one.category, tb.OwnLossWarning)]
 
 

@@ -82,6 +82,7 @@ SIDE = "expected a matmul's side in elements, such as '1024'"
         ({"flops_per_s": {"bf16": -1.0}}, "flops_per_s['bf16']=-1.0: expected a positive number"),
         ({"memory_bytes": math.inf}, "memory_bytes=inf: expected a positive number"),
         ({"launch_s": math.nan}, "launch_s=nan: expected a positive number"),
+        ({"reserve_bytes": -1}, "reserve_bytes=-1: expected a positive number or 0"),
         ({"link_share": 0.0}, f"link_share=0.0: {SHARE}"),
         ({"flops_share": 58}, f"flops_share=58: {SHARE}"),
         ({"link_share": math.inf}, f"link_share=inf: {SHARE}"),
