@@ -311,7 +311,7 @@ class StagePrograms:
 
     @cached_property
     def zeros(self) -> Any:
-        """`Z() -> sums`: room for the stage's gradients; nothing with one microbatch."""
+        """`Z() -> sums`: room for the stage's gradients, where microbatches are several."""
         pieces = {piece.layer.name: piece.num_layers for piece in self.pieces}
 
         def zero(split: Split) -> jax.Array:
@@ -321,9 +321,9 @@ class StagePrograms:
             return jnp.zeros(shape, update_dtype(split.compute))
 
         def run() -> PyTree:
-            return None if self.count == 1 else map_splits(zero, trained(self.splits))
+            return map_splits(zero, trained(self.splits))
 
-        return jit_on(self.mesh, run, None if self.count == 1 else self.grads_at)
+        return jit_on(self.mesh, run, self.grads_at)
 
     @cached_property
     def totals(self) -> Any:
