@@ -17,7 +17,7 @@ from rich.console import Console
 
 import fzero as fz
 from fzero import cli
-from torch_bridge.cli import check, devices, hosts, interrupt, outputs, progress, resume
+from torch_bridge.cli import check, devices, hosts, interrupt, models, outputs, progress, resume
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.gauge import Gauge
 from torch_bridge.cli.settings import DataSettings, TrainSettings
@@ -366,6 +366,33 @@ def test_the_second_ctrl_c_is_not_held_back() -> None:
                 signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_run_that_is_stopped_before_it_writes_leaves_nothing(
+    here: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    config_file: Path,
+    texts: list[Path],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    import signal
+
+    load = models.load
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(models, "load", interrupted)
+    out = tmp_path / "out"
+    done = here(
+        "train", "--model", f"hf:{config_file}", "--data", *texts, "--out", out, "--seq", 32,
+        "--devices", 1, "--batch", 4, "--steps", 1,
+    )  # fmt: skip
+    assert done.status == 130
+    assert not out.exists()
+    assert "Ctrl-C: stopping after this step; again: at once" in capfd.readouterr().err
 
 
 def test_figures_off_their_bounds_are_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType
 from typing import Any
@@ -21,10 +22,11 @@ class StopOnInterrupt:
 
     Attributes:
         asked: what asked, as `NAMES` has it; empty until then.
+        agreed: what asked any process, as of the last `agree`: all stop after the same step.
     """
 
     def __init__(self) -> None:
-        self.asked = ""
+        self.asked = self.agreed = ""
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopOnInterrupt:
@@ -34,17 +36,30 @@ class StopOnInterrupt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
+        self.restore()
 
     def agree(self) -> None:
-        """Over several processes: what one was asked, all were. Each calls this once a step."""
-        if watch() is not None:
-            self.asked = next(filter(None, exchange("stop", self.asked)), "")
+        """What one process was asked, all were: each calls this before the first step and after
+        every one."""
+        asked = [self.asked] if watch() is None else exchange("stop", self.asked)
+        self.agreed = next(filter(None, asked), "")
 
-    def _restore(self) -> None:
+    def leave_if_asked(self) -> None:
+        """Before anything is written: ends the command, unless other processes wait for this one.
+
+        Raises:
+            SystemExit: with the status that shells report for the signal.
+        """
+        if self.asked and watch() is None:
+            raise SystemExit(128 + next(n for n, name in NAMES.items() if name == self.asked))
+
+    def restore(self) -> None:
+        """From here on a signal interrupts at once."""
         for number, previous in self._previous.items():
             signal.signal(number, previous)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = NAMES[signal.Signals(number)]
-        self._restore()
+        # Not `print`: it may be what the signal came in between.
+        os.write(2, f"{self.asked}: stopping after this step; again: at once\n".encode())
+        self.restore()

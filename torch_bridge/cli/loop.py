@@ -186,6 +186,7 @@ def fit(
     eval_step: EvalStep,
     feed: Feed,
     recorder: Recorder,
+    stop: StopOnInterrupt,
     *,
     num_steps: int,
     batch: int,
@@ -207,37 +208,37 @@ def fit(
         recorder.validation(done, evaluate_state(eval_step, state, feed, eval_batch))
         recorder.timings.placed(state, done)
 
-    with StopOnInterrupt() as stop:
-        done = history.steps_done
-        validated = history.validation[-1][0] if history.validation else None
-        if validated is None or (eval_every and done % eval_every == 0 and validated != done):
-            validate()
-        while done < num_steps and not stop.asked:
-            state, metrics = train_step(state, feed.train(seed, done, batch))
-            done += 1
-            recorder.step(done, metrics, feed.corpus.num_tokens(seed, done - 1, batch))
-            stop.agree()
-            if done == num_steps or stop.asked:
-                break
-            validates, saves = (every and done % every == 0 for every in (eval_every, save_every))
-            if validates or saves:
-                recorder.pause()
-                if validates:
-                    validate()
-                if saves:  # after its metrics: whatever resumes from it finds them
-                    _save(save, state, done, recorder)
-                recorder.resume()
-        recorder.pause()
-        history.interrupted = bool(stop.asked) and done < num_steps
-        history.stopped_by = stop.asked
-        if history.interrupted:
-            recorder.say(
-                f"{stop.asked}: stopped after step {done}; validating, then writing what was "
-                f"reached ({stop.asked} again: end at once and write nothing)"
-            )
-            _save(save, state, done, recorder)
-        if history.validation[-1][0] != done:
-            validate()
+    done = history.steps_done
+    validated = history.validation[-1][0] if history.validation else None
+    if validated is None or (eval_every and done % eval_every == 0 and validated != done):
+        validate()
+    stop.agree()
+    while done < num_steps and not stop.agreed:
+        state, metrics = train_step(state, feed.train(seed, done, batch))
+        done += 1
+        recorder.step(done, metrics, feed.corpus.num_tokens(seed, done - 1, batch))
+        stop.agree()
+        if done == num_steps or stop.agreed:
+            break
+        validates, saves = (every and done % every == 0 for every in (eval_every, save_every))
+        if validates or saves:
+            recorder.pause()
+            if validates:
+                validate()
+            if saves:  # after its metrics: whatever resumes from it finds them
+                _save(save, state, done, recorder)
+            recorder.resume()
+    recorder.pause()
+    history.interrupted = bool(stop.agreed) and done < num_steps
+    history.stopped_by = stop.agreed
+    if history.interrupted:
+        recorder.say(
+            f"{stop.agreed}: stopped after step {done}; validating, then writing what was "
+            f"reached ({stop.agreed} again: end at once and write nothing)"
+        )
+        _save(save, state, done, recorder)
+    if history.validation[-1][0] != done:
+        validate()
     return state
 
 

@@ -20,7 +20,7 @@ from torch_bridge.cli import about, check, data, devices, hosts, models, outputs
 from torch_bridge.cli.corpus import Source
 from torch_bridge.cli.errors import CommandError
 from torch_bridge.cli.gauge import Gauge, gauge_of
-from torch_bridge.cli.interrupt import EXIT_INTERRUPTED
+from torch_bridge.cli.interrupt import EXIT_INTERRUPTED, StopOnInterrupt
 from torch_bridge.cli.loop import History, Recorder, evaluate_state, fit
 from torch_bridge.cli.models import LoadedModel
 from torch_bridge.cli.plan_file import made_by_optax
@@ -67,6 +67,11 @@ def train(settings: TrainSettings, task: Task) -> int:
     Raises:
         CommandError: something that was asked for cannot be done; nothing was trained.
     """
+    with StopOnInterrupt() as stop:
+        return _train(settings, task, stop)
+
+
+def _train(settings: TrainSettings, task: Task, stop: StopOnInterrupt) -> int:
     world = hosts.join(settings)
     if world.process_id == 0 and not settings.resume:
         outputs.check(settings.out, settings.overwrite)
@@ -85,9 +90,10 @@ def train(settings: TrainSettings, task: Task) -> int:
         state = fz.restore(saver.folder, job.model, tx, plan, number=checkpoint.number)
         history = resume.rewind(own.out, checkpoint.step, settings.eval_every)
     else:
+        state = fz.init(job.model, tx, plan, settings.seed)
+        stop.leave_if_asked()
         if world.process_id == 0:
             _begin(settings, saver.folder)
-        state = fz.init(job.model, tx, plan, settings.seed)
     with (
         display(settings.steps) as shown,
         (own.out / outputs.METRICS).open("a" if settings.resume else "w", encoding="utf-8") as sink,
@@ -108,6 +114,7 @@ def train(settings: TrainSettings, task: Task) -> int:
             fz.eval_step(job.model, plan),
             hosts.Feed(job.corpus, fz.layout(job.model, tx, plan)),
             recorder,
+            stop,
             num_steps=settings.steps,
             batch=settings.batch,
             eval_batch=_eval_batch(job),
@@ -116,6 +123,7 @@ def train(settings: TrainSettings, task: Task) -> int:
             save=saver.save,
             save_every=settings.save_every,
         )
+    stop.restore()
     _write_model(own, task, job, state, num_devices)
     summary = _summary(settings, job, state, history, num_devices)
     missed = _verify(settings, job, state, history, summary) if settings.verify else []
