@@ -150,6 +150,23 @@ def test_a_count_of_rows_must_be_told_as_that_of_values(count):
         fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
 
 
+def test_a_count_of_rows_is_seen_beside_values_that_are_no_rows():
+    def count(p: Any, x: Any, ctx: Any) -> Any:
+        return x["rows"] * x["gain"], {"seen": ctx.buffers["seen"] + x["rows"].shape[0]}
+
+    model = fz.Sequential(
+        [
+            fz.Layer("in", _weights, lambda p, x, ctx: {
+                "rows": x["x"] @ p["w"], "gain": jnp.float32(2)}),
+            fz.Layer("count", lambda key: ({}, {"seen": jnp.int32(0)}), count, stateful=True),
+        ],
+        loss=lambda x, batch: jnp.mean(x),
+    )  # fmt: skip
+    plan = tiny.plan(zero=0, data=2)
+    with pytest.raises(fz.StateError, match=r"buffers/count/seen \(int32\) changes .*'sum'"):
+        fz.train_step(model, TX, plan)(fz.init(model, TX, plan), BATCH)
+
+
 def test_what_takes_one_number_of_rows_or_counts_none_is_not_asked():
     """The reshape fails for any other number of rows."""
     plan = tiny.plan(zero=0, data=2)

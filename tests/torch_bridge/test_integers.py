@@ -80,6 +80,7 @@ WRITES = {
     "index_add": lambda x, i: x.index_add(0, i, ONES),
     "index_add of columns": lambda x, i: x.index_add(1, i, ONES.T[:, :2].expand(3, 2)),
     "index_copy": lambda x, i: x.index_copy(0, i, ONES),
+    "index_copy of columns": lambda x, i: x.index_copy(1, i, ONES.T),
     "index_fill": lambda x, i: x.index_fill(1, i, 3.0),
     "index_put": lambda x, i: x.index_put((i,), FIVE),
     "index_put of pairs": lambda x, i: x.index_put((i, i), FIVE, accumulate=True),

@@ -45,6 +45,7 @@ WHOLE = {
     "prod": lambda x: (x.abs() % 70000).prod(1),
     "matmul": lambda x: (x % 100003) @ x.T,
     "compare": lambda x: x * 4 > 2**33,
+    "compare far": lambda x: (x < 2**40) & (x.clamp(max=2**40) == x),
     "where": lambda x: torch.where(x * 2 > x, x * 2, x),
     "mean": lambda x: (x * 3).float().mean(1),
     "float": lambda x: (x * 1000003).float() * 0.5,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import format_cases as cases
 import pytest
+import safetensors.torch
 import torch
 from typer.testing import CliRunner
 
@@ -125,3 +127,7 @@ def test_numbers_that_float16_does_not_hold_are_refused(tmp_path: Path) -> None:
     )
     assert [path.name for path in tmp_path.iterdir()] == ["m.pt"]
     assert CliRunner().invoke(convert.app, [*args, "bf16"]).exit_code == 0
+    held = {"w": torch.tensor([math.inf, 2.0])}
+    torch.save(held, tmp_path / "m.pt")
+    assert CliRunner().invoke(convert.app, [*args, "fp16"]).exit_code == 0
+    assert torch.equal(safetensors.torch.load_file(args[1])["w"], held["w"].half())
