@@ -190,7 +190,7 @@ def test_what_was_not_finite_is_no_number(tmp_path):
     assert np.isnan(last)
 
 
-@pytest.mark.parametrize("make", ["nothing", "a file", "another directory", "a bad line"])
+@pytest.mark.parametrize("make", ["nothing", "a file", "another directory", "a bad line", "a list"])
 def test_what_is_no_run_is_refused_by_name(tmp_path, capsys, make):
     path = tmp_path / "what"
     expected = "no such directory"
@@ -205,6 +205,10 @@ def test_what_is_no_run_is_refused_by_name(tmp_path, capsys, make):
         write_run(path)
         (path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"lo\n')
         expected = "metrics.jsonl, line 2: expected a JSON object with a step"
+    elif make == "a list":
+        write_run(path)
+        (path / "about.json").write_text("[1]")
+        expected = "about.json: expected a JSON object, got list"
     status, _, error = report(capsys, path)
     assert status == 2
     assert expected in error

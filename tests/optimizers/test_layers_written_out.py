@@ -83,6 +83,20 @@ def test_refusals_name_the_leaf_and_the_operation(name, match):
         fz.init(stacked(), BY_LEAF[name](), plan(data=1))
 
 
+def test_a_product_of_a_stack_with_its_transpose_is_no_sum_over_layers():
+    """Three layers of three numbers: as a matrix, element (i, j) meets element (j, i)."""
+
+    def by_trace(updates, params):
+        leaves = jax.tree.leaves(updates)
+        total = sum(jnp.einsum("ij,ji->", x, x) if x.ndim == 2 else jnp.vdot(x, x) for x in leaves)
+        return jax.tree.map(lambda x: x * total, updates)
+
+    block = fz.Stack("blocks", 3, lambda key: jnp.ones(3), lambda p, x, ctx: x * p)
+    model = fz.Sequential([block], loss=lambda x, batch: jnp.mean(x))
+    with pytest.raises(fz.PlanError, match="otherwise than the same layers written out"):
+        fz.train_step(model, optax.stateless(by_trace), plan(data=1))
+
+
 def test_what_is_refused_would_be_wrong():
     wrong, _ = trained(fz.as_stacked(BY_LEAF["lamb"]()), plan(zero=3))
     right = by_hand("lamb")

@@ -25,6 +25,8 @@ def test_equality_hash_and_counts():
     assert (one.num_ranks, one.num_stages, one.num_microbatches) == (4, 8, 8)
     assert one.stage_to_rank == {0: 0, 1: 1, 2: 2, 3: 3, 4: 3, 5: 2, 6: 1, 7: 0}
     assert one.num_chunks == 2
+    uneven = Schedule([[Action("F", 0, 0), Action("F", 2, 0)], [Action("F", 1, 0)]])
+    assert uneven.num_chunks == 2
 
 
 def test_idle_cells_count_for_equality_but_not_for_order():
