@@ -130,12 +130,12 @@ def test_a_directory_s_name_is_no_url(states, tmp_path):
     """`%41` is not an A, and nothing ends at a question mark."""
     plan, found = PLANS["zero 3"], []
     for number, name in enumerate(("A?#", "%41?#")):
-        params = jax.tree.map(lambda x, n=number: x + n, states("zero 3").params)
+        params = jax.tree.map(lambda x, n=number: x * 2**n, states("zero 3").params)
         fz.save(tmp_path / name, states("zero 3").replace(params=params), plan, asynchronous=False)
     for name in ("A?#", "%41?#"):
         found.append(tiny.host(fz.logical(MODEL, fz.restore(tmp_path / name, MODEL, TX, plan))))
     for path, leaf in found[0].items():
-        np.testing.assert_array_equal(found[1][path], leaf + 1)
+        np.testing.assert_array_equal(found[1][path], leaf * 2)
 
 
 def test_parameters_alone(states, tmp_path):
@@ -365,3 +365,30 @@ def test_a_leaf_in_slabs_along_a_later_dim_is_written_whole(tmp_path):
     want = np.array(x)
     leaf = park(x, Parking("host", (1, 2)), str(tmp_path))
     np.testing.assert_array_equal(_readable(leaf, "x"), want)
+
+
+@pytest.mark.parametrize("given", [{"zero": 0}, {"ema": None}, {"min_shard_bytes": 2**14}])
+def test_a_state_that_was_saved_with_another_plan_is_restored_as_it_was_kept(given, tmp_path):
+    plan = tiny.plan(zero=3, data=4, ema=0.5)
+    state = fz.init(MODEL, TX, plan, devices=jax.devices()[:4])
+    fz.save(tmp_path, state, plan.replace(**given))
+    tiny.same_bits(fz.restore(tmp_path, MODEL, TX, plan, devices=jax.devices()[:4]), state)
+
+
+@pytest.mark.parametrize("num", [2, 4])
+def test_the_layers_of_a_checkpoint_of_a_pipeline_are_counted(num, tmp_path):
+    plan = tiny.plan(zero=1, pipe=2, data=1, microbatches=2)  # 3 layers in 4 rows
+    fz.save(tmp_path, fz.init(MODEL, None, plan, devices=jax.devices()[:2]), plan)
+    message = re.escape(f"blocks/b: expected float32[{num}, 16], the checkpoint has float32[3, 16]")
+    with pytest.raises(fz.CheckpointError, match=message):
+        fz.restore(tmp_path, tiny.chain(num), None, fz.Plan(data=1), devices=jax.devices()[:1])
+
+
+def test_rows_that_only_a_larger_model_has_are_named_where_they_are_left_out(tmp_path):
+    def model(rows):  # 26 and 28 rows lie in 28 on four devices
+        return fz.Model(({"w": jnp.ones((rows, 3))}, {}), lambda *_: None)
+
+    plan, devices = tiny.plan(zero=3, data=4), jax.devices()[:4]
+    fz.save(tmp_path, fz.init(model(28), None, plan, devices=devices), plan)
+    with pytest.warns(UserWarning, match=r"params/w: expected float32\[26, 3\].* \[28, 3\]"):
+        fz.restore(tmp_path, model(26), None, plan, devices=devices)

@@ -144,6 +144,28 @@ def test_a_seed_is_the_key_made_from_it():
     assert not np.array_equal(other.params["w"], state.params["w"])
 
 
+@pytest.mark.parametrize(
+    ("num", "shape", "message"),
+    [
+        (2, (13, 27), r"blocks/w: expected \[2, 4\].* got \[3, 4\]"),
+        (4, (13, 27), r"blocks/w: expected \[4, 4\].* got \[3, 4\]"),
+        (3, (27, 13), r"odd: expected \[27, 13\].* got \[13, 32\]"),
+        (3, None, r"expected parameters \[\], got \['odd'\]"),
+    ],
+)
+def test_logical_refuses_a_state_of_another_model(num, shape, message):
+    """Fewer layers, say, which are no others' padding."""
+
+    def model(num, shape):
+        odd = {} if shape is None else {"odd": jnp.ones(shape)}
+        return fz.Model(({"blocks": {"w": jnp.ones((num, 4))}, **odd}, {}), lambda *_: None)
+
+    plan = fz.Plan(zero=3, min_shard_bytes=100)
+    state = fz.init(model(3, (13, 27)), None, plan)
+    with pytest.raises(fz.StateError, match=message):
+        fz.logical(model(num, shape), state, plan)
+
+
 def test_padding_is_zeros_at_the_end_and_logical_takes_it_off():
     state = made("z3")
     assert state.params["odd"].shape == (13, 32)

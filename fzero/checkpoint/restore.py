@@ -29,7 +29,7 @@ from fzero.processes import from_host
 from fzero.sharding.blueprint import Blueprint, blueprint, planned
 from fzero.sharding.buckets import OWNED
 from fzero.sharding.lazy import Index, LazyArray
-from fzero.sharding.relayout import Kept, copy_leaf, relayout
+from fzero.sharding.relayout import Kept, copy_leaf, filled_up, relayout
 from fzero.sharding.split import flat_splits, map_splits, stored_shapes, trained, update_dtype
 from fzero.state import compute_copy
 from fzero.state.fingerprint import compare
@@ -243,7 +243,7 @@ class _StoredState:
         # Earlier states were shared out over the data axis alone.
         sizes = zero_sizes(meta.get("zero") or {DATA: meta["data"]})
         # Of an earlier version it is not known in which rows layers lie: in those of its plan.
-        old = planned(new.model, new.tx, self.about.plan, sizes, meta.get("rows"))
+        old = planned(new.model, new.tx, self._plan(), sizes, meta.get("rows"))
         sums = stored_shapes(
             trained(new.params), new.sharding, True, lambda s: update_dtype(s.compute)
         )
@@ -261,8 +261,9 @@ class _StoredState:
                 paths = [split.path for split in flat_splits(new.splits(name))]
             trees = old.kept(name), new.kept(name), shapes[name]
             kept = map(jax.tree.leaves, trees)
-            for path, *want in zip(paths, *kept, strict=True):
-                found[_at(prefix, path)] = (want[0], want[1], want[2])
+            for path, was, *want in zip(paths, *kept, strict=True):
+                full = _at(prefix, path)
+                found[full] = (self._as_written(full, was), want[0], want[1])
         if "grads" in names:
             for name in ("total", "count", "calls"):
                 # A loss's sums have its own dtype: float64, say, where 64 bits are enabled.
@@ -270,6 +271,22 @@ class _StoredState:
                 to = new.replicated(jax.ShapeDtypeStruct((), dtype))
                 found[f"grads/{name}"] = Kept.whole(()), Kept.whole(()), to
         return found
+
+    def _plan(self) -> Plan:
+        """The plan that the state was saved with, with averages where it has some."""
+        plan, ema = self.about.plan, self.blue.plan.ema
+        has = any(path.startswith("ema/") for path in self.numbers)
+        return plan.replace(ema=ema) if has and ema and not plan.ema else plan
+
+    def _as_written(self, path: str, kept: Kept) -> Kept:
+        """How a leaf was kept: with the padding of its own parts, whatever plan `save` was given.
+
+        Which parts, earlier versions did not write: those of the plan.
+        """
+        if "ways" not in self.meta:
+            return kept
+        parts = self.meta["ways"].get(path, (1,) * len(kept.shape))
+        return dataclasses.replace(kept, stored=filled_up(kept.shape, parts))
 
     def _takes(self, path: str) -> bool:
         """Whether a leaf is taken out of the checkpoint."""
@@ -303,7 +320,7 @@ class _StoredState:
             if path.startswith("params/") or owner_of(path, frozen) is None
         }  # fmt: skip
         problems = [f"{path}: in the checkpoint only" for path in sorted(extra)]
-        for path, (old, _, to) in self.want.items():
+        for path, (old, now, to) in self.want.items():
             found = self.about.leaves.get(path)
             if found is None:
                 problems.append(f"{path}: not in the checkpoint")
@@ -311,6 +328,11 @@ class _StoredState:
                 problems.append(
                     f"{path}: expected {to.dtype}{list(old.stored)}, the checkpoint has"
                     f" {found[1]}{list(found[0])}"
+                )
+            elif old.logical != now.logical:  # layers of a stack, which a pipeline fills up
+                problems.append(
+                    f"{path}: expected {to.dtype}{list(now.logical)}, the checkpoint has"
+                    f" {found[1]}{list(old.logical)}"
                 )
         if problems:
             shown = "\n  ".join(problems[:8])
@@ -385,7 +407,15 @@ class _StoredState:
             return copy_leaf(np.zeros(to.shape, to.dtype), to)
         number = self.numbers[path]
         try:
-            return relayout(self._file(number, shape, dtype), old, new, to)
+            file = self._file(number, shape, dtype)
+            if any(np.any(file.read(index) != 0) for index in old.padding):
+                warn(
+                    f"restore: {path}: expected {dtype}{list(old.shape)}, filled up with zeros;"
+                    f" checkpoint {self.about.number} in {self.about.path} has {list(shape)} with"
+                    " other values at the end, which are left out: those of a larger model, or"
+                    " written there by hand"
+                )
+            return relayout(file, old, new, to)
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"restore: {path} of checkpoint {self.about.number} in {self.about.path} cannot be"

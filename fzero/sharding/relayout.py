@@ -9,7 +9,7 @@ what was there.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from fzero.axes import PIPE
 from fzero.compat import is_key
 from fzero.processes import in_turn
 from fzero.sharding.lazy import Index, LazyArray
@@ -71,6 +72,14 @@ class Kept:
             return self.shape
         return (sum(row >= 0 for row in self.rows), *self.shape[1:])
 
+    @property
+    def padding(self) -> list[Index]:
+        """Where there are zeros behind its own shape."""
+        return [
+            tuple(slice(n, m) if d == dim else slice(0, k) for d, k in enumerate(self.stored))
+            for dim, (n, m) in enumerate(zip(self.shape, self.stored, strict=True)) if n < m
+        ]  # fmt: skip
+
     def alike(self, other: Kept) -> bool:
         """Whether both keep one array."""
         return self.stored == other.stored and self.rows == other.rows
@@ -79,6 +88,21 @@ class Kept:
 def _rows(home: Home | None) -> tuple[int, ...]:
     rows = () if home is None else home.rows
     return () if rows == tuple(range(len(rows))) else rows
+
+
+def parts_of(leaf: Any) -> tuple[int, ...]:
+    """How many parts, that padding makes equal, each dim of a kept leaf is cut into."""
+    part = leaf.sharding.shard_shape(tuple(leaf.shape))
+    parts = tuple(n // m if m else 1 for n, m in zip(leaf.shape, part, strict=True))
+    # In a pipeline dim 0 is layers in the rows of ranks, of which `Kept.rows` tells.
+    return (1, *parts[1:]) if PIPE in getattr(leaf.sharding, "spec", ()) else parts
+
+
+def filled_up(shape: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
+    """A shape with the padding of equal parts; itself if it has another number of dims."""
+    if len(shape) != len(parts):
+        return shape
+    return tuple(-(-n // of) * of for n, of in zip(shape, parts, strict=True))
 
 
 def relayout(source: Any, old: Kept, new: Kept, to: Any) -> jax.Array:

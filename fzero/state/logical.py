@@ -13,7 +13,7 @@ from fzero.model import Model
 from fzero.plan import Plan
 from fzero.sharding.blueprint import Blueprint, initial_shapes
 from fzero.sharding.homes import cut_into_stages
-from fzero.sharding.relayout import Kept, relayout
+from fzero.sharding.relayout import Kept, filled_up, parts_of, relayout
 from fzero.sharding.split import Split, map_splits
 from fzero.state.require import require_alive, wrong_rows
 from fzero.state.train_state import TrainState
@@ -53,13 +53,14 @@ def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree
 
     Raises:
         StateConsumedError: the state was given to a step.
-        StateError: the state is a pipeline's and no plan, or another one, was given; or a leaf was
-            put in by hand, padded, and lies elsewhere.
+        StateError: the state is one of another model; or a pipeline's and no plan, or another one,
+            was given; or a leaf was put in by hand, padded, and lies elsewhere.
     """
     state = settled(state)
     require_alive(state, "logical")
     require_on_device(named_leaves({"params": state.params}), "logical")
     shapes, _ = initial_shapes(model)
+    _require_leaves(state.params, shapes)
     homes = None
     if plan is not None and plan.pipe > 1:
         stages = cut_into_stages(model, plan)
@@ -86,6 +87,7 @@ def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree
             return leaf
         spec = PartitionSpec(None, *leaf.sharding.spec[1:]) if home and home.rows else None
         shape = (len(home.rows), *to.shape[1:]) if home and home.rows else to.shape
+        _require_shape(path_name(path), leaf, shape)
         if leaf.shape == to.shape and spec is None:
             return leaf
         if leaf.shape != shape:
@@ -96,3 +98,22 @@ def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree
         return relayout(leaf, old, Kept.whole(to.shape), there)
 
     return jax.tree_util.tree_map_with_path(own, state.params, shapes)
+
+
+def _require_leaves(params: PyTree, shapes: PyTree) -> None:
+    """Raises `StateError` if parameters have other names than a model's."""
+    have, want = ([path for path, _ in named_leaves(tree)] for tree in (params, shapes))
+    if have != want:
+        raise StateError(
+            "logical: the state is not one of this model: expected parameters"
+            f" {sorted({*want} - {*have})[:8]}, got {sorted({*have} - {*want})[:8]}"
+        )
+
+
+def _require_shape(path: str, leaf: Any, shape: tuple[int, ...]) -> None:
+    """Raises `StateError` if a kept leaf is not of this shape, filled up or not."""
+    if leaf.shape not in (shape, filled_up(shape, parts_of(leaf))):
+        raise StateError(
+            f"logical: the state is not one of this model: {path}: expected {list(shape)}, or that"
+            f" filled up with zeros, got {list(leaf.shape)}"
+        )
