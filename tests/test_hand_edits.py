@@ -1,5 +1,8 @@
 """Leaves that a user put into a state by hand: what does not fit is refused by name."""
 
+import copy
+import pickle
+
 import jax
 import numpy as np
 import optax
@@ -67,3 +70,28 @@ def test_what_the_message_advises_works(given):
         state.replace(params=jax.tree.map(lambda x: x / 2, state.params)), tiny.points()
     )
     tiny.same_bits(again.params, twice.params)
+
+
+def test_a_state_that_was_pickled_is_told_the_way_back(given):
+    """JAX's pickled arrays come back whole, on one device."""
+    state, step = given
+    alone = pickle.loads(pickle.dumps(state))
+    with pytest.raises(fz.StateError, match=r"pickled: jax.device_put\(state, fz.layout"):
+        step(alone, tiny.points())
+    with pytest.raises(fz.StateError, match=r"replan: the state lies on 1 devices.*fz.layout"):
+        fz.replan(alone, MODEL, TX, PLAN, PLAN, devices=DEVICES)
+    back = jax.device_put(alone, fz.layout(MODEL, TX, PLAN, devices=DEVICES).shardings)
+    tiny.same_bits(step(back, tiny.points())[0], step(state, tiny.points())[0])
+
+
+@pytest.mark.parametrize("where", ["in pieces", "on its way"])
+def test_a_parked_leaf_is_deeply_copied_and_not_pickled(where, tmp_path):
+    plan = PLAN.replace(tiers={"opt_state": "host"} if where == "in pieces" else {})
+    plan = plan.replace(stream_bytes=200)
+    state, other = (fz.init(MODEL, TX, plan, devices=DEVICES, rng=rng) for rng in (3, 3))
+    if where == "on its way":
+        state = fz.offload(state, "opt_state", to="disk", path=tmp_path, non_blocking=True)
+    with pytest.raises(fz.PlacementError, match=r"float32.*cannot be pickled.*fz.reload"):
+        pickle.dumps(state.opt_state[0].mu["w"])
+    again = fz.reload(copy.deepcopy(state))
+    tiny.same_bits(again.opt_state, fz.reload(other).opt_state)

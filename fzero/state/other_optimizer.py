@@ -19,7 +19,7 @@ from fzero.sharding.split import trained, with_frozen
 from fzero.state.compute_copy import settled_state
 from fzero.state.init import compiled_fields, new_opt_state, parked_field, parked_opt_state
 from fzero.state.logical import logical_view, store
-from fzero.state.replan import devices_of_state
+from fzero.state.replan import blueprint_of_state, devices_of_state
 from fzero.state.require import require_alive, require_fits
 from fzero.state.train_state import TrainState
 from fzero.tree import PyTree, shapes_of
@@ -163,6 +163,6 @@ def _known(
     """A state that is alive and fits, and its blueprint."""
     state = settled_state(state)
     require_alive(state, operation)
-    blue = blueprint(model, tx, plan, devices_of_state(state))
+    blue = blueprint_of_state(state, model, tx, plan, operation)
     require_fits(state, blue, operation, ())
     return state, blue

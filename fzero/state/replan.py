@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from fzero.errors import StateError
+from fzero.errors import PlanError, StateError
 from fzero.loss_scaling import initial_loss_scale
 from fzero.model import Model
 from fzero.offload.park import is_parked_so, park, unpark
 from fzero.plan import Plan
-from fzero.sharding.blueprint import Blueprint, blueprint
+from fzero.sharding.blueprint import Blueprint, blueprint, require_in_order
 from fzero.sharding.buckets import Parking
 from fzero.sharding.relayout import Kept, place, relayout
 from fzero.sharding.split import Split, map_splits, trained
@@ -61,7 +61,7 @@ def replan(
     """
     state = compute_copy.settled_state(state)
     require_alive(state, "replan")
-    old = blueprint(model, tx, old_plan, devices_of_state(state))
+    old = blueprint_of_state(state, model, tx, old_plan, "replan")
     new = blueprint(model, tx, new_plan, devices)
     require_fits(state, old, "replan", reads=())
     if state.grads is not None:
@@ -170,6 +170,27 @@ def _replanned_compute(
             compute_copy.pair(params, moved)
             return moved
     return compute_of(new, params)
+
+
+def blueprint_of_state(
+    state: TrainState, model: Model, tx: Any, plan: Plan, operation: str
+) -> Blueprint:
+    """The layout of a state's plan on the devices where the state is.
+
+    Raises:
+        StateError: the plan wants other numbers of devices.
+    """
+    devices = devices_of_state(state)
+    require_in_order(model, plan)
+    try:
+        plan.sizes(len(devices))
+    except PlanError as error:
+        raise StateError(
+            f"{operation}: the state lies on {len(devices)} devices, and is none of {plan!r}: pass"
+            " the plan that it was made or last replanned with. One that was pickled comes back on"
+            " one device: jax.device_put(state, fz.layout(model, tx, plan).shardings)"
+        ) from error
+    return blueprint(model, tx, plan, devices)
 
 
 def devices_of_state(state: TrainState) -> list[Any]:

@@ -131,7 +131,8 @@ def require_fits(
             f"{operation}: the state is not one of this model, optimizer and plan:\n  {shown}{more}"
             "\nMake it with fz.init(model, tx, plan), or bring it over with"
             " fz.replan(state, model, tx, old_plan, new_plan). A leaf put in by hand goes where the"
-            " old one is: jax.device_put(new, old.sharding)"
+            " old one is: jax.device_put(new, old.sharding); all of a state, such as one that was"
+            " pickled: jax.device_put(state, fz.layout(model, tx, plan).shardings)"
         )
     # What the plan parks may be anywhere: it visits the device in any case.
     fields = [

@@ -11,13 +11,13 @@ from fzero.errors import PlanError, StateError
 from fzero.model import Model
 from fzero.offload.park import unpark
 from fzero.plan import Plan
-from fzero.sharding.blueprint import Blueprint, blueprint
+from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.relayout import Kept
 from fzero.sharding.split import Split, flat_splits, map_splits, trained, with_frozen
 from fzero.state.compute_copy import settled_state
 from fzero.state.init import compute_of
 from fzero.state.logical import logical_view
-from fzero.state.replan import devices_of_state, relaid
+from fzero.state.replan import blueprint_of_state, relaid
 from fzero.state.require import require_alive
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import require_on_device
@@ -55,7 +55,7 @@ def averaged(state: TrainState, model: Model, plan: Plan) -> TrainState:
     """
     state = settled_state(state)
     require_alive(state, "averaged")
-    blue = blueprint(model, None, plan, devices_of_state(state))
+    blue = blueprint_of_state(state, model, None, plan, "averaged")
     require_known("ema", blue, "averaged")
     if state.ema is None:
         raise StateError("averaged: the state has no averages (state.ema), which its plan says")

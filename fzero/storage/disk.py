@@ -108,6 +108,15 @@ class Handle:
     __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __float__ = __int__ = _computed
     astype = copy = reshape = _computed
 
+    def __copy__(self) -> Any:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise PlacementError(
+            f"a leaf {_typed(self.shape, self.dtype)} is on disk, in pieces or on its way: a handle"
+            " cannot be pickled. Reload the state first (fz.reload), or save a checkpoint."
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class DiskArray(Handle):
@@ -166,9 +175,6 @@ class DiskArray(Handle):
         )
 
     __array__ = _used
-
-    def __copy__(self) -> DiskArray:
-        return self
 
     def __deepcopy__(self, _: Any) -> DiskArray:
         return self

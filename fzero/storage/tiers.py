@@ -11,6 +11,7 @@ structure wherever its leaves are. They have the shape, dtype and (device) shard
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -63,6 +64,9 @@ class Slabs(Handle):
         """Releases all slabs."""
         for slab in self.slabs:
             slab.delete()
+
+    def __deepcopy__(self, memo: Any) -> Slabs:
+        return dataclasses.replace(self, slabs=copy.deepcopy(self.slabs, memo))
 
 
 class Transfer:
@@ -135,6 +139,9 @@ class Arriving(Handle):
             PlacementError: it could not be moved; `fz.reload` brings back where it came from.
         """
         return self.transfer.settled()[self.index]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self.settled(), memo)
 
 
 Leaf = Any  # jax.Array | DiskArray | Slabs | Arriving
