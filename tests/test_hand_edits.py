@@ -95,3 +95,12 @@ def test_a_parked_leaf_is_deeply_copied_and_not_pickled(where, tmp_path):
         pickle.dumps(state.opt_state[0].mu["w"])
     again = fz.reload(copy.deepcopy(state))
     tiny.same_bits(again.opt_state, fz.reload(other).opt_state)
+
+
+def test_a_copy_of_what_is_on_disk_says_that_it_was_consumed_with_the_other(tmp_path):
+    plan = PLAN.replace(tiers={"opt_state": "disk"}, disk_path=str(tmp_path))
+    state = fz.init(MODEL, TX, plan, devices=DEVICES)
+    copied = copy.deepcopy(state)
+    fz.train_step(MODEL, TX, plan, devices=DEVICES)(state, tiny.points())
+    with pytest.raises(fz.StateConsumedError, match="a copy of what is on disk"):
+        fz.reload(copied)

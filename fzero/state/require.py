@@ -30,7 +30,8 @@ def consumed_by(state: TrainState) -> str | None:
             # Steps keep the step count and the key, so a consumed state still knows.
             return (
                 f"step {int(state.step) + 1} (train_step or accumulate_step), taken with it or with"
-                " a state that shares its arrays (by fz.replan or replace)"
+                " a state that shares its arrays (by fz.replan, replace or a copy of what is on"
+                " disk)"
             )
     return None
 
