@@ -63,7 +63,8 @@ def restore(
     Values are bit-identical. Everything in the checkpoint must fit the model and the optimizer,
     leaf by leaf, in path, shape and dtype; what shall not is named in `fields` or `fresh`. A host
     holds at most the shards of one leaf at a time. What 8-bit reductions of fzero 0.1 still owed
-    (`state.error`) is left out, with a `UserWarning`.
+    (`state.error`) is left out, with a `UserWarning`; so are values that a leaf has where this
+    model's is only filled up.
 
     Args:
         path: what `save` was given.
