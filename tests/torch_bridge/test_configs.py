@@ -124,6 +124,14 @@ def test_what_has_no_counterpart_is_refused_by_its_key(config, words):
         tb.from_deepspeed(config)
 
 
+def test_names_of_older_files_park_parameters_and_moments_on_the_host():
+    def found(**old):
+        return tb.from_deepspeed({"zero_optimization": {"stage": 3, **old}}).plan
+
+    assert found(cpu_offload_param=True) == fz.Plan(zero=3, tiers={"params": "host"})
+    assert found(cpu_offload=True) == fz.Plan(zero=3, tiers={"opt_state": "host"})
+
+
 def test_batch_sizes_that_do_not_agree():
     config = {"train_batch_size": 60, "train_micro_batch_size_per_gpu": 4,
               "gradient_accumulation_steps": 2}  # fmt: skip

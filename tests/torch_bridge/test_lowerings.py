@@ -47,7 +47,8 @@ CHOSEN = {
     torch.float32: """
 _upsample_bilinear2d_aa:3 aminmax:3,4 argmax:2 argmin:2 cholesky_inverse:5 cummin:2 cumsum:2,3
 diagonal_scatter:5 div.trunc_rounding:5 fft.ifft:4 fft.ifftshift:1 fft.rfftn:0 fmax:0 fmin:0
-frexp:1 gather:4,5 histc:4,5 index_copy:0,1 ldexp:3 linalg.eigvals:5 linalg.eigvalsh:4
+frexp:1 gather:4,5 histc:4,5 index_copy:0,1,2 index_select:0,2 ldexp:3 linalg.eigvals:5
+linalg.eigvalsh:4
 linalg.lu_factor_ex:2 linalg.lu_solve:3 linalg.pinv:2 linalg.solve_ex:0 linalg.svd:2 masked.prod:5
 masked.sum:4 masked_scatter:3 median:2 min.reduction_with_dim:3 mode:4 mvlgamma.mvlgamma_p_3:5
 nanmedian:2 native_group_norm:12 native_layer_norm:3 nn.functional.bilinear:5
@@ -57,12 +58,14 @@ nn.functional.interpolate.nearest-exact:4 nn.functional.max_unpool2d:5
 nn.functional.multilabel_margin_loss:0 nn.functional.pixel_shuffle:1 nonzero_static:5 norm.inf:0,3
 ormqr:5,12 scatter:21 scatter_add:6 scatter_reduce.sum:18 slice:0 slice_scatter:3
 special.bessel_y1:2 special.erfcx:2 special.log_ndtr:2 special.shifted_chebyshev_polynomial_w:0
-topk:7 trace:0 triangular_solve:1 unfold:0,5
+topk:7 trace:0 transpose:4 triangular_solve:1 unfold:0,5
 """,
     torch.complex64: "cumprod:0 cumsum:0 logaddexp:2 logcumsumexp:0 lu_unpack:2 prod:1 var:0",
     torch.float16: "var:1",
     torch.uint8: "all:1 any:0 cumprod:0 prod:1",
-    torch.bool: "heaviside:0 index_add:0 put:1 scatter_reduce.amax:0 scatter_reduce.prod:0 sign:0",
+    torch.bool: """
+all:9 any:8,10 heaviside:0 index_add:0 put:1 scatter_reduce.amax:0 scatter_reduce.prod:0 sign:0
+""",
 }
 # What has no values to compare, or needs a GPU.
 WITHOUT_VALUES = ("empty", "rand", "normal", "dropout", "jiterator", "as_strided", "multinomial")

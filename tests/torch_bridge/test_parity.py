@@ -228,6 +228,16 @@ def test_another_module_is_refused(module: nn.Module) -> None:
         tb.parity(changed, converted, torch.ones(2, 3))
 
 
+def test_a_parameter_that_nothing_reads_has_no_gradient_on_either_side() -> None:
+    class Spare(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.spare = nn.Parameter(torch.ones(4))
+
+    module, x = Spare(), torch.ones(2, 3)
+    assert tb.parity(module, tb.convert(module, x), x).agrees
+
+
 def test_keyword_arguments_and_arrays_are_taken() -> None:
     class Net(nn.Module):
         def forward(self, x: torch.Tensor, *, y: torch.Tensor) -> dict[str, Any]:

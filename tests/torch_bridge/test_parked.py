@@ -33,11 +33,14 @@ def test_parked_leaves_are_refused(to, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_consumed_state_is_refused():
+def test_a_consumed_state_is_refused(tmp_path):
     converted, state = made()
     fz.offload(state, "params")
     with pytest.raises(fz.StateConsumedError, match=r"state_dict: .* consumed by offload"):
         tb.state_dict(converted, state)
+    with pytest.raises(fz.StateConsumedError, match=r"save: .* consumed by offload"):
+        tb.save(tmp_path / "model.safetensors", converted, state)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("tiers", [{}, {"opt_state": "host"}, {"opt_state": "disk"}], ids=str)
