@@ -28,7 +28,7 @@ from fzero.preflight.pipeline import (
     tied_weights,
 )
 from fzero.preflight.program import Compiled, Target
-from fzero.preflight.rates import Rates, default_rates
+from fzero.preflight.rates import Rates, rates_of
 from fzero.preflight.result import XLA_SHARE, Memory, PipelineSummary, Preflight
 from fzero.preflight.shapes import batch_bytes, model_flops, saved_in_a_step
 from fzero.preflight.topology import Topology, parse
@@ -53,9 +53,7 @@ def predicted(
 ) -> Preflight:
     """As `fzero.preflight`."""
     where = parse(topology)
-    target = Target(
-        where, where.devices(), default_rates(where) if rates is None else rates, plan.precision
-    )
+    target = Target(where, where.devices(), rates_of(where, rates), plan.precision)
     started = time.perf_counter()
     sizes = plan.sizes(where.num_devices)
     devices = target.devices[: math.prod(sizes.values())]

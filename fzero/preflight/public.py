@@ -44,7 +44,7 @@ def preflight(
         The prediction, per device and step; `str()` of it is tables, `.to_json()` a dict.
 
     Raises:
-        PreflightError: an unknown topology, or no compiler for it.
+        PreflightError: an unknown topology, no compiler for it, or rates of another kind of device.
         PlanError: the plan does not fit the devices.
         BatchError: the batch does not fit the plan.
 

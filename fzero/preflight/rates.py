@@ -148,17 +148,35 @@ class Rates:
             if wrong:
                 raise PreflightError(f"rates: {source}: {wrong}")
         kind = given.get("kind") or self.kind
-        if self.kind and kind != self.kind:
-            raise PreflightError(
-                f"rates: {source}: these are of {kind!r}, the topology is of {self.kind!r}:"
-                f" expected what `fzero calibrate` measured there; ask about {kind!r}, or leave"
-                " `kind` out of the file if they shall count all the same"
-            )
+        if self.kind:
+            _require_kind(kind, self.kind, f"rates: {source}")
         names = ", ".join(name for name in given if name != "kind")
         changes = {"source": f"{self.source}; {names} from {source}", **given, "kind": kind}
         if "flops_per_s" in given:
             changes["flops_per_s"] = self.flops_per_s | given["flops_per_s"]
         return dataclasses.replace(self, **changes)
+
+
+def rates_of(topology: Topology, given: Rates | None) -> Rates:
+    """The rates that a topology is asked about with: those given, or its own.
+
+    Raises:
+        PreflightError: those given are of another kind of device.
+    """
+    if given is None:
+        return default_rates(topology)
+    if given.kind:
+        _require_kind(given.kind, topology.kind, f"rates: {given.source}")
+    return given
+
+
+def _require_kind(kind: str, asked: str, where: str) -> None:
+    if kind != asked:
+        raise PreflightError(
+            f"{where}: these are of {kind!r}, the topology is of {asked!r}: expected what `fzero"
+            f" calibrate` measured there; ask about {kind!r}, or leave `kind` empty if they shall"
+            " count all the same"
+        )
 
 
 def _wrong(name: str, value: Any) -> str | None:

@@ -15,7 +15,7 @@ from fzero.errors import BatchError, FzeroError, PlanError, PreflightError, Sche
 from fzero.model import Model
 from fzero.plan import Plan
 from fzero.preflight.public import preflight
-from fzero.preflight.rates import Rates, default_rates
+from fzero.preflight.rates import Rates, rates_of
 from fzero.preflight.result import Preflight
 from fzero.preflight.tables import duration, size, table_of, text_of
 from fzero.preflight.topology import Topology, parse
@@ -180,7 +180,7 @@ def sweep(
     """
     where = parse(topology)
     where.devices()  # what is wrong with it is wrong with every plan
-    limits = default_rates(where) if rates is None else rates
+    limits = rates_of(where, rates)
     tried: list[Tried] = []
     for choice in _combinations(choices):
         one = _try(model_of, tx, plan, choice, batch, where, limits)

@@ -5,12 +5,15 @@ import json
 import math
 import pathlib
 
+import optax
 import pytest
 
 import fzero as fz
 from fzero.preflight import topology
 from fzero.preflight.rates import default_rates
+from fzero.preflight.sweep import sweep
 from fzero.preflight.topology import GPUS, Topology, parse
+from tests.support import tiny
 
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
@@ -111,6 +114,14 @@ def test_rates_that_were_measured_count_for_devices_of_their_kind():
     assert (found.kind, found.flops_share) == ("h200", given["flops_share"])
     with pytest.raises(fz.PreflightError, match=r"of 'h200', the topology is of 'cpu'.*calibrate"):
         default_rates(parse("cpu:8")).updated(given, "a file")
+    about = optax.sgd(0.1), tiny.plan()
+    rest = tiny.tokens(8), "cpu:8"
+    for asked in (
+        lambda: fz.preflight(tiny.chain(), *about, *rest, rates=found),
+        lambda: sweep(lambda plan: tiny.chain(), *about, {"zero": (1,)}, *rest, rates=found),
+    ):
+        with pytest.raises(fz.PreflightError, match=r"of 'h200', the topology is of 'cpu'"):
+            asked()
     del given["kind"]  # as one writes by hand
     assert default_rates(parse("h100:8")).updated(given, "a file").kind == "h100"
 
