@@ -323,9 +323,10 @@ def fit_leaves(
             found[leaf.name] = first.cast(torch.float32 if widened else leaf.dtype)
         elif strict and leaf.persistent and not leaf.counts_batches:
             problems.append(f"missing: `{leaf.name}`")
-    if tensors and not (found or problems):
-        names = f"such as `{next(iter(tensors))}`, is one of the module's, such as"
-        problems.append(f"none of its names, {names} `{next(iter(leaf_of), None)}`")
+    if leaf_of and not (found or problems):
+        names = f", such as `{next(iter(tensors))}`," if tensors else " (there are none)"
+        own = next(iter(leaf_of))
+        problems.append(f"none of its names{names} is one of the module's, such as `{own}`")
     _refuse(problems, "cast=True" if masters else "strict=False", _before(tensors, leaf_of))
     return found
 
@@ -410,6 +411,8 @@ def _misfits(leaf: Leaf, given: Mapping[str, LazyTensor], cast: bool, widened: b
         same = tensor.torch_dtype == leaf.dtype or (widened and tensor.torch_dtype == torch.float32)
         if tensor.shape != leaf.shape:
             problems.append(f"shape: `{name}` is {tensor.shape}, expected {leaf.shape}")
+        elif tensor.torch_dtype.is_complex and not leaf.dtype.is_complex:
+            problems.append(f"complex: `{name}` is no {leaf.dtype}: its imaginary part would go")
         elif not same and (leaf.dense or not cast):
             problems.append(f"dtype: `{name}` is {tensor.torch_dtype}, expected {leaf.dtype}")
     if problems:

@@ -190,6 +190,18 @@ def test_the_count_of_batches_may_be_missing_as_in_pytorch(tmp_path: Path) -> No
         tb.load_state_dict(converted, older)
 
 
+def test_a_file_of_nothing_and_imaginary_parts_are_not_taken(
+    net: Net, converted: tb.Converted, tmp_path: Path
+) -> None:
+    torch.save({}, tmp_path / "empty.pt")
+    with pytest.raises(CheckpointError, match=r"none of its names \(there are none\)"):
+        tb.restore(tmp_path / "empty.pt", converted, None, fz.Plan(data=1), strict=False)
+    turned = {**net.state_dict(), "b.bias": torch.full((4,), 1j)}
+    torch.save(turned, tmp_path / "complex.pt")
+    with pytest.raises(CheckpointError, match=r"`b.bias` is no torch.float32: its imaginary"):
+        tb.restore(tmp_path / "complex.pt", converted, None, fz.Plan(data=1), cast=True)
+
+
 def test_what_is_advised_helps(net: Net, converted: tb.Converted, tmp_path: Path) -> None:
     halves = {name: value.half() for name, value in net.state_dict().items()}
     torch.save({f"net.{name}": value for name, value in halves.items()}, tmp_path / "named.pt")

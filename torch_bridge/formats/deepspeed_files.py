@@ -18,12 +18,10 @@ from torch_bridge.module.lazy import LazyTensor, flat_piece, take
 
 STAND_INS: dict[str, type] = dict.fromkeys(
     (
-        "argparse.Namespace",
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.runtime.zero.config.ZeroStageEnum",
         "deepspeed.utils.tensor_fragment.fragment_address",
-        "torch.torch_version.TorchVersion",
     ),
     Inert,
 )

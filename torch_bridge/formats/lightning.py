@@ -23,11 +23,7 @@ _STAND_INS: dict[str, type] = {
         "callbacks.model_checkpoint.ModelCheckpoint": Inert,
         "callbacks.early_stopping.EarlyStopping": Inert,
     }.items()
-} | dict.fromkeys(
-    ("argparse.Namespace", "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath",
-     "pathlib._local.WindowsPath", "torch.torch_version.TorchVersion"),
-    Inert,
-)  # fmt: skip
+}
 _VERSION = "pytorch-lightning_version"
 # The version whose layout is written: what its loops keep is what `loops` below holds.
 _WRITTEN_VERSION = "2.0.0"

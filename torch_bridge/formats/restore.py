@@ -71,7 +71,7 @@ def restore(
             was given them, or an Adam or AdamW of torch over the module's parameters in the same
             groups. Needed only where that was not `module.parameters()` in one group.
         prefix: what the names in the checkpoint begin with in addition ("model." for a module that
-            was an attribute of a LightningModule); others are left out. What `torch.compile` and
+            was an attribute of a LightningModule; so does "model"); others are left out. What `torch.compile` and
             `DistributedDataParallel` put before names is found without it.
         strict: refuse missing and unexpected names. What is missing keeps its initial value else.
         cast: accept other dtypes of the weights, and convert them as they are read. Float32 values
@@ -109,7 +109,10 @@ def restore(
         where, leaves = str(path), fit_adapter(converted, path)
     else:
         found = checkpoint(path, key)
-        where, tensors = found.path, _without_prefix(found.by_name(), prefix, found.path)
+        tensors, where = found.by_name(), found.path
+        if prefix and any(name.startswith(f"{prefix}.") for name in tensors):
+            prefix += "."
+        tensors = _without_prefix(tensors, prefix, where)
         if missing_names(converted, tensors):
             tensors = named_as_in_the_module(Path(path), tensors, converted.layout.leaf_of())
         leaves = fit_leaves(converted, tensors, strict, cast, masters=True, wide=found.is_wide)

@@ -47,21 +47,33 @@ class Inert:
         pass
 
 
+# What training scripts put beside their tensors: arguments, paths, and numpy's numbers and arrays.
+HARMLESS: dict[str, type] = dict.fromkeys(
+    ("argparse.Namespace", "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath",
+     "pathlib._local.WindowsPath", "torch.torch_version.TorchVersion", "numpy.dtype",
+     "numpy.ndarray", "numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar",
+     "numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct"),
+    Inert,
+)  # fmt: skip
+
+
 def load_plain(path: Path, stand_ins: Mapping[str, type] | None = None) -> Any:
     """What a file of `torch.save` holds: tensors, plain values and containers of them.
 
     Args:
         path: the file.
-        stand_ins: full names of classes, with what is made instead of them; others are refused.
+        stand_ins: full names of classes, with what is made instead of them, beside `HARMLESS`
+            ones; others are refused.
 
     Raises:
         CheckpointError: damaged, or it holds objects of other classes (named in the message).
     """
+    known = {**HARMLESS, **(stand_ins or {})}
     try:
         zipped = zipfile.is_zipfile(path)
         if zipped:
-            _refuse_globals(path, stand_ins or {})
-        with safe_globals([(cls, name) for name, cls in (stand_ins or {}).items()]):
+            _refuse_globals(path, known)
+        with safe_globals([(cls, name) for name, cls in known.items()]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except CheckpointError:
         raise

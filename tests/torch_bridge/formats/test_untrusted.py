@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pickle
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +32,21 @@ def test_an_error_never_advises_to_run_the_file(tmp_path: Path, zipped: bool) ->
         for advice in ("weights_only", "safe_globals", "trust"):
             assert advice not in str(error)
         error = error.__cause__
+
+
+def test_arguments_and_numpys_numbers_beside_the_weights_are_passed_over(tmp_path: Path) -> None:
+    beside = {"args": argparse.Namespace(out=tmp_path), "best": np.float64(0.5), "all": np.ones(3)}
+    for zipped in (True, False):
+        torch.save(
+            {"model": {"w": torch.ones(2)}, **beside},
+            tmp_path / "m.pt",
+            _use_new_zipfile_serialization=zipped,
+        )
+        found = tb.checkpoint(tmp_path / "m.pt", "model")
+        assert list(found.tensors) == ["w"]
+    torch.save({"w": np.ones(2)}, tmp_path / "numpy.pt")
+    with pytest.raises(CheckpointError, match="expected only tensors by name"):
+        tb.checkpoint(tmp_path / "numpy.pt")
 
 
 def test_an_index_of_absurd_size_is_not_read(tmp_path: Path) -> None:
