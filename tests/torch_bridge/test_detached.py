@@ -83,6 +83,14 @@ def what_a_region_computes(net: Any, x: torch.Tensor) -> torch.Tensor:
     return y * z * w.view_as(y)
 
 
+def what_a_region_makes(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """A new tensor of a free size (a mask, a padding, a queue of solutions)."""
+    with torch.no_grad():
+        z, w = torch.ones(len(x), 4), torch.full((x.shape[0],), 2.0)
+        z[:, 1] = x[:, 0]
+    return net.part(x) * z + w[:, None]
+
+
 def a_region_in_a_region(net: Any, x: torch.Tensor) -> torch.Tensor:
     """An operator with a graph of its own within a region."""
     y = net.part(x)
@@ -108,7 +116,7 @@ def averages_over_all_batches(net: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "run",
-    [what_an_operator_gives_back, what_a_region_computes, a_region_in_a_region,
+    [what_an_operator_gives_back, what_a_region_computes, what_a_region_makes, a_region_in_a_region,
      a_branch_in_a_region, averages_over_all_batches, weights_that_do_not_train,
      a_factor_without_gradient, a_buffer, what_only_the_detached_sees, a_value_used_before,
      what_has_no_gradient],

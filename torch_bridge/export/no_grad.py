@@ -159,6 +159,8 @@ def _returned_argument(node: torch.fx.Node) -> torch.fx.Node | None:
     # (What holds graphs of its own, a branch or a loop, returns none of its arguments.)
     if not isinstance(node.target, torch._ops.OpOverload) or _writes(node):
         return None
+    if not any(isinstance(arg.meta.get("val"), torch.Tensor) for arg in node.all_input_nodes):
+        return None  # a new tensor, of a size that may be free (`torch.zeros(len(x), 3)`)
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     with torch.no_grad():
         out = node.target(*args, **kwargs)

@@ -15,8 +15,13 @@ from torch_bridge.formats.torch_files import Inert, is_dense, lazy_tensors, load
 # Classes that Lightning and its users put beside the tensors; none of them is needed.
 _STAND_INS: dict[str, type] = {
     f"{package}.{name}": stand_in
-    for package in ("lightning", "lightning.pytorch", "lightning_fabric", "pytorch_lightning",
-                    "lightning.fabric")
+    for package in (
+        "lightning",
+        "lightning.pytorch",
+        "lightning_fabric",
+        "pytorch_lightning",
+        "lightning.fabric",
+    )
     for name, stand_in in {
         "utilities.data.AttributeDict": dict,
         "utilities.parsing.AttributeDict": dict,

@@ -71,8 +71,8 @@ def restore(
             was given them, or an Adam or AdamW of torch over the module's parameters in the same
             groups. Needed only where that was not `module.parameters()` in one group.
         prefix: what the names in the checkpoint begin with in addition ("model." for a module that
-            was an attribute of a LightningModule; so does "model"); others are left out. What `torch.compile` and
-            `DistributedDataParallel` put before names is found without it.
+            was an attribute of a LightningModule; so does "model"); others are left out. What
+            `torch.compile` and `DistributedDataParallel` put before names is found without it.
         strict: refuse missing and unexpected names. What is missing keeps its initial value else.
         cast: accept other dtypes of the weights, and convert them as they are read. Float32 values
             of a parameter of 16 bits are its master, and need none; nor do those of DeepSpeed's
