@@ -86,7 +86,7 @@ def what_a_region_computes(net: Any, x: torch.Tensor) -> torch.Tensor:
 def what_a_region_makes(net: Any, x: torch.Tensor) -> torch.Tensor:
     """A new tensor of a free size (a mask, a padding, a queue of solutions)."""
     with torch.no_grad():
-        z, w = torch.ones(len(x), 4), torch.full((x.shape[0],), 2.0)
+        z, w = torch.ones(x.shape[0], 4), torch.full((x.shape[0],), 2.0)
         z[:, 1] = x[:, 0]
     return net.part(x) * z + w[:, None]
 

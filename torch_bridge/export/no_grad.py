@@ -160,7 +160,7 @@ def _returned_argument(node: torch.fx.Node) -> torch.fx.Node | None:
     if not isinstance(node.target, torch._ops.OpOverload) or _writes(node):
         return None
     if not any(isinstance(arg.meta.get("val"), torch.Tensor) for arg in node.all_input_nodes):
-        return None  # a new tensor, of a size that may be free (`torch.zeros(len(x), 3)`)
+        return None  # a new tensor, of a size that may be free (`torch.zeros(x.shape[0], 3)`)
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     with torch.no_grad():
         out = node.target(*args, **kwargs)
