@@ -98,6 +98,7 @@ def convert(
     """
     min_layers = fewest_layers(roll)
     module = unwrapped(module)
+    refuse_untraceable(module)
     warn_of_modes(module)
     warn_of_questions(module)
     args, kwargs = example_tensors((example_args, example_kwargs))

@@ -28,8 +28,8 @@ from fzero.tree import named_leaves
 from torch_bridge.convert import convert
 from torch_bridge.converted import Converted, of_output
 from torch_bridge.dtypes import torch_dtype
-from torch_bridge.export.counts import LOSS
-from torch_bridge.export.watch import untouched
+from torch_bridge.export.counts import LOSS, moved, of_loss, reachable
+from torch_bridge.export.watch import HARMLESS, untouched
 from torch_bridge.losses import called_with_batch, module_loss
 from torch_bridge.module.names import identity, named_tensors
 from torch_bridge.module.weights import to_host, to_torch
@@ -99,7 +99,8 @@ def fit(
             they go on (`LambdaLR`) wants a loader that has a length.
         rng: seed of initial keys, and of dropout.
         on_step: called with the number of each step, from 1, and its metrics, which are device
-            values: reading one waits for the step.
+            values: reading one waits for the step. What it changes in the module or the loss does
+            not reach the compiled step; a warning says so at the end.
         trained_module: also load the trained values into the module.
         roll: as in `tb.convert`; `False` where layers of a stack have learning rates of their own.
 
@@ -123,7 +124,8 @@ def fit(
     _refuse_begun(optimizer, scheduler)
     batches = _begun(loader, epochs)
     first = _first(batches)
-    converted = _converted(module, loss, first, roll)
+    traced = module if loss == "module" else _with_loss(module, loss)
+    converted = _converted(traced, first, roll)
     model = converted.model("module")
     tx: Any = optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -135,7 +137,7 @@ def fit(
     parts = layout(model, tx, plan).batch_multiple
     if callable(loss):
         _require_mean(module, loss, called_with_batch(first), parts)
-    hyper = _hyper(optimizer)
+    hyper, began = _hyper(optimizer), None
     done = 0
     for epoch in range(epochs):
         given = None
@@ -145,6 +147,7 @@ def fit(
                 continue
             state, metrics = step(state, whole)
             done += 1
+            began = began or _told(module, traced)
             if on_step is not None:
                 on_step(done, metrics)
             if _hyper(optimizer) != hyper:
@@ -157,7 +160,25 @@ def fit(
                 f"fit: the loader gave no batch in epoch {epoch + 1} of {epochs}: it has to give"
                 " them anew for each epoch"
             )
+    if began is not None and (changed := sorted(moved(began, _told(module, traced)))):
+        warn(
+            f"fit: {', '.join(changed[:4])} changed while it ran, but the compiled step has what"
+            " there was when it began. Give what changes in each batch, or keep it in a buffer"
+        )
     return (state, load_into(given_module, state)) if trained_module else state
+
+
+def _told(module: torch.nn.Module, traced: torch.nn.Module) -> dict[str, Any]:
+    """What a module and its loss compute with besides a batch, to see whether somebody changes it.
+
+    Args:
+        module: the module as it was given.
+        traced: the same with a loss, whose attributes are a copy.
+    """
+    told = reachable(module, HARMLESS) | of_loss(traced, HARMLESS)
+    for name, tensor in named_tensors(module).items():
+        told[f"`{name}`"], told[f"`{name}.requires_grad`"] = tensor._version, tensor.requires_grad
+    return told
 
 
 def _refuse_begun(optimizer: Any, scheduler: Any) -> None:
@@ -199,9 +220,10 @@ def _first(batches: Iterator[Any]) -> Any:
         raise ConversionError("fit: the loader gave no batch")
     for path, leaf in named_leaves(batch(first)):
         if not isinstance(leaf, np.ndarray | jax.Array) or not leaf.ndim:
+            of = f"`{path}` of " if path else ""
             raise ConversionError(
-                f"fit: `{path}` of a batch is {leaf!r:.60}: expected a tensor with a row for each"
-                " example. Leave it out where batches are made (collate_fn); what is alike in all"
+                f"fit: {of}a batch is {leaf!r:.60}: expected a tensor with a row for each example."
+                " Leave it out where batches are made (collate_fn); what is alike in all"
                 " batches is set in the module"
             )
     return first
@@ -271,18 +293,16 @@ def _require_mean(
 
 
 def _made_up(leaf: Any) -> Any:
-    """Numbers from 0 to 1 for a tensor that is fake."""
+    """Numbers from 0 to 1 for a tensor that is fake, in no order: rows differ in more than size."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    made = torch.linspace(0.05, 0.95, 61).repeat(leaf.numel() // 61 + 1)[: leaf.numel()]
+    mixed = torch.linspace(0.05, 0.95, 61)[torch.arange(61) * 17 % 61]
+    made = mixed.repeat(leaf.numel() // 61 + 1)[: leaf.numel()]
     return made.reshape(leaf.shape).to(leaf.dtype)
 
 
-def _converted(
-    module: torch.nn.Module, loss: Callable[..., Any] | str, first: Any, roll: bool | int
-) -> Converted:
+def _converted(traced: torch.nn.Module, first: Any, roll: bool | int) -> Converted:
     """The module with its loss, converted with a batch."""
-    traced = module if loss == "module" else _with_loss(module, loss)
     given = called_with_batch(first)
     if isinstance(given, Mapping):
         return convert(traced, roll=roll, **given)
@@ -312,7 +332,13 @@ def _with_loss(module: torch.nn.Module, loss: Any) -> torch.nn.Module:
         return own.forward(self, *inputs)
 
     def call(self: Any, *batch: Any) -> Any:  # with the hooks of the module around its forward
-        return loss(own.__call__(self, *batch[:-1]), batch[-1])
+        value = loss(own.__call__(self, *batch[:-1]), batch[-1])
+        if isinstance(value, torch.Tensor) and value.ndim:
+            raise ConversionError(
+                f"fit: the loss has {value.ndim} dim(s): expected one number, a mean over rows"
+                ' (reduction="mean")'
+            )
+        return value
 
     made = copy.copy(module)
     held = {"forward": forward, "__call__": call, LOSS: staticmethod(loss)}

@@ -385,6 +385,12 @@ def test_modules_are_traced_within_inference_mode_but_not_made_there() -> None:
     np.testing.assert_allclose(again(X), module(X).detach(), atol=1e-6)
 
 
+def test_a_module_that_was_exported_is_refused() -> None:
+    exported = torch.export.export(nn.Linear(4, 3), (X,)).module()
+    with pytest.raises(ConversionError, match="convert the module that was exported"):
+        tb.convert(exported, X)
+
+
 def test_autocast_counts_within_a_forward_only() -> None:
     converted = tb.convert(Autocast(), X)
     assert converted.apply(converted.params, {}, X.numpy()).output.dtype == jnp.bfloat16

@@ -359,12 +359,33 @@ def test_rates_changed_on_the_way_are_refused() -> None:
         tb.fit(module, batches(), SUMMED, optimizer=optimizer, on_step=halve, plan=fz.Plan(data=1))
 
 
+def test_what_is_changed_on_the_way_is_said_and_a_loss_for_each_row_refused() -> None:
+    module = small()
+    module.tau = 1.0  # type: ignore[assignment]
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def anneal(step: int, metrics: Any) -> None:
+        module.tau = 0.5  # type: ignore[assignment]
+        module[0].requires_grad_(False)
+
+    plan = fz.Plan(data=1)
+    with pytest.warns(UserWarning, match=r"fit: `0.bias.requires_grad`.*, tau changed while"):
+        tb.fit(module, batches(), SUMMED, optimizer=sgd, on_step=anneal, plan=plan)
+    with pytest.raises(fz.ConversionError, match=r"the loss has 1 dim.*reduction=.mean"):
+        tb.fit(module, batches(), nn.CrossEntropyLoss(reduction="none"), optimizer=sgd, plan=plan)
+
+
 @pytest.mark.parametrize(
     ("loss", "labels", "said"),
     [
         (nn.CrossEntropyLoss(), torch.arange(16) % 3, False),
         (nn.CrossEntropyLoss(), torch.where(torch.arange(16) < 5, -100, 1), True),
         (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 9.0, 1.0])), torch.arange(16) // 6, True),
+        (
+            nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0])),
+            torch.arange(16) // 4 % 3,
+            True,
+        ),
         (nn.functional.cross_entropy, torch.rand(16, 3), False),
     ],
 )

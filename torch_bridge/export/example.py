@@ -50,13 +50,18 @@ def refuse_untraceable(module: torch.nn.Module) -> None:
     """Refuse what torch.export would leave things out of.
 
     Raises:
-        ConversionError: a scripted module, autocast around the conversion, or tensors of inference
-            mode.
+        ConversionError: a scripted or exported module, autocast around the conversion, or tensors
+            of inference mode.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise ConversionError(
             f"a scripted {module.original_name} has no Python that torch.export could trace;"
             " convert the module that was scripted"
+        )
+    if isinstance(module, torch.fx.GraphModule) and "train" in vars(module):
+        raise ConversionError(
+            "a module that torch.export made has one mode and no other; convert the module that was"
+            " exported"
         )
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         raise ConversionError(

@@ -31,7 +31,7 @@ _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (list, deque, set, *_DICTS)
 # Attributes that say nothing about the next call: torch.nn.Module's own, the note of transformers
 # that its hooks are there, and the lists in which torch's recurrent layers repeat their weights.
-_HARMLESS = {
+HARMLESS = {
     *vars(torch.nn.Module()),
     "_output_capturing_hooks_installed",
     "_flat_weights",
@@ -123,11 +123,11 @@ class PythonState:
             (path, name): value.copy() if type(value) in _CONTAINERS else value
             for path, m in module.named_modules()
             for name, value in m.__dict__.items()
-            if name not in _HARMLESS
+            if name not in HARMLESS
         }
         self.tensors = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         self.attributes = {key: _comparable(value) for key, value in self.values.items()}
-        self.counts = reachable(module, _HARMLESS)
+        self.counts = reachable(module, HARMLESS)
 
     def require_no_more_tensors(self, later: PythonState) -> None:
         """Raises `ConversionError` if a parameter or buffer was not there before."""
@@ -194,7 +194,7 @@ def watch_state(module: torch.nn.Module) -> Iterator[list[PythonState]]:
     finally:
         handle.remove()
         if seen:
-            seen[-1].counts |= of_loss(module, _HARMLESS)
+            seen[-1].counts |= of_loss(module, HARMLESS)
 
 
 _MISSING = object()
