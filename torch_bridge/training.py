@@ -400,6 +400,11 @@ def load_into(module: torch.nn.Module, state: Any, *, which: str = "params") -> 
     """
     if isinstance(state, TrainState):
         require_alive(state, "load_into")
+    elif not (hasattr(state, "params") and hasattr(state, "buffers")):
+        raise CheckpointError(
+            f"load_into: expected a state, got a {type(state).__name__}; for values by name there"
+            " is module.load_state_dict(tb.state_dict(converted, params))"
+        )
     state = read_from(state, which, "load_into")
     given, module = module, unwrapped(module)
     tensors = named_tensors(module)

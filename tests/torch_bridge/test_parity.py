@@ -142,7 +142,18 @@ def test_gradients_that_are_rounding_alone_are_judged_by_the_largest() -> None:
     want = {"bias": np.zeros(2), "small": np.full(2, 1e-6), "weight": np.array([1.0, -2.0])}
     got = {"bias": np.full(2, 6e-8), "small": np.full(2, 1e-6), "weight": np.array([1.0, -1.0])}
     found = _gradient_errors(got, want)
-    assert found == pytest.approx({"bias": 1e-5, "small": 0.0, "weight": 0.5})
+    assert found == pytest.approx({"bias": 1e-6, "small": 0.0, "weight": 0.5})
+
+
+def test_biases_before_a_batch_norm_agree_wherever_they_are() -> None:
+    """Their gradients are zero, and the sums of large terms."""
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    x = torch.randn(8, 4)
+    with torch.no_grad():
+        module[0].bias += 4
+    report = tb.parity(module, tb.convert(module, x), x[:6])
+    assert report.agrees, report
 
 
 def test_gradients_that_are_nan_in_both_agree() -> None:

@@ -385,6 +385,15 @@ def test_modules_are_traced_within_inference_mode_but_not_made_there() -> None:
     np.testing.assert_allclose(again(X), module(X).detach(), atol=1e-6)
 
 
+def test_what_is_no_module_and_calls_that_a_forward_does_not_take_are_refused() -> None:
+    with pytest.raises(ConversionError, match=r"a torch.nn.Module, got the class Linear"):
+        tb.convert(nn.Linear, X)  # type: ignore[arg-type]
+    with pytest.raises(ConversionError, match=r"forward takes \(input: .*: too many positional"):
+        tb.convert(nn.Linear(4, 3), X, X)
+    with pytest.raises(ConversionError, match=r"forward takes \(input: .* argument 'y'"):
+        tb.convert(nn.Linear(4, 3), X, train=False)(X, y=X)
+
+
 def test_a_module_that_was_exported_is_refused() -> None:
     exported = torch.export.export(nn.Linear(4, 3), (X,)).module()
     with pytest.raises(ConversionError, match="convert the module that was exported"):

@@ -63,6 +63,7 @@ from torch_bridge.export.watch import (
 )
 from torch_bridge.lower import find_lowering, registered_operators
 from torch_bridge.lower.symbolic import python_function
+from torch_bridge.module.signature import bind
 
 
 # Inputs up to this rank have every dim tried as dynamic (tokens, features, sequences); images
@@ -379,8 +380,7 @@ def _dynamic_shapes(
 
 def _like_signature(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`dynamic_shapes` by parameter name, the one form export accepts for mixed arguments."""
-    bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    return dict(bound.arguments)
+    return dict(bind(inspect.signature(module.forward), args, kwargs).arguments)
 
 
 # Operators that write to a buffer although their schema does not say so.

@@ -64,14 +64,14 @@ class CallForm:
     ) -> CallForm:
         """The form of an example call that `torch.export` has flattened to `spec`."""
         signature = inspect.signature(module.forward)
-        names = list(_named(signature, signature.bind(*args, **kwargs)))
+        names = list(_named(signature, bind(signature, args, kwargs)))
         by_position = [n for n in names if n not in kwargs][: len(args)]
         keyword = tuple(_children(spec)[1].context)
         return cls(signature, tuple(by_position), keyword, spec)
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """The leaves of a call, each with its path, in the order of the exported graph."""
-        given = _named(self.signature, self.signature.bind(*args, **kwargs))
+        given = _named(self.signature, bind(self.signature, args, kwargs))
         args_spec, kwargs_spec = _children(self.spec)
         leaves: list[tuple[str, Any]] = []
         slots = [
@@ -101,6 +101,20 @@ class CallForm:
                 f"argument `{name}` is missing; the module was converted with ({expected})"
             )
         return value
+
+
+def bind(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """Arguments by the names that a forward has for them.
+
+    Raises:
+        ConversionError: it takes others.
+    """
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConversionError(f"the module's forward takes {signature}: {error}") from None
 
 
 def _children(spec: torch_pytree.TreeSpec) -> list[torch_pytree.TreeSpec]:

@@ -18,6 +18,9 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
     What they add (a compiler, several devices) is XLA's and the plan's to do.
 
+    Raises:
+        ConversionError: what was given is no module.
+
     Example:
         >>> inner = torch.nn.Linear(3, 2)
         >>> unwrapped(torch.compile(inner)) is inner
@@ -28,8 +31,14 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
             module = module._orig_mod
         elif isinstance(module, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
             module = module.module
-        else:
+        elif isinstance(module, torch.nn.Module):
             return module
+        else:
+            kind = f"the class {module.__name__}" if isinstance(module, type) else f"{module!r:.60}"
+            raise ConversionError(
+                f"expected a torch.nn.Module, got {kind}: make one of the class, or put a function"
+                " into a module's forward"
+            )
 
 
 def refuse_wrapped(module: torch.nn.Module) -> None:
