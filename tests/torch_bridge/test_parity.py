@@ -147,7 +147,7 @@ def test_gradients_that_are_rounding_alone_are_judged_by_the_largest() -> None:
 
 def test_biases_before_a_batch_norm_agree_wherever_they_are() -> None:
     """Their gradients are zero, and the sums of large terms."""
-    torch.manual_seed(1)
+    torch.manual_seed(5)
     module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
     x = torch.randn(8, 4)
     with torch.no_grad():
