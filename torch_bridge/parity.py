@@ -103,12 +103,10 @@ class Parity:
     @property
     def agrees(self) -> bool:
         """Whether outputs, loss, statistics and gradients are all within the tolerances."""
-        gap = abs(self.loss_jax - self.loss_torch)
-        forward = (self.output_eval, self.output_train, *self.statistics.values())
-        return (
-            all(e <= self.forward_tolerance for e in forward)
-            and gap <= self.forward_tolerance * max(abs(self.loss_torch), 1.0)
-            and all(e <= self.gradient_tolerance for e in self.gradients.values())
+        loss = _relative(self.loss_jax, self.loss_torch, 1.0)
+        forward = (self.output_eval, self.output_train, *self.statistics.values(), loss)
+        return all(e <= self.forward_tolerance for e in forward) and all(
+            e <= self.gradient_tolerance for e in self.gradients.values()
         )
 
     def to_json(self) -> str:

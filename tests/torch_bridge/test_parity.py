@@ -156,6 +156,18 @@ def test_biases_before_a_batch_norm_agree_wherever_they_are() -> None:
     assert report.agrees, report
 
 
+def test_a_loss_that_is_nan_in_both_agrees() -> None:
+    class Logs(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).abs().neg().log()
+
+    module, x = Logs(3, 2), torch.ones(2, 3)
+    report = tb.parity(module, tb.convert(module, x), x)
+    assert np.isnan(report.loss_torch)
+    assert report.agrees
+    assert not dataclasses.replace(report, loss_jax=1.0).agrees
+
+
 def test_gradients_that_are_nan_in_both_agree() -> None:
     class Roots(nn.Module):
         def __init__(self) -> None:
