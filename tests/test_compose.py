@@ -115,6 +115,21 @@ def test_gradients_pass_through_training():
     np.testing.assert_allclose(jax.grad(after)(1.0), jax.jit(jax.grad(alone))(1.0), rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "numbers", [{"precision": "fp8", "float8": fz.Float8(keep=())}, {"gather_dtype": "int8"}]
+)
+def test_derivatives_through_training_are_refused_where_gradients_are_of_8_bits(numbers):
+    """They would be zeros wherever a value was rounded; evaluation has all of them."""
+    model, plan = tiny.chain(1), tiny.plan(zero=3, data=2, **numbers)
+    state, step = fz.abstract_state(model, TX, plan), fz.train_step(model, TX, plan)
+
+    def loss(params, state):
+        return step(state.replace(params=params), tiny.tokens(4))[1]["loss"]
+
+    with pytest.raises(fz.PlanError, match=r"8'.*through a training step.*plan\.replace\("):
+        jax.eval_shape(jax.grad(loss), state.params, state)
+
+
 @jax.custom_vjp
 def turned(x):
     """The identity, whose gradient is turned round."""

@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec
 
 from fzero.axes import AXES, manual_axes
 from fzero.batch import Inputs, place_batch
-from fzero.errors import StateError
+from fzero.errors import PlanError, StateError
 from fzero.keys import eval_key
 from fzero.links import Mean
+from fzero.plan import Plan
 from fzero.processes import repeated
 from fzero.programs.partitioned import checked, checked_where_differentiated
 from fzero.sharding.blueprint import Blueprint
@@ -99,6 +100,7 @@ class OneProgram:
         )
         run = self.on_devices(local, Gradients(*specs), 2)
         kept, run = kept_by(self.blueprint, fields), checked(run, self.blueprint.mesh)
+        run = _not_differentiated(run, self.plan)
         found: Gradients = run(kept, fields["buffers"], batch, key, scale)
         return found
 
@@ -168,6 +170,27 @@ class OneProgram:
             axis_names=manual_axes(self.blueprint.mesh),
             check_vma=False,
         )
+
+
+def _not_differentiated(run: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+    """A function that gives gradients, refused under a derivative where these are of 8 bits: they
+    have none, and zeros would be taken for it."""
+    found = jax.custom_jvp(run)
+    if plan.products:
+        has, instead = "precision='fp8'", "precision='bf16', gather_dtype=None"
+    elif plan.gather_dtype:
+        has, instead = f"gather_dtype={plan.gather_dtype!r}", "gather_dtype=None"
+    else:
+        return run
+
+    @found.defjvp
+    def _(*_: Any) -> Any:
+        raise PlanError(
+            f"plan: {has}: derivatives through a training step are those of gradients, and what is"
+            f" rounded to 8 bits has none; use plan.replace({instead}), or differentiate eval_step"
+        )
+
+    return found
 
 
 class Pipeline:
