@@ -16,6 +16,7 @@ from fzero.links import apply_layer
 
 
 ALL = fz.Float8(keep=())
+HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 LIMITS = {"e4m3": (448.0, ml_dtypes.float8_e4m3fn), "e5m2": (57344.0, ml_dtypes.float8_e5m2)}
 
 
@@ -58,6 +59,29 @@ def test_a_product_and_its_gradients_are_those_of_operands_in_8_bits(recipe):
     assert np.abs(np.float32(out) - exact).max() > 0.01 * np.abs(exact).max() / 4  # it does round
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_gradients_of_gradients_are_nearly_those_of_products_in_16_bits(recipe):
+    """As in a penalty on slopes: rounding to 8 bits gives none, or those of numbers unscaled."""
+    x, w, _ = operands(8, 16, 16)
+
+    def plain(p, x):
+        return x @ p["w"]
+
+    def slopes(product):
+        def slope(w, x):
+            return 1e-4 * jnp.sum(jnp.sin(product({"w": w}, x).astype(jnp.float32)))
+
+        def penalty(w, x):
+            return jnp.sum(jax.grad(slope, 1)(w, x).astype(jnp.float32) ** 2)
+
+        return jax.jit(jax.grad(penalty, (0, 1)))(w * 0.1, x.at[3].set(1))
+
+    run = in_float8(plain, "mlp", fz.Float8(recipe=recipe, keep=()))
+    for found, exact in zip(slopes(run), slopes(plain), strict=True):
+        off = jnp.linalg.norm((found - exact).astype(jnp.float32))
+        assert 0 < off < 0.2 * jnp.linalg.norm(exact.astype(jnp.float32))
+
+
 @pytest.mark.parametrize(
     ("function", "shape", "taken"),
     [
@@ -68,6 +92,10 @@ def test_a_product_and_its_gradients_are_those_of_operands_in_8_bits(recipe):
         (lambda p, x: jax.jit(lambda v: x @ v)(p["w"]), (64, 48), True),
         (lambda p, x: jax.checkpoint(lambda v, x: x @ v)(p["w"], x), (64, 48), True),
         (lambda p, x: jax.lax.scan(lambda c, v: (c @ v, None), x, p["w"])[0], (3, 64, 64), True),
+        (lambda p, x: x @ jnp.split(p["w"], 3, 1)[1], (64, 96), True),
+        (lambda p, x: jnp.einsum("bk,ekd->bed", x, p["w"][None]), (64, 48), True),
+        (lambda p, x: x @ jax.lax.with_sharding_constraint(p["w"], HERE), (64, 48), True),
+        (lambda p, x: x @ jnp.broadcast_to(p["w"][:, None], (64, 48)), (64,), False),
         (lambda p, x: x @ x.T, (64, 48), False),  # scores are no product with a parameter
         (lambda p, x: x @ (p["w"] * 2), (64, 48), False),  # nor is what was computed from one
         (lambda p, x: x @ p["w"], (64, 40), False),  # no multiple of 16

@@ -29,8 +29,8 @@ from fzero.tree import PyTree, path_name
 # A parameter that is cast, transposed or cut is still that parameter.
 _MOVEMENT = frozenset(
     ("transpose", "convert_element_type", "reduce_precision", "reshape", "squeeze", "slice",
-     "expand_dims", "copy", "copy_p", "concatenate", "optimization_barrier", "stop_gradient",
-     "name")
+     "split", "copy", "copy_p", "concatenate", "optimization_barrier", "stop_gradient", "name",
+     "sharding_constraint")
 )  # fmt: skip
 _INLINED = frozenset(("jit", "pjit", "closed_call", "core_call"))
 # What `checkpoint_name` calls the result of a product in 8 bits.
@@ -144,7 +144,7 @@ class _MarkedRun:
             with compat.standing(equation):
                 return [_general(found, equation, values)], none
         out = compat.run_equation(equation, values, ())
-        if kind in _MOVEMENT and marks and None not in marks:
+        if _moves(equation) and marks and None not in marks:
             # Of what is joined, all paths: one that stays in bf16 keeps all of it there.
             joined = tuple(dict.fromkeys(path for mark in marks for path in mark or ()))
             return out, [joined] * len(out)
@@ -166,6 +166,13 @@ class _MarkedRun:
         if not size or not self.float8.takes(path, size, avals[at].size // size):
             return None
         return _Product(at, (left, right)[1 - at], sums, self.float8.recipe)
+
+
+def _moves(equation: Any) -> bool:
+    """Whether what an equation gives are elements of what it reads."""
+    if equation.primitive.name == "broadcast_in_dim":  # how `w[None]` is traced
+        return bool(equation.invars[0].aval.size == equation.outvars[0].aval.size)
+    return equation.primitive.name in _MOVEMENT
 
 
 class _Product(NamedTuple):
@@ -216,7 +223,18 @@ def _forward(recipe: str, dtype: Any, x: jax.Array, w: jax.Array) -> tuple[jax.A
 
 
 def _backward(recipe: str, _: Any, residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, w = residuals
+    gradients: tuple[jax.Array, jax.Array] = _gradients(recipe, *residuals, g)
+    return gradients
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradients(
+    recipe: str, x: jax.Array, w: jax.Array, g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Those of `x` and `w`, where `g` is that of their product."""
     of_gradients = E5M2 if recipe == "tensorwise" else E4M3
     # Gradients' sums are exact, as those of torchao and TransformerEngine are.
     rows, columns = (Scaled.of(g, dim, of_gradients, recipe) for dim in (1, 0))
@@ -225,4 +243,17 @@ def _backward(recipe: str, _: Any, residuals: Any, g: jax.Array) -> tuple[jax.Ar
     return dx, dw
 
 
-_multiply.defvjp(_forward, _backward)
+def _gradients_forward(recipe: str, *operands: jax.Array) -> tuple[Any, Any]:
+    return _gradients(recipe, *operands), operands
+
+
+def _gradients_backward(_: str, operands: Any, cotangents: Any) -> Any:
+    # Rounding to 8 bits has no derivative of use, so gradients of gradients are those of products
+    # in 16.
+    def plain(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return (g @ w.T).astype(x.dtype), (x.T @ g).astype(w.dtype)
+
+    return jax.vjp(plain, *operands)[1](cotangents)
+
+
+_gradients.defvjp(_gradients_forward, _gradients_backward)
