@@ -43,13 +43,13 @@ def narrow_inputs(program: Program, inputs: Collection[Var]) -> set[Var]:
     found: set[Var] = set()
     refused = {x for x in program.outputs if isinstance(x, Var)}
     for op in program.ops:
-        for var in op.reads():
-            if var not in origin:
+        for at, var in enumerate(op.operands):
+            if not isinstance(var, Var) or var not in origin:
                 continue
             if _scales(op):
                 found.add(origin[var])
-            elif _moves(op):
-                origin[op.results[0]] = origin[var]
+            elif _moves(op) or _waits(op):
+                origin[op.results[at]] = origin[var]
             else:
                 refused.add(var)
     return found - {origin[var] for var in refused if var in origin}
@@ -59,6 +59,8 @@ def run_op(op: Op, values: list[Any]) -> list[Any]:
     """One operation of a program some of whose inputs are `Narrow`."""
     if not any(isinstance(value, Narrow) for value in values):
         return op.run(values)
+    if _waits(op):
+        return list(jax.lax.optimization_barrier(values))
     one: Narrow = values[0]
     if _scales(op):
         return [one.bits, one.unit.reshape(op.results[1].aval.shape)]
@@ -105,6 +107,11 @@ def is_narrow(value: Any) -> bool:
 
 def _scales(op: Op) -> bool:
     return op.equation is not None and op.equation.params.get("name") == WHOLE
+
+
+def _waits(op: Op) -> bool:
+    """Whether it is a barrier, such as a `jax.checkpoint` has before what it computes again."""
+    return op.equation is None or op.equation.primitive.name == "optimization_barrier"
 
 
 def _moves(op: Op) -> bool:

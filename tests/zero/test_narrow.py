@@ -41,8 +41,16 @@ MLP = fz.Model(mlp_init, mlp_loss)
 CHAIN = tiny.chain(3)
 
 
+def checkpointed(p, x, ctx):
+    return jax.checkpoint(lambda p, x: tiny.block(p, x, ctx))(p, x)
+
+
+# What a checkpoint computes again waits at a barrier, as do the weights that it reads.
+AGAIN = tiny.chain(3, checkpointed)
+
+
 def rows(seed, model):
-    if model is CHAIN:
+    if model in (CHAIN, AGAIN):
         return tiny.tokens(16, seed=seed)
     return {"x": np.random.default_rng(seed).normal(size=(16, 32)).astype(np.float32)}
 
@@ -69,10 +77,10 @@ def trained(model, made, steps=3):
 @pytest.mark.parametrize(
     ("model", "options", "narrow"),
     [
-        (CHAIN, {}, 2), (MLP, {}, 3),
+        (CHAIN, {}, 2), (MLP, {}, 4),
         *(pytest.param(*more, marks=pytest.mark.nightly) for more in [
             (CHAIN, {"remat": "dots"}, 2), (CHAIN, {"remat": "none"}, 2),
-            (CHAIN, {"prefetch": True}, 5), (MLP, {"microbatches": 2}, 3)]),
+            (CHAIN, {"prefetch": True}, 5), (MLP, {"microbatches": 2}, 4), (AGAIN, {}, 2)]),
     ],
 )  # fmt: skip
 def test_what_travels_in_8_bits_is_what_scaling_whole_weights_gives(model, options, narrow):
@@ -94,12 +102,16 @@ def test_other_recipes_and_weights_that_are_kept_travel_in_16_bits(options):
     assert (narrow, others > 0) == (0, True)
 
 
+def test_a_weight_that_a_checkpoint_reads_again_travels_in_8_bits():
+    assert gathers(AGAIN, plan(), rows(0, AGAIN))[0] == 2
+
+
 def test_a_weight_that_something_else_reads_travels_in_16_bits():
     def loss(p, buffers, batch, rng, train):
         out, *rest = mlp_loss(p, buffers, batch, rng, train)
         return fz.Mean(out.total + jnp.sum(jnp.abs(p["up"].astype(jnp.float32))), out.count), *rest
 
-    assert gathers(MLP, plan(), rows(0, MLP))[0] == 3
+    assert gathers(MLP, plan(), rows(0, MLP))[0] == 4
     assert gathers(fz.Model(mlp_init, loss), plan(), rows(0, MLP))[0] == 2
 
 
