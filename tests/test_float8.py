@@ -270,6 +270,22 @@ def test_a_plan_without_a_product_in_8_bits_is_named():
         fz.init(two_layers(), tx, plan.replace(float8=fz.Float8(min_dim=32)))
 
 
+@pytest.mark.parametrize("casts", [True, False])
+def test_a_step_without_a_product_in_8_bits_is_named(casts, recwarn):
+    """Of inputs that stay float32, say, which products of any dims then are in, too."""
+
+    def loss(p, buffers, batch, rng, train):
+        x = fz.cast(batch["x"], like=p) if casts else batch["x"]
+        return jnp.mean((x @ p["w"]).astype(jnp.float32)), buffers, {}
+
+    model, tx = fz.Model(lambda key: ({"w": jnp.ones((16, 16))}, {}), loss), optax.sgd(1.0)
+    plan = tiny.plan(precision="fp8", data=1)
+    step = fz.train_step(model, tx, plan)
+    step.lower(fz.abstract_state(model, tx, plan), {"x": np.ones((4, 16), np.float32)})
+    said = [str(one.message) for one in recwarn]
+    assert ("no product of this training step runs in 8 bits" in " ".join(said)) is not casts
+
+
 def test_plans_say_which_products():
     plan = fz.Plan(precision="fp8", float8=fz.Float8(recipe="rowwise", keep=("mlp",)))
     assert fz.Plan.from_json(plan.to_json()) == plan

@@ -10,7 +10,9 @@ losses) run as they were written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -77,6 +79,19 @@ def in_float8(
 
 Mark = tuple[str, ...] | None
 """The paths of the parameter that a value is; `None` for any other value."""
+
+_FOUND: ContextVar[list[Mark] | None] = ContextVar("fzero_products_in_float8", default=None)
+
+
+@contextmanager
+def products_found() -> Iterator[list[Mark]]:
+    """Of the products that are traced in 8 bits while this is open, the parameters."""
+    found: list[Mark] = []
+    token = _FOUND.set(found)
+    try:
+        yield found
+    finally:
+        _FOUND.reset(token)
 
 
 def _paths(path: str, layer: str, reads: Mapping[str, str]) -> tuple[str, ...]:
@@ -165,6 +180,8 @@ class _MarkedRun:
         assert path is not None
         if not size or not self.float8.takes(path, size, avals[at].size // size):
             return None
+        if (found := _FOUND.get()) is not None:
+            found.append(path)
         return _Product(at, (left, right)[1 - at], sums, self.float8.recipe)
 
 

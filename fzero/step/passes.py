@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec
 
 from fzero.axes import AXES, manual_axes
 from fzero.batch import Inputs, place_batch
-from fzero.errors import PlanError, StateError
+from fzero.errors import PlanError, StateError, warn
+from fzero.float8.products import products_found
 from fzero.keys import eval_key
 from fzero.links import Mean
 from fzero.plan import Plan
@@ -39,6 +40,14 @@ if TYPE_CHECKING:
 
 # Metrics that steps report themselves.
 RESERVED = ("loss", "count", "grad_norm", "nonfinite", "skipped", "loss_scale")
+
+
+_NO_PRODUCT = (
+    "plan: precision='fp8', but no product of this training step runs in 8 bits: of each, an"
+    " operand is float32 (a plain loss casts its inputs: fz.cast(batch['x'], like=params)), or it"
+    " is a convolution, has a batch dim, or is kept in 16 bits by name or size. Change what the"
+    " model computes or float8=fz.Float8(...), or say precision='bf16'"
+)
 
 
 class OneProgram:
@@ -83,10 +92,13 @@ class OneProgram:
         def local(kept: PyTree, buffers: PyTree, batch: Inputs, key: Any, scale: Any) -> Any:
             keeping = keeping_rules(model, rules, kept, buffers, batch, key)
             self.keeps = [keeps(keeping)]
-            sums, mean, own, buffers = local_gradients(
-                model, keeping, kept, buffers, batch, key, scale
-            )
+            with products_found() as in_8_bits:
+                sums, mean, own, buffers = local_gradients(
+                    model, keeping, kept, buffers, batch, key, scale
+                )
             refuse_reserved(own)
+            if self.plan.products and not in_8_bits:
+                warn(_NO_PRODUCT)
             return Gradients(sums, mean, own, {"buffers": buffers})
 
         whole = PartitionSpec()
