@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,6 +131,34 @@ class Checkpoint(Printed):
             for name, tensor in self.tensors.items()
         }
         return dataclasses.replace(self, tensors=tensors)
+
+    def named_as(self, known: Collection[str]) -> Checkpoint:
+        """The same where a tensor with no known name goes by one of its ties' that is known.
+
+        A tied layer of DeepSpeed's pipelines is `tied_modules.KEY`, and a layer by number.
+        """
+        new: dict[str, str] = {}
+        for name, kept in self.ties.items():
+            if name in known and kept not in known:
+                new.setdefault(kept, name)
+        optimizer = self.optimizer
+        if not new:
+            return self
+
+        def renamed(values: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+            return {new.get(name, name): tensor for name, tensor in values.items()}
+
+        if optimizer is not None and optimizer.named:
+            optimizer = dataclasses.replace(
+                optimizer, exp_avg=renamed(optimizer.exp_avg),
+                exp_avg_sq=renamed(optimizer.exp_avg_sq),
+                groups=tuple({**g, "params": [new.get(n, n) for n in g.get("params", ())]}
+                             for g in optimizer.groups),
+            )  # fmt: skip
+        ties = {n: new.get(kept, kept) for n, kept in self.ties.items() if n not in new.values()}
+        return dataclasses.replace(
+            self, tensors=renamed(self.tensors), ties=ties, optimizer=optimizer
+        )
 
     def by_name(self) -> dict[str, LazyTensor]:
         """All tensors, tied ones under each of their names."""

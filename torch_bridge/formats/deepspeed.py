@@ -73,6 +73,7 @@ def read_deepspeed(folder: Path) -> Checkpoint:
     """
     files = Files.find(folder)
     models = {key: load_model(path) for key, path in sorted(files.models.items())}
+    _require_whole(files, models)
     tensors, ties = own_weights(files, models)
     pieces: dict[str, dict[str, LazyTensor]] = {FP32: {}, "exp_avg": {}, "exp_avg_sq": {}}
     ranks = sorted({rank for _, rank in files.optims})
@@ -122,16 +123,10 @@ def read_deepspeed(folder: Path) -> Checkpoint:
 
 
 def _of_stages(models: Mapping[tuple[int | None, int], dict[str, Any]], file: str) -> Any:
-    """Without ZeRO each model rank's file has its optimizer, which numbers its own parameters.
-
-    All of them are numbered on, stage after stage.
-    """
-    found: dict[str, dict[str, LazyTensor]] = {key: {} for key in MOMENTS}
-    groups: list[Mapping[str, Any]] = []
-    steps: list[int] = []
+    """Without ZeRO each model rank's file has its optimizer, which numbers its own parameters."""
+    found: list[Optimizer] = []
     ranks = sorted({rank for _, rank in models})
     without = []
-    start = 0
     for rank in ranks:
         held = _first(models, rank).get("optimizer")
         if isinstance(held, Mapping) and "optimizer_state_dict" in held:
@@ -149,25 +144,57 @@ def _of_stages(models: Mapping[tuple[int | None, int], dict[str, Any]], file: st
             return f"{file}: expected numbered parameters of model rank {rank}, got names"
         if own.named:
             return own
-        for key in MOMENTS:
-            values = own.exp_avg if key == MOMENTS[0] else own.exp_avg_sq
-            found[key] |= {str(int(number) + start): value for number, value in values.items()}
-        groups += [{**g, "params": [n + start for n in g["params"]]} for g in own.groups]
-        steps.append(own.step)
-        start += own.num_params
-    if not steps:
+        found.append(own)
+    if not found:
         return None
     if without:
         return f"{file}: model ranks {without} have no optimizer state, the other ones do"
-    return at_one_step(steps, file, found, _joined(groups), named=False)
+    return _numbered_on(found, file)
 
 
-def _joined(groups: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """One group where all stages have the same hyperparameters: that is what the user made."""
-    rest = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-    if any(one != rest[0] for one in rest):
-        return tuple(groups)
-    return ({**rest[0], "params": [n for group in groups for n in group["params"]]},)
+def _numbered_on(stages: Sequence[Optimizer], file: str) -> Optimizer | str:
+    """The stages' optimizers as one over the whole module, which has the groups of each.
+
+    It numbers group by group, and so each group's parameters of all stages in a row.
+    """
+    hyper = [[{k: v for k, v in g.items() if k != "params"} for g in one.groups] for one in stages]
+    if any(one != hyper[0] for one in hyper):
+        return f"{file}: expected the same parameter groups in each stage of the pipeline"
+    found: dict[str, dict[str, LazyTensor]] = {key: {} for key in MOMENTS}
+    groups: list[Mapping[str, Any]] = []
+    start = 0
+    for number, rest in enumerate(hyper[0]):
+        listed = [(one, str(n)) for one in stages for n in one.groups[number]["params"]]
+        for new, (one, old) in enumerate(listed, start):
+            for key, values in zip(MOMENTS, (one.exp_avg, one.exp_avg_sq), strict=True):
+                found[key] |= {str(new): values[old]} if old in values else {}
+        groups.append({**rest, "params": list(range(start, start + len(listed)))})
+        start += len(listed)
+    return at_one_step([one.step for one in stages], file, found, tuple(groups), named=False)
+
+
+def _require_whole(files: Files, models: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Raises `CheckpointError` if stages of a pipeline are missing, or files are of several steps.
+
+    What is missing would go unseen: another stage's numbers, or weights in 16 bits, in its place.
+    """
+    folder, ranks = files.folder.name, {rank for _, rank in models}
+    degrees = {n for state in models.values() if isinstance(n := state.get("mp_world_size"), int)}
+    of_optims = {rank for _, rank in files.optims} or ranks
+    for what, have, wanted in (
+        *(("model states", ranks, set(range(n))) for n in degrees),
+        ("optimizer states", of_optims, ranks | of_optims),
+    ):
+        if have != wanted:
+            raise CheckpointError(
+                f"{folder}: expected the {what} of model ranks {sorted(wanted)[:8]}, got those of"
+                f" {sorted(have)[:8]}: files of the others are missing"
+            )
+    steps = {n for state in models.values() if isinstance(n := state.get("global_steps"), int)}
+    if len(steps) > 1:
+        raise CheckpointError(
+            f"{folder}: its files are of different steps {sorted(steps)[:5]}: a save was cut short"
+        )
 
 
 def _first(models: Mapping[tuple[int | None, int], dict[str, Any]], rank: int) -> dict[str, Any]:

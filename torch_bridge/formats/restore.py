@@ -109,10 +109,10 @@ def restore(
         where, leaves = str(path), fit_adapter(converted, path)
     else:
         found = checkpoint(path, key)
-        tensors, where = found.by_name(), found.path
-        if prefix and any(name.startswith(f"{prefix}.") for name in tensors):
+        if prefix and any(name.startswith(f"{prefix}.") for name in found.by_name()):
             prefix += "."
-        tensors = _without_prefix(tensors, prefix, where)
+        found = found.named_as({prefix + name for name in converted.layout.leaf_of()})
+        where, tensors = found.path, _without_prefix(found.by_name(), prefix, found.path)
         if missing_names(converted, tensors):
             tensors = named_as_in_the_module(Path(path), tensors, converted.layout.leaf_of())
         leaves = fit_leaves(converted, tensors, strict, cast, masters=True, wide=found.is_wide)

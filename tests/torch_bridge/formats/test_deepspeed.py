@@ -272,11 +272,12 @@ def stages(step: Path, modules: Any, make: Any = torch.optim.AdamW) -> list[torc
             for p in layers.parameters():
                 p.grad = torch.randn_like(p)
             optimizer.step()
-        key = "exp_avg" if make is torch.optim.AdamW else "momentum_buffer"
+        key = "exp_avg" if type(optimizer) is torch.optim.AdamW else "momentum_buffer"
         moments += [optimizer.state[p][key].clone() for p in layers.parameters()]
         torch.save(
             {"module": None, "buffer_names": [], "optimizer": optimizer.state_dict(),
-             "param_shapes": None, "global_steps": 3, "ds_version": "0.19.8"},
+             "param_shapes": None, "global_steps": 3, "mp_world_size": len(modules),
+             "ds_version": "0.19.8"},
             step / f"mp_rank_{rank:02}_model_states.pt",
         )  # fmt: skip
     return moments
@@ -303,6 +304,59 @@ def test_moments_of_all_stages_of_a_pipeline_without_zero(tmp_path: Path) -> Non
     assert have.step == 3
     for (name, _), value in zip(whole.named_parameters(), want, strict=True):
         np.testing.assert_array_equal(have.exp_avg[name], value.numpy())
+
+
+def test_groups_of_a_pipelines_stages_are_those_of_the_whole_module(tmp_path: Path) -> None:
+    """All parameters are of one shape, and both groups have one rate: numbers alone tell."""
+
+    def make(params: Any, lr: float) -> Any:
+        params = list(params)
+        return torch.optim.AdamW([{"params": params[1::2]}, {"params": params[::2]}], lr)
+
+    layers = [torch.nn.Linear(4, 4, bias=False) for _ in range(4)]
+    modules = [torch.nn.Sequential(*layers[:2]), torch.nn.Sequential(*layers[2:])]
+    want = stages(tmp_path / "step", modules, make)
+    whole = torch.nn.Sequential(*layers)
+    chain = tb.sequential(whole, torch.zeros(4, 4))
+    given: Any = chain, optax.adamw(1e-3), fz.Plan(data=1)
+    with pytest.raises(CheckpointError, match=r"numbers its parameters, .*pass names="):
+        tb.restore(tmp_path / "step", *given)
+    state = tb.restore(tmp_path / "step", *given, names=make(whole.parameters(), 1e-3))
+    have = moments_of(chain, state.opt_state).exp_avg
+    for number, value in enumerate(want):
+        np.testing.assert_array_equal(have[f"{number}.weight"], value.numpy())
+    last = tmp_path / "step/mp_rank_01_model_states.pt"
+    change(last, lambda content: content["optimizer"]["param_groups"][0].update(lr=1.0))
+    assert "the same parameter groups in each stage" in str(tb.checkpoint(last.parent).unread)
+
+
+def test_a_pipeline_is_whole_and_of_one_step(tmp_path: Path) -> None:
+    stages(tmp_path / "lost", two_stages())
+    (tmp_path / "lost/mp_rank_01_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"model states of model ranks \[0, 1\], got .*\[0\]"):
+        tb.checkpoint(tmp_path / "lost")
+    stages(tmp_path / "mixed", two_stages())
+    change(tmp_path / "mixed/mp_rank_01_model_states.pt", lambda c: c.update(global_steps=4))
+    with pytest.raises(CheckpointError, match=r"different steps \[3, 4\]: a save was cut short"):
+        tb.checkpoint(tmp_path / "mixed")
+    shutil.copytree(DATA / "pipe", tmp_path / "zero")
+    (tmp_path / "zero/global_step2/zero_pp_rank_0_mp_rank_01_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"optimizer states of model ranks \[0, 1\], got"):
+        tb.checkpoint(tmp_path / "zero")
+
+
+def test_a_tied_layer_of_a_pipeline_has_the_modules_own_name() -> None:
+    whole = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    whole[3].weight = whole[0].weight
+    chain = tb.sequential(whole, torch.zeros(4, 4))
+    state = tb.restore(DATA / "pipe_bias", chain, optax.adamw(1e-3), fz.Plan(data=1), cast=True)
+    want = torch.load(DATA / "pipe_bias/want.pt", weights_only=True)
+    have, weights = moments_of(chain, state.opt_state), tb.state_dict(chain, state)
+    for name, _ in whole.named_parameters():
+        values = want.get(name, want["tied_modules.t.weight"])
+        assert torch.equal(weights[name], values["p"]), name
+        np.testing.assert_array_equal(have.exp_avg[name], values["m"].numpy())
+        np.testing.assert_array_equal(have.exp_avg_sq[name], values["v"].numpy())
 
 
 def test_what_is_not_all_of_adam_is_not_taken_for_it(tmp_path: Path) -> None:
