@@ -18,7 +18,7 @@ from fzero.errors import PlanError, StateError, warn
 from fzero.hosts.doing import doing
 from fzero.loss_scaling import initial_loss_scale
 from fzero.model import Model
-from fzero.offload.park import is_parked_so, park
+from fzero.offload.park import is_parked_so, park, unpark
 from fzero.offload.stream import Parkings, StreamedFunction
 from fzero.plan import Plan
 from fzero.processes import in_turn
@@ -290,11 +290,14 @@ def parked_field(blue: Blueprint, name: str, tree: PyTree) -> PyTree:
 
 
 def parked_leaf(blue: Blueprint, name: str, path: str, leaf: Any) -> Any:
-    """A leaf of a field where the plan keeps it; one on the device is given."""
+    """A leaf of a field where the plan keeps it; one on the device is given.
+
+    One that a disk has not taken, or not in full, is brought back and given to it once more.
+    """
     parking = blue.buckets.parked.get((name, path))
     if parking is None or is_parked_so(leaf, parking):
         return leaf
-    return park(leaf, parking, folder_of(blue))
+    return park(unpark(leaf), parking, folder_of(blue))
 
 
 def parked_opt_state(blue: Blueprint, params: PyTree) -> PyTree:

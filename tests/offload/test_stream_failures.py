@@ -161,6 +161,19 @@ def test_a_later_read_that_fails(plan, step, expected):
     assert "donate=False" in str(caught.value)
 
 
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_a_new_optimizers_state_that_a_disk_does_not_take_is_an_error_of_the_disk(plan, after):
+    """Some of it is there, some on the host."""
+    state, new = fz.init(MODEL, None, plan.replace(tiers={})), optax.adamw(1e-2)
+    fz.with_optimizer(state, MODEL, None, new, plan)  # the folder has been tried
+    with (
+        failing("pwritev", errno.ENOSPC, after),
+        pytest.raises(fz.PlacementError, match=r"(?s)cannot write .* of `opt_state/0/.*No space"),
+    ):
+        fz.with_optimizer(state, MODEL, None, new, plan)
+    fz.placement(fz.with_optimizer(state, MODEL, None, new, plan)).require(opt_state="disk")
+
+
 def test_space_does_not_grow(plan, step):
     """What a step replaces is used for what it makes next."""
     state, _ = step(fz.init(MODEL, TX, plan), BATCH)

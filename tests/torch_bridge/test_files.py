@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from pathlib import Path
@@ -73,8 +74,8 @@ def test_a_failed_save_leaves_the_old_file(
     tb.save(path, converted, converted.params)
     before = path.read_bytes()
 
-    def torn(tensors: Any, target: str) -> None:
-        Path(target).write_bytes(b"half")
+    def torn(tensors: Any, target: Any) -> None:
+        target.write(b"half")
         raise OSError("disk full")
 
     monkeypatch.setattr(torch, "save", torn)
@@ -82,6 +83,23 @@ def test_a_failed_save_leaves_the_old_file(
         tb.save(path, converted, converted.params)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["m.pt"]
+
+
+@pytest.mark.parametrize("name", ["m.pt", "m.ckpt", "m.safetensors", "universal"])
+def test_a_full_disk_is_an_error_that_names_the_file(
+    converted: tb.Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Not the end of the process: what is written through a map has its room on the disk before."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    state: Any = fz.init(converted.model(lambda f, b: f(b["x"]).sum()), None, fz.Plan(data=1))
+    monkeypatch.setattr(os, "fsync" if name == "m.safetensors" else "posix_fallocate", full)
+    path = tmp_path / name
+    with pytest.raises(OSError, match=rf"No space left .*was not written.*{path}"):
+        tb.save(path, converted, state, to="universal" if name == "universal" else None)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_have_the_permissions_of_the_umask_which_stays(

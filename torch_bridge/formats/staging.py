@@ -43,6 +43,9 @@ def staged_file(target: Path) -> Iterator[Path]:
         temporary.chmod(0o666 & ~_umask())  # mkstemp's 0600 would hide the file from others
         temporary.replace(target)
         sync(target.parent)
+    except OSError as error:
+        _say_where(error, target)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -72,9 +75,19 @@ def staged_directory(target: Path, merge: bool, turns: Turns = ALONE) -> Iterato
         turns.told(None)  # and on the disk
         if owns:
             _take_place(temporary, target, merge)
+    except OSError as error:
+        _say_where(error, target)
+        raise
     finally:
         if owns:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _say_where(error: OSError, target: Path) -> None:
+    """Has the error of a disk, which names no file, say what was being written."""
+    if error.errno is not None and error.filename is None:
+        error.filename = str(target)
+        error.strerror = f"{error.strerror} (it was not written; what was there before is whole)"
 
 
 def _beside(target: Path, merge: bool) -> Path:

@@ -9,6 +9,7 @@ own pages.
 from __future__ import annotations
 
 import mmap
+import os
 import re
 import struct
 import zipfile
@@ -240,8 +241,12 @@ def write_plain(path: Path, content: Any) -> None:
             return type(node)(skeleton(value) for value in node)
         return node
 
-    with FakeTensorMode(), skip_data(materialize_fake_tensors=True):
-        torch.save(skeleton(content), path)
+    with path.open("w+b") as file:
+        with FakeTensorMode(), skip_data(materialize_fake_tensors=True):
+            save_to(skeleton(content), file)
+        # The room is a hole: written through a map on a full disk, it would end the process.
+        if hasattr(os, "posix_fallocate"):  # not on macOS
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     # Shared, so that what is written to the tensors is written to the file.
     with set_default_mmap_options(mmap.MAP_SHARED):
         room = torch.load(path, mmap=True, weights_only=True)
