@@ -140,6 +140,6 @@ def _plain(value: Any) -> Any:
 def _hash(leaf: Any) -> str | None:
     """Of a value that this process has in memory, whole."""
     here = isinstance(leaf, jax.Array) and leaf.is_fully_addressable and not is_key(leaf)
-    if not here and not isinstance(leaf, np.ndarray):
+    if not here and not isinstance(leaf, np.ndarray | np.generic):
         return None
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(np.asarray(leaf)).tobytes())

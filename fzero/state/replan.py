@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -57,7 +57,8 @@ def replan(
 
     Raises:
         StateConsumedError: the state was given to a step.
-        StateError: the state is not one of `old_plan`, or holds an accumulation in progress.
+        StateError: the state is not one of `old_plan`, or holds an accumulation in progress; or a
+            leaf would go to other devices of other processes (save the state, and restore it).
     """
     state = compute_copy.settled_state(state)
     require_alive(state, "replan")
@@ -97,10 +98,28 @@ def _replanned(state: TrainState, name: str, old: Blueprint, new: Blueprint) -> 
     def move(path: str, leaf: Any, was: Kept, now: Kept, to: Any) -> Any:
         by_plan = (name, path) in old.buckets.parked
         parking = new.buckets.parked.get((name, path), _by_hand(leaf, by_plan))
+        there, wanted = leaf.sharding.device_set, to.sharding.device_set
+        _require_within_reach(f"{name}/{path}", there, wanted, was.alike(now))
         return relaid(leaf, was, now, to, parking, new)
 
     tree, to = getattr(state, name), new.shapes()[name]
     return map_named(move, tree, old.kept(name), new.kept(name), to)
+
+
+def _require_within_reach(path: str, old: Set[Any], new: Set[Any], alike: bool) -> None:
+    """Refuses to move a leaf between processes that do not all have a part of it.
+
+    jax sends an array to as many devices elsewhere, as it is. All else takes devices that have it.
+    """
+    one_process = len({device.process_index for device in old | new}) == 1
+    if one_process or old == new or (alike and len(old) == len(new)):
+        return
+    raise StateError(
+        f"replan: {path} lies on {len(old)} devices, and the new plan keeps it on {len(new)}, other"
+        " ones, of several processes, between which a leaf is not laid out anew. Go by way of a"
+        " checkpoint: fz.save(path, state, old_plan), fz.wait(path), fz.restore(path, model, tx,"
+        " new_plan)"
+    )
 
 
 def _replanned_averages(

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from fzero.errors import StateError
+from fzero.hosts.agree import require_same
 from fzero.sharding.blueprint import Blueprint
 from fzero.state.train_state import TrainState
 from fzero.tree import path_name
@@ -22,13 +23,16 @@ def with_scalars_placed(state: TrainState, blue: Blueprint, operation: str) -> T
     a Python number, or to an array that lies on one device.
 
     Raises:
-        StateError: one is not of the dtype that the optimizer's state has.
+        StateError: one is not of the dtype that the optimizer's state has, or another one in each
+            process.
     """
     if not any(map(_is_given, jax.tree.leaves(state.opt_state))):
         return state
     named, tree = jax.tree_util.tree_flatten_with_path(state.opt_state)
     shapes = blue.shapes()["opt_state"]
     expected: Any = jax.tree.structure(shapes)
+    given = {f"opt_state/{path_name(path)}": str(leaf) for path, leaf in named if _is_given(leaf)}
+    require_same(operation, given, StateError)
     wanted = jax.tree.leaves(shapes) if tree == expected else [None] * len(named)
     placed = [
         _placed(leaf, to, f"{operation}: opt_state/{path_name(path)}") if _is_given(leaf) else leaf

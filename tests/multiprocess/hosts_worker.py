@@ -90,6 +90,14 @@ def with_own_derivative(factor: float) -> fz.Model:
     )
 
 
+def with_rate(rate: float, plan: fz.Plan) -> Any:
+    """A step of an optimizer that keeps its rate, into which a number was written by hand."""
+    tx = optax.inject_hyperparams(optax.adam)(1e-2)
+    state = fz.init(model(), tx, plan)
+    state.opt_state.hyperparams["learning_rate"] = rate
+    return fz.train_step(model(), tx, plan)(state, batch())
+
+
 def refusal(call: Any) -> str:
     """What a call says that refuses."""
     try:
@@ -128,6 +136,15 @@ def agrees(folder: Path, world: fz.World) -> dict[str, Any]:
     )
     said["loss function"] = refusal(
         lambda: fz.train_step(model(power=2 + me), tx, plan)(state, batch())
+    )
+    said["shared"] = refusal(
+        lambda: fz.train_step(model(), tx, plan)(
+            state, {**batch(), "by": fz.Shared(np.float32(me))}
+        )
+    )
+    said["rate in the state"] = refusal(lambda: with_rate(0.5 + me, plan))
+    said["elsewhere"] = refusal(
+        lambda: fz.replan(state, model(), tx, plan, fz.Plan(data=2), devices=jax.devices()[:2])
     )
     own = with_own_derivative(1.0 + me)
     said["derivative"] = refusal(lambda: fz.train_step(own, tx, plan)(state, batch()))

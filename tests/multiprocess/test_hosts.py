@@ -129,6 +129,10 @@ def test_processes_that_differ_are_refused_in_every_one_by_what_differs(tmp_path
         r" whole global batch.*fz\.local_batch",
         said["rows as a batch"],
     )
+    assert "processes differ in the values of batch by (a host" in said["shared"], said["shared"]
+    number = "StateError: train_step: processes differ in opt_state/hyperparams/learning_rate: 0.5"
+    assert said["rate in the state"].startswith(number), said["rate in the state"]
+    assert "replan: params/w lies on 4 devices, and the new plan keeps it on 2" in said["elsewhere"]
     step = "HostsError: train_step: processes differ in what the "
     # Shapes would not tell.
     assert said["rate"].startswith(step + "optimizer computes (its learning rate"), said["rate"]
