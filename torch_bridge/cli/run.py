@@ -128,9 +128,7 @@ def _train(settings: TrainSettings, task: Task, stop: StopOnInterrupt) -> int:
     summary = _summary(settings, job, state, history, num_devices)
     missed = _verify(settings, job, state, history, summary) if settings.verify else []
     if world.process_id == 0:
-        with outputs.staged(settings.out) as scratch:
-            _plot(scratch / outputs.PLOT, job, history, num_devices)
-        outputs.write_json(settings.out / outputs.SUMMARY, summary)
+        _write_summary(settings.out, job, history, num_devices, summary)
     fz.wait(saver.folder)
     return _conclude(settings, history, summary, missed)
 
@@ -315,6 +313,14 @@ def _verify(
     )
     summary.update(figures)
     return check.missed_bounds(figures, history.validation[-1][1], settings.precision)
+
+
+def _write_summary(
+    out: Path, job: _Job, history: History, num_devices: int, summary: dict[str, Any]
+) -> None:
+    with outputs.staged(out) as scratch:
+        _plot(scratch / outputs.PLOT, job, history, num_devices)
+    outputs.write_json(out / outputs.SUMMARY, summary)
 
 
 def _plot(path: Path, job: _Job, history: History, num_devices: int) -> None:
