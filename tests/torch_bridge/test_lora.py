@@ -18,7 +18,7 @@ import fzero as fz
 import torch_bridge as tb
 from torch_bridge.formats.peft import fitted
 from torch_bridge.formats.staging import staged_directory
-from torch_bridge.module.adapters import Adapter
+from torch_bridge.module.adapters import Adapter, computes_otherwise
 
 
 @pytest.fixture(autouse=True)
@@ -381,6 +381,13 @@ def test_a_layer_under_two_names_is_adapted_where_it_is_named(targets):
     wanted = torch.tanh(first) @ changed.T + net.a.bias
     found = adapted.apply(params, {}, x.numpy(), train=False).output
     np.testing.assert_allclose(found, wanted.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_an_alpha_of_zero_in_a_file_is_not_the_default():
+    """It switches an adapter off, in PEFT, too: another module would count it by its own alpha."""
+    own = Adapter("default", {"lora_alpha": 8}, {}, frozenset(), (), True)
+    assert computes_otherwise(own, {"lora_alpha": 0}) == {"lora_alpha": (0, 8)}
+    assert not computes_otherwise(own, {"lora_alpha": None, "use_dora": None})
 
 
 def test_other_adapters_are_refused_and_nothing_is_changed(base, adapted, tmp_path):

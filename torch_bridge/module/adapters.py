@@ -166,10 +166,12 @@ def computes_otherwise(adapter: Adapter, config: Mapping[str, Any]) -> dict[str,
     Returns:
         By name what the file says and what the module has. Shapes say the rest.
     """
-    both = {
-        name: (config.get(name) or none, adapter.config.get(name) or none)
-        for name, none in _COMPUTES.items()
-    }
+
+    def said(where: Mapping[str, Any], name: str) -> Any:
+        value = where.get(name)
+        return _COMPUTES[name] if value is None else value  # (0 and False are said)
+
+    both = {name: (said(config, name), said(adapter.config, name)) for name in _COMPUTES}
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
