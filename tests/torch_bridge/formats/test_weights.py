@@ -270,9 +270,10 @@ def test_dtypes_and_names_are_taken_over_only_on_demand(
         tb.restore(tmp_path / "m.pt", converted, None, plan, prefix="net.")
     with pytest.raises(CheckpointError, match=r"no name begins with 'model\.'"):
         tb.restore(tmp_path / "m.pt", converted, None, plan, prefix="model.")
-    state = tb.restore(tmp_path / "m.pt", converted, None, plan, prefix="net", cast=True)
     want = module.state_dict()["again.weight"].bfloat16().float()
-    assert same(tb.state_dict(converted, state)["again.weight"], want)
+    for prefix in ("net.", "net"):
+        state = tb.restore(tmp_path / "m.pt", converted, None, plan, prefix=prefix, cast=True)
+        assert same(tb.state_dict(converted, state)["again.weight"], want)
     some = {"net.inner.bias": low["net.inner.bias"]}
     torch.save(some, tmp_path / "some.pt")
     state = tb.restore(
