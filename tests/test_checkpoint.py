@@ -1,6 +1,7 @@
 """Checkpoints: bit-identical under any plan, whole or not there at all."""
 
 import dataclasses
+import json
 import re
 
 import jax
@@ -384,11 +385,43 @@ def test_the_layers_of_a_checkpoint_of_a_pipeline_are_counted(num, tmp_path):
         fz.restore(tmp_path, tiny.chain(num), None, fz.Plan(data=1), devices=jax.devices()[:1])
 
 
-def test_rows_that_only_a_larger_model_has_are_named_where_they_are_left_out(tmp_path):
-    def model(rows):  # 26 and 28 rows lie in 28 on four devices
-        return fz.Model(({"w": jnp.ones((rows, 3))}, {}), lambda *_: None)
+def rows_of(num, columns=3):
+    """A model of so many rows: any from 25 to 28 lie in 28 on four devices."""
+    init = {"w": jnp.ones((num, columns)), "v": jnp.ones((8, 3))}, {}
+    return fz.Model(init, lambda p, b, batch, rng, train: (jnp.sum(p["w"]), b, {}))
 
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize(("had", "wanted"), [(27, 28), (28, 27), (26, 27)])
+def test_a_model_of_a_few_rows_more_or_less_is_another(had, wanted, zero, tmp_path):
+    plan, devices = tiny.plan(zero=zero, data=4), jax.devices()[:4]
+    state, other = fz.init(rows_of(had), TX, plan, devices=devices), rows_of(wanted)
+    shapes = rf"params/w: expected \S*\[{wanted}, 3\], (got|the checkpoint has) \S*\[{had}, 3\]"
+    batch = {"x": np.ones((4, 1), np.float32)}
+    for use in (
+        lambda: fz.replan(state, other, TX, plan, plan.replace(zero=0), devices=devices),
+        lambda: fz.train_step(other, TX, plan, devices=devices)(state, batch),
+        lambda: jax.jit(fz.eval_step(other, plan, devices=devices))(state, batch),
+    ):
+        with pytest.raises(fz.StateError, match=shapes):
+            use()
+    with pytest.raises(fz.StateError, match=rf"w: expected \[{wanted}, .* got \[{had}, 3\]"):
+        fz.logical(other, state)
+    fz.save(tmp_path, state, plan)
+    for fields in (("params",), ("opt_state",)):
+        with pytest.raises(fz.CheckpointError, match=shapes):
+            fz.restore(tmp_path, other, TX, plan, fields=fields, devices=devices)
+    fresh = fz.restore(tmp_path, other, TX, plan, fresh=("w",), devices=devices)
+    assert fz.logical(other, fresh)["w"].shape == (wanted, 3)
+    tiny.same_bits(fz.restore(tmp_path, rows_of(had), TX, plan, devices=devices), state)
+
+
+def test_rows_that_only_a_larger_model_has_are_named_where_they_are_left_out(tmp_path):
     plan, devices = tiny.plan(zero=3, data=4), jax.devices()[:4]
-    fz.save(tmp_path, fz.init(model(28), None, plan, devices=devices), plan)
+    fz.save(tmp_path, fz.init(rows_of(28), None, plan, devices=devices), plan, asynchronous=False)
+    meta = tmp_path / "0" / "meta" / "metadata"
+    earlier = json.loads(meta.read_text())
+    del earlier["padded"]  # as earlier versions wrote it
+    meta.write_text(json.dumps(earlier))
     with pytest.warns(UserWarning, match=r"params/w: expected float32\[26, 3\].* \[28, 3\]"):
-        fz.restore(tmp_path, model(26), None, plan, devices=devices)
+        fz.restore(tmp_path, rows_of(26), None, plan, devices=devices)

@@ -159,7 +159,7 @@ def _derived(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -
         buffers=buffers,
         rng=put(key, shapes["rng"]),
         loss_scale=jax.tree.map(put, initial_loss_scale(blue.plan), shapes["loss_scale"]),
-        rows=blue.rows,
+        **blue.marks,
     )
 
 
@@ -335,6 +335,7 @@ class _StoredState:
                     f"{path}: expected {to.dtype}{list(now.logical)}, the checkpoint has"
                     f" {found[1]}{list(old.logical)}"
                 )
+        problems = problems or self._filled_up_alike()
         if problems:
             shown = "\n  ".join(problems[:8])
             more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
@@ -344,6 +345,26 @@ class _StoredState:
                 " it was saved with; or take a part: fields=('params', 'buffers') leaves out the"
                 " optimizer's state, fresh=('path', ...) the leaves below these paths"
             )
+
+    def _filled_up_alike(self) -> list[str]:
+        """Parameters that only their padding makes those of this model, a line for each.
+
+        Earlier versions did not write what was filled up.
+        """
+        problems: list[str] = []
+        shapes, taken = self.meta.get("padded"), {self._owner(path) for path in self.want}
+        if shapes is None:
+            return problems
+        for split in flat_splits(self.blue.params):
+            path = _at("params", split.path)
+            if split.path not in taken or path not in self.numbers:
+                continue
+            old, new = self.wants[path][0], Kept.of(split).logical
+            kept = self.about.leaves[path][0]
+            own = shapes.get(split.path, (*old.logical[:1], *kept[1:]) if old.rows else kept)
+            if tuple(own) != new:
+                problems.append(f"{path}: expected {list(new)}, the checkpoint has {list(own)}")
+        return problems
 
     def field(self, name: str, new: PyTree = ()) -> PyTree:
         """A field of the state; leaves that are not taken are those of `new`."""

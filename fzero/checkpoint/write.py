@@ -131,6 +131,7 @@ def save(
         "plan": plan.to_json(),
         "zero": zero_sizes(dict(mesh.shape)),
         "rows": dict(state.rows),
+        "padded": dict(state.padded),
         "data_position": data_position,
         "leaves": {p: [list(x.shape), str(x.dtype)] for p, x in leaves.items()},
         "ways": {p: ways for p, x in leaves.items() if max(ways := parts_of(x), default=1) > 1},

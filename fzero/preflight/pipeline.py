@@ -152,7 +152,7 @@ class StageCompiler:
         ranks = range(self.plan.pipe)
         sums_of = [sum(s.sums_bytes for s in run.stages if s.rank == rank) for rank in ranks]
         most = list(sums_of)
-        for mesh, lowered in step.lower_update(TrainState(**fields, rows=blue.rows), gradients):
+        for mesh, lowered in step.lower_update(TrainState(**fields, **blue.marks), gradients):
             text = lowered.as_text()
             if text not in self._known:
                 self._known[text] = self.target.compile(lowered, mesh)

@@ -34,6 +34,7 @@ from fzero.sharding.initial import memo, tracing_context
 from fzero.sharding.relayout import Kept
 from fzero.sharding.split import (
     Home,
+    OwnShapes,
     flat_splits,
     frozen_names,
     kept_shape,
@@ -97,6 +98,17 @@ class Blueprint:
     def rows(self) -> StackRows:
         """What `TrainState.rows` is of this layout."""
         return () if self.stages is None else self.stages.rows
+
+    @cached_property
+    def padded(self) -> OwnShapes:
+        """What `TrainState.padded` is of this layout."""
+        splits = flat_splits(self.params) if self.plan.shards("params") else []
+        return tuple((split.path, Kept.of(split).logical) for split in splits if split.pad)
+
+    @property
+    def marks(self) -> dict[str, Any]:
+        """What a state of this layout says in no array."""
+        return {"rows": self.rows, "padded": self.padded}
 
     def rank_mesh(self, rank: int) -> Mesh:
         """The devices of one rank of a pipeline: all axes of the mesh but `pipe`."""

@@ -75,6 +75,10 @@ class Home:
         return order[np.sort(rows) >= 0]
 
 
+# `(path, shape)` of leaves that are kept with zeros at their ends, in their own shapes.
+OwnShapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
 @dataclass(frozen=True)
 class Split:
     """How one leaf is cut over devices that would all hold the same of it.

@@ -83,7 +83,7 @@ def init(
         if not callable(model.init):
             return state_of(blue, *_copied(blue, *model.init), key)
         fields = compiled_fields(blue, "born", _born(blue), key)(key)
-        return _parked(blue, TrainState(**{"opt_state": (), **fields}, rows=blue.rows))
+        return _parked(blue, TrainState(**{"opt_state": (), **fields}, **blue.marks))
 
 
 def _warn_of_narrow(blue: Blueprint) -> None:
@@ -130,7 +130,7 @@ def state_of(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -
     derived = partial(_derived_from_kept, blue)
     fields = compiled_fields(blue, "derived", derived, params, key)(params, key)
     fields |= {"params": params, "buffers": buffers}
-    return _parked(blue, TrainState(**{"opt_state": (), **fields}, rows=blue.rows))
+    return _parked(blue, TrainState(**{"opt_state": (), **fields}, **blue.marks))
 
 
 def _parked(blue: Blueprint, state: TrainState) -> TrainState:
@@ -242,7 +242,7 @@ def abstract_state(
         A `TrainState` of `jax.ShapeDtypeStruct`s, fit for `train_step(...).lower`.
     """
     blue = blueprint(model, tx, plan, devices)
-    return TrainState(**blue.shapes(), rows=blue.rows)
+    return TrainState(**blue.shapes(), **blue.marks)
 
 
 def compute_of(blue: Blueprint, params: PyTree) -> PyTree:

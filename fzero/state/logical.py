@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from fzero.sharding.split import Split, map_splits
 from fzero.state.require import require_alive, wrong_rows
 from fzero.state.train_state import TrainState
 from fzero.storage.tiers import require_on_device, settled
-from fzero.tree import PyTree, key_name, named_leaves, path_name
+from fzero.tree import PyTree, key_name, map_named, named_leaves
 
 
 def store(blue: Blueprint, name: str, logical: PyTree) -> PyTree:
@@ -60,7 +61,8 @@ def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree
     require_alive(state, "logical")
     require_on_device(named_leaves({"params": state.params}), "logical")
     shapes, _ = initial_shapes(model)
-    _require_leaves(state.params, shapes)
+    padded = dict(state.padded)
+    _require_leaves(state.params, shapes, padded)
     homes = None
     if plan is not None and plan.pipe > 1:
         stages = cut_into_stages(model, plan)
@@ -68,26 +70,26 @@ def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree
         if wrong := wrong_rows(state, stages.rows):
             raise StateError("logical: the state is not one of this plan: " + "; ".join(wrong))
 
-    def own(path: Any, leaf: Any, to: Any) -> jax.Array:
+    def own(path: Any, name: str, leaf: Any, to: Any) -> jax.Array:
         home = homes[key_name(path[0])] if homes else None
         at = getattr(leaf, "sharding", None)
         if home is None and PIPE in getattr(at, "spec", ()):
             raise StateError(
-                f"logical: the layers of {path_name(path)} are spread over the ranks of a pipeline:"
-                " pass the state's plan as well, or bring the state to one rank with"
-                " fz.replan(state, model, tx, plan, plan.replace(pipe=1))"
+                f"logical: the layers of {name} are spread over the ranks of a pipeline: pass the"
+                " state's plan as well, or bring the state to one rank with fz.replan(state, model,"
+                " tx, plan, plan.replace(pipe=1))"
             )
         if not isinstance(at, NamedSharding) and leaf.shape != to.shape:
             raise StateError(
-                f"logical: {path_name(path)}: expected {list(to.shape)}, or an array as the plan"
-                f" keeps it, got {type(leaf).__name__} {list(leaf.shape)} at {at}. A leaf put in by"
-                " hand goes where the old one is: jax.device_put(new, old.sharding)"
+                f"logical: {name}: expected {list(to.shape)}, or an array as the plan keeps it, got"
+                f" {type(leaf).__name__} {list(leaf.shape)} at {at}. A leaf put in by hand goes"
+                " where the old one is: jax.device_put(new, old.sharding)"
             )
         if not isinstance(at, NamedSharding):
             return leaf
         spec = PartitionSpec(None, *leaf.sharding.spec[1:]) if home and home.rows else None
         shape = (len(home.rows), *to.shape[1:]) if home and home.rows else to.shape
-        _require_shape(path_name(path), leaf, shape)
+        _require_shape(name, leaf, shape, name in padded)
         if leaf.shape == to.shape and spec is None:
             return leaf
         if leaf.shape != shape:
@@ -97,22 +99,29 @@ def logical(model: Model, state: TrainState, plan: Plan | None = None) -> PyTree
         there = jax.ShapeDtypeStruct(to.shape, leaf.dtype, sharding=whole)
         return relayout(leaf, old, Kept.whole(to.shape), there)
 
-    return jax.tree_util.tree_map_with_path(own, state.params, shapes)
+    names = map_named(lambda name, _: name, shapes)
+    return jax.tree_util.tree_map_with_path(own, names, state.params, shapes)
 
 
-def _require_leaves(params: PyTree, shapes: PyTree) -> None:
-    """Raises `StateError` if parameters have other names than a model's."""
+def _require_leaves(params: PyTree, shapes: PyTree, padded: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises `StateError` if parameters have other names than a model's, or other own shapes."""
     have, want = ([path for path, _ in named_leaves(tree)] for tree in (params, shapes))
     if have != want:
         raise StateError(
             "logical: the state is not one of this model: expected parameters"
             f" {sorted({*want} - {*have})[:8]}, got {sorted({*have} - {*want})[:8]}"
         )
+    for path, to in named_leaves(shapes):
+        if padded.get(path, to.shape) != to.shape:
+            raise StateError(
+                f"logical: the state is not one of this model: {path}: expected {list(to.shape)},"
+                f" got {list(padded[path])}, filled up with zeros"
+            )
 
 
-def _require_shape(path: str, leaf: Any, shape: tuple[int, ...]) -> None:
-    """Raises `StateError` if a kept leaf is not of this shape, filled up or not."""
-    if leaf.shape not in (shape, filled_up(shape, parts_of(leaf))):
+def _require_shape(path: str, leaf: Any, shape: tuple[int, ...], padded: bool) -> None:
+    """Raises `StateError` if a kept leaf is not of this shape, or that filled up."""
+    if leaf.shape != shape and not (padded and leaf.shape == filled_up(shape, parts_of(leaf))):
         raise StateError(
             f"logical: the state is not one of this model: {path}: expected {list(shape)}, or that"
             f" filled up with zeros, got {list(leaf.shape)}"

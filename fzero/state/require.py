@@ -125,6 +125,7 @@ def require_fits(
         ):
             mesh = dict(to.sharding.mesh.shape)
             problems.append(f"{path}: expected {to.sharding.spec} on {mesh}, got {leaf.sharding}")
+    problems = problems or _wrong_padding(state, blue)
     if problems:
         shown = "\n  ".join(problems[:8])
         more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
@@ -151,6 +152,17 @@ def wrong_rows(state: TrainState, rows: StackRows) -> list[str]:
         f"{name}: expected its layers {rows_text(wanted.get(name, ()))}, got them"
         f" {rows_text(had.get(name, ()))}, as another schedule or partition keeps them"
         for name in sorted({*had, *wanted}) if had.get(name) != wanted.get(name)
+    ]  # fmt: skip
+
+
+def _wrong_padding(state: TrainState, blue: Blueprint) -> list[str]:
+    """What is wrong with the shapes of parameters that are filled up alike, a line for each."""
+    kept = dict(named_leaves({"params": blue.shapes()["params"]}))
+    had, wanted = ({f"params/{p}": shape for p, shape in x.padded} for x in (state, blue))
+    return [
+        f"{path}: expected {list(wanted.get(path, kept[path].shape))},"
+        f" got {list(had.get(path, kept[path].shape))}, both kept as {list(kept[path].shape)}"
+        for path in sorted({*had, *wanted} & {*kept}) if had.get(path) != wanted.get(path)
     ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import jax
 
 from fzero.loss_scaling import LossScale
 from fzero.sharding.homes import StackRows
+from fzero.sharding.split import OwnShapes
 from fzero.state import compute_copy, row_order
 from fzero.summary import Printed, summary
 from fzero.tree import PyTree
@@ -55,9 +56,12 @@ class TrainState(Printed):
         rows: of a pipeline's state, `(name, rows)` of each stack whose layers are not kept in
             order: the layer in each row, as the plan's schedule and partition have it. No leaf: a
             state of another order has another structure, and its arrays are refused here.
+        padded: `(path, shape)` of each parameter that is kept with zeros at its end, as no dim of
+            it divides: its own shape, by which a state of 27 rows is none of a model with 28. No
+            leaf, like `rows`.
 
-    A leaf of `params`, `opt_state` or `ema` that no dim divides is stored with zeros at its end;
-    `fz.describe` names such leaves, `fz.logical` gives their own shapes back.
+    `fz.describe` names the leaves with zeros at their ends (`opt_state` and `ema` have some, too),
+    `fz.logical` gives parameters in their own shapes.
     """
 
     step: jax.Array
@@ -70,6 +74,7 @@ class TrainState(Printed):
     grads: Pending | None = None
     ema: PyTree = None
     rows: StackRows = field(default=(), metadata={"static": True})
+    padded: OwnShapes = field(default=(), metadata={"static": True})
 
     def __post_init__(self) -> None:
         row_order.require_alike(self, fields_of(self))
@@ -93,4 +98,4 @@ class TrainState(Printed):
 
 def fields_of(state: TrainState) -> dict[str, Any]:
     """What a state holds in arrays, by name."""
-    return {name: value for name, value in vars(state).items() if name != "rows"}
+    return {name: value for name, value in vars(state).items() if name not in ("rows", "padded")}
