@@ -27,6 +27,8 @@ from fzero.errors import ScheduleError as ScheduleError
 from fzero.errors import StateConsumedError as StateConsumedError
 from fzero.errors import StateError as StateError
 from fzero.errors import UnusedDevicesWarning as UnusedDevicesWarning
+from fzero.exchange.rows import all_rows as all_rows
+from fzero.exchange.rows import own_rows as own_rows
 from fzero.float8.recipe import Float8 as Float8
 from fzero.hosts.join import join as join
 from fzero.hosts.world import World as World

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from fzero.axes import AXES
 from fzero.errors import PlanError
+from fzero.exchange.rows import AGREED, row_axes
 
 
 def balance_loss(
@@ -59,7 +60,7 @@ def balance_loss(
         used = used + jnp.sum(picked * weight[..., None], axis=axes)
         chance = chance + jnp.sum(chances * weight[..., None], axis=axes)
     sums = used, chance, jnp.sum(weight) * len(layers)
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    over = tuple(axis for axis in AXES if axis in manual)
+    over = row_axes()
     used, chance, count = jax.lax.psum(sums, over) if over else sums
-    return shape[-1] * jnp.sum(used * chance) / jnp.maximum(count, 1) ** 2
+    balance = shape[-1] * jnp.sum(used * chance) / jnp.maximum(count, 1) ** 2
+    return checkpoint_name(balance, AGREED)

@@ -4,6 +4,7 @@
 - `steps`: the shells that they return.
 - `checks`: what a shell refuses before anything runs; `scalars`: numbers that users wrote into the
   optimizer's state.
+- `rows_apart`: whether a loss is a sum over rows.
 - `passes`: gradients and evaluation of a batch, as one program or as a pipeline.
 - `compose`: how a pass and an update make a step: one program, or one after the other.
 - `update`, `placed_update`, `host_update`: the optimizer's update: as a pure function, by site or

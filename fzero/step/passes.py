@@ -26,6 +26,7 @@ from fzero.processes import repeated
 from fzero.programs.partitioned import checked, checked_where_differentiated
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.split import Split, map_splits, trained, with_frozen
+from fzero.step.rows_apart import warn_of_rows_together
 from fzero.step.values import Gradients, Values
 from fzero.tree import PyTree
 from fzero.zero.finite_marks import local_marks
@@ -88,6 +89,7 @@ class OneProgram:
         """
         rules, model = self.rules(), self.blueprint.model
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
+        warn_of_rows_together(self.blueprint, batch, True)
 
         def local(kept: PyTree, buffers: PyTree, batch: Inputs, key: Any, scale: Any) -> Any:
             keeping = keeping_rules(model, rules, kept, buffers, batch, key)
@@ -137,6 +139,7 @@ class OneProgram:
         self, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array
     ) -> tuple[Mean, dict[str, Mean]]:
         """Loss and metrics of a batch, in evaluation mode."""
+        warn_of_rows_together(self.blueprint, batch, False)
         rules, model = self.rules(), self.blueprint.model
 
         def local(kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array) -> Any:
@@ -241,6 +244,7 @@ class Pipeline:
 
     def gradients(self, fields: Values, batch: Inputs, key: jax.Array) -> Gradients:
         """As `OneProgram.gradients`."""
+        warn_of_rows_together(self.blueprint, batch, True)
         scale = None if fields["loss_scale"] is None else fields["loss_scale"].scale
         sums, mean, own, buffers = self.executor.train(
             kept_by(self.blueprint, fields), fields["buffers"], batch, key, scale
@@ -252,6 +256,7 @@ class Pipeline:
         self, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array
     ) -> tuple[Mean, dict[str, Mean]]:
         """As `OneProgram.evaluation`."""
+        warn_of_rows_together(self.blueprint, batch, False)
         args = (kept, buffers, batch, _eval_key(rng), self._count(batch))
         mean, own = self.executor.evaluate(*args)
         refuse_reserved(own)

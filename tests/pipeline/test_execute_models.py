@@ -472,13 +472,13 @@ def test_a_last_layer_with_buffers_that_gives_the_loss():
     chain = [
         dense("in", 6, 4, lambda p, batch, ctx: batch["x"] @ p["w"]),
         fz.Layer("last", lambda key: ({"w": jnp.zeros((4, 3))}, {"seen": jnp.zeros((), jnp.int32)}),
-                 last, stateful=True),
+                 last, stateful=True, buffer_reduce={"seen": "sum"}),
     ]  # fmt: skip
     plan = tiny.plan(pipe=2, data=2, microbatches=2)
     model = given(fz.Sequential(chain))
     compare(model, plan)
     run = train(model, plan, 2, batch=points)
-    assert int(run.state.buffers["last"]["seen"]) == 2 * 2 * 2  # rows of one device
+    assert int(run.state.buffers["last"]["seen"]) == 2 * 2 * 2 * 2  # rows of both devices
     assert run.trace[0]["worst"] > 0
 
 

@@ -1,0 +1,210 @@
+"""Whether a loss is a sum over rows, as it has to be where devices share the rows out.
+
+Each device computes the loss of its own rows of a microbatch, and a step adds these up. A loss that
+compares rows with each other, or that is no sum over them (a ratio of sums, a root of one), is
+another number there than on one device. So the loss is traced once more, with a number of rows by
+which dims of rows are known, and its values are followed. Where rows go ways that are not known
+here (loops, sorting), nothing is said; nor where statistics of rows come back to rows, as in a
+batch norm, which is per device as anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import traceback
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import Any
+
+import jax
+import numpy as np
+
+import fzero.errors
+from fzero.batch import Inputs
+from fzero.errors import warn
+from fzero.exchange.rows import AGREED, told_rows
+from fzero.links import Mean
+from fzero.model import Model
+from fzero.pieces import chain_loss
+from fzero.programs.jaxprs import Op, Program, Var
+from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.initial import initial_shapes, memo, tracing_context
+from fzero.tree import PyTree, shapes_of
+
+
+class Kind(IntEnum):
+    """What a value is made of; of several operands the last of these decides."""
+
+    FREE = 0  # nothing of rows, or the same on all devices
+    ROWS = 1  # each row of its own row
+    SUM = 2  # sums over rows
+    UNKNOWN = 3
+    OTHER = 4  # of rows together, and no sum over them
+    PAIRS = 5  # of each row with each other
+
+
+# What of sums over rows is a sum over rows; so is a product or a quotient with what is free.
+_LINEAR = frozenset(
+    """
+    add add_any broadcast_in_dim concatenate convert_element_type copy cumsum dynamic_slice
+    expand_dims gather imag mul name neg optimization_barrier pad real reduce_precision reduce_sum
+    reshape rev select_n sharding_constraint slice squeeze stop_gradient sub transpose
+    """.split()  # noqa: SIM905
+)
+_SUMS = frozenset(("reduce_sum", "dot_general"))
+_EXTREMES = frozenset(("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"))
+# Of two sums no sum comes of these; of one only if the other operand is free.
+_PRODUCTS = frozenset(("mul", "dot_general"))
+
+
+def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
+    """Warns once of a model, and each kind of batch, of a loss that is no sum over rows.
+
+    Args:
+        blue: the blueprint of the step.
+        batch: its batch: arrays or shapes.
+        train: whether the step trains.
+    """
+    group, microbatches = blue.group, blue.plan.microbatches if train else 1
+    if group.data * group.replica * microbatches == 1:
+        return
+    leaves, structure = jax.tree.flatten(batch.at(None))
+    kinds = tuple((x.shape[1:], str(x.dtype)) for x in leaves)
+    known, key = memo(blue.model), ("rows apart", structure, kinds, train, tracing_context())
+    if key not in known:
+        known[key] = problem = _problem(blue.model, batch, train)
+        if problem:
+            parts = f"{group.data * group.replica} devices"
+            parts += f" and {microbatches} microbatches" if microbatches > 1 else ""
+            warn(
+                f"loss: {problem}. {parts} share the rows of a batch out, and each computes with"
+                " its own: the loss is another number than on one device. Have the rows of all"
+                " first (fz.all_rows; SyncBatchNorm for statistics), or give sums over rows:"
+                " fz.Mean(total, count)"
+            )
+
+
+def _problem(model: Model, batch: Inputs, train: bool) -> str | None:
+    """What of a loss is no sum over rows, in words."""
+    shapes = (*initial_shapes(model), shapes_of(batch.shared))
+    rows, every = _numbers(shapes, batch.rows)
+    many = batch.map_rows(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype))
+
+    def total(params: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array, step: Any) -> Any:
+        loss = chain_loss(model.layers)
+        out = loss(params, buffers, batch.batch, rng, train, step)[0]
+        return (out.total, out.count) if isinstance(out, Mean) else out
+
+    key, step = jax.eval_shape(lambda: (jax.random.key(0), np.int32(0)))
+    try:
+        with jax.numpy_dtype_promotion("standard"), told_rows(rows, every):
+            closed = jax.make_jaxpr(total)(*shapes[:2], many.at(None), key, step)
+    except Exception:  # it takes other numbers of rows, or wants a mesh
+        return None
+    program = Program(closed.jaxpr, closed.consts)
+    follow = _Follow(rows)
+    env = {var: Kind.ROWS if follow.has(var) else Kind.FREE for var in program.inputs}
+    kinds = follow.run(program, env)
+    outputs = [out for out in program.outputs if isinstance(out, Var)]
+    worst = max(outputs, key=lambda out: kinds.get(out, Kind.FREE), default=None)
+    kind = kinds.get(worst, Kind.FREE)
+    if kind < Kind.OTHER:
+        return None
+    op = follow.blamed[worst]
+    what = "compares rows with each other" if kind is Kind.PAIRS else "is no sum over rows"
+    return f"it {what} ({op.equation.primitive.name}{_line(op)})"
+
+
+def _numbers(shapes: PyTree, rows: PyTree) -> tuple[int, int]:
+    """Prime numbers that divide no other dim: of a device's rows, and of those of all."""
+    dims = [dim for leaf in jax.tree.leaves(shapes) for dim in leaf.shape]
+    dims += [dim for leaf in jax.tree.leaves(rows) for dim in leaf.shape[1:]]
+    free = (p for p in _primes(199) if all(dim == 0 or dim % p for dim in dims))
+    return next(free), next(free)
+
+
+def _primes(start: int) -> Iterator[int]:
+    number = start
+    while True:
+        if all(number % other for other in range(2, math.isqrt(number) + 1)):
+            yield number
+        number += 1
+
+
+class _Follow:
+    """Works out what the values of a program are made of.
+
+    Args:
+        rows: how many rows there are: a prime number that no other dim is a multiple of.
+
+    Attributes:
+        blamed: for values that are no sums over rows, the operation that made them so.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.blamed: dict[Any, Op] = {}
+
+    def has(self, value: Any, times: int = 1) -> bool:
+        """Whether a value has a dim of rows, or two."""
+        size = math.prod(np.shape(value) if not isinstance(value, Var) else value.aval.shape)
+        return size > 0 and size % self.rows**times == 0
+
+    def run(self, program: Program, env: dict[Any, Kind]) -> dict[Any, Kind]:
+        """The kind of each value, given those of the inputs."""
+        for op in program.ops:
+            operands = [x for x in op.operands if isinstance(x, Var)]
+            kinds = [env.get(x, Kind.FREE) for x in operands]
+            for place, result in enumerate(op.results):
+                if op.equation is None:  # a fence: each result is an operand
+                    kind = env.get(op.operands[place], Kind.FREE)
+                else:
+                    kind = self._kind(op, kinds, result)
+                env[result] = kind
+                if kind >= Kind.OTHER:
+                    before = [x for x, k in zip(operands, kinds, strict=True) if k is kind]
+                    self.blamed[result] = self.blamed[before[0]] if before else op
+        return env
+
+    def _kind(self, op: Op, kinds: Sequence[Kind], result: Var) -> Kind:
+        name, has = op.equation.primitive.name, self.has(result)
+        worst = max(kinds, default=Kind.FREE)
+        if worst is Kind.FREE or (name == "name" and op.equation.params["name"] == AGREED):
+            return Kind.FREE
+        if self.has(result, 2) and kinds.count(Kind.ROWS) > 1:
+            return Kind.PAIRS
+        if worst is Kind.PAIRS or (worst is Kind.ROWS and has):
+            return worst
+        if worst is Kind.ROWS:
+            if name in _SUMS:
+                return Kind.SUM
+            return Kind.OTHER if name in _EXTREMES else Kind.UNKNOWN
+        if has and Kind.ROWS in kinds:  # statistics of rows come back to rows
+            return Kind.ROWS
+        if Kind.UNKNOWN in kinds and worst is not Kind.OTHER:
+            return Kind.UNKNOWN
+        return Kind.SUM if worst is Kind.SUM and self._keeps_sums(name, op, kinds) else Kind.OTHER
+
+    def _keeps_sums(self, name: str, op: Op, kinds: Sequence[Kind]) -> bool:
+        """Whether an operation on sums over rows gives one."""
+        if name in _PRODUCTS:
+            return kinds.count(Kind.SUM) == 1
+        if name == "div":
+            divisor = op.operands[1]
+            return not isinstance(divisor, Var) or kinds[-1] is Kind.FREE
+        return name in _LINEAR
+
+
+def _line(op: Op) -> str:
+    """Where an operation was written, outside of jax and fzero: ` in FILE:LINE`."""
+    found = getattr(op.equation.source_info, "traceback", None)
+    if found is None:
+        return ""
+    own = os.path.dirname(fzero.errors.__file__)
+    frames = traceback.extract_tb(found.as_python_traceback())
+    for frame in reversed(frames):
+        parts = frame.filename.split(os.sep)
+        if not frame.filename.startswith(own) and not {"jax", "jaxlib", "_src"} & set(parts):
+            return f" in {os.path.basename(frame.filename)}:{frame.lineno}"
+    return ""

@@ -1,0 +1,238 @@
+"""Losses that look across rows: right with the rows of all devices, named without them."""
+
+import contextlib
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fzero as fz
+from fzero import Plan
+from tests.support import tiny
+
+
+RNG = np.random.RandomState(0)
+BATCH = {"x": RNG.randn(16, 12).astype("f"), "y": RNG.randn(16, 12).astype("f")}
+TX = optax.adam(1e-2)
+
+
+def labelled(scores, labels):
+    return optax.losses.softmax_cross_entropy_with_integer_labels(scores, labels)
+
+
+def both(p, batch):
+    return batch["x"] @ p["u"], batch["y"] @ p["v"]
+
+
+def squares(p, batch):
+    return jnp.square(batch["x"] @ p["u"] - 1)
+
+
+def contrastive(p, batch):
+    u, v = both(p, batch)
+    return fz.Mean(labelled(u @ v.T, jnp.arange(len(u))).sum(), jnp.float32(len(u)))
+
+
+def contrastive_of_all(p, batch):
+    u, v = fz.all_rows(both(p, batch))
+    return labelled(u @ v.T, jnp.arange(len(u))).mean()
+
+
+def contrastive_beside_all(p, batch):
+    u, v = both(p, batch)
+    v = fz.all_rows(v)
+    return labelled(u @ v.T, fz.own_rows(jnp.arange(len(v)))).mean()
+
+
+def distances(p, batch):
+    u, _ = both(p, batch)
+    far = jnp.square(u[:, None] - u[None]).sum(-1)
+    return jnp.maximum(far.max(1) - far.min(1), 0).mean()
+
+
+def decorrelated(p, batch, rows=lambda x: x):
+    u, v = rows(both(p, batch))
+    u, v = ((x - x.mean(0)) / x.std(0) for x in (u, v))
+    return jnp.square(u.T @ v / len(u) - jnp.eye(u.shape[1])).sum()
+
+
+def share_of_masked(p, batch):
+    mask = (batch["y"][:, :1] > 0).astype(jnp.float32)
+    return (squares(p, batch) * mask).sum() / mask.sum()
+
+
+def masked(p, batch):
+    mask = (batch["y"][:, :1] > 0).astype(jnp.float32)
+    return fz.Mean((squares(p, batch) * mask).sum(), mask.sum())
+
+
+def masked_at_least_one(p, batch):
+    given = masked(p, batch)
+    return fz.Mean(given.total, jnp.maximum(given.count, 1))
+
+
+def normed(p, batch):
+    u, _ = both(p, batch)
+    return jnp.mean(jnp.tanh((u - u.mean(0)) * jax.lax.rsqrt(u.var(0) + 1e-5)))
+
+
+def penalized(p, batch):
+    by_row = jax.vmap(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ p["u"]))))(batch["x"])
+    return jnp.mean(jnp.square(by_row)) + 0.1 * jnp.sum(jnp.square(p["v"])) ** 2
+
+
+def in_a_loop(p, batch):
+    return jnp.mean(jax.lax.map(lambda x: jnp.sum(jnp.square(x @ p["u"])), batch["x"]))
+
+
+LOSSES = {
+    contrastive: r"compares rows with each other \(dot_general in test_rows_apart.py:",
+    distances: r"compares rows with each other \(sub in test_rows_apart.py:",
+    decorrelated: r"is no sum over rows \(integer_pow|is no sum over rows \(square",
+    share_of_masked: r"is no sum over rows \(div in test_rows_apart.py:",
+    masked_at_least_one: r"is no sum over rows \(max in test_rows_apart.py:",
+    (lambda p, b: jnp.sqrt(squares(p, b).mean())): r"is no sum over rows \(sqrt",
+    (lambda p, b: squares(p, b).max()): r"is no sum over rows \(reduce_max",
+    (lambda p, b: jnp.log(jnp.mean(jnp.exp(both(p, b)[0]))) + 1): r"is no sum over rows \(log",
+    (lambda p, b: squares(p, b).mean() * both(p, b)[1].mean()): r"is no sum over rows \(mul",
+    (lambda p, b: 1 / squares(p, b).mean()): r"is no sum over rows \(div",
+    contrastive_of_all: None,
+    contrastive_beside_all: None,
+    (lambda p, b: decorrelated(p, b, fz.all_rows)): None,
+    masked: None,
+    normed: None,  # as anywhere per device
+    penalized: None,
+    in_a_loop: None,
+    (lambda p, b: -jnp.stack([x.sum() for x in both(p, b)]).sum() / (1 + p["u"].sum())): None,
+    (lambda p, b: jnp.sum(p["v"])): None,
+}  # fmt: skip
+
+
+def weights(_=None):
+    keys = jax.random.split(jax.random.key(1))
+    return {n: jax.random.normal(k, (12, 6)) for n, k in zip("uv", keys, strict=True)}, {}
+
+
+def model_of(loss):
+    return fz.Model(weights, lambda p, b, batch, rng, train: (loss(p, batch), b, {}))
+
+
+@contextlib.contextmanager
+def said(problem):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield
+    texts = [str(w.message) for w in found if str(w.message).startswith("loss: it ")]
+    assert len(texts) == (problem is not None), texts
+    if problem is not None:
+        with pytest.raises(AssertionError, match=problem):
+            raise AssertionError(texts[0])
+
+
+def trained(model, plan, devices, steps=2):
+    state = fz.init(model, TX, plan, devices=devices)
+    step, metrics = fz.train_step(model, TX, plan, devices=devices), {}
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+    return fz.logical(model, state), metrics
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_is_no_sum_over_rows_is_named_once(loss):
+    model, devices = model_of(loss), jax.devices()[:4]
+    plan = tiny.plan(zero=1, data=4)
+    with said(LOSSES[loss]):
+        state = fz.init(model, TX, plan, devices=devices)
+        step = fz.train_step(model, TX, plan, devices=devices)
+        state, _ = step(state, BATCH)
+        fz.train_step(model, TX, plan, devices=devices)(state, BATCH)
+
+
+def test_on_one_device_a_loss_may_be_anything():
+    plan, devices = fz.Plan(data=1), jax.devices()[:1]
+    for loss in (contrastive, share_of_masked):
+        with said(None):
+            trained(model_of(loss), plan, devices, 1)
+    with said("no sum over rows .*2 microbatches"):
+        trained(model_of(share_of_masked), plan.replace(microbatches=2), devices, 1)
+
+
+def test_evaluation_and_programs_of_ones_own_name_it_too():
+    model, plan, devices = model_of(contrastive), tiny.plan(data=4), jax.devices()[:4]
+    with said("compares rows"):
+        state = fz.init(model, TX, plan, devices=devices)
+        jax.jit(fz.eval_step(model, plan, devices=devices))(state, BATCH)
+    with said("compares rows"):
+        jax.eval_shape(fz.train_step(model, TX, plan, devices=devices), state, BATCH)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *(Plan(zero=zero, data=4, min_shard_bytes=0) for zero in range(4)),
+        Plan(zero=3, data=2, replica=2, min_shard_bytes=0, remat="layer"),
+        Plan(zero=2, data=1, replica=4),
+    ],
+)
+@pytest.mark.parametrize("loss", [contrastive_of_all, contrastive_beside_all])
+def test_with_the_rows_of_all_a_loss_is_that_of_one_device(loss, plan):
+    model = model_of(loss)
+    want, wanted = trained(model, Plan(data=1), jax.devices()[:1])
+    got, found = trained(model, plan, jax.devices()[:4])
+    # The sums over rows are made in another order, and Adam's first steps divide by gradients.
+    tiny.close(got, want, rtol=1e-4, atol=1e-5)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-5)
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_a_chain_in_a_pipeline_is_looked_at_as_a_whole(right):
+    rows = fz.all_rows if right else lambda x: x
+
+    def last(p, x, ctx):
+        u = rows(x @ p["w"])
+        return labelled(u @ u.T, jnp.arange(len(u))).mean()
+
+    chain = [
+        fz.Layer("in", lambda key: {"w": jax.random.normal(key, (12, 6))},
+                 lambda p, batch, ctx: batch["x"] @ p["w"]),
+        fz.Layer("last", lambda key: {"w": jax.random.normal(key, (6, 6))}, last),
+    ]  # fmt: skip
+    model = fz.Sequential(chain)
+    want, _ = trained(model, Plan(data=1), jax.devices()[:1])
+    plan = tiny.plan(pipe=2, data=2, microbatches=1)
+    with said(None if right else "compares rows"):
+        state = fz.init(model, TX, plan, devices=jax.devices()[:4])
+        step = fz.train_step(model, TX, plan, devices=jax.devices()[:4])
+        state, _ = step(step(state, BATCH)[0], BATCH)
+    if right:  # (another order of sums, as above)
+        tiny.close(fz.logical(model, state, plan), want, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_are_those_of_the_batch_in_its_order():
+    def loss(p, batch):
+        every = fz.all_rows({"i": batch["i"], "flag": batch["i"] > 3})
+        right = (every["i"] == jnp.arange(16)).all() & (every["flag"] == (every["i"] > 3)).all()
+        back = (fz.own_rows(every)["i"] == batch["i"]).all()
+        return jnp.where(right & back, 0.0, 1.0) + 0 * p["u"].sum()
+
+    plan = tiny.plan(zero=3, data=4, replica=2)
+    batch = {"i": np.arange(16, dtype=np.int32)}
+    state = fz.init(model_of(loss), TX, plan)
+    assert float(fz.eval_step(model_of(loss), plan)(state, batch)["loss"]) == 0
+
+
+def test_outside_of_steps_the_rows_are_what_there_is():
+    x = jnp.arange(6.0).reshape(3, 2)
+    for same in (fz.all_rows(x), fz.own_rows(x), jax.jit(fz.all_rows)(x)):
+        np.testing.assert_array_equal(same, x)
+    with pytest.raises(fz.BatchError, match=r"^all_rows: b: expected .* got float32\[\]"):
+        fz.all_rows({"a": x, "b": jnp.float32(1)})
+    plan, devices = tiny.plan(data=4), jax.devices()[:4]
+    model = model_of(lambda p, batch: fz.own_rows(p["u"][:6]).sum())
+    state = fz.init(model, TX, plan, devices=devices)
+    with pytest.raises(fz.BatchError, match=r"^own_rows: .* of 4 devices, got float32\[6, 6\]"):
+        fz.eval_step(model, plan, devices=devices)(state, BATCH)
