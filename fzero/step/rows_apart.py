@@ -27,7 +27,7 @@ from fzero.exchange.rows import AGREED, told_rows
 from fzero.links import Mean
 from fzero.model import Model
 from fzero.pieces import chain_loss
-from fzero.programs.jaxprs import Op, Program, Var
+from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.initial import initial_shapes, memo, tracing_context
 from fzero.tree import PyTree, shapes_of
@@ -49,7 +49,7 @@ _LINEAR = frozenset(
     """
     add add_any broadcast_in_dim concatenate convert_element_type copy cumsum dynamic_slice
     expand_dims gather imag mul name neg optimization_barrier pad real reduce_precision reduce_sum
-    reshape rev select_n sharding_constraint slice squeeze stop_gradient sub transpose
+    reshape rev select_n sharding_constraint slice squeeze stack stop_gradient sub transpose
     """.split()  # noqa: SIM905
 )
 _SUMS = frozenset(("reduce_sum", "dot_general"))
@@ -158,7 +158,8 @@ class _Follow:
             kinds = [env.get(x, Kind.FREE) for x in operands]
             for place, result in enumerate(op.results):
                 if op.equation is None:  # a fence: each result is an operand
-                    kind = env.get(op.operands[place], Kind.FREE)
+                    behind = op.operands[place]
+                    kind = env.get(behind, Kind.FREE) if isinstance(behind, Var) else Kind.FREE
                 else:
                     kind = self._kind(op, kinds, result)
                 env[result] = kind
@@ -184,16 +185,20 @@ class _Follow:
             return Kind.ROWS
         if Kind.UNKNOWN in kinds and worst is not Kind.OTHER:
             return Kind.UNKNOWN
-        return Kind.SUM if worst is Kind.SUM and self._keeps_sums(name, op, kinds) else Kind.OTHER
+        return worst if worst is Kind.OTHER else _of_sums(op, kinds)
 
-    def _keeps_sums(self, name: str, op: Op, kinds: Sequence[Kind]) -> bool:
-        """Whether an operation on sums over rows gives one."""
-        if name in _PRODUCTS:
-            return kinds.count(Kind.SUM) == 1
-        if name == "div":
-            divisor = op.operands[1]
-            return not isinstance(divisor, Var) or kinds[-1] is Kind.FREE
-        return name in _LINEAR
+
+def _of_sums(op: Op, kinds: Sequence[Kind]) -> Kind:
+    """The kind of what an operation makes of sums over rows, and of what is free."""
+    name = op.equation.primitive.name
+    if name in _PRODUCTS:
+        return Kind.SUM if kinds.count(Kind.SUM) == 1 else Kind.OTHER
+    if name == "div":
+        fixed = not isinstance(op.operands[1], Var) or kinds[-1] is Kind.FREE
+        return Kind.SUM if fixed else Kind.OTHER
+    if name in _LINEAR:
+        return Kind.SUM
+    return Kind.OTHER if name in ELEMENTWISE | _EXTREMES else Kind.UNKNOWN
 
 
 def _line(op: Op) -> str:
