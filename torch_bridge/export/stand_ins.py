@@ -30,6 +30,7 @@ from torch_bridge.export.packed import PackedSequences
 from torch_bridge.export.replaced import StandIn, replaced
 from torch_bridge.export.slopes import functional_gradients, record_grad
 from torch_bridge.export.state_spaces import state_space_stand_ins
+from torch_bridge.export.synchronized import synchronized_batch_norms
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")
@@ -107,7 +108,7 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
         with (
             _Mode(packed), packed.told_to_layers(), packed.kept_inside(module), replaced(own),
             experts_stand_ins(), older_experts(), state_space_stand_ins(), adapter_stand_ins(),
-            causal_masks(), functional_gradients(),
+            causal_masks(), functional_gradients(), synchronized_batch_norms(),
         ):  # fmt: skip
             yield
     finally:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fzero.exchange.rows import row_axes
 from torch_bridge.dtypes import accumulation_dtype, cast
 from torch_bridge.lower.features_last import Last, features, like, takes_last
 from torch_bridge.lower.registry import register_operator
@@ -39,6 +40,12 @@ def _(axes: tuple[int, ...], primals: Any, tangents: Any) -> Any:
     mean, var = _moments(x, axes)
     change = jnp.mean((x - mean) * dx, axis=axes, keepdims=True)
     return (mean, var), (jnp.mean(dx, axis=axes, keepdims=True), 2.0 * change)
+
+
+@register_operator("torch_bridge.sum_over_devices.default")
+def sum_over_devices(x: jax.Array) -> jax.Array:
+    axes = row_axes()
+    return jax.lax.psum(x, axes) if axes else x
 
 
 @register_operator("aten.layer_norm.default")
