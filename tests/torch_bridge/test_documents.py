@@ -16,9 +16,9 @@ import tokenizers
 import fzero as fz
 import torch_bridge as tb
 from tests.support.tokens import MARKED, VOCABULARY, byte_tokenizer
+from torch_bridge.documents.chat import asked, end_tokens
 from torch_bridge.documents.spool import Spool
 from torch_bridge.documents.tokens import Document
-from torch_bridge.documents.turns import asked, end_tokens
 
 
 CHAT = [
