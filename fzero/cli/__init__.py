@@ -1,4 +1,7 @@
-"""The subcommands of `fzero`; the command itself is the module `fzero_command`."""
+"""The subcommands of `fzero`: `calibrate`, `doctor`, `launch`, `report` and `schedule`.
+
+The command itself is the module `fzero_command`.
+"""
 
 from fzero_command import EXIT_USAGE as EXIT_USAGE
 from fzero_command import app as app

@@ -1,1 +1,7 @@
-"""What layers exchange along the axes that divide them."""
+"""What layers exchange along the axes that divide them.
+
+- `attention` along `context`: by a `ring`, or by heads; `blocks`: what one device computes of it;
+  `fused`: cuDNN's kernel.
+- `experts`: tokens to their experts and back; `balance`: how evenly; `grouped`: products of rows
+  sorted by expert.
+"""

@@ -1,1 +1,1 @@
-"""Products in 8 bits: which, how they are scaled, and how they are found."""
+"""Products in 8 bits: which (`recipe`), how they are scaled (`scaling`), where (`products`)."""

@@ -1,6 +1,10 @@
 """Pipeline schedules as data: built, checked, simulated and drawn without a device.
 
-`partition` cuts a model into the stages that a schedule runs.
+`partition` cuts a model into the stages that a schedule runs. All of that is in `fzero.schedule`
+and `fzero.sharding.stages`; in this folder is what runs a schedule in a step:
+
+- `execute` runs it, by `programs` of each stage; `stage_inputs`: between the state and the stages.
+- `record` (`recorded`): when each action ran.
 """
 
 import importlib

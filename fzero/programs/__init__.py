@@ -1,1 +1,7 @@
-"""Programs as data: taken apart, divided by where their leaves live, run anew."""
+"""Programs as data: taken apart, divided by where their leaves live, run anew.
+
+- `jaxprs`: a traced program as a list of ops; `halves` divides a backward pass, `sites` a function
+  of arrays on different devices.
+- `digest`: a program as a number; `flops` counts its products; `partitioned`: what XLA's
+  partitioner gets wrong.
+"""

@@ -1,1 +1,5 @@
-"""Tiers: on the device, in pinned host memory, in a file without a name."""
+"""Tiers: on the device, in pinned host memory, in a file without a name.
+
+- `tiers`: where a leaf lives; `disk`: arrays on disk and back.
+- `scratch`: space in the file; `requests` reads and writes it, several at once.
+"""

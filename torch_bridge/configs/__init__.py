@@ -1,4 +1,9 @@
-"""Configuration files of other trainers, read as a plan, an optimizer and a schedule."""
+"""Configuration files of other trainers, read as a plan, an optimizer and a schedule.
+
+- One file for each: `accelerate`, `deepspeed` (with `zero` and `optimizers`), `trainer`
+  (`TrainingArguments`).
+- `keys` reads them key by key; `imported` is what came of it; `schedules`: learning rates.
+"""
 
 from torch_bridge.configs.accelerate import from_accelerate as from_accelerate
 from torch_bridge.configs.deepspeed import from_deepspeed as from_deepspeed

@@ -1,1 +1,8 @@
-"""A module as it comes: names, signature, wrappers, tensors, initial values."""
+"""A module as it comes: names, signature, wrappers, tensors, initial values.
+
+- `names`: which tensor is which leaf; `adapters`: those of adapters. `signature`: arguments in,
+  outputs out.
+- `weights`: tensors copied in and out; `lazy`: tensors in files; `initial`: values read when they
+  are needed.
+- `wrappers`: modules in others; `quantized`: weights in few bits, `foreign` those that are refused.
+"""

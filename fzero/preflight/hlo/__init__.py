@@ -1,4 +1,4 @@
-"""Read a compiled XLA module: what it communicates, what hides it, what it multiplies."""
+"""A compiled XLA module: `module` parses its text, `counts` what it sends, hides and multiplies."""
 
 from fzero.preflight.hlo.counts import Collective as Collective
 from fzero.preflight.hlo.counts import Flops as Flops
