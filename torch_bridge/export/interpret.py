@@ -21,7 +21,7 @@ from torch_bridge.export.slopes import SLOPES, slopes
 from torch_bridge.lower import find_lowering, register_operator
 from torch_bridge.lower.features_last import call, in_order, takes_last
 from torch_bridge.lower.masks import MASK, Folded, SizeMask, size_masks
-from torch_bridge.lower.refs import Ref, fill, refs
+from torch_bridge.lower.refs import Ref, fill, refs, template_of
 from torch_bridge.lower.symbolic import python_function
 
 
@@ -294,7 +294,7 @@ def _nested(node: torch.fx.Node) -> Nested:
     (out,) = (n for n in body.graph.nodes if n.op == "output")
     results: Any = out.args[0]
     many = isinstance(results, list | tuple)
-    return Nested(ops, inputs, tuple(map(_template, results if many else [results])))
+    return Nested(ops, inputs, template_of(tuple(results) if many else (results,), _named))
 
 
 def _all_live(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
@@ -332,7 +332,7 @@ def _arguments(
     node: torch.fx.Node, mask: SizeMask | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A node's arguments; a mask that depends on sizes stands there itself, beside its sizes."""
-    args, kwargs = list(_template(tuple(node.args))), _template(dict(node.kwargs))
+    args, kwargs = list(template_of(node.args, _named)), template_of(node.kwargs, _named)
     if mask is not None:
         if len(args) > MASK:
             args[MASK] = mask
@@ -414,14 +414,9 @@ def _last_uses(nodes: Sequence[torch.fx.Node], reads: _Reads) -> dict[str, tuple
     return {user: tuple(names) for user, names in drops.items()}
 
 
-def _template(value: Any) -> Any:
+def _named(value: Any) -> Any:
     if isinstance(value, torch.fx.Node):
         return _nested(value) if value.op == "get_attr" else Ref(value.name)
-    if isinstance(value, list | tuple):  # fx has list and tuple types of its own
-        items = [_template(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, Mapping):
-        return {key: _template(item) for key, item in value.items()}
     return value
 
 
@@ -434,9 +429,9 @@ def _outputs(
     mutations: dict[str, Any] = {}
     for spec, value in zip(program.graph_signature.output_specs, returned, strict=True):
         if spec.kind is OutputKind.USER_OUTPUT:
-            outputs.append(_template(value))
+            outputs.append(template_of(value, _named))
         elif spec.kind is OutputKind.BUFFER_MUTATION:
-            mutations[str(spec.target)] = _template(value)
+            mutations[str(spec.target)] = template_of(value, _named)
         elif spec.kind is OutputKind.PARAMETER_MUTATION:
             raise ConversionError(
                 f"the forward writes to the parameter `{spec.target}`; a step's parameters are "

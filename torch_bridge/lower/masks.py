@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_bridge.lower.refs import Ref, fill, refs
+from torch_bridge.lower.refs import Ref, fill, refs, template_of
 
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -211,21 +211,16 @@ def _size_mask(
         if node in ancestors and _is_size(node):
             sizes[node] = None
         elif node in ancestors:
-            args, kwargs = _template(tuple(node.args)), _template(dict(node.kwargs))
+            args, kwargs = template_of(node.args, _on_host), template_of(node.kwargs, _on_host)
             ops[node] = MaskOp(node.name, node.target, resolve(node), args, kwargs)
     return SizeMask(tuple(ops.values()), tuple(n.name for n in sizes)), tuple(sizes)
 
 
-def _template(value: Any) -> Any:
+def _on_host(value: Any) -> Any:
     if isinstance(value, torch.fx.Node):
         return Ref(value.name)
     if isinstance(value, torch.device):  # of the example, perhaps `meta`
         return torch.device("cpu")
-    if isinstance(value, list | tuple):
-        items = [_template(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, dict):
-        return {key: _template(item) for key, item in value.items()}
     return value
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,16 @@ class Ref:
     """A value computed earlier, by its name in the graph."""
 
     name: str
+
+
+def template_of(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Arguments of an fx node with `leaf` of everything in them that holds nothing else."""
+    if isinstance(value, list | tuple):  # fx has list and tuple types of its own
+        items = [template_of(item, leaf) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, Mapping):
+        return {key: template_of(item, leaf) for key, item in value.items()}
+    return leaf(value)
 
 
 def fill(template: Any, values: Mapping[str, Any]) -> Any:
