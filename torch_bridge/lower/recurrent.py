@@ -17,7 +17,7 @@ from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.rounding import product_dtype
 
 
-Step = Callable[[Any, jax.Array], tuple[Any, jax.Array]]
+CellStep = Callable[[Any, jax.Array], tuple[Any, jax.Array]]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _times(x: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
     return jax.lax.dot_general(x, weight, sums, preferred_element_type=dtype)
 
 
-def _lstm_step(w: _Weights) -> Step:
+def _lstm_step(w: _Weights) -> CellStep:
     def step(carry: Any, gates: jax.Array) -> tuple[Any, jax.Array]:
         h, c = carry
         hidden = _gates(h, w)
@@ -99,7 +99,7 @@ def _lstm_step(w: _Weights) -> Step:
     return step
 
 
-def _gru_step(w: _Weights) -> Step:
+def _gru_step(w: _Weights) -> CellStep:
     def step(carry: Any, gates: jax.Array) -> tuple[Any, jax.Array]:
         (h,) = carry
         # The hidden part of `n` is gated by `r`, so it cannot be added to the input's part here.
@@ -114,8 +114,8 @@ def _gru_step(w: _Weights) -> Step:
     return step
 
 
-def _rnn_step(activation: Callable[[jax.Array], jax.Array]) -> Callable[[_Weights], Step]:
-    def of(w: _Weights) -> Step:
+def _rnn_step(activation: Callable[[jax.Array], jax.Array]) -> Callable[[_Weights], CellStep]:
+    def of(w: _Weights) -> CellStep:
         def step(carry: Any, gates: jax.Array) -> tuple[Any, jax.Array]:
             (h,) = carry
             hidden = _gates(h, w)
@@ -127,7 +127,7 @@ def _rnn_step(activation: Callable[[jax.Array], jax.Array]) -> Callable[[_Weight
     return of
 
 
-def _up_to(step: Step) -> Callable[..., Any]:
+def _up_to(step: CellStep) -> Callable[..., Any]:
     """A step that leaves rows alone that have no such position."""
 
     def masked(carry: Any, now: Any) -> tuple[Any, jax.Array]:
@@ -145,7 +145,7 @@ def _layers(
     states: Sequence[jax.Array],
     params: Sequence[Any],
     options: _Options,
-    cell: Callable[[_Weights], Step],
+    cell: Callable[[_Weights], CellStep],
     key: Any,
     lengths: Any = None,
 ) -> tuple[jax.Array, list[jax.Array]]:
@@ -237,7 +237,7 @@ def packed_rnn(
     return [out, *last]
 
 
-def _cell(step: Step, x: jax.Array, w: _Weights, carry: tuple[Any, ...]) -> Any:
+def _cell(step: CellStep, x: jax.Array, w: _Weights, carry: tuple[Any, ...]) -> Any:
     return step(carry, _inputs(x, w))[0]
 
 
