@@ -56,9 +56,7 @@ def _gather_tangents(
     return _gather_bits(*shard, group, over, dim, again), _all_gather(*tangent, over, dim, again)
 
 
-def gather_int8(
-    shard: jax.Array, split: Split, dtype: Any, group: Group, again: bool = False
-) -> jax.Array:
+def gather_int8(shard: jax.Array, split: Split, dtype: Any, again: bool) -> jax.Array:
     """A whole leaf (or one layer of a stack) in `dtype`, its shards sent as 8-bit blocks.
 
     A device's own shard is seen through its bytes too, so that all have the same weights.

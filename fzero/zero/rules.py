@@ -119,7 +119,7 @@ class Rules:
     def _fetch(self, split: Split, leaf: jax.Array, again: bool) -> jax.Array:
         exact = self.exact or not is_floating(leaf) or found_in(self.plan.keep_fp32, split.path)
         if self.sharded and self.plan.gather_dtype == "int8" and not exact:
-            return self._ready(gather_int8(leaf, split, split.compute, self.group, again))
+            return self._ready(gather_int8(leaf, split, split.compute, again))
         leaf = round_to(leaf, split.compute)
         return self._ready(gather(leaf, split, self.group, again) if self.sharded else leaf)
 
