@@ -186,18 +186,12 @@ def _copied(blue: Blueprint, params: PyTree, buffers: PyTree) -> tuple[PyTree, P
     }
 
 
-def lower_init(
-    model: Model,
-    tx: optax.GradientTransformation | None,
-    plan: Plan,
-    *,
-    devices: Sequence[Any] | None = None,
-) -> Any:
+def lower_init(model: Model, tx: optax.GradientTransformation | None, plan: Plan) -> Any:
     """The program that `init` runs for a model whose `init` is a function, lowered.
 
     For reading its memory before it runs. Args and Raises as for `init`.
     """
-    blue = blueprint(model, tx, plan, devices)
+    blue = blueprint(model, tx, plan)
     if blue.stages is not None:
         raise PlanError("lower_init: a pipeline's state is made by several programs; use pipe=1")
     key = jax.random.key(0)
