@@ -13,7 +13,7 @@ import pytest
 from support import tiny
 
 import fzero as fz
-from fzero.offload.park import unpark
+from fzero.sharding.park import unpark
 
 
 MODEL, TX, BATCH = tiny.chain(2), optax.adam(1e-2), tiny.tokens(4)

@@ -13,8 +13,8 @@ from support import tiny
 
 import fzero as fz
 from fzero.checkpoint.write import _readable
-from fzero.offload.park import park, unpark
 from fzero.sharding.buckets import Parking
+from fzero.sharding.park import park, unpark
 from fzero.tree import named_leaves
 
 

@@ -26,11 +26,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fzero.errors import PlacementError
-from fzero.offload.park import Inbound, Outbound, cut_up, park, unpark
 from fzero.offload.slabwise import Cut, SlabProgram, slabwise
 from fzero.programs.jaxprs import Program, Var
 from fzero.programs.sites import PlacedFunction, bring
 from fzero.sharding.buckets import Parking
+from fzero.sharding.park import Inbound, Outbound, cut_up, park, unpark
 from fzero.storage.tiers import Leaf, Slabs, is_handle, joined, settled, slab_shape, slabs_of
 from fzero.tree import PyTree
 

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from fzero.offload.park import unpark
 from fzero.precision import round_to
 from fzero.processes import in_turn
+from fzero.sharding.park import unpark
 from fzero.sharding.relayout import place
 from fzero.state.by_identity import ByIdentity
 from fzero.storage.tiers import DEVICE, is_handle, settled, tier_of

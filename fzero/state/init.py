@@ -18,13 +18,13 @@ from fzero.errors import PlanError, StateError, warn
 from fzero.hosts.doing import doing
 from fzero.loss_scaling import initial_loss_scale
 from fzero.model import Model
-from fzero.offload.park import is_parked_so, park, unpark
 from fzero.offload.stream import Parkings, StreamedFunction
 from fzero.plan import Plan
 from fzero.processes import in_turn
 from fzero.programs.sites import Labels, placed_with_key
 from fzero.sharding.blueprint import Blueprint, blueprint
 from fzero.sharding.initial import initial_shapes, initializer
+from fzero.sharding.park import is_parked_so, park, unpark
 from fzero.sharding.relayout import copy_leaf
 from fzero.sharding.split import map_splits, trained, update_dtype
 from fzero.state import compute_copy

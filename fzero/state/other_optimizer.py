@@ -12,9 +12,9 @@ import optax
 from fzero.compat import outside_of_meshes
 from fzero.errors import StateError
 from fzero.model import Model
-from fzero.offload.park import unpark
 from fzero.plan import Plan
 from fzero.sharding.blueprint import Blueprint, blueprint
+from fzero.sharding.park import unpark
 from fzero.sharding.split import trained, with_frozen
 from fzero.state.compute_copy import settled_state
 from fzero.state.init import compiled_fields, new_opt_state, parked_field, parked_opt_state

@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding
 from fzero.errors import PlanError, StateError
 from fzero.loss_scaling import initial_loss_scale
 from fzero.model import Model
-from fzero.offload.park import is_parked_so, park, unpark
 from fzero.plan import Plan
 from fzero.sharding.blueprint import Blueprint, blueprint, require_in_order
 from fzero.sharding.buckets import Parking
+from fzero.sharding.park import is_parked_so, park, unpark
 from fzero.sharding.relayout import Kept, place, relayout
 from fzero.sharding.split import Split, map_splits, trained
 from fzero.state import compute_copy

@@ -9,9 +9,9 @@ import jax
 
 from fzero.errors import PlanError, StateError
 from fzero.model import Model
-from fzero.offload.park import unpark
 from fzero.plan import Plan
 from fzero.sharding.blueprint import Blueprint
+from fzero.sharding.park import unpark
 from fzero.sharding.relayout import Kept
 from fzero.sharding.split import Split, flat_splits, map_splits, trained, with_frozen
 from fzero.state.compute_copy import settled_state

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support import tiny
 
 import fzero as fz
-from fzero.offload.park import unpark
+from fzero.sharding.park import unpark
 from fzero.tree import named_leaves
 
 
