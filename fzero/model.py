@@ -39,7 +39,8 @@ class Model(Printed):
             numbers, as those of `fz.quantize`); everything else that changes while training
             (running statistics, counters) belongs into `buffers`.
         loss: `loss(params, buffers, batch, rng, train) -> (Mean or scalar, buffers, metrics)`.
-            It sees one device's rows of one microbatch, as they came: parameters have the plan's
+            It sees one device's rows of one microbatch, as they came (`fz.all_rows` gives those of
+            all devices to one that compares rows with each other): parameters have the plan's
             precision, and `fz.cast(batch["x"], like=params)` gives inputs the same. `metrics` is a
             dict of `Mean`s or scalars. A scalar, loss or metric, counts once for each device and
             microbatch: of a sum or a number of rows that is their mean. A parameter named `step`
