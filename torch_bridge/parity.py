@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from fzero.errors import ConversionError
 from torch_bridge.converted import Converted
+from torch_bridge.export.example import example_tensors
 from torch_bridge.module.initial import read_values
 from torch_bridge.module.names import read_layout
 from torch_bridge.module.weights import to_torch
@@ -195,7 +196,7 @@ def parity(
             "parity compares with PyTorch, whose experts take all their tokens, and this conversion"
             " has a capacity; compare one without"
         )
-    args, kwargs = _call(inputs)
+    args, kwargs = example_tensors(_call(inputs))
     module = unwrapped(module)
     layout = read_layout(module)
     if layout != converted.layout:

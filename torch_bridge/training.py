@@ -160,6 +160,10 @@ def fit(
                 f"fit: the loader gave no batch in epoch {epoch + 1} of {epochs}: it has to give"
                 " them anew for each epoch"
             )
+    if not done:
+        raise ConversionError(
+            f"fit: no step was taken: no batch has {parts} rows, one for each device and microbatch"
+        )
     if began is not None and (changed := sorted(moved(began, _told(module, traced)))):
         warn(
             f"fit: {', '.join(changed[:4])} changed while it ran, but the compiled step has what"

@@ -74,6 +74,8 @@ def test_what_has_no_value_is_refused_by_name(tmp_path: Path) -> None:
     model = converted.model(lambda forward, batch: jnp.mean(forward(batch)))
     with pytest.raises(fz.ConversionError, match=r"`linear\.\w+`: no value.*tb\.restore"):
         fz.init(model, None, fz.Plan(data=1))
+    with pytest.raises(fz.ConversionError, match=r"`linear\.\w+`: no value.*tb\.restore"):
+        converted(np.ones((2, 3), np.float32))
     torch.save(Shifted().state_dict(), tmp_path / "model.pt")
     with pytest.raises(fz.CheckpointError, match=r"`shift`: no value.*buffers="):
         tb.restore(tmp_path / "model.pt", converted, None, fz.Plan(data=1))

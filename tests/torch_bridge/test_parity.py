@@ -316,3 +316,21 @@ def test_input_descriptions() -> None:
     for text in ("x", "x=float32[]", "x=float33[2]", "=float32[2]", "x=float32[2"):
         with pytest.raises(CommandError, match=r"expected NAME=DTYPE\[SHAPE\]"):
             parse_input(text)
+
+
+def test_one_tensor_may_be_two_arguments() -> None:
+    """As in `model(input_ids=ids, labels=ids)`."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=37,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    module = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(0, 37, (2, 9))
+    same = {"input_ids": ids, "labels": ids}
+    assert tb.parity(module, tb.convert(module, **same), same).agrees

@@ -273,3 +273,59 @@ def test_a_norm_of_negative_order_at_zero():
 def test_targets_of_binary_cross_entropy_have_a_gradient():
     p, target = torch.tensor([[0.1, 0.3, 0.5, 0.7, 0.9], [0.8, 0.2, 0.6, 0.4, 0.3]])
     agree(lambda p, target: F.binary_cross_entropy(p, target, reduction="none"), p, target)
+
+
+def test_infinite_gaps_of_robust_losses_have_a_slope():
+    x = torch.tensor([0.0, 1.0, INF, -INF])
+    for loss in (F.smooth_l1_loss, F.huber_loss):
+        agree(lambda x, loss=loss: loss(x, torch.zeros(4), reduction="none"), x)
+
+
+def test_between_infinities_a_mean_begins_at_the_nearer_end():
+    x, y = torch.tensor([[INF, 1.0, 0.0], [1.0, INF, 2.0]])
+    for weight in (0.3, 0.5, torch.tensor([0.5, 0.2, 0.7])):
+        agree(lambda x, y, weight=weight: torch.lerp(x, y, weight), x, y)
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+def test_variances_of_too_few_rows():
+    x = torch.tensor([[1.0, 2.0], [3.0, 3.0]])
+    for correction in (2, 4):  # of which PyTorch warns
+        want, got, *_ = both(lambda x, c=correction: x.std(1, correction=c), x)
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("include_self", [True, False])
+@pytest.mark.parametrize("reduce", ["amax", "amin", "prod"])
+def test_values_reduced_into_places_may_be_equal_and_infinite(reduce, include_self):
+    index, x = torch.tensor([0, 0, 1, 1]), torch.tensor([2.0 * (reduce == "prod"), 1.0, 5.0])
+    options = {"reduce": reduce, "include_self": include_self}
+    for src in ([0.0, 0.0, INF, INF], [2.0, -1.0, 1.0, 1.0], [-INF, -INF, 1.0, 2.0]):
+        agree(lambda x, s: x.scatter_reduce(0, index, s, **options), x, torch.tensor(src))
+
+
+def test_distances_whose_largest_gaps_are_equal():
+    x = torch.tensor([[1.0, 2.0, 3.0], [2.0, 1.0, 2.0], [1.0, 1.0, 1.0]])
+    agree(lambda x: torch.cdist(x, x.flip(0), p=INF), x)
+    agree(lambda x: F.pdist(x, p=INF), x)
+
+
+def test_labels_that_are_certain_or_impossible_have_a_ctc_loss():
+    x = torch.full((3, 1, 3), -INF)
+    x[0, 0, 1] = x[1, 0, 0] = x[2, 0, 2] = 0
+    lengths = torch.tensor([3]), torch.tensor([2])
+    want, got, _, slopes = both(lambda x: F.ctc_loss(x, torch.tensor([[1, 2]]), *lengths), x)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(slopes[0], 0)  # of -inf PyTorch's are NaN
+
+
+@pytest.mark.parametrize("upper", [False, True])
+def test_which_pivot_is_not_there(upper):
+    ones, rank = torch.ones(3, 3), torch.tensor([[1.0, 2, 3], [2, 4, 6], [3, 6, 1]])
+    x = torch.stack([torch.eye(3), ones, rank, -torch.eye(3), torch.zeros(3, 3)])
+    agree(lambda x: torch.linalg.cholesky_ex(x.detach(), upper=upper)[1].float(), x)
+    for fn in (torch.linalg.inv_ex, torch.linalg.lu_factor_ex):
+        agree(lambda x, fn=fn: fn(x.detach())[-1].float(), x)
+    agree(lambda x: torch.linalg.solve_ex(x.detach(), torch.ones(3))[1].float(), x)
+    agree(lambda x: torch.linalg.matrix_norm(x, 2), torch.zeros(0, 0))
+    agree(lambda x: torch.linalg.cholesky_ex(x.detach())[1].float(), torch.zeros(2, 0, 0))

@@ -89,6 +89,15 @@ def test_rows_that_devices_cannot_share_are_left_out_with_a_word() -> None:
     assert int(state.step) == 2
 
 
+@pytest.mark.filterwarnings("ignore:fit. .* rows of a batch are left out")
+def test_batches_of_too_few_rows_for_all_devices_are_refused() -> None:
+    module = torch.nn.Linear(3, 1)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    small = [(torch.ones(2, 3), torch.ones(2, 1))]
+    with pytest.raises(fz.ConversionError, match="no step was taken: no batch has 4 rows"):
+        tb.fit(module, small, torch.nn.MSELoss(), optimizer=sgd, plan=fz.Plan(data=4))
+
+
 def test_rows_are_shared_by_the_data_axis_alone() -> None:
     """Of eight devices four share each row, so that two rows are enough."""
     module = nn.Linear(4, 3)

@@ -19,6 +19,7 @@ from torch_bridge.export.interpret import Graph, build_graph
 from torch_bridge.export.ranges import Ranges, find_ranges
 from torch_bridge.export.shapes import ShapeRules, as_dim, shape_rules
 from torch_bridge.lower.spectral import torch_gradient
+from torch_bridge.module.initial import absent_in, absent_text
 from torch_bridge.module.names import Layout
 from torch_bridge.module.signature import CallForm, check_constant, check_output_spec
 from torch_bridge.module.weights import to_host, to_numpy
@@ -319,6 +320,8 @@ def bind_state(
         if name not in given:
             raise ConversionError(f"{kind}: `{name}` is missing; expected the names of .{kind}")
         value = given[name]
+        if absent := absent_in(value):
+            raise ConversionError(absent_text(absent))
         if tuple(value.shape) != example[name].shape:
             raise ConversionError(
                 f"{kind}: `{name}` has shape {tuple(value.shape)}, expected {example[name].shape}"

@@ -151,7 +151,12 @@ def addcdiv(x: jax.Array, a: Any, b: Any, value: Any = 1) -> jax.Array:
 @register_operator("aten.lerp.Scalar", "aten.lerp.Tensor")
 @once
 def lerp(x: jax.Array, end: Any, weight: Any) -> jax.Array:
-    return add(x, mul(weight, sub(end, x)))
+    far = abs(weight) >= 0.5  # torch begins at the nearer end
+    if hasattr(weight, "shape"):
+        start, factor = jnp.where(far, end, x), jnp.where(far, weight - 1, weight)
+    else:
+        start, factor = (end, weight - 1) if far else (x, weight)
+    return add(start, mul(factor, sub(end, x)))
 
 
 @register_operator("aten.maximum.default", "aten.max.other")

@@ -19,9 +19,34 @@ from torch_bridge.lower.registry import register_operator
 _LA = jnp.linalg
 
 
-def _no_info(x: jax.Array) -> jax.Array:
-    """LAPACK's status, one number a matrix: 0. (A matrix without an inverse gives inf or NaN.)"""
-    return jnp.zeros(x.shape[:-2], jnp.int32)
+def _first_of(bad: jax.Array) -> jax.Array:
+    """LAPACK's status, one number a matrix: 0, or which pivot is the first bad one."""
+    behind = jnp.zeros((*bad.shape[:-1], 1), bool)
+    bad = jnp.concatenate([behind, bad], axis=-1)
+    return jnp.argmax(bad, axis=-1).astype(jnp.int32)
+
+
+def _lu_info(x: jax.Array) -> jax.Array:
+    packed, _, _ = jax.lax.linalg.lu(jax.lax.stop_gradient(x))
+    return _first_of(jnp.diagonal(packed, axis1=-2, axis2=-1) == 0)
+
+
+def _cholesky_info(x: jax.Array, upper: bool) -> jax.Array:
+    """Which leading minor is the first that is not positive; 0: all are."""
+    if not x.size:
+        return jnp.zeros(x.shape[:-2], jnp.int32)
+    fixed = jax.lax.stop_gradient(x)
+    low = jnp.conj(jnp.swapaxes(fixed, -1, -2)) if upper else fixed
+    whole = jnp.tril(low) + jnp.conj(jnp.swapaxes(jnp.tril(low, -1), -1, -2))
+
+    def step(rest: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        column = jnp.take(rest, k, axis=-1)
+        pivot = jnp.real(jnp.take(column, k, axis=-1))
+        products = column[..., :, None] * jnp.conj(column)[..., None, :]
+        return rest - products / pivot[..., None, None], ~(pivot > 0)
+
+    _, bad = jax.lax.scan(step, whole, jnp.arange(x.shape[-1]))
+    return _first_of(jnp.moveaxis(bad, 0, -1))
 
 
 @register_operator("aten.linalg_inv.default", "aten.inverse.default")
@@ -31,7 +56,7 @@ def inv(x: jax.Array) -> jax.Array:
 
 @register_operator("aten.linalg_inv_ex.default")
 def inv_ex(x: jax.Array, *, check_errors: bool = False) -> tuple[jax.Array, jax.Array]:
-    return _LA.inv(x), _no_info(x)
+    return _LA.inv(x), _lu_info(x)
 
 
 def _is_vectors(a: jax.Array, b: jax.Array) -> bool:
@@ -61,7 +86,7 @@ def _broadcast(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 def solve_ex(
     a: jax.Array, b: jax.Array, *, left: bool = True, check_errors: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    return solve(a, b, left=left), _no_info(a)
+    return solve(a, b, left=left), _lu_info(a)
 
 
 @register_operator("aten._linalg_solve_ex.default")
@@ -69,7 +94,7 @@ def solve_with_factors(
     a: jax.Array, b: jax.Array, *, left: bool = True, check_errors: bool = False
 ) -> tuple[jax.Array, ...]:
     lu, pivots, _ = jax.lax.linalg.lu(a)
-    return solve(a, b, left=left), lu, pivots + 1, _no_info(a)
+    return solve(a, b, left=left), lu, pivots + 1, _lu_info(a)
 
 
 @register_operator("aten.linalg_solve_triangular.default")
@@ -139,7 +164,7 @@ def _on_diagonal(values: jax.Array, size: int) -> jax.Array:
 def cholesky_ex(
     x: jax.Array, *, upper: bool = False, check_errors: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    return cholesky(x, upper), _no_info(x)
+    return cholesky(x, upper), _cholesky_info(x, upper)
 
 
 @register_operator("aten.cholesky_solve.default")
@@ -259,7 +284,7 @@ def lu_factor(x: jax.Array, *, pivot: bool = True) -> tuple[jax.Array, jax.Array
 def lu_factor_ex(
     x: jax.Array, *, pivot: bool = True, check_errors: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return *lu_factor(x), _no_info(x)
+    return *lu_factor(x), _lu_info(x)
 
 
 @register_operator("aten.linalg_lu.default")
@@ -357,6 +382,8 @@ def matrix_norm(
         return vector_norm(x, 2, [rows, columns], keepdim)
     if ord == "nuc" or abs(ord) == 2:
         values = svdvals(jnp.moveaxis(x, (rows, columns), (-2, -1)))
+        if not values.shape[-1]:
+            ord = "nuc"  # of nothing, which has no largest value either: 0
         reduce: Any = jnp.sum if ord == "nuc" else (jnp.max if ord > 0 else jnp.min)
         found = reduce(values, axis=-1)
     else:

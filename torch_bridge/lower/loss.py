@@ -125,7 +125,8 @@ def _cross_entropy_jvp(values: Any, tangents: Any) -> tuple[jax.Array, jax.Array
 def huber_loss(x: jax.Array, target: Any, reduction: int = _MEAN, delta: float = 1.0) -> jax.Array:
     a, b = promote(x, target)
     gap = jnp.abs(a - b)
-    losses = jnp.where(gap < delta, 0.5 * jnp.square(gap), delta * (gap - 0.5 * delta))
+    near = jnp.minimum(gap, delta)  # an infinite gap has no square, whose gradient is NaN
+    losses = jnp.where(gap < delta, 0.5 * jnp.square(near), delta * (gap - 0.5 * delta))
     return _reduce(losses, reduction)
 
 
@@ -137,7 +138,9 @@ def smooth_l1_loss(
     gap = jnp.abs(a - b)
     if beta == 0:
         return _reduce(gap, reduction)
-    return _reduce(jnp.where(gap < beta, 0.5 * gap * gap / beta, gap - 0.5 * beta), reduction)
+    near = jnp.minimum(gap, beta)
+    losses = jnp.where(gap < beta, 0.5 * near * near / beta, gap - 0.5 * beta)
+    return _reduce(losses, reduction)
 
 
 @register_operator("aten.cross_entropy_loss.default")

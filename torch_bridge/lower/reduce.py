@@ -4,6 +4,7 @@
 # (parts of jax.numpy have no types, or are typed as Any)
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch_bridge.lower.arithmetic import absolute
 from torch_bridge.lower.features_last import Last, takes_last
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.rounding import once
+from torch_bridge.lower.tangents import sloped
 
 
 Dims = Any
@@ -147,7 +149,10 @@ def var(x: jax.Array, dim: Dims = None, correction: Any = 1, keepdim: bool = Fal
     axes = axes_of(x, dim)
     wide = cast(x, accumulation_dtype(x))
     ddof = 1 if correction is None else correction
-    found = jnp.var(wide, axis=axes, ddof=ddof, keepdims=keepdim)
+    number = math.prod(x.shape[axis] for axis in (range(x.ndim) if axes is None else axes))
+    found = jnp.var(wide, axis=axes, ddof=ddof if ddof < number else 0, keepdims=keepdim)
+    if number <= ddof:  # torch divides by 0
+        found = found * jnp.inf
     return found if is_complex(x) else found.astype(x.dtype)
 
 
@@ -230,5 +235,13 @@ def _power(x: jax.Array, exponent: float) -> jax.Array:
 @once
 def cdist(x: jax.Array, y: Any, p: float, compute_mode: int | None) -> jax.Array:
     """Distances of all pairs of rows. Shapes: x `(..., P, M)`, y `(..., R, M)`."""
-    gaps = jnp.expand_dims(x, -2) - jnp.expand_dims(y, -3)
-    return vector_norm(gaps, p, -1)
+    return distances(jnp.expand_dims(x, -2) - jnp.expand_dims(y, -3), p)
+
+
+def distances(gaps: jax.Array, p: float) -> jax.Array:
+    """Norms of rows. Of the largest all have the whole gradient, where a norm's share it."""
+    if p != float("inf") or not gaps.shape[-1]:
+        return vector_norm(gaps, p, -1)
+    size = absolute(gaps)
+    best = jnp.max(jax.lax.stop_gradient(size), axis=-1, keepdims=True)
+    return jnp.sum(sloped(size, (size == best).astype(size.dtype)), axis=-1) + best[..., 0]

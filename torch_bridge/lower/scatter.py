@@ -13,6 +13,7 @@ import numpy as np
 from torch_bridge.dtypes import canonical, cast, is_bool, is_float, promote
 from torch_bridge.lower.index import added, along, into_vectors, written
 from torch_bridge.lower.registry import register_operator
+from torch_bridge.lower.tangents import sloped
 
 
 @register_operator("aten.scatter_reduce.two")
@@ -69,13 +70,19 @@ def _extreme(
     if not is_float(x):
         return best
     # JAX has no gradient for scatter-max. Value zero, gradient one: each equal term minus itself.
-    own = start == best
+    # torch counts a value that is equal, but takes no part, among those that share.
+    own = jax.lax.stop_gradient(x) == best
     equal = given == best[where]
     number = own.astype(x.dtype).at[where].add(equal.astype(x.dtype))
-    none = jnp.zeros((), x.dtype)
-    zeros = jnp.where(own & jnp.isfinite(best), x - jax.lax.stop_gradient(x), none)
-    zeros = zeros.at[where].add(jnp.where(equal & jnp.isfinite(given), src - given, none))
+    zeros = sloped(x, (own & _counted(x, where, include_self)).astype(x.dtype))
+    zeros = zeros.at[where].add(sloped(src, equal.astype(x.dtype)))
     return best + zeros / jnp.maximum(number, jnp.ones((), x.dtype))
+
+
+def _counted(x: jax.Array, where: tuple[Any, ...], include_self: bool) -> jax.Array:
+    """Which places take part in a reduction into them."""
+    counted = jnp.ones(x.shape, bool)
+    return counted if include_self else counted.at[where].set(False)
 
 
 def _product(x: jax.Array, where: tuple[Any, ...], src: jax.Array, include_self: bool) -> jax.Array:
@@ -94,15 +101,10 @@ def _product(x: jax.Array, where: tuple[Any, ...], src: jax.Array, include_self:
         divided = jnp.where(zeros == 0, product / jnp.where(lives, factor, one), zero)
         return jnp.where(lives, divided, jnp.where(zeros == 1, product, zero))
 
-    counted = jnp.ones(x.shape, bool)
-    if not include_self:
-        counted = counted.at[where].set(False)
-    own = (x - jax.lax.stop_gradient(x)) * others(start, alive[0], num_zeros, rest)
-    terms = jnp.where(counted, own, zero)
-    terms = terms.at[where].add(
-        (src - given) * others(given, alive[1], num_zeros[where], rest[where])
-    )
-    return jnp.where(num_zeros > 0, zero, rest) + terms
+    own = others(start, alive[0], num_zeros, rest)
+    terms = sloped(x, jnp.where(_counted(x, where, include_self), own, zero))
+    terms = terms.at[where].add(sloped(src, others(given, alive[1], num_zeros[where], rest[where])))
+    return start.at[where].multiply(given) + terms
 
 
 @register_operator("aten.index_copy.default")

@@ -14,6 +14,7 @@ from torch_bridge.dtypes import accumulation_dtype, canonical, cast
 from torch_bridge.lower.index import not_negative
 from torch_bridge.lower.registry import register_operator
 from torch_bridge.lower.scatter import reduce_into
+from torch_bridge.lower.tangents import sloped
 
 
 def _segment_of(bounds: jax.Array, count: int) -> jax.Array:
@@ -137,7 +138,7 @@ def ctc_loss(
     # torch's gradient is that before a log_softmax, whatever the logarithms come from.
     used = (jnp.arange(log_probs.shape[0])[:, None] < input_lengths)[..., None]
     fixed = jax.lax.stop_gradient(log_probs)
-    extra = jnp.where(used, jnp.exp(fixed) * (log_probs - fixed), 0)
+    extra = sloped(log_probs, jnp.where(used, jnp.exp(fixed), 0))
     losses = losses + jnp.sum(extra, axis=(0, 2))
     never = losses > -_NEVER / 2
     return jnp.where(never, 0.0 if zero_infinity else jnp.inf, losses).astype(log_probs.dtype)
@@ -174,7 +175,7 @@ def _alignments(
 @register_operator("aten._pdist_forward.default")
 def pdist(x: jax.Array, p: float = 2.0) -> jax.Array:
     """Distances of all pairs of rows, each once."""
-    from torch_bridge.lower.reduce import vector_norm
+    from torch_bridge.lower.reduce import distances
 
     first, second = np.triu_indices(x.shape[0], 1)
-    return vector_norm(x[first] - x[second], p, -1)
+    return distances(x[first] - x[second], p)
