@@ -160,24 +160,27 @@ def fit(
                 f"fit: the loader gave no batch in epoch {epoch + 1} of {epochs}: it has to give"
                 " them anew for each epoch"
             )
-    if not done:
+    _end(began, _told(module, traced), parts)
+    return (state, load_into(given_module, state)) if trained_module else state
+
+
+def _end(began: Any, ended: Any, parts: int) -> None:
+    """Refuse to have taken no step, and warn of what changed since the first one."""
+    if began is None:
         raise ConversionError(
             f"fit: no step was taken: no batch has {parts} rows, one for each device and microbatch"
         )
-    if began is not None and (changed := sorted(moved(began, _told(module, traced)))):
+    if changed := sorted(moved(began, ended)):
         warn(
             f"fit: {', '.join(changed[:4])} changed while it ran, but the compiled step has what"
             " there was when it began. Give what changes in each batch, or keep it in a buffer"
         )
-    return (state, load_into(given_module, state)) if trained_module else state
 
 
 def _told(module: torch.nn.Module, traced: torch.nn.Module) -> dict[str, Any]:
     """What a module and its loss compute with besides a batch, to see whether somebody changes it.
 
-    Args:
-        module: the module as it was given.
-        traced: the same with a loss, whose attributes are a copy.
+    `traced` is the same module with a loss, whose attributes are a copy.
     """
     told = reachable(module, HARMLESS) | of_loss(traced, HARMLESS)
     for name, tensor in named_tensors(module).items():

@@ -248,6 +248,7 @@ def test_loose_loading_fills_in_and_casts_but_not_shapes(net: Net, converted: tb
     ("name", "kind"),
     [
         ("a.qweight", "GPTQ or AWQ"),
+        ("qzeros", "GPTQ or AWQ"),
         ("a.weight.absmax", "bitsandbytes, in 4 bits"),
         ("a.SCB", "bitsandbytes, in 8 bits"),
         ("a.weight_scale_inv", "scales, in 8 bits"),

@@ -329,3 +329,14 @@ def test_which_pivot_is_not_there(upper):
     agree(lambda x: torch.linalg.solve_ex(x.detach(), torch.ones(3))[1].float(), x)
     agree(lambda x: torch.linalg.matrix_norm(x, 2), torch.zeros(0, 0))
     agree(lambda x: torch.linalg.cholesky_ex(x.detach())[1].float(), torch.zeros(2, 0, 0))
+
+
+@pytest.mark.parametrize("how", ["bilinear", "bicubic", "smooth"])
+def test_a_missing_pixel_stays_where_it_is(how):
+    """In depth maps and masks; the matrices of resizing spread it over the image."""
+    x = torch.arange(36.0).reshape(1, 1, 6, 6)
+    x[..., 1, 2], x[..., 5, 5] = NAN, INF
+    smooth = {"mode": "bilinear", "antialias": True}
+    options = smooth if how == "smooth" else {"mode": how, "align_corners": False}
+    for size in ((4, 4), (11, 7)):
+        agree(lambda x, size=size: F.interpolate(x, size, **options), x)

@@ -1,4 +1,4 @@
-"""Resizing: nearest, linear, cubic, each separable into one small matrix per dim.
+"""Resizing: nearest, linear, cubic, each separable: a few pixels and their weights per dim.
 
 Coordinates are computed on the host exactly as torch computes them (in float32, also for half
 precision), so that no output pixel reads another input pixel than in torch.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,21 @@ def _nearest(
     return x
 
 
-Weights = Callable[[int, int, "float | None", bool, Any], Array]
+class _Taps(NamedTuple):
+    """Which input pixels make each output pixel (-1: none), and their weights: `(taps, out)`."""
+
+    rows: Array
+    weights: Array
+
+    def matrix(self, length: int) -> Array:
+        """The same as one product, `(length, out)`."""
+        made = np.zeros((length, self.rows.shape[1]), self.weights.dtype)
+        taps, columns = np.nonzero(self.rows >= 0)
+        np.add.at(made, (self.rows[taps, columns], columns), self.weights[taps, columns])
+        return made
+
+
+Weights = Callable[[int, int, "float | None", bool, Any], _Taps]
 
 
 def _source(
@@ -90,16 +104,12 @@ def _source(
     return np.maximum(found, kind.type(0)) if clip else found
 
 
-def _linear_matrix(length: int, out: int, factor: float | None, align: bool, kind: Any) -> Array:
+def _linear(length: int, out: int, factor: float | None, align: bool, kind: Any) -> _Taps:
     source = _source(length, out, factor, align, kind, clip=True)
     low = np.minimum(np.floor(source).astype(np.int64), length - 1)
     high = np.minimum(low + 1, length - 1)
     share = np.clip(source - low.astype(kind), kind.type(0), kind.type(1))
-    matrix = np.zeros((length, out), kind)
-    columns = np.arange(out)
-    np.add.at(matrix, (low, columns), kind.type(1) - share)
-    np.add.at(matrix, (high, columns), share)
-    return matrix
+    return _Taps(np.stack([low, high]), np.stack([kind.type(1) - share, share]))
 
 
 def _cubic_weight(distance: Array, a: float) -> Array:
@@ -110,38 +120,37 @@ def _cubic_weight(distance: Array, a: float) -> Array:
     return np.where(d <= 1, near, np.where(d < 2, far, 0))
 
 
-def _cubic_matrix(length: int, out: int, factor: float | None, align: bool, kind: Any) -> Array:
+def _cubic(length: int, out: int, factor: float | None, align: bool, kind: Any) -> _Taps:
     source = _source(length, out, factor, align, kind, clip=False)
     base = np.floor(source)
     share = (source - base).astype(np.float64)
-    matrix = np.zeros((length, out), np.float64)
-    columns = np.arange(out)
-    for tap in range(-1, 3):
-        rows = np.clip(base.astype(np.int64) + tap, 0, length - 1)
-        np.add.at(matrix, (rows, columns), _cubic_weight(share - tap, -0.75))
-    return matrix.astype(kind)
+    taps = np.arange(-1, 3)[:, None]
+    rows = np.clip(base.astype(np.int64) + taps, 0, length - 1)
+    return _Taps(rows, _cubic_weight(share - taps, -0.75).astype(kind))
 
 
-def _smooth_matrix(support: int, kernel: Callable[[Array], Array]) -> Weights:
+def _smooth(support: int, kernel: Callable[[Array], Array]) -> Weights:
     """Antialiased resizing: where pixels are lost, the kernel is as wide as an output pixel."""
 
-    def matrix_of(length: int, out: int, factor: float | None, align: bool, kind: Any) -> Array:
+    def taps_of(length: int, out: int, factor: float | None, align: bool, kind: Any) -> _Taps:
         if align:
             step = (length - 1) / (out - 1) if out > 1 else 0.0
         else:
             step = float(_step(length, out, factor, kind))
         reach = support * 0.5 * max(step, 1.0)
         narrow = 1.0 / step if step >= 1.0 else 1.0
-        matrix = np.zeros((length, out), np.float64)
+        most = math.ceil(2 * reach) + 1
+        rows, taken = np.full((most, out), -1), np.zeros((most, out), np.float64)
         for column in range(out):
             centre = step * (column + 0.5)
             first = max(int(centre - reach + 0.5), 0)
             last = min(int(centre + reach + 0.5), length)
             weights = kernel((np.arange(first, last) - centre + 0.5) * narrow)
-            matrix[first:last, column] = weights / weights.sum()
-        return matrix.astype(kind)
+            rows[: last - first, column] = np.arange(first, last)
+            taken[: last - first, column] = weights / weights.sum()
+        return _Taps(rows, taken.astype(kind))
 
-    return matrix_of
+    return taps_of
 
 
 def _resize(
@@ -153,15 +162,36 @@ def _resize(
         )
     wide = cast(x, accumulation_dtype(x))
     for i, (length, out, factor) in enumerate(_sizes(x, output_size, factors, dims)):
-        matrix = weights(length, out, factor, align, wide.dtype)
+        taps = weights(length, out, factor, align, wide.dtype)
+        matrix = taps.matrix(length)
         if length == out and np.array_equal(matrix, np.eye(length, dtype=matrix.dtype)):
             continue
         axis = x.ndim - dims + i
-        moved = jnp.moveaxis(wide, axis, -1)
-        # Exact products: the default of GPUs would round the weights to ten bits.
-        made = jnp.matmul(moved, jnp.asarray(matrix), precision=jax.lax.Precision.HIGHEST)
-        wide = jnp.moveaxis(made, -1, axis)
+        wide = jnp.moveaxis(_made(jnp.moveaxis(wide, axis, -1), taps, matrix), -1, axis)
     return wide.astype(x.dtype)
+
+
+def _made(x: jax.Array, taps: _Taps, matrix: Array) -> jax.Array:
+    """Pixels of the last dim. A product would spread one infinite or missing pixel over all; as the
+    tangent it is faster to transpose than the taps.
+    """
+
+    @jax.custom_jvp
+    def resized(x: jax.Array) -> jax.Array:
+        total: Any = None
+        for rows, weights in zip(*taps, strict=True):
+            part = jnp.take(x, np.maximum(rows, 0), axis=-1) * weights
+            part = part if (rows >= 0).all() else jnp.where(rows >= 0, part, 0)
+            total = part if total is None else total + part
+        return total
+
+    @resized.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        # Exact products: the default of GPUs would round the weights to ten bits.
+        slope = jnp.matmul(tangents[0], jnp.asarray(matrix), precision=jax.lax.Precision.HIGHEST)
+        return resized(*primals), slope
+
+    return resized(x)
 
 
 def _one_list(values: Sequence[Any], dims: int) -> list[Any] | None:
@@ -203,9 +233,9 @@ def _sharp_cubic(distance: Array) -> Array:
 for _dims in (1, 2, 3):
     _register_nearest(f"upsample_nearest{_dims}d", _dims, exact=False)
     _register_nearest(f"_upsample_nearest_exact{_dims}d", _dims, exact=True)
-_register("upsample_linear1d", 1, _linear_matrix)
-_register("upsample_bilinear2d", 2, _linear_matrix)
-_register("upsample_trilinear3d", 3, _linear_matrix)
-_register("upsample_bicubic2d", 2, _cubic_matrix)
-_register("_upsample_bilinear2d_aa", 2, _smooth_matrix(2, _triangle))
-_register("_upsample_bicubic2d_aa", 2, _smooth_matrix(4, _sharp_cubic))
+_register("upsample_linear1d", 1, _linear)
+_register("upsample_bilinear2d", 2, _linear)
+_register("upsample_trilinear3d", 3, _linear)
+_register("upsample_bicubic2d", 2, _cubic)
+_register("_upsample_bilinear2d_aa", 2, _smooth(2, _triangle))
+_register("_upsample_bicubic2d_aa", 2, _smooth(4, _sharp_cubic))

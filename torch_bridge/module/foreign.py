@@ -32,7 +32,7 @@ def refuse_quantised(names: Iterable[str], own: Collection[str]) -> None:
         CheckpointError: the first name that tells, who wrote it, and what to do.
     """
     for name in names:
-        kind = next((kind for end, kind in _SIGNS.items() if name.endswith(end)), None)
+        kind = next((kind for end, kind in _SIGNS.items() if f".{name}".endswith(end)), None)
         if kind is not None and name not in own:
             raise CheckpointError(
                 f"`{name}`: these weights are quantised ({kind}), and are not read so. Widen them"
