@@ -151,3 +151,11 @@ def test_a_quotient_by_a_negative_number_may_be_negative() -> None:
 
     converted = tb.convert(Divides(), x)
     np.testing.assert_array_equal(converted(x), Divides()(x))
+
+
+def test_indices_outside_raise_in_the_checked_mode() -> None:
+    converted = tb.convert(torch.nn.Embedding(4, 2), torch.tensor([0, 1]), train=False)
+    with jax.debug_nans(True):
+        converted(np.array([0, 3]))
+        with pytest.raises(FloatingPointError, match="gather"):
+            converted(np.array([0, 4]))
