@@ -4,4 +4,5 @@
   `fused`: cuDNN's kernel.
 - `experts`: tokens to their experts and back; `balance`: how evenly; `grouped`: products of rows
   sorted by expert.
+- `rows`: those of all devices, for a loss that looks across them.
 """
