@@ -23,6 +23,7 @@ from fzero.keys import eval_key
 from fzero.links import Mean
 from fzero.plan import Plan
 from fzero.processes import repeated
+from fzero.programs.once import one_trace
 from fzero.programs.partitioned import checked, checked_where_differentiated
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.split import Split, map_splits, trained, with_frozen
@@ -79,6 +80,7 @@ class OneProgram:
         """A user's batch over the devices."""
         return place_batch(batch, self.blueprint.mesh)
 
+    @one_trace()
     def gradients(self, fields: Values, batch: Inputs, key: jax.Array) -> Gradients:
         """Gradients of the loss's total, summed over the batch.
 
@@ -135,6 +137,7 @@ class OneProgram:
         found: tuple[jax.Array, jax.Array] = run(kept, fields["buffers"], batch, key, scale)
         return found
 
+    @one_trace()
     def evaluation(
         self, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array
     ) -> tuple[Mean, dict[str, Mean]]:
@@ -152,6 +155,7 @@ class OneProgram:
         found: tuple[Mean, dict[str, Mean]] = run(kept, buffers, batch, eval_key(rng))
         return found
 
+    @one_trace()
     def outputs(self, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array) -> PyTree:
         """What the model gives for each row of a batch, rows spread as the batch's are."""
         rules, model = self.rules(), self.blueprint.model
@@ -242,6 +246,7 @@ class Pipeline:
         """The batch as it is: each rank that reads it takes its rows."""
         return Inputs.of(batch)
 
+    @one_trace()
     def gradients(self, fields: Values, batch: Inputs, key: jax.Array) -> Gradients:
         """As `OneProgram.gradients`."""
         warn_of_rows_together(self.blueprint, batch, True)
@@ -252,6 +257,7 @@ class Pipeline:
         refuse_reserved(own)
         return Gradients(sums, mean, own, {"buffers": buffers})
 
+    @one_trace()
     def evaluation(
         self, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array
     ) -> tuple[Mean, dict[str, Mean]]:
@@ -262,6 +268,7 @@ class Pipeline:
         refuse_reserved(own)
         return mean, own
 
+    @one_trace()
     def outputs(self, kept: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array) -> PyTree:
         """As `OneProgram.outputs`; every rank gets a copy."""
         args = (kept, buffers, batch, _eval_key(rng), self._count(batch))

@@ -28,6 +28,7 @@ from fzero.links import Mean
 from fzero.model import Model
 from fzero.pieces import chain_loss
 from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var
+from fzero.programs.once import one_trace
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.initial import initial_shapes, memo, tracing_context
 from fzero.tree import PyTree, shapes_of
@@ -98,7 +99,7 @@ def _problem(model: Model, batch: Inputs, train: bool) -> str | None:
 
     key, step = jax.eval_shape(lambda: (jax.random.key(0), np.int32(0)))
     try:
-        with jax.numpy_dtype_promotion("standard"), told_rows(rows, every):
+        with one_trace(), jax.numpy_dtype_promotion("standard"), told_rows(rows, every):
             closed = jax.make_jaxpr(total)(*shapes[:2], many.at(None), key, step)
     except Exception:  # it takes other numbers of rows, or wants a mesh
         return None

@@ -199,3 +199,25 @@ def test_a_loss_within_a_loop_reads_logits_as_ever(plain):
     plan = fz.Plan(zero=0, data=1)
     got, want = stepped(plain, looped, plan), stepped(plain, whole, plan)
     same(got, want)
+
+
+@pytest.mark.parametrize("plan", [fz.Plan(zero=3, data=4), fz.Plan(pipe=2, data=2, microbatches=2)])
+def test_the_loss_runs_once_in_a_trace_and_anew_in_the_next(plan):
+    """And once more, where devices share rows out, for whether it is a sum over them."""
+    runs, factor = [], 1.0
+
+    def loss(forward, batch):
+        runs.append(len(batch["ids"]))
+        found = fused(forward, batch)
+        return fz.Mean(found.total * factor, found.count)
+
+    model = tb.convert(Decoder(), torch.from_numpy(IDS[:2]).long()).model(loss)
+    tx, devices = optax.sgd(0.1), jax.devices()[:4]
+    state = fz.init(model, tx, plan, devices=devices)
+    step = fz.train_step(model, tx, plan, devices=devices, donate=False)
+    first = step(state, {"ids": IDS})[1]["loss"]
+    step(state, {"ids": IDS})
+    assert runs == [199, 2]
+    factor = 2.0  # another step reads what it is now, in a trace of its own
+    again = fz.train_step(model, tx, plan, devices=devices)(state, {"ids": IDS})[1]["loss"]
+    assert (runs[2:], float(again)) == ([2], 2 * float(first))

@@ -2,8 +2,8 @@
 
 The loss is traced with an operation of its own where `forward` is called. What that operation reads
 is what the module is called with; what depends on its results is the loss proper. Neither runs what
-belongs to the other only. (A chain's step traces the loss where its links ask for either: its
-Python runs a few times per compiled step, and not in any step after that.)
+belongs to the other only. (Several links of a chain ask for either; the loss's Python runs once in
+the trace of a step.)
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.interpreters import ad, batching
 
 from fzero import compat
 from fzero.errors import ConversionError
+from fzero.programs.once import once
 from torch_bridge.export.capacity import counts, told
 from torch_bridge.export.mode import TensorInput
 from torch_bridge.losses import LOSS, Head, marked, total_of
@@ -54,6 +56,27 @@ _REMEDY = (
 
 
 @dataclass(frozen=True)
+class _Traced:
+    """A loss as it was traced.
+
+    Attributes:
+        of: the loss and the graphs, which outlive it so.
+        closed: its program, with the call of `forward` as one operation.
+        place: that operation.
+        shapes: of what it gives.
+        call: the graph that it calls; its inputs are of no use.
+        names: the inputs that the operation reads.
+    """
+
+    of: tuple[Any, Any]
+    closed: Any
+    place: Any
+    shapes: Any
+    call: Call
+    names: list[str]
+
+
+@dataclass(frozen=True)
 class LossCall:
     """A traced loss, taken apart at its call of `forward`.
 
@@ -84,6 +107,23 @@ def find_call(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -
     Raises:
         ConversionError: the loss calls `forward` not at all, more than once, or transformed.
     """
+    leaves, structure = jax.tree.flatten(batch)
+    kinds = tuple((np.shape(x), jnp.result_type(x), getattr(x, "weak_type", False)) for x in leaves)
+    key = (
+        "loss",
+        id(loss),
+        id(graphs),
+        structure,
+        kinds,
+        train,
+        dtype,
+        jax.sharding.get_abstract_mesh(),
+    )
+    traced: _Traced = once(key, lambda: _trace(loss, batch, graphs, train, dtype))
+    return _taken_apart(traced, leaves, graphs, train)
+
+
+def _trace(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -> _Traced:
     calls: list[tuple[Call, list[str]]] = []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -110,11 +150,17 @@ def find_call(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -
             "the loss did not call forward, so that there is nothing to run; expected"
             " loss(forward, batch) to call it once"
         )
-    (call, names), leaves = calls[0], jax.tree.leaves(batch)
-    closed = _inlined(closed, leaves)
+    (call, names) = calls[0]
+    closed = _inlined(closed)
     place = next((e for e in closed.jaxpr.eqns if e.primitive is _forward), None)
     if place is None:
         raise NotOneCallError(f"the loss calls forward within a loop or a condition. {_REMEDY}")
+    return _Traced((loss, graphs), closed, place, shapes, call, names)
+
+
+def _taken_apart(traced: _Traced, leaves: Sequence[Any], graphs: Graphs, train: bool) -> LossCall:
+    """A traced loss with the leaves of a batch."""
+    closed, place, call, shapes = traced.closed, traced.place, traced.call, traced.shapes
     given = _evaluate(closed, leaves, place.invars, {})
 
     def finish(outputs: Sequence[Any]) -> Any:
@@ -128,7 +174,7 @@ def find_call(loss: Loss, batch: Any, graphs: Graphs, train: bool, dtype: Any) -
         result = jax.tree.unflatten(jax.tree.structure(shapes), out)
         return told(result, [outputs[-1]]) if counts(call.mode) else result
 
-    inputs = dict(zip(names, given, strict=True))
+    inputs = dict(zip(traced.names, given, strict=True))
     arrays = [i for i, leaf in enumerate(call.mode.graph.outputs) if isinstance(leaf, Ref)]
     logits = {i for i, var in zip(arrays, place.outvars, strict=True) if _is_logits(closed, var)}
     unread: set[str] = set()
@@ -242,7 +288,7 @@ def _bodies(equation: Any) -> list[Any]:
 _PLAIN = ("jit", "pjit", "closed_call", "checkpoint", "remat", "remat2")
 
 
-def _inlined(closed: Any, leaves: Sequence[Any]) -> Any:
+def _inlined(closed: Any) -> Any:
     """The same program with those calls inlined that `forward` is called in."""
     if not any(e.primitive is not _forward and any(map(_holds, _bodies(e)))
                for e in closed.jaxpr.eqns):  # fmt: skip
@@ -261,7 +307,9 @@ def _inlined(closed: Any, leaves: Sequence[Any]) -> Any:
             env.update(zip(equation.outvars, results, strict=True))
         return [_value(env, atom) for atom in jaxpr.outvars]
 
-    return jax.make_jaxpr(lambda *values: run(closed.jaxpr, closed.consts, values))(*leaves)
+    return jax.make_jaxpr(lambda *values: run(closed.jaxpr, closed.consts, values))(
+        *(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in closed.in_avals)
+    )
 
 
 def _value(env: Mapping[Any, Any], atom: Any) -> Any:
