@@ -54,12 +54,14 @@ class Home:
         """A stack's leaf, layers in order, as it is kept. Filling is zero."""
         if not self.rows or self.rows == tuple(range(len(self.rows))):
             return leaf
-        rows = np.asarray(self.rows)
-        taken = leaf[np.maximum(rows, 0)]
-        if rows.min() >= 0:
-            return taken
-        layers = (rows >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
-        return jnp.where(layers, taken, jnp.zeros((), leaf.dtype))
+        return self.layers_alone(leaf[np.maximum(np.asarray(self.rows), 0)])
+
+    def layers_alone(self, leaf: Any) -> Any:
+        """A kept leaf with zeros in rows that are no layers, whatever an edit has put there."""
+        if not self.rows or min(self.rows) >= 0:
+            return leaf
+        layers = (np.asarray(self.rows) >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
+        return jnp.where(layers, leaf, jnp.zeros((), leaf.dtype))
 
     def restore(self, leaf: Any) -> Any:
         """A kept leaf with its layers in order."""

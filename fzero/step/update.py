@@ -246,8 +246,12 @@ class Update:
     ) -> Values:
         """New parameters, compute copy, optimizer state and averages."""
         plan, blue = self.plan, self.blueprint
-        params, opt_state = trained(blue.params, fields["params"]), fields["opt_state"]
-        ema = fields["ema"]
+        opt_state, ema = fields["opt_state"], fields["ema"]
+        # Optimizers add up all rows, those that only fill up a shorter rank of a pipeline too.
+        params, sums = (
+            map_splits(lambda s, x: s.home.layers_alone(x) if s.home else x, self.splits, tree)
+            for tree in (trained(blue.params, fields["params"]), sums)
+        )
 
         def whole(params: PyTree) -> PyTree:
             return with_frozen(blue.params, params, fields["params"])

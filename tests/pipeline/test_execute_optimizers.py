@@ -153,6 +153,31 @@ def test_filling_rows_are_no_layers(name):
     assert not filling.any()
 
 
+def by_their_norm():
+    """Updates as large as all parameters together."""
+
+    def update(updates, params):
+        norm = optax.tree.norm(params)
+        return jax.tree.map(lambda leaf: -1e-3 * norm * leaf, updates)
+
+    return optax.stateless(update)
+
+
+def test_what_an_edit_adds_to_filling_rows_is_not_counted():
+    """Noise on all parameters is on rows that are no layers, too."""
+    tx, batch = by_their_norm(), tiny.tokens(8)
+
+    def edited(cut):
+        state = fz.init(tied(), tx, cut)
+        state = state.replace(params=jax.tree.map(lambda leaf: leaf + 0.25, state.params))
+        state, _ = fz.train_step(tied(), tx, cut)(state, batch)
+        return state, fz.logical(tied(), state, cut)
+
+    (state, ours), (_, theirs) = edited(plan(2, partition=(2, 4))), edited(plan(1))
+    tiny.close(ours, theirs, rtol=0, atol=TIGHT)
+    assert not np.asarray(state.params["blocks"]["w"])[1:3].any()  # rank 0 has one layer
+
+
 def scaled(by):
     """Divides all gradients by a number that all of them say."""
 
