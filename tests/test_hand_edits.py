@@ -4,9 +4,11 @@ import copy
 import pickle
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import fzero as fz
 from tests.support import tiny
@@ -58,6 +60,31 @@ def test_what_is_no_array_of_the_plan_is_refused_by_name(name, given):
     with pytest.raises(fz.StateError, match=f"replan: (.|\n)*{message}"):
         fz.replan(edited, MODEL, TX, PLAN, tiny.plan(zero=1, data=2), devices=DEVICES)
     assert int(step(state, tiny.points())[0].step) == 1  # nothing was lost
+
+
+OFF_THE_MESH = {
+    "numpy": lambda state: state.replace(params=jax.device_get(state.params)),
+    "one device": lambda state: state.replace(
+        params=jax.tree.map(jnp.asarray, jax.device_get(state.params))
+    ),
+    "a number": lambda state: state.replace(step=7),
+    "pickled": lambda state: pickle.loads(pickle.dumps(state)),
+}
+
+
+@pytest.mark.parametrize("name", OFF_THE_MESH)
+def test_what_no_restore_would_take_is_not_saved(name, given, tmp_path):
+    """Padded, and on one device: a checkpoint that says so is refused when it is needed."""
+    with pytest.raises(fz.StateError, match=r"save: (.|\n)*(params/gain|step): expected a jax\.A"):
+        fz.save(tmp_path, OFF_THE_MESH[name](given[0]), PLAN)
+    assert not any(tmp_path.iterdir())
+
+
+def test_padded_leaves_that_were_put_in_whole_are_restored(given, tmp_path):
+    state, _ = given
+    whole = NamedSharding(state.step.sharding.mesh, PartitionSpec())
+    fz.save(tmp_path, state.replace(params=jax.device_put(state.params, whole)), PLAN)
+    tiny.same_bits(fz.restore(tmp_path, MODEL, TX, PLAN, devices=DEVICES), state)
 
 
 def test_what_the_message_advises_works(given):

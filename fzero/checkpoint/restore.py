@@ -284,7 +284,9 @@ class _StoredState:
 
         Which parts, earlier versions did not write: those of the plan.
         """
-        if "ways" not in self.meta:
+        found = self.about.leaves.get(path)
+        by_hand = path not in self.meta.get("ways", ()) and found and found[0] == kept.stored
+        if "ways" not in self.meta or by_hand:  # filled up as the plan has it, but not divided
             return kept
         parts = self.meta["ways"].get(path, (1,) * len(kept.shape))
         return dataclasses.replace(kept, stored=filled_up(kept.shape, parts))

@@ -35,7 +35,7 @@ from fzero.hosts.doing import doing
 from fzero.hosts.join import fail
 from fzero.plan import Plan
 from fzero.sharding.relayout import parts_of
-from fzero.state.require import require_alive, require_arrays
+from fzero.state.require import require_alive, require_arrays, require_on_mesh
 from fzero.state.train_state import TrainState
 from fzero.storage import disk
 from fzero.storage.disk import DiskArray
@@ -99,6 +99,7 @@ def save(
             holds; or, in a directory of several processes, the checkpoint before could not be
             written. Earlier checkpoints are untouched.
         StateConsumedError: the state was given away.
+        StateError: a leaf was put in by hand, and is no array on the state's devices.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, optax, fzero as fz
@@ -120,8 +121,11 @@ def save(
     if keep is not None and (type(keep) is not int or keep < 1):
         raise CheckpointError(f"save: keep={keep!r}: expected at least 1, or None for all")
     if state.rows and plan.pipe == 1:
-        raise CheckpointError("save: state.rows says that it is a pipeline's, the plan has none")
+        raise CheckpointError(
+            "save: state.rows says that it is a pipeline's, the plan has none; pass the state's own"
+        )
     fields = {name: getattr(state, name) for name in FIELDS}
+    require_on_mesh({**fields, "step": state.step}, "save")
     _require_json(data_position)
     leaves = dict(named_leaves(fields))
     mesh = getattr(state.step.sharding, "mesh")  # noqa: B009 (states live on meshes)

@@ -101,7 +101,9 @@ def as_stacked(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
     `init` and steps refuse an optimizer that would train a `Stack` otherwise than the same layers
     written out, as it does not say that it means to. This says so: for a mask such as
-    `leaf.ndim > 2`, or `optax.contrib.muon` with dimension numbers for stacked leaves.
+    `leaf.ndim > 2`, or `optax.contrib.muon` with dimension numbers for stacked leaves. In a
+    pipeline it sees rows as ranks keep them: in the schedule's order, shorter ranks filled up with
+    zeros (`state.rows`). One that looks at several layers at once is another one there.
 
     Args:
         tx: any optax transformation; the whole optimizer, or a part of a chain.

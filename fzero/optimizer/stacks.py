@@ -133,16 +133,16 @@ class _Comparison:
 
     def _traced(self, params: PyTree, written: bool = False) -> Traced:
         try:
-            found = traced(self.tx, params)
-        except (PlanError, _Differs):
+            return traced(self.tx, params)
+        except _Differs:
             raise
         except Exception as error:
             if not written:
                 raise
+            own = error.__cause__ or error  # of what `traced` says, what the optimizer itself said
             raise _Differs(
-                f"it cannot be called with layers written out ({type(error).__name__}: {error})"
+                f"it cannot be called with layers written out ({type(own).__name__}: {own})"
             ) from error
-        return found
 
     def _leaves(self, stacked: PyTree, written: PyTree, field: str) -> list[_Leaf]:
         """The leaves of both programs' trees beside each other."""

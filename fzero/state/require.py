@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -78,6 +78,27 @@ def require_arrays(state: TrainState, operation: str) -> None:
                 " move and to save it has to be an array:"
                 " jax.device_put(np.float32(number), old.sharding)"
             )
+
+
+def require_on_mesh(fields: Mapping[str, Any], operation: str) -> None:
+    """Raises `StateError` if leaves of a state were put in by hand, off the devices of the others.
+
+    All that is known of a state without its model: whoever knows that asks `require_fits`.
+    """
+    leaves = [(path, leaf) for path, leaf in named_leaves(fields) if not is_handle(leaf)]
+    meshes = [getattr(getattr(leaf, "sharding", None), "mesh", None) for _, leaf in leaves]
+    problems = [
+        f"{path}: expected a jax.Array on a mesh, got {type(leaf).__module__}."
+        f"{type(leaf).__qualname__} at {getattr(leaf, 'sharding', None)}"
+        for (path, leaf), mesh in zip(leaves, meshes, strict=True) if mesh is None
+    ]  # fmt: skip
+    if problems:
+        raise StateError(
+            f"{operation}: leaves were put in by hand and do not lie where the plan has them:\n  "
+            + "\n  ".join(problems[:8])
+            + "\nPut them where the old ones are: jax.device_put(new, old.sharding); all of a state"
+            " (one that was pickled): jax.device_put(state, fz.layout(model, tx, plan).shardings)"
+        )
 
 
 def require_fits(

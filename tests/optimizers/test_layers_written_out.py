@@ -83,6 +83,17 @@ def test_refusals_name_the_leaf_and_the_operation(name, match):
         fz.init(stacked(), BY_LEAF[name](), plan(data=1))
 
 
+def test_an_optimizer_that_knows_of_stacked_leaves_is_told_how_to_say_so():
+    def scaled(updates, params):
+        blocks = updates["blocks"]
+        return {**updates, "blocks": {**blocks, "w": blocks["w"] * jnp.abs(blocks["b"])[..., None]}}
+
+    match = r"cannot be called with layers written out \(TypeError: (.|\n)*fz\.as_stacked\(tx\)"
+    with pytest.raises(fz.PlanError, match=match):
+        fz.train_step(stacked(), optax.stateless(scaled), plan(data=1))
+    fz.train_step(stacked(), fz.as_stacked(optax.stateless(scaled)), plan(data=1))
+
+
 def test_a_product_of_a_stack_with_its_transpose_is_no_sum_over_layers():
     """Three layers of three numbers: as a matrix, element (i, j) meets element (j, i)."""
 
