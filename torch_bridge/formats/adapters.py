@@ -106,7 +106,16 @@ def _merged(leaf: Leaf, value: Any, target: Target | None, values: Any) -> LazyT
     def fetch(at: Any) -> torch.Tensor:
         kept = leaf_tensor(leaf, value)
         whole = leaf.dense.tensor(kept) if leaf.dense else wide(kept)
-        return (whole if target is None else whole + update_of(target, values)).to(dtype)[at]
+        if target is not None:
+            whole = whole + update_of(target, values)
+        narrow = whole.to(dtype)
+        if lost := int((whole.isfinite() & ~narrow.isfinite()).sum()):
+            raise CheckpointError(
+                f"merge: {lost} numbers of `{base_name(leaf.name)}` with what the adapter adds, up"
+                f" to {float(whole.abs().max()):.4g}, are beyond {dtype}: keep the adapter beside"
+                " the model, or convert the module in bfloat16 or float32"
+            )
+        return narrow[at]
 
     return LazyTensor(leaf.name, dtype, leaf.dense.shape if leaf.dense else leaf.shape, fetch)
 
