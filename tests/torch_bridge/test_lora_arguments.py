@@ -87,3 +87,37 @@ def test_a_sum_beyond_float16_is_not_merged(tmp_path):
     with pytest.raises(fz.CheckpointError, match=r"numbers of `0.weight` .* beyond torch.float16"):
         tb.save(tmp_path / "merged.safetensors", adapted, params, merge=True)
     assert not list(tmp_path.iterdir())
+
+
+class Falcon(torch.nn.Linear):
+    """Linear, in words of its own, as Falcon's are."""
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def normed():
+    return torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("layer", [lambda: Doubled(4, 4), normed], ids=["doubled", "normed"])
+def test_an_update_goes_into_no_weight_that_is_not_simply_multiplied_by(layer):
+    net = torch.nn.Sequential(layer())
+    adapted = tb.lora(tb.convert(net, torch.zeros(2, 4), train=False), rank=1)
+    with pytest.raises(fz.CheckpointError, match=r"merge: .* updates \['0'\].* Keep the adapter"):
+        tb.merge(adapted, adapted.params)
+    net = torch.nn.Sequential(Falcon(4, 4))
+    adapted = tb.lora(tb.convert(net, torch.zeros(2, 4), train=False), rank=1)
+    assert torch.equal(tb.merge(adapted, adapted.params)["0.weight"], net[0].weight)
+
+
+def test_a_layer_whose_name_is_pefts_own_is_named():
+    net = torch.nn.Sequential()
+    net.base_layer = torch.nn.Linear(4, 4)
+    with pytest.raises(fz.ConversionError, match=r"`base_layer.weight`: .* expected another name"):
+        tb.lora(tb.convert(net, torch.zeros(2, 4), train=False), rank=1)

@@ -15,7 +15,7 @@ from torch_bridge.adapters.layer import NAME, Settings, put_in
 from torch_bridge.convert import convert_copy
 from torch_bridge.converted import Converted
 from torch_bridge.formats.peft import fitted, read_config, read_weights
-from torch_bridge.module.adapters import base_name
+from torch_bridge.module.adapters import BASE, base_name
 from torch_bridge.module.names import Layout, Leaf
 from torch_bridge.module.weights import to_host
 
@@ -133,6 +133,12 @@ def _require_fresh(converted: Any, adapter: Any) -> None:
             f"lora: the module has adapters {sorted(converted.adapters)} already; adapt the one"
             " without (converted.base), or load other weights with tb.with_adapter"
         )
+    taken = [leaf.name for leaf in converted.layout.leaves if BASE in f".{leaf.name}"]
+    if taken:
+        raise ConversionError(
+            f"lora: `{taken[0]}`: PEFT calls what lies below an adapter `base_layer`: expected"
+            " another name for this layer"
+        )
 
 
 def _asked(
@@ -239,8 +245,9 @@ def _factor(leaf: Leaf, seed: int, number: int) -> np.ndarray[Any, Any]:
 def _require_called(made: Converted, paths: Sequence[str]) -> None:
     """Refuse a target whose weight the forward reads without calling the layer."""
     read = made.read_leaves()
-    idle = [t.down for t in made.adapters[NAME].targets if t.down not in read]
-    if idle or not made.adapters[NAME].targets:
+    own = [leaf for leaf in made.adapters[NAME].keys if ".lora_A." in f".{leaf}"]
+    idle = [leaf for leaf in own if leaf not in read]
+    if idle or not own:
         raise ConversionError(
             f"lora: the forward never calls the layer of {idle[:5] or list(paths)[:5]}: it reads"
             " the weight itself, or not at all; choose other targets"

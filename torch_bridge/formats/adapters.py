@@ -137,9 +137,17 @@ def plain_adapter(converted: Converted, name: str | None, operation: str) -> Ada
 
     Raises:
         ConversionError: no such adapter.
-        CheckpointError: it is more than low-rank updates of linear layers.
+        CheckpointError: it is more than low-rank updates of linear layers, or they have forwards
+            of their own.
     """
     found = pick(converted.adapters, name, operation)
+    if found.shaped:
+        raise CheckpointError(
+            f"{operation}: adapter {found.name!r} updates {list(found.shaped[:5])}, of which each"
+            " computes something else than x @ weight.T + bias (a forward of its own, or a weight"
+            " that is a parametrization's): with the sum in its weight the model would compute"
+            " something else. Keep the adapter beside it"
+        )
     if not found.plain:
         raise CheckpointError(
             f"{operation}: adapter {found.name!r} is more than low-rank updates of linear layers"
