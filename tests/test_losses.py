@@ -199,7 +199,7 @@ def test_shapes_that_do_not_belong_together_are_refused():
         fz.CrossEntropy(label_smoothing=2)
     for name, value in (
         ("ignore_index", None), ("ignore_index", 1.5), ("label_smoothing", True),
-        ("z_loss", math.nan), ("z_loss", math.inf), ("soft_cap", math.nan), ("soft_cap", math.inf),
+        ("z_loss", np.nan), ("z_loss", np.inf), ("soft_cap", np.nan), ("soft_cap", np.inf),
     ):  # fmt: skip
         with pytest.raises(fz.PlanError, match=f"{name}={value}.*: expected"):
             fz.CrossEntropy(**{name: value})
