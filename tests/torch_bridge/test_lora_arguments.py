@@ -121,3 +121,20 @@ def test_a_layer_whose_name_is_pefts_own_is_named():
     net.base_layer = torch.nn.Linear(4, 4)
     with pytest.raises(fz.ConversionError, match=r"`base_layer.weight`: .* expected another name"):
         tb.lora(tb.convert(net, torch.zeros(2, 4), train=False), rank=1)
+
+
+@pytest.mark.parametrize("more", [{"merge": True}, {"optimizer": True}], ids=str)
+def test_an_adapters_folder_holds_no_more_than_the_adapter(adapted, tmp_path, more):
+    with pytest.raises(fz.CheckpointError, match=f'to="peft" .* {next(iter(more))}=True asks for'):
+        tb.save(tmp_path / "out", adapted, adapted.params, to="peft", **more)
+    assert not list(tmp_path.iterdir())
+
+
+def test_factors_are_floats(adapted):
+    state = fz.init(adapted.model(squares), None, fz.Plan(zero=0))
+    given = tb.adapter(adapted, state)
+    for change in (lambda x: x * 1j, lambda x: x.int(), lambda x: "x"):
+        with pytest.raises(fz.CheckpointError, match=r"in 4 place(.|\n)*dtype: .* expected floats"):
+            tb.with_adapter(adapted, state, {name: change(x) for name, x in given.items()})
+    with pytest.raises(fz.CheckpointError, match="source=None: expected a folder, or tensors"):
+        tb.with_adapter(adapted, state, None)

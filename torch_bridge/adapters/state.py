@@ -99,6 +99,10 @@ def with_adapter(
             "with_adapter: an accumulation is in progress (state.grads), of the adapter that goes;"
             " finish it with train_step, or drop it with state.replace(grads=None)"
         )
+    if not isinstance(source, str | os.PathLike | Mapping):
+        raise CheckpointError(
+            f"with_adapter: source={source!r}: expected a folder, or tensors as tb.adapter gives"
+        )
     found = pick(converted.adapters, name, "with_adapter")
     shapes = {leaf.name: leaf.shape for leaf in converted.layout.leaves}
     from_file = not isinstance(source, Mapping)
