@@ -106,18 +106,11 @@ def _merged(leaf: Leaf, value: Any, target: Target | None, values: Any) -> LazyT
     def fetch(at: Any) -> torch.Tensor:
         kept = leaf_tensor(leaf, value)
         whole = leaf.dense.tensor(kept) if leaf.dense else wide(kept)
-        if target is not None:
-            whole = whole + update_of(target, values)
-        narrow = whole.to(dtype)
-        if lost := int((whole.isfinite() & ~narrow.isfinite()).sum()):
-            raise CheckpointError(
-                f"merge: {lost} numbers of `{base_name(leaf.name)}` with what the adapter adds, up"
-                f" to {float(whole.abs().max()):.4g}, are beyond {dtype}: keep the adapter beside"
-                " the model, or convert the module in bfloat16 or float32"
-            )
-        return narrow[at]
+        return (whole if target is None else whole + update_of(target, values))[at]
 
-    return LazyTensor(leaf.name, dtype, leaf.dense.shape if leaf.dense else leaf.shape, fetch)
+    shape = leaf.dense.shape if leaf.dense else leaf.shape
+    summed = torch.promote_types(dtype, torch.float32)
+    return LazyTensor(base_name(leaf.name), summed, shape, fetch, "merge").cast(dtype)
 
 
 def update_of(target: Target, values: Mapping[str, tuple[Leaf, Any]]) -> torch.Tensor:
