@@ -10,8 +10,11 @@ batch norm, which is per device as anywhere.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
 import os
+import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
@@ -25,12 +28,13 @@ from fzero.batch import Inputs
 from fzero.errors import warn
 from fzero.exchange.rows import AGREED, told_rows
 from fzero.links import Mean
-from fzero.model import Model
 from fzero.pieces import chain_loss
+from fzero.precision import COMPUTE_DTYPES
 from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var
 from fzero.programs.once import one_trace
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.initial import initial_shapes, memo, tracing_context
+from fzero.sharding.split import map_splits
 from fzero.tree import PyTree, shapes_of
 
 
@@ -59,6 +63,20 @@ _EXTREMES = frozenset(("reduce_max", "reduce_min", "reduce_prod", "reduce_and", 
 _PRODUCTS = frozenset(("mul", "dot_general"))
 
 
+# Whether a caller has looked at the loss itself.
+_LOOKED_AT: contextvars.ContextVar[bool] = contextvars.ContextVar("looked at", default=False)
+
+
+@contextlib.contextmanager
+def looked_at(done: bool) -> Iterator[None]:
+    """While this is open steps do not look at losses, as somebody has who knows more of them."""
+    token = _LOOKED_AT.set(done)
+    try:
+        yield
+    finally:
+        _LOOKED_AT.reset(token)
+
+
 def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
     """Warns once of a model, and each kind of batch, of a loss that is no sum over rows.
 
@@ -68,13 +86,13 @@ def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
         train: whether the step trains.
     """
     group, microbatches = blue.group, blue.plan.microbatches if train else 1
-    if group.data * group.replica * microbatches == 1:
+    if group.data * group.replica * microbatches == 1 or _LOOKED_AT.get():
         return
     leaves, structure = jax.tree.flatten(batch.at(None))
     kinds = tuple((x.shape[1:], str(x.dtype)) for x in leaves)
     known, key = memo(blue.model), ("rows apart", structure, kinds, train, tracing_context())
     if key not in known:
-        known[key] = problem = _problem(blue.model, batch, train)
+        known[key] = problem = _problem(blue, batch, train)
         if problem:
             parts = f"{group.data * group.replica} devices"
             parts += f" and {microbatches} microbatches" if microbatches > 1 else ""
@@ -86,14 +104,17 @@ def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
             )
 
 
-def _problem(model: Model, batch: Inputs, train: bool) -> str | None:
+def _problem(blue: Blueprint, batch: Inputs, train: bool) -> str | None:
     """What of a loss is no sum over rows, in words."""
-    shapes = (*initial_shapes(model), shapes_of(batch.shared))
+    model = blue.model
+    params = map_splits(lambda s: jax.ShapeDtypeStruct(s.shape, s.compute), blue.params)
+    shapes = params, initial_shapes(model)[1], shapes_of(batch.shared)
     rows, every = _numbers(shapes, batch.rows)
     many = batch.map_rows(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype))
 
     def total(params: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array, step: Any) -> Any:
-        loss = chain_loss(model.layers)
+        precision = COMPUTE_DTYPES[blue.plan.precision]
+        loss = chain_loss(model.layers, dtype=precision, keep_fp32=blue.plan.keep_fp32)
         out = loss(params, buffers, batch.batch, rng, train, step)[0]
         return (out.total, out.count) if isinstance(out, Mean) else out
 
@@ -203,14 +224,13 @@ def _of_sums(op: Op, kinds: Sequence[Kind]) -> Kind:
 
 
 def _line(op: Op) -> str:
-    """Where an operation was written, outside of jax and fzero: ` in FILE:LINE`."""
+    """Where an operation was written, outside of packages: ` in FILE:LINE`."""
     found = getattr(op.equation.source_info, "traceback", None)
-    if found is None:
-        return ""
-    own = os.path.dirname(fzero.errors.__file__)
-    frames = traceback.extract_tb(found.as_python_traceback())
+    frames = [] if found is None else traceback.extract_tb(found.as_python_traceback())
+    own = os.path.dirname(fzero.errors.__file__), sysconfig.get_path("stdlib")
+    packages = {"site-packages", "dist-packages", "torch_bridge"}
     for frame in reversed(frames):
-        parts = frame.filename.split(os.sep)
-        if not frame.filename.startswith(own) and not {"jax", "jaxlib", "_src"} & set(parts):
+        elsewhere = packages.isdisjoint(frame.filename.split(os.sep))
+        if elsewhere and not frame.filename.startswith(own):
             return f" in {os.path.basename(frame.filename)}:{frame.lineno}"
     return ""
