@@ -85,8 +85,9 @@ def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
         batch: its batch: arrays or shapes.
         train: whether the step trains.
     """
-    group, microbatches = blue.group, blue.plan.microbatches if train else 1
-    if group.data * group.replica * microbatches == 1 or _LOOKED_AT.get():
+    devices = blue.group.data * blue.group.replica
+    microbatches = blue.plan.microbatches if train else 1
+    if devices * microbatches == 1 or _LOOKED_AT.get():
         return
     leaves, structure = jax.tree.flatten(batch.at(None))
     kinds = tuple((x.shape[1:], str(x.dtype)) for x in leaves)
@@ -94,13 +95,13 @@ def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
     if key not in known:
         known[key] = problem = _problem(blue, batch, train)
         if problem:
-            parts = f"{group.data * group.replica} devices"
-            parts += f" and {microbatches} microbatches" if microbatches > 1 else ""
+            parts = {"devices": devices, "microbatches": microbatches}
+            shared = " and ".join(f"{num} {name}" for name, num in parts.items() if num > 1)
             warn(
-                f"loss: {problem}. {parts} share the rows of a batch out, and each computes with"
-                " its own: the loss is another number than on one device. Have the rows of all"
-                " first (fz.all_rows; SyncBatchNorm for statistics), or give sums over rows:"
-                " fz.Mean(total, count)"
+                f"loss: {problem}. Rows are shared out over {shared}, and each computes with its"
+                " own: the loss is another number than that of the whole batch on one device, and"
+                " so is its gradient. Have the rows of all first (fz.all_rows), or give sums over"
+                " rows, fz.Mean(total, count), of which a step makes the quotient"
             )
 
 
@@ -134,8 +135,10 @@ def _problem(blue: Blueprint, batch: Inputs, train: bool) -> str | None:
     if kind < Kind.OTHER:
         return None
     op = follow.blamed[worst]
+    name = op.equation.primitive.name
     what = "compares rows with each other" if kind is Kind.PAIRS else "is no sum over rows"
-    return f"it {what} ({op.equation.primitive.name}{_line(op)})"
+    same = ", which is the same only where all count equally many" if name == "div" else ""
+    return f"it {what} ({name}{_line(op)}){same}"
 
 
 def _numbers(shapes: PyTree, rows: PyTree) -> tuple[int, int]:
