@@ -21,6 +21,7 @@ from enum import IntEnum
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import fzero.errors
@@ -30,12 +31,12 @@ from fzero.exchange.rows import AGREED, told_rows
 from fzero.links import Mean
 from fzero.pieces import chain_loss
 from fzero.precision import COMPUTE_DTYPES
-from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var
+from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var, needed, run_ops
 from fzero.programs.once import one_trace
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.initial import initial_shapes, memo, tracing_context
 from fzero.sharding.split import map_splits
-from fzero.tree import PyTree, shapes_of
+from fzero.tree import PyTree, is_traced, shapes_of
 
 
 class Kind(IntEnum):
@@ -67,6 +68,20 @@ _PRODUCTS = frozenset(("mul", "dot_general"))
 _LOOKED_AT: contextvars.ContextVar[bool] = contextvars.ContextVar("looked at", default=False)
 
 
+# The batch that a step runs with, where it is at hand.
+_BATCH: contextvars.ContextVar[Inputs | None] = contextvars.ContextVar("batch", default=None)
+
+
+@contextlib.contextmanager
+def with_batch(batch: PyTree) -> Iterator[None]:
+    """While this is open a step runs, and may be traced, with a batch of a user's."""
+    token = _BATCH.set(Inputs.of(batch))
+    try:
+        yield
+    finally:
+        _BATCH.reset(token)
+
+
 @contextlib.contextmanager
 def looked_at(done: bool) -> Iterator[None]:
     """While this is open steps do not look at losses, as somebody has who knows more of them."""
@@ -93,7 +108,7 @@ def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
     kinds = tuple((x.shape[1:], str(x.dtype)) for x in leaves)
     known, key = memo(blue.model), ("rows apart", structure, kinds, train, tracing_context())
     if key not in known:
-        known[key] = problem = _problem(blue, batch, train)
+        known[key] = problem = _problem(blue, batch, train, devices * microbatches)
         if problem:
             parts = {"devices": devices, "microbatches": microbatches}
             shared = " and ".join(f"{num} {name}" for name, num in parts.items() if num > 1)
@@ -105,27 +120,13 @@ def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
             )
 
 
-def _problem(blue: Blueprint, batch: Inputs, train: bool) -> str | None:
+def _problem(blue: Blueprint, batch: Inputs, train: bool, parts: int) -> str | None:
     """What of a loss is no sum over rows, in words."""
-    model = blue.model
-    params = map_splits(lambda s: jax.ShapeDtypeStruct(s.shape, s.compute), blue.params)
-    shapes = params, initial_shapes(model)[1], shapes_of(batch.shared)
+    shapes = blue.params, initial_shapes(blue.model)[1], shapes_of(batch.shared)
     rows, every = _numbers(shapes, batch.rows)
-    many = batch.map_rows(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype))
-
-    def total(params: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array, step: Any) -> Any:
-        precision = COMPUTE_DTYPES[blue.plan.precision]
-        loss = chain_loss(model.layers, dtype=precision, keep_fp32=blue.plan.keep_fp32)
-        out = loss(params, buffers, batch.batch, rng, train, step)[0]
-        return (out.total, out.count) if isinstance(out, Mean) else out
-
-    key, step = jax.eval_shape(lambda: (jax.random.key(0), np.int32(0)))
-    try:
-        with one_trace(), jax.numpy_dtype_promotion("standard"), told_rows(rows, every):
-            closed = jax.make_jaxpr(total)(*shapes[:2], many.at(None), key, step)
-    except Exception:  # it takes other numbers of rows, or wants a mesh
+    program = _traced(blue, batch, train, rows, every)
+    if program is None:
         return None
-    program = Program(closed.jaxpr, closed.consts)
     follow = _Follow(rows)
     env = {var: Kind.ROWS if follow.has(var) else Kind.FREE for var in program.inputs}
     kinds = follow.run(program, env)
@@ -136,9 +137,78 @@ def _problem(blue: Blueprint, batch: Inputs, train: bool) -> str | None:
         return None
     op = follow.blamed[worst]
     name = op.equation.primitive.name
+    if name == "div" and _count_alike(blue, train, parts, program, op):
+        return None
     what = "compares rows with each other" if kind is Kind.PAIRS else "is no sum over rows"
     same = ", which is the same only where all count equally many" if name == "div" else ""
     return f"it {what} ({name}{_line(op)}){same}"
+
+
+def _traced(blue: Blueprint, batch: Inputs, train: bool, rows: int, every: int) -> Program | None:
+    """The loss's total and count as a program of so many rows, if it takes them."""
+    model, plan = blue.model, blue.plan
+    params = map_splits(lambda s: jax.ShapeDtypeStruct(s.shape, s.compute), blue.params)
+
+    def of_rows(x: Any) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), dtype)
+
+    about = {"dtype": COMPUTE_DTYPES[plan.precision], "keep_fp32": plan.keep_fp32}
+
+    def total(batch: Inputs, params: PyTree, buffers: PyTree, rng: jax.Array, step: Any) -> Any:
+        loss = chain_loss(model.layers, **about)
+        out = loss(params, buffers, batch.batch, rng, train, step)[0]
+        return (out.total, out.count) if isinstance(out, Mean) else out
+
+    key, step = jax.eval_shape(lambda: (jax.random.key(0), np.int32(0)))
+    given = shapes_of(batch.map_rows(of_rows).at(None)), params, initial_shapes(model)[1], key, step
+    try:
+        with one_trace(), jax.numpy_dtype_promotion("standard"), told_rows(rows, every):
+            closed = jax.make_jaxpr(total)(*given)
+    except Exception:  # it takes other numbers of rows, or wants a mesh
+        return None
+    return Program(closed.jaxpr, closed.consts)
+
+
+def _count_alike(blue: Blueprint, train: bool, parts: int, program: Program, op: Op) -> bool:
+    """Whether all parts of the batch at hand are divided by the same: labels, say, that all count.
+
+    Args:
+        blue: the blueprint.
+        train: whether the step trains.
+        parts: into how many equal parts rows are shared out.
+        program: the loss.
+        op: its operation that divides.
+    """
+    batch = _BATCH.get()
+    if batch is None or jax.process_count() > 1 or is_traced(jax.tree.leaves(batch)):
+        return False
+    size = jax.tree.leaves(batch.rows)[0].shape[0] // parts
+    here = _traced(blue, batch, train, size, size)
+    if here is None or _names(here) != _names(program):
+        return False
+    divisor = here.ops[program.ops.index(op)].operands[1]
+    ops = [here.ops[i] for i in sorted(needed(here.ops, [divisor]))]
+    own = here.inputs[: len(jax.tree.leaves(batch.at(None)))]
+    if {var for one in ops for var in one.reads()} & ({*here.inputs} - {*own}):
+        return False  # by something computed of parameters, or drawn
+
+    def of(part: int) -> float:
+        rows = batch.map_rows(lambda x: np.asarray(x)[part * size : (part + 1) * size])
+        leaves = [
+            jnp.asarray(leaf, var.aval.dtype)
+            for var, leaf in zip(own, jax.tree.leaves(rows.at(None)), strict=True)
+        ]
+        env = here.consts | dict(zip(own, leaves, strict=True))
+        run_ops(ops, env)
+        return float(env[divisor])
+
+    with jax.ensure_compile_time_eval():
+        return len({of(part) for part in range(parts)}) == 1
+
+
+def _names(program: Program) -> list[str]:
+    return ["" if op.equation is None else op.equation.primitive.name for op in program.ops]
 
 
 def _numbers(shapes: PyTree, rows: PyTree) -> tuple[int, int]:
