@@ -69,13 +69,13 @@ _LOOKED_AT: contextvars.ContextVar[bool] = contextvars.ContextVar("looked at", d
 
 
 # The batch that a step runs with, where it is at hand.
-_BATCH: contextvars.ContextVar[Inputs | None] = contextvars.ContextVar("batch", default=None)
+_BATCH: contextvars.ContextVar[PyTree] = contextvars.ContextVar("batch", default=None)
 
 
 @contextlib.contextmanager
 def with_batch(batch: PyTree) -> Iterator[None]:
     """While this is open a step runs, and may be traced, with a batch of a user's."""
-    token = _BATCH.set(Inputs.of(batch))
+    token = _BATCH.set(batch)
     try:
         yield
     finally:
@@ -180,9 +180,10 @@ def _count_alike(blue: Blueprint, train: bool, parts: int, program: Program, op:
         program: the loss.
         op: its operation that divides.
     """
-    batch = _BATCH.get()
-    if batch is None or jax.process_count() > 1 or is_traced(jax.tree.leaves(batch)):
+    given = _BATCH.get()
+    if given is None or jax.process_count() > 1 or is_traced(jax.tree.leaves(given)):
         return False
+    batch = Inputs.of(given)
     size = jax.tree.leaves(batch.rows)[0].shape[0] // parts
     here = _traced(blue, batch, train, size, size)
     if here is None or _names(here) != _names(program):
