@@ -191,6 +191,29 @@ def test_a_quotient_by_what_all_count_alike_is_a_mean_of_rows(loss, labels, name
         np.testing.assert_allclose(metrics["loss"], want["loss"], rtol=1e-6)
 
 
+def test_metrics_are_looked_at_each_by_itself():
+    def loss(p, b, batch, rng, train):
+        error, counts = squares(p, batch), batch["y"][:, :1] > 0
+        return error.mean(), b, {
+            "right": fz.Mean(error.sum(), counts.sum()), "mean": error.mean(), "rate": p["u"][0, 0],
+            "worst": error.max(), "rmse": jnp.sqrt(error.mean()), "all": fz.all_rows(error).max(),
+        }  # fmt: skip
+
+    plan, devices = tiny.plan(data=4), jax.devices()[:4]
+    model = fz.Model(weights, loss)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        metrics = fz.eval_step(model, plan, devices=devices)(
+            fz.init(model, None, plan, devices=devices), BATCH
+        )
+    told = [str(w.message).partition(" (")[0] for w in found]
+    assert told == [
+        "metric 'rmse': it is no sum over rows",
+        "metric 'worst': it is no sum over rows",
+    ]
+    assert metrics["all"] > metrics["worst"]
+
+
 def test_what_counts_is_not_known_of_a_traced_batch():
     plan, devices = tiny.plan(data=4), jax.devices()[:4]
     model = model_of(share_of_labelled)

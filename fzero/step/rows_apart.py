@@ -1,4 +1,4 @@
-"""Whether a loss is a sum over rows, as it has to be where devices share the rows out.
+"""Whether loss and metrics are sums over rows, as they have to be where devices share these out.
 
 Each device computes the loss of its own rows of a microbatch, and a step adds these up. A loss that
 compares rows with each other, or that is no sum over them (a ratio of sums, a root of one), is
@@ -28,7 +28,6 @@ import fzero.errors
 from fzero.batch import Inputs
 from fzero.errors import warn
 from fzero.exchange.rows import AGREED, told_rows
-from fzero.links import Mean
 from fzero.pieces import chain_loss
 from fzero.precision import COMPUTE_DTYPES
 from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var, needed, run_ops
@@ -36,7 +35,7 @@ from fzero.programs.once import one_trace
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.initial import initial_shapes, memo, tracing_context
 from fzero.sharding.split import map_splits
-from fzero.tree import PyTree, is_traced, shapes_of
+from fzero.tree import PyTree, is_traced, leaf_keys, shapes_of
 
 
 class Kind(IntEnum):
@@ -93,7 +92,7 @@ def looked_at(done: bool) -> Iterator[None]:
 
 
 def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
-    """Warns once of a model, and each kind of batch, of a loss that is no sum over rows.
+    """Warns, once of a model and a kind of batch, of loss and metrics that are no sums over rows.
 
     Args:
         blue: the blueprint of the step.
@@ -108,44 +107,50 @@ def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
     kinds = tuple((x.shape[1:], str(x.dtype)) for x in leaves)
     known, key = memo(blue.model), ("rows apart", structure, kinds, train, tracing_context())
     if key not in known:
-        known[key] = problem = _problem(blue, batch, train, devices * microbatches)
-        if problem:
-            parts = {"devices": devices, "microbatches": microbatches}
-            shared = " and ".join(f"{num} {name}" for name, num in parts.items() if num > 1)
+        known[key] = True
+        parts = {"devices": devices, "microbatches": microbatches}
+        shared = " and ".join(f"{num} {name}" for name, num in parts.items() if num > 1)
+        for name, problem in _problems(blue, batch, train, devices * microbatches):
+            what = f"metric {name!r}" if name else "loss"
+            too = "" if name else ", and so is its gradient"
             warn(
-                f"loss: {problem}. Rows are shared out over {shared}, and each computes with its"
-                " own: the loss is another number than that of the whole batch on one device, and"
-                " so is its gradient. Have the rows of all first (fz.all_rows), or give sums over"
-                " rows, fz.Mean(total, count), of which a step makes the quotient"
+                f"{what}: it {problem}. Rows are shared out over {shared}, and each computes with"
+                f" its own: it is another number than that of the whole batch on one device{too}."
+                " Have the rows of all first (fz.all_rows), or give sums over rows,"
+                " fz.Mean(total, count), of which a step makes the quotient"
             )
 
 
-def _problem(blue: Blueprint, batch: Inputs, train: bool, parts: int) -> str | None:
-    """What of a loss is no sum over rows, in words."""
+def _problems(blue: Blueprint, batch: Inputs, train: bool, parts: int) -> list[tuple[str, str]]:
+    """By the names of metrics (`""`: the loss), what of them is no sum over rows, in words."""
     shapes = blue.params, initial_shapes(blue.model)[1], shapes_of(batch.shared)
     rows, every = _numbers(shapes, batch.rows)
-    program = _traced(blue, batch, train, rows, every)
-    if program is None:
-        return None
+    traced = _traced(blue, batch, train, rows, every)
+    if traced is None:
+        return []
+    program, names = traced
     follow = _Follow(rows)
     env = {var: Kind.ROWS if follow.has(var) else Kind.FREE for var in program.inputs}
     kinds = follow.run(program, env)
-    outputs = [out for out in program.outputs if isinstance(out, Var)]
-    worst = max(outputs, key=lambda out: kinds.get(out, Kind.FREE), default=None)
-    kind = kinds.get(worst, Kind.FREE)
-    if kind < Kind.OTHER:
-        return None
-    op = follow.blamed[worst]
-    name = op.equation.primitive.name
-    if name == "div" and _count_alike(blue, train, parts, program, op):
-        return None
-    what = "compares rows with each other" if kind is Kind.PAIRS else "is no sum over rows"
-    same = ", which is the same only where all count equally many" if name == "div" else ""
-    return f"it {what} ({name}{_line(op)}){same}"
+    found: dict[str, str] = {}
+    for name, out in zip(names, program.outputs, strict=True):
+        kind = kinds.get(out, Kind.FREE) if isinstance(out, Var) else Kind.FREE
+        if kind < Kind.OTHER or name in found:
+            continue
+        op = follow.blamed[out]
+        does = op.equation.primitive.name
+        if does == "div" and _count_alike(blue, train, parts, program, op):
+            continue
+        what = "compares rows with each other" if kind is Kind.PAIRS else "is no sum over rows"
+        same = ", which is the same only where all count equally many" if does == "div" else ""
+        found[name] = f"{what} ({does}{_line(op)}){same}"
+    return list(found.items())
 
 
-def _traced(blue: Blueprint, batch: Inputs, train: bool, rows: int, every: int) -> Program | None:
-    """The loss's total and count as a program of so many rows, if it takes them."""
+def _traced(
+    blue: Blueprint, batch: Inputs, train: bool, rows: int, every: int
+) -> tuple[Program, list[str]] | None:
+    """Loss and metrics as a program of so many rows, if it takes them, and what it gives."""
     model, plan = blue.model, blue.plan
     params = map_splits(lambda s: jax.ShapeDtypeStruct(s.shape, s.compute), blue.params)
 
@@ -157,17 +162,17 @@ def _traced(blue: Blueprint, batch: Inputs, train: bool, rows: int, every: int) 
 
     def total(batch: Inputs, params: PyTree, buffers: PyTree, rng: jax.Array, step: Any) -> Any:
         loss = chain_loss(model.layers, **about)
-        out = loss(params, buffers, batch.batch, rng, train, step)[0]
-        return (out.total, out.count) if isinstance(out, Mean) else out
+        out, _, metrics = loss(params, buffers, batch.batch, rng, train, step)
+        return {"": out, **metrics}
 
     key, step = jax.eval_shape(lambda: (jax.random.key(0), np.int32(0)))
     given = shapes_of(batch.map_rows(of_rows).at(None)), params, initial_shapes(model)[1], key, step
     try:
         with one_trace(), jax.numpy_dtype_promotion("standard"), told_rows(rows, every):
-            closed = jax.make_jaxpr(total)(*given)
+            closed, given_back = jax.make_jaxpr(total, return_shape=True)(*given)
     except Exception:  # it takes other numbers of rows, or wants a mesh
         return None
-    return Program(closed.jaxpr, closed.consts)
+    return Program(closed.jaxpr, closed.consts), [keys[0] for keys in leaf_keys(given_back)]
 
 
 def _count_alike(blue: Blueprint, train: bool, parts: int, program: Program, op: Op) -> bool:
@@ -185,9 +190,10 @@ def _count_alike(blue: Blueprint, train: bool, parts: int, program: Program, op:
         return False
     batch = Inputs.of(given)
     size = jax.tree.leaves(batch.rows)[0].shape[0] // parts
-    here = _traced(blue, batch, train, size, size)
-    if here is None or _names(here) != _names(program):
+    traced = _traced(blue, batch, train, size, size)
+    if traced is None or _names(traced[0]) != _names(program):
         return False
+    here = traced[0]
     divisor = here.ops[program.ops.index(op)].operands[1]
     ops = [here.ops[i] for i in sorted(needed(here.ops, [divisor]))]
     own = here.inputs[: len(jax.tree.leaves(batch.at(None)))]
