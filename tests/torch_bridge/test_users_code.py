@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import distributed as processes
 from torch import nn
-from torch.distributed import is_initialized
+from torch.distributed import get_world_size, is_initialized
 from torch.distributed.nn import functional as distributed_functions
 
 import torch_bridge as tb
@@ -232,7 +231,7 @@ class GathersByName(nn.Linear):
     """The same, named otherwise."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (processes.get_world_size() if is_initialized() else 1)
+        return super().forward(x) * (get_world_size() if is_initialized() else 1)
 
 
 ASKS = {
