@@ -194,7 +194,7 @@ def _count_alike(blue: Blueprint, train: bool, parts: int, program: Program, op:
     if traced is None or _names(traced[0]) != _names(program):
         return False
     here = traced[0]
-    divisor = here.ops[program.ops.index(op)].operands[1]
+    divisor = next(b for a, b in zip(program.ops, here.ops, strict=True) if a is op).operands[1]
     ops = [here.ops[i] for i in sorted(needed(here.ops, [divisor]))]
     own = here.inputs[: len(jax.tree.leaves(batch.at(None)))]
     if {var for one in ops for var in one.reads()} & ({*here.inputs} - {*own}):
@@ -248,9 +248,9 @@ class _Follow:
         self.rows = rows
         self.blamed: dict[Any, Op] = {}
 
-    def has(self, value: Any, times: int = 1) -> bool:
+    def has(self, value: Var, times: int = 1) -> bool:
         """Whether a value has a dim of rows, or two."""
-        size = math.prod(np.shape(value) if not isinstance(value, Var) else value.aval.shape)
+        size = math.prod(value.aval.shape)
         return size > 0 and size % self.rows**times == 0
 
     def run(self, program: Program, env: dict[Any, Kind]) -> dict[Any, Kind]:
