@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from fzero.compat import is_key, outside_of_meshes, switch
-from fzero.errors import PlanError, StateError, warn
+from fzero.errors import PlanError, StateError, some_of, warn
 from fzero.hosts.doing import doing
 from fzero.loss_scaling import initial_loss_scale
 from fzero.model import Model
@@ -93,11 +93,10 @@ def _warn_of_narrow(blue: Blueprint) -> None:
     leaves = named_leaves(trained(blue.params, initial_shapes(blue.model)[0]))
     narrow = [f"{path} ({leaf.dtype})" for path, leaf in leaves if leaf.dtype.itemsize == 2]
     if narrow:
-        shown = ", ".join(narrow[:4]) + (f" and {len(narrow) - 4} more" if narrow[4:] else "")
         warn(
-            f"init: the model gives {shown}: trained parameters of 16 bits have no float32 master,"
-            " and updates smaller than their last bit are lost. Give float32 ones, which"
-            f" Plan(precision={blue.plan.precision!r}) rounds for each step (flax:"
+            f"init: the model gives {some_of(narrow, 4)}: trained parameters of 16 bits have no"
+            " float32 master, and updates smaller than their last bit are lost. Give float32 ones,"
+            f" which Plan(precision={blue.plan.precision!r}) rounds for each step (flax:"
             " param_dtype=jnp.float32, torch_bridge.convert: masters=True)"
         )
 
