@@ -83,7 +83,7 @@ def init(
         if not callable(model.init):
             return state_of(blue, *_copied(blue, *model.init), key)
         fields = compiled_fields(blue, "born", _born(blue), key)(key)
-        return _parked(blue, TrainState(**{"opt_state": (), **fields}, **blue.marks))
+        return _parked(blue, fields)
 
 
 def _warn_of_narrow(blue: Blueprint) -> None:
@@ -129,11 +129,12 @@ def state_of(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -
     derived = partial(_derived_from_kept, blue)
     fields = compiled_fields(blue, "derived", derived, params, key)(params, key)
     fields |= {"params": params, "buffers": buffers}
-    return _parked(blue, TrainState(**{"opt_state": (), **fields}, **blue.marks))
+    return _parked(blue, fields)
 
 
-def _parked(blue: Blueprint, state: TrainState) -> TrainState:
+def _parked(blue: Blueprint, fields: dict[str, PyTree]) -> TrainState:
     """A new state with leaves where the plan keeps them; a parked `opt_state` was never made."""
+    state = TrainState(**{"opt_state": (), **fields}, **blue.marks)
     if blue.parks("opt_state"):
         state = state.replace(opt_state=parked_opt_state(blue, state.params))
     if blue.buckets.parked:
