@@ -177,6 +177,7 @@ def test_threads_save_to_one_path_one_after_another(states, tmp_path):
     assert sorted(os.listdir(tmp_path / "new")) == ["0", "1", "2", "3"]
 
 
+@pytest.mark.skipif(write._EXIT_IS_ABRUPT, reason="saves wait, so that none is the last")
 def test_a_process_whose_last_checkpoint_was_lost_fails(tmp_path):
     """And waits for the others, and calls what was registered to be called."""
     code = """
