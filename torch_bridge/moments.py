@@ -20,7 +20,7 @@ from fzero.errors import CheckpointError, StateConsumedError
 from fzero.optimizer.small_moments import SmallMomentsState
 from fzero.sharding.lazy import Index, LazyArray, Stacked
 from fzero.sharding.relayout import copy_leaf
-from fzero.state.consumed import given_to
+from fzero.state.donations import given_to
 from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves, path_name
 from torch_bridge.converted import Converted

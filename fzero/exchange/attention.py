@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from fzero.axes import CONTEXT, TENSOR, free_axes, rows_axis
 from fzero.errors import PlanError
 from fzero.exchange.blocks import joined_heads
-from fzero.exchange.fused import fused_attention
+from fzero.exchange.cudnn import fused_attention
 from fzero.exchange.ring import Ring, ring_attention
 
 

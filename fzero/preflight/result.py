@@ -13,7 +13,7 @@ from fzero.preflight.bounds import Bounds
 from fzero.preflight.costs import Explanation, costs_of, explain
 from fzero.preflight.kernels import Work
 from fzero.preflight.network import CollectiveUse, Traffic, traffic
-from fzero.preflight.parked import Parked
+from fzero.preflight.parking import Parked
 from fzero.preflight.rates import Rates
 from fzero.preflight.tables import duration, merged, size, table_of, text_of
 from fzero.preflight.topology import Topology

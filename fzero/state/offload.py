@@ -20,7 +20,7 @@ import jax
 
 from fzero.errors import PlacementError
 from fzero.state.compute_copy import inherit
-from fzero.state.consumed import give_away, take_back
+from fzero.state.donations import give_away, take_back
 from fzero.state.require import require_alive, require_arrays, require_state
 from fzero.state.train_state import TrainState
 from fzero.storage import disk

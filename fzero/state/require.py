@@ -11,7 +11,7 @@ from fzero.compat import has_explicit_axes, is_key
 from fzero.errors import StateConsumedError, StateError
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.homes import StackRows
-from fzero.state.consumed import any_given, given_to
+from fzero.state.donations import any_given, given_to
 from fzero.state.row_order import rows_text
 from fzero.state.train_state import Pending, TrainState, fields_of
 from fzero.storage.tiers import is_handle, on_device, require_on_device

@@ -32,7 +32,7 @@ from fzero.zero.collectives import (
     secondary_shard,
     split_dim,
 )
-from fzero.zero.narrow import Narrow
+from fzero.zero.float8_weights import Narrow
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fzero.errors import warn
-from torch_bridge.export.asked import TracedBranchWarning
+from torch_bridge.export.questions import TracedBranchWarning
 from torch_bridge.export.replaced import imported, replaced
 
 

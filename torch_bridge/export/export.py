@@ -23,7 +23,6 @@ from torch.export import Dim, ExportedProgram, default_decompositions
 from torch.utils import _pytree as torch_pytree
 
 from fzero.errors import ConversionError, warn
-from torch_bridge.export.asked import TracedBranchWarning
 from torch_bridge.export.attribute_caches import (
     Attribute,
     follow_from_sizes,
@@ -31,6 +30,7 @@ from torch_bridge.export.attribute_caches import (
     made_while_traced,
     returned_as_well,
 )
+from torch_bridge.export.constants import refuse_nameless
 from torch_bridge.export.default_dtype import say_default_dtype
 from torch_bridge.export.expert_stand_ins import OwnLossWarning
 from torch_bridge.export.functions import refuse_functions, watch_functions
@@ -40,8 +40,8 @@ from torch_bridge.export.in_place import (
     remove_hidden_aliases,
     replace_fresh_writes,
 )
-from torch_bridge.export.nameless import refuse_nameless
 from torch_bridge.export.no_grad import inline_no_grad, refuse_detached_writes
+from torch_bridge.export.questions import TracedBranchWarning
 from torch_bridge.export.remedies import remedy_of_trace
 from torch_bridge.export.shapes import same_rules
 from torch_bridge.export.slices import tidy_slices

@@ -22,8 +22,8 @@ import torch
 from torch.export import ExportedProgram
 
 from fzero.errors import ConversionError, warn
-from torch_bridge.export.cached import computed_anew
 from torch_bridge.export.counts import moved, of_loss, reachable
+from torch_bridge.export.function_caches import computed_anew
 from torch_bridge.export.origins import source_line
 
 
