@@ -122,4 +122,4 @@ def check_exclusions(plan: Any) -> None:
 
 
 def _parked(plan: Any) -> dict[str, list[Any]]:
-    return {name: place for name, *place in plan.tiers}
+    return {name: how for name, *how in plan.tiers}

@@ -175,8 +175,8 @@ class StageCompiler:
             inputs = (
                 Inputs(
                     *(
-                        jax.tree.map(lambda leaf, put=put, p=program: put(p, leaf), part)
-                        for put, part in (
+                        jax.tree.map(lambda leaf, put=put, p=program: put(p, leaf), tree)
+                        for put, tree in (
                             (self._rows, batch.rows),
                             (self._whole, batch.shared),
                             (self._whole, batch.step),

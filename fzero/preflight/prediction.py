@@ -150,8 +150,8 @@ class _Predictor:
         self.blue: Blueprint = step.blueprint
         self.where_kept = Report.of_plan(self.blue)
         # Before anything is compiled: what cannot be traced is said at once.
-        pieces = self.plan.microbatches * num_shares
-        traced = model_flops(self.blue.model, self.plan, batch, pieces)
+        times = self.plan.microbatches * num_shares
+        traced = model_flops(self.blue.model, self.plan, batch, times)
         self.model_flops = traced / self.blue.mesh.size
 
     def one_program(self) -> Preflight:

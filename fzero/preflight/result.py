@@ -252,18 +252,18 @@ class Preflight(Boxed):
         return rendered(self)
 
 
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "0 %"
+def _share(own: float, whole: float) -> str:
+    return f"{own / whole:.1%}" if whole else "0 %"
 
 
 def rendered(found: Preflight) -> str:
     """The prediction as text."""
-    parts = [heading(found), memory_table(found), collectives_table(found), time_table(found)]
+    tables = [heading(found), memory_table(found), collectives_table(found), time_table(found)]
     if found.parked is not None:
-        parts.append(parked_table(found.parked))
+        tables.append(parked_table(found.parked))
     if found.pipeline is not None:
-        parts.append(pipeline_table(found))
-    return text_of(*parts, *(f"note: {note}" for note in found.notes))
+        tables.append(pipeline_table(found))
+    return text_of(*tables, *(f"note: {note}" for note in found.notes))
 
 
 def heading(found: Preflight) -> str:

@@ -134,13 +134,13 @@ def _check_once(schedule: Schedule) -> Positions:
             )
         positions[action] = (rank, cell)
     for action, (rank, cell) in positions.items():
-        parts = [p for p in (action._replace(kind=k) for k in _SPLIT) if p in positions]
-        if action.kind == "B" and parts:
-            later = max([(rank, cell), *(positions[p] for p in parts)])
+        halves = [p for p in (action._replace(kind=k) for k in _SPLIT) if p in positions]
+        if action.kind == "B" and halves:
+            later = max([(rank, cell), *(positions[p] for p in halves)])
             _fail(
                 schedule,
                 [later],
-                f"{action} and {parts[0]} both compute the backward of microbatch "
+                f"{action} and {halves[0]} both compute the backward of microbatch "
                 f"{action.microbatch}; keep B, or I with W",
             )
     return positions

@@ -49,6 +49,6 @@ class Stacked(LazyArray):
         first, *rest = index
         inner = tuple(rest)
         found = np.empty([s.stop - s.start for s in index], self.dtype)
-        for place, row in enumerate(self.rows[first]):
-            found[place] = row.read(inner) if isinstance(row, LazyArray) else row[inner]
+        for at, row in enumerate(self.rows[first]):
+            found[at] = row.read(inner) if isinstance(row, LazyArray) else row[inner]
         return found

@@ -200,10 +200,10 @@ def require_on_device(leaves: Iterable[tuple[str, Leaf]], operation: str) -> Non
     )
     more = f" and {len(parked) - 6} more" if len(parked) > 6 else ""
     size = sum(leaf_bytes(leaf) for _, leaf in parked)
-    parts = sorted({path.split("/")[0] for path, _ in parked})
+    fields = sorted({path.split("/")[0] for path, _ in parked})
     raise PlacementError(
         f"{operation}: expected every leaf on the device, but {len(parked)} are parked"
-        f" ({size:,} bytes): {shown}{more}. Bring them back with state = fz.reload(state, {parts})"
+        f" ({size:,} bytes): {shown}{more}. Bring them back with state = fz.reload(state, {fields})"
     )
 
 
