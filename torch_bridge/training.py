@@ -134,15 +134,15 @@ def fit(
         steps = _most_steps(loader, epochs, scheduler)
         tx = as_optax(optimizer, converted, scheduler, num_steps=steps, unread=unread)
     state, step = init(model, tx, plan, rng), train_step(model, tx, plan)
-    parts = layout(model, tx, plan).batch_multiple
+    times = layout(model, tx, plan).batch_multiple
     if callable(loss):
-        _require_mean(module, loss, called_with_batch(first), parts)
+        _require_mean(module, loss, called_with_batch(first), times)
     hyper, began = _hyper(optimizer), None
     done = 0
     for epoch in range(epochs):
         given = None
         for given in itertools.chain([first], batches) if epoch == 0 else loader:
-            whole = _whole_rows(batch(given), parts)
+            whole = _whole_rows(batch(given), times)
             if whole is None:
                 continue
             state, metrics = step(state, whole)
@@ -160,15 +160,15 @@ def fit(
                 f"fit: the loader gave no batch in epoch {epoch + 1} of {epochs}: it has to give"
                 " them anew for each epoch"
             )
-    _end(began, _told(module, traced), parts)
+    _end(began, _told(module, traced), times)
     return (state, load_into(given_module, state)) if trained_module else state
 
 
-def _end(began: Any, ended: Any, parts: int) -> None:
+def _end(began: Any, ended: Any, times: int) -> None:
     """Refuse to have taken no step, and warn of what changed since the first one."""
     if began is None:
         raise ConversionError(
-            f"fit: no step was taken: no batch has {parts} rows, one for each device and microbatch"
+            f"fit: no step was taken: no batch has {times} rows, one for each device and microbatch"
         )
     if changed := sorted(moved(began, ended)):
         warn(
@@ -258,7 +258,7 @@ def _hyper(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _require_mean(
-    module: torch.nn.Module, loss: Callable[..., Any], example: Any, parts: int
+    module: torch.nn.Module, loss: Callable[..., Any], example: Any, times: int
 ) -> None:
     """Refuse a loss that sums rows, and warn of one in which they count differently.
 
@@ -266,9 +266,9 @@ def _require_mean(
     made up, from 0 to 1. Nothing is said of a loss that does not take these.
     """
     *inputs, target = example if isinstance(example, tuple) else (None,)
-    if parts == 1 or not isinstance(target, torch.Tensor) or not target.ndim:
+    if times == 1 or not isinstance(target, torch.Tensor) or not target.ndim:
         return
-    size = len(target) // parts
+    size = len(target) // times
     if not size:
         return
 
@@ -280,20 +280,20 @@ def _require_mean(
             with FakeTensorMode(allow_non_fake_inputs=True):
                 shapes = module(*inputs)
             out = tree_map(_made_up, shapes)
-            whole, again = of(0, size * parts), of(0, size * parts)
-            each = [of(size * part, size * (part + 1)) for part in range(parts)]
+            whole, again = of(0, size * times), of(0, size * times)
+            each = [of(size * number, size * (number + 1)) for number in range(times)]
     except Exception:  # what it cannot be asked it is not asked
         return
     if whole != again or np.isclose(whole, np.mean(each), rtol=1e-3, atol=1e-6):
         return
     if np.isclose(whole, np.sum(each), rtol=1e-3, atol=1e-6):
         raise ConversionError(
-            f"fit: the loss is a sum over rows, of which each of {parts} devices and microbatches"
+            f"fit: the loss is a sum over rows, of which each of {times} devices and microbatches"
             ' has its share: a mean of these is taken. Use reduction="mean"'
         )
     warn(
         "fit: rows count differently in this loss (labels that are ignored, weights of classes, or"
-        f" rows that are compared): it is the mean of {parts} losses, one for each device and"
+        f" rows that are compared): it is the mean of {times} losses, one for each device and"
         " microbatch, as under DDP, and not that of the whole batch. plan=fz.Plan(data=1) has the"
         " latter; so has a loss of your own that returns an fz.Mean (tb.convert, fz.train_step)"
     )
@@ -353,9 +353,9 @@ def _with_loss(module: torch.nn.Module, loss: Any) -> torch.nn.Module:
     return made
 
 
-def _whole_rows(tree: Any, parts: int) -> Any:
+def _whole_rows(tree: Any, times: int) -> Any:
     """A batch without the rows at its end that devices could not share; None if none are left."""
-    if parts == 1:
+    if times == 1:
         return tree
     sizes = {len(leaf) if np.ndim(leaf) else None for leaf in jax.tree.leaves(tree)}
     if len(sizes) != 1 or None in sizes:
@@ -365,11 +365,11 @@ def _whole_rows(tree: Any, parts: int) -> Any:
             " to have as many. Give what belongs to no row to the module (a buffer)"
         )
     rows = sizes.pop() or 0
-    kept = rows - rows % parts
+    kept = rows - rows % times
     if kept != rows:
         warn(
             f"fit: {rows - kept} of {rows} rows of a batch are left out: devices and microbatches"
-            f" take multiples of {parts}. Use DataLoader(..., drop_last=True), or another size"
+            f" take multiples of {times}. Use DataLoader(..., drop_last=True), or another size"
         )
     if kept == rows:
         return tree

@@ -50,7 +50,7 @@ from torch_bridge.export.watch import (
     PythonState,
     PythonStateWarning,
     failing_call,
-    failing_place,
+    failing_line,
     first_difference,
     refuse_python_random,
     refuse_python_state,
@@ -450,5 +450,5 @@ def _explain(
 
 
 def _where(error: Exception, module: torch.nn.Module) -> str:
-    place = failing_place(error, module)
-    return f"\n  in {place[0]} at: {place[1]}" if place else ""
+    found = failing_line(error, module)
+    return f"\n  in {found[0]} at: {found[1]}" if found else ""

@@ -403,7 +403,7 @@ def refuse_python_state(
 _NOT_THE_USERS = (torch.nn.modules.module.__file__, str(Path(__file__).parents[1]))
 
 
-def failing_place(error: BaseException, module: torch.nn.Module) -> tuple[str, str] | None:
+def failing_line(error: BaseException, module: torch.nn.Module) -> tuple[str, str] | None:
     """The submodule path and the Python line in which a forward failed.
 
     Args:
