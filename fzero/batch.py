@@ -133,7 +133,7 @@ def check_batch(
     Args:
         batch: the batch.
         num_devices: devices it is spread over.
-        microbatches: pieces that each device's rows are cut into.
+        microbatches: how many each device's rows are cut into.
         no_empty: why no leaf may be without elements, if none may (`compat.why_no_empty`).
 
     Raises:

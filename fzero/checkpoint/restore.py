@@ -73,7 +73,7 @@ def restore(
         plan: the plan wanted.
         number: which checkpoint; the newest by default.
         devices: devices to use; all by default.
-        fields: which parts of the state are taken, of `FIELDS`; all by default. The others are new,
+        fields: which of the state's are taken, of `FIELDS`; all by default. The others are new,
             as `fz.init` makes them: `("params", "buffers")` starts another training, with any
             optimizer, from these weights. Averages (`ema`) that the checkpoint has not begin at its
             parameters; those that the plan has not are left out.
@@ -453,7 +453,7 @@ class _StoredState:
 
 
 class _File(LazyArray):
-    """An array of a checkpoint, of which pieces are read."""
+    """An array of a checkpoint, of which slices are read."""
 
     def __init__(
         self, where: dict[str, Any], shape: tuple[int, ...], dtype: str, context: Any

@@ -277,7 +277,7 @@ class _Predictor:
         return self._without_parked(whole, devices)
 
     def _without_parked(self, whole: Memory, devices: range) -> Memory:
-        """The bytes of some devices, with what the plan parks away and visiting piece by piece."""
+        """The bytes of some devices, with what the plan parks away and visiting in turn."""
         if self.elsewhere is None:
             return whole
         moved, visiting = moved_bytes(self.asked, self.elsewhere, devices)

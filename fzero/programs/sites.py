@@ -399,7 +399,7 @@ def placed_with_key(
 ) -> Callable[..., PyTree]:
     """`PlacedFunction` for a function that takes random keys and gives one back.
 
-    Keys travel as their bits: pieces of a key array cannot be put together again.
+    Keys travel as their bits: shards of a key array cannot be put together again.
     """
 
     def bits(leaf: Any) -> Any:

@@ -122,7 +122,7 @@ def relayout(source: Any, old: Kept, new: Kept, to: Any) -> jax.Array:
     if isinstance(source, jax.Array):
         if old.alike(new):
             return place(source, to.sharding)
-        if not source.is_fully_addressable:  # no process sees all pieces
+        if not source.is_fully_addressable:  # no process sees all shards
             return _program(old, new, to.sharding)(source)
         source = _Shards(source)
     elif not isinstance(source, LazyArray):

@@ -103,7 +103,7 @@ class Split:
         reason: why, in words.
         home: the ranks that hold it, in a pipeline.
         axes: the further mesh axis that each dim lies along, as far as there are any; never `dim`.
-        ways: devices along those: how many parts they divide the leaf into.
+        ways: devices along those: how many shards they divide the leaf into.
     """
 
     path: str

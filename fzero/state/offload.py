@@ -46,7 +46,7 @@ from fzero.tree import device_bytes, is_plain, leaf_bytes, named_leaves
 
 BATCH_BYTES = 64 * 2**20
 
-# What users call parts of a state, and the fields that hold them. The first that is there counts
+# What users call fields of a state, and those that hold them. The first that is there counts
 # where a state may not have a copy of its own for it.
 _FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "params": (("params", "compute"),),
@@ -175,7 +175,7 @@ def fields_of(word: str, state: TrainState | None = None) -> tuple[str, ...]:
     known = _FIELDS.get(_WORDS.get(word, word))
     if known is None:
         words = [*_FIELDS, *_WORDS]
-        raise PlacementError(f"include: {word!r} is no part of a state: expected any of {words}")
+        raise PlacementError(f"include: {word!r} is no field of a state: expected any of {words}")
     if state is None:
         return known[0]
     return next((x for x in known if any(getattr(state, name) is not None for name in x)), known[0])
@@ -305,7 +305,7 @@ class _Move:
         old = [self.leaves[i] for i in moved]
         flat = [(self.names[i], slab) for i, leaf in zip(moved, old, strict=True)
                 for slab in slabs_of(leaf)]  # fmt: skip
-        # Of a leaf that a failing disk has not taken as a whole, some pieces are there already.
+        # Of a leaf that a failing disk has not taken as a whole, some slabs are there already.
         goes = [k for k, (_, slab) in enumerate(flat) if _is_on_disk(slab) != (self.to == DISK)]
         out, names = [flat[k][1] for k in goes], [flat[k][0] for k in goes]
         future: Future[list[Any]]

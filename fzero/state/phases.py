@@ -1,4 +1,4 @@
-"""Phases of a program: where every part of a state is in each of them, as one value."""
+"""Phases of a program: where every field of a state is in each of them, as one value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Phases:
     """Where a state is in each phase of a program, as one value.
 
     Args:
-        train: the tier of each part of the state while training, such as `{"opt_state": "host"}`;
+        train: the tier of each field of the state while training, such as `{"opt_state": "host"}`;
             parts that are not named are on the device.
         generate: the same, while generating.
         idle: the same, while another model has the device. Everything on the host by default.

@@ -30,7 +30,7 @@ class Mapped:
     content: np.ndarray[Any, Any]
 
     def copy_to(self, out: torch.Tensor, to: Index, index: Index) -> None:
-        """Reads a piece into a part of a tensor; no other byte of the file is read for it."""
+        """Reads a slice into one of a tensor; no other byte of the file is read for it."""
         # As bytes, since elements begin anywhere in the file.
         out.unsqueeze(-1).view(torch.uint8).numpy()[to] = self.content[index]
 

@@ -1,4 +1,4 @@
-"""Initial values of a conversion: read where they lie, when and piece by piece as they are needed.
+"""Initial values of a conversion: read where they lie, when and slice by slice as they are needed.
 
 A module of 70B parameters fits into a host once, not twice. So a conversion keeps its tensors, not
 copies of them, and `fz.init` reads from them what each device keeps. Of a tensor on the `meta`
@@ -32,7 +32,7 @@ Values = dict[str, Any]
 
 
 class TensorValue(LazyArray):
-    """A tensor of a module, read where it is: on any device, a piece at a time.
+    """A tensor of a module, read where it is: on any device, a slice at a time.
 
     Args:
         name: its name, for messages.

@@ -23,7 +23,7 @@ Fetch = Callable[[Index], torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class LazyTensor(LazyArray):
-    """A tensor that is read piece by piece.
+    """A tensor that is read slice by slice.
 
     Args:
         name: its name, for messages.
@@ -53,7 +53,7 @@ class LazyTensor(LazyArray):
         return num_bytes(self.shape, self.torch_dtype)
 
     def tensor(self, index: Index | None = None) -> torch.Tensor:
-        """The tensor, or a piece of it, on the CPU; it may be backed by the file (read only).
+        """The tensor, or a slice of it, on the CPU; it may be backed by the file (read only).
 
         Raises:
             CheckpointError: the file cannot be read, or holds something else than it says.
@@ -76,7 +76,7 @@ class LazyTensor(LazyArray):
         return found
 
     def read(self, index: Index) -> np.ndarray[Any, Any]:
-        """A piece as a host array of its own, in the dtype that JAX holds."""
+        """A slice as a host array of its own, in the dtype that JAX holds."""
         try:
             return to_host(self.tensor(index))
         except (OverflowError, TypeError) as error:

@@ -140,7 +140,7 @@ def _expand(walk: Walk, node: Node) -> Any:
 
 
 def _taken(walk: Walk, node: Node) -> Any:
-    """`slice` and `select`: of other dims, or pieces of this one."""
+    """`slice` and `select`: of other dims, or slices of this one."""
     x: Any = node.args[0]
     if x in walk.ids:
         walk.ids.add(node)
@@ -157,7 +157,7 @@ def _taken(walk: Walk, node: Node) -> Any:
 
 
 def _slice(walk: Walk, tag: Along, node: Node, size: int, number: int = 0) -> Along | None:
-    """A piece of divided features: gathered, it may be divided again, each on its own."""
+    """A slice of divided features: gathered, it may be divided again, each on its own."""
     own = frozenset(s for s in tag.sources if not s.startswith("gathered "))
     if own:
         raise Stop(own, "its output is cut in pieces", cut=True)
