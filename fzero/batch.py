@@ -18,7 +18,7 @@ from fzero.compat import has_explicit_axes
 from fzero.errors import BatchError
 from fzero.processes import view
 from fzero.summary import Printed, summary
-from fzero.tree import PyTree, is_plain, named_leaves, shape_of
+from fzero.tree import PyTree, is_plain, named_leaves, shape_at, shape_of
 
 
 @jax.tree_util.register_dataclass
@@ -346,12 +346,10 @@ def abstract_batch(batch: PyTree, mesh: Mesh) -> Inputs:
     """Shapes of a batch with their shardings, from arrays or from shapes."""
     inputs, whole = Inputs.of(batch), NamedSharding(mesh, PartitionSpec())
 
-    def abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        shape = shape_of(leaf)
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
     return Inputs(
-        jax.tree.map(lambda x: abstract(x, batch_sharding(mesh, np.shape(x))), inputs.rows),
-        jax.tree.map(lambda x: abstract(x, whole), inputs.shared),
+        jax.tree.map(
+            lambda x: shape_at(shape_of(x), batch_sharding(mesh, np.shape(x))), inputs.rows
+        ),
+        jax.tree.map(lambda x: shape_at(shape_of(x), whole), inputs.shared),
         jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
     )

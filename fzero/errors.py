@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 
@@ -87,6 +89,24 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+def some_of(words: Collection[str], most: int, lines: bool = False) -> str:
+    """The first words of a message, and how many more there are.
+
+    Args:
+        words: what is to be named.
+        most: how many are.
+        lines: whether each has a line of its own, indented.
+
+    Example:
+        >>> some_of(["a", "b", "c"], 2), some_of(["a", "b"], 2)
+        ('a, b and 1 more', 'a, b')
+    """
+    between, last = ("\n  ", "\n  ") if lines else (", ", " ")
+    more = len(words) - most
+    shown = between.join(itertools.islice(words, most))
+    return shown if more <= 0 else f"{shown}{last}and {more} more"
 
 
 def known_fields(cls: Any, where: str, values: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ as many as with whole logits, and nothing is computed twice.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -50,12 +51,20 @@ class CrossEntropy:
     soft_cap: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing <= 1:
-            raise PlanError(f"label_smoothing={self.label_smoothing!r}: expected 0 to 1")
-        if self.z_loss < 0 or (self.soft_cap is not None and self.soft_cap <= 0):
+        whole, smoothing = isinstance(self.ignore_index, numbers.Integral), self.label_smoothing
+        if not whole or not -(2**31) <= self.ignore_index < 2**31:
+            raise PlanError(
+                f"ignore_index={self.ignore_index!r}: expected a whole number of 32 bits, as -100"
+            )
+        if not _is_real(smoothing) or not 0 <= smoothing <= 1:
+            raise PlanError(f"label_smoothing={smoothing!r}: expected 0 to 1")
+        cap = self.soft_cap
+        if not (_is_real(self.z_loss) and 0 <= self.z_loss < math.inf) or (
+            cap is not None and not (_is_real(cap) and 0 < cap < math.inf)
+        ):
             raise PlanError(
                 f"z_loss={self.z_loss!r}, soft_cap={self.soft_cap!r}: expected z_loss of at least"
-                " 0, and a soft_cap above 0 or None"
+                " 0, and a soft_cap above 0 or None, both finite"
             )
 
     def capped(self, logits: jax.Array) -> jax.Array:
@@ -100,6 +109,10 @@ class CrossEntropy:
             found = found * (1 - (wide / self.soft_cap) ** 2)
         counted = (labels != self.ignore_index)[:, None]
         return self._total(wide, labels, norm), jnp.where(counted, found, nil)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def as_labels(labels: Any) -> jax.Array:
@@ -178,8 +191,8 @@ def linear_cross_entropy(
             f" got {x.shape}, {weight.shape}, {labels.shape}"
             f"{'' if bias is None else f' and {bias.shape}'}"
         )
-    if chunk is not None and chunk < 1:
-        raise PlanError(f"linear_cross_entropy: chunk={chunk}: expected at least one token")
+    if chunk is not None and (not isinstance(chunk, numbers.Integral) or chunk < 1):
+        raise PlanError(f"linear_cross_entropy: chunk={chunk}: expected at least one token, whole")
     dtype = jnp.promote_types(x.dtype, weight.dtype)
     added = jnp.zeros(weight.shape[:1], dtype) if bias is None else bias.astype(dtype)
     run = partial(_total, terms, chunk)

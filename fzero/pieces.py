@@ -112,8 +112,15 @@ def chain_init(chain: tuple[Layer | Stack, ...]) -> InitFn:
     return init
 
 
-def chain_forward(chain: Sequence[Layer | Stack]) -> Callable[..., tuple[Any, PyTree]]:
-    """A chain as one function on whole parameters: `(output, new buffers)`."""
+def chain_forward(
+    chain: Sequence[Layer | Stack], **about: Any
+) -> Callable[..., tuple[Any, PyTree]]:
+    """A chain as one function on whole parameters: `(output, new buffers)`.
+
+    Args:
+        chain: its links.
+        about: what else their `Context` says, such as `dtype`.
+    """
     pieces = whole_chain(chain)
 
     def forward(
@@ -123,7 +130,7 @@ def chain_forward(chain: Sequence[Layer | Stack]) -> Callable[..., tuple[Any, Py
         def run_piece(piece: Piece, x: Any, state: PyTree) -> tuple[Any, PyTree]:
             layer = piece.layer
             weights = layer_params(layer, params)
-            ctx = Context(batch, rng, train, state, step=step)
+            ctx = Context(batch, rng, train, state, step=step, **about)
             if isinstance(layer, Stack):
                 return _scan_stack(layer, weights, x, ctx, piece.number)
             return apply_layer(layer, weights, x, {}, ctx.at(piece.number))
@@ -133,9 +140,9 @@ def chain_forward(chain: Sequence[Layer | Stack]) -> Callable[..., tuple[Any, Py
     return forward
 
 
-def chain_loss(chain: Sequence[Layer | Stack]) -> LossFn:
-    """A chain that ends in a loss, as one function on whole parameters."""
-    forward = chain_forward(chain)
+def chain_loss(chain: Sequence[Layer | Stack], **about: Any) -> LossFn:
+    """A chain that ends in a loss, as one function on whole parameters; `about` as above."""
+    forward = chain_forward(chain, **about)
 
     def loss(
         params: PyTree, buffers: PyTree, batch: PyTree, rng: jax.Array, train: bool,

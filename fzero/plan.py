@@ -349,14 +349,18 @@ class Plan(Boxed):
         """Whether a stack's backward pass starts from each layer's input alone."""
         return self.remat in (None, "layer", "offload")
 
+    @property
+    def parked(self) -> dict[str, tuple[str, float]]:
+        """The tier and the share of each class that is not kept on the device, as `tiers` says."""
+        return {name: (tier, share) for name, tier, share in as_tiers(self.tiers)}
+
     def tier(self, state_class: str) -> tuple[str, float]:
         """The tier that a state class is kept in between steps, and the share of its bytes.
 
         The rest is on the device.
         """
         master = "master" if state_class == "params" and self.keeps_compute_copy else state_class
-        shares = {name: (tier, share) for name, tier, share in as_tiers(self.tiers)}
-        return shares.get(master, ("device", 1.0))
+        return self.parked.get(master, ("device", 1.0))
 
     def to_json(self) -> dict[str, Any]:
         """The plan as a JSON-able dict."""
@@ -369,7 +373,7 @@ class Plan(Boxed):
             values["remat"] = policy_name(self.remat)
         values["loss_scale"] = dataclasses.asdict(self.loss_scale)
         values["float8"] = dataclasses.asdict(self.float8)
-        values["tiers"] = {name: [tier, share] for name, tier, share in as_tiers(self.tiers)}
+        values["tiers"] = {name: list(place) for name, place in self.parked.items()}
         return values
 
     @classmethod

@@ -76,7 +76,7 @@ EXCLUSIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     # What is parked off the device.
     (
-        lambda p: "master" in _parked(p) and not p.keeps_compute_copy,
+        lambda p: "master" in p.parked and not p.keeps_compute_copy,
         "tiers={{'master': ...}}: with precision={p.precision!r} and zero={p.zero} the only"
         " parameters are those that the forward pass reads; leave it out, or park 'params' (zero=3"
         " or gather='lazy')",
@@ -91,7 +91,7 @@ EXCLUSIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         " say tiers={{'opt_state': 'host'}}, with nothing on disk",
     ),
     (
-        lambda p: "ema" in _parked(p) and p.ema is None,
+        lambda p: "ema" in p.parked and p.ema is None,
         "tiers={{'ema': ...}}, but the plan keeps no averages; say ema=0.999, or leave it out",
     ),
     (
@@ -101,8 +101,8 @@ EXCLUSIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         " leaves visit the device",
     ),
     (
-        lambda p: "params" in _parked(p)
-        and (not p.gathers_at_use or p.pipe > 1 or _parked(p)["params"][0] == "disk"),
+        lambda p: "params" in p.parked
+        and (not p.gathers_at_use or p.pipe > 1 or p.parked["params"][0] == "disk"),
         "tiers={{'params': {tiers[params][0]!r}}} with zero={p.zero} and pipe={p.pipe}: parameters"
         " visit the device layer by layer from the host, with zero=3 (or gather='lazy') and pipe=1;"
         " park 'opt_state' or 'master' instead",
@@ -118,8 +118,4 @@ def check_exclusions(plan: Any) -> None:
     """
     for excluded, why in EXCLUSIONS:
         if excluded(plan):
-            raise PlanError("plan: " + why.format(p=plan, tiers=_parked(plan)))
-
-
-def _parked(plan: Any) -> dict[str, list[Any]]:
-    return {name: how for name, *how in plan.tiers}
+            raise PlanError("plan: " + why.format(p=plan, tiers=plan.parked))

@@ -75,16 +75,11 @@ class LossScaling:
     def __post_init__(self) -> None:
         for name in ("initial", "minimum"):
             value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (number and 0 < value < 2.0**127 and math.frexp(value)[0] == 0.5):
+            if not (_is_number(value) and 0 < value < 2.0**127 and math.frexp(value)[0] == 0.5):
                 raise PlanError(f"plan: loss_scale: {name}={value!r}: expected a power of two")
             object.__setattr__(self, name, float(value))
         for name in ("growth_steps", "hysteresis"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise PlanError(
-                    f"plan: loss_scale: {name}={value!r}: expected a whole number of at least 1"
-                )
+            expect_int(f"loss_scale: {name}", getattr(self, name), 1)
         if self.minimum > self.initial:
             raise PlanError(
                 f"plan: loss_scale: minimum={self.minimum} is above initial={self.initial}; lower"
@@ -128,18 +123,17 @@ def check_values(plan: Any) -> None:
             f"plan: float8={plan.float8!r}: expected a fz.Float8, such as"
             ' fz.Float8(recipe="rowwise")'
         )
-    number = isinstance(plan.clip_norm, int | float) and not isinstance(plan.clip_norm, bool)
     held = np.finfo(np.float32)  # what a step computes with: infinity by infinity is no number
     low, high = float(held.tiny), float(held.max)
-    if plan.clip_norm is not None and not (number and low <= plan.clip_norm <= high):
+    clip, decay = plan.clip_norm, plan.ema
+    if clip is not None and not (_is_number(clip) and low <= clip <= high):
         raise PlanError(
-            f"plan: clip_norm={plan.clip_norm!r}: expected a positive number that float32 holds, or"
+            f"plan: clip_norm={clip!r}: expected a positive number that float32 holds, or"
             " None for no clipping (metrics have the norm in any case)"
         )
-    number = isinstance(plan.ema, int | float) and not isinstance(plan.ema, bool)
-    if plan.ema is not None and not (number and 0 < plan.ema < 1):
+    if decay is not None and not (_is_number(decay) and 0 < decay < 1):
         raise PlanError(
-            f"plan: ema={plan.ema!r}: expected a decay between 0 and 1, such as 0.999, or None for"
+            f"plan: ema={decay!r}: expected a decay between 0 and 1, such as 0.999, or None for"
             " no averages"
         )
     if plan.secondary not in (None, "host"):
@@ -155,6 +149,10 @@ def check_values(plan: Any) -> None:
         raise PlanError(
             f"plan: schedule={plan.schedule!r}: expected a name or a fzero.pipeline.Schedule"
         )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def as_tiers(given: Any) -> tuple[tuple[str, str, float], ...]:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fzero.axes import PIPE
 from fzero.compat import auto_mesh
-from fzero.errors import PlanError
+from fzero.errors import PlanError, some_of
 from fzero.tree import PyTree
 
 
@@ -28,8 +28,7 @@ WHOLE = PartitionSpec()
 
 def named_devices(devices: Sequence[Any]) -> str:
     """The first devices of some, with their processes, for messages."""
-    shown = ", ".join(f"{one} of process {one.process_index}" for one in devices[:3])
-    return shown + (f" and {len(devices) - 3} more" if len(devices) > 3 else "")
+    return some_of([f"{one} of process {one.process_index}" for one in devices], 3)
 
 
 def at_home(mesh: Mesh) -> bool:

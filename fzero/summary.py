@@ -91,16 +91,11 @@ def _count(number: int) -> str:
     return f"{number:,} leaf" if number == 1 else f"{number:,} leaves"
 
 
-def as_html(text: str) -> str:
-    """Lines as they are, for a notebook."""
-    return f"<pre>{html.escape(text)}</pre>"
-
-
 class Boxed:
     """A class whose objects a notebook shows as they print."""
 
     def _repr_html_(self) -> str:
-        return as_html(str(self))
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 class Printed(Boxed):

@@ -140,6 +140,11 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
 
 
+def shape_at(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a leaf, in a sharding."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
 def is_plain(leaf: Any) -> bool:
     """Whether a leaf has an ordinary dtype (not a typed random key)."""
     return not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)

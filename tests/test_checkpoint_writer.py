@@ -177,6 +177,37 @@ def test_threads_save_to_one_path_one_after_another(states, tmp_path):
     assert sorted(os.listdir(tmp_path / "new")) == ["0", "1", "2", "3"]
 
 
+def test_a_process_whose_last_checkpoint_was_lost_fails(tmp_path):
+    """And waits for the others, and calls what was registered to be called."""
+    code = """
+import atexit, sys, fzero as fz
+from tests.support import tiny
+
+def full(self):
+    wait(self)
+    waited.append(self)
+    if len(waited) == 1:
+        raise OSError("no room")
+
+plan = fz.Plan(data=1)
+state = fz.init(tiny.chain(), None, plan)
+fz.save(sys.argv[1], state, plan, asynchronous=False)
+atexit.register(print, "called")
+manager = sys.modules["fzero.checkpoint.manager"].Manager
+wait, waited = manager.wait_until_finished, []
+manager.wait_until_finished = full
+for path in sys.argv[1:]:
+    fz.save(path, state, plan)
+"""
+    paths = [str(tmp_path / name) for name in ("lost", "kept")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=600
+    )
+    assert (done.returncode, done.stdout) == (1, "called\n"), done.stderr
+    assert f"writing checkpoint 1 to {paths[0]} failed: no room" in done.stderr
+    assert fz.checkpoint(paths[1]).number == 0
+
+
 @pytest.mark.filterwarnings("ignore:os.fork")  # jax's, of its threads
 def test_a_forked_process_waits_for_nobody(tmp_path):
     """A data loader's worker, say, that begins while another thread saves."""

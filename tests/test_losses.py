@@ -197,6 +197,12 @@ def test_shapes_that_do_not_belong_together_are_refused():
         fz.linear_cross_entropy(x, w, labels, chunk=0)
     with pytest.raises(fz.PlanError, match="label_smoothing=2: expected 0 to 1"):
         fz.CrossEntropy(label_smoothing=2)
+    for name, value in (
+        ("ignore_index", None), ("ignore_index", 1.5), ("label_smoothing", True),
+        ("z_loss", np.nan), ("z_loss", np.inf), ("soft_cap", np.nan), ("soft_cap", np.inf),
+    ):  # fmt: skip
+        with pytest.raises(fz.PlanError, match=f"{name}={value}.*: expected"):
+            fz.CrossEntropy(**{name: value})
 
 
 def test_a_wide_weight_is_not_rounded_to_its_input():

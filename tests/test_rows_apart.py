@@ -160,6 +160,69 @@ def test_on_one_device_a_loss_may_be_anything():
         trained(model_of(share_of_masked), plan.replace(microbatches=2), devices, 1)
 
 
+def share_of_labelled(p, batch):
+    counts = (batch["labels"] >= 0).astype(jnp.float32)
+    return (squares(p, batch).sum(-1) * counts).sum() / counts.sum()
+
+
+EVEN, ODD = np.arange(16) % 2 - 1, np.arange(16) - 5  # every second row counts, or the later ones
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "named"),
+    [
+        (share_of_labelled, EVEN, False),
+        (share_of_labelled, ODD, True),
+        (lambda p, b: squares(p, b).mean() / (p["v"].sum() + b["labels"].max()), EVEN, True),
+        (lambda p, b: squares(p, b).mean() / squares(p, b).mean(), EVEN, True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("plan", [Plan(data=4), Plan(data=2, microbatches=2)])
+def test_a_quotient_by_what_all_count_alike_is_a_mean_of_rows(loss, labels, named, plan):
+    batch, devices = {**BATCH, "labels": labels}, jax.devices()[: plan.data]
+    model = model_of(loss)
+    with said("no sum over rows" if named else None):
+        state = fz.init(model, TX, plan, devices=devices)
+        state, metrics = fz.train_step(model, TX, plan, devices=devices)(state, batch)
+    if not named:
+        one = Plan(data=1), jax.devices()[:1]
+        state = fz.init(model, TX, one[0], devices=one[1])
+        _, want = fz.train_step(model, TX, one[0], devices=one[1])(state, batch)
+        np.testing.assert_allclose(metrics["loss"], want["loss"], rtol=1e-6)
+
+
+def test_metrics_are_looked_at_each_by_itself():
+    def loss(p, b, batch, rng, train):
+        error, counts = squares(p, batch), batch["y"][:, :1] > 0
+        return error.mean(), b, {
+            "right": fz.Mean(error.sum(), counts.sum()), "mean": error.mean(), "rate": p["u"][0, 0],
+            "worst": error.max(), "rmse": jnp.sqrt(error.mean()), "all": fz.all_rows(error).max(),
+        }  # fmt: skip
+
+    plan, devices = tiny.plan(data=4), jax.devices()[:4]
+    model = fz.Model(weights, loss)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        metrics = fz.eval_step(model, plan, devices=devices)(
+            fz.init(model, None, plan, devices=devices), BATCH
+        )
+    told = [str(w.message).partition(" (")[0] for w in found]
+    assert told == [
+        "metric 'rmse': it is no sum over rows",
+        "metric 'worst': it is no sum over rows",
+    ]
+    assert metrics["all"] > metrics["worst"]
+
+
+def test_what_counts_is_not_known_of_a_traced_batch():
+    plan, devices = tiny.plan(data=4), jax.devices()[:4]
+    model = model_of(share_of_labelled)
+    step = fz.train_step(model, TX, plan, devices=devices)
+    state = fz.init(model, TX, plan, devices=devices)
+    with said(r"no sum over rows \(div in test_rows_apart.py:\d+\), which is the same only where"):
+        jax.jit(step)(state, {**BATCH, "labels": EVEN})
+
+
 def test_evaluation_and_programs_of_ones_own_name_it_too():
     model, plan, devices = model_of(contrastive), tiny.plan(data=4), jax.devices()[:4]
     with said("compares rows"):

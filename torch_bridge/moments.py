@@ -20,7 +20,7 @@ from fzero.errors import CheckpointError, StateConsumedError
 from fzero.optimizer.small_moments import SmallMomentsState
 from fzero.sharding.lazy import Index, LazyArray, Stacked
 from fzero.sharding.relayout import copy_leaf
-from fzero.state.donations import given_to
+from fzero.state.by_identity import GIVEN
 from fzero.storage.tiers import require_on_device
 from fzero.tree import named_leaves, path_name
 from torch_bridge.converted import Converted
@@ -241,7 +241,7 @@ class _Found:
             )
         both = [(path, moment.value) for path, moment in (*self.mu.items(), *self.nu.items())]
         for path, leaf in both:
-            if given_to(leaf) or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
+            if GIVEN.get(leaf) or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
                 raise StateConsumedError(
                     f"{operation}: opt_state/{path} was consumed by a step; use the state that"
                     " the step returned"

@@ -12,8 +12,6 @@ import jax
 import numpy as np
 import optax
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
 
 from fzero.axes import PIPE
 from fzero.errors import CheckpointError, ConversionError, warn
@@ -24,13 +22,15 @@ from fzero.state.require import require_alive
 from fzero.state.selection import read_from
 from fzero.state.train_state import TrainState
 from fzero.step import train_step
+from fzero.step.rows_apart import looked_at
 from fzero.tree import named_leaves
 from torch_bridge.convert import convert
 from torch_bridge.converted import Converted, of_output
 from torch_bridge.dtypes import torch_dtype
 from torch_bridge.export.counts import LOSS, moved, of_loss, reachable
-from torch_bridge.export.watch import HARMLESS, untouched
+from torch_bridge.export.watch import HARMLESS
 from torch_bridge.losses import called_with_batch, module_loss
+from torch_bridge.mean_loss import require_mean
 from torch_bridge.module.names import identity, named_tensors
 from torch_bridge.module.weights import to_host, to_torch
 from torch_bridge.module.wrappers import unwrapped
@@ -135,8 +135,7 @@ def fit(
         tx = as_optax(optimizer, converted, scheduler, num_steps=steps, unread=unread)
     state, step = init(model, tx, plan, rng), train_step(model, tx, plan)
     times = layout(model, tx, plan).batch_multiple
-    if callable(loss):
-        _require_mean(module, loss, called_with_batch(first), times)
+    looked = callable(loss) and require_mean(module, loss, called_with_batch(first), times)
     hyper, began = _hyper(optimizer), None
     done = 0
     for epoch in range(epochs):
@@ -145,7 +144,8 @@ def fit(
             whole = _whole_rows(batch(given), times)
             if whole is None:
                 continue
-            state, metrics = step(state, whole)
+            with looked_at(looked):
+                state, metrics = step(state, whole)
             done += 1
             began = began or _told(module, traced)
             if on_step is not None:
@@ -255,57 +255,6 @@ def _hyper(optimizer: Any) -> list[dict[str, Any]]:
         {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in g.items() if k != "params"}
         for g in getattr(optimizer, "param_groups", ())
     ]
-
-
-def _require_mean(
-    module: torch.nn.Module, loss: Callable[..., Any], example: Any, times: int
-) -> None:
-    """Refuse a loss that sums rows, and warn of one in which they count differently.
-
-    It is computed for all rows and for those of each device and microbatch, of outputs that are
-    made up, from 0 to 1. Nothing is said of a loss that does not take these.
-    """
-    *inputs, target = example if isinstance(example, tuple) else (None,)
-    if times == 1 or not isinstance(target, torch.Tensor) or not target.ndim:
-        return
-    size = len(target) // times
-    if not size:
-        return
-
-    def of(start: int, stop: int) -> float:
-        return float(loss(tree_map(lambda x: x[start:stop], out), target[start:stop]))
-
-    try:
-        with untouched(module, False), torch.no_grad(), torch.random.fork_rng([]):
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                shapes = module(*inputs)
-            out = tree_map(_made_up, shapes)
-            whole, again = of(0, size * times), of(0, size * times)
-            each = [of(size * number, size * (number + 1)) for number in range(times)]
-    except Exception:  # what it cannot be asked it is not asked
-        return
-    if whole != again or np.isclose(whole, np.mean(each), rtol=1e-3, atol=1e-6):
-        return
-    if np.isclose(whole, np.sum(each), rtol=1e-3, atol=1e-6):
-        raise ConversionError(
-            f"fit: the loss is a sum over rows, of which each of {times} devices and microbatches"
-            ' has its share: a mean of these is taken. Use reduction="mean"'
-        )
-    warn(
-        "fit: rows count differently in this loss (labels that are ignored, weights of classes, or"
-        f" rows that are compared): it is the mean of {times} losses, one for each device and"
-        " microbatch, as under DDP, and not that of the whole batch. plan=fz.Plan(data=1) has the"
-        " latter; so has a loss of your own that returns an fz.Mean (tb.convert, fz.train_step)"
-    )
-
-
-def _made_up(leaf: Any) -> Any:
-    """Numbers from 0 to 1 for a tensor that is fake, in no order: rows differ in more than size."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    mixed = torch.linspace(0.05, 0.95, 61)[torch.arange(61) * 17 % 61]
-    made = mixed.repeat(leaf.numel() // 61 + 1)[: leaf.numel()]
-    return made.reshape(leaf.shape).to(leaf.dtype)
 
 
 def _converted(traced: torch.nn.Module, first: Any, roll: bool | int) -> Converted:

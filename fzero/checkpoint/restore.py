@@ -20,7 +20,7 @@ from fzero.axes import DATA, zero_sizes
 from fzero.checkpoint.record import Checkpoint, array_path, checkpoint, instead, read_meta
 from fzero.checkpoint.write import first_says, wait
 from fzero.compat import is_key, outside_of_meshes
-from fzero.errors import CheckpointError, warn
+from fzero.errors import CheckpointError, some_of, warn
 from fzero.hosts.doing import doing
 from fzero.loss_scaling import LossScale, initial_loss_scale
 from fzero.model import Model
@@ -339,13 +339,12 @@ class _StoredState:
                 )
         problems = problems or self._filled_up_alike()
         if problems:
-            shown = "\n  ".join(problems[:8])
-            more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise CheckpointError(
                 f"restore: checkpoint {self.about.number} in {self.about.path} is not one of this"
-                f" model and optimizer:\n  {shown}{more}\nRestore with the model and optimizer that"
-                " it was saved with; or take a part: fields=('params', 'buffers') leaves out the"
-                " optimizer's state, fresh=('path', ...) the leaves below these paths"
+                f" model and optimizer:\n  {some_of(problems, 8, lines=True)}\n"
+                "Restore with the model and optimizer that it was saved with; or take a part:"
+                " fields=('params', 'buffers') leaves out the optimizer's state,"
+                " fresh=('path', ...) the leaves below these paths"
             )
 
     def _filled_up_alike(self) -> list[str]:

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import functools
 import json
+import logging
 import os
 import sys
 import threading
@@ -48,6 +49,7 @@ FIELDS = ("params", "opt_state", "ema", "buffers", "loss_scale", "grads")
 _OPEN: dict[str, _Open] = {}  # what writes into a path, until it has written
 _LOCKS: dict[str, threading.RLock] = {}  # threads that save to one path do so one after another
 _HELD: set[str] = set()
+_LOST: list[str] = []  # paths of which, at exit, the last checkpoint could not be written
 _ANY = ""  # saves to any path begin one after another: orbax knows them by the last one's number
 # A forked process has none of the threads that write or hold a lock here, and would wait for ever.
 os.register_at_fork(after_in_child=_OPEN.clear)
@@ -89,7 +91,8 @@ def save(
         data_position: anything JSON-able that says where the data was, for `checkpoint`.
         keep: how many of the newest checkpoints stay; all by default.
         asynchronous: return when the state has been copied, and write in the background. The next
-            `save` or `restore` of the path, `wait`, and the end of the process wait for it.
+            `save` or `restore` of the path, `wait`, and the end of the process wait for it. (Which
+            ends with 1 if it could not be written.)
 
     Returns:
         The checkpoint's number.
@@ -331,8 +334,22 @@ def _finish() -> None:
         try:
             wait(path)
         except CheckpointError as error:
-            fail(error, 1, "".join(traceback.format_exception(error)).rstrip())
-            raise
+            text = "".join(traceback.format_exception(error)).rstrip()
+            fail(error, 1, text)
+            print(text, file=sys.stderr)
+            _LOST.append(path)
+
+
+@atexit.register
+def _fail_if_lost() -> None:
+    """Ends the process with 1 where its last checkpoint was not written: whoever began it would
+    take it for done. (Python has no other way by now; what was registered since has been called.)
+    """
+    if _LOST:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 @functools.cache

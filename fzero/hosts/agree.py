@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from fzero.errors import FzeroError, HostsError
+from fzero.errors import FzeroError, HostsError, some_of
 from fzero.hosts.join import watch
 
 
@@ -63,12 +63,8 @@ def require_equal(
 
 def _who_has(values: list[Any]) -> str:
     """Values with the processes that have them, the two most common ones in full."""
-    groups: dict[str, list[int]] = {}
+    groups: dict[str, list[str]] = {}
     for process, value in enumerate(values):
-        groups.setdefault("nothing" if value is None else str(value), []).append(process)
+        groups.setdefault("nothing" if value is None else str(value), []).append(str(process))
     shown = sorted(groups.items(), key=lambda item: -len(item[1]))[:4]
-    return "; ".join(f"{value} in process {_some(who)}" for value, who in shown)
-
-
-def _some(who: list[int]) -> str:
-    return ", ".join(map(str, who[:4])) + (f" and {len(who) - 4} more" if len(who) > 4 else "")
+    return "; ".join(f"{value} in process {some_of(who, 4)}" for value, who in shown)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fzero.errors import PlacementError
+from fzero.errors import PlacementError, some_of
 from fzero.offload.slabwise import Cut, SlabProgram, slabwise
 from fzero.programs.jaxprs import Program, Var
 from fzero.programs.sites import PlacedFunction, bring
@@ -221,13 +221,12 @@ class StreamedFunction:
         """Raises `PlacementError`, with the new state, if the disk did not take all of it."""
         if not self.stuck:
             return
-        names, error = ", ".join(list(self.stuck)[:6]), next(iter(self.stuck.values()))
-        more = f" and {len(self.stuck) - 6} more" if len(self.stuck) > 6 else ""
+        error = next(iter(self.stuck.values()))
         raised = PlacementError(
             f"{self.placed.what}: the step was taken, but not all of its result is on disk:"
-            f" {names}{more} stay in host memory: {error} The new state is whole: go on with this"
-            " error's .state once the disk can be written (the next step writes them again), or"
-            " save it."
+            f" {some_of(self.stuck, 6)} stay in host memory: {error} The new state is whole: go on"
+            " with this error's .state once the disk can be written (the next step writes them"
+            " again), or save it."
         )
         raised.state = state
         raise raised from error

@@ -17,8 +17,7 @@ _EXACT = ELEMENTWISE | frozenset(
     argmax argmin bitcast_convert_type broadcast_in_dim concatenate dynamic_slice
     dynamic_update_slice expand_dims gather iota pad random_bits random_fold_in random_seed
     random_split random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or reshape rev
-    shift_left shift_right_arithmetic shift_right_logical slice sort split squeeze threefry2x32
-    transpose
+    slice sort split squeeze threefry2x32 transpose
     """.split()  # noqa: SIM905
 )
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fzero.programs.jaxprs import ELEMENTWISE, Op
+from fzero.programs.jaxprs import ELEMENTWISE, Op, inner_jaxprs
 from fzero.tree import is_plain
 
 
@@ -17,8 +17,8 @@ _LIGHT = ELEMENTWISE | frozenset(
     """
     argmax argmin broadcast_in_dim concatenate cumlogsumexp cummax cummin cumprod cumsum iota pad
     random_bits random_fold_in random_seed random_split random_unwrap random_wrap reduce_and
-    reduce_max reduce_min reduce_or reduce_prod reduce_sum reshape rev shift_left
-    shift_right_logical slice squeeze threefry2x32 transpose
+    reduce_max reduce_min reduce_or reduce_prod reduce_sum reshape rev slice
+    squeeze threefry2x32 transpose
     """.split()  # noqa: SIM905
 )
 
@@ -49,26 +49,15 @@ def frozen(value: Any) -> Hashable:
     return value if isinstance(value, Hashable) else id(value)
 
 
-def bodies(equation: Any) -> list[Any]:
-    """The programs that an operation runs."""
-    from jax.extend import core
-
-    leaves = jax.tree.leaves(
-        list(equation.params.values()),
-        is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr),
-    )
-    return [x for x in leaves if isinstance(x, core.Jaxpr | core.ClosedJaxpr)]
-
-
 def is_heavy(op: Op) -> bool:
     """Whether an operation costs more than reading its operands: products of matrices, factors."""
     return op.equation is not None and _heavy(op.equation)
 
 
 def _heavy(equation: Any) -> bool:
-    inner = bodies(equation)
+    inner = list(inner_jaxprs(equation))
     if inner:
-        return any(_heavy(e) for body in inner for e in getattr(body, "jaxpr", body).eqns)
+        return any(_heavy(e) for body in inner for e in body.eqns)
     name = equation.primitive.name
     if name == "dot_general":
         return len(equation.outvars[0].aval.shape) > 1

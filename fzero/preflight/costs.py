@@ -9,7 +9,6 @@ from typing import Any
 
 from fzero.errors import BatchError, PlanError, PreflightError, ScheduleError
 from fzero.plan import Plan
-from fzero.plan_values import as_tiers
 from fzero.preflight.tables import duration, size, table_of, text_of
 
 
@@ -244,6 +243,6 @@ def _against(kind: str, found: Preflight) -> Iterator[dict[str, Any]]:
 def _parking_more(plan: Plan, opt_state: Any) -> dict[str, Any]:
     """The plan's tiers with another one for the optimizer's state."""
     had = {
-        name: tier if share == 1 else (tier, share) for name, tier, share in as_tiers(plan.tiers)
+        name: tier if share == 1 else (tier, share) for name, (tier, share) in plan.parked.items()
     }
     return had | {"opt_state": opt_state}

@@ -109,7 +109,7 @@ def parked(
         update = max(up, disk) + visiting / link
     saved = plan.microbatches * saved_bytes / link
     coming = saved
-    if "params" in [entry[0] for entry in plan.tiers]:
+    if "params" in plan.parked:
         # Each pass, forwards and backwards, brings them again.
         coming += 2 * plan.microbatches * by_class[HOST]["params"] / link
     passes = coming + saved

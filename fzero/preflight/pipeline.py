@@ -27,7 +27,7 @@ from fzero.state.train_state import TrainState
 from fzero.step.passes import kept_by
 from fzero.step.steps import TrainStep
 from fzero.step.values import Gradients
-from fzero.tree import PyTree, device_bytes
+from fzero.tree import PyTree, device_bytes, shape_at
 
 
 @dataclass(frozen=True)
@@ -277,20 +277,16 @@ class StageCompiler:
         """
         leaves, structure = jax.tree.flatten(tree)
         placed = [
-            jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(program.mesh, to.spec)
-            )
+            shape_at(leaf, NamedSharding(program.mesh, to.spec))
             for leaf, to in zip(leaves, jax.tree.leaves(at), strict=True)
         ]
         return jax.tree.unflatten(structure, placed)
 
     def _local(self, program: StagePrograms, leaf: Any) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(program.mesh, LOCAL)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return shape_at(leaf, NamedSharding(program.mesh, LOCAL))
 
     def _rows(self, program: StagePrograms, leaf: Any) -> jax.ShapeDtypeStruct:
-        sharding = batch_sharding(program.mesh, leaf.shape)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return shape_at(leaf, batch_sharding(program.mesh, leaf.shape))
 
     def _packed(self, program: StagePrograms, leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(program.mesh, LOCAL)
@@ -298,8 +294,7 @@ class StageCompiler:
         return jax.ShapeDtypeStruct((num, *leaf.shape), leaf.dtype, sharding=sharding)
 
     def _whole(self, program: StagePrograms, leaf: Any) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(program.mesh, WHOLE)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return shape_at(leaf, NamedSharding(program.mesh, WHOLE))
 
     def _bytes(self, tree: PyTree) -> int:
         """Bytes per device."""

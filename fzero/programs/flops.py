@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from fzero.programs.jaxprs import inner_jaxprs
 
 
 if TYPE_CHECKING:
@@ -41,17 +42,7 @@ def _equation_flops(equation: Any) -> int:
     if name == "cond":
         return max(flops(branch) for branch in params["branches"])
     times = int(params["length"]) if name == "scan" else 1
-    return times * sum(flops(inner) for inner in inner_jaxprs(params))
-
-
-def inner_jaxprs(params: Any) -> Iterator[Jaxpr | ClosedJaxpr]:
-    """Every jaxpr among an equation's parameters, whatever the primitive calls it."""
-    from jax.extend.core import ClosedJaxpr, Jaxpr
-
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, Jaxpr | ClosedJaxpr):
-                yield item
+    return times * sum(flops(inner) for inner in inner_jaxprs(equation))
 
 
 def _dot_flops(equation: Any) -> int:

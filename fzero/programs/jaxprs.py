@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,14 @@ def is_elementwise(name: str, operand: tuple[int, ...], result: tuple[int, ...])
     """Whether an operation works on each element alone, given its first operand's shape."""
     # Bits as a number of another width are more elements, or fewer.
     return name in ELEMENTWISE or (name == "bitcast_convert_type" and operand == result)
+
+
+def inner_jaxprs(equation: Any) -> Iterator[Any]:
+    """Every jaxpr among an equation's parameters, whatever the primitive calls it."""
+    for value in equation.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(item, "eqns"):
+                yield getattr(item, "jaxpr", item)
 
 
 class Var:

@@ -9,7 +9,7 @@ import jax
 
 from fzero.axes import manual_axes
 from fzero.errors import PlanError
-from fzero.programs.flops import inner_jaxprs
+from fzero.programs.jaxprs import inner_jaxprs
 
 
 # What lies as its operands do.
@@ -122,7 +122,7 @@ def _equations(
         elif name in _SAME:
             held.update(zip(map(id, equation.outvars), operands, strict=True))
         yield equation, operands[0] if operands else set(), jaxpr
-        for inner in inner_jaxprs(equation.params):
+        for inner in inner_jaxprs(equation):
             found = yield from _equations(inner, operands if name in _CALLS else ())
             if name in _CALLS:
                 held.update(zip(map(id, equation.outvars), found, strict=False))

@@ -24,7 +24,7 @@ from fzero.compat import is_key
 from fzero.errors import StateError
 from fzero.processes import copied, from_host, jit_on
 from fzero.programs.jaxprs import Op, Program, Var, run_ops
-from fzero.tree import PyTree
+from fzero.tree import PyTree, shape_at
 
 
 # Values of up to so many elements may move between sites.
@@ -380,7 +380,7 @@ class PlacedFunction:
             to = self.shardings.get(var)
             if to is None or devices_of(to) != tuple(mesh.devices.flat):
                 to = NamedSharding(mesh, PartitionSpec())
-            return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=to)
+            return shape_at(var.aval, to)
 
         return [
             (
@@ -422,9 +422,7 @@ def placed_with_key(
     def run(*args: Any) -> PyTree:
         whole = NamedSharding(everywhere, PartitionSpec())
         plain = jax.tree.map(lambda x: from_host(bits(x), whole) if is_key(x) else x, args)
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), plain
-        )
+        shapes = jax.tree.map(lambda x: shape_at(x, x.sharding), plain)
         if not made:
             made.append(PlacedFunction(with_bits, shapes, out_shardings, everywhere, what="init"))
         # The caller keeps what it gives: a result that is one of these is an array of its own.

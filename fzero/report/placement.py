@@ -10,7 +10,7 @@ from typing import Any, overload
 
 import optax
 
-from fzero.errors import PlacementError
+from fzero.errors import PlacementError, some_of
 from fzero.model import Model
 from fzero.plan import Plan
 from fzero.report.report import CLASSES, LeafReport, Report, planned_on, table
@@ -75,11 +75,10 @@ class Placement(Boxed):
         ]  # fmt: skip
         if wrong:
             size = sum(leaf.bytes_in_all for leaf in wrong)
-            shown = ", ".join(f"{x.state_class}/{x.path} in {x.tier}" for x in wrong[:6])
-            more = f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
+            shown = [f"{x.state_class}/{x.path} in {x.tier}" for x in wrong]
             raise PlacementError(
                 f"require: expected {tiers}, but {len(wrong)} leaves ({size:,} bytes) are"
-                f" elsewhere: {shown}{more}. Move them with fz.offload or fz.reload"
+                f" elsewhere: {some_of(shown, 6)}. Move them with fz.offload or fz.reload"
             )
         return self
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fzero.errors import ScheduleError
 from fzero.schedule.actions import Action, Kind, Schedule
-from fzero.schedule.deadlock import SENDS, Sends, find_deadlock
+from fzero.schedule.deadlock import SENDS, Deadlock, Sends, find_deadlock
 from fzero.schedule.grid import Position, format_grid
 from fzero.schedule.instructions import check_program, lower
 from fzero.schedule.liveness import Slots, slots
-from fzero.schedule.order import is_aligned
+from fzero.schedule.order import gives, is_aligned, needs, placed
 
 
 Positions = dict[Action, Position]
@@ -81,39 +81,33 @@ behind
     positions = _check_once(schedule)
     trains = any(action.kind != "F" for action in positions)
     _check_complete(schedule, positions, trains)
-    _check_rank_order(schedule, positions)
+    _check_rank_order(schedule)
+    deadlocks = {meaning: find_deadlock(schedule, meaning) for meaning in SENDS}
     for meaning in dict.fromkeys(("buffered", sends)):
-        _check_deadlock(schedule, meaning)
+        _check_deadlock(schedule, meaning, deadlocks[meaning])
     minimal = slots(schedule, receive_first=receive_first)
     chosen = minimal.assignment if assignment is None else assignment
     check_program(lower(schedule, chosen, receive_first=receive_first))
     return Proof(
         num_actions=len(positions),
         trains=trains,
-        deadlock_free=tuple(s for s in SENDS if find_deadlock(schedule, s) is None),
+        deadlock_free=tuple(s for s in SENDS if deadlocks[s] is None),
         aligned=is_aligned(schedule),
         slots=minimal,
     )
-
-
-def _cells(schedule: Schedule) -> Iterable[tuple[int, int, Action]]:
-    for rank, row in enumerate(schedule.ranks):
-        for cell, action in enumerate(row):
-            if action is not None:
-                yield rank, cell, action
 
 
 def _check_one_rank_per_stage(schedule: Schedule) -> None:
     for rank in range(schedule.num_ranks):
         if not schedule.rank_actions(rank):
             _fail(schedule, [(rank, 0)], f"rank {rank} has no actions; give it a stage or drop it")
-    held = Counter((action.stage, rank) for rank, _, action in _cells(schedule))
+    held = Counter((action.stage, rank) for rank, _, action in placed(schedule))
     home: dict[int, int] = {}
     for (stage, rank), count in sorted(held.items()):
         # The rank with most of a stage's actions is taken for its home, the rest for strays.
         if stage not in home or count > held[stage, home[stage]]:
             home[stage] = rank
-    for rank, cell, action in _cells(schedule):
+    for rank, cell, action in placed(schedule):
         if home[action.stage] != rank:
             _fail(
                 schedule,
@@ -125,7 +119,7 @@ def _check_one_rank_per_stage(schedule: Schedule) -> None:
 
 def _check_once(schedule: Schedule) -> Positions:
     positions: Positions = {}
-    for rank, cell, action in _cells(schedule):
+    for rank, cell, action in placed(schedule):
         if action in positions:
             _fail(
                 schedule,
@@ -183,12 +177,13 @@ def _check_microbatch(
         )
 
 
-def _check_rank_order(schedule: Schedule, positions: Positions) -> None:
+def _check_rank_order(schedule: Schedule) -> None:
     """Whatever an action needs from its own rank must stand before it."""
-    for rank, cell, action in _cells(schedule):
-        for needed in _own_needs(positions, action):
-            other, position = positions[needed]
-            if other == rank and position > cell:
+    place = {gives(one.action): one for one in placed(schedule)}
+    for rank, cell, action in placed(schedule):
+        for value in needs(action, schedule.num_stages):
+            other, later, needed = place[value]
+            if other == rank and later > cell:
                 _fail(
                     schedule,
                     [(rank, cell)],
@@ -196,18 +191,7 @@ def _check_rank_order(schedule: Schedule, positions: Positions) -> None:
                 )
 
 
-def _own_needs(positions: Positions, action: Action) -> list[Action]:
-    kind, stage, microbatch = action
-    if kind == "W":
-        return [Action("I", stage, microbatch)]
-    if kind == "F":
-        return [Action("F", stage - 1, microbatch)] if stage else []
-    after = [Action("B", stage + 1, microbatch), Action("I", stage + 1, microbatch)]
-    return [Action("F", stage, microbatch), *(a for a in after if a in positions)]
-
-
-def _check_deadlock(schedule: Schedule, sends: Sends) -> None:
-    deadlock = find_deadlock(schedule, sends)
+def _check_deadlock(schedule: Schedule, sends: Sends, deadlock: Deadlock | None) -> None:
     if deadlock is None:
         return
     remedy = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from fzero.errors import ScheduleError
@@ -25,6 +26,14 @@ class Placed(NamedTuple):
     rank: int
     cell: int
     action: Action
+
+
+def placed(schedule: Schedule) -> Iterator[Placed]:
+    """Every action of a schedule with its place, rank by rank."""
+    for rank, row in enumerate(schedule.ranks):
+        for cell, action in enumerate(row):
+            if action is not None:
+                yield Placed(rank, cell, action)
 
 
 def gives(action: Action) -> Value:
@@ -144,14 +153,10 @@ def is_aligned(schedule: Schedule) -> bool:
     Returns:
         True when the ranks could run the grid in lock step, column by column.
     """
-    column = {
-        gives(a): cell for row in schedule.ranks for cell, a in enumerate(row) if a is not None
-    }
+    column = {gives(action): cell for _, cell, action in placed(schedule)}
     return all(
         column.get(value, cell) < cell
-        for row in schedule.ranks
-        for cell, action in enumerate(row)
-        if action is not None
+        for _, cell, action in placed(schedule)
         for value in needs(action, schedule.num_stages)
     )
 

@@ -41,8 +41,8 @@ class Stages:
     @property
     def rows(self) -> StackRows:
         """The stacks that ranks keep in another order than the chain's."""
-        kept = {name: home.rows for name, home in self.homes.items()}
-        return tuple((name, rows) for name, rows in sorted(kept.items()) if rows != in_order(rows))
+        kept = sorted((name, home.reordered) for name, home in self.homes.items())
+        return tuple((name, rows) for name, rows in kept if rows)
 
     def with_rows(self, rows: Mapping[str, Sequence[int]]) -> Stages:
         """The same with layers of stacks in these rows; in the chain's order where none are said.

@@ -86,8 +86,7 @@ class Kept:
 
 
 def _rows(home: Home | None) -> tuple[int, ...]:
-    rows = () if home is None else home.rows
-    return () if rows == tuple(range(len(rows))) else rows
+    return () if home is None else home.reordered
 
 
 def ways_of(leaf: Any) -> tuple[int, ...]:

@@ -50,9 +50,14 @@ class Home:
         """Rows of dim 0 that each rank holds."""
         return len(self.rows) // len(self.ranks)
 
+    @property
+    def reordered(self) -> tuple[int, ...]:
+        """The rows; empty if they are the layers in order."""
+        return () if self.rows == tuple(range(len(self.rows))) else self.rows
+
     def arrange(self, leaf: Any) -> Any:
         """A stack's leaf, layers in order, as it is kept. Filling is zero."""
-        if not self.rows or self.rows == tuple(range(len(self.rows))):
+        if not self.reordered:
             return leaf
         return self.layers_alone(leaf[np.maximum(np.asarray(self.rows), 0)])
 
@@ -65,7 +70,7 @@ class Home:
 
     def restore(self, leaf: Any) -> Any:
         """A kept leaf with its layers in order."""
-        if not self.rows or self.rows == tuple(range(len(self.rows))):
+        if not self.reordered:
             return leaf
         return leaf[self.order]
 

@@ -224,7 +224,8 @@ def _units(model: Model) -> list[Piece]:
         raise PlanError(
             f"partition: expected a fz.Sequential, got a {type(model).__name__}, which is one"
             " function and cannot be cut. Write it as fz.Sequential([fz.Layer(...), ...]) (PyTorch"
-            " modules: tb.sequential([...], example)), or train it without a pipeline (pipe=1)"
+            " modules: tb.sequential([...], example), or tb.convert(..., roll=2) where equal blocks"
+            " are fewer than it rolls by itself), or train it without a pipeline (pipe=1)"
         )
     units: list[Piece] = []
     for link in model.layers:

@@ -6,8 +6,8 @@
   `logical`: parameters in their shapes.
 - `compute_copy`: parameters in 16 bits beside masters; `averages`: as a step moves them;
   `selection`: which of the two an evaluation reads.
-- `require`, `donations`, `fingerprint`: what operations ask of a state; what was given away;
-  what processes must have in common. `comparison`: `check_same`, `check_finite`.
+- `require`, `fingerprint`: what operations ask of a state; what processes must have in common.
+  `comparison`: `check_same`, `check_finite`.
 - `row_order`: in which rows a stack's layers are kept. `by_identity`: what is known of an array
-  while it lives.
+  while it lives, such as to what it was given away.
 """

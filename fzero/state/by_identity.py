@@ -33,3 +33,7 @@ class ByIdentity(Generic[Fact]):
         found = self.known.get(key)
         if found is not None and found[0] is ref:  # another array may have its place by now
             del self.known[key]
+
+
+# To what, in words, the memory of an array was given, so that touching it can say so.
+GIVEN: ByIdentity[str] = ByIdentity()

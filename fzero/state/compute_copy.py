@@ -22,7 +22,7 @@ from fzero.sharding.park import unpark
 from fzero.sharding.relayout import place
 from fzero.state.by_identity import ByIdentity
 from fzero.storage.tiers import DEVICE, is_handle, settled, tier_of
-from fzero.tree import PyTree, is_traced, same_structure
+from fzero.tree import PyTree, is_traced, same_structure, shape_at
 
 
 # Of a compute leaf: the parameter that it was cast from.
@@ -84,10 +84,7 @@ def recast(params: PyTree, like: PyTree) -> PyTree:
         like: shape, dtype and sharding of each compute leaf (arrays or `jax.ShapeDtypeStruct`s).
     """
     sources, treedef = jax.tree.flatten(beside(params, like))
-    targets = [
-        jax.ShapeDtypeStruct(to.shape, to.dtype, sharding=to.sharding)
-        for to in jax.tree.leaves(like)
-    ]
+    targets = [shape_at(to, to.sharding) for to in jax.tree.leaves(like)]
     # One program for each mesh; a parked leaf visits the device alone.
     groups: dict[Any, list[int]] = {}
     for i, (source, to) in enumerate(zip(sources, targets, strict=True)):

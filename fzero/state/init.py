@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from fzero.compat import is_key, outside_of_meshes, switch
-from fzero.errors import PlanError, StateError, warn
+from fzero.errors import PlanError, StateError, some_of, warn
 from fzero.hosts.doing import doing
 from fzero.loss_scaling import initial_loss_scale
 from fzero.model import Model
@@ -83,7 +83,7 @@ def init(
         if not callable(model.init):
             return state_of(blue, *_copied(blue, *model.init), key)
         fields = compiled_fields(blue, "born", _born(blue), key)(key)
-        return _parked(blue, TrainState(**{"opt_state": (), **fields}, **blue.marks))
+        return _parked(blue, fields)
 
 
 def _warn_of_narrow(blue: Blueprint) -> None:
@@ -93,11 +93,10 @@ def _warn_of_narrow(blue: Blueprint) -> None:
     leaves = named_leaves(trained(blue.params, initial_shapes(blue.model)[0]))
     narrow = [f"{path} ({leaf.dtype})" for path, leaf in leaves if leaf.dtype.itemsize == 2]
     if narrow:
-        shown = ", ".join(narrow[:4]) + (f" and {len(narrow) - 4} more" if narrow[4:] else "")
         warn(
-            f"init: the model gives {shown}: trained parameters of 16 bits have no float32 master,"
-            " and updates smaller than their last bit are lost. Give float32 ones, which"
-            f" Plan(precision={blue.plan.precision!r}) rounds for each step (flax:"
+            f"init: the model gives {some_of(narrow, 4)}: trained parameters of 16 bits have no"
+            " float32 master, and updates smaller than their last bit are lost. Give float32 ones,"
+            f" which Plan(precision={blue.plan.precision!r}) rounds for each step (flax:"
             " param_dtype=jnp.float32, torch_bridge.convert: masters=True)"
         )
 
@@ -130,11 +129,12 @@ def state_of(blue: Blueprint, params: PyTree, buffers: PyTree, key: jax.Array) -
     derived = partial(_derived_from_kept, blue)
     fields = compiled_fields(blue, "derived", derived, params, key)(params, key)
     fields |= {"params": params, "buffers": buffers}
-    return _parked(blue, TrainState(**{"opt_state": (), **fields}, **blue.marks))
+    return _parked(blue, fields)
 
 
-def _parked(blue: Blueprint, state: TrainState) -> TrainState:
+def _parked(blue: Blueprint, fields: dict[str, PyTree]) -> TrainState:
     """A new state with leaves where the plan keeps them; a parked `opt_state` was never made."""
+    state = TrainState(**{"opt_state": (), **fields}, **blue.marks)
     if blue.parks("opt_state"):
         state = state.replace(opt_state=parked_opt_state(blue, state.params))
     if blue.buckets.parked:

@@ -19,8 +19,8 @@ from typing import Any
 import jax
 
 from fzero.errors import PlacementError
+from fzero.state.by_identity import GIVEN
 from fzero.state.compute_copy import inherit
-from fzero.state.donations import give_away, take_back
 from fzero.state.require import require_alive, require_arrays, require_state
 from fzero.state.train_state import TrainState
 from fzero.storage import disk
@@ -338,7 +338,7 @@ class _Move:
         self._replace(moved, [Arriving(leaf, self.to, transfer, k) for k, leaf in enumerate(old)])
         if self.how.donate:
             for leaf in old:
-                give_away(leaf, self.how.operation)
+                GIVEN.note(leaf, self.how.operation)
             future.add_done_callback(lambda done: _delete(() if done.exception() else out))
 
     def _replace(self, where: Sequence[int], new: Sequence[Leaf]) -> None:
@@ -348,7 +348,7 @@ class _Move:
     def _release(self, which: Iterable[int], old: Sequence[Leaf], memory: Sequence[Any]) -> None:
         self._tell("release", which)
         for leaf in old:
-            give_away(leaf, self.how.operation)
+            GIVEN.note(leaf, self.how.operation)
         _delete(memory)
 
 
@@ -361,7 +361,7 @@ def settled_or_back(leaf: Leaf) -> Leaf:
     try:
         return settled(leaf)
     except PlacementError:
-        take_back(leaf.source)
+        GIVEN.forget(leaf.source)
         return leaf.source
 
 

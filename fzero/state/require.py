@@ -8,10 +8,10 @@ from typing import Any
 import jax
 
 from fzero.compat import has_explicit_axes, is_key
-from fzero.errors import StateConsumedError, StateError
+from fzero.errors import StateConsumedError, StateError, some_of
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.homes import StackRows
-from fzero.state.donations import any_given, given_to
+from fzero.state.by_identity import GIVEN
 from fzero.state.row_order import rows_text
 from fzero.state.train_state import Pending, TrainState, fields_of
 from fzero.storage.tiers import is_handle, on_device, require_on_device
@@ -22,7 +22,7 @@ def consumed_by(state: TrainState) -> str | None:
     """What consumed a state, in words; `None` for a live one."""
     own = state.params, state.compute, state.opt_state, state.buffers, state.ema
     for leaf in jax.tree.leaves((own, state.grads)):
-        by = given_to(leaf)
+        by = GIVEN.get(leaf)
         if by is not None:
             return by
         deleted = getattr(leaf, "is_deleted", None)
@@ -38,7 +38,7 @@ def consumed_by(state: TrainState) -> str | None:
 
 def all_alive(leaves: Iterable[Any]) -> bool:
     """Whether no array was given away, quickly: a step asks for every leaf."""
-    return not any_given() and not any(leaf.is_deleted() for leaf in leaves)
+    return not GIVEN.known and not any(leaf.is_deleted() for leaf in leaves)
 
 
 def require_state(state: Any, operation: str) -> None:
@@ -148,10 +148,9 @@ def require_fits(
             problems.append(f"{path}: expected {to.sharding.spec} on {mesh}, got {leaf.sharding}")
     problems = problems or _wrong_padding(state, blue)
     if problems:
-        shown = "\n  ".join(problems[:8])
-        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise StateError(
-            f"{operation}: the state is not one of this model, optimizer and plan:\n  {shown}{more}"
+            f"{operation}: the state is not one of this model, optimizer and plan:\n "
+            f" {some_of(problems, 8, lines=True)}"
             "\nMake it with fz.init(model, tx, plan), or bring it over with"
             " fz.replan(state, model, tx, old_plan, new_plan). A leaf put in by hand goes where the"
             " old one is: jax.device_put(new, old.sharding); all of a state, such as one that was"

@@ -30,6 +30,7 @@ from fzero.state.require import (
     require_unaliased,
 )
 from fzero.state.train_state import TrainState
+from fzero.step.rows_apart import with_batch
 from fzero.step.scalars import with_scalars_placed
 from fzero.storage.tiers import tier_of
 from fzero.tree import PyTree, same_object
@@ -180,7 +181,7 @@ class Checks:
                 self._compared = True
             if apply:
                 step = self._steps.number(state.step)
-        with doing(self.name, step), program_runs(self.name):
+        with doing(self.name, step), program_runs(self.name), with_batch(batch):
             yield
 
     def rows(self, batch: PyTree) -> None:

@@ -1,4 +1,4 @@
-"""Whether a loss is a sum over rows, as it has to be where devices share the rows out.
+"""Whether loss and metrics are sums over rows, as they have to be where devices share these out.
 
 Each device computes the loss of its own rows of a microbatch, and a step adds these up. A loss that
 compares rows with each other, or that is no sum over them (a ratio of sums, a root of one), is
@@ -10,28 +10,32 @@ batch norm, which is per device as anywhere.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
 import os
+import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import fzero.errors
 from fzero.batch import Inputs
 from fzero.errors import warn
 from fzero.exchange.rows import AGREED, told_rows
-from fzero.links import Mean
-from fzero.model import Model
 from fzero.pieces import chain_loss
-from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var
+from fzero.precision import COMPUTE_DTYPES
+from fzero.programs.jaxprs import ELEMENTWISE, Op, Program, Var, needed, run_ops
 from fzero.programs.once import one_trace
 from fzero.sharding.blueprint import Blueprint
 from fzero.sharding.initial import initial_shapes, memo, tracing_context
-from fzero.tree import PyTree, shapes_of
+from fzero.sharding.split import map_splits
+from fzero.tree import PyTree, is_traced, leaf_keys, shapes_of
 
 
 class Kind(IntEnum):
@@ -59,62 +63,159 @@ _EXTREMES = frozenset(("reduce_max", "reduce_min", "reduce_prod", "reduce_and", 
 _PRODUCTS = frozenset(("mul", "dot_general"))
 
 
+# Whether a caller has looked at the loss itself.
+_LOOKED_AT: contextvars.ContextVar[bool] = contextvars.ContextVar("looked at", default=False)
+
+
+# The batch that a step runs with, where it is at hand.
+_BATCH: contextvars.ContextVar[PyTree] = contextvars.ContextVar("batch", default=None)
+
+
+@contextlib.contextmanager
+def with_batch(batch: PyTree) -> Iterator[None]:
+    """While this is open a step runs, and may be traced, with a batch of a user's."""
+    token = _BATCH.set(batch)
+    try:
+        yield
+    finally:
+        _BATCH.reset(token)
+
+
+@contextlib.contextmanager
+def looked_at(done: bool) -> Iterator[None]:
+    """While this is open steps do not look at losses, as somebody has who knows more of them."""
+    token = _LOOKED_AT.set(done)
+    try:
+        yield
+    finally:
+        _LOOKED_AT.reset(token)
+
+
 def warn_of_rows_together(blue: Blueprint, batch: Inputs, train: bool) -> None:
-    """Warns once of a model, and each kind of batch, of a loss that is no sum over rows.
+    """Warns, once of a model and a kind of batch, of loss and metrics that are no sums over rows.
 
     Args:
         blue: the blueprint of the step.
         batch: its batch: arrays or shapes.
         train: whether the step trains.
     """
-    group, microbatches = blue.group, blue.plan.microbatches if train else 1
-    if group.data * group.replica * microbatches == 1:
+    devices = blue.group.data * blue.group.replica
+    microbatches = blue.plan.microbatches if train else 1
+    if devices * microbatches == 1 or _LOOKED_AT.get():
         return
     leaves, structure = jax.tree.flatten(batch.at(None))
     kinds = tuple((x.shape[1:], str(x.dtype)) for x in leaves)
     known, key = memo(blue.model), ("rows apart", structure, kinds, train, tracing_context())
     if key not in known:
-        known[key] = problem = _problem(blue.model, batch, train)
-        if problem:
-            parts = f"{group.data * group.replica} devices"
-            parts += f" and {microbatches} microbatches" if microbatches > 1 else ""
+        known[key] = True
+        parts = {"devices": devices, "microbatches": microbatches}
+        shared = " and ".join(f"{num} {name}" for name, num in parts.items() if num > 1)
+        for name, problem in _problems(blue, batch, train, devices * microbatches):
+            what = f"metric {name!r}" if name else "loss"
+            too = "" if name else ", and so is its gradient"
             warn(
-                f"loss: {problem}. {parts} share the rows of a batch out, and each computes with"
-                " its own: the loss is another number than on one device. Have the rows of all"
-                " first (fz.all_rows; SyncBatchNorm for statistics), or give sums over rows:"
-                " fz.Mean(total, count)"
+                f"{what}: it {problem}. Rows are shared out over {shared}, and each computes with"
+                f" its own: it is another number than that of the whole batch on one device{too}."
+                " Have the rows of all first (fz.all_rows), or give sums over rows,"
+                " fz.Mean(total, count), of which a step makes the quotient"
             )
 
 
-def _problem(model: Model, batch: Inputs, train: bool) -> str | None:
-    """What of a loss is no sum over rows, in words."""
-    shapes = (*initial_shapes(model), shapes_of(batch.shared))
+def _problems(blue: Blueprint, batch: Inputs, train: bool, parts: int) -> list[tuple[str, str]]:
+    """By the names of metrics (`""`: the loss), what of them is no sum over rows, in words."""
+    shapes = blue.params, initial_shapes(blue.model)[1], shapes_of(batch.shared)
     rows, every = _numbers(shapes, batch.rows)
-    many = batch.map_rows(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype))
-
-    def total(params: PyTree, buffers: PyTree, batch: Inputs, rng: jax.Array, step: Any) -> Any:
-        loss = chain_loss(model.layers)
-        out = loss(params, buffers, batch.batch, rng, train, step)[0]
-        return (out.total, out.count) if isinstance(out, Mean) else out
-
-    key, step = jax.eval_shape(lambda: (jax.random.key(0), np.int32(0)))
-    try:
-        with one_trace(), jax.numpy_dtype_promotion("standard"), told_rows(rows, every):
-            closed = jax.make_jaxpr(total)(*shapes[:2], many.at(None), key, step)
-    except Exception:  # it takes other numbers of rows, or wants a mesh
-        return None
-    program = Program(closed.jaxpr, closed.consts)
+    traced = _traced(blue, batch, train, rows, every)
+    if traced is None:
+        return []
+    program, names = traced
     follow = _Follow(rows)
     env = {var: Kind.ROWS if follow.has(var) else Kind.FREE for var in program.inputs}
     kinds = follow.run(program, env)
-    outputs = [out for out in program.outputs if isinstance(out, Var)]
-    worst = max(outputs, key=lambda out: kinds.get(out, Kind.FREE), default=None)
-    kind = kinds.get(worst, Kind.FREE)
-    if kind < Kind.OTHER:
+    found: dict[str, str] = {}
+    for name, out in zip(names, program.outputs, strict=True):
+        kind = kinds.get(out, Kind.FREE) if isinstance(out, Var) else Kind.FREE
+        if kind < Kind.OTHER or name in found:
+            continue
+        op = follow.blamed[out]
+        does = op.equation.primitive.name
+        if does == "div" and _count_alike(blue, train, parts, program, op):
+            continue
+        what = "compares rows with each other" if kind is Kind.PAIRS else "is no sum over rows"
+        same = ", which is the same only where all count equally many" if does == "div" else ""
+        found[name] = f"{what} ({does}{_line(op)}){same}"
+    return list(found.items())
+
+
+def _traced(
+    blue: Blueprint, batch: Inputs, train: bool, rows: int, every: int
+) -> tuple[Program, list[str]] | None:
+    """Loss and metrics as a program of so many rows, if it takes them, and what it gives."""
+    model, plan = blue.model, blue.plan
+    params = map_splits(lambda s: jax.ShapeDtypeStruct(s.shape, s.compute), blue.params)
+
+    def of_rows(x: Any) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), dtype)
+
+    about = {"dtype": COMPUTE_DTYPES[plan.precision], "keep_fp32": plan.keep_fp32}
+
+    def total(batch: Inputs, params: PyTree, buffers: PyTree, rng: jax.Array, step: Any) -> Any:
+        loss = chain_loss(model.layers, **about)
+        out, _, metrics = loss(params, buffers, batch.batch, rng, train, step)
+        return {"": out, **metrics}
+
+    key, step = jax.eval_shape(lambda: (jax.random.key(0), np.int32(0)))
+    given = shapes_of(batch.map_rows(of_rows).at(None)), params, initial_shapes(model)[1], key, step
+    try:
+        with one_trace(), jax.numpy_dtype_promotion("standard"), told_rows(rows, every):
+            closed, given_back = jax.make_jaxpr(total, return_shape=True)(*given)
+    except Exception:  # it takes other numbers of rows, or wants a mesh
         return None
-    op = follow.blamed[worst]
-    what = "compares rows with each other" if kind is Kind.PAIRS else "is no sum over rows"
-    return f"it {what} ({op.equation.primitive.name}{_line(op)})"
+    return Program(closed.jaxpr, closed.consts), [keys[0] for keys in leaf_keys(given_back)]
+
+
+def _count_alike(blue: Blueprint, train: bool, parts: int, program: Program, op: Op) -> bool:
+    """Whether all parts of the batch at hand are divided by the same: labels, say, that all count.
+
+    Args:
+        blue: the blueprint.
+        train: whether the step trains.
+        parts: into how many equal parts rows are shared out.
+        program: the loss.
+        op: its operation that divides.
+    """
+    given = _BATCH.get()
+    if given is None or jax.process_count() > 1 or is_traced(jax.tree.leaves(given)):
+        return False
+    batch = Inputs.of(given)
+    size = jax.tree.leaves(batch.rows)[0].shape[0] // parts
+    traced = _traced(blue, batch, train, size, size)
+    if traced is None or _names(traced[0]) != _names(program):
+        return False
+    here = traced[0]
+    divisor = next(b for a, b in zip(program.ops, here.ops, strict=True) if a is op).operands[1]
+    ops = [here.ops[i] for i in sorted(needed(here.ops, [divisor]))]
+    own = here.inputs[: len(jax.tree.leaves(batch.at(None)))]
+    if {var for one in ops for var in one.reads()} & ({*here.inputs} - {*own}):
+        return False  # by something computed of parameters, or drawn
+
+    def of(part: int) -> float:
+        rows = batch.map_rows(lambda x: np.asarray(x)[part * size : (part + 1) * size])
+        leaves = [
+            jnp.asarray(leaf, var.aval.dtype)
+            for var, leaf in zip(own, jax.tree.leaves(rows.at(None)), strict=True)
+        ]
+        env = here.consts | dict(zip(own, leaves, strict=True))
+        run_ops(ops, env)
+        return float(env[divisor])
+
+    with jax.ensure_compile_time_eval():
+        return len({of(part) for part in range(parts)}) == 1
+
+
+def _names(program: Program) -> list[str]:
+    return ["" if op.equation is None else op.equation.primitive.name for op in program.ops]
 
 
 def _numbers(shapes: PyTree, rows: PyTree) -> tuple[int, int]:
@@ -147,9 +248,9 @@ class _Follow:
         self.rows = rows
         self.blamed: dict[Any, Op] = {}
 
-    def has(self, value: Any, times: int = 1) -> bool:
+    def has(self, value: Var, times: int = 1) -> bool:
         """Whether a value has a dim of rows, or two."""
-        size = math.prod(np.shape(value) if not isinstance(value, Var) else value.aval.shape)
+        size = math.prod(value.aval.shape)
         return size > 0 and size % self.rows**times == 0
 
     def run(self, program: Program, env: dict[Any, Kind]) -> dict[Any, Kind]:
@@ -203,14 +304,13 @@ def _of_sums(op: Op, kinds: Sequence[Kind]) -> Kind:
 
 
 def _line(op: Op) -> str:
-    """Where an operation was written, outside of jax and fzero: ` in FILE:LINE`."""
+    """Where an operation was written, outside of packages: ` in FILE:LINE`."""
     found = getattr(op.equation.source_info, "traceback", None)
-    if found is None:
-        return ""
-    own = os.path.dirname(fzero.errors.__file__)
-    frames = traceback.extract_tb(found.as_python_traceback())
+    frames = [] if found is None else traceback.extract_tb(found.as_python_traceback())
+    own = os.path.dirname(fzero.errors.__file__), sysconfig.get_path("stdlib")
+    packages = {"site-packages", "dist-packages", "torch_bridge"}
     for frame in reversed(frames):
-        parts = frame.filename.split(os.sep)
-        if not frame.filename.startswith(own) and not {"jax", "jaxlib", "_src"} & set(parts):
+        elsewhere = packages.isdisjoint(frame.filename.split(os.sep))
+        if elsewhere and not frame.filename.startswith(own):
             return f" in {os.path.basename(frame.filename)}:{frame.lineno}"
     return ""

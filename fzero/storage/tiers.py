@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fzero.compat import is_traced_on_host
-from fzero.errors import PlacementError
+from fzero.errors import PlacementError, some_of
 from fzero.storage.disk import DiskArray, Handle
 from fzero.tree import PyTree, leaf_bytes
 
@@ -195,15 +195,13 @@ def require_on_device(leaves: Iterable[tuple[str, Leaf]], operation: str) -> Non
     parked = [(path, leaf) for path, leaf in leaves if tier_of(leaf) != DEVICE]
     if not parked:
         return
-    shown = ", ".join(
-        f"{path} ({tier_of(leaf)}, {leaf_bytes(leaf):,} bytes)" for path, leaf in parked[:6]
-    )
-    more = f" and {len(parked) - 6} more" if len(parked) > 6 else ""
+    shown = [f"{path} ({tier_of(leaf)}, {leaf_bytes(leaf):,} bytes)" for path, leaf in parked]
     size = sum(leaf_bytes(leaf) for _, leaf in parked)
     fields = sorted({path.split("/")[0] for path, _ in parked})
     raise PlacementError(
         f"{operation}: expected every leaf on the device, but {len(parked)} are parked"
-        f" ({size:,} bytes): {shown}{more}. Bring them back with state = fz.reload(state, {fields})"
+        f" ({size:,} bytes): {some_of(shown, 6)}. Bring them back with"
+        f" state = fz.reload(state, {fields})"
     )
 
 

@@ -58,7 +58,7 @@ LAYERS = {
         ["structure"],
         ["converted", "convert", "sequential"],
         ["reference", "statedict", "moments", "parity"],
-        ["formats", "optim", "training", "calls", "configs"],
+        ["formats", "optim", "training", "mean_loss", "calls", "configs"],
         ["adapters", "generation", "lightning"],
         ["cli"],
     ],

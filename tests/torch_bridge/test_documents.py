@@ -218,6 +218,7 @@ def test_fields_that_datasets_fill_are_not_there(tmp_path):
     ("line", "told"),
     [
         ('{"text": "a"', "expected one JSON object on this line"),
+        (r'{"text": "cut \ud83d"}', "expected one JSON object on this line: .* surrogates not"),
         ("[1]", "expected a JSON object, got list"),
         ('{"txt": "a"}', 'expected one of "messages".* got the fields txt'),
         ('{"text": "a", "prompt": "b"}', "got the fields prompt, text"),

@@ -178,7 +178,7 @@ def test_tokens_are_those_of_the_widened_weights():
 def test_what_is_refused(net, base, adapted, tmp_path):
     with pytest.raises(fz.ConversionError, match=r"to='fp4': expected one of"):
         tb.quantize(base, "fp4")
-    with pytest.raises(fz.ConversionError, match=r"targets \['q_proj'\] name no layer"):
+    with pytest.raises(fz.ConversionError, match=r"quantize: targets \['q_proj'\] name no layer"):
         tb.quantize(base, targets=["q_proj"])
     with pytest.raises(fz.ConversionError, match=r"has adapters .* already; quantise first"):
         tb.quantize(adapted)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed import get_world_size, is_initialized
+from torch.distributed.nn import functional as distributed_functions
 
 import torch_bridge as tb
 from fzero.errors import ConversionError
@@ -215,7 +217,26 @@ class AsksInABranch(nn.Linear):
         return torch.cond(x.sum() > 0, doubled, torch.cos, (super().forward(x),))
 
 
+class Gathers(nn.Linear):
+    """Looks at the rows of other processes, where there are any."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            y = torch.cat(distributed_functions.all_gather(y))
+        return y
+
+
+class GathersByName(nn.Linear):
+    """The same, named otherwise."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (get_world_size() if is_initialized() else 1)
+
+
 ASKS = {
+    r"Gathers.forward asks torch.distributed \(all_gather, is_initialized\)": (Gathers, True),
+    r"GathersByName.forward asks torch.distributed \(get_world_": (GathersByName, True),
     "Asks.forward asks is_compiling": (Asks, False),
     "asked_by_another_name asks is_compiling": (AsksElsewhere, True),
     "AsksInABranch.forward asks is_exporting": (AsksInABranch, True),
@@ -223,7 +244,7 @@ ASKS = {
 
 
 @pytest.mark.parametrize(("said", "case"), ASKS.items(), ids=ASKS)
-def test_a_question_whether_it_is_exported_is_named(
+def test_a_question_whether_it_is_exported_or_alone_is_named(
     said: str, case: tuple[type[nn.Linear], bool]
 ) -> None:
     """Once, with its function; libraries' own are not. What is asked stays PyTorch's own."""

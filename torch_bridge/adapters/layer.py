@@ -7,7 +7,7 @@ module's adapters does not care who put them there.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,10 +114,12 @@ def put_in(
 
 
 def chosen(
-    module: torch.nn.Module, targets: str | Sequence[str], idle: bool = False
+    module: torch.nn.Module, targets: str | Sequence[str], idle: bool = False, by: str = "lora"
 ) -> tuple[str, ...]:
-    """The paths of the layers that `targets` means; see `put_in`."""
+    """The paths of the layers that `targets` means, for an operation; see `put_in`."""
     named = list(_modules(module))
+    if not isinstance(targets, Iterable):
+        raise ConversionError(_none_of(named, f"{by}: targets={targets!r}"))
     if targets == "all-linear":
         head = _head(module)
         paths = [path for path, m in named if is_linear(m) and m is not head]
@@ -126,24 +128,26 @@ def chosen(
             pattern = re.compile(targets)
         except re.error as error:
             raise ConversionError(
-                f"lora: targets={targets!r}: expected a regular expression for whole names: {error}"
+                f"{by}: targets={targets!r}: expected a regular expression for whole names: {error}"
             ) from error
         paths = [path for path, _ in named if pattern.fullmatch(path)]
     else:
+        targets = list(targets)  # (an iterator is gone after once)
         ends = tuple(f".{end}" for end in targets)
         paths = [path for path, _ in named if path in targets or path.endswith(ends)]
         unused = [t for t in targets if not any(f".{p}".endswith(f".{t}") for p in paths)]
         if unused and not idle:
-            raise ConversionError(_none_of(named, f"targets {unused} name no layer"))
+            raise ConversionError(_none_of(named, f"{by}: targets {unused} name no layer"))
     if not paths:
-        raise ConversionError(_none_of(named, f"targets={targets!r} names no layer"))
+        raise ConversionError(_none_of(named, f"{by}: targets={targets!r} names no layer"))
     known = dict(named)
     for path in paths:
         if not is_linear(known[path]):
+            others = ". For others: put adapters into the module with peft.get_peft_model, and"
             raise ConversionError(
-                f"lora: target `{path}` is a {type(known[path]).__name__}: expected a"
-                " torch.nn.Linear (or transformers' Conv1D). For others: put adapters into the"
-                " module with peft.get_peft_model, and convert that"
+                f"{by}: target `{path}` is a {type(known[path]).__name__}: expected a"
+                " torch.nn.Linear (or transformers' Conv1D)"
+                f"{others + ' convert that' if by == 'lora' else ''}"
             )
     return tuple(paths)
 
@@ -183,6 +187,6 @@ def _head(module: torch.nn.Module) -> Any:
 def _none_of(named: Sequence[tuple[str, torch.nn.Module]], what: str) -> str:
     ends = dict.fromkeys(path.rpartition(".")[2] for path, m in named if is_linear(m))
     return (
-        f"lora: {what}: expected the last parts of names of linear layers, of which there are"
+        f"{what}: expected the last parts of names of linear layers, of which there are"
         f' {list(ends)[:20]}, a regular expression for whole names, or "all-linear"'
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch_bridge.adapters.layer import NAME, Settings, put_in
 from torch_bridge.convert import convert_copy
 from torch_bridge.converted import Converted
 from torch_bridge.formats.peft import fitted, read_config, read_weights
-from torch_bridge.module.adapters import base_name
+from torch_bridge.module.adapters import BASE, base_name
 from torch_bridge.module.names import Layout, Leaf
 from torch_bridge.module.weights import to_host
 
@@ -83,18 +84,15 @@ def lora(
 
     Source: Hu et al. (arXiv:2106.09685); PEFT's `LoraConfig`.
     """
-    if converted.adapters:
-        raise ConversionError(
-            f"lora: the module has adapters {sorted(converted.adapters)} already; adapt the one"
-            " without (converted.base), or load other weights with tb.with_adapter"
-        )
-    config: dict[str, Any] = {
-        "r": rank, "lora_alpha": rank if alpha is None else alpha, "lora_dropout": dropout,
-        "use_rslora": rslora, "target_modules": _listed(targets),
-    }  # fmt: skip
-    if adapter is not None:
-        config = _known(read_config(adapter), str(adapter))
-    settings = _settings(config, converted)
+    _require_fresh(converted, adapter)
+    if adapter is None:
+        where, config = "lora", _asked(rank, targets, alpha, dropout, rslora, seed)
+    else:
+        where, config = str(adapter), _known(read_config(adapter), str(adapter))
+    settings = _settings(config, converted, where)
+    # (As Python has them: the configuration is written as JSON, which knows no NumPy.)
+    scale = settings.alpha if config["lora_alpha"] != int(settings.alpha) else int(settings.alpha)
+    config |= {"r": settings.rank, "lora_alpha": scale, "lora_dropout": settings.dropout}
     paths: tuple[str, ...] = ()
 
     def change(module: torch.nn.Module) -> None:
@@ -119,22 +117,71 @@ def lora(
     return made.with_values(factors)
 
 
-def _listed(targets: str | Sequence[str]) -> Any:
-    return targets if isinstance(targets, str) else list(targets)
+def _require_fresh(converted: Any, adapter: Any) -> None:
+    """Refuse what no adapter is put into, or is read from."""
+    if not isinstance(converted, Converted):
+        raise ConversionError(
+            f"lora: expected what tb.convert gave, got a {type(converted).__name__}"
+        )
+    if not isinstance(adapter, str | os.PathLike | None):
+        raise ConversionError(
+            f"lora: adapter={adapter!r}: expected a folder that PEFT wrote; targets=, rank= and"
+            " others go by name"
+        )
+    if converted.adapters:
+        raise ConversionError(
+            f"lora: the module has adapters {sorted(converted.adapters)} already; adapt the one"
+            " without (converted.base), or load other weights with tb.with_adapter"
+        )
+    taken = [leaf.name for leaf in converted.layout.leaves if BASE in f".{leaf.name}"]
+    if taken:
+        raise ConversionError(
+            f"lora: `{taken[0]}`: PEFT calls what lies below an adapter `base_layer`: expected"
+            " another name for this layer"
+        )
 
 
-def _settings(config: Mapping[str, Any], converted: Converted) -> Settings:
+def _asked(
+    rank: Any, targets: Any, alpha: Any, dropout: Any, rslora: Any, seed: Any
+) -> dict[str, Any]:
+    """A configuration from arguments."""
+    if not _is_whole(seed, 0):
+        raise ConversionError(f"lora: seed={seed!r}: expected a whole number from 0 to 2**63 - 1")
+    if alpha is not None and alpha == 0:
+        raise ConversionError(
+            "lora: alpha=0: what is multiplied by it learns nothing: expected another number"
+        )
+    several = isinstance(targets, Iterable) and not isinstance(targets, str)
+    return {
+        "r": rank, "lora_alpha": rank if alpha is None else alpha, "lora_dropout": dropout,
+        "use_rslora": rslora, "target_modules": list(targets) if several else targets,
+    }  # fmt: skip
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    """Whether a value is a whole number, of Python's or NumPy's kinds, that torch can count to."""
+    known = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return known and least <= int(value) < 2**63
+
+
+def _settings(config: Mapping[str, Any], converted: Converted, where: str) -> Settings:
     rank, dropout, alpha = config["r"], config["lora_dropout"], config["lora_alpha"]
+    if not _is_whole(rank, 1):
+        raise ConversionError(f"{where}: rank={rank!r}: expected a whole number of at least 1")
     for name, value in (("alpha", alpha), ("dropout", dropout)):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConversionError(f"lora: {name}={value!r}: expected a number")
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ConversionError(f"lora: rank={rank!r}: expected a whole number of at least 1")
+        known = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not known or not abs(value) <= float(np.finfo(np.float32).max):  # (NaN is not, either)
+            raise ConversionError(
+                f"{where}: {name}={value!r}: expected a number, as float32 has it"
+            )
     if not 0 <= dropout < 1:
-        raise ConversionError(f"lora: dropout={dropout!r}: expected a probability below 1")
+        raise ConversionError(f"{where}: dropout={dropout!r}: expected a probability below 1")
+    rslora = config["use_rslora"]
+    if not isinstance(rslora, bool | np.bool_ | None):
+        raise ConversionError(f"{where}: rslora={rslora!r}: expected True or False")
     wide = any(leaf.dtype == torch.float64 for leaf in converted.layout.leaves if leaf.is_param)
     dtype = torch.float64 if wide else torch.float32
-    return Settings(rank, float(alpha), float(dropout), bool(config["use_rslora"]), dtype)
+    return Settings(int(rank), float(alpha), float(dropout), bool(rslora), dtype)
 
 
 def _known(given: dict[str, Any], where: str) -> dict[str, Any]:
@@ -198,8 +245,9 @@ def _factor(leaf: Leaf, seed: int, number: int) -> np.ndarray[Any, Any]:
 def _require_called(made: Converted, paths: Sequence[str]) -> None:
     """Refuse a target whose weight the forward reads without calling the layer."""
     read = made.read_leaves()
-    idle = [t.down for t in made.adapters[NAME].targets if t.down not in read]
-    if idle or not made.adapters[NAME].targets:
+    own = [leaf for leaf in made.adapters[NAME].keys if ".lora_A." in f".{leaf}"]
+    idle = [leaf for leaf in own if leaf not in read]
+    if idle or not own:
         raise ConversionError(
             f"lora: the forward never calls the layer of {idle[:5] or list(paths)[:5]}: it reads"
             " the weight itself, or not at all; choose other targets"

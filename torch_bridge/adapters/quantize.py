@@ -49,6 +49,10 @@ def quantize(
 
     Source: Dettmers et al., QLoRA, arXiv:2305.14314.
     """
+    if not isinstance(converted, Converted):
+        raise ConversionError(
+            f"quantize: expected what tb.convert gave, got a {type(converted).__name__}"
+        )
     try:
         quantized_shape((), to)
     except StateError as error:
@@ -63,7 +67,7 @@ def quantize(
 
     def change(module: torch.nn.Module) -> None:
         made: dict[int, QuantizedLinear] = {}
-        for path in chosen(module, targets):
+        for path in chosen(module, targets, by="quantize"):
             layer = module.get_submodule(path)
             if id(layer) not in made:
                 why = _refused(layer, leaf_of[f"{path}.weight"].names, module)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import torch
 
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, StateError
 from fzero.plan import Plan
 from fzero.sharding.lazy import LazyArray
 from fzero.sharding.relayout import copy_leaf
@@ -63,8 +63,9 @@ def with_adapter(
 ) -> TrainState:
     """A state with another adapter over the same base: no weight of the base is copied.
 
-    So any number of adapters are evaluated over one base. The optimizer's state stays as it is:
-    `fz.with_optimizer` gives a new one for training on.
+    So any number of adapters are evaluated over one base. Averages (`Plan(ema=)`) begin anew, at
+    the adapter. The optimizer's state stays as it is: `fz.with_optimizer` gives a new one for
+    training on.
 
     Args:
         converted: a module with adapters.
@@ -78,6 +79,7 @@ def with_adapter(
         ConversionError: no such adapter.
         CheckpointError: it does not fit: another base, other targets, another rank.
         StateConsumedError: the state was given to a step.
+        StateError: it holds gradients of the adapter that goes (`fz.accumulate_step`).
 
     Example:
         >>> import torch, torch_bridge as tb
@@ -92,6 +94,15 @@ def with_adapter(
         True
     """
     require_alive(state, "with_adapter")
+    if state.grads is not None:
+        raise StateError(
+            "with_adapter: an accumulation is in progress (state.grads), of the adapter that goes;"
+            " finish it with train_step, or drop it with state.replace(grads=None)"
+        )
+    if not isinstance(source, str | os.PathLike | Mapping):
+        raise CheckpointError(
+            f"with_adapter: source={source!r}: expected a folder, or tensors as tb.adapter gives"
+        )
     found = pick(converted.adapters, name, "with_adapter")
     shapes = {leaf.name: leaf.shape for leaf in converted.layout.leaves}
     from_file = not isinstance(source, Mapping)
@@ -102,22 +113,25 @@ def with_adapter(
     homes = homes_of(converted, plan, state)
 
     def put(link: str, key: str, old: Any) -> Any:
-        if key not in entries:
+        if key not in entries or old is None:  # (frozen leaves have no average)
             return old
         to = jax.ShapeDtypeStruct(old.shape, old.dtype, sharding=old.sharding)
         return copy_leaf(entries[key], to, homes.get(link))
 
-    params = {
-        link: {key: put(link, key, old) for key, old in value.items()}
-        if isinstance(value, Mapping)
-        else put("", link, value)
-        for link, value in state.params.items()
-    }
+    def put_all(tree: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            link: {key: put(link, key, old) for key, old in value.items()}
+            if isinstance(value, Mapping)
+            else put("", link, value)
+            for link, value in tree.items()
+        }
+
+    params = put_all(state.params)
     known = links_merged(params)
     lost = [key for key in entries if key not in known]
     if lost:
         raise CheckpointError(f"with_adapter: the state's params have no `{lost[0]}`")
-    return state.replace(params=params)
+    return state.replace(params=params, ema=state.ema and put_all(state.ema))
 
 
 def _readable(value: Any) -> Any:

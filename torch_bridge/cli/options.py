@@ -95,7 +95,10 @@ EvalEveryOption = Annotated[
     of_validation(min=0, help="Steps between validations; 0: only before the first, at the end."),
 ]
 SeedOption = Annotated[
-    int, of_training(min=0, help="Of random weights, the order of the data, and dropout.")
+    int,
+    of_training(
+        min=0, max=2**63 - 1, help="Of random weights, the order of the data, and dropout."
+    ),
 ]
 OverwriteOption = Annotated[bool, of_results("--overwrite", help="Replace what --out holds.")]
 SaveEveryOption = Annotated[

@@ -75,7 +75,7 @@ class LoraSettings:
             raise CommandError(f"--lora {self.rank}: expected a rank of at least 1")
         if not 0 <= self.dropout < 1:
             raise CommandError(f"--dropout {self.dropout}: expected a probability below 1")
-        if self.alpha is not None and self.alpha <= 0:
+        if self.alpha is not None and not 0 < self.alpha < float("inf"):
             raise CommandError(f"--alpha {self.alpha}: expected a positive number")
         if self.base not in (None, *BASES):
             raise CommandError(f"--base {self.base}: expected one of {', '.join(BASES)}")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.modules import batchnorm, dropout
 
-from fzero.errors import warn
+from fzero.errors import some_of, warn
 from torch_bridge.export.watch import untouched
 
 
@@ -27,13 +27,12 @@ def warn_of_modes(module: torch.nn.Module) -> None:
     if not found:
         return
     word = {True: "train", False: "eval"}
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    listed = ", ".join(
-        f"`{path}` ({type(module.get_submodule(path)).__name__})" for path in found[:3]
+    listed = some_of(
+        [f"`{path}` ({type(module.get_submodule(path)).__name__})" for path in found], 3
     )
     call = f"module.{word[module.training]}()"
     warn(
-        f"{listed}{more}: in {word[own[found[0]]]} mode, while {call} puts it into"
+        f"{listed}: in {word[own[found[0]]]} mode, while {call} puts it into"
         f" {word[usual[found[0]]]} mode. A conversion trains as the module does after .train()"
         " and evaluates as after .eval(). To keep a submodule in one mode, say so in the"
         " module: def train(self, mode=True): super().train(mode); self.norm.eval(); return self",

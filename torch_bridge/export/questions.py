@@ -1,10 +1,14 @@
-"""What a forward asks about being exported: the answer is yes, where PyTorch's own is no.
+"""What a forward asks, and is told otherwise than where it runs: whether it is exported (yes), and
+whether there are other processes (no).
 
 Libraries ask to leave out what cannot be exported, and compute the same either way. Of what a
 user's own code does with the answer nobody knows that.
 """
 
 from __future__ import annotations
+
+import types
+from collections.abc import Collection
 
 import torch
 
@@ -14,6 +18,12 @@ from torch_bridge.export.users_code import users_functions
 
 
 _QUESTIONS = ("is_compiling", "is_exporting")
+_AMONG_PROCESSES = frozenset(
+    """
+    all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single
+    broadcast get_rank get_world_size is_initialized reduce_scatter reduce_scatter_tensor
+    """.split()  # noqa: SIM905
+)
 
 
 class TracedBranchWarning(UserWarning):
@@ -23,12 +33,31 @@ class TracedBranchWarning(UserWarning):
 def warn_of_questions(module: torch.nn.Module) -> None:
     """Say which code of a user's own asks. (Its functions are read: PyTorch's stay as they are.)"""
     for function in users_functions(module):
-        asked = set(_QUESTIONS).intersection(names_of(function.__code__))
-        for name in sorted(asked):
-            code = function.__code__
+        names, code = set(names_of(function.__code__)), function.__code__
+        where = f"{code.co_filename}:{code.co_firstlineno}: {function.__qualname__} asks"
+        for name in sorted(names.intersection(_QUESTIONS)):
             warn(
-                f"{code.co_filename}:{code.co_firstlineno}: {function.__qualname__} asks {name}(),"
-                " which is true while a forward is exported and false where it runs: if it computes"
-                " something else then, the conversion does, too. tb.parity compares them",
+                f"{where} {name}(), which is true while a forward is exported and false where it"
+                " runs: if it computes something else then, the conversion does, too. tb.parity"
+                " compares them",
                 TracedBranchWarning,
             )
+        among = sorted(names & _AMONG_PROCESSES) if _names_distributed(function, names) else []
+        if among:
+            warn(
+                f"{where} torch.distributed ({', '.join(among)}), but a forward is exported as one"
+                " process's: what it does among several is left out. For statistics of all rows use"
+                " nn.SyncBatchNorm; for a loss across rows, fz.all_rows of what forward gives",
+                TracedBranchWarning,
+            )
+
+
+def _names_distributed(function: types.FunctionType, names: Collection[str]) -> bool:
+    """Whether a function names PyTorch's module of processes, by whatever name."""
+    homes = ["torch.distributed"] if "distributed" in names else []
+    for value in map(function.__globals__.get, names):
+        if isinstance(value, types.ModuleType):
+            homes.append(value.__name__)
+        elif isinstance(value, types.FunctionType):
+            homes.append(value.__module__)
+    return any(home.startswith("torch.distributed") for home in homes)

@@ -106,9 +106,11 @@ def _merged(leaf: Leaf, value: Any, target: Target | None, values: Any) -> LazyT
     def fetch(at: Any) -> torch.Tensor:
         kept = leaf_tensor(leaf, value)
         whole = leaf.dense.tensor(kept) if leaf.dense else wide(kept)
-        return (whole if target is None else whole + update_of(target, values)).to(dtype)[at]
+        return (whole if target is None else whole + update_of(target, values))[at]
 
-    return LazyTensor(leaf.name, dtype, leaf.dense.shape if leaf.dense else leaf.shape, fetch)
+    shape = leaf.dense.shape if leaf.dense else leaf.shape
+    summed = torch.promote_types(dtype, torch.float32)
+    return LazyTensor(base_name(leaf.name), summed, shape, fetch, "merge").cast(dtype)
 
 
 def update_of(target: Target, values: Mapping[str, tuple[Leaf, Any]]) -> torch.Tensor:
@@ -128,9 +130,17 @@ def plain_adapter(converted: Converted, name: str | None, operation: str) -> Ada
 
     Raises:
         ConversionError: no such adapter.
-        CheckpointError: it is more than low-rank updates of linear layers.
+        CheckpointError: it is more than low-rank updates of linear layers, or they have forwards
+            of their own.
     """
     found = pick(converted.adapters, name, operation)
+    if found.shaped:
+        raise CheckpointError(
+            f"{operation}: adapter {found.name!r} updates {list(found.shaped[:5])}, of which each"
+            " computes something else than x @ weight.T + bias (a forward of its own, or a weight"
+            " that is a parametrization's): with the sum in its weight the model would compute"
+            " something else. Keep the adapter beside it"
+        )
     if not found.plain:
         raise CheckpointError(
             f"{operation}: adapter {found.name!r} is more than low-rank updates of linear layers"

@@ -144,6 +144,12 @@ def _save(
     if to == "peft":
         if not isinstance(converted, Converted):
             raise CheckpointError('save: to="peft": expected a converted module with adapters')
+        if asked.merge or optimizer:
+            said = "merge=True" if asked.merge else "optimizer=True"
+            raise CheckpointError(
+                f'save: to="peft" writes the adapter alone, and {said} asks for more: expected one'
+                " of the two"
+            )
         own = adapter_content(converted, state_or_params, plan, asked.adapter)
         return write_adapter(path, *own, turns)
     to = to or format_of(Path(path))

@@ -139,6 +139,8 @@ def fitted(
     for leaf, key in adapter.keys.items():
         if key not in given:
             problems.append(f"missing: `{key}`")
+        elif "float" not in (dtype := str(getattr(given[key], "dtype", type(given[key])))):
+            problems.append(f"dtype: `{key}` is {dtype}, expected floats")
         elif tuple(given[key].shape) != shapes[leaf]:
             have = tuple(given[key].shape)
             problems.append(f"shape: `{key}` is {have}, expected {shapes[leaf]}")

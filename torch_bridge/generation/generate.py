@@ -27,6 +27,7 @@ from torch_bridge.generation.prompts import (
     Prompts,
     read_prompts,
     stop_array,
+    warn_of_padding,
     warn_of_settings,
 )
 from torch_bridge.generation.sampling import GREEDY, Draw, Sampling, is_whole
@@ -120,6 +121,10 @@ def generate(
         raise BatchError(
             f"generate: max_new_tokens={max_new_tokens!r}: expected a whole number, 1 or more"
         )
+    if not isinstance(sampling, Sampling):
+        raise BatchError(
+            f"generate: sampling={sampling!r}: expected a tb.Sampling(temperature=...)"
+        )
     state = _read_state(converted, state_or_params)
     dtype = None if dtype is None else _computed(dtype)
     decoder = _decoder(converted, dtype)
@@ -129,6 +134,7 @@ def generate(
     read = read_prompts(prompts, max_new_tokens, limits, shards, _COLUMNS)
     stops = stop_array(stop, decoder.module, limits.vocabulary)
     warn_of_settings(decoder.module)
+    warn_of_padding(decoder.module, read)
     rows, columns = read.ids.shape
     shape = Shape(rows, columns, max_new_tokens, Draw.of(sampling), mesh)
     programs = _programs(decoder, shape, converted)

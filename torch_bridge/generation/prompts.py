@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fzero.errors import BatchError, warn
+from torch_bridge.generation.sampling import is_whole
 
 
 # What a generation config may have that changes the likeliest tokens, with what changes none.
@@ -77,6 +78,11 @@ def read_prompts(given: Any, new: int, limits: Limits, multiple: int, step: int)
             f"generate: prompts are a dict of {', '.join(map(str, given))}: expected rows of token"
             " numbers alone, as tokenizer(texts).input_ids"
         )
+    if not isinstance(given, str) and not hasattr(given, "__len__"):
+        raise BatchError(
+            f"generate: prompts are a {type(given).__name__}: expected a list of rows of token"
+            " numbers, or one array (B, T)"
+        )
     if isinstance(given, str) or (len(given) and isinstance(given[0], str)):
         raise BatchError(
             "generate: prompts are text: expected token numbers, as tokenizer(text).input_ids"
@@ -135,7 +141,10 @@ def _require_one_side(lengths: Sequence[int], new: int, switch: int) -> None:
 
 
 def _row(number: int, row: Any, vocabulary: int) -> np.ndarray[Any, Any]:
-    array = row.numpy() if isinstance(row, torch.Tensor) else np.asarray(row)
+    try:
+        array = row.numpy() if isinstance(row, torch.Tensor) else np.asarray(row)
+    except ValueError as error:  # rows within a row
+        raise BatchError(f"generate: prompt {number}: expected a row of numbers: {error}") from None
     if array.size == 0:
         raise BatchError(
             f"generate: prompt {number} is empty; give at least one token, such as the tokenizer's"
@@ -167,15 +176,33 @@ def stop_array(stop: Sequence[int] | None, module: Any, vocabulary: int) -> np.n
         found = getattr(config, "eos_token_id", None)
         stop = [] if found is None else [found] if isinstance(found, int) else list(found)
         stop = [token for token in stop if 0 <= token < vocabulary]
-    if not np.ndim(stop):
+    stop = stop.tolist() if hasattr(stop, "tolist") else stop
+    if isinstance(stop, str) or not hasattr(stop, "__len__"):
         raise BatchError(f"generate: stop={stop!r}: expected a list of tokens, as [{stop!r}]")
     for token in stop:
-        if not 0 <= token < vocabulary:
+        if not is_whole(token) or not 0 <= token < vocabulary:
             raise BatchError(
-                f"generate: stop token {token}: the vocabulary of the model is 0 to"
+                f"generate: stop token {token!r}: the vocabulary of the model is 0 to"
                 f" {vocabulary - 1}"
             )
     return np.asarray(sorted(set(stop)), np.int32)
+
+
+def warn_of_padding(module: Any, prompts: Prompts) -> None:
+    """Says that a prompt begins or ends with what transformers' `generate` takes for padding."""
+    config = getattr(module, "generation_config", None)
+    pad, ends = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
+    if pad is None or pad in (ends if isinstance(ends, list) else [ends]):
+        return
+    for number in range(prompts.num):
+        row = prompts.ids[number, prompts.pads[number] :]
+        if pad in (row[0], row[-1]) and len(row) > 1:
+            warn(
+                f"generate: prompt {number} begins or ends with token {pad}, the model's"
+                " pad_token_id, which is read like any other here, and left out by transformers'"
+                " generate: give prompts without padding, as rows of their own lengths"
+            )
+            return
 
 
 def warn_of_settings(module: Any) -> None:

@@ -55,6 +55,7 @@ class Adapter:
         of_base: those of them that the module has without it, too (biases that are trained along).
         targets: the layers that it updates.
         plain: whether low-rank updates of linear layers are all that it is.
+        shaped: the layers among them that do not multiply by their weight as it is kept.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Adapter:
     of_base: frozenset[str] = field(repr=False)
     targets: tuple[Target, ...] = field(repr=False)
     plain: bool
+    shaped: tuple[str, ...] = field(default=(), repr=False)
 
 
 def read_adapters(module: torch.nn.Module, layout: Layout) -> dict[str, Adapter]:
@@ -84,7 +86,8 @@ def read_adapters(module: torch.nn.Module, layout: Layout) -> dict[str, Adapter]
         known = {target.down for target in targets} | {target.up for target in targets}
         plain = plain and known == set(own)
         keys = {**own, **{leaf: _prefixed(leaf) for leaf in biases}}
-        found[str(name)] = Adapter(str(name), written, keys, biases, targets, plain)
+        shaped = _shaped(module, str(name))
+        found[str(name)] = Adapter(str(name), written, keys, biases, targets, plain, shaped)
     return found
 
 
@@ -136,11 +139,49 @@ def _targets(
         if getattr(weight, "ndim", 0) != 2 or adapter in variant or getattr(child, "merged", False):
             plain = False
             continue
+        if names[0] not in leaf_of:  # of a parametrization, which computes it
+            plain = False
+            continue
         base, down, up = (leaf_of[name].name for name in names)
         scaling: Any = child.scaling
         transposed = bool(getattr(child, "fan_in_fan_out", False))
         found[down] = Target(base, down, up, float(scaling[adapter]), transposed)
     return tuple(found.values()), plain
+
+
+def _shaped(module: torch.nn.Module, adapter: str) -> tuple[str, ...]:
+    """The layers of an adapter that do not multiply by their weight, and add their bias."""
+    known: dict[Any, bool] = {}
+    found = []
+    for path, part in module.named_modules():
+        base: Any = getattr(part, "base_layer", None)
+        if not isinstance(base, torch.nn.Linear) or adapter not in getattr(part, "lora_A", ()):
+            continue
+        kind = type(base), base.in_features, base.out_features
+        if kind not in known:
+            known[kind] = _multiplies(base)
+        found += [] if known[kind] else [path]
+    return tuple(found)
+
+
+def _multiplies(layer: torch.nn.Linear) -> bool:
+    """Whether a linear layer computes what its class' does; of another forward, tried."""
+    if type(layer).forward is torch.nn.Linear.forward and "weight" in layer._parameters:
+        return True
+    kept = dict([*layer.named_parameters(), *layer.named_buffers()])
+    if not kept.keys() <= {"weight", "bias"}:  # of a parametrization, or a scale
+        return False
+    draw = torch.Generator("cpu").manual_seed(0)
+    shapes = {name: value.shape for name, value in kept.items()}
+    own = {n: torch.randn(shape, generator=draw, device="cpu") for n, shape in shapes.items()}
+    x = torch.randn(2, layer.in_features, generator=draw, device="cpu")
+    try:
+        with torch.no_grad():
+            out = torch.func.functional_call(layer, own, (x,))
+        wanted = torch.nn.functional.linear(x, own["weight"], own.get("bias"))
+        return torch.allclose(out, wanted, rtol=1e-3, atol=1e-3)
+    except Exception:  # whatever it wants, it is no plain layer
+        return False
 
 
 def plain_config(config: Any) -> dict[str, Any]:

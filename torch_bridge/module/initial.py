@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fzero.errors import ConversionError
+from fzero.errors import ConversionError, some_of
 from fzero.sharding.lazy import Index, LazyArray, Stacked
 from torch_bridge.dtypes import canonical, numpy_dtype
 from torch_bridge.module.names import Layout, Leaf, named_tensors
@@ -99,8 +99,7 @@ class Widened(LazyArray):
 def absent_text(leaves: list[Leaf]) -> str:
     """What to say of tensors that have no value."""
     names = [leaf.name for leaf in leaves]
-    listed = ", ".join(f"`{name}`" for name in names[:8])
-    listed += f" and {len(names) - 8} more" if len(names) > 8 else ""
+    listed = some_of([f"`{name}`" for name in names], 8)
     lost = [leaf.name for leaf in leaves if not leaf.persistent]
     remedy = (
         "Such buffers are in no checkpoint: give their values, tb.convert(..., buffers={name:"

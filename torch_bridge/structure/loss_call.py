@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching
 
 from fzero import compat
 from fzero.errors import ConversionError
+from fzero.programs.jaxprs import inner_jaxprs
 from fzero.programs.once import once
 from torch_bridge.export.capacity import counts, told
 from torch_bridge.export.mode import TensorInput
@@ -276,12 +277,7 @@ ad.primitive_jvps[_forward] = _refuse("differentiates (jax.grad)")
 
 
 def _holds(jaxpr: Any) -> bool:
-    return any(e.primitive is _forward or any(map(_holds, _bodies(e))) for e in jaxpr.eqns)
-
-
-def _bodies(equation: Any) -> list[Any]:
-    values = jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
-    return [getattr(v, "jaxpr", v) for v in values if hasattr(getattr(v, "jaxpr", v), "eqns")]
+    return any(e.primitive is _forward or any(map(_holds, inner_jaxprs(e))) for e in jaxpr.eqns)
 
 
 # What only says how something is to be compiled or kept; the plan says that for the module.
@@ -290,7 +286,7 @@ _PLAIN = ("jit", "pjit", "closed_call", "checkpoint", "remat", "remat2")
 
 def _inlined(closed: Any) -> Any:
     """The same program with those calls inlined that `forward` is called in."""
-    if not any(e.primitive is not _forward and any(map(_holds, _bodies(e)))
+    if not any(e.primitive is not _forward and any(map(_holds, inner_jaxprs(e)))
                for e in closed.jaxpr.eqns):  # fmt: skip
         return closed
 
@@ -298,7 +294,7 @@ def _inlined(closed: Any) -> Any:
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
         for equation in jaxpr.eqns:
             operands = [_value(env, atom) for atom in equation.invars]
-            if equation.primitive.name in _PLAIN and any(map(_holds, _bodies(equation))):
+            if equation.primitive.name in _PLAIN and any(map(_holds, inner_jaxprs(equation))):
                 body = equation.params["jaxpr"]
                 inner = getattr(body, "jaxpr", body)
                 results = run(inner, getattr(body, "consts", ()), operands)

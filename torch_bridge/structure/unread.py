@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from fzero.errors import warn
+from fzero.errors import some_of, warn
 from torch_bridge.export.mode import Mode
 from torch_bridge.export.reach import reached_params
 from torch_bridge.lower.refs import Ref
@@ -45,10 +45,9 @@ def warn_of_unread(names: set[str]) -> None:
     """Say that a loss does not read what some parameters are for."""
     if not names:
         return
-    shown = ", ".join(f"`{name}`" for name in sorted(names)[:8])
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    shown = some_of([f"`{name}`" for name in sorted(names)], 8)
     warn(
-        f"the loss reads no output that depends on {shown}{more}."
+        f"the loss reads no output that depends on {shown}."
         " PyTorch gives them no gradient, and its optimizers leave them alone, weight decay"
         " included; an optax transformation decays them. tb.optimizer(..., unread=[their names])"
         " leaves them alone, tb.fit does by itself; so does requires_grad_(False) before"

@@ -23,7 +23,7 @@ import fzero as fz
 import torch_bridge as tb
 from fzero.errors import BatchError, ConversionError, PlacementError, StateConsumedError
 from torch_bridge.generation.generate import _decoder
-from torch_bridge.generation.prompts import Limits, read_prompts, stop_array
+from torch_bridge.generation.prompts import Limits, read_prompts, stop_array, warn_of_padding
 from torch_bridge.generation.sampling import Draw
 
 
@@ -265,6 +265,18 @@ def test_bad_prompts_are_named(converted: tb.Converted, prompts: Any, message: s
 
 
 def test_bad_settings_are_named(converted: tb.Converted) -> None:
+    for given, told in (
+        (5, "a int: expected a list of rows"),
+        ([[5, [6]]], r"prompt 0: .* row of num"),
+    ):
+        with pytest.raises(BatchError, match=told):
+            read_prompts(given, 3, Limits(61, 32), 8, 16)
+    for stop in ([1.5], [True], ["a"], [[3]]):
+        with pytest.raises(BatchError, match=r"stop token .*: the vocabulary of the model is"):
+            stop_array(stop, None, 61)
+    assert stop_array({4, 3}, None, 61).tolist() == stop_array(jnp.array([4, 3]), None, 61).tolist()
+    with pytest.raises(BatchError, match=r"sampling=0.7: expected a tb.Sampling"):
+        tb.generate(converted, converted.params, [[3]], 3, sampling=0.7)
     with pytest.raises(BatchError, match="stop token 99"):
         tb.generate(converted, converted.params, PROMPTS, NEW, stop=[99])
     with pytest.raises(BatchError, match=r"stop=5: expected a list of tokens, as \[5\]"):
@@ -358,3 +370,14 @@ def test_top_p_is_a_share_of_what_top_k_leaves() -> None:
     draw = Draw.of(tb.Sampling(temperature=1.0, top_k=2, top_p=0.5))
     logits = jnp.log(jnp.asarray([[0.3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1]]))
     assert np.isfinite(draw._likeliest(logits, 0.5)).tolist() == [[True] + [False] * 6]
+
+
+def test_padding_in_a_prompt_is_read_and_said_to_be() -> None:
+    module = types.SimpleNamespace(generation_config=GenerationConfig(pad_token_id=0))
+    given = np.array([[3, 0, 4], [0, 5, 6]])  # (within a row it may be a word)
+    with pytest.warns(UserWarning, match=r"prompt 1 begins or ends with token 0, .* left out by"):
+        warn_of_padding(module, read_prompts(given, 3, Limits(61, 32), 2, 16))
+    module.generation_config.eos_token_id = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_padding(module, read_prompts(given, 3, Limits(61, 32), 2, 16))
