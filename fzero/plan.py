@@ -373,7 +373,7 @@ class Plan(Boxed):
             values["remat"] = policy_name(self.remat)
         values["loss_scale"] = dataclasses.asdict(self.loss_scale)
         values["float8"] = dataclasses.asdict(self.float8)
-        values["tiers"] = {name: list(place) for name, place in self.parked.items()}
+        values["tiers"] = {name: list(where) for name, where in self.parked.items()}
         return values
 
     @classmethod

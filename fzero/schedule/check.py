@@ -179,10 +179,10 @@ def _check_microbatch(
 
 def _check_rank_order(schedule: Schedule) -> None:
     """Whatever an action needs from its own rank must stand before it."""
-    place = {gives(one.action): one for one in placed(schedule)}
+    cell_of = {gives(one.action): one for one in placed(schedule)}
     for rank, cell, action in placed(schedule):
         for value in needs(action, schedule.num_stages):
-            other, later, needed = place[value]
+            other, later, needed = cell_of[value]
             if other == rank and later > cell:
                 _fail(
                     schedule,

@@ -153,9 +153,9 @@ def _shaped(module: torch.nn.Module, adapter: str) -> tuple[str, ...]:
     """The layers of an adapter that do not multiply by their weight, and add their bias."""
     known: dict[Any, bool] = {}
     found = []
-    for path, part in module.named_modules():
-        base: Any = getattr(part, "base_layer", None)
-        if not isinstance(base, torch.nn.Linear) or adapter not in getattr(part, "lora_A", ()):
+    for path, child in module.named_modules():
+        base: Any = getattr(child, "base_layer", None)
+        if not isinstance(base, torch.nn.Linear) or adapter not in getattr(child, "lora_A", ()):
             continue
         kind = type(base), base.in_features, base.out_features
         if kind not in known:
