@@ -196,17 +196,18 @@ def _count_alike(blue: Blueprint, train: bool, parts: int, program: Program, op:
     here = traced[0]
     divisor = next(b for a, b in zip(program.ops, here.ops, strict=True) if a is op).operands[1]
     ops = [here.ops[i] for i in sorted(needed(here.ops, [divisor]))]
-    own = here.inputs[: len(jax.tree.leaves(batch.at(None)))]
-    if {var for one in ops for var in one.reads()} & ({*here.inputs} - {*own}):
+    read = {var for one in ops for var in one.reads()}
+    own = dict(zip(here.inputs, jax.tree.leaves(batch.at(None)), strict=False))
+    if read & ({*here.inputs} - {*own}):
         return False  # by something computed of parameters, or drawn
+    whole = {var: np.asarray(own[var]) for var in read & {*own}}
+    with_rows = {*here.inputs[: len(jax.tree.leaves(batch.rows))]}
 
     def of(part: int) -> float:
-        rows = batch.map_rows(lambda x: np.asarray(x)[part * size : (part + 1) * size])
-        leaves = [
-            jnp.asarray(leaf, var.aval.dtype)
-            for var, leaf in zip(own, jax.tree.leaves(rows.at(None)), strict=True)
-        ]
-        env = here.consts | dict(zip(own, leaves, strict=True))
+        env = dict(here.consts)
+        for var, leaf in whole.items():
+            rows = slice(part * size, (part + 1) * size) if var in with_rows else ...
+            env[var] = jnp.asarray(leaf[rows], var.aval.dtype)
         run_ops(ops, env)
         return float(env[divisor])
 
